@@ -210,7 +210,8 @@ class CompileOptions:
         False,
         "compute a token alike in programs of every size",
         keyword=None,
-        more="leaves out the passes and LoRA's partial sums that gain at some sizes only and round otherwise there",
+        more="leaves out the passes, LoRA's partial sums and the fp8 queries that gain at some sizes only and round "
+        "otherwise there",
     )
     pdl: bool = option(True, "programmatic dependent launch between neighbours of a stream", keyword=None)
     check_counts: bool = option(

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 from support.installed import installed, wheel  # noqa: F401
+from support.processor import processor_name
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 gc.set_threshold(20_000, 20, 100)  # a run keeps a million objects, and the default walks all of them too often
@@ -20,6 +21,10 @@ gc.disable()  # until all tests are collected; see pytest_collection_finish
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exhaustive", action="store_true", help="compile every configuration to machine code, not one")
+
+
+def pytest_report_header() -> str:
+    return f"processor: {processor_name()}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -34,15 +34,15 @@ def specialize(
     *,
     decode: bool | None = None,
     lora: bool | None = None,
-    one_sum: bool = False,
+    size_independent: bool = False,
 ) -> fx.Graph:
     """A copy of the graph with static shapes; `meta["val"]` holds meta tensors, and only inputs that are used are left.
 
     `sizes`: a bucket, or for each placeholder name its (shape, dtype), an example tensor, or an integer. `decode`: row
     b is sequence b: attention's decode flag is set, the identity selection of logits rows dropped (default: the
     bucket's; in a bucket of steps with drafts the selection is dropped too). `lora=False`: LoRA ops vanish, and what
-    consumed their delta goes without (default: the bucket's, else True). `one_sum`: LoRA's shrinks make one plane each,
-    whatever the size.
+    consumed their delta goes without (default: the bucket's, else True). `size_independent`: LoRA's shrinks make one
+    plane each and no query is rounded to eight bits, whatever the size and the kind of bucket.
     Raises SpecializeError naming the node that can't be made static.
     """
     bucket = sizes if isinstance(sizes, Bucket) else None
@@ -57,11 +57,12 @@ def specialize(
         mark_decode(graph)
     if decode or (bucket is not None and bucket.verifies):
         take_every_row(graph)
-    if bucket is not None and bucket.verifies:
+    if size_independent or (bucket is not None and bucket.verifies):
         keep_queries(graph)
+    if bucket is not None and bucket.verifies:
         mark_rows(graph, bucket.rows)
     sweep(graph)
-    fit_lora_tiles(graph, specs, one_sum)
+    fit_lora_tiles(graph, specs, size_independent)
     _set_inputs(graph, graph_module, specs)
     propagate(graph)
     return graph
@@ -144,8 +145,8 @@ def mark_decode(graph: fx.Graph) -> None:
 
 
 def keep_queries(graph: fx.Graph) -> None:
-    """Queries are not rounded to eight bits: drafts are judged by what a decode step would sample, and that rounds
-    none.
+    """Leave queries in the model's dtype: a decode step rounds none to eight bits, and other steps with this must agree
+    with it.
     """
     for node in graph.nodes:
         if is_own(node) and has_operand(node, "quantize_q"):
@@ -168,7 +169,7 @@ def take_every_row(graph: fx.Graph) -> None:
                 node.replace_all_uses_with(selection.self)
 
 
-def fit_lora_tiles(graph: fx.Graph, specs: Mapping[str, Spec], one_sum: bool = False) -> None:
+def fit_lora_tiles(graph: fx.Graph, specs: Mapping[str, Spec], size_independent: bool = False) -> None:
     """Give the LoRA kernels the tile and the number of splits that suit this token count (a symbolic graph can't
     know them).
     """
@@ -182,7 +183,7 @@ def fit_lora_tiles(graph: fx.Graph, specs: Mapping[str, Spec], one_sum: bool = F
         if has_operand(node, "tile"):
             set_operands(node, tile=lora_tile(tokens))
         if has_operand(node, "splits"):
-            set_operands(node, splits=1 if one_sum else lora_splits(int(shape_of(bind(node).x)[-1]), tokens))
+            set_operands(node, splits=1 if size_independent else lora_splits(int(shape_of(bind(node).x)[-1]), tokens))
 
 
 def sweep(graph: fx.Graph) -> bool:

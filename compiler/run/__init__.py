@@ -6,6 +6,5 @@ first_runs       launches that must run once before a capture
 places           parts of sums over the ranks, written where the peers read them
 ahead            kernels compiled on several threads before their first launch
 compilations     kernels that steps compile all the same: counted, or refused
-one_row          a product of one row on a CPU, with the same sums as one of several
 ranges           names of steps for a profiler
 """

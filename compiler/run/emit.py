@@ -14,16 +14,18 @@ from typing import Any
 import torch
 
 from ...ops.core.registry import as_outputs
+from ...ops.core.reproducible import linear, mm
 from ..program.buffers import Buffer, ProgramError, View
 from ..program.calls import out_overload, overload_of, own_op
 from ..program.program import Program, Step
 from .captured import capture, capture_stream
 from .first_runs import first_runs
-from .one_row import as_two_rows, is_one_row
 from .places import placed_tensors
 from .ranges import SWITCH, named, ranged, replay_range, step_range
 
 OnStep = Callable[[Step, tuple[torch.Tensor, ...]], None]
+# on a CPU these stand for torch's own, the bits of which depend on the number of rows
+CPU_PRODUCTS: Mapping[str, Callable[..., torch.Tensor]] = {"aten.linear.default": linear, "aten.mm.default": mm}
 
 
 class BoundProgram:
@@ -310,9 +312,9 @@ class BoundProgram:
                 return lambda: launch(*args, out=outs, sm_budget=budget, pdl=pdl)
             reference = own.reference
             return lambda: _store(reference(*args), outs, step)
-        if self.device.type == "cpu" and is_one_row(step.op, args):
-            product = overload_of(step.op)
-            return lambda: _store(as_two_rows(product, *args, **kwargs), outs, step)
+        product = CPU_PRODUCTS.get(step.op) if self.device.type == "cpu" else None
+        if product is not None and outs[0].is_floating_point():
+            return lambda: _store(product(*args, **kwargs), outs, step)
         variant = out_overload(step.op) if outs else None
         if variant is not None:
             overload, names = variant

@@ -23,6 +23,7 @@ import torch
 from ..core.eight_bits import QUANTIZED_MAX
 from ..core.kv_layout import KEY, PAGE_SIZE, VALUE
 from ..core.registry import register
+from ..core.reproducible import LOG2_E, power_of_two, product, sum_in_order
 from ..core.triton_support import cdiv
 from ..core.workspace import workspace
 from ..rows.quantize import E4M3
@@ -148,7 +149,8 @@ def paged_attention_reference(
     e4m3 per token and head where the cache is e4m3 and `decode` is off; it is ignored elsewhere. `wide`, `plan`: what
     `widen_kv` and `widen_plan` make of the same cache and batch; the result is the same, and sooner there. Only where
     chunks are served by the Gluon kernels from an int8 cache.
-    Sums are fp64: the rounded result of a row does not depend on how many rows its chunk has.
+    Scores are rounded to fp32, the rest is fp64; sums are `core/reproducible.py`'s, so that the result of a row does
+    not depend on how many rows its chunk has.
     Returns [T, HQ * D] in q's dtype; rows after query_start[B] and those of a sequence with context_len 0 are zero.
     """
     check_arguments(q, kv_cache, kv_scales, window)
@@ -171,13 +173,16 @@ def paged_attention_reference(
         keys, values = gather_keys_values(
             kv_cache, kv_scales, block_table[sequence, : cdiv(context, PAGE_SIZE)].long(), context
         )
-        query = queries[first:last].double().view(count, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
-        scores = query @ keys.double()[:, None].transpose(-1, -2) * softmax_scale
+        query = queries[first:last].view(count, kv_heads, -1, dim).permute(1, 2, 0, 3).flatten(1, 2)
         position = torch.arange(context - count, context, device=q.device)
-        weights = torch.softmax(scores.masked_fill(hidden_keys(position, context, window), -math.inf), -1)
-        out[first:last] = (
-            (weights @ values.double()[:, None]).permute(2, 0, 1, 3).reshape(count, heads, dim).to(q.dtype)
+        hidden = hidden_keys(position, context, window).repeat(heads // kv_heads, 1)
+        # as exponents of two: before this division many sums of 16-bit products lie halfway between two fp32 numbers
+        scores = product(query, keys, torch.float32, divisor=1 / (softmax_scale * LOG2_E)).masked_fill_(
+            hidden, -math.inf
         )
+        weights = power_of_two(scores - scores.amax(-1, keepdim=True)).masked_fill_(hidden, 0.0)
+        attended = product(weights, values.mT, q.dtype, divisor=sum_in_order(weights))
+        out[first:last] = attended.view(kv_heads, -1, count, dim).permute(2, 0, 1, 3).reshape(count, heads, dim)
     return out.view(tokens, heads * dim)
 
 

@@ -19,6 +19,7 @@ import triton.language as tl
 from ..core.eight_bits import QUANTIZED_MAX
 from ..core.kv_layout import KEY, PAGE_SIZE, VALUE
 from ..core.registry import register
+from ..core.reproducible import mean_square
 from ..core.triton_support import cdiv, in_fp32, next_power_of_2, pdl_options, pdl_start, require_contiguous, round_to
 from ..rows.hadamard import fht_halves
 from ..rows.hadamard import reference as hadamard_reference
@@ -58,7 +59,7 @@ def check_row(name: str, weight: Optional[torch.Tensor], *shape: int) -> None:
 
 def norm_heads(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """heads [T, H, D] fp32, weight [H, D] or [D] -> RMS norm of each head, in fp32."""
-    return heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + eps) * weight.float()
+    return heads * torch.rsqrt(mean_square(heads) + eps) * weight.float()
 
 
 def reference(

@@ -25,10 +25,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..core.device import multiprocessors
 from ..core.eight_bits import QUANTIZED_MAX
 from ..core.registry import register
+from ..core.reproducible import mean_square, silu_in_fp32
 from ..core.residual_stream import residual_in_fp32, round_residual
 from ..core.triton_support import INTERPRETED, next_power_of_2
 from ..core.workspace import workspace
-from ..linear.linear_8bit import matmul_fp32
+from ..linear.linear_8bit import matmul_8bit
 from ..rows.quantize import NORM_ROTATES, SILU_ROTATES
 from ..rows.quantize_blocks import BLOCK, dequantize_blocks, padded_scales
 from ..rows.quantize_blocks import reference as quantize_blocks_reference
@@ -147,7 +148,7 @@ def reference(
     hidden = rounded(residual_in_fp32(residual, model) + update)
     normed = _quantized(hidden * norm_weight.float(), dtype, norm_rotation)
     gate, up = (_project(normed, gate_up_weight, gate_up_scale) * _inverse_rms(hidden, eps)).chunk(2, dim=-1)
-    activated = _quantized(torch.nn.functional.silu(gate) * up, dtype, SILU_ROTATES)
+    activated = _quantized(silu_in_fp32(gate) * up, dtype, SILU_ROTATES)
     hidden = rounded(hidden + _project(activated, down_weight, down_scale))
     new_residual = round_residual(hidden, stream, model)
     if qkv_weight is None or qkv_scale is None:
@@ -157,7 +158,7 @@ def reference(
 
 
 def _project(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
-    return matmul_fp32(x, weight) * weight_scale
+    return matmul_8bit(x, weight) * weight_scale
 
 
 def _quantized(x: torch.Tensor, dtype: torch.dtype, rotate: int) -> torch.Tensor:
@@ -165,7 +166,7 @@ def _quantized(x: torch.Tensor, dtype: torch.dtype, rotate: int) -> torch.Tensor
 
 
 def _inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
-    return torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return torch.rsqrt(mean_square(x) + eps)
 
 
 def fake(

@@ -17,8 +17,8 @@ from typing import Optional
 import torch
 
 from ..core.device import multiprocessors
-from ..core.int8_product import int8_product
 from ..core.registry import register
+from ..core.reproducible import product
 from ..core.triton_support import INTERPRETED
 from ..rows.quantize_blocks import BLOCK
 from .kernel_gluon import launch_gluon
@@ -31,7 +31,6 @@ from .tuning import LinearConfig, choose_config, linear_config, with_addends, wi
 DTYPES = (torch.float8_e4m3fn, torch.int8)
 BLOCK_SCALE_KERNELS = ("gluon", "triton")
 MAX_INT8_K = 1 << 17  # products of +-127 (of -128 too) whose sum fits int32
-REFERENCE_CHUNK_ELEMENTS = 1 << 24  # weights dequantized at a time by the reference: 64 MB of fp32
 
 
 def check_shapes(q: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
@@ -77,15 +76,9 @@ def has_block_scales(q: torch.Tensor, scale: torch.Tensor) -> bool:
     return True
 
 
-def matmul_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [..., K] fp32 @ weight [N, K]^T in fp32, some rows of the weight at a time."""
-    rows = max(1, REFERENCE_CHUNK_ELEMENTS // weight.shape[1])
-    return torch.cat([x @ chunk.float().t() for chunk in weight.split(rows)], dim=-1)
-
-
-def matmul_8bit(q: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """q [..., K] @ weight [N, K]^T in fp32, both e4m3 or both int8; sums of int8 are exact before they become fp32."""
-    return int8_product(q, weight).float() if q.dtype == torch.int8 else matmul_fp32(q.float(), weight)
+def matmul_8bit(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [..., K] e4m3, int8 or fp32 @ weight [N, K]^T e4m3 or int8 -> [..., N] fp32, rounded once."""
+    return product(x, weight, torch.float32)
 
 
 def matmul_blocks(q: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -109,8 +102,8 @@ def reference(
     [..., N] -> [..., N] of `out_dtype`.
 
     With q [T, K] scale may be [K / 128, P], as `quantize_blocks` makes it: P >= T, what lies past T is not read into
-    results. Products of int8 are summed exactly, everything else in fp32, and the result is rounded once. Raises
-    ValueError for shapes and dtypes that don't fit.
+    results. Products are summed exactly, everything else is fp32, and the result is rounded once. Raises ValueError for
+    shapes and dtypes that don't fit.
     """
     check_shapes(q, weight, weight_scale)
     y = matmul_blocks(q, scale, weight) if has_block_scales(q, scale) else matmul_8bit(q, weight) * scale.unsqueeze(-1)

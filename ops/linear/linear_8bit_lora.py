@@ -14,6 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..core.device import multiprocessors
 from ..core.registry import register
+from ..core.reproducible import product
 from ..core.triton_support import INTERPRETED, cdiv, require_contiguous
 from ..lora.plan import lora_splits
 from .kernel_large import GROUP, PRODUCER_REGISTERS
@@ -101,7 +102,7 @@ def expanded(
             tokens = (adapter_index == slot).nonzero().squeeze(1)
             rows = (b[slot].float() * b_scale[slot].unsqueeze(-1)).bfloat16().float()
             parts = zip(shrunk[tokens].split(ranks, dim=1), rows.split(list(slices)), strict=True)
-            delta[tokens] = torch.cat([part @ own.T for part, own in parts], dim=1)
+            delta[tokens] = torch.cat([product(part, own, torch.float32) for part, own in parts], dim=1)
     return delta
 
 

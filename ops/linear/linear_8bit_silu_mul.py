@@ -11,6 +11,7 @@ import torch
 
 from ..core.device import multiprocessors
 from ..core.registry import register
+from ..core.reproducible import silu_in_fp32
 from ..core.triton_support import INTERPRETED
 from ..rows.silu_mul import silu_mul_launch
 from .kernel_wide import launch_wide
@@ -35,7 +36,7 @@ def reference(
     _check(q, weight, weight_scale)
     y = matmul_8bit(q, weight) * scale.unsqueeze(-1) * weight_scale
     gate, up = (y if delta is None else y + delta.float()).chunk(2, dim=-1)
-    return (torch.nn.functional.silu(gate) * up).to(out_dtype)
+    return (silu_in_fp32(gate) * up).to(out_dtype)
 
 
 def fake(

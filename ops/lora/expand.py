@@ -9,6 +9,7 @@ import triton.language as tl
 
 from ..core.device import multiprocessors
 from ..core.registry import register
+from ..core.reproducible import product
 from ..core.triton_support import cdiv, dot_ieee, next_power_of_2, pdl_options, pdl_start, require_contiguous
 from .shrink import EIGHT_BIT, dequantized, widened
 
@@ -33,7 +34,7 @@ def reference(
 ) -> torch.Tensor:
     """delta[t, slice i] = (sum of planes[:, t, i*R:(i+1)*R], rounded to delta's dtype) @ b[slot of t, slice i]^T.
 
-    Products are summed in fp64: a token's delta does not depend on the tokens next to it.
+    A token's delta does not depend on the tokens next to it (`core/reproducible.py`).
 
     planes       [splits, T, n*R] fp32, added in order
     b            [S, N, R] model dtype, or e4m3 or int8 with b_scale [S, N] fp32; alpha / rank already folded in
@@ -51,11 +52,11 @@ def reference(
         if slot < 0:
             continue
         tokens = token_order[first : first + count].long()
-        rows = dequantized(b[slot], None if b_scale is None else b_scale[slot]).double()
+        rows = dequantized(b[slot], None if b_scale is None else b_scale[slot])
         start = 0
         for i, width in enumerate(slices):
-            product = shrunk[tokens, i * ranks : (i + 1) * ranks].double() @ rows[start : start + width].T
-            delta[tokens, start : start + width] = product.to(delta.dtype)
+            own = shrunk[tokens, i * ranks : (i + 1) * ranks]
+            delta[tokens, start : start + width] = product(own, rows[start : start + width], delta.dtype)
             start += width
     return delta
 

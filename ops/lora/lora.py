@@ -8,6 +8,7 @@ from typing import Optional
 import torch
 
 from ..core.registry import register
+from ..core.reproducible import product
 from . import expand as lora_expand
 from . import plan as lora_plan
 from . import shrink as lora_shrink
@@ -42,14 +43,13 @@ def reference(
         if slot < 0:
             continue
         tokens = (adapter_index == slot).nonzero().squeeze(1)
-        shrunk = (
-            (rows[tokens] @ dequantized(a[slot], None if a_scale is None else a_scale[slot]).T).to(delta.dtype).float()
-        )
+        shrinking = dequantized(a[slot], None if a_scale is None else a_scale[slot])
+        shrunk = product(rows[tokens], shrinking, torch.float32).to(delta.dtype)
         expanding = dequantized(b[slot], None if b_scale is None else b_scale[slot])
         start = 0
         for i, width in enumerate(slices):
-            product = shrunk[:, i * ranks : (i + 1) * ranks] @ expanding[start : start + width].T
-            delta[tokens, start : start + width] = product.to(delta.dtype)
+            own = shrunk[:, i * ranks : (i + 1) * ranks]
+            delta[tokens, start : start + width] = product(own, expanding[start : start + width], delta.dtype)
             start += width
     return delta
 

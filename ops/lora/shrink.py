@@ -10,8 +10,8 @@ import triton.language as tl
 
 from ..core.device import multiprocessors
 from ..core.eight_bits import QUANTIZED_MAX
-from ..core.int8_product import int8_product
 from ..core.registry import register
+from ..core.reproducible import product
 from ..core.triton_support import INTERP, cdiv, dot_ieee, next_power_of_2, pdl_options, require_contiguous
 from ..rows.quantize_blocks import BLOCK, dequantize_blocks, padded_scales
 
@@ -42,7 +42,7 @@ def reference(
 ) -> torch.Tensor:
     """planes[p, t] = x[t, chunk p] @ a[slot of t, :, chunk p]^T in fp32.
 
-    Products of int8 are summed exactly, others in fp64: a token's ranks do not depend on the tokens next to it.
+    A token's ranks do not depend on the tokens next to it (`core/reproducible.py`).
 
     x            [T, K] model dtype, or e4m3 or int8 with x_scale fp32, [T] or by block as `quantize_blocks` has it, [K
     / 128, P] (then a has x's dtype) a            [S, n*R, K] model dtype, or e4m3 or int8 with a_scale [S, n*R] fp32:
@@ -62,10 +62,7 @@ def reference(
         for plane in range(splits):
             chunk = slice(min(k, plane * width), min(k, (plane + 1) * width))
             rows, matrix = x[tokens, chunk], a[slot, :, chunk]
-            if rows.dtype == matrix.dtype == torch.int8:
-                result = int8_product(rows, matrix).float()
-            else:
-                result = (rows.double() @ matrix.double().T).float()
+            result = product(rows, matrix, torch.float32)
             if a_scale is not None:
                 result *= a_scale[slot]
             if x_scale is not None:

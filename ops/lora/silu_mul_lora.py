@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from ..core.registry import register
+from ..core.reproducible import silu_in_fp32
 from ..core.triton_support import cdiv, in_fp32, next_power_of_2, pdl_options, pdl_start, require_contiguous, round_to
 from ..rows.silu_mul import silu
 from .rounded import columns_of, fits, load_b, load_ranks, load_scale, load_step, load_tokens, product
@@ -52,7 +53,7 @@ def reference(
             product = ranks[tokens, i * rank : (i + 1) * rank].float() @ b[slot, columns].float().T
             total[tokens, columns] += dequantized(product, rank_step[tokens, i]) * b_scale[slot, columns]
     gate, up = total.chunk(2, dim=-1)
-    return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+    return (silu_in_fp32(gate) * up).to(gate_up.dtype)
 
 
 def fake(

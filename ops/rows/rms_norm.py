@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from ..core.registry import register
+from ..core.reproducible import mean_square
 from ..core.residual_stream import as_residual, is_scaled, of_residual, residual_in_fp32, round_residual
 from ..core.triton_support import in_fp32, pdl_options, pdl_start, require_contiguous, rounded_to
 from .quantize import (
@@ -40,7 +41,7 @@ def _normed(stream: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [..., H], weight [H] -> y like x; in bf16 where x is a stream in fp16 and weight bf16."""
     values = residual_in_fp32(x, weight.dtype)
-    normalised = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+    normalised = values * torch.rsqrt(mean_square(values) + eps)
     return normalised.to(_normed(x, weight)) * weight
 
 

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from ..core.device import H200_SMS
 from ..core.registry import register
+from ..core.reproducible import silu_in_fp32
 from ..core.triton_support import (
     INTERP,
     cdiv,
@@ -49,7 +50,7 @@ def silu_mul_reference(gate_up: torch.Tensor, delta: Optional[torch.Tensor]) -> 
     """gate_up and delta [..., 2I] -> [..., I]; the first half of a row is the gate."""
     total = gate_up.float() if delta is None else gate_up.float() + delta.float()
     gate, up = total.chunk(2, dim=-1)
-    return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+    return (silu_in_fp32(gate) * up).to(gate_up.dtype)
 
 
 def silu_mul_quant_reference(

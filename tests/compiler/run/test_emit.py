@@ -11,7 +11,7 @@ from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.program.buffers import ProgramError
 from sidestream.compiler.program.calls import out_overload
 from sidestream.compiler.program.program import Bucket, Program
-from sidestream.compiler.run.emit import BoundProgram
+from sidestream.compiler.run.emit import CPU_PRODUCTS, BoundProgram
 from sidestream.ops.core.registry import OPS
 from support.fx_graphs import GraphBuilder, random_tensors, static_inputs
 from support.races import find_races
@@ -26,6 +26,13 @@ def program_of(module: fx.GraphModule, options: CompileOptions = SIDE) -> Progra
     return build_program(module, static_inputs(module), options)
 
 
+class Eager(fx.Interpreter):
+    """Calls a graph's nodes, products in the order of sums that bound programs have on a CPU."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return super().call_function(CPU_PRODUCTS.get(str(target), target), args, kwargs)
+
+
 def eager(module: fx.GraphModule, tensors: dict[str, torch.Tensor]) -> list[Any]:
     """What the graph computes node by node, on copies of the tensors."""
     values = [
@@ -33,7 +40,7 @@ def eager(module: fx.GraphModule, tensors: dict[str, torch.Tensor]) -> list[Any]
         for node in module.graph.nodes
         if node.op == "placeholder"
     ]
-    result = fx.Interpreter(module).run(*values)
+    result = Eager(module).run(*values)
     return list(result) if isinstance(result, tuple) else [result]
 
 

@@ -3,20 +3,24 @@ what was cached.
 """
 
 import random
+from contextlib import nullcontext
 
 import pytest
 import sidestream
+import torch
 from sidestream.tools.bench.model_directory import TINY, write_model
+from support.other_kernels import OtherKernels
+from support.processor import processor_name
 
 # (sequences at once, tokens a step, prefix caching): the last steps are as large as those for which programs on a GPU
 # have other launches: decode of 17 to 32 and of more rows, prompts of more than 256 tokens
 SERVINGS = ((1, 192, False), (16, 64, True), (5, 256, False), (40, 1024, False))
 
 
-@pytest.mark.parametrize("precision", ["int8", "bf16", "fp32"])
+@pytest.mark.parametrize("precision", ["int8", "fp8", "bf16", "fp32"])
 def test_an_answer_does_not_depend_on_the_batch(tmp_path, precision):
-    """Greedy tokens; in int8 and bf16 their log-probabilities too, to the bit. fp32 rounds too finely for that: its
-    linears' sums are in another order.
+    """Greedy tokens and their log-probabilities, to the bit, also while the libraries add in another order for each
+    number of rows; they multiply in fp64 only.
     """
     source = random.Random(7)
     adapters = write_model(tmp_path, TINY, 3, 8)
@@ -39,10 +43,13 @@ def test_an_answer_does_not_depend_on_the_batch(tmp_path, precision):
         sidestream.SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, logprobs=1) for length in lengths
     ]
     answers = []
-    for size, tokens, caching in SERVINGS:
+    for variant, (size, tokens, caching) in enumerate(SERVINGS):
         llm = sidestream.LLM(
             TINY, adapters, max_num_seqs=size, max_num_batched_tokens=tokens, enable_prefix_caching=caching, **options
         )
-        outputs = [output.outputs[0] for output in llm.generate(prompts, params, adapter=chosen, use_tqdm=False)]
-        answers.append([(each.token_ids, None if precision == "fp32" else each.logprobs) for each in outputs])
-    assert all(answer == answers[0] for answer in answers[1:])
+        kernels = OtherKernels(variant) if variant else None  # one sequence at a time takes the most steps
+        with kernels or nullcontext():
+            outputs = [output.outputs[0] for output in llm.generate(prompts, params, adapter=chosen, use_tqdm=False)]
+        assert kernels is None or set(kernels.products) == {torch.float64}, kernels
+        answers.append([(each.token_ids, each.logprobs) for each in outputs])
+    assert all(answer == answers[0] for answer in answers[1:]), processor_name()
