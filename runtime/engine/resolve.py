@@ -124,7 +124,7 @@ def load_options(
     """
     default = default_precision(engine, config, device)
     try:
-        compiler = compile_options(engine, given, default)
+        compiler = compile_options(engine, given, default, config.num_hidden_layers)
     except OptionError as problem:
         if "precision" in given or default == DEFAULT_PRECISION:
             raise
@@ -175,11 +175,15 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
 
 
 def compile_options(
-    engine: EngineOptions, given: Mapping[str, Any], default: Precision = DEFAULT_PRECISION
+    engine: EngineOptions,
+    given: Mapping[str, Any],
+    default: Precision = DEFAULT_PRECISION,
+    layers: int | None = None,
 ) -> CompileOptions:
     """Return the compiler's options: the fields that were given (by `read_keywords`), in agreement with the engine's.
 
     default   the precision where none is given; `dtype` chooses between bf16 and fp32 then
+    layers    of the model, where it is known
 
     Raises OptionError for unknown values and for options that contradict each other.
     """
@@ -203,6 +207,8 @@ def compile_options(
             "give one of them"
         )
     result = CompileOptions(**{**given, "precision": precision, "kv_dtype": cache.pop()})
+    if layers is not None:
+        check_layers(result, layers)
     if given.get("smooth_channels") and not result.quantizes:
         raise OptionError(
             f"smooth_channels=True contradicts precision={precision!r}, which quantizes nothing; use precision='int8' "

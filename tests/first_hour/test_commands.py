@@ -112,10 +112,10 @@ def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_model_with_a_chat_template_says_how_to_use_it(chatty: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["generate", str(chatty), "-p", "hi", *QUICK]) == 0
-    precision, hint = capsys.readouterr().err.splitlines()
+    hint, precision = capsys.readouterr().err.splitlines()
     assert "generate --chat" in hint and "sidestream chat" in hint
     assert cli.main(["generate", "-p", "hi", *QUICK]) == 0
-    assert capsys.readouterr().err.splitlines() == [precision]
+    assert capsys.readouterr().err.splitlines() == [precision] and precision.startswith("sidestream: precision bf16, ")
 
 
 def test_generate_puts_prompts_into_the_template(chatty: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,8 +130,8 @@ def test_generate_puts_prompts_into_the_template(chatty: Path, capsys: pytest.Ca
 def test_a_model_without_a_template_has_no_chat(chatty: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (chatty / "tokenizer_config.json").unlink()
     assert cli.main(["generate", str(chatty), "--chat", "-p", "hi", *QUICK]) == 2
-    precision, error = capsys.readouterr().err.splitlines()
-    assert precision.startswith("sidestream: precision ") and "chat template" in error
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1 and "chat template" in error
 
 
 def test_progress_is_plain_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -148,11 +148,11 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError("--chat puts texts into a template; give them with -p, not as --prompt-ids")
     bar = not options.json and sys.stderr.isatty()
     llm = LLM(**arguments, show_progress=bar)
-    if not bar:
-        print(f"sidestream: {llm.model.precision}", file=sys.stderr)
     if options.chat:
         talks = [[{"role": "user", "content": prompt}] for prompt in prompts]
-        for prompt, output in zip(prompts, llm.chat(talks, params, chosen, use_tqdm=bar), strict=True):
+        outputs = llm.chat(talks, params, chosen, use_tqdm=bar)
+        report_precision(llm, bar)
+        for prompt, output in zip(prompts, outputs, strict=True):
             show(output if options.json else replace(output, prompt=str(prompt)), options.json)
         return 0
     # the demo model's template leaves a prompt as it is
@@ -163,16 +163,27 @@ def run(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     if len(prompts) == 1 and isinstance(prompts[0], str) and llm.tokenizer is not None and not options.json:
-        started = False
-        for chunk in llm.stream(prompts, params, adapter=chosen):
+        started, chunks = False, llm.stream(prompts, params, adapter=chosen)
+        report_precision(llm, bar)
+        for chunk in chunks:
             text = chunk.text if started else chunk.text.lstrip()
             started = started or bool(text)
             print(text, end="", flush=True)
         print()
         return 0
-    for output in llm.generate(prompts, params, adapter=chosen, use_tqdm=bar):
+    outputs = llm.generate(prompts, params, adapter=chosen, use_tqdm=bar)
+    report_precision(llm, bar)
+    for output in outputs:
         show(output, options.json)
     return 0
+
+
+def report_precision(llm: Any, shown: bool) -> None:
+    """Print the precision on stderr, unless the start has `shown` it. Requests have been accepted: a refused one is
+    reported on one line alone.
+    """
+    if not shown:
+        print(f"sidestream: {llm.model.precision}", file=sys.stderr)
 
 
 def show(output: Any, as_json: bool) -> None:
