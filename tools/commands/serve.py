@@ -12,6 +12,7 @@ from ..options.engine import (
     add_engine_options,
     add_model,
     add_option,
+    advanced,
     check_output,
     given,
     llm_arguments,
@@ -157,6 +158,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         group, "enable_prefix_caching", "--no-enable-prefix-caching", dest="no_prefix_caching", help=argparse.SUPPRESS
     )
     add_option(group, "generation_config", metavar="auto|vllm|DIR")
+    add_option(advanced(parser), "fail_on_compilation")
     add_vllm_flags(parser)
     parser.set_defaults(run=run)
 
@@ -169,6 +171,8 @@ def settings_of(options: argparse.Namespace) -> Any:
     from ...runtime.wire.addresses import default_address, parse
 
     llm = llm_arguments(options) | given(options, "num_kv_pages", "max_cpu_loras", "load_format", "generation_config")
+    if options.fail_on_compilation:
+        llm["fail_on_compilation"] = True
     if options.no_prefix_caching:
         llm["enable_prefix_caching"] = False
     if llm.get("generation_config", AUTO) not in (AUTO, "vllm"):
