@@ -144,7 +144,7 @@ def test_pointers_of_git_lfs_are_called_so(base: TinyBase, adapter: Path, name: 
 def test_an_adapter_of_a_deeper_base_is_not_called_damaged(base: TinyBase, tmp_path: Path) -> None:
     deeper = tiny_llama(tmp_path, num_hidden_layers=5)
     (path,) = tiny_adapters(deeper, [AdapterSpec(rank=2)])
-    with pytest.raises(AdapterError, match=r"has 70 tensors, more than the 42 .*use the base that it was trained on"):
+    with pytest.raises(AdapterError, match="has 70 tensors, and 42 are the most: the adapter was trained on another"):
         load(base, path)
 
 
