@@ -20,7 +20,7 @@ from sidestream.runtime.structured.filling import fill_masks, take_in
 from sidestream.runtime.structured.matcher import Matcher
 from sidestream.runtime.structured.plain import is_plain
 from sidestream.runtime.text.generation_config import eos_token_ids
-from sidestream.runtime.text.tokenizer import FastTokenizer, load_tokenizer
+from sidestream.runtime.text.tokenizer import load_tokenizer
 from support.pieces import sentencepiece_model
 
 FOX = "The quick brown fox jumps over the lazy dog."
@@ -167,7 +167,8 @@ def test_whatever_llguidance_raises_on_is_an_error_with_its_reason(model, constr
 def test_true_is_any_json(model, text):
     compiler, tokenizer, _ = model
     matcher = compiler.compile(StructuredOutputsParams(json="true", disable_any_whitespace=True)).matcher()
-    tokens = tokenizer.encode(text, False) if isinstance(tokenizer, FastTokenizer) else tokenizer.encode_inside(text)
+    mark = "\u2402"  # takes the space that a text's first word gets
+    tokens = tokenizer.encode(mark + text, False)[len(tokenizer.encode(mark, False)) :]
     take_in([matcher], [(tokens, 0)], in_parallel=False)
     assert matcher.accepting
 
@@ -181,8 +182,6 @@ def test_notations_of_a_grammar_are_recognized(model, grammar):
 
 def test_choices_may_hold_any_character(model):
     compiler, tokenizer, ends = model
-    if not isinstance(tokenizer, FastTokenizer):
-        pytest.skip("the other vocabulary does not spell all bytes")
     for choice in ("\x7f", "\x00\u2028", '"\\', "\n|", "\U0010ffff"):
         tokens = walk(compiler.compile(StructuredOutputsParams(choice=[choice])).matcher(), ends, 0)
         assert tokenizer.decode(tokens) == choice
