@@ -30,9 +30,9 @@ def test_tokens_of_the_same_text_keep_their_entries():
     """A letter and the byte that is the letter; parts of characters; ids that have no text."""
     letters = place((70, b"A", 2), (5, b"A", 1), (9, b"", 3), (10, b"", 4))
     marks = place((80, b"\xe2\x82", 1), (81, b"\xe2", 2), (82, b"\xf0", 3))
-    told = completion_logprobs([letters, marks], [0, 1], 4)
-    assert told.tokens == ["A", "bytes:\\xe2\\x82"]
-    assert told.top_logprobs == [
+    reported = completion_logprobs([letters, marks], [0, 1], 4)
+    assert reported.tokens == ["A", "bytes:\\xe2\\x82"]
+    assert reported.top_logprobs == [
         {"token_id:5": -1.0, "A": -2.0, "": -3.0, "token_id:10": -4.0},
         {"bytes:\\xe2\\x82": -1.0, "bytes:\\xe2": -2.0, "bytes:\\xf0": -3.0},
     ]
@@ -40,8 +40,8 @@ def test_tokens_of_the_same_text_keep_their_entries():
 
 @pytest.mark.parametrize("top", [0, 1, 2, 3])
 def test_the_token_itself_is_always_among_the_likeliest(top):
-    told = completion_logprobs([place((4, b"far", 40), (1, b"a", 1), (2, b"b", 2), (3, b"c", 3))], [0], top)
-    assert told.top_logprobs == [dict([("a", -1.0), ("b", -2.0), ("c", -3.0)][:top]) | {"far": -40.0}]
+    reported = completion_logprobs([place((4, b"far", 40), (1, b"a", 1), (2, b"b", 2), (3, b"c", 3))], [0], top)
+    assert reported.top_logprobs == [dict([("a", -1.0), ("b", -2.0), ("c", -3.0)][:top]) | {"far": -40.0}]
 
 
 def test_chats_and_prompts_have_the_bytes():
@@ -58,11 +58,13 @@ def test_an_echo_of_a_text_finds_its_tokens(tokenizer, text):
     ids = tokenizer.encode(text)
     echo = Echo(text, "<s>", len(ids) - 1)
     echo.score([place((token, tokenizer.token_bytes(token), 1), (0, b" x", 2)) for token in ids[1:]])
-    told = echo.logprobs([place((5, b" on", 1))], [0], 2)
-    assert told.tokens[0] == "<s>" and told.text_offset[0] == 0
-    assert told.tokens[-1] == " on" and told.text_offset[-1] == len(text)
+    reported = echo.logprobs([place((5, b" on", 1))], [0], 2)
+    assert reported.tokens[0] == "<s>" and reported.text_offset[0] == 0
+    assert reported.tokens[-1] == " on" and reported.text_offset[-1] == len(text)
     position = 0
-    for token, offset, top in zip(told.tokens[1:-1], told.text_offset[1:], told.top_logprobs[1:], strict=False):
+    for token, offset, top in zip(
+        reported.tokens[1:-1], reported.text_offset[1:], reported.top_logprobs[1:], strict=False
+    ):
         assert token in top and len(text[:offset].encode()) <= position
         piece = bytes.fromhex(token[6:].replace("\\x", "")) if token.startswith("bytes:") else token.encode()
         assert text.encode()[position : position + len(piece)] == piece
@@ -76,10 +78,10 @@ def test_an_echo_of_ids_begins_with_their_first_token(tokenizer, text):
     decoded = tokenizer.decode(ids, skip_special_tokens=False)
     echo = Echo(decoded, tokenizer.decode(ids[:1], skip_special_tokens=False), len(ids) - 1)
     echo.score([place((token, tokenizer.token_bytes(token), 1)) for token in ids[1:]])
-    told = echo.logprobs([], [], 1)
-    whole = [token for token in told.tokens if not token.startswith("bytes:")]
-    assert len(told.tokens) == len(told.text_offset) == len(ids) and max(told.text_offset) <= len(decoded)
-    for token, offset in zip(told.tokens, told.text_offset, strict=True):
+    reported = echo.logprobs([], [], 1)
+    whole = [token for token in reported.tokens if not token.startswith("bytes:")]
+    assert len(reported.tokens) == len(reported.text_offset) == len(ids) and max(reported.text_offset) <= len(decoded)
+    for token, offset in zip(reported.tokens, reported.text_offset, strict=True):
         assert token not in whole or decoded[offset : offset + len(token)] == token
 
 
@@ -87,6 +89,6 @@ def test_an_echo_that_its_tokens_do_not_spell_stays_within_the_text(tokenizer):
     """A normalizer changed the text."""
     echo = Echo("ＴＰ", "T", 3)
     echo.score([place((1, b"P", 1)), place((2, b" and more", 1)), place((3, b"!", 1))])
-    told = echo.logprobs([], [], 0)
-    assert told.tokens == ["T", "P", " and more", "!"] and max(told.text_offset) <= 2
-    assert told.text_offset == sorted(told.text_offset)
+    reported = echo.logprobs([], [], 0)
+    assert reported.tokens == ["T", "P", " and more", "!"] and max(reported.text_offset) <= 2
+    assert reported.text_offset == sorted(reported.text_offset)
