@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from .regular_file import name_of
 from .safetensors_file import FLOATING
-from .tensor_layout import Layout, damaged, open_file
+from .safetensors_header import Layout, damaged, open_file
 
 PIECE = 16 << 20
 READERS = 8

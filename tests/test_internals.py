@@ -1,6 +1,6 @@
 """docs/internals.md shows the code as it is, docs/custom_pass.md a program that runs.
 
-After a change of passes, programs or the cost model: `python -m sidestream.tools.pages.internals --write`.
+After a change of passes, programs or the cost model: `python -m sidestream.tools.dev.pages.internals --write`.
 """
 
 import os
@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from sidestream.tools.pages.excerpts import BLOCK, ExcerptError, rewritten
-from sidestream.tools.pages.internals import EXCERPTS, PAGE, main
+from sidestream.tools.dev.pages.excerpts import BLOCK, ExcerptError, rewritten
+from sidestream.tools.dev.pages.internals import EXCERPTS, PAGE, main
 from support.excerpts import same_torch, shown
 
 ROOT = Path(__file__).parents[1]
@@ -22,7 +22,7 @@ ELSEWHERE = {"changes"}  # tests/tools/bench/test_estimated_changes.py has made 
 @pytest.mark.parametrize("name", [name for name in EXCERPTS if name not in ELSEWHERE])
 def test_the_excerpt_is_up_to_date(name: str) -> None:
     text = shown(name)
-    assert text is None or text == EXCERPTS[name](), "run `python -m sidestream.tools.pages.internals --write`"
+    assert text is None or text == EXCERPTS[name](), "run `python -m sidestream.tools.dev.pages.internals --write`"
 
 
 def test_every_excerpt_but_spare_ones_is_shown_once_and_every_block_is_an_excerpt() -> None:

@@ -4,15 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
-from sidestream.tools.pages.excerpts import ExcerptError, rewritten
-from sidestream.tools.pages.performance import MEASUREMENTS, PAGES, TABLES, main
+from sidestream.tools.dev.pages.excerpts import ExcerptError, rewritten
+from sidestream.tools.dev.pages.performance import MEASUREMENTS, PAGES, TABLES, main
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_table_is_what_was_measured(page: Path) -> None:
     text = page.read_text()
     assert "<!-- table: " in text
-    assert rewritten(text, TABLES) == text, "run `python -m sidestream.tools.pages.performance --write`"
+    assert rewritten(text, TABLES) == text, "run `python -m sidestream.tools.dev.pages.performance --write`"
 
 
 def test_the_latency_table_has_the_raw_figures() -> None:

@@ -7,17 +7,17 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from sidestream.tools.pages.quality import DOCS, PAGE, PICTURE, main, measured, picture
+from sidestream.tools.dev.pages.quality import DOCS, PAGE, PICTURE, main, measured, picture
 from sidestream.tools.quality.report import rounds_of
 from sidestream.tools.quality.summary import ARMS
 
 
 def test_the_page_is_what_was_measured() -> None:
-    assert PAGE.read_text() == measured(), "run `python -m sidestream.tools.pages.quality --write`"
+    assert PAGE.read_text() == measured(), "run `python -m sidestream.tools.dev.pages.quality --write`"
 
 
 def test_the_picture_is_what_was_measured() -> None:
-    assert PICTURE.read_text() == picture(), "run `python -m sidestream.tools.pages.quality --write`"
+    assert PICTURE.read_text() == picture(), "run `python -m sidestream.tools.dev.pages.quality --write`"
 
 
 def test_the_picture_shows_the_arms_of_the_summary_and_folds_the_others() -> None:

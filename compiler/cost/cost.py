@@ -10,7 +10,7 @@ quarter more when they are equal, as linears of 128 and 256 tokens show (docs/me
 Steps of the two lanes that run at once share the memory's bandwidth; a cuBLAS product needs whole SMs, so it runs while
 the other lane rests. kinds.py says what its constants are fitted to. docs/internals.md has the estimates of the
 ablation's changes next to what was measured; `docs/measurements/cost_check_h200.txt` has those of whole decode steps,
-`cost_model_h200.txt` those of an earlier release step by step (tools/bench/cost_error.py writes both).
+`cost_model_h200.txt` those of an earlier release step by step (tools/dev/bench/cost_error.py writes both).
 """
 
 from collections.abc import Sequence

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from sidestream.tools.pages.excerpts import BLOCK
-from sidestream.tools.pages.internals import PAGE
+from sidestream.tools.dev.pages.excerpts import BLOCK
+from sidestream.tools.dev.pages.internals import PAGE
 
 MADE_WITH = (2, 13)  # other releases of torch capture other node names
 same_torch = pytest.mark.skipif(

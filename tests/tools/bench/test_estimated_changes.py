@@ -3,7 +3,7 @@
 import pytest
 from sidestream.compiler.cost.cost import KNOWN_ERROR
 from sidestream.tools.bench.ablation import arms
-from sidestream.tools.bench.estimated_changes import ABSOLUTE, RELATIVE, Change, changes, measured_rows, table
+from sidestream.tools.dev.bench.estimated_changes import ABSOLUTE, RELATIVE, Change, changes, measured_rows, table
 from support.excerpts import same_torch, shown
 
 # (arm, sequences, adapters): microseconds a layer by which the estimated change is off; docs/internals.md says why
@@ -49,7 +49,7 @@ def test_the_published_counts_are_those_of_the_table() -> None:
 
 @same_torch
 def test_the_table_of_internals_md_is_up_to_date() -> None:
-    assert shown("changes") == table(), "run `python -m sidestream.tools.pages.internals --write`"
+    assert shown("changes") == table(), "run `python -m sidestream.tools.dev.pages.internals --write`"
 
 
 def test_the_bound_is_the_larger_of_a_share_and_two_microseconds() -> None:

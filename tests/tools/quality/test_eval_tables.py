@@ -5,7 +5,7 @@ import re
 
 import pytest
 from sidestream.compiler.records import columns
-from sidestream.tools.pages.quality import DOCS
+from sidestream.tools.dev.pages.quality import DOCS
 from sidestream.tools.quality.evaluate import Round
 from sidestream.tools.quality.report import rounds_of, tables, verdicts
 

@@ -5,7 +5,7 @@ import re
 from math import nan
 
 from msgspec.structs import replace
-from sidestream.tools.pages.quality import PAGE, REAL_PICTURE, picture_of_the_real_model, real_findings
+from sidestream.tools.dev.pages.quality import PAGE, REAL_PICTURE, picture_of_the_real_model, real_findings
 from sidestream.tools.quality.divergence import Divergence
 from sidestream.tools.quality.real.judgement import judgements, verdict
 from sidestream.tools.quality.real.measure import Findings, Measured
@@ -95,5 +95,5 @@ def test_without_adapters_and_peers_the_report_says_what_there_is() -> None:
 def test_page_and_picture_are_what_was_measured_of_the_real_model() -> None:
     assert section(real_findings(), REAL_PICTURE.name) in PAGE.read_text()
     assert REAL_PICTURE.read_text() == picture_of_the_real_model(), (
-        "run `python -m sidestream.tools.pages.quality --write`"
+        "run `python -m sidestream.tools.dev.pages.quality --write`"
     )
