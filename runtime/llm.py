@@ -34,10 +34,10 @@ from .text.prompts import one_for_each, without_special_tokens
 from .text.requests import make_requests
 from .text.structured.compiler import GrammarCompiler
 from .text.tokenizer import Tokenizer, load_tokenizer
-from .worker.model import find_model
+from .worker.model_loader import find_model
 from .worker.progress import say
 from .worker.sleep import Sleeps
-from .worker.tensor_parallel.shared_model import load_shared
+from .worker.tensor_parallel.parallel_model import load_shared
 
 
 class StreamChunk(NamedTuple):

@@ -33,12 +33,12 @@ from ...graphs.adapter import Adapter
 from ...graphs.adapter_file import read_fully, readers
 from ...graphs.config import LlamaConfig
 from ...graphs.lora import LoraShape
-from .background import Background, Stopped
+from .background_jobs import Background, Stopped
 
 VARIABLE = "SIDESTREAM_ADAPTER_CACHE_GB"
 DEFAULT_GB = 32.0
 FORMAT = 2
-SOURCES = ("packing.py", "store.py", "disk_cache.py")
+SOURCES = ("packing.py", "host_store.py", "disk_cache.py")
 PIECES = 8  # as many as there are readers
 LARGEST_PIECE = 32 << 20
 WRITTEN_AT_ONCE = 4 << 20

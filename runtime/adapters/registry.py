@@ -22,7 +22,7 @@ from ...graphs.stack import check_fits
 from ..api.errors import RequestError
 from ..text.adapter_chat import NO_CHAT, AdapterChat, read_adapter_chat
 from ..text.chat_files import ChatTemplateError
-from .describing import AdapterDescriber
+from .describer import AdapterDescriber
 from .disk_cache import SlotCache
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .store import PIECE, Block, block_starts
+from .host_store import PIECE, Block, block_starts
 
 WIDE = 8  # bytes that are dealt out at a time where every tensor allows it
 

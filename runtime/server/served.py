@@ -54,10 +54,10 @@ class ServedModel:
 
     def __init__(self, settings: ServeSettings) -> None:
         # here, because a GPU process that only simulates a model needs no torch
-        from ..adapters.describing import AdapterDescriber
-        from ..adapters.room import readable_adapters
-        from ..worker.model import find_model
-        from ..worker.tensor_parallel.shared_model import load_shared
+        from ..adapters.adapter_limits import readable_adapters
+        from ..adapters.describer import AdapterDescriber
+        from ..worker.model_loader import find_model
+        from ..worker.tensor_parallel.parallel_model import load_shared
 
         source, options = find_model(settings.model, **settings.llm)
         describe = AdapterDescriber()

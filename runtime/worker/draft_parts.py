@@ -18,9 +18,9 @@ from ...graphs.draft.steps import ChainStep, FirstPass
 from ...graphs.draft.weights import read_eagle_tensors
 from ...graphs.lora import LoraShape
 from .buckets import Buckets
-from .capacity import Demand, Specs, kv_specs, nbytes, specs_of
+from .memory_budget import Demand, Specs, kv_specs, nbytes, specs_of
 from .trained_draft import PREFIX, TrainedDraft, draft_bytes
-from .weights import Source, load_weights
+from .weight_loader import Source, load_weights
 
 TARGET_EMBEDDING = "model.embed_tokens.weight"
 MakeCache = Callable[[Mapping[str, object]], ProgramCache | None]

@@ -18,18 +18,18 @@ from ...compiler.run.ahead import KernelsAhead
 from ...compiler.run.compilations import Compilations
 from ...compiler.run.emit import BoundProgram
 from ...ops.collectives.group import group_named, tensor_parallel_group
-from ..adapters.stacks import AdapterStacks, Report
+from ..adapters.slot_loader import AdapterStacks, Report
 from ..scheduler.step_plan import StepDrafts, StepMasks, StepPlan, StepResult
-from .answer_history import Histories
+from .bound_programs import ReadyPrograms
 from .buckets import Buckets
-from .inputs.step_inputs import StepInputs
 from .program_times import time_programs
-from .programs import ReadyPrograms
 from .progress import progress, stage
 from .sampler import Sampler, is_plain
 from .sharded_sampler import ShardedSampler
 from .spec_decode_graphs import Surroundings, arrays
 from .step_handle import Handle
+from .step_inputs import StepInputs
+from .token_history import Histories
 from .trained_draft import First
 
 CAPTURE_TOKENS = 2048  # a mixed step beyond this keeps the GPU busy longer than it takes to launch it

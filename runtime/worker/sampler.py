@@ -10,7 +10,7 @@ from ...ops.core.triton_support import cdiv
 from ...ops.elementwise.argmax import argmax
 from ...ops.elementwise.sample import sample, top_logprobs
 from ..scheduler.step_plan import Int32, SamplingPlan, StepMasks, StepPlan
-from .inputs.staging import Staging
+from .staging import Staging
 
 NUMBERS = (
     ("temperature", torch.float32),

@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 
 from ..api.errors import RequestError
-from .capacity import Specs
-from .regions import Region
-from .weights import Source
+from .memory_budget import Specs
+from .sleep_memory import Region
+from .weight_loader import Source
 
 TAGS = ("weights", "kv_cache")
 LEVELS = (1, 2)

@@ -12,9 +12,9 @@ from ...compiler.program.program import Bucket
 from ...compiler.run.captured import capture
 from ...ops.elementwise.argmax import argmax
 from ..scheduler.step_plan import Int32, StepMasks, StepPlan
-from .answer_history import Histories
-from .inputs.step_inputs import Beyond, StepInputs
 from .sampler import NUMBERS, drawn_with
+from .step_inputs import Beyond, StepInputs
+from .token_history import Histories
 
 
 @dataclass(frozen=True)

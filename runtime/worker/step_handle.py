@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from ..scheduler.step_plan import Int32, StepDrafts, StepPlan, StepResult
-from .inputs.staging import to_host
 from .sampler import DeviceSamples
 from .spec_decode_graphs import Counted
+from .staging import to_host
 
 
 @dataclass

@@ -21,9 +21,9 @@ from ...graphs.draft.config import EagleConfig
 from ...ops.core.kv_layout import PAGE_SIZE
 from ..api.checks import MAX_DRAFTS
 from ..scheduler.step_plan import StepPlan
+from .bound_programs import ReadyPrograms
 from .buckets import Buckets
-from .inputs.step_inputs import Beyond
-from .programs import ReadyPrograms
+from .step_inputs import Beyond
 
 PREFIX = "draft."
 """Before the names of the draft's weights, stacks and caches where they lie among the target's."""

@@ -105,7 +105,7 @@ def test_an_exit_waits_for_a_thread_without_an_owner(tmp_path: Path) -> None:
     script.write_text(
         textwrap.dedent("""
             import threading, time, torch
-            from sidestream.runtime.adapters.background import Background
+            from sidestream.runtime.adapters.background_jobs import Background
 
             owners, alone = [Background("keeper", quiet=0.0)], threading.Event()
 

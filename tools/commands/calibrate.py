@@ -201,8 +201,8 @@ def _round(
     progress: bool,
 ) -> None:
     """Write the rounded weights; `jobs`: the text that the calibration was made with."""
-    from ...runtime.worker.calibrate.reader import Document
     from ...runtime.worker.calibrate.rounding import round_weights
+    from ...runtime.worker.calibrate.scorer import Document
 
     adapters = adapters_of(options)
     names = [*adapters, None]  # slot -1 is the base model

@@ -32,10 +32,10 @@ from ...quantization.file_names import AUTO, FILE_NAME, OFF, file_name
 from ...quantization.rounded_weights import checkpoint_digest
 from ...quantization.texts import CHARACTERS_A_TOKEN, documents, standard_text
 from ...text.tokenizer import Tokenizer, load_tokenizer
-from ..model import ModelSource
+from ..model_loader import ModelSource
 from ..progress import say, stage
-from .reader import Document
 from .rounding import ROW_ELEMENTS, round_weights
+from .scorer import Document
 
 DEVICES = ("cuda",)  # on a CPU it takes minutes
 MOST_SECONDS = 60.0

@@ -31,9 +31,9 @@ from ...quantization.rounded_weights import (
     options_of,
     write_rounding,
 )
-from ..model import Model, find_model, load_model
-from ..weights import checkpoint_lookup, load_weights
-from .reader import Document, Piece, Scorer, plan, step_sizes
+from ..model_loader import Model, find_model, load_model
+from ..weight_loader import checkpoint_lookup, load_weights
+from .scorer import Document, Piece, Scorer, plan, step_sizes
 
 PRODUCT_BYTES = 4 << 30
 ROW_ELEMENTS = 1 << 26  # of a weight's rows that are rounded together: 256 MiB in fp32

@@ -24,9 +24,9 @@ from ...processes.watch import (
     AwakeClock,
     StopWatch,
 )
-from .joining import create_meeting
+from .peer_messages import Order, PeerSettings, encode_order
 from .plan_ring import PlanRing
-from .settings import Order, PeerSettings, encode_order
+from .process_group import create_meeting
 
 PLAN, MASKS, ORDER = b"P", b"K", b"O"
 COMMAND = "sidestream.runtime.worker.tensor_parallel.rank_process"

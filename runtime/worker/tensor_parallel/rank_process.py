@@ -20,9 +20,7 @@ from ...processes.garbage import collect_seldom
 from ...processes.watch import Pulse
 from ...scheduler.step_codec import unpack_masks, unpack_plan
 from ...scheduler.step_plan import AHEAD
-from .peers import MASKS, PLAN
-from .plan_ring import PlanRing
-from .settings import (
+from .peer_messages import (
     AddAdapter,
     ForgetAdapter,
     PeerSettings,
@@ -32,6 +30,8 @@ from .settings import (
     WakeUp,
     decode_order,
 )
+from .peers import MASKS, PLAN
+from .plan_ring import PlanRing
 
 _log = logging.getLogger(__name__)
 POLL_LOADS_SECONDS = 0.001
@@ -68,9 +68,9 @@ class _Peer:
     def _build(self) -> None:
         import torch
 
-        from ...adapters.describing import AdapterDescriber
-        from ..model import find_model, load_model
-        from .joining import join_group
+        from ...adapters.describer import AdapterDescriber
+        from ..model_loader import find_model, load_model
+        from .process_group import join_group
 
         settings = self._settings
         device = torch.device(settings.device)

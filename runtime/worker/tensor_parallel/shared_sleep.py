@@ -6,8 +6,8 @@ from ....graphs.checkpoint import CheckpointError
 from ...api.errors import CapacityError
 from ...quantization.rounded_weights import RoundingError
 from ..sleep import Sleeper, check_level, tags_of
+from .peer_messages import Sleep, WakeUp
 from .peers import Peers
-from .settings import Sleep, WakeUp
 
 FAILURES = {kind.__name__: kind for kind in (CapacityError, CheckpointError, RoundingError, MemoryError, OSError)}
 """What a rank may fail with and go on as it was."""

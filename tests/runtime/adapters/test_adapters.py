@@ -22,9 +22,9 @@ from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.lora import LoraShape
 from sidestream.graphs.stack import slot_tensors
 from sidestream.runtime.adapters import registry as adapter_registry
+from sidestream.runtime.adapters.host_store import Block
 from sidestream.runtime.adapters.registry import AdapterRegistry
-from sidestream.runtime.adapters.stacks import LEAD_SECONDS, AdapterStacks, Flight
-from sidestream.runtime.adapters.store import Block
+from sidestream.runtime.adapters.slot_loader import LEAD_SECONDS, AdapterStacks, Flight
 from sidestream.runtime.api.errors import RequestError
 from sidestream.runtime.api.sampling_params import SamplingParams
 from sidestream.runtime.llm import LLM

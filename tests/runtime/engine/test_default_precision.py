@@ -18,7 +18,7 @@ from sidestream.runtime.engine.resolve import default_precision
 from sidestream.runtime.llm import LLM
 from sidestream.runtime.quantization.file_names import FILE_NAME
 from sidestream.runtime.worker.calibrate.first_start import figures
-from sidestream.runtime.worker.model import find_model
+from sidestream.runtime.worker.model_loader import find_model
 from sidestream.tools import cli
 from sidestream.tools.commands.serve import settings_of
 from support.tiny import TinyBase, oracle_greedy, tiny_llama

@@ -15,7 +15,7 @@ from sidestream.ops.core.kv_layout import PAGE_SIZE
 from sidestream.runtime.api.request import Request
 from sidestream.runtime.worker import cuda_pages
 from sidestream.runtime.worker.cuda_pages import CudaPages
-from sidestream.runtime.worker.regions import Region
+from sidestream.runtime.worker.sleep_memory import Region
 from support.tiny import AdapterSpec, TinyBase, oracle_greedy, tiny_adapters, tiny_llama
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)

@@ -47,7 +47,7 @@ def _some_layers(name: str, layers: int, world: int, requests: int) -> tuple[flo
     from ....compiler.cost.cost import estimate, total_seconds
     from ....compiler.cost.work import Assumptions
     from ....compiler.program.program import Bucket
-    from ....runtime.worker.capacity import kv_specs, nbytes, specs_of
+    from ....runtime.worker.memory_budget import kv_specs, nbytes, specs_of
 
     blocks = CONTEXT // PAGE_SIZE
     bucket = Bucket(requests, requests, requests * blocks + 1, blocks, decode=True)

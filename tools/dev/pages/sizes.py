@@ -49,7 +49,7 @@ def _bytes(name: str, layers: int) -> tuple[int, int, int, int]:
     from ....graphs.config import LlamaConfig
     from ....graphs.llama import Llama
     from ....graphs.lora import LoraShape
-    from ....runtime.worker.capacity import kv_specs, nbytes, specs_of
+    from ....runtime.worker.memory_budget import kv_specs, nbytes, specs_of
 
     config = LlamaConfig.from_dict({**LLAMA_8B, **LLAMAS[name], "num_hidden_layers": layers})
     model = Llama(config, LoraShape(1, RANK), torch.bfloat16, "meta")

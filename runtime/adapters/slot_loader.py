@@ -23,10 +23,10 @@ from ...compiler.graph.recipe import Recipe
 from ...graphs.adapter_config import AdapterError
 from ...graphs.lora import LoraShape
 from ..processes.threads import start_thread
+from .host_store import AdapterStore, Block
 from .packing import use_few_threads
 from .registry import AdapterRegistry
 from .slot_copy import SlotCopies
-from .store import AdapterStore, Block
 
 STOP_SECONDS = 30.0
 POLL_SECONDS = 0.0002

@@ -9,8 +9,8 @@ import pytest
 from sidestream import LLM, CapacityError, RequestError, SamplingParams
 from sidestream.graphs.checkpoint import CheckpointError
 from sidestream.runtime.worker.sleep import TAGS
-from sidestream.runtime.worker.tensor_parallel.settings import Sleep, WakeUp
-from sidestream.runtime.worker.tensor_parallel.shared_model import SharedModel
+from sidestream.runtime.worker.tensor_parallel.parallel_model import SharedModel
+from sidestream.runtime.worker.tensor_parallel.peer_messages import Sleep, WakeUp
 from sidestream.runtime.worker.tensor_parallel.shared_sleep import SharedSleeper
 from support.tiny import AdapterSpec, tiny_adapters, tiny_llama
 

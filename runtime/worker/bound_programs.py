@@ -5,7 +5,7 @@ from threading import Event, Lock
 from typing import Generic, TypeVar
 
 from ...compiler.program.program import Bucket
-from ..adapters.background import Background
+from ..adapters.background_jobs import Background
 
 T = TypeVar("T")
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from sidestream.runtime.worker import threads
-from sidestream.runtime.worker.threads import fit_threads, free_threads
+from sidestream.runtime.worker import cpu_threads as threads
+from sidestream.runtime.worker.cpu_threads import fit_threads, free_threads
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...scheduler.step_plan import AHEAD
+from ..scheduler.step_plan import AHEAD
 
 ALIGNMENT = 16
 NUMPY = {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32}

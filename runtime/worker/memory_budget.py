@@ -14,7 +14,7 @@ from ...ops.core.kv_layout import PAGE_SIZE, pages_for
 from ..api.errors import CapacityError
 from ..engine.options import EngineOptions
 from ..engine.resolve import EngineSizes
-from .answer_history import histories_bytes
+from .token_history import histories_bytes
 
 Specs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 GIB = 1 << 30

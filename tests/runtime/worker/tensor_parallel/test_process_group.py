@@ -10,9 +10,11 @@ import torch
 from sidestream import LLM
 from sidestream.ops.collectives.exchange import open_exchange
 from sidestream.ops.collectives.group import GroupError, RankGroup, group_named
-from sidestream.runtime.worker.tensor_parallel import joining, peers, shared_model
-from sidestream.runtime.worker.tensor_parallel.joining import create_meeting, join_group
+from sidestream.runtime.worker.tensor_parallel import parallel_model as shared_model
+from sidestream.runtime.worker.tensor_parallel import peers
+from sidestream.runtime.worker.tensor_parallel import process_group as joining
 from sidestream.runtime.worker.tensor_parallel.peers import Peers, RankError
+from sidestream.runtime.worker.tensor_parallel.process_group import create_meeting, join_group
 from support.tiny import tiny_llama
 from torch import distributed
 from torch.distributed import _symmetric_memory as symmetric

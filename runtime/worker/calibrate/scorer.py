@@ -13,7 +13,7 @@ from ....compiler.graph.nodes import aten, bind, is_call
 from ....compiler.program.program import Bucket
 from ....compiler.run.emit import BoundProgram, OnStep
 from ....ops.core.kv_layout import PAGE_SIZE
-from ..model import Model
+from ..model_loader import Model
 
 LOGIT_ELEMENTS = 1 << 26  # of one step and engine: 256 MiB in fp32
 MOST_TOKENS, FEWEST_TOKENS = 8192, 64

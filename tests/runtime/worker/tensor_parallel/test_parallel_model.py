@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from sidestream import LLM, SamplingParams
 from sidestream.compiler.options import OptionError
+from sidestream.runtime.worker.tensor_parallel.parallel_model import SharedModel
 from sidestream.runtime.worker.tensor_parallel.peers import RankError
-from sidestream.runtime.worker.tensor_parallel.shared_model import SharedModel
 from support.tiny import AdapterSpec, tiny_adapters, tiny_llama
 
 PROMPTS = ["a", "some longer text than that", "other words"]

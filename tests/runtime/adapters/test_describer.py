@@ -14,8 +14,8 @@ import pytest
 from sidestream.graphs.adapter_config import CONFIG, AdapterConfig, AdapterError
 from sidestream.graphs.adapter_description import WEIGHTS, Description, describe_adapter
 from sidestream.graphs.config import LlamaConfig
-from sidestream.runtime.adapters import describing
-from sidestream.runtime.adapters.describing import AdapterDescriber
+from sidestream.runtime.adapters import describer as describing
+from sidestream.runtime.adapters.describer import AdapterDescriber
 from sidestream.runtime.demo_model import DEMO_MODEL
 from sidestream.runtime.server.gpu_process import ServedModel
 from sidestream.runtime.server.settings import ServeSettings

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ....compiler.program.program import Program
-from ...scheduler.step_plan import StepPlan
+from ...compiler.program.program import Program
+from ..scheduler.step_plan import StepPlan
 from .staging import Staging
 
 NAMES = (

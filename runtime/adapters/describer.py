@@ -44,11 +44,11 @@ class Answered(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 
 class AdapterDescriber:
-    """`describe_adapter` in a child process (`describe_worker`). Safe for several threads; one is served at a time."""
+    """Run `describe_adapter` in a child process (`describer_process`). Thread-safe; handles one call at a time."""
 
     def __init__(self, seconds: float = SECONDS) -> None:
         # -P keeps the folder that it is started in off its path
-        self._child = ChildProcess([sys.executable, "-P", "-m", f"{__package__}.describe_worker"], MOST_BYTES)
+        self._child = ChildProcess([sys.executable, "-P", "-m", f"{__package__}.describer_process"], MOST_BYTES)
         self._seconds = seconds
         self._lock = threading.Lock()
 

@@ -9,8 +9,8 @@ from math import prod
 import torch
 
 from ..adapters.host_memory import host_bytes, page_lock
-from .capacity import Specs
 from .cuda_pages import CudaPages
+from .memory_budget import Specs
 
 ALIGNMENT = 512  # bytes, as torch's own allocator aligns
 LOCKED_AT_ONCE = 1 << 30

@@ -10,7 +10,7 @@ from ...graphs.adapter_config import AdapterError
 from ...graphs.adapter_description import describe_adapter
 from ..text.adapter_chat import read_adapter_chat
 from ..text.chat_files import ChatTemplateError
-from .describing import Answered, Asked
+from .describer import Answered, Asked
 
 MEMORY_BYTES = 1 << 30
 

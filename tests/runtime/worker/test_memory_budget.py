@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from sidestream.runtime.api.errors import CapacityError
-from sidestream.runtime.worker.capacity import GIB, Demand, nbytes, plan_cpu_pages, plan_pages
+from sidestream.runtime.worker.memory_budget import GIB, Demand, nbytes, plan_cpu_pages, plan_pages
 
 DEMAND = Demand(weights=8 * GIB, adapters=2 * GIB, activations=GIB, page=4 << 20, reserve=GIB)
 

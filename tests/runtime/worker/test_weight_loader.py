@@ -5,8 +5,8 @@ from sidestream.compiler.graph.recipe import cat, item, param, quantize, quantiz
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.lora import LoraShape
 from sidestream.runtime.adapters.registry import AdapterRegistry
-from sidestream.runtime.adapters.stacks import AdapterStacks
-from sidestream.runtime.worker.weights import dummy_lookup, load_weights
+from sidestream.runtime.adapters.slot_loader import AdapterStacks
+from sidestream.runtime.worker.weight_loader import dummy_lookup, load_weights
 from support.tiny import TINY, AdapterSpec, tiny_adapters, tiny_llama
 
 CPU = torch.device("cpu")

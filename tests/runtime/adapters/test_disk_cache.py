@@ -25,12 +25,12 @@ from sidestream.compiler.program.cache_folder import CacheFolder
 from sidestream.graphs.adapter import WEIGHTS, AdapterError
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.lora import LoraShape
-from sidestream.runtime.adapters import disk_cache as slot_cache
+from sidestream.runtime.adapters import disk_cache
 from sidestream.runtime.adapters import registry as adapters
-from sidestream.runtime.adapters.background import Background, Stopped
+from sidestream.runtime.adapters.background_jobs import Background, Stopped
 from sidestream.runtime.adapters.disk_cache import SlotCache, packing_key
+from sidestream.runtime.adapters.host_store import AdapterStore
 from sidestream.runtime.adapters.registry import AdapterRegistry
-from sidestream.runtime.adapters.store import AdapterStore
 from support.tiny import AdapterSpec, tiny_adapters, tiny_llama
 
 PREFIX = "model.layers.0.self_attn."
@@ -55,8 +55,8 @@ def config(base):
 @pytest.fixture(autouse=True)
 def few_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several pieces in small blocks."""
-    monkeypatch.setattr(slot_cache, "WRITTEN_AT_ONCE", 8192)
-    monkeypatch.setattr(slot_cache, "LARGEST_PIECE", 1 << 15)
+    monkeypatch.setattr(disk_cache, "WRITTEN_AT_ONCE", 8192)
+    monkeypatch.setattr(disk_cache, "LARGEST_PIECE", 1 << 15)
 
 
 def new_cache(folder: Path, limit: int = 1 << 30) -> SlotCache:
@@ -172,7 +172,7 @@ def test_what_differs_is_packed_again(config, paths, tmp_path, change, monkeypat
     elif change == "recipes":
         more["recipes"] = new_recipes() | {"qkv_a": cat(1, [param(f"{PREFIX}{name}_proj.lora_a") for name in "kqv"])}
     else:
-        monkeypatch.setattr(slot_cache, "_sources", lambda: "of another release")
+        monkeypatch.setattr(disk_cache, "_sources", lambda: "of another release")
     again, read = start(config, copy, tmp_path, **more)
     # no B in these recipes
     assert read and len(kept(tmp_path)) == 2 and (again == first) is (change in ("sources", "scaling"))
@@ -307,7 +307,7 @@ def test_a_disk_that_takes_nothing_costs_only_time(config, paths, tmp_path, faul
         def write(handle: int, data: Any) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        monkeypatch.setattr(slot_cache, "write_fully", write)
+        monkeypatch.setattr(disk_cache, "write_fully", write)
         monkeypatch.setattr(cache_folder, "write_fully", write)
     for _ in range(2):
         assert start(config, paths[0], tmp_path)[1]
@@ -373,10 +373,10 @@ def test_a_process_that_ends_leaves_no_half_written_file(tmp_path):
     code = f"""
 import sys, time, numpy
 from pathlib import Path
-from sidestream.runtime.adapters import slot_cache
+from sidestream.runtime.adapters import disk_cache
 from sidestream.compiler.program.cache_folder import CacheFolder
-slot_cache.WRITE_PAUSE = 0.05
-cache = slot_cache.SlotCache(CacheFolder(Path({str(tmp_path)!r}) / "adapters", 1 << 40))
+disk_cache.WRITE_PAUSE = 0.05
+cache = disk_cache.SlotCache(CacheFolder(Path({str(tmp_path)!r}) / "adapters", 1 << 40))
 cache.background._line.quiet = 0.0
 cache.background.later(lambda stopped: cache.save("k", numpy.zeros(1 << 29, numpy.uint8), stopped))
 while not list(Path({str(tmp_path)!r}).glob("adapters/*.tmp")):
@@ -414,15 +414,15 @@ def test_work_waits_for_quiet_and_ends_with_its_owner():
 
 def test_size_and_place_come_from_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("SIDESTREAM_CACHE", str(tmp_path))
-    monkeypatch.delenv(slot_cache.VARIABLE, raising=False)
+    monkeypatch.delenv(disk_cache.VARIABLE, raising=False)
     usual = SlotCache.from_environment()
     assert usual is not None and usual.folder.directory == tmp_path / "adapters" and usual.folder.limit == 32 * 10**9
-    monkeypatch.setenv(slot_cache.VARIABLE, "0.5")
+    monkeypatch.setenv(disk_cache.VARIABLE, "0.5")
     smaller = SlotCache.from_environment()
     assert smaller is not None and smaller.folder.limit == 5 * 10**8 and not list(tmp_path.iterdir())
-    monkeypatch.setenv(slot_cache.VARIABLE, "0")
+    monkeypatch.setenv(disk_cache.VARIABLE, "0")
     assert SlotCache.from_environment() is None
     for bad in ("much", "-1", "nan", "inf"):
-        monkeypatch.setenv(slot_cache.VARIABLE, bad)
-        with pytest.raises(OptionError, match=slot_cache.VARIABLE):
+        monkeypatch.setenv(disk_cache.VARIABLE, bad)
+        with pytest.raises(OptionError, match=disk_cache.VARIABLE):
             SlotCache.from_environment()

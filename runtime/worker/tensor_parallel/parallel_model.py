@@ -22,18 +22,10 @@ from ...scheduler.runner_protocol import Runner
 from ...scheduler.step_codec import pack_masks, pack_plan
 from ...scheduler.step_plan import StepDrafts, StepMasks, StepPlan, StepResult
 from ..calibrate.first_start import with_calibration
-from ..model import Model, ModelSource, load_model
-from .joining import join_group, leave_group
+from ..model_loader import Model, ModelSource, load_model
+from .peer_messages import AddAdapter, ForgetAdapter, PeerSettings, RemoveAdapter, RestrictAdapters, StartLoad, portable
 from .peers import MASKS, PLAN, Peers, RankError
-from .settings import (
-    AddAdapter,
-    ForgetAdapter,
-    PeerSettings,
-    RemoveAdapter,
-    RestrictAdapters,
-    StartLoad,
-    portable,
-)
+from .process_group import join_group, leave_group
 from .shared_sleep import SharedSleeper
 
 POLL_SECONDS = 0.0005

@@ -14,8 +14,8 @@ from ...ops.spec_decode.draft_recalled import draft_recalled
 from ...ops.spec_decode.keep_answers import keep_answers
 from ...ops.spec_decode.place_drafts import place_drafts
 from ..scheduler.step_plan import FORMER_ANSWERS, OWN_TOKENS, RINGS, TRAINED_DRAFT, Int32, StepMasks, StepPlan
-from .inputs.staging import Staging
-from .inputs.step_inputs import Beyond
+from .staging import Staging
+from .step_inputs import Beyond
 from .trained_draft import TrainedDraft
 
 Draft = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]

@@ -28,9 +28,9 @@ from ...graphs.config import LlamaConfig
 from ...graphs.llama import Llama
 from ...graphs.lora import LoraShape
 from ...graphs.model_directory import model_directory
+from ..adapters.adapter_limits import draft_lora_shape, lora_shape, num_slots, registry_of
 from ..adapters.registry import AdapterRegistry, KnownAdapter
-from ..adapters.room import draft_lora_shape, lora_shape, num_slots, registry_of
-from ..adapters.stacks import AdapterStacks
+from ..adapters.slot_loader import AdapterStacks
 from ..api.errors import RequestError
 from ..engine.options import EngineOptions, read_keywords
 from ..engine.resolve import EngineSizes, LoadOptions, check_layers, load_options, resolve_device, resolve_sizes
@@ -40,16 +40,16 @@ from ..scheduler.limits import SchedulerLimits
 from ..scheduler.runner_protocol import Runner
 from ..scheduler.speculation import most_drafts
 from ..text.generation_config import eos_token_ids
-from .answer_history import Histories
 from .buckets import Buckets
-from .capacity import NOTHING, kv_specs, least_of_ranks, num_kv_pages, specs_of
+from .cpu_threads import fit_threads
 from .draft_parts import DraftParts, Source, Sources
+from .memory_budget import NOTHING, kv_specs, least_of_ranks, num_kv_pages, specs_of
 from .model_runner import ModelRunner
 from .program_times import longest_step
 from .progress import progress, say, stage
 from .sleep import Sleeper, Sleeps
-from .threads import fit_threads
-from .weights import WeightSource
+from .token_history import Histories
+from .weight_loader import WeightSource
 
 
 class ModelSource(NamedTuple):
