@@ -1,4 +1,4 @@
-"""Work that may wait: done by one thread when nothing was asked for in a while, given up when the process ends."""
+"""Run jobs of low priority on one background thread."""
 
 import logging
 import threading
@@ -10,99 +10,101 @@ from functools import partial
 
 from ..processes.threads import start_thread
 
-QUIET_SECONDS = 1.0
+IDLE_SECONDS = 1.0
 END_SECONDS = 5.0
 Job = Callable[[threading.Event], None]
 _log = logging.getLogger(__name__)
 
 
-class Stopped(Exception):
-    """A job noticed that it is to end."""
+class JobCancelled(Exception):
+    """Raised by a job when its event is set."""
 
 
-class _Line:
-    """What the thread shares with its owner: it must not keep the owner alive."""
+class _Queue:
+    """State that the thread shares with its owner. It must not keep the owner alive."""
 
-    def __init__(self, quiet: float) -> None:
+    def __init__(self, idle_seconds: float) -> None:
         self.jobs: deque[Job] = deque()
         self.changed = threading.Condition()
         self.stopped = threading.Event()
-        self.quiet = quiet
-        self.last = 0.0
-        self.working = False
-        self.hurried = 0
+        self.idle_seconds = idle_seconds
+        self.last_activity = 0.0
+        self.running = False
+        self.num_flushing = 0
 
 
-class Background:
-    """A line of jobs and the daemon thread that does them, which is started with the first. It ends with its owner, or
-    when the interpreter exits.
+class BackgroundJobs:
+    """A queue of jobs and the daemon thread that runs them. The thread starts with the first job, and ends with its
+    owner or when the interpreter exits.
 
-    A job is given an event; when that is set, it should raise `Stopped` soon.
+    A job starts after `idle_seconds` without `submit` or `postpone`. It gets an event and should raise `JobCancelled`
+    soon after that is set.
     """
 
-    def __init__(self, name: str, quiet: float = QUIET_SECONDS) -> None:
+    def __init__(self, name: str, idle_seconds: float = IDLE_SECONDS) -> None:
         self._name = name
-        self._line = _Line(quiet)
+        self._queue = _Queue(idle_seconds)
         self._thread: threading.Thread | None = None
 
-    def later(self, job: Job) -> None:
-        """One more job. Returns at once."""
-        with self._line.changed:
-            self._line.last = time.monotonic()
-            self._line.jobs.append(job)
-            self._line.changed.notify_all()
+    def submit(self, job: Job) -> None:
+        """Enqueue a job; return at once."""
+        with self._queue.changed:
+            self._queue.last_activity = time.monotonic()
+            self._queue.jobs.append(job)
+            self._queue.changed.notify_all()
             if self._thread is None:
-                stop = partial(_stop, self._line)
-                self._thread = start_thread(_work, self._line, name=self._name, stop=stop)
+                stop = partial(_stop, self._queue)
+                self._thread = start_thread(_run, self._queue, name=self._name, stop=stop)
                 weakref.finalize(self, _end, stop, self._thread).atexit = False
 
-    def busy(self) -> None:
-        """Something more urgent goes on: wait longer with the next job."""
-        self._line.last = time.monotonic()
+    def postpone(self) -> None:
+        """Restart the idle time before the next job."""
+        self._queue.last_activity = time.monotonic()
 
-    def finish(self, timeout: float) -> bool:
-        """Do all jobs now; False if that took more than `timeout` seconds."""
-        line = self._line
-        with line.changed:
-            line.hurried += 1
-            line.changed.notify_all()
-            done = line.changed.wait_for(lambda: not line.jobs and not line.working, timeout)
-            line.hurried -= 1
+    def flush(self, timeout: float) -> bool:
+        """Run all jobs without waiting for idle time; return False after `timeout` seconds."""
+        queue = self._queue
+        with queue.changed:
+            queue.num_flushing += 1
+            queue.changed.notify_all()
+            done = queue.changed.wait_for(lambda: not queue.jobs and not queue.running, timeout)
+            queue.num_flushing -= 1
         return done
 
 
-def _work(line: _Line) -> None:
+def _run(queue: _Queue) -> None:
     while True:
-        with line.changed:
-            while not line.stopped.is_set():
-                wait = line.last + line.quiet - time.monotonic() if line.jobs and not line.hurried else 0.0
-                if line.jobs and wait <= 0:
+        with queue.changed:
+            while not queue.stopped.is_set():
+                hurry = not queue.jobs or queue.num_flushing
+                wait = 0.0 if hurry else queue.last_activity + queue.idle_seconds - time.monotonic()
+                if queue.jobs and wait <= 0:
                     break
-                line.changed.wait(wait if line.jobs else None)
-            if line.stopped.is_set():
+                queue.changed.wait(wait if queue.jobs else None)
+            if queue.stopped.is_set():
                 return
-            job = line.jobs.popleft()
-            line.working = True
+            job = queue.jobs.popleft()
+            queue.running = True
         try:
-            job(line.stopped)
-        except Stopped:
+            job(queue.stopped)
+        except JobCancelled:
             pass
         except Exception:
-            _log.exception("work that was put off failed")
+            _log.exception("a background job failed")
         finally:
             del job
-            with line.changed:
-                line.working = False
-                line.changed.notify_all()
+            with queue.changed:
+                queue.running = False
+                queue.changed.notify_all()
 
 
-def _stop(line: _Line) -> None:
-    line.stopped.set()
-    with line.changed:
-        line.changed.notify_all()
+def _stop(queue: _Queue) -> None:
+    queue.stopped.set()
+    with queue.changed:
+        queue.changed.notify_all()
 
 
 def _end(stop: Callable[[], None], thread: threading.Thread) -> None:
     stop()
-    if thread is not threading.current_thread():  # the owner's last reference may go in one of its jobs
+    if thread is not threading.current_thread():  # a job may hold the owner's last reference
         thread.join(END_SECONDS)

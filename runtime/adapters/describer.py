@@ -1,5 +1,5 @@
-"""Adapters are described in a process of their own: what an adapter's config and header say is parsed there, so that
-neither its patterns nor its JSON hold up the process that drives the GPU, or get at its memory.
+"""Parse adapters' configs and safetensors headers in a child process, so that a hostile adapter can neither block the
+GPU process nor reach its memory.
 """
 
 import sys
@@ -17,12 +17,14 @@ from ..processes.helper_process import ChildProcess
 from ..text.adapter_chat import AdapterChat
 from ..text.chat_files import ChatTemplateError
 
-SECONDS = 20.0
-MOST_BYTES = 4 << 20
+TIMEOUT_SECONDS = 20.0
+MAX_RESPONSE_BYTES = 4 << 20
 
 
-class Asked(msgspec.Struct, forbid_unknown_fields=True):
-    """The arguments of `describe_adapter`; paths as text."""
+class DescribeRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Arguments of `describe_adapter`. `draft` replaces `config` for the LoRA of a trained draft; with `chat` only the
+    chat templates and tokens are read.
+    """
 
     directory: str
     config: LlamaConfig | None
@@ -30,82 +32,80 @@ class Asked(msgspec.Struct, forbid_unknown_fields=True):
     lenient: bool
     roots: list[str] | None
     draft: EagleConfig | None = None
-    """In place of `config`, for the adapter of a trained draft."""
     chat: bool = False
-    """Whether what the directory says about chats is asked for, and nothing else."""
 
 
-class Answered(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """A description, or why there is none."""
+class DescribeResponse(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """A description, chat files, or an error."""
 
-    found: Description | None = None
+    description: Description | None = None
     chat: AdapterChat | None = None
-    refused: str = "it cannot be described"
+    error: str = "it cannot be described"
 
 
 class AdapterDescriber:
     """Run `describe_adapter` in a child process (`describer_process`). Thread-safe; handles one call at a time."""
 
-    def __init__(self, seconds: float = SECONDS) -> None:
-        # -P keeps the folder that it is started in off its path
-        self._child = ChildProcess([sys.executable, "-P", "-m", f"{__package__}.describer_process"], MOST_BYTES)
+    def __init__(self, seconds: float = TIMEOUT_SECONDS) -> None:
+        # -P keeps the working directory off sys.path
+        self._child = ChildProcess([sys.executable, "-P", "-m", f"{__package__}.describer_process"], MAX_RESPONSE_BYTES)
         self._seconds = seconds
         self._lock = threading.Lock()
 
     def __call__(
         self, directory: Path, config: LlamaConfig, max_rank: int, lenient: bool, roots: Sequence[Path] | None
     ) -> Description:
-        """See `describe_adapter`. Raises AdapterError, also when the child takes too long or dies."""
+        """See `describe_adapter`. Raises AdapterError, also when the child times out or dies."""
         draft = config if isinstance(config, EagleConfig) else None
-        asked = Asked(
-            str(directory.absolute()),
-            config if draft is None else None,
-            max_rank,
-            lenient,
-            None if roots is None else [str(one) for one in roots],
-            draft,
-        )
+        model = config if draft is None else None
         try:
-            line = msgspec.json.encode(asked) + b"\n"
-            answer = msgspec.json.decode(self._ask(line), type=Answered)
-            if answer.found is not None:
-                answer.found.check(config, max_rank)
+            response = self._send(
+                DescribeRequest(str(directory.absolute()), model, max_rank, lenient, _as_text(roots), draft)
+            )
+            if response.description is not None:
+                response.description.check(config, max_rank)
         except TimeoutError:
             raise AdapterError(
                 f"its adapter_config.json and the header of its weights took more than {self._seconds:g} s to read: "
                 "put it on a faster disk, or save it again with peft's save_pretrained"
             ) from None
-        except (OSError, ValueError) as problem:  # msgspec's errors are ValueErrors
+        except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors
             raise AdapterError(
-                f"its files could not be described ({problem}): save it again with peft's save_pretrained"
+                f"its files could not be described ({error}): save it again with peft's save_pretrained"
             ) from None
-        if answer.found is None:
-            raise AdapterError(answer.refused)
-        return answer.found
+        if response.description is None:
+            raise AdapterError(response.error)
+        return response.description
 
     def read_chat(self, directory: Path, roots: Sequence[Path] | None) -> AdapterChat:
-        """See `read_adapter_chat`. Raises ChatTemplateError, also when the child takes too long or dies."""
-        places = None if roots is None else [str(one) for one in roots]
-        asked = Asked(str(directory.absolute()), None, 0, False, places, chat=True)
+        """See `read_adapter_chat`. Raises ChatTemplateError, also when the child times out or dies."""
         try:
-            answer = msgspec.json.decode(self._ask(msgspec.json.encode(asked) + b"\n"), type=Answered)
-        except (OSError, ValueError) as problem:  # TimeoutError is an OSError
-            raise ChatTemplateError(f"its tokenizer's files cannot be read ({problem})") from None
-        if answer.chat is None:
-            raise ChatTemplateError(answer.refused)
-        return answer.chat
+            response = self._send(
+                DescribeRequest(str(directory.absolute()), None, 0, False, _as_text(roots), chat=True)
+            )
+        except (OSError, ValueError) as error:  # TimeoutError is an OSError
+            raise ChatTemplateError(f"its tokenizer's files cannot be read ({error})") from None
+        if response.chat is None:
+            raise ChatTemplateError(response.error)
+        return response.chat
 
-    def _ask(self, line: bytes) -> bytes:
-        """Asked again once if the child has died: that need not be this adapter's fault."""
+    def _send(self, request: DescribeRequest) -> DescribeResponse:
+        """Send a request; send it again once if the child has died, which another request may have caused."""
+        line = msgspec.json.encode(request) + b"\n"
         with self._lock:
             try:
-                return self._child.ask(line, self._seconds)
+                answer = self._child.ask(line, self._seconds)
             except TimeoutError:
                 raise
             except OSError:
-                return self._child.ask(line, self._seconds)
+                answer = self._child.ask(line, self._seconds)
+        return msgspec.json.decode(answer, type=DescribeResponse)
 
     def close(self) -> None:
         """End the child process; the next call starts another."""
         with self._lock:
             self._child.close()
+
+
+def _as_text(roots: Sequence[Path] | None) -> list[str] | None:
+    return None if roots is None else [str(root) for root in roots]

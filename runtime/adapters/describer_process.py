@@ -1,4 +1,6 @@
-"""The child process of `describing`: one JSON object a line, `Asked` in, `Answered` out. Needs no torch."""
+"""The child process of `describer`: reads one `DescribeRequest` per line as JSON, writes one `DescribeResponse`. It
+runs without torch.
+"""
 
 import resource
 import sys
@@ -10,39 +12,32 @@ from ...graphs.adapter_config import AdapterError
 from ...graphs.adapter_description import describe_adapter
 from ..text.adapter_chat import read_adapter_chat
 from ..text.chat_files import ChatTemplateError
-from .describer import Answered, Asked
+from .describer import DescribeRequest, DescribeResponse
 
 MEMORY_BYTES = 1 << 30
 
 
-def describe(line: bytes) -> Answered:
-    """The answer to one line."""
-    asked = msgspec.json.decode(line, type=Asked)
-    roots = None if asked.roots is None else [Path(root) for root in asked.roots]
-    if asked.chat:
-        return _chat(Path(asked.directory), roots)
-    config = asked.config if asked.draft is None else asked.draft
-    if config is None:
-        return Answered(refused="no model is named for it")
+def describe(line: bytes) -> DescribeResponse:
+    """Handle one line."""
+    request = msgspec.json.decode(line, type=DescribeRequest)
+    directory = Path(request.directory)
+    roots = None if request.roots is None else [Path(root) for root in request.roots]
     try:
-        return Answered(describe_adapter(Path(asked.directory), config, asked.max_rank, asked.lenient, roots))
-    except AdapterError as problem:
-        return Answered(refused=str(problem))
+        if request.chat:
+            return DescribeResponse(chat=read_adapter_chat(directory, roots))
+        config = request.config if request.draft is None else request.draft
+        if config is None:
+            return DescribeResponse(error="no model is named for it")
+        return DescribeResponse(describe_adapter(directory, config, request.max_rank, request.lenient, roots))
+    except (AdapterError, ChatTemplateError) as error:
+        return DescribeResponse(error=str(error))
     except MemoryError:
-        return Answered(refused=f"its files need more than {MEMORY_BYTES >> 20} MiB of memory to read")
-
-
-def _chat(directory: Path, roots: list[Path] | None) -> Answered:
-    try:
-        return Answered(chat=read_adapter_chat(directory, roots))
-    except ChatTemplateError as problem:
-        return Answered(refused=str(problem))
-    except MemoryError:
-        return Answered(refused=f"its tokenizer's files need more than {MEMORY_BYTES >> 20} MiB of memory to read")
+        files = "its tokenizer's files need" if request.chat else "its files need"
+        return DescribeResponse(error=f"{files} more than {MEMORY_BYTES >> 20} MiB of memory to read")
 
 
 def main() -> None:
-    """Answers until its input ends."""
+    """Handle lines until stdin ends."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     print("{}", flush=True)

@@ -1,6 +1,4 @@
-"""The adapters' way into the device's stacks, while steps run: disk -> host memory -> slot, each on a thread of its
-own.
-"""
+"""Load adapters into GPU slots while steps run: disk -> host memory -> slot. One thread reads, one copies."""
 
 import logging
 import queue
@@ -8,7 +6,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, pairwise
@@ -23,10 +21,10 @@ from ...compiler.graph.recipe import Recipe
 from ...graphs.adapter_config import AdapterError
 from ...graphs.lora import LoraShape
 from ..processes.threads import start_thread
-from .host_store import AdapterStore, Block
-from .packing import use_few_threads
+from .host_memory import CHUNK_BYTES, Block, block_offsets
+from .host_store import HostStore
+from .packing import limit_torch_threads
 from .registry import AdapterRegistry
-from .slot_copy import SlotCopies
 
 STOP_SECONDS = 30.0
 POLL_SECONDS = 0.0002
@@ -34,17 +32,54 @@ LEAD_SECONDS = 0.001
 LONGEST_LEAD = 0.005
 LEAD_SHARE = 0.75
 STEPS_WATCHED = 8
+WIDE_BYTES = 8  # of an element of the scatter copy, where every tensor is aligned
 _log = logging.getLogger(__name__)
-Report = tuple[int, int, str | None]
+LoadReport = tuple[int, int, str | None]  # slot, adapter, error
 Copy = tuple[int, int, Block]
-Read = tuple[int, int, int | None, int]  # rank, serial number, slot (None: no report is wanted), adapter
-NO_READ: Read = (-1, -1, None, -1)
+Read = tuple[int, int, int | None, int]  # priority, serial number, slot (None: not reported), adapter
+STOP_READING: Read = (-1, -1, None, -1)
+
+
+class SlotCopier:
+    """Copies blocks into slots: a few large copies and a few launches instead of a copy for each of a thousand tensors,
+    which would take longer than the bus. A block is copied into a buffer on the device and scattered from there.
+
+    slots   slots[s]: the tensors of slot s on the device, in a block's order
+    """
+
+    def __init__(self, slots: Sequence[list[torch.Tensor]], device: torch.device) -> None:
+        self._slots = slots
+        self._buffer: torch.Tensor | None = None
+        if device.type != "cuda" or not slots:
+            return
+        sizes = [tensor.nbytes for tensor in slots[0]]
+        offsets = block_offsets(sizes)
+        self._buffer = torch.empty(offsets[-1], dtype=torch.uint8, device=device)
+        wide = not any(size % WIDE_BYTES for size in sizes) and not any(
+            tensor.data_ptr() % WIDE_BYTES for slot in slots for tensor in slot
+        )
+        dtype = torch.int64 if wide else torch.uint8
+        self._sources = [
+            self._buffer[first : first + size].view(dtype) for first, size in zip(offsets, sizes, strict=False)
+        ]
+        self._targets = [[tensor.view(-1).view(torch.uint8).view(dtype) for tensor in slot] for slot in slots]
+
+    def enqueue(self, slot: int, block: Block) -> None:
+        """Enqueue one copy on the current stream; return at once for a page-locked block. Copies share the buffer: one
+        at a time.
+        """
+        if self._buffer is None:
+            torch._foreach_copy_(self._slots[slot], block.tensors)
+            return
+        for source, target in zip(block.memory.split(CHUNK_BYTES), self._buffer.split(CHUNK_BYTES), strict=True):
+            target.copy_(source, non_blocking=True)
+        torch._foreach_copy_(self._targets[slot], self._sources)
 
 
 @dataclass
-class Flight:
-    """A copy that the device works on: its first and last event, and when its end is expected (time.monotonic; None:
-    not known).
+class InFlightCopy:
+    """A copy that the device executes, with its first and last event. `due`: its expected end (time.monotonic), or
+    None.
     """
 
     slot: int
@@ -53,17 +88,17 @@ class Flight:
     first: Any
     last: Any
     due: float | None
-    told: bool = False
+    reported: bool = False
 
 
-class AdapterStacks:
-    """The stacks [S, ...] on the device, and what brings adapters into them.
+class SlotLoader:
+    """The stacks [S, ...] on the device, and the threads that load adapters into them.
 
-    `start` begins a copy into a slot that no step at work reads, `finished` tells which copies have ended; the caller
-    lets no step use the slot in between. A copy from host memory is a run of asynchronous copies on a stream of its own
-    (`slot_copy`). One that is about to end is told early, so that the next step can be planned with it: the
-    thread that launches a step calls `before_step` first, which has the device wait for what has not quite arrived.
-    `device_calls` must be held while a CUDA graph is captured: other threads must not call the device meanwhile.
+    `start_load` begins a copy into a slot that no running step reads; `finished_loads` reports its end. Until then the
+    caller schedules no step with the slot. A copy is reported shortly before its end, so that the next step can be
+    planned with it; `before_step` then lets the device wait for the rest.
+
+    Hold `device_calls` during the capture of a CUDA graph: no other thread may call the device then.
     """
 
     def __init__(
@@ -72,116 +107,115 @@ class AdapterStacks:
         stacks: Mapping[str, torch.Tensor],
         registry: AdapterRegistry,
         lora: LoraShape,
-        keep: int,
+        max_cpu_adapters: int,
         constants: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
         self.stacks = dict(stacks)
         self.lora = lora
         self.device_calls = threading.Lock()
-        self.store = AdapterStore(recipes, stacks, registry, lora, keep, self.device_calls, constants)
+        self.store = HostStore(recipes, stacks, registry, lora, max_cpu_adapters, self.device_calls, constants)
+        self.lead_seconds = LEAD_SECONDS
         self._registry = registry
         self._device = next(iter(stacks.values())).device
-        self._copies_into = SlotCopies(
-            [[stacks[name][slot] for name in recipes] for slot in range(lora.slots)], self._device
-        )
+        slots = [[stacks[name][slot] for name in recipes] for slot in range(lora.slots)]
+        self._copier = SlotCopier(slots, self._device)
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._reads: queue.PriorityQueue[Read] = queue.PriorityQueue()
         self._copies: queue.SimpleQueue[Copy | None] = queue.SimpleQueue()
-        self._flying: deque[Flight] = deque()
+        self._in_flight: deque[InFlightCopy] = deque()
         self._copy_seconds: float | None = None
-        self.lead_seconds = LEAD_SECONDS
-        self._step_times: deque[float] = deque(maxlen=STEPS_WATCHED)
+        self._step_ends: deque[float] = deque(maxlen=STEPS_WATCHED)
         self._busy_until = 0.0
-        self._ended: deque[Report] = deque()
+        self._finished: deque[LoadReport] = deque()
         self._serial = count()
         self._started = False
 
-    def start(self, slot: int, number: int) -> None:
-        """Begin to bring an adapter into a slot; slot -1: into host memory only. Returns at once."""
+    def start_load(self, slot: int, number: int) -> None:
+        """Start loading an adapter into a slot, or with slot -1 into host memory only; return at once."""
         self._start_threads()
-        block = self.store.use(number) if slot >= 0 else None
+        block = self.store.acquire(number) if slot >= 0 else None
         if block is not None:
             self._copies.put((slot, number, block))
         else:
             self._reads.put((slot < 0, next(self._serial), slot, number))
 
-    def fill(self, numbers: list[int]) -> None:
-        """Bring adapters into host memory when there is nothing else to read; `finished` does not report them."""
+    def prefetch_later(self, numbers: list[int]) -> None:
+        """Load adapters into host memory when no other read is queued, without a report."""
         self._start_threads()
         for number in numbers:
             self._reads.put((2, next(self._serial), None, number))
 
     def prefetch(self, numbers: list[int]) -> None:
-        """The same, and wait for it. Raises AdapterError or OSError."""
+        """Load adapters into host memory. Raises AdapterError or OSError."""
         for number in numbers:
             self.store.release(self.store.prepare(number))
 
-    def finished(self, timeout: float = 0.0) -> list[Report]:
-        """(slot, number, None or what went wrong) of each `start` that has ended since the last call; waits up to
-        `timeout` seconds for the first.
+    def finished_loads(self, timeout: float = 0.0) -> list[LoadReport]:
+        """Return (slot, number, error or None) of the loads that have ended since the last call; wait up to `timeout`
+        seconds for the first.
         """
         until = time.monotonic() + timeout
         while True:
-            self._look_at_flights()
-            if self._ended or time.monotonic() >= until:
-                return [self._ended.popleft() for _ in range(len(self._ended))]
+            self._poll_copies()
+            if self._finished or time.monotonic() >= until:
+                return [self._finished.popleft() for _ in range(len(self._finished))]
             time.sleep(POLL_SECONDS)
 
     def before_step(self, slots: NDArray[np.int32]) -> None:
-        """Have the device's current stream wait for those copies into `slots` that were told before their end."""
-        for flight in tuple(self._flying):
-            if flight.told and (slots == flight.slot).any():
-                torch.cuda.current_stream(self._device).wait_event(flight.last)
+        """Let the device's current stream wait for copies into `slots` that were reported before their end."""
+        for copy in tuple(self._in_flight):
+            if copy.reported and (slots == copy.slot).any():
+                torch.cuda.current_stream(self._device).wait_event(copy.last)
 
-    def note_step(self, now: float) -> None:
-        """A step has ended (time.monotonic).
+    def record_step_end(self, now: float) -> None:
+        """Update `lead_seconds` when a step has ended at `now` (time.monotonic).
 
-        A step that is planned when one ends starts after the one that starts then. So a copy that ends within the
-        shortest of the last steps' times counts as ended, and nothing waits for it; `lead_seconds` is a share of that.
+        A step planned at the end of another starts after the one that starts then. So a copy that ends within the
+        shortest of the last step times delays nothing; `lead_seconds` is a share of that time.
         """
-        times = self._step_times
-        times.append(now)
-        if len(times) == STEPS_WATCHED:
-            shortest = min(later - earlier for earlier, later in pairwise(times))
+        ends = self._step_ends
+        ends.append(now)
+        if len(ends) == STEPS_WATCHED:
+            shortest = min(later - earlier for earlier, later in pairwise(ends))
             self.lead_seconds = min(max(LEAD_SHARE * shortest, LEAD_SECONDS), LONGEST_LEAD)
 
-    def _look_at_flights(self) -> None:
+    def _poll_copies(self) -> None:
         now = time.monotonic()
-        for flight in tuple(self._flying):  # they end in order
-            over = flight.last.query()
-            if not flight.told and (over or (flight.due is not None and now >= flight.due - self.lead_seconds)):
-                flight.told = True
-                self._ended.append((flight.slot, flight.number, None))
-            if over:
-                self._copy_seconds = flight.first.elapsed_time(flight.last) / 1e3
-                self._flying.popleft()
-                self.store.release(flight.block)
+        for copy in tuple(self._in_flight):  # they end in order
+            ended = copy.last.query()
+            if not copy.reported and (ended or (copy.due is not None and now >= copy.due - self.lead_seconds)):
+                copy.reported = True
+                self._finished.append((copy.slot, copy.number, None))
+            if ended:
+                self._copy_seconds = copy.first.elapsed_time(copy.last) / 1e3
+                self._in_flight.popleft()
+                self.store.release(copy.block)
 
     def load(self, slot: int, number: int) -> None:
-        """Copy an adapter into a slot after the current stream's work, and wait for it; reads it first if need be."""
+        """Load an adapter into a slot after the current stream's work, and wait for it."""
         block = self.store.prepare(number)
         if self._stream is None:
-            self._copies_into.enqueue(slot, block)
+            self._copier.enqueue(slot, block)
         else:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with self.device_calls, torch.cuda.stream(self._stream):
-                self._copies_into.enqueue(slot, block)
+                self._copier.enqueue(slot, block)
             self._stream.synchronize()
         self.store.release(block)
 
-    def forget(self, number: int) -> None:
-        """Drop what is kept of an adapter that nothing uses any more."""
-        self._registry.drop(number)  # first, so that a read on its way leaves nothing
-        self.store.forget(number)
+    def drop(self, number: int) -> None:
+        """Free an adapter that nothing uses any more."""
+        self._registry.drop(number)  # first, so that a concurrent read stores nothing
+        self.store.drop(number)
 
     def _start_threads(self) -> None:
         if self._started:
             return
         self._started = True
-        owner = weakref.ref(self)  # the threads must not keep the stacks alive
+        owner = weakref.ref(self)  # the threads must not keep the loader alive
         stop, on_gpu = partial(_stop, self._reads, self._copies), self._device.type == "cuda"
         threads = [
-            start_thread(_work, owner, name, jobs, on_gpu, name=f"adapter{name}", stop=stop)
+            start_thread(_run, owner, name, jobs, on_gpu, name=f"adapter{name}", stop=stop)
             for name, jobs in (("_read", self._reads), ("_copy", self._copies))
         ]
         weakref.finalize(self, _end, stop, threads).atexit = False
@@ -192,14 +226,14 @@ class AdapterStacks:
             block = self.store.prepare(number)
         except Exception as error:
             if slot is not None:
-                self._ended.append((slot, number, self._explain(number, error)))
+                self._finished.append((slot, number, self._error_text(number, error)))
             return
         if slot is not None and slot >= 0:
             self._copies.put((slot, number, block))
             return
         self.store.release(block)
         if slot is not None:
-            self._ended.append((slot, number, None))
+            self._finished.append((slot, number, None))
 
     def _copy(self, job: Copy) -> None:
         slot, number, block = job
@@ -209,58 +243,55 @@ class AdapterStacks:
                 begin = max(time.monotonic(), self._busy_until)
                 with self.device_calls, torch.cuda.stream(self._stream):
                     first.record(self._stream)
-                    self._copies_into.enqueue(slot, block)
+                    self._copier.enqueue(slot, block)
                     last.record(self._stream)
                 due = None if self._copy_seconds is None else begin + self._copy_seconds
                 self._busy_until = begin if due is None else due
-                self._flying.append(Flight(slot, number, block, first, last, due))
+                self._in_flight.append(InFlightCopy(slot, number, block, first, last, due))
                 return
-            self._copies_into.enqueue(slot, block)
-            problem = None
+            self._copier.enqueue(slot, block)
+            error_text = None
         except Exception as error:
-            problem = self._explain(number, error)
+            error_text = self._error_text(number, error)
         self.store.release(block)
-        self._ended.append((slot, number, problem))
+        self._finished.append((slot, number, error_text))
 
-    def _explain(self, number: int, error: Exception) -> str:
-        """What a caller may read: no path of this machine."""
+    def _error_text(self, number: int, error: Exception) -> str:
+        """Return an error for the user, without paths of this machine."""
         try:
-            known = self._registry.by_number(number)
+            adapter = self._registry.by_number(number)
         except KeyError:
             return "the adapter was removed"
+        prefix = f"adapter {adapter.name!r} could not be loaded: "
         if isinstance(error, AdapterError):
-            return (
-                f"adapter {known.name!r} could not be loaded: {str(error).replace(str(known.path), repr(known.name))}"
-            )
+            return prefix + str(error).replace(str(adapter.path), repr(adapter.name))
         if isinstance(error, OSError):
-            return f"adapter {known.name!r} could not be loaded: {error.strerror or 'its files cannot be read'}"
+            return prefix + (error.strerror or "its files cannot be read")
         if isinstance(error, RuntimeError) and "interpreter shutdown" in str(error):  # of the pool that reads files
-            return f"adapter {known.name!r} could not be loaded: the interpreter exits"
-        _log.error("adapter %r could not be loaded", known.name, exc_info=error)
-        return f"adapter {known.name!r} could not be loaded: a fault in the engine, see its log"
+            return prefix + "the interpreter exits"
+        _log.error("adapter %r could not be loaded", adapter.name, exc_info=error)
+        return prefix + "a fault in the engine, see its log"
 
 
-def _work(owner: "weakref.ref[AdapterStacks]", name: str, jobs: Any, on_gpu: bool) -> None:
-    """A thread: does the jobs of a queue until it is told to stop or the stacks are gone."""
+def _run(owner: "weakref.ref[SlotLoader]", name: str, jobs: Any, on_gpu: bool) -> None:
+    """A thread's loop: call method `name` for each job until a stop marker or the loader's end."""
     if on_gpu:
-        use_few_threads()
-    while (job := jobs.get()) not in (None, NO_READ):
-        stacks = owner()
-        if stacks is None:
+        limit_torch_threads()
+    while (job := jobs.get()) not in (None, STOP_READING):
+        loader = owner()
+        if loader is None:
             return
-        getattr(stacks, name)(job)
-        del stacks, job
+        getattr(loader, name)(job)
+        del loader, job
 
 
 def _stop(reads: "queue.PriorityQueue[Read]", copies: "queue.SimpleQueue[Copy | None]") -> None:
-    """End the threads after their present job."""
-    reads.put(NO_READ)
+    reads.put(STOP_READING)
     copies.put(None)
 
 
 def _end(stop: Callable[[], None], threads: list[threading.Thread]) -> None:
-    """Stop the threads and wait for them."""
     stop()
     for thread in threads:
-        if thread is not threading.current_thread():  # the last reference may go in a thread of ours
+        if thread is not threading.current_thread():  # a job may hold the loader's last reference
             thread.join(STOP_SECONDS)

@@ -1,75 +1,118 @@
-"""The programs that are ready to run, by bucket; once requests come, others are built next to the steps."""
+"""Keep the bound programs of buckets: build missing ones in the background, measure and estimate their times."""
 
+import time
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from threading import Event, Lock
 from typing import Generic, TypeVar
 
-from ...compiler.program.program import Bucket
-from ..adapters.background_jobs import Background
+import torch
 
+from ...compiler.cost.cost import Assumptions, estimate, total_seconds
+from ...compiler.cost.hardware import Gpu
+from ...compiler.program.program import Bucket, Program
+from ..adapters.background_jobs import BackgroundJobs
+
+REPLAYS = 5
 T = TypeVar("T")
 
 
-class ReadyPrograms(Generic[T]):
-    """Programs that were built and bound by a function `make`, which comes with each call: kept here, it would keep the
-    owner of these programs alive. Until `build_aside` the caller waits for it.
+class BoundPrograms(Generic[T]):
+    """Bound programs by bucket. Each call passes the function `make` that builds one: stored here, it would keep the
+    owner of these programs alive. The caller waits for it, or after `build_in_background` a thread builds.
     """
 
     def __init__(self) -> None:
-        self._ready: dict[Bucket, T] = {}
-        self._asked: set[Bucket] = set()
-        self._builder: Background | None = None
-        self._making = Lock()
+        self._programs: dict[Bucket, T] = {}
+        self._requested: set[Bucket] = set()
+        self._jobs: BackgroundJobs | None = None
+        self._building = Lock()
 
     def get(self, bucket: Bucket, make: Callable[[Bucket], T]) -> T:
-        """The bucket's program; after `build_aside` the smallest one that is ready and holds its steps, while a thread
-        builds the bucket's own.
+        """Return the bucket's program, or after `build_in_background` the smallest one that runs the bucket's steps
+        while a thread builds its own.
         """
-        ready = self._ready.get(bucket)
-        if ready is not None:
-            return ready
-        if self._builder is not None:
-            holds = [other for other in list(self._ready) if _holds(other, bucket)]
-            if holds:
-                self._ask(self._builder, bucket, make)
-                return self._ready[min(holds, key=lambda other: (other.tokens, other.sequences, other.lora))]
-        return self._add(bucket, make)
+        program = self._programs.get(bucket)
+        if program is not None:
+            return program
+        if self._jobs is not None:
+            larger = [other for other in list(self._programs) if _can_run(other, bucket)]
+            if larger:
+                self._request(self._jobs, bucket, make)
+                return self._programs[min(larger, key=lambda other: (other.tokens, other.sequences, other.lora))]
+        return self._build(bucket, make)
 
-    def build_aside(self, first: Iterable[Bucket], make: Callable[[Bucket], T]) -> None:
-        """Build `first` now, which must hold every step, and from now on others on a thread of their own."""
+    def build_in_background(self, first: Iterable[Bucket], make: Callable[[Bucket], T]) -> None:
+        """Build `first` now, which must be able to run every step, and later ones on a thread."""
         for bucket in first:
             self.get(bucket, make)
-        self._builder = Background("programs", quiet=0.0)
+        self._jobs = BackgroundJobs("programs", idle_seconds=0.0)
 
-    def finish(self, timeout: float) -> bool:
-        """Wait for what the thread was asked for; False if that took more than `timeout` seconds."""
-        return self._builder is None or self._builder.finish(timeout)
+    def flush(self, timeout: float) -> bool:
+        """Wait for the thread's programs; return False after `timeout` seconds."""
+        return self._jobs is None or self._jobs.flush(timeout)
 
-    def _add(self, bucket: Bucket, make: Callable[[Bucket], T]) -> T:
-        with self._making:  # one at a time: two threads may not import torch's tracer together
-            if bucket not in self._ready:
-                self._ready[bucket] = make(bucket)
-            return self._ready[bucket]
+    def _build(self, bucket: Bucket, make: Callable[[Bucket], T]) -> T:
+        with self._building:  # torch's tracer is not thread-safe
+            if bucket not in self._programs:
+                self._programs[bucket] = make(bucket)
+            return self._programs[bucket]
 
-    def _ask(self, builder: Background, bucket: Bucket, make: Callable[[Bucket], T]) -> None:
-        if bucket in self._asked:
-            return  # also one that failed: the larger program goes on to serve it
-        self._asked.add(bucket)
+    def _request(self, jobs: BackgroundJobs, bucket: Bucket, make: Callable[[Bucket], T]) -> None:
+        if bucket in self._requested:
+            return  # also after a failure: the larger program continues to serve it
+        self._requested.add(bucket)
 
         def build(_stopped: Event) -> None:
-            self._add(bucket, make)
+            self._build(bucket, make)
 
-        builder.later(build)
+        jobs.submit(build)
 
 
-def _holds(ready: Bucket, wanted: Bucket) -> bool:
-    """Whether a program runs another bucket's steps, padded. On the CPU one for 2 rows a sequence also runs those of 8:
-    only kernels rely on how many there are.
+def _can_run(program: Bucket, wanted: Bucket) -> bool:
+    """Return whether a bucket's program can run another bucket's steps, padded. On the CPU one for 2 rows per sequence
+    also runs those of 8: only kernels depend on the number.
     """
     return (
-        ready.decode == wanted.decode
-        and ready.verifies == wanted.verifies
-        and ready.tokens >= wanted.tokens
-        and ready.sequences >= wanted.sequences
-        and ready.lora >= wanted.lora
+        program.decode == wanted.decode
+        and program.verifies == wanted.verifies
+        and program.tokens >= wanted.tokens
+        and program.sequences >= wanted.sequences
+        and program.lora >= wanted.lora
     )
+
+
+def measure_programs(
+    programs: Iterable[tuple[Bucket, Callable[[], object]]], device: torch.device
+) -> tuple[tuple[int, int, float], ...]:
+    """Return (sequences, rows per sequence, seconds) of each (bucket, function that runs its program once): the fastest
+    of REPLAYS runs after an untimed one. Concurrent work of the device, such as copies of adapters, slows runs down.
+    """
+    return tuple((bucket.sequences, bucket.rows, _fastest_run(run, device)) for bucket, run in programs)
+
+
+def estimate_longest_step(largest: Program, max_model_len: int, gpu: Gpu | None) -> float:
+    """Return the cost model's seconds for the largest program with all sequences at full length and all adapters in
+    use; 0.0 without `gpu`: the cost model does not cover CPUs.
+    """
+    return 0.0 if gpu is None else total_seconds(estimate(largest, Assumptions(context=max_model_len), gpu))
+
+
+def _fastest_run(run: Callable[[], object], device: torch.device) -> float:
+    run()
+    if device.type != "cuda":
+        return min(_seconds(run) for _ in range(REPLAYS))
+    with torch.cuda.device(device):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
+        events[0].record()
+        for event in events[1:]:
+            run()
+            event.record()
+        events[-1].synchronize()
+        return min(begin.elapsed_time(end) for begin, end in pairwise(events)) / 1e3
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin

@@ -1,6 +1,4 @@
-"""From a model directory to a model that runs: read its adapters, compile, check the memory, load the weights, bind the
-programs.
-"""
+"""Load a model: read its adapters, compile it, plan the memory, load the weights, bind the programs."""
 
 import gc
 import threading
@@ -28,11 +26,11 @@ from ...graphs.config import LlamaConfig
 from ...graphs.llama import Llama
 from ...graphs.lora import LoraShape
 from ...graphs.model_directory import model_directory
-from ..adapters.adapter_limits import draft_lora_shape, lora_shape, num_slots, registry_of
-from ..adapters.registry import AdapterRegistry, KnownAdapter
-from ..adapters.slot_loader import AdapterStacks
+from ..adapters.adapter_limits import draft_lora_shape, lora_shape, make_registry, num_slots
+from ..adapters.registry import AdapterRegistry, RegisteredAdapter
+from ..adapters.slot_loader import SlotLoader
 from ..api.errors import RequestError
-from ..engine.options import EngineOptions, read_keywords
+from ..engine.options import read_keywords
 from ..engine.resolve import EngineSizes, LoadOptions, check_layers, load_options, resolve_device, resolve_sizes
 from ..quantization.calibration import Calibration, calibrated
 from ..quantization.rounded_weights import Rounding, find_rounding
@@ -40,20 +38,20 @@ from ..scheduler.limits import SchedulerLimits
 from ..scheduler.runner_protocol import Runner
 from ..scheduler.speculation import most_drafts
 from ..text.generation_config import eos_token_ids
+from .bound_programs import estimate_longest_step
 from .buckets import Buckets
-from .cpu_threads import fit_threads
-from .draft_parts import DraftParts, Source, Sources
-from .memory_budget import NOTHING, kv_specs, least_of_ranks, num_kv_pages, specs_of
+from .cpu_threads import limit_cpu_threads
+from .memory_budget import NO_DEMAND, Specs, kv_specs, min_over_ranks, num_kv_pages, specs_of
 from .model_runner import ModelRunner
-from .program_times import longest_step
-from .progress import progress, say, stage
-from .sleep import Sleeper, Sleeps
-from .token_history import Histories
-from .weight_loader import WeightSource
+from .progress import print_line, progress, stage
+from .sleep import SleepControl, Sleeper
+from .token_history import TokenHistory
+from .trained_draft import DraftModel
+from .weight_loader import CheckpointSource, CombinedSource, WeightSource
 
 
 class ModelSource(NamedTuple):
-    """A model's config, and the directory with its weights and tokenizer (None: it has none)."""
+    """A model's config, and the directory with its weights and tokenizer, if any."""
 
     config: LlamaConfig
     directory: Path | None
@@ -63,14 +61,13 @@ class ModelSource(NamedTuple):
 class Model:
     """A model on its device with its adapters, ready to execute plans.
 
-    calibration  what is in use, or None
-    rounding     the rounded weights in use, or None
-    limits       what a scheduler may count on
-    compiled     the CompiledModel: its passes' report, programs and dump
-    registry     the adapters by name
-    sleeper      gives this process's device memory back for a while; None without enable_sleep_mode
-    seconds      where the start-up's time went
-    longest_step seconds that the cost model gives the longest step; 0.0 on a CPU
+    calibration   the calibration in use, or None
+    rounding      the rounded weights in use, or None
+    limits        limits of the scheduler
+    registry      the adapters by name
+    sleeper       this process's sleep mode; None without enable_sleep_mode
+    seconds       start-up times by phase
+    longest_step  estimated seconds of the longest step; 0.0 on a CPU
     """
 
     source: ModelSource
@@ -89,55 +86,51 @@ class Model:
     def eos_ids(self) -> frozenset[int]:
         """The tokens that end a text."""
         config, directory = self.source
-        found = eos_token_ids(directory, self.options.engine.generation_config) | set(config.eos_token_ids)
-        return frozenset(token for token in found if token < config.vocab_size)
+        tokens = eos_token_ids(directory, self.options.engine.generation_config) | set(config.eos_token_ids)
+        return frozenset(token for token in tokens if token < config.vocab_size)
 
     def prefetch_adapters(self) -> None:
-        """Wait until as many adapters as `max_cpu_loras` allows lie in host memory.
+        """Load up to `max_cpu_loras` adapters into host memory, which otherwise happens while requests run."""
+        if self.runner.slot_loader is not None:
+            self.runner.slot_loader.prefetch(list(self.registry.numbers.values())[: self.options.engine.max_cpu_loras])
 
-        Without it they get there while the first requests run.
+    def add_adapter(self, name: str, path: str | Path, replace: bool = False) -> RegisteredAdapter:
+        """Register an adapter. With `replace` the name may be in use; its previous adapter stays until
+        `runner.forget_adapter`.
+
+        Raises RequestError or AdapterError, and changes nothing, for an adapter that the engine cannot serve.
         """
-        if self.runner.stacks is not None:
-            self.runner.stacks.prefetch(list(self.registry.numbers.values())[: self.options.engine.max_cpu_loras])
-
-    def add_adapter(self, name: str, path: str | Path, replace: bool = False) -> KnownAdapter:
-        """Make one more adapter usable, or (`replace`) give a name a new content under a number of its own; the former
-        one stays until `runner.forget_adapter`.
-
-        Raises RequestError or AdapterError, and changes nothing, for one that does not fit what the engine was started
-        with.
-        """
-        if self.runner.stacks is None:
+        if self.runner.slot_loader is None:
             raise RequestError(
                 "the engine was started without adapters; give at least one in adapters={name: path}, or "
                 "max_loras and max_lora_rank"
             )
-        known = self.registry.add(name, path, replace)
-        self.runner.stacks.fill([known.number])
-        return known
+        adapter = self.registry.add(name, path, replace)
+        self.runner.slot_loader.prefetch_later([adapter.number])
+        return adapter
 
     def remove_adapter(self, name: str) -> int:
-        """Forget a name; returns its number, by which requests that are under way still reach the adapter. Raises
-        RequestError for a name that is not known.
+        """Remove a name and return its number, which active requests still use. Raises RequestError for an unknown
+        name.
         """
         return self.registry.remove(name)
 
     def restrict_adapters(self, roots: Sequence[str | Path]) -> None:
-        """From now on adapters and their files must lie under one of `roots`; those that are here may stay."""
+        """Require adapters added from now on to be under one of `roots`."""
         self.registry.restrict(roots)
 
     @property
-    def executes(self) -> Runner:
-        """What plans are given to."""
+    def executor(self) -> Runner:
+        """Executes the scheduler's plans."""
         return self.runner
 
     @property
-    def sleeps(self) -> Sleeps | None:
-        """What gives the device's memory back for a while; None without enable_sleep_mode."""
+    def sleep_control(self) -> SleepControl | None:
+        """Sleep mode on all ranks; None without enable_sleep_mode."""
         return self.sleeper
 
-    def when_lost(self, tell: Callable[[str], None]) -> None:
-        """Call `tell` with the reason when another process that the model needs is gone: it needs none."""
+    def on_lost(self, callback: Callable[[str], None]) -> None:
+        """Call `callback` with the reason when another process of the model ends. Here there is none."""
 
     @property
     def precision(self) -> str:
@@ -145,28 +138,28 @@ class Model:
         return precision_line(self.source, self.options, self.calibration, self.rounding)
 
     def close(self) -> None:
-        """End what the model has besides this process: nothing."""
+        """End the model's other processes. Here there is none."""
 
 
 def find_model(model: str | Path | Mapping[str, Any], **keywords: Any) -> tuple[ModelSource, LoadOptions]:
-    """Return the model that the caller named, and the options that the keywords of `LLM` come to for it.
+    """Return the model and its options from `LLM`'s keywords.
 
-    model   a directory in the Hugging Face format, a hub id that lies in the local cache, or with random weights also
-            config.json's fields
+    model   a directory in the Hugging Face format, a hub id in the local cache, or for random weights the fields of
+            config.json
 
-    A GPU's context is created meanwhile; on a CPU torch's threads are set. Raises TypeError for an unknown keyword,
-    OptionError or ConfigError.
+    Starts creating a GPU's context; on a CPU sets torch's threads. Raises TypeError for an unknown keyword, OptionError
+    or ConfigError.
     """
     engine, given = read_keywords(keywords)
     device = resolve_device(engine.device)
-    _wake(device)
-    source = _source(model, engine.load_format == "dummy")
+    _create_context(device)
+    source = _find_source(model, engine.load_format == "dummy")
     options = load_options(engine, given, device, source.config)
-    fit_threads(device, options.compiler.tensor_parallel)
+    limit_cpu_threads(device, options.compiler.tensor_parallel)
     return source, options
 
 
-def _source(model: str | Path | Mapping[str, Any], dummy: bool) -> ModelSource:
+def _find_source(model: str | Path | Mapping[str, Any], dummy: bool) -> ModelSource:
     if isinstance(model, Mapping):
         if not dummy:
             raise OptionError(
@@ -181,7 +174,6 @@ def _source(model: str | Path | Mapping[str, Any], dummy: bool) -> ModelSource:
             "config.json"
         )
     config = checkpoint_config(directory)
-    # random weights are stored in no way
     return ModelSource(replace(config, weight_format="") if dummy else config, directory)
 
 
@@ -191,10 +183,10 @@ def load_model(
     options: LoadOptions,
     describe: Describe = describe_adapter,
 ) -> Model:
-    """Everything on the device, ready to run. `describe`: who reads adapters' configs and headers.
+    """Load a model onto its device, ready to run. `describe` reads adapters' configs and headers.
 
-    Raises OptionError, CheckpointError or AdapterError before any weight is loaded, and CapacityError when it does not
-    fit.
+    Raises OptionError, CheckpointError or AdapterError before any weight is loaded, and CapacityError if the memory is
+    too small.
     """
     config, engine = source.config, options.engine
     if config.weight_format not in ("", options.compiler.precision) and options.compiler.quantizes:
@@ -218,24 +210,22 @@ def load_model(
     )
     check_layers(compiler_options, config.num_hidden_layers)
     sizes = resolve_sizes(engine, config.max_position_embeddings, options.device, config.usual_context)
-    registry = registry_of(config, engine, describe)
+    registry = make_registry(config, engine, describe)
     reads = registry.add_all(adapters)
-    for _known in progress(reads, "reading adapters", "adapter", engine.show_progress, total=len(adapters)):
+    for _ in progress(reads, "reading adapters", "adapter", engine.show_progress, total=len(adapters)):
         pass
     slots = num_slots(engine, len(registry.numbers))
     lora = lora_shape(registry, slots, engine) if slots else None
     registry.draft_lora = draft_lora_shape(registry, slots, engine.max_lora_rank) if lora is not None else None
-    say(precision_line(source, options, calibration, rounding), engine.show_progress)
-    with _collections_paused():
+    print_line(precision_line(source, options, calibration, rounding), engine.show_progress)
+    with _paused_garbage_collection():
         return _build(source, options, compiler_options, calibration, rounding, sizes, registry, slots, lora)
 
 
 def precision_line(
     source: ModelSource, options: LoadOptions, calibration: Calibration | None, rounding: Rounding | None
 ) -> str:
-    """Return one line for a start: the precision, whether the checkpoint has it, and for eight bits whether it is
-    calibrated.
-    """
+    """Return a line for the start-up output: the precision, and for int8 and fp8 whether it is calibrated."""
     engine, precision, (config, directory) = options.engine, options.compiler.precision, source
     if not options.compiler.quantizes:
         stored = {"bfloat16": "bf16", "float32": "fp32"}.get(config.dtype) == precision and not config.weight_format
@@ -264,10 +254,8 @@ def _build(
     slots: int,
     lora: LoraShape | None,
 ) -> Model:
-    """Compile, load and bind.
-
-    Programs of a pass list other than the compiler's own are not kept between runs: the key of a kept program knows
-    passes by name only.
+    """Compile, load and bind. Only programs of the compiler's own pass list are cached on disk: the cache's keys have
+    the passes' names only.
     """
     config, engine, device = source.config.up_to(sizes.max_model_len), options.engine, options.device
     seconds: dict[str, float] = {}
@@ -277,36 +265,46 @@ def _build(
         features = () if head is None else head.feature_layers
         model = Llama(config, lora, dtype=dtype, device="meta", features=features)
 
-        def cache(parts: Mapping[str, object]) -> ProgramCache | None:
-            return _program_cache(parts, compiler_options) if options.passes == PASSES else None
+        def make_cache(key: Mapping[str, object]) -> ProgramCache | None:
+            if options.passes != PASSES:
+                return None
+            return ProgramCache(ProgramStore(cache_directory() / "programs"), key, compiler_options, pass_names())
 
-        parts: dict[str, object] = {"config": asdict(config), "lora": None if lora is None else asdict(lora)}
-        parts |= {"features": features} if features else {}
-        compiled = compile_model(model, compiler_options, passes=options.passes, cache=cache(parts), text=False)
-        buckets = _buckets(sizes, sizes.blocks, lora is not None, device, engine)
+        key: dict[str, object] = {"config": asdict(config), "lora": None if lora is None else asdict(lora)}
+        key |= {"features": features} if features else {}
+        compiled = compile_model(model, compiler_options, passes=options.passes, cache=make_cache(key), text=False)
+        buckets = Buckets(
+            sizes.max_num_seqs,
+            sizes.max_num_batched_tokens,
+            sizes.blocks,
+            sizes.blocks,
+            lora is not None,
+            rounded=device.type == "cpu",
+            drafts=most_drafts(engine.speculation),
+        )
         largest = compiled.program(buckets.largest())
         draft = None
         if head is not None:
-            draft = DraftParts(
+            draft = DraftModel(
                 head.up_to(sizes.max_model_len),
                 Path(engine.draft),
                 registry.draft_lora,
                 compiler_options,
                 options.passes,
                 dtype,
-                cache,
+                make_cache,
                 buckets,
             )
     if rounding is not None:
         rounding.check(_recipes(largest, "weight").values(), model.checkpoint_tensors(), source.directory)
-    more = NOTHING if draft is None else draft.demand(buckets)
-    fits = num_kv_pages(largest, config, engine, sizes, device, buckets.sampled_rows, more)
-    num_pages = least_of_ranks(fits, compiler_options)
+    draft_demand = NO_DEMAND if draft is None else draft.demand(buckets)
+    own_pages = num_kv_pages(largest, config, engine, sizes, device, buckets.sampled_rows, draft_demand)
+    num_pages = min_over_ranks(own_pages, compiler_options)
     buckets = replace(buckets, pages=num_pages)
     sleeper = Sleeper(device) if engine.enable_sleep_mode else None
     constants = {} if calibration is None else calibration.tensors()
     with _timed(seconds, "load"):
-        weights = WeightSource(
+        checkpoint = CheckpointSource(
             _recipes(largest, "weight"),
             None if options.dummy else source.directory,
             model.checkpoint_tensors(),
@@ -318,45 +316,47 @@ def _build(
             engine.show_progress,
             rounding,
         )
-        reads: Source = weights if draft is None else Sources((weights, draft.source(device)))
+        weights: WeightSource = checkpoint
+        if draft is not None:
+            weights = CombinedSource((checkpoint, draft.source(device)))
         weight_specs, stack_specs = specs_of(largest, "weight"), specs_of(largest, "adapter")
         cache_specs, stack_recipes = kv_specs(largest, num_pages), _recipes(largest, "adapter")
         if draft is not None:
             weight_specs, stack_specs = {**weight_specs, **draft.weight_specs}, {**stack_specs, **draft.stack_specs}
             cache_specs = {**cache_specs, **draft.cache_specs(num_pages)}
             stack_recipes |= draft.stack_recipes
-        tensors = sleeper.read_weights(weight_specs, reads) if sleeper else reads.read()
-    stack_tensors = sleeper.make_stacks(stack_specs) if sleeper else _zeros(stack_specs, device)
-    stacks = (
-        None
-        if lora is None
-        else AdapterStacks(stack_recipes, stack_tensors, registry, lora, engine.max_cpu_loras, constants)
-    )
-    tensors.update(stack_tensors)
+        tensors = sleeper.read_weights(weight_specs, weights) if sleeper else weights.read()
+    stacks = sleeper.make_stacks(stack_specs) if sleeper else _zeros(stack_specs, device)
+    slot_loader = None
+    if lora is not None:
+        slot_loader = SlotLoader(stack_recipes, stacks, registry, lora, engine.max_cpu_loras, constants)
+    tensors.update(stacks)
     tensors.update(sleeper.make_cache(cache_specs) if sleeper else _zeros(cache_specs, device))
-    follows, ring_tokens = engine.speculation != "off", engine.speculation_history
-    trained = None if draft is None else draft.make(tensors, largest, buckets, device)
+    trained = None if draft is None else draft.bind(tensors, largest, buckets, device)
+    history, ring_tokens = None, engine.speculation_history
+    if engine.speculation != "off":
+        history = TokenHistory(sizes.max_num_seqs, sizes.max_model_len, device, ring_tokens, trained)
     runner = ModelRunner(
         compiled,
         tensors,
         buckets,
         device,
-        stacks=stacks,
+        slot_loader=slot_loader,
         vocabulary=config.vocab_size,
         enforce_eager=engine.enforce_eager,
         fail_on_compilation=engine.fail_on_compilation,
         arena_bytes=largest.arena_bytes,
-        histories=Histories(sizes.max_num_seqs, sizes.max_model_len, device, ring_tokens, trained) if follows else None,
+        token_history=history,
     )
-    if stacks is not None:
+    if slot_loader is not None:
         registry.lora = lora
-        # on a thread of its own, while graphs are captured
-        stacks.fill(list(registry.numbers.values())[: engine.max_cpu_loras])
+        # on another thread, while graphs are captured
+        slot_loader.prefetch_later(list(registry.numbers.values())[: engine.max_cpu_loras])
     seconds["programs_and_graphs"] = runner.warm_up(engine.show_progress)
     step_times: tuple[tuple[int, int, float], ...] = ()
     if engine.speculation == "auto":
         with _timed(seconds, "step_times"):
-            step_times = runner.step_times()
+            step_times = runner.measure_step_times()
     limits = SchedulerLimits(
         num_pages,
         sizes.max_model_len,
@@ -368,35 +368,20 @@ def _build(
         step_times=step_times,
         speculation_history=ring_tokens,
     )
-    longest = longest_step(largest, sizes.max_model_len, gpu_of(device) if device.type == "cuda" else None)
-    return Model(source, options, calibration, rounding, limits, registry, runner, compiled, sleeper, seconds, longest)
-
-
-def _program_cache(parts: Mapping[str, object], options: CompileOptions) -> ProgramCache:
-    return ProgramCache(ProgramStore(cache_directory() / "programs"), parts, options, pass_names())
-
-
-def _buckets(sizes: EngineSizes, pages: int, lora: bool, device: torch.device, options: EngineOptions) -> Buckets:
-    return Buckets(
-        sizes.max_num_seqs,
-        sizes.max_num_batched_tokens,
-        pages,
-        sizes.blocks,
-        lora,
-        rounded=device.type == "cpu",
-        drafts=most_drafts(options.speculation),
+    gpu = gpu_of(device) if device.type == "cuda" else None
+    longest_step = estimate_longest_step(largest, sizes.max_model_len, gpu)
+    return Model(
+        source, options, calibration, rounding, limits, registry, runner, compiled, sleeper, seconds, longest_step
     )
 
 
 def _recipes(program: Program, kind: str) -> dict[str, Recipe]:
-    """Buffer name -> recipe of a program's weights or adapter stacks."""
+    """Return buffer name -> recipe of a program's weights or adapter stacks."""
     return {buffer.name: program.recipes[buffer.name] for buffer in program.of_kind(kind)}
 
 
-def _zeros(specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> dict[str, torch.Tensor]:
-    """Zeros, also in eight bits: memory that was never written must not hold a NaN that a masked product could
-    spread.
-    """
+def _zeros(specs: Specs, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return zeros: uninitialized memory could hold a NaN, which a masked product would propagate."""
     return {
         name: torch.zeros(shape, dtype=torch.uint8 if dtype.itemsize == 1 else dtype, device=device).view(dtype)
         for name, (shape, dtype) in specs.items()
@@ -410,23 +395,23 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     seconds[name] = time.perf_counter() - begin
 
 
-def _wake(device: torch.device) -> None:
-    """Create a GPU's context on a thread of its own (it takes seconds); the first to need the GPU waits for it."""
+def _create_context(device: torch.device) -> None:
+    """Create a GPU's context on a thread: it takes seconds. The first call that uses the GPU waits for it."""
     if device.type == "cuda":
-        threading.Thread(target=torch.cuda.mem_get_info, args=(device,), name="wake-the-gpu", daemon=True).start()
+        threading.Thread(target=torch.cuda.mem_get_info, args=(device,), name="cuda-context", daemon=True).start()
 
 
 @contextmanager
-def _collections_paused() -> Iterator[None]:
-    """No cyclic garbage collection while a start builds some hundred thousand objects, all of which stay: they come
-    to the oldest generation unseen.
+def _paused_garbage_collection() -> Iterator[None]:
+    """Pause the collector while a start makes some hundred thousand objects that stay, and move them to the oldest
+    generation.
     """
-    enabled, others = gc.isenabled(), gc.get_freeze_count()
+    enabled, frozen = gc.isenabled(), gc.get_freeze_count()
     gc.disable()
     try:
         yield
     finally:
-        if not others:
+        if not frozen:
             gc.freeze()
             gc.unfreeze()
         if enabled:

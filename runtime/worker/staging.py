@@ -1,6 +1,4 @@
-"""Small arrays to the device in one copy: named fields packed into one buffer, filled on the host through numpy. And
-small tensors back to the host.
-"""
+"""Copy small arrays to the device in one transfer, and small tensors back to the host."""
 
 from collections.abc import Iterable
 from functools import lru_cache
@@ -16,12 +14,11 @@ NUMPY = {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32
 
 
 class Staging:
-    """Fields (name, shape, dtype) that travel together.
+    """Fields (name, shape, dtype) packed into one buffer.
 
-    `host[name]` are numpy arrays to write, `device[name]` the tensors that `upload` updates. On a GPU the host side is
-    pinned and has a generation for each step that may be on its way, so that the next one's arrays are written while
-    earlier copies are still to come: `host` changes at each `upload`. They cross to the device on a stream of their
-    own, while earlier steps run: between two steps a copy engine would cost 8 us.
+    Write the numpy arrays `host[name]`; `upload` updates the tensors `device[name]`. On a GPU there is a pinned buffer
+    for each step that may be in flight, so `host` changes at each `upload`. The copy runs on its own stream during
+    earlier steps: between two steps it would take 8 us.
     """
 
     def __init__(self, fields: Iterable[tuple[str, tuple[int, ...], torch.dtype]], device: torch.device) -> None:
@@ -41,8 +38,8 @@ class Staging:
             [torch.zeros(total, dtype=torch.uint8, pin_memory=True) for _ in range(AHEAD)] if on_gpu else [self._flat]
         )
         self._hosts = [self._views(flat) for flat in self._host_flat]
-        self._generation = 0
-        self._crossings = [_Crossing(self._flat) for _ in self._host_flat] if on_gpu else []
+        self._current = 0
+        self._transfers = [_Transfer(self._flat) for _ in self._host_flat] if on_gpu else []
 
     def _views(self, flat: torch.Tensor) -> dict[str, Any]:
         array = flat.numpy()
@@ -54,75 +51,73 @@ class Staging:
     @property
     def host(self) -> dict[str, Any]:
         """The arrays to write before the next `upload`."""
-        return self._hosts[self._generation]
+        return self._hosts[self._current]
 
     def upload(self, rows: int | None = None) -> None:
-        """Send the host's arrays to the device, in stream order; on the CPU they are the same memory. `rows`: so many
-        of the last field's are enough.
+        """Copy the host's arrays to the device in stream order; on the CPU they share memory. `rows`: number of the
+        last field's rows to copy (None: all).
         """
-        if self._crossings:
+        if self._transfers:
             count = len(self._flat)
             if rows is not None:
                 _, shape, _, first, nbytes = self._fields[-1]
                 count = first + nbytes // shape[0] * rows
-            self._crossings[self._generation].send(self._host_flat[self._generation][:count], self._flat[:count])
-            self._generation = (self._generation + 1) % len(self._hosts)
+            self._transfers[self._current].send(self._host_flat[self._current][:count], self._flat[:count])
+            self._current = (self._current + 1) % len(self._hosts)
 
 
-class _Crossing:
-    """One generation's way to the device: pinned memory -> `landed`, while earlier steps run, -> where the current
-    stream's next step reads it.
+class _Transfer:
+    """Copies pinned memory to a buffer on the device while earlier steps run, and from there in stream order to the
+    tensors that the next step reads.
     """
 
     def __init__(self, flat: torch.Tensor) -> None:
-        self._landed = torch.empty_like(flat)
+        self._buffer = torch.empty_like(flat)
         self._stream = copy_stream(flat.device, "in")
-        self._arrived, self._taken = torch.cuda.Event(), torch.cuda.Event()
-        self._taken.record(torch.cuda.current_stream(flat.device))  # what used this memory before is done with it
+        self._arrived, self._consumed = torch.cuda.Event(), torch.cuda.Event()
+        self._consumed.record(torch.cuda.current_stream(flat.device))  # after earlier uses of this memory
 
     def send(self, host: torch.Tensor, flat: torch.Tensor) -> None:
-        """Copy pinned `host` to `flat`, which is as long; work queued on the current stream from now on finds it."""
+        """Copy pinned `host` to `flat` of the same length, visible to later work on the current stream."""
         current = torch.cuda.current_stream(flat.device)
         with torch.cuda.stream(self._stream):
-            self._taken.wait(self._stream)
-            landed = self._landed[: len(host)]
-            landed.copy_(host, non_blocking=True)
+            self._consumed.wait(self._stream)
+            buffer = self._buffer[: len(host)]
+            buffer.copy_(host, non_blocking=True)
             self._arrived.record(self._stream)
         self._arrived.wait(current)
-        flat.copy_(landed)
-        self._taken.record(current)
+        flat.copy_(buffer)
+        self._consumed.record(current)
 
 
 @lru_cache(maxsize=16)
 def copy_stream(device: torch.device, direction: str) -> Any:
-    """The stream on which small arrays travel, "in" to the device or "out" of it: one each, since what goes out
-    waits for a step's end.
-    """
+    """Return the stream for small copies "in" to the device or "out" of it; the latter wait for a step's end."""
     return torch.cuda.Stream(device)
 
 
 def to_host(
-    tensors: Iterable[torch.Tensor], device: torch.device, lasting: bool = False
+    tensors: Iterable[torch.Tensor], device: torch.device, persistent: bool = False
 ) -> tuple[list[torch.Tensor], Any]:
-    """Copies of a step's tensors in pinned memory, as they are after all that is queued on the current stream, and the
-    event after which they are valid. On the CPU the tensors themselves, and None.
+    """Copy a step's tensors to pinned memory, in order with the current stream. Returns the copies and the event after
+    which they are valid; on the CPU the tensors themselves and None.
 
-    lasting  nothing frees the tensors, and their owner waits for the event before it writes them again
+    persistent  the tensors are not freed, and their owner waits for the event before it writes to them
     """
     if device.type != "cuda":
         return list(tensors), None
     stream, ready, done = copy_stream(device, "out"), torch.cuda.Event(), torch.cuda.Event()
     ready.record(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):  # what is queued next does not wait for what goes to the host
+    with torch.cuda.stream(stream):  # later steps do not wait for copies to the host
         ready.wait(stream)
-        copies = [_to_pinned(tensor, None if lasting else stream) for tensor in tensors]
+        copies = [_to_pinned(tensor, None if persistent else stream) for tensor in tensors]
         done.record(stream)
     return copies, done
 
 
 def _to_pinned(tensor: torch.Tensor, stream: Any) -> torch.Tensor:
-    """A copy in pinned memory, made on the current stream. `stream`: that, if the tensor is another's, whose allocator
-    must not hand its memory on before; None: nothing frees it.
+    """Copy to pinned memory on the current stream. `stream`: the current one, for a tensor of another stream: its
+    memory must not be reused before the copy. None: the tensor is not freed.
     """
     if stream is not None:
         tensor.record_stream(stream)

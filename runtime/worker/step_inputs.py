@@ -1,4 +1,4 @@
-"""A bucket's static input tensors, and how a step is padded to fill them."""
+"""Static input tensors of a bucket, filled and padded for each step."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -29,94 +29,93 @@ PADDING = {
     "context_lens": 0,
     "logits_indices": 0,
 }
-NOTHING: Mapping[str, Any] = {}
+NO_ARRAYS: Mapping[str, Any] = {}
 
 
-class Beyond(NamedTuple):
-    """An array of a step that no program reads: a number for each sequence, or for each row of logits that a step of
-    drafts or of decoding has, and what it holds for padding.
-    """
+class ExtraInput(NamedTuple):
+    """An array of a step that no program reads: one number per sequence, or `per_row` of logits."""
 
     name: str
     dtype: torch.dtype
     padding: int
-    of_rows: bool = False
+    per_row: bool = False
 
 
 class StepInputs:
-    """Tensors that a program's inputs are bound to (`tensors`), refilled for each step by `fill`.
+    """The tensors that a program's inputs are bound to, refilled for each step by `fill`.
 
-    `more`: arrays that cross with them for what else runs of a step that follows its sequences, which also has
-    query_start then, whether the program takes it or not. `staged` has all of them by name.
+    tensors  the program's inputs by name, only those that it uses
+    extra    arrays for speculation, copied with them; query_start is then always among them
+    staged   all arrays by name, on the device
 
-    Padding tokens have slot -1 (nothing is stored), adapter -1 and position 0; padding sequences have context length 0
-    and no query tokens: query_start stays at the number of real tokens. A program has only those inputs that it uses.
+    Padding tokens have slot -1 (nothing is stored), adapter -1 and position 0. Padding sequences have context length 0
+    and no query tokens: query_start repeats the number of real tokens.
     """
 
-    def __init__(self, program: Program, device: torch.device, more: Sequence[Beyond] = ()) -> None:
+    def __init__(self, program: Program, device: torch.device, extra: Sequence[ExtraInput] = ()) -> None:
         buffers = [buffer for buffer in program.of_kind("input") if buffer.name in NAMES]
         bucket = program.bucket
         if bucket is None:
-            raise ValueError("the engine's programs are made for buckets, this one is not")
+            raise ValueError("the program has no bucket")
         names = [buffer.name for buffer in buffers]
         fields = [(buffer.name, buffer.shape, buffer.dtype) for buffer in buffers]
         fields += [(name, (bucket.sequences,), torch.int64) for name in ("feed_positions", "feed_rows")]
         rows = bucket.tokens if bucket.verifies else bucket.sequences
-        fields += [(name, (rows if of_rows else bucket.sequences,), dtype) for name, dtype, _, of_rows in more]
+        fields += [(name, (rows if per_row else bucket.sequences,), dtype) for name, dtype, _, per_row in extra]
         self._names = list(names)
-        if more and "query_start" not in names:
+        if extra and "query_start" not in names:
             self._names.append("query_start")
             fields.append(("query_start", (bucket.sequences + 1,), torch.int32))
-        self._more = more
+        self._extra = extra
         self._staging = Staging(fields, device)
         self.staged: Mapping[str, torch.Tensor] = self._staging.device
         self.tensors = {name: self.staged[name] for name in names}
         self.clear()
 
     def clear(self) -> None:
-        """A step of padding only: nothing is stored by it."""
+        """Fill in padding only: such a step stores nothing."""
         for name in self._names:
             self._staging.host[name].fill(PADDING.get(name, 0))
-        for name, _, padding, _ in self._more:
+        for name, _, padding, _ in self._extra:
             self._staging.host[name].fill(padding)
         self._staging.upload()
 
-    def fill(self, plan: StepPlan, last_tokens: torch.Tensor, more: Mapping[str, Any] = NOTHING) -> None:
-        """Copy a step in.
+    def fill(self, plan: StepPlan, last_tokens: torch.Tensor, extra: Mapping[str, Any] = NO_ARRAYS) -> None:
+        """Copy a step to the device.
 
-        `last_tokens` (int32, one a row of the step before) supplies what only the device knows yet; `more`: what the
-        arrays hold that no program reads, of which any may be left out that the step does without.
+        last_tokens  int32, one per row of the previous step: tokens that only the device has
+        extra        values of the extra inputs; those that the step does not need may be missing
         """
         host = self._staging.host
-        for name, _, padding, _ in self._more:
-            if name in more:
-                count = len(more[name])
-                host[name][:count] = more[name]
+        for name, _, padding, _ in self._extra:
+            if name in extra:
+                count = len(extra[name])
+                host[name][:count] = extra[name]
                 host[name][count:] = padding
         for name in self._names:
             values, target = getattr(plan, name), host[name]
             if name == "block_table":
                 target[: values.shape[0], : values.shape[1]] = values
-                continue  # what lies beyond belongs to no context
+                continue  # the rest belongs to no context
             count = len(values)
             target[:count] = values
             target[count:] = plan.num_tokens if name == "query_start" else PADDING[name]
         count = len(plan.feed_positions)
-        same = count == plan.num_tokens and _counts_up(plan.feed_positions) and _counts_up(plan.feed_rows)
-        if count and not same:
+        same_order = count == plan.num_tokens and _is_range(plan.feed_positions) and _is_range(plan.feed_rows)
+        if count and not same_order:
             host["feed_positions"][:count] = plan.feed_positions
             host["feed_rows"][:count] = plan.feed_rows
         self._staging.upload()
         if not count:
             return
         input_ids = self.tensors["input_ids"]
-        if same:  # the usual step: every sequence of the last step goes on, in its place
+        if same_order:  # the usual step: the last step's sequences continue in the same rows
             input_ids[:count].copy_(last_tokens[:count])
             return
         positions, rows = self._staging.device["feed_positions"][:count], self._staging.device["feed_rows"][:count]
         input_ids.index_copy_(0, positions, last_tokens.index_select(0, rows).to(input_ids.dtype))
 
 
-def _counts_up(values: Iterable[int]) -> bool:
+def _is_range(values: Iterable[int]) -> bool:
     array = np.asarray(values)
     return bool((array == np.arange(len(array))).all())

@@ -1,5 +1,5 @@
-"""The tokens of the sequences that run, kept on the device: where a step with drafts stands. Their drafts come from
-these, and from former answers, which are kept here too.
+"""Token history of the running sequences on the device, for speculative decoding: n-gram drafts come from a sequence's
+own tokens and from former answers, which are kept in rings.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,41 +15,36 @@ from ...ops.spec_decode.keep_answers import keep_answers
 from ...ops.spec_decode.place_drafts import place_drafts
 from ..scheduler.step_plan import FORMER_ANSWERS, OWN_TOKENS, RINGS, TRAINED_DRAFT, Int32, StepMasks, StepPlan
 from .staging import Staging
-from .step_inputs import Beyond
+from .step_inputs import ExtraInput
 from .trained_draft import TrainedDraft
 
-Draft = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
-Accept = Callable[
+DraftOp = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+AcceptOp = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
 ]
-SURE = 4
-"""With a trained draft, so many tokens must agree for its drafts to be left aside: what follows there is then more
-likely.
-"""
+MIN_MATCH = 4
+"""With a trained draft, n-gram drafts are used only if so many tokens match: they are then accepted more often."""
 _PLACED = ("input_ids", "positions", "slot_mapping", "context_lens")
-_OF_STEP = (
-    Beyond("rows", torch.int32, -1),
-    Beyond("counts", torch.int32, -1),
-    Beyond("first", torch.int32, 0),
-    Beyond("rings", torch.int32, -1),
-    Beyond("ring_ends", torch.int32, 0),
-    Beyond("ring_filled", torch.int32, 0),
+_EXTRA_INPUTS = (
+    ExtraInput("rows", torch.int32, -1),
+    ExtraInput("counts", torch.int32, -1),
+    ExtraInput("first", torch.int32, 0),
+    ExtraInput("rings", torch.int32, -1),
+    ExtraInput("ring_ends", torch.int32, 0),
+    ExtraInput("ring_filled", torch.int32, 0),
 )
 
 
-def histories_bytes(max_num_seqs: int, max_model_len: int, ring_tokens: int) -> int:
-    """Device memory of the histories and rings."""
-    return 4 * (max_num_seqs * (max_model_len + 1) + RINGS * ring_tokens)
+class TokenHistory:
+    """One row of tokens per running sequence, and RINGS rings of `ring_tokens` tokens of former answers
+    (`scheduler/answer_history.py` assigns the rings).
 
+    A step calls `start_step`, `input_values`, `place`, the program, sampling, `accept`.
 
-class Histories:
-    """A row of tokens for each sequence that may run at once, and RINGS rings of `ring_tokens` tokens of former answers
-    (see `scheduler/answer_history.py`, which knows whose they are).
-
-    A step goes `begin`, `values` (which cross with its inputs), `place`, the program, sampling, `accept`. `draft` makes
-    the drafts, as `draft_ngram` does, and `hold` counts those that hold, as `accept_drafts` does. `trained` drafts
-    where neither a sequence's own tokens nor its ring agree with SURE tokens of its end. `fields`: the arrays of
-    `values`.
+    trained       drafts where neither own tokens nor the ring match MIN_MATCH tokens
+    draft_op      makes the n-gram drafts, like `draft_ngram`
+    accept_op     counts the accepted drafts, like `accept_drafts`
+    extra_inputs  the arrays of `input_values`
     """
 
     def __init__(
@@ -62,37 +57,37 @@ class Histories:
     ) -> None:
         self.device = device
         self.trained = trained
-        self.draft: Draft = draft_ngram
-        self.hold: Accept = accept_drafts
-        self.fields: tuple[Beyond, ...] = _OF_STEP if trained is None else (*_OF_STEP, *trained.fields)
+        self.draft_op: DraftOp = draft_ngram
+        self.accept_op: AcceptOp = accept_drafts
+        self.extra_inputs = _EXTRA_INPUTS if trained is None else (*_EXTRA_INPUTS, *trained.extra_inputs)
         self._tokens = torch.zeros(max_num_seqs, max_model_len, dtype=torch.int32, device=device)
         self._lengths = torch.ones(max_num_seqs, dtype=torch.int32, device=device)
-        self._left = Staging([("counts", (max_num_seqs,), torch.int32)], device)
+        self._limits = Staging([("counts", (max_num_seqs,), torch.int32)], device)
         self._rings = torch.zeros(RINGS, ring_tokens, dtype=torch.int32, device=device)
 
     @property
-    def as_made(self) -> bool:
-        """Whether drafts are made and counted by the ops that a CUDA graph would have."""
-        return self.draft is draft_ngram and self.hold is accept_drafts
+    def uses_default_ops(self) -> bool:
+        """Whether drafts are made and accepted by the ops that CUDA graphs capture."""
+        return self.draft_op is draft_ngram and self.accept_op is accept_drafts
 
     @property
-    def tells_sources(self) -> bool:
+    def has_sources(self) -> bool:
         """Whether drafts may come from elsewhere than a sequence's own tokens."""
         return self.trained is not None or bool(self._rings.numel())
 
-    def begin(self, plan: StepPlan) -> None:
-        """Keep answers that ended, and begin the histories that the plan tells."""
+    def start_step(self, plan: StepPlan) -> None:
+        """Keep the answers of finished sequences in their rings, then write the rows of new sequences."""
         if len(plan.kept):
-            keep_answers(self._tokens, self._upload(plan.kept), self._rings)  # before their rows are told of others
-        self._tell(plan)
+            keep_answers(self._tokens, self._upload(plan.kept), self._rings)  # before their rows are reused
+        self._write_rows(plan)
 
     def warm_up(self) -> None:
-        """Launch the kernels that no program's capture launches. What they write means nothing."""
+        """Launch the kernels that no captured program launches; the result is undefined."""
         if self._rings.numel():
             keep_answers(self._tokens, self._upload(np.zeros((1, 5), np.int32)), self._rings)
 
-    def values(self, plan: StepPlan) -> dict[str, Int32]:
-        """What the arrays of `fields` hold for a step."""
+    def input_values(self, plan: StepPlan) -> dict[str, Int32]:
+        """Return the values of `extra_inputs` for a step."""
         values = {
             "rows": plan.follow_rows,
             "counts": plan.drafts,
@@ -101,20 +96,21 @@ class Histories:
             "ring_ends": plan.ring_ends,
             "ring_filled": plan.ring_filled,
         }
-        return values if self.trained is None else values | self.trained.values(plan)
+        return values if self.trained is None else values | self.trained.input_values(plan)
 
     def place(
         self, staged: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor], bucket: Bucket
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Fill in a step's `inputs` where only the device can. `staged`: the arrays of `fields`, and query_start.
+        """Draft, and fill in those of a step's `inputs` that depend on the drafts. `staged`: `extra_inputs` and
+        query_start on the device.
 
-        Returns drafts [S, K] int32 of the bucket's S sequences, of each as many as its program has rows for, and where
-        they came from [S], as `StepResult` has it; None where own tokens were all that there was.
+        Returns drafts [S, K] int32 for the bucket's S sequences and K drafts per sequence, and their sources [S] as in
+        `StepResult`, or None if all are own tokens.
         """
         rows = staged["rows"]
         drafts, sources = rows.new_empty(len(rows), 0), None
         if bucket.verifies:
-            drafts, sources = self._make_drafts(staged, inputs["block_table"], bucket)
+            drafts, sources = self._draft(staged, inputs["block_table"], bucket)
         place_drafts(
             self._tokens,
             self._lengths,
@@ -127,66 +123,64 @@ class Histories:
         )
         return drafts, sources
 
-    def _make_drafts(
+    def _draft(
         self, staged: Mapping[str, torch.Tensor], block_table: torch.Tensor, bucket: Bucket
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        rows, most = staged["rows"], bucket.rows - 1
-        drafts, agreed = self.draft(self._tokens, self._lengths, rows, most)
+        rows, num_drafts = staged["rows"], bucket.rows - 1
+        drafts, matched = self.draft_op(self._tokens, self._lengths, rows, num_drafts)
         sources = None
         if self.trained is not None:
-            agreed = agreed.clamp_min(SURE - 1)  # a ring that agrees with less is not asked
+            matched = matched.clamp_min(MIN_MATCH - 1)  # a ring must match MIN_MATCH tokens too
         if self._rings.numel():
             rings = [staged[name] for name in ("rings", "ring_ends", "ring_filled")]
-            sources = draft_recalled(self._tokens, self._lengths, rows, agreed, self._rings, *rings, drafts)
+            sources = draft_recalled(self._tokens, self._lengths, rows, matched, self._rings, *rings, drafts)
         if self.trained is None:
             return drafts, sources
-        unsure = agreed < SURE
+        unmatched = matched < MIN_MATCH
         if sources is None:
-            sources = torch.full_like(agreed, OWN_TOKENS)
+            sources = torch.full_like(matched, OWN_TOKENS)
         else:
-            unsure &= sources != FORMER_ANSWERS
-        chained = self.trained.chain(staged, self._lengths, block_table, bucket)
-        return torch.where(unsure[:, None], chained, drafts), sources.masked_fill_(unsure, TRAINED_DRAFT)
+            unmatched &= sources != FORMER_ANSWERS
+        trained = self.trained.draft(staged, self._lengths, block_table, bucket)
+        return torch.where(unmatched[:, None], trained, drafts), sources.masked_fill_(unmatched, TRAINED_DRAFT)
 
     def accept(
         self,
         staged: Mapping[str, torch.Tensor],
         drafts: torch.Tensor,
         tokens: torch.Tensor,
-        counts: torch.Tensor | None = None,
+        limits: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Take in what a step sampled [N]; returns how many drafts hold [S], int32. `counts` [B]: how many may hold of
-        each of the first B sequences, which are all that there are then; None: as many as it computes.
+        """Append a step's sampled tokens [N] to the history; return the numbers of accepted drafts [S], int32.
+        `limits` [B]: maxima for the first B sequences, which are then the only ones; None: all drafts.
         """
-        if counts is None:
-            return self.hold(
+        if limits is None:
+            return self.accept_op(
                 tokens, drafts, staged["rows"], staged["counts"], staged["first"], self._tokens, self._lengths
             )
-        count = len(counts)
+        count = len(limits)
         rows, first = staged["rows"][:count], staged["first"][:count]
-        return self.hold(tokens, drafts[:count], rows, counts, first, self._tokens, self._lengths)
+        return self.accept_op(tokens, drafts[:count], rows, limits, first, self._tokens, self._lengths)
 
-    def left(self, plan: StepPlan, masks: StepMasks) -> torch.Tensor:
-        """How many drafts of each sequence may hold [B]: of a constrained one no more than there are masks after
-        them.
-        """
-        self._left.host["counts"][: plan.num_sequences] = masks.drafts_left(plan)
-        self._left.upload()
-        return self._left.device["counts"][: plan.num_sequences]
+    def draft_limits(self, plan: StepPlan, masks: StepMasks) -> torch.Tensor:
+        """Return the maximum of accepted drafts [B]: a constrained sequence needs a mask after each of them."""
+        self._limits.host["counts"][: plan.num_sequences] = masks.drafts_left(plan)
+        self._limits.upload()
+        return self._limits.device["counts"][: plan.num_sequences]
 
-    def _tell(self, plan: StepPlan) -> None:
+    def _write_rows(self, plan: StepPlan) -> None:
         if not len(plan.told_rows):
             return
         starts = np.cumsum(plan.told_lengths) - plan.told_lengths
-        begins = plan.told_rows.astype(np.int64) * self._tokens.shape[1] - starts
-        places = np.repeat(begins, plan.told_lengths) + np.arange(len(plan.told_tokens))
+        offsets = plan.told_rows.astype(np.int64) * self._tokens.shape[1] - starts
+        places = np.repeat(offsets, plan.told_lengths) + np.arange(len(plan.told_tokens))
         count = len(places)
-        where = self._upload(np.concatenate((places, plan.told_rows.astype(np.int64))))
-        what = self._upload(np.concatenate((plan.told_tokens, plan.told_lengths)))
-        self._tokens.view(-1).index_copy_(0, where[:count], what[:count])
-        self._lengths.index_copy_(0, where[count:], what[count:])
+        indices = self._upload(np.concatenate((places, plan.told_rows.astype(np.int64))))
+        values = self._upload(np.concatenate((plan.told_tokens, plan.told_lengths)))
+        self._tokens.view(-1).index_copy_(0, indices[:count], values[:count])
+        self._lengths.index_copy_(0, indices[count:], values[count:])
 
     def _upload(self, values: np.ndarray) -> torch.Tensor:
-        """Once a request, so from memory that is pinned for it: the steps before are not waited for."""
+        """Copy once-per-request values from memory pinned for them, without waiting for earlier steps."""
         host = torch.from_numpy(np.ascontiguousarray(values))
         return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host

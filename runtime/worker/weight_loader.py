@@ -1,5 +1,5 @@
-"""A program's weights, made from a checkpoint (or at random) one recipe at a time, so that 16-bit and quantized
-copies never coexist.
+"""Load a program's weights from a checkpoint, or make random ones, one recipe at a time: the 16-bit and the quantized
+model are never in memory together.
 """
 
 import zlib
@@ -23,8 +23,8 @@ DUMMY_STD = 0.02
 def checkpoint_lookup(
     directory: Path, expected: Mapping[str, tuple[int, ...]], config: LlamaConfig
 ) -> tuple[Lookup, list[str]]:
-    """(lookup, names in shard order) of a checkpoint that was found to hold exactly `expected`; tensors are views of
-    its files, as they are stored.
+    """Return (lookup, names in file order) of a checkpoint that has exactly `expected`. Tensors are views of its files.
+    Raises CheckpointError.
     """
     checkpoint = Checkpoint(directory, config)
     checkpoint.validate(expected, config.tie_word_embeddings)
@@ -34,7 +34,7 @@ def checkpoint_lookup(
 def dummy_lookup(
     expected: Mapping[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype, seed: int
 ) -> tuple[Lookup, list[str]]:
-    """The same for random weights, which depend on seed and name only (on one kind of device): norms one, the rest
+    """Return the same for random weights, which depend only on seed, name and kind of device: norms are one, others
     normal with deviation 0.02.
     """
 
@@ -58,55 +58,69 @@ def load_weights(
     show_progress: bool = False,
     into: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Buffer name -> tensor on `device` for each recipe, in the order of the checkpoint's files.
+    """Return buffer name -> tensor on `device` for each recipe, loaded in the order of the checkpoint's files.
 
-    `names`: the checkpoint's tensors in file order. `constants`: tensors that come from the model's config instead,
-    kept in their own dtype. `dtype`: of what recipes compute with; what is stored in eight bits stays so, with its
-    scales in fp32. `into`: tensors to fill, instead of new ones.
+    names      the checkpoint's tensors in file order
+    constants  tensors that follow from the model's config; they keep their dtype
+    dtype      of the recipes' inputs; 8-bit tensors stay so, with fp32 scales
+    into       tensors to fill instead of new ones
     """
 
     def find(name: str) -> torch.Tensor:
         return constants[name] if name in constants else lookup(name)
 
-    def bring(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def to_device(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if name in constants or tensor.dtype.itemsize == 1:
             return tensor.to(device)
         return tensor.to(device=device, dtype=torch.float32 if name.endswith(".weight_scale") else dtype)
 
     position = {name: index for index, name in enumerate(names)}
 
-    def place(name: str) -> tuple[int, list[str]]:
+    def file_order(name: str) -> tuple[int, list[str]]:
         sources = sorted(recipes[name].sources())
         return min((position.get(source, -1) for source in sources), default=-1), sources
 
-    order = sorted(recipes, key=place)
+    order = sorted(recipes, key=file_order)
     weights: dict[str, torch.Tensor] = {}
     memo: dict[Recipe, Any] = {}
     sources: frozenset[str] = frozenset()
     for name in progress(order, "loading weights", "tensor", show_progress):
-        # values and scales of one quantized weight share their work, nothing else is kept
+        # values and scales of one quantized weight share intermediate results
         if recipes[name].sources() != sources:
             memo, sources = {}, recipes[name].sources()
-        value = materialize(recipes[name], find, memo, bring).to(device)
+        value = materialize(recipes[name], find, memo, to_device).to(device)
         weights[name] = value.contiguous() if into is None else into[name].copy_(value)
     return weights
 
 
-class Source(Protocol):
-    """What weights are read from."""
+class WeightSource(Protocol):
+    """Reads weights, at the start and after `sleep(level=2)`."""
 
     def read(self, into: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-        """The weights by name."""
+        """Return the weights by name; `into`: tensors to fill instead of new ones."""
 
 
 @dataclass(frozen=True)
-class WeightSource:
-    """Where a program's weights come from, at the start and whenever they are to be read again.
+class CombinedSource:
+    """Several sources as one."""
 
-    directory   the checkpoint's; None: they are random, of `seed`
-    expected    the shapes of the checkpoint's tensors
-    rounding    weights that were rounded before
-    See `load_weights` for the others.
+    sources: tuple[WeightSource, ...]
+
+    def read(self, into: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+        """Return the weights of all sources by name."""
+        weights: dict[str, torch.Tensor] = {}
+        for source in self.sources:
+            weights |= source.read(into)
+        return weights
+
+
+@dataclass(frozen=True)
+class CheckpointSource:
+    """Reads a program's weights from a checkpoint; see `load_weights`.
+
+    directory   the checkpoint's; None: random weights from `seed`
+    expected    shapes of the checkpoint's tensors
+    rounding    rounded weights in place of the checkpoint's
     """
 
     recipes: Mapping[str, Recipe]
@@ -121,7 +135,7 @@ class WeightSource:
     rounding: Rounding | None = None
 
     def read(self, into: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-        """The weights by name. Raises CheckpointError, RoundingError or OSError."""
+        """Return the weights by name. Raises CheckpointError, RoundingError or OSError."""
         if self.directory is None:
             lookup, names = dummy_lookup(self.expected, self.device, self.dtype, self.seed)
         else:

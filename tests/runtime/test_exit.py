@@ -105,9 +105,9 @@ def test_an_exit_waits_for_a_thread_without_an_owner(tmp_path: Path) -> None:
     script.write_text(
         textwrap.dedent("""
             import threading, time, torch
-            from sidestream.runtime.adapters.background_jobs import Background
+            from sidestream.runtime.adapters.background_jobs import BackgroundJobs
 
-            owners, alone = [Background("keeper", quiet=0.0)], threading.Event()
+            owners, alone = [BackgroundJobs("keeper", idle_seconds=0.0)], threading.Event()
 
             def job(stopped):
                 owners.clear()
@@ -116,7 +116,7 @@ def test_an_exit_waits_for_a_thread_without_an_owner(tmp_path: Path) -> None:
                 while time.monotonic() < end:
                     torch.randn(300, 300).to(torch.bfloat16).float().amax(1)
 
-            owners[0].later(job)
+            owners[0].submit(job)
             alone.wait()
         """)
     )

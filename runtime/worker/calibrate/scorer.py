@@ -1,9 +1,8 @@
-"""Texts read through an engine's own program, step by step: logits of every token, and what each step of the program
-is given.
-"""
+"""Run texts through an engine's own program: logits of every token, and a hook for each step of the program."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import fx
@@ -15,16 +14,16 @@ from ....compiler.run.emit import BoundProgram, OnStep
 from ....ops.core.kv_layout import PAGE_SIZE
 from ..model_loader import Model
 
-LOGIT_ELEMENTS = 1 << 26  # of one step and engine: 256 MiB in fp32
-MOST_TOKENS, FEWEST_TOKENS = 8192, 64
+LOGIT_ELEMENTS = 1 << 26  # of one step: 256 MiB in fp32
+MAX_TOKENS, MIN_TOKENS = 8192, 64
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text as token ids, read by an adapter (None: the base model); `group`: figures of its own instead of the
-    adapter's.
+    """A text as token ids for an adapter (None: the base model).
 
-    kinds   what each token has to predict, for those who compare (`tools.quality.teacher_forced`); b"": all is text
+    group   label of its results instead of the adapter
+    kinds   kind of each predicted token, see `tools.quality.teacher_forced`; b"": all are text
     """
 
     tokens: Sequence[int]
@@ -34,16 +33,13 @@ class Document:
 
     @property
     def label(self) -> str:
-        """Whose figures it counts among."""
+        """Label of its results."""
         return self.group or self.adapter or "base"
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A part of a document that one step computes: tokens `start` ..
-
-    `start + count`, keys and values from page `first_page` on.
-    """
+class Chunk:
+    """Tokens `start` to `start + count` of a document in one step, with KV pages from `first_page` on."""
 
     document: int
     start: int
@@ -52,48 +48,50 @@ class Piece:
 
 
 def step_sizes(vocabulary: int, longest: int, on_cpu: bool) -> tuple[int, int, int, int]:
-    """(tokens, sequences, KV pages, blocks) of the steps for documents of at most `longest` tokens."""
-    tokens = min(512 if on_cpu else MOST_TOKENS, max(LOGIT_ELEMENTS // vocabulary, FEWEST_TOKENS))
+    """Return (tokens, sequences, KV pages, blocks) of the steps for documents of at most `longest` tokens."""
+    tokens = min(512 if on_cpu else MAX_TOKENS, max(LOGIT_ELEMENTS // vocabulary, MIN_TOKENS))
     sequences, blocks = max(tokens // 16, 1), -(-longest // PAGE_SIZE)
     return tokens, sequences, 2 * blocks + tokens // PAGE_SIZE + sequences + 1, blocks
 
 
-def plan(lengths: Sequence[int], tokens: int, sequences: int, pages: int) -> Iterator[list[Piece]]:
-    """Steps of at most `tokens` tokens and `sequences` documents.
-
-    A document that does not fit goes on in the next step, on the same pages.
+def plan(lengths: Sequence[int], tokens: int, sequences: int, pages: int) -> Iterator[list[Chunk]]:
+    """Yield steps of at most `tokens` tokens and `sequences` documents. A document that does not fit continues in the
+    next step on the same pages.
     """
-    step: list[Piece] = []
-    room, page = tokens, 0
+    step: list[Chunk] = []
+    left, page = tokens, 0
     for document, length in enumerate(lengths):
         needed = -(-length // PAGE_SIZE)
         page = 0 if page + needed > pages else page
         start = 0
         while start < length:
-            if not room or len(step) == sequences:
+            if not left or len(step) == sequences:
                 yield step
-                step, room = [], tokens
-            count = min(room, length - start)
-            step.append(Piece(document, start, count, page))
-            start, room = start + count, room - count
+                step, left = [], tokens
+            count = min(left, length - start)
+            step.append(Chunk(document, start, count, page))
+            start, left = start + count, left - count
         page += needed
     if step:
         yield step
 
 
 class Scorer:
-    """An engine's own mixed program, at one size, with the logits of every token. The engine serves no requests
-    afterwards: its adapter slots and KV pages are filled by hand here."""
+    """An engine's own mixed program of one size with the logits of every token. It uses the engine's adapter slots and
+    KV pages, so the engine cannot serve requests afterwards.
+    """
 
     def __init__(self, model: Model, tokens: int, sequences: int, pages: int, blocks: int) -> None:
         runner = model.runner
         self.model, self.device, self.tokens = model, model.options.device, tokens
-        stacks = runner.stacks
-        lora = stacks is not None
-        have = next(tensor.shape[0] for name, tensor in runner.tensors.items() if name.startswith("kv_caches"))
-        if have < pages:
-            raise ValueError(f"the engine has {have} KV pages, scoring needs {pages}; raise num_kv_pages")
-        bucket = Bucket(tokens, sequences, have, blocks, False, lora)
+        loader = runner.slot_loader
+        lora = loader is not None
+        self._num_pages = next(
+            tensor.shape[0] for name, tensor in runner.tensors.items() if name.startswith("kv_caches")
+        )
+        if self._num_pages < pages:
+            raise ValueError(f"the engine has {self._num_pages} KV pages, scoring needs {pages}; raise num_kv_pages")
+        bucket = Bucket(tokens, sequences, self._num_pages, blocks, False, lora)
         program = build_program(_all_rows(model.compiled.graph_module), bucket, model.compiled.options)
         self.inputs = {
             buffer.name: torch.zeros(buffer.shape, dtype=buffer.dtype, device=self.device)
@@ -101,35 +99,31 @@ class Scorer:
             if buffer.name not in runner.tensors
         }
         self.bound = BoundProgram(program, {**runner.tensors, **self.inputs}, self.device)
-        self.on_step: OnStep | None = None  # is told of each step of the program, as `BoundProgram.run` does it
+        self.on_step: OnStep | None = None  # see `BoundProgram.run`
         self.slots: dict[str | None, int] = {None: -1}
         for slot, (name, number) in enumerate(model.registry.numbers.items()):
-            if stacks is not None:
-                stacks.load(slot, number)
+            if loader is not None:
+                loader.load(slot, number)
                 self.slots[name] = slot
 
-    def logits(self, step: Sequence[Piece], documents: Sequence[Document]) -> torch.Tensor:
-        """[tokens of the step, vocabulary], valid until the next call."""
-        counts = [piece.count for piece in step]
+    def logits(self, step: Sequence[Chunk], documents: Sequence[Document]) -> torch.Tensor:
+        """Return logits [tokens of the step, vocabulary], valid until the next call."""
+        counts = [chunk.count for chunk in step]
         total = sum(counts)
         rows = torch.repeat_interleave(torch.arange(len(step)), torch.tensor(counts))
         starts = torch.tensor([0, *counts]).cumsum(0)
-        first = torch.tensor([piece.start for piece in step])
+        first = torch.tensor([chunk.start for chunk in step])
         positions = torch.arange(total) - starts[:-1][rows] + first[rows]
-        base = torch.tensor([piece.first_page for piece in step])
+        base = torch.tensor([chunk.first_page for chunk in step])
         blocks = self.inputs["block_table"].shape[1]
+        tokens = [documents[chunk.document].tokens[chunk.start : chunk.start + chunk.count] for chunk in step]
+        slots = torch.tensor([self.slots[documents[chunk.document].adapter] for chunk in step])
         values = {
-            "input_ids": torch.tensor(
-                [
-                    token
-                    for piece in step
-                    for token in documents[piece.document].tokens[piece.start : piece.start + piece.count]
-                ]
-            ),
+            "input_ids": torch.tensor(list(chain.from_iterable(tokens))),
             "positions": positions,
             "slot_mapping": base[rows] * PAGE_SIZE + positions,
-            "adapter_index": torch.tensor([self.slots[documents[piece.document].adapter] for piece in step])[rows],
-            "block_table": torch.minimum(base[:, None] + torch.arange(blocks), torch.tensor(self._last_page)),
+            "adapter_index": slots[rows],
+            "block_table": (base[:, None] + torch.arange(blocks)).clamp_max(self._num_pages - 1),
             "context_lens": first + torch.tensor(counts),
             "query_start": starts,
         }
@@ -141,16 +135,9 @@ class Scorer:
             target.copy_(host)
         return self.bound.run(on_step=self.on_step)[0][:total]
 
-    @property
-    def _last_page(self) -> int:
-        return (
-            next(tensor.shape[0] for name, tensor in self.model.runner.tensors.items() if name.startswith("kv_caches"))
-            - 1
-        )
-
 
 def _all_rows(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of the graph that computes the logits of every token instead of selected rows."""
+    """Return a copy of the graph that computes the logits of every token."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(graph_module.graph, {}))
     for node in list(graph.nodes):

@@ -1,4 +1,4 @@
-"""What rank 0 tells the other ranks: settings at the start, and what is not a plan afterwards."""
+"""Messages from rank 0 to its peers: settings at the start, and orders, which are everything except plans and masks."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,21 +10,20 @@ from msgspec import Struct
 from ....compiler.options import OptionError
 from ...quantization.file_names import AUTO, OFF
 
-LOCAL = ("passes",)  # options of what only one process can do
+ONE_PROCESS_OPTIONS = ("passes",)
 
 
 class PeerSettings(Struct, frozen=True, kw_only=True):
     """Settings of a peer.
 
-    rank, world       its place among the ranks
-    device            rank 0's; the others' GPUs are those after it
-    model             model directory, or config.json's fields
-    llm               further arguments of `LLM`
-    adapters          name -> directory
+    device    rank 0's; the peers use the GPUs after it
+    model     model directory, or config.json's fields
+    llm       other keywords of `LLM`
+    adapters  name -> directory
     """
 
-    rank: int
-    world: int
+    tp_rank: int
+    tp_size: int
     device: str
     model: str | dict[str, Any]
     llm: dict[str, Any]
@@ -32,48 +31,48 @@ class PeerSettings(Struct, frozen=True, kw_only=True):
 
 
 class AddAdapter(Struct, frozen=True, tag="add"):
-    """Read an adapter and give it the number that rank 0 has given it; its content must be what rank 0 has read."""
+    """Add an adapter under rank 0's number, if it has rank 0's content hash."""
 
     name: str
     path: str
     replace: bool
     number: int
-    content: str
+    content_hash: str
 
 
 class RemoveAdapter(Struct, frozen=True, tag="remove"):
-    """Forget an adapter's name."""
+    """See `Model.remove_adapter`."""
 
     name: str
 
 
 class RestrictAdapters(Struct, frozen=True, tag="restrict"):
-    """From now on adapters must lie under these directories."""
+    """See `Model.restrict_adapters`."""
 
     roots: list[str]
 
 
 class StartLoad(Struct, frozen=True, tag="load"):
-    """Bring an adapter into a slot."""
+    """See `Runner.start_load`."""
 
     slot: int
     number: int
 
 
 class ForgetAdapter(Struct, frozen=True, tag="forget"):
-    """Nothing uses an adapter's number any more."""
+    """See `Runner.forget_adapter`."""
 
     number: int
 
 
 class Sleep(Struct, frozen=True, tag="sleep"):
-    """Give the device's memory back."""
+    """See `Sleeper.sleep`."""
 
     level: int
 
 
 class WakeUp(Struct, frozen=True, tag="wake"):
-    """Take memory again for what the tags name."""
+    """See `Sleeper.wake_up`."""
 
     tags: list[str]
 
@@ -83,12 +82,9 @@ encode_order = msgspec.msgpack.Encoder().encode
 decode_order = msgspec.msgpack.Decoder(Order).decode
 
 
-def portable(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """`LLM`'s keywords as another process can be given them.
-
-    Raises OptionError for what stays in this process.
-    """
-    for name in LOCAL:
+def as_builtins(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `LLM`'s keywords as builtin types for a message. Raises OptionError for values that cannot be sent."""
+    for name in ONE_PROCESS_OPTIONS:
         if keywords.get(name) is not None:
             raise OptionError(f"{name} is for a model in one process; leave it out, or use tensor_parallel_size=1")
     plain = {name: value for name, value in keywords.items() if value is not None and name != "device"}

@@ -14,7 +14,7 @@ import pytest
 from sidestream.graphs.adapter_config import CONFIG, AdapterConfig, AdapterError
 from sidestream.graphs.adapter_description import WEIGHTS, Description, describe_adapter
 from sidestream.graphs.config import LlamaConfig
-from sidestream.runtime.adapters import describer as describing
+from sidestream.runtime.adapters import describer as describer_module
 from sidestream.runtime.adapters.describer import AdapterDescriber
 from sidestream.runtime.demo_model import DEMO_MODEL
 from sidestream.runtime.server.gpu_process import ServedModel
@@ -122,7 +122,7 @@ def test_a_description_that_lies_is_refused(monkeypatch: pytest.MonkeyPatch, ada
     found = describe_adapter(adapter, CONFIG_OF_DEMO, 128)
     describer = AdapterDescriber()
     for what, lie in [("rank", found), *lies(found)]:
-        answer = msgspec.json.encode(describing.Answered(lie)) + b"\n"
+        answer = msgspec.json.encode(describer_module.DescribeResponse(lie)) + b"\n"
         monkeypatch.setattr(describer._child, "ask", lambda line, seconds, answer=answer: answer)
         with pytest.raises(AdapterError, match="could not be described"):
             describer(adapter, CONFIG_OF_DEMO, 1 if what == "rank" else 128, False, None)

@@ -27,9 +27,9 @@ from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.lora import LoraShape
 from sidestream.runtime.adapters import disk_cache
 from sidestream.runtime.adapters import registry as adapters
-from sidestream.runtime.adapters.background_jobs import Background, Stopped
-from sidestream.runtime.adapters.disk_cache import SlotCache, packing_key
-from sidestream.runtime.adapters.host_store import AdapterStore
+from sidestream.runtime.adapters.background_jobs import BackgroundJobs, JobCancelled
+from sidestream.runtime.adapters.disk_cache import AdapterDiskCache, packing_key
+from sidestream.runtime.adapters.host_store import HostStore
 from sidestream.runtime.adapters.registry import AdapterRegistry
 from support.tiny import AdapterSpec, tiny_adapters, tiny_llama
 
@@ -55,12 +55,12 @@ def config(base):
 @pytest.fixture(autouse=True)
 def few_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several pieces in small blocks."""
-    monkeypatch.setattr(disk_cache, "WRITTEN_AT_ONCE", 8192)
-    monkeypatch.setattr(disk_cache, "LARGEST_PIECE", 1 << 15)
+    monkeypatch.setattr(disk_cache, "WRITE_BYTES", 8192)
+    monkeypatch.setattr(disk_cache, "MAX_CHUNK_BYTES", 1 << 15)
 
 
-def new_cache(folder: Path, limit: int = 1 << 30) -> SlotCache:
-    return SlotCache(CacheFolder(folder / "adapters", limit))
+def new_cache(folder: Path, limit: int = 1 << 30) -> AdapterDiskCache:
+    return AdapterDiskCache(CacheFolder(folder / "adapters", limit))
 
 
 def new_recipes(dtype: torch.dtype = torch.int8) -> dict[str, Recipe]:
@@ -74,21 +74,21 @@ def new_recipes(dtype: torch.dtype = torch.int8) -> dict[str, Recipe]:
 
 def new_store(
     config: LlamaConfig, registry: AdapterRegistry, recipes: dict[str, Recipe] | None = None, keep: int = 2
-) -> AdapterStore:
+) -> HostStore:
     recipes = recipes or new_recipes()
     stacks = {
         "qkv_a": torch.zeros(3, 48, 128, dtype=torch.bfloat16),
         "down_a": torch.zeros(3, 16, 256, dtype=torch.int8),
         "down_a_scale": torch.zeros(3, 16),
     }
-    return AdapterStore(recipes, stacks, registry, LORA, keep, threading.Lock())
+    return HostStore(recipes, stacks, registry, LORA, keep, threading.Lock())
 
 
 def start(config: LlamaConfig, path: Path, folder: Path, **more: Any) -> tuple[bytes, bool]:
     """A start with one adapter, ended once everything is kept: (its block's bytes, whether its tensors were read for
     them).
     """
-    registry = AdapterRegistry(config, 16, cache=new_cache(folder))
+    registry = AdapterRegistry(config, 16, disk_cache=new_cache(folder))
     number = registry.add("a", path).number
     store, reads = new_store(config, registry, **more), []
     read = registry.read
@@ -96,7 +96,7 @@ def start(config: LlamaConfig, path: Path, folder: Path, **more: Any) -> tuple[b
     block = store.prepare(number)
     found = block.bytes.tobytes()
     store.release(block)
-    assert registry.cache.background.finish(20)
+    assert registry.disk_cache.jobs.flush(20)
     return found, bool(reads)
 
 
@@ -118,7 +118,7 @@ def test_a_hit_has_the_bytes_of_a_miss_and_reads_no_tensors(config, paths, tmp_p
         "sidestream.graphs.adapter_file.in_range", lambda *_: pytest.fail("the values were looked at again")
     )
     assert start(config, paths[0], tmp_path) == (expected, False)
-    registry = AdapterRegistry(config, 16, cache=new_cache(tmp_path))
+    registry = AdapterRegistry(config, 16, disk_cache=new_cache(tmp_path))
     known = registry.add("a", paths[0])
     assert known.content_hash == alone.hashes[number] and (known.adapter.rank, known.adapter.scaling) == (
         4,
@@ -131,15 +131,15 @@ def test_a_cold_start_within_one_process(config, paths, tmp_path):
     decide, with the errors they always had.
     """
     copy = shutil.copytree(paths[0], tmp_path / "copy")
-    registry = AdapterRegistry(config, 16, cache=new_cache(tmp_path), keep=0)
+    registry = AdapterRegistry(config, 16, disk_cache=new_cache(tmp_path), keep=0)
     number = registry.add("a", copy).number
     store, calls, load = new_store(config, registry), [], adapters.load_adapter
 
     def cold() -> bytes:
-        store.forget(number)
+        store.drop(number)
         block = store.prepare(number)
         store.release(block)
-        assert registry.cache.background.finish(20)
+        assert registry.disk_cache.jobs.flush(20)
         return block.bytes.tobytes()
 
     with pytest.MonkeyPatch.context() as patch:
@@ -364,7 +364,7 @@ def test_writers_at_once(tmp_path):
 def test_writing_can_be_given_up(tmp_path):
     cache, stopped = new_cache(tmp_path), threading.Event()
     stopped.set()
-    with pytest.raises(Stopped):
+    with pytest.raises(JobCancelled):
         cache.save("k", np.zeros(300_000, np.uint8), stopped)
     assert not list((tmp_path / "adapters").iterdir())
 
@@ -376,9 +376,9 @@ from pathlib import Path
 from sidestream.runtime.adapters import disk_cache
 from sidestream.compiler.program.cache_folder import CacheFolder
 disk_cache.WRITE_PAUSE = 0.05
-cache = disk_cache.SlotCache(CacheFolder(Path({str(tmp_path)!r}) / "adapters", 1 << 40))
-cache.background._line.quiet = 0.0
-cache.background.later(lambda stopped: cache.save("k", numpy.zeros(1 << 29, numpy.uint8), stopped))
+cache = disk_cache.AdapterDiskCache(CacheFolder(Path({str(tmp_path)!r}) / "adapters", 1 << 40))
+cache.jobs._queue.idle_seconds = 0.0
+cache.jobs.submit(lambda stopped: cache.save("k", numpy.zeros(1 << 29, numpy.uint8), stopped))
 while not list(Path({str(tmp_path)!r}).glob("adapters/*.tmp")):
     time.sleep(0.01)
 """
@@ -391,22 +391,22 @@ while not list(Path({str(tmp_path)!r}).glob("adapters/*.tmp")):
 
 
 def test_work_waits_for_quiet_and_ends_with_its_owner():
-    background = Background("test", quiet=0.3)
+    background = BackgroundJobs("test", idle_seconds=0.3)
     done: list[Any] = []
-    line = background._line
-    background.later(lambda stopped: done.append(time.monotonic() - line.last))
+    line = background._queue
+    background.submit(lambda stopped: done.append(time.monotonic() - line.last_activity))
     for _ in range(5):
         time.sleep(0.1)
-        background.busy()
-    background.later(lambda stopped: 1 / 0)  # logged, and no reason to end
-    background.later(lambda stopped: done.append("last"))
+        background.postpone()
+    background.submit(lambda stopped: 1 / 0)  # logged, and no reason to end
+    background.submit(lambda stopped: done.append("last"))
     until = time.monotonic() + 60
     while len(done) < 2 and time.monotonic() < until:
         time.sleep(0.01)
-    assert done[0] >= 0.3 and done[1] == "last" and background.finish(60.0)
+    assert done[0] >= 0.3 and done[1] == "last" and background.flush(60.0)
     thread = background._thread
     assert thread is not None
-    background.later(lambda stopped: done.append("never"))
+    background.submit(lambda stopped: done.append("never"))
     del background
     thread.join(60)
     assert not thread.is_alive() and "never" not in done
@@ -414,15 +414,15 @@ def test_work_waits_for_quiet_and_ends_with_its_owner():
 
 def test_size_and_place_come_from_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("SIDESTREAM_CACHE", str(tmp_path))
-    monkeypatch.delenv(disk_cache.VARIABLE, raising=False)
-    usual = SlotCache.from_environment()
+    monkeypatch.delenv(disk_cache.SIZE_VARIABLE, raising=False)
+    usual = AdapterDiskCache.from_environment()
     assert usual is not None and usual.folder.directory == tmp_path / "adapters" and usual.folder.limit == 32 * 10**9
-    monkeypatch.setenv(disk_cache.VARIABLE, "0.5")
-    smaller = SlotCache.from_environment()
+    monkeypatch.setenv(disk_cache.SIZE_VARIABLE, "0.5")
+    smaller = AdapterDiskCache.from_environment()
     assert smaller is not None and smaller.folder.limit == 5 * 10**8 and not list(tmp_path.iterdir())
-    monkeypatch.setenv(disk_cache.VARIABLE, "0")
-    assert SlotCache.from_environment() is None
+    monkeypatch.setenv(disk_cache.SIZE_VARIABLE, "0")
+    assert AdapterDiskCache.from_environment() is None
     for bad in ("much", "-1", "nan", "inf"):
-        monkeypatch.setenv(disk_cache.VARIABLE, bad)
-        with pytest.raises(OptionError, match=disk_cache.VARIABLE):
-            SlotCache.from_environment()
+        monkeypatch.setenv(disk_cache.SIZE_VARIABLE, bad)
+        with pytest.raises(OptionError, match=disk_cache.SIZE_VARIABLE):
+            AdapterDiskCache.from_environment()

@@ -8,7 +8,7 @@ from sidestream.compiler import api
 from sidestream.compiler.program.program import Bucket
 from sidestream.runtime.server.gpu_process import ServedModel
 from sidestream.runtime.server.settings import ServeSettings
-from sidestream.runtime.worker.bound_programs import ReadyPrograms
+from sidestream.runtime.worker.bound_programs import BoundPrograms
 from sidestream.runtime.worker.model_runner import ModelRunner
 from sidestream.tools.bench.model_directory import TINY, write_model
 
@@ -40,43 +40,43 @@ class Maker:
 
 
 def test_the_smallest_program_that_holds_a_step_serves_it_until_its_own_is_built():
-    programs, make = ReadyPrograms[str](), Maker()
+    programs, make = BoundPrograms[str](), Maker()
     middle = bucket(32, 8, lora=True)
-    programs.build_aside((*FIRST, middle), make)
+    programs.build_in_background((*FIRST, middle), make)
     wanted = [bucket(16, 4), bucket(16, 4, lora=True), bucket(64, 2), bucket(2, 2, decode=True)]
     holding = [middle, middle, FIRST[0], FIRST[1]]
     assert [programs.get(each, make) for each in (*wanted, *wanted)] == [each.name for each in (*holding, *holding)]
     make.allowed.set()
-    assert programs.finish(WAIT)
+    assert programs.flush(WAIT)
     assert [programs.get(each, make) for each in wanted] == [each.name for each in wanted]
     assert make.made == [each.name for each in (*FIRST, middle, *wanted)]
 
 
 def test_a_program_without_adapters_or_with_fewer_rows_serves_no_other_step():
-    programs, make = ReadyPrograms[str](), Maker()
-    programs.build_aside((*FIRST, bucket(32, 8), bucket(32, 1, lora=True)), make)
+    programs, make = BoundPrograms[str](), Maker()
+    programs.build_in_background((*FIRST, bucket(32, 8), bucket(32, 1, lora=True)), make)
     assert programs.get(bucket(16, 4, lora=True), make) == FIRST[0].name
     assert programs.get(bucket(16, 4), make) == bucket(32, 8).name
     make.allowed.set()
-    assert programs.finish(WAIT)
+    assert programs.flush(WAIT)
 
 
 def test_a_program_that_cannot_be_built_is_tried_once_and_its_steps_go_on():
     wrong, right = bucket(16, 4), bucket(4, 4)
-    programs, make = ReadyPrograms[str](), Maker(fails=(wrong.name,))
-    programs.build_aside(FIRST, make)
+    programs, make = BoundPrograms[str](), Maker(fails=(wrong.name,))
+    programs.build_in_background(FIRST, make)
     make.allowed.set()
     for _ in range(2):
         assert programs.get(wrong, make) == FIRST[0].name
-        assert programs.finish(WAIT)
+        assert programs.flush(WAIT)
     programs.get(right, make)
-    assert programs.finish(WAIT)
+    assert programs.flush(WAIT)
     assert make.made == [each.name for each in (*FIRST, wrong, right)]
 
 
 def test_two_threads_never_build_at_the_same_time():
     """Torch's tracer, which the first build imports, can't be imported by two threads together."""
-    programs, begun, go_on = ReadyPrograms[str](), [], threading.Event()
+    programs, begun, go_on = BoundPrograms[str](), [], threading.Event()
 
     def make(wanted: Bucket) -> str:
         begun.append(wanted.name)
@@ -84,7 +84,7 @@ def test_two_threads_never_build_at_the_same_time():
             assert go_on.wait(WAIT)
         return wanted.name
 
-    programs.build_aside(FIRST, make)
+    programs.build_in_background(FIRST, make)
     programs.get(bucket(16, 4), make)  # its thread builds it
     larger = bucket(128, 8)  # no program holds its steps, so that who needs it builds it
     others = [threading.Thread(target=programs.get, args=(larger, make)) for _ in range(2)]
@@ -95,7 +95,7 @@ def test_two_threads_never_build_at_the_same_time():
     go_on.set()
     for other in others:
         other.join(WAIT)
-    assert programs.finish(WAIT)
+    assert programs.flush(WAIT)
     assert sorted(begun) == sorted(each.name for each in (*FIRST, bucket(16, 4), larger))
 
 
@@ -136,7 +136,7 @@ def test_no_step_builds_a_program_once_the_server_is_ready(tmp_path, monkeypatch
 
     padded = answers(5)
     assert here not in builders[ready:]
-    assert served.runner.programs.finish(WAIT)
+    assert served.runner.programs.flush(WAIT)
     assert len(builders) > ready
     assert answers(5) == padded and answers(3) == padded[:3] and answers(1) == padded[:1]
     assert here not in builders[ready:]

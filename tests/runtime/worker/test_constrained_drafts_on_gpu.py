@@ -61,7 +61,7 @@ def check(**options: Any) -> None:
     for acceptance in (0.0, 1.0):
         vocabulary, key = llm.config.vocab_size, min(map(len, recorded))
         injected = InjectedDrafts(recorded, acceptance, vocabulary, key, llm.device)
-        llm.engine.runner.histories.draft = injected.draft  # type: ignore[attr-defined]
+        llm.engine.runner.token_history.draft_op = injected.draft  # type: ignore[attr-defined]
         said, steps[acceptance], accepted = run()
         assert said == answers and (accepted > 0) == (acceptance > 0)
     assert steps[1.0] < steps[0.0]

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from sidestream.runtime.worker import cpu_threads as threads
-from sidestream.runtime.worker.cpu_threads import fit_threads, free_threads
+from sidestream.runtime.worker import cpu_threads
+from sidestream.runtime.worker.cpu_threads import free_threads, limit_cpu_threads
 
 CPU = torch.device("cpu")
 
@@ -15,10 +15,10 @@ CPU = torch.device("cpu")
 def usual(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Eight cores, of which the load leaves three, and torch's own choice of threads."""
     before = torch.get_num_threads()
-    for name in threads.CHOICES:
+    for name in cpu_threads.USER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(threads, "SIBLINGS", "/no/such/file/{}")
+    monkeypatch.setattr(cpu_threads, "SIBLINGS", "/no/such/file/{}")
     monkeypatch.setattr(os, "getloadavg", lambda: (5.2, 0.0, 0.0))
     torch.set_num_threads(8)
     yield
@@ -32,22 +32,22 @@ def test_threads_are_the_cores_that_others_leave() -> None:
 
 @pytest.mark.usefixtures("usual")
 def test_torch_gets_the_cores_that_are_free() -> None:
-    fit_threads(CPU)
+    limit_cpu_threads(CPU)
     assert torch.get_num_threads() == 3
 
 
 @pytest.mark.usefixtures("usual")
 def test_what_the_user_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(6)
-    fit_threads(CPU)
+    limit_cpu_threads(CPU)
     assert torch.get_num_threads() == 6
     torch.set_num_threads(8)
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
-    fit_threads(CPU)
+    limit_cpu_threads(CPU)
     assert torch.get_num_threads() == 8
 
 
 @pytest.mark.usefixtures("usual")
 def test_a_gpu_s_host_threads_stay() -> None:
-    fit_threads(torch.device("cuda"))
+    limit_cpu_threads(torch.device("cuda"))
     assert torch.get_num_threads() == 8

@@ -5,9 +5,9 @@ import re
 import pytest
 import torch
 from sidestream.runtime.api.errors import CapacityError
-from sidestream.runtime.worker.memory_budget import GIB, Demand, nbytes, plan_cpu_pages, plan_pages
+from sidestream.runtime.worker.memory_budget import GIB, MemoryDemand, nbytes, plan_cpu_pages, plan_pages
 
-DEMAND = Demand(weights=8 * GIB, adapters=2 * GIB, activations=GIB, page=4 << 20, reserve=GIB)
+DEMAND = MemoryDemand(weights=8 * GIB, adapters=2 * GIB, activations=GIB, page=4 << 20, reserve=GIB)
 
 
 def test_pages_fill_what_is_left():
@@ -34,13 +34,13 @@ def test_what_is_missing_and_what_would_help():
 
 
 def test_others_on_the_device_are_named():
-    with pytest.raises(CapacityError, match=r"free the 70\.00 GiB that others hold"):
+    with pytest.raises(CapacityError, match=r"free the 70\.00 GiB that other processes use"):
         plan_pages(DEMAND, 10 * GIB, 80 * GIB, 0.9, 8192, 16)
 
 
 def test_weights_alone_can_be_too_much():
     with pytest.raises(CapacityError) as caught:
-        plan_pages(Demand(20 * GIB, 0, GIB, 4 << 20), 15 * GIB, 16 * GIB, 0.97, 64, 1)
+        plan_pages(MemoryDemand(20 * GIB, 0, GIB, 4 << 20), 15 * GIB, 16 * GIB, 0.97, 64, 1)
     assert "max_model_len to" not in str(caught.value) and "max_loras" not in str(caught.value)
 
 

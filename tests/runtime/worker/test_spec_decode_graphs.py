@@ -11,7 +11,7 @@ import torch
 from sidestream import LLM, RequestOutput, SamplingParams
 from sidestream.graphs.config import LlamaConfig
 from sidestream.runtime.scheduler.step_plan import FORMER_ANSWERS, OWN_TOKENS, TRAINED_DRAFT
-from sidestream.runtime.worker import spec_decode_graphs as followed
+from sidestream.runtime.worker import spec_decode_graphs
 from support.eagle import eagle_head
 from support.tiny import TinyBase, tiny_llama
 
@@ -78,7 +78,7 @@ def test_steps_replayed_answer_the_same(
     greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     drawn = SamplingParams(temperature=0.4, top_p=0.9, seed=3, max_tokens=8, ignore_eos=True)
     asks_more = SamplingParams(temperature=0.7, seed=4, max_tokens=3, ignore_eos=True, logprobs=1)
-    monkeypatch.setattr(followed, "capture", capture)
+    monkeypatch.setattr(spec_decode_graphs, "capture", capture)
     said, graphs, sources = [], [], set[int]()
     for recorded in (False, True):
         Again.replayed.clear()
@@ -89,7 +89,7 @@ def test_steps_replayed_answer_the_same(
             def bind_and_capture(program: Any, bind: Any = bind, recorded: bool = recorded) -> Any:
                 ready = bind(program)
                 if recorded and (program.bucket.decode or program.bucket.verifies):
-                    ready.around.capture(None)
+                    ready.spec_decode.capture(None)
                 return ready
 
             def note(handle: Any, collect: Any = collect) -> Any:

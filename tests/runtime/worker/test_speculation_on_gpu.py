@@ -47,9 +47,9 @@ def test_answers_with_drafts_are_those_that_were_trained(precision: str, specula
     assert llm.engine.scheduler.stats().history_accepted > 0
     steps = {}
     for acceptance in (0.0, 0.6, 1.0):
-        histories = llm.engine.runner.histories  # type: ignore[attr-defined]
+        history = llm.engine.runner.token_history  # type: ignore[attr-defined]
         vocabulary, key = llm.config.vocab_size, min(map(len, recorded))
-        histories.draft = InjectedDrafts(recorded, acceptance, vocabulary, key, llm.device).draft
+        history.draft_op = InjectedDrafts(recorded, acceptance, vocabulary, key, llm.device).draft
         said, steps[acceptance] = run()
         assert said == answers
     assert steps[1.0] < steps[0.6] < steps[0.0]
@@ -121,6 +121,6 @@ def test_steps_in_graphs_sample_what_steps_launched_one_by_one_do(tmp_path: Path
                     for output in llm.generate(prompts[: len(params)], params, use_tqdm=False)
                 ]
             )
-            recorded = [ready.around.captured for ready in llm.engine.runner.programs._ready.values()]
+            recorded = [ready.spec_decode.captured for ready in llm.engine.runner.programs._programs.values()]
             assert any(recorded) != eager
     assert said[0] == said[1] and sum(each[2] for each in said[0]) > 0

@@ -5,7 +5,7 @@ from sidestream.compiler.graph.recipe import cat, item, param, quantize, quantiz
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.lora import LoraShape
 from sidestream.runtime.adapters.registry import AdapterRegistry
-from sidestream.runtime.adapters.slot_loader import AdapterStacks
+from sidestream.runtime.adapters.slot_loader import SlotLoader
 from sidestream.runtime.worker.weight_loader import dummy_lookup, load_weights
 from support.tiny import TINY, AdapterSpec, tiny_adapters, tiny_llama
 
@@ -64,10 +64,10 @@ def test_adapters_are_packed_into_their_slot_and_the_oldest_copies_dropped(tmp_p
     }
     hidden = TINY["hidden_size"]
     stacks = {"qkv_a": torch.zeros(3, 48, hidden), "q_b": torch.zeros(3, 256, 16), "wide": torch.zeros(3, 1, 256, 16)}
-    slots = AdapterStacks(recipes, stacks, registry, lora, keep=1)
-    adapter = registry._fresh[numbers[0]]
+    slots = SlotLoader(recipes, stacks, registry, lora, max_cpu_adapters=1)
+    adapter = registry._unread[numbers[0]]
     slots.load(2, numbers[0])
-    assert not registry.by_number(numbers[0]).adapter.tensors and numbers[0] not in registry._fresh, (
+    assert not registry.by_number(numbers[0]).adapter.tensors and numbers[0] not in registry._unread, (
         "host memory holds it once"
     )
     a, b = adapter.tensors[f"{prefix}q_proj"]

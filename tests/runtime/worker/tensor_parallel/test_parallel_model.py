@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sidestream import LLM, SamplingParams
 from sidestream.compiler.options import OptionError
-from sidestream.runtime.worker.tensor_parallel.parallel_model import SharedModel
+from sidestream.runtime.worker.tensor_parallel.parallel_model import ParallelModel
 from sidestream.runtime.worker.tensor_parallel.peers import RankError
 from support.tiny import AdapterSpec, tiny_adapters, tiny_llama
 
@@ -63,11 +63,11 @@ def test_two_ranks_answer_as_one_process_does_and_end_together(tmp_path: Path) -
         llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids
         for prompt, params in zip(PROMPTS, mixed, strict=True)
     ]
-    shared = llm.model
-    assert isinstance(shared, SharedModel)
+    parallel = llm.model
+    assert isinstance(parallel, ParallelModel)
     with pytest.raises(OptionError, match="has a process group of torch"):
         LLM(base.path, tensor_parallel_size=2, **{**SIZES, "max_loras": None})
-    (peer,) = (child.process for child in shared.peers._children.values())
+    (peer,) = (child.process for child in parallel.peers._children.values())
     os.kill(peer.pid, signal.SIGKILL)
     with pytest.raises(RankError, match=r"rank 1 of 2 died \(signal 9, SIGKILL\)"):
         answers(llm, batches[0])

@@ -9,9 +9,8 @@ import pytest
 from sidestream import LLM, CapacityError, RequestError, SamplingParams
 from sidestream.graphs.checkpoint import CheckpointError
 from sidestream.runtime.worker.sleep import TAGS
-from sidestream.runtime.worker.tensor_parallel.parallel_model import SharedModel
+from sidestream.runtime.worker.tensor_parallel.parallel_model import ParallelModel, ParallelSleeper
 from sidestream.runtime.worker.tensor_parallel.peer_messages import Sleep, WakeUp
-from sidestream.runtime.worker.tensor_parallel.shared_sleep import SharedSleeper
 from support.tiny import AdapterSpec, tiny_adapters, tiny_llama
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -48,7 +47,7 @@ def test_two_ranks_sleep_and_answer_as_one_process_does(tmp_path: Path) -> None:
     assert wanted[0] != wanted[1]
     shutil.copytree(base.path, served)
     with LLM(served, adapters, tensor_parallel_size=2, enable_sleep_mode=True, **SIZES) as llm:
-        assert isinstance(llm.model, SharedModel)
+        assert isinstance(llm.model, ParallelModel)
         processes = ["self", *(child.process.pid for child in llm.model.peers._children.values())]
         assert answers(llm) == wanted[0]
         before = [resident_bytes(each) for each in processes]
@@ -74,7 +73,7 @@ def test_two_ranks_sleep_and_answer_as_one_process_does(tmp_path: Path) -> None:
 
 
 class OneRank:
-    """Sleeps as a rank does; what `fails` names it cannot do."""
+    """A rank's sleeper, with the errors of `fails`."""
 
     def __init__(self) -> None:
         self.asleep: frozenset[str] = frozenset()
@@ -95,31 +94,31 @@ class Others:
     """The peers of a group of three; ranks 1 and 2 are `ranks`."""
 
     def __init__(self) -> None:
-        self.world, self.ranks = 3, [OneRank(), OneRank()]
+        self.tp_size, self.ranks = 3, [OneRank(), OneRank()]
 
-    def tell(self, order: Sleep | WakeUp) -> None:
-        self.told = []
+    def send_order(self, order: Sleep | WakeUp) -> None:
+        self.answers = []
         for rank in self.ranks:
-            kind = problem = ""
+            kind = text = ""
             try:
                 rank.sleep(order.level) if isinstance(order, Sleep) else rank.wake_up(order.tags)
             except (MemoryError, CapacityError) as error:
-                kind, problem = type(error).__name__, str(error)
-            self.told.append({"kind": kind, "problem": problem, "asleep": sorted(rank.asleep)})
+                kind, text = type(error).__name__, str(error)
+            self.answers.append({"kind": kind, "error": text, "asleep": sorted(rank.asleep)})
 
     def wait_for(self, event: str) -> list[dict[str, Any]]:
-        return self.told
+        return self.answers
 
 
 @pytest.fixture
-def group() -> tuple[SharedSleeper, list[OneRank]]:
+def group() -> tuple[ParallelSleeper, list[OneRank]]:
     own, others = OneRank(), Others()
-    return SharedSleeper(own, others), [own, *others.ranks]  # type: ignore[arg-type]
+    return ParallelSleeper(own, others), [own, *others.ranks]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("short", [0, 2])
 def test_where_a_rank_has_too_little_host_memory_none_sleeps(
-    group: tuple[SharedSleeper, list[OneRank]], short: int
+    group: tuple[ParallelSleeper, list[OneRank]], short: int
 ) -> None:
     sleeper, ranks = group
     ranks[short].fails[Sleep] = MemoryError("free host memory")
@@ -130,7 +129,7 @@ def test_where_a_rank_has_too_little_host_memory_none_sleeps(
 
 @pytest.mark.parametrize("short", [0, 2])
 def test_a_rank_that_cannot_wake_up_is_named_and_tries_again(
-    group: tuple[SharedSleeper, list[OneRank]], short: int
+    group: tuple[ParallelSleeper, list[OneRank]], short: int
 ) -> None:
     sleeper, ranks = group
     sleeper.sleep(1)
@@ -143,7 +142,7 @@ def test_a_rank_that_cannot_wake_up_is_named_and_tries_again(
     assert not sleeper.asleep and not any(rank.asleep for rank in ranks)
 
 
-def test_nothing_is_told_of_what_cannot_be_asked(group: tuple[SharedSleeper, list[OneRank]]) -> None:
+def test_nothing_is_told_of_what_cannot_be_asked(group: tuple[ParallelSleeper, list[OneRank]]) -> None:
     sleeper, ranks = group
     with pytest.raises(RequestError, match="level=3 must be 1"):
         sleeper.sleep(3)

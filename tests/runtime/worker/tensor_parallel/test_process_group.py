@@ -1,4 +1,4 @@
-"""A rank that can't open its peers' memory says so when it starts, and what helps."""
+"""A rank that can't open its peers' memory raises an error with a remedy at the start."""
 
 import os
 from pathlib import Path
@@ -10,11 +10,9 @@ import torch
 from sidestream import LLM
 from sidestream.ops.collectives.exchange import open_exchange
 from sidestream.ops.collectives.group import GroupError, RankGroup, group_named
-from sidestream.runtime.worker.tensor_parallel import parallel_model as shared_model
-from sidestream.runtime.worker.tensor_parallel import peers
-from sidestream.runtime.worker.tensor_parallel import process_group as joining
+from sidestream.runtime.worker.tensor_parallel import parallel_model, peers, process_group
 from sidestream.runtime.worker.tensor_parallel.peers import Peers, RankError
-from sidestream.runtime.worker.tensor_parallel.process_group import create_meeting, join_group
+from sidestream.runtime.worker.tensor_parallel.process_group import create_store_file, join_group
 from support.tiny import tiny_llama
 from torch import distributed
 from torch.distributed import _symmetric_memory as symmetric
@@ -36,7 +34,7 @@ def no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_shared_memory")
-def test_memory_that_can_t_be_opened_is_told_with_the_remedy() -> None:
+def test_memory_that_can_t_be_opened_is_reported_with_a_remedy() -> None:
     group = RankGroup("tp2", 1, 2)
     with pytest.raises(GroupError, match="rank 1 of 2 on cuda:1 " + REMEDY):
         open_exchange(group, torch.device("cuda", 1), 256)
@@ -51,9 +49,9 @@ def test_a_rank_that_has_failed_so_is_in_no_group(monkeypatch: pytest.MonkeyPatc
     begin = distributed.init_process_group
     monkeypatch.setattr(distributed, "init_process_group", start)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(joining, "open_exchange", lambda group, device: open_exchange(group, device, 256))
+    monkeypatch.setattr(process_group, "open_exchange", lambda group, device: open_exchange(group, device, 256))
     with pytest.raises(GroupError, match="rank 0 of 1 on cuda:0 " + REMEDY):
-        join_group(0, 1, create_meeting(), torch.device("cuda", 0))
+        join_group(0, 1, create_store_file(), torch.device("cuda", 0))
     assert not distributed.is_initialized()
     with pytest.raises(GroupError, match="belongs to no group"):
         group_named("tp1")
@@ -63,10 +61,10 @@ def test_a_rank_that_has_failed_so_is_in_no_group(monkeypatch: pytest.MonkeyPatc
 def test_a_rank_that_dies_before_it_joins_ends_the_start(
     joins: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Told with its last words; torch's own meeting, which waits for the dead, does not begin."""
+    """The error has its last output; torch's rendezvous, which would wait for it, does not start."""
 
     def meet(*arguments: Any, **where: Any) -> None:
-        pytest.fail("rank 0 meets the dead")
+        pytest.fail("rank 0 waits for a dead rank")
 
     said = f"""
         import sys
@@ -82,7 +80,7 @@ def test_a_rank_that_dies_before_it_joins_ends_the_start(
     monkeypatch.setattr(distributed, "init_process_group", meet)
     base = tiny_llama(tmp_path, num_hidden_layers=1)
     with pytest.raises(
-        RankError, match=r"^rank 1 of 2 died \(exit code 1\).*; it said last: no memory is left for rank 1$"
+        RankError, match=r"^rank 1 of 2 died \(exit code 1\).*; its last output: no memory is left for rank 1$"
     ):
         LLM(base.path, tensor_parallel_size=2, device="cpu", precision="fp32", max_model_len=128, show_progress=False)
     assert "it began well" in capfd.readouterr().err
@@ -90,11 +88,11 @@ def test_a_rank_that_dies_before_it_joins_ends_the_start(
 
 
 def test_the_start_of_a_group_fails_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Told by rank 0; its peers end."""
+    """Rank 0 raises the error; its peers end."""
     started: list[Peers] = []
 
-    def join(rank: int, world: int, meeting: int, device: torch.device, check: Any) -> RankGroup:
-        assert os.fstat(meeting).st_nlink == 0, "a file without a name"
+    def join(tp_rank: int, tp_size: int, store_fd: int, device: torch.device, check: Any) -> RankGroup:
+        assert os.fstat(store_fd).st_nlink == 0, "a file without a name"
         raise GroupError("rank 0 of 2 on cuda:0 can't share memory with its peers: the GPUs must reach each other")
 
     class Watched(Peers):
@@ -102,8 +100,8 @@ def test_the_start_of_a_group_fails_with_it(tmp_path: Path, monkeypatch: pytest.
             super().__init__(*settings)
             started.append(self)
 
-    monkeypatch.setattr(shared_model, "join_group", join)
-    monkeypatch.setattr(shared_model, "Peers", Watched)
+    monkeypatch.setattr(parallel_model, "join_group", join)
+    monkeypatch.setattr(parallel_model, "Peers", Watched)
     base = tiny_llama(tmp_path, num_hidden_layers=1, tokenizer=True)
     with pytest.raises(
         RankError, match="GroupError: rank 0 of 2 on cuda:0 can't share memory with its peers: the GPUs"
