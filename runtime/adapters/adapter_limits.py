@@ -44,9 +44,7 @@ def num_slots(options: EngineOptions, num_adapters: int) -> int:
 
 
 def lora_shape(registry: AdapterRegistry, slots: int, options: EngineOptions) -> LoraShape | None:
-    """Return the shape of stacks for the registered adapters and those that the options allow. Raises OptionError for a
-    registered one that does not fit.
-    """
+    """Return the stacks' shape. Raises OptionError for a registered adapter that does not fit."""
     rank, targets = options.max_lora_rank, options.lora_targets
     for name, number in registry.numbers.items():
         try:

@@ -58,9 +58,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AdapterDiskCache:
-    """The adapters cached on this machine. Reading never raises: a damaged file is logged, removed and treated as
-    absent. `jobs` writes files in the background.
-    """
+    """Cached adapters of this machine. Reading never raises: damaged files are logged and removed."""
 
     def __init__(self, folder: CacheFolder) -> None:
         self.folder = folder

@@ -19,9 +19,7 @@ CHUNK_BYTES = 1 << 20
 
 
 def host_bytes(count: int) -> torch.Tensor:
-    """Return uint8 [count], page-aligned, in huge pages where the system has them: those are allocated and locked
-    hundreds of times faster.
-    """
+    """Return page-aligned uint8 [count], in huge pages if possible: they are locked hundreds of times faster."""
     memory = mmap.mmap(-1, max(1, count), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError, AttributeError):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -60,9 +58,7 @@ def block_offsets(sizes: Sequence[int]) -> list[int]:
 
 
 class Block:
-    """One adapter's slot of every stack, in the stacks' order. `tensors` and numpy's `bytes` are views of one
-    contiguous buffer.
-    """
+    """One adapter's slot of every stack, in their order: `tensors` and `bytes` (numpy) are views of `memory`."""
 
     def __init__(self, shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> None:
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes]
@@ -77,9 +73,7 @@ class Block:
         self.locked = False
 
     def page_lock(self, device_calls: Any, steps_running: bool) -> None:
-        """See `page_lock`. While steps run it is done in chunks with pauses: a whole adapter takes tens of
-        milliseconds.
-        """
+        """See `page_lock`; while steps run in chunks with pauses, as an adapter takes tens of milliseconds."""
         chunks = self.memory.split(CHUNK_BYTES if steps_running else self.memory.numel())
         pause = LOCK_PAUSE if steps_running else 0.0
         page_lock(self, chunks, device_calls, pause=pause, remedy="lower max_cpu_loras")

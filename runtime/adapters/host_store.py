@@ -86,10 +86,7 @@ class HostStore:
                 self._num_blocks -= 1
 
     def prepare(self, number: int) -> Block:
-        """Return the adapter's block as `acquire` does; load it from the disk cache, or read and pack it, if needed.
-
-        Raises AdapterError or OSError.
-        """
+        """Return and acquire the adapter's block; load or pack it if needed. Raises AdapterError or OSError."""
         with self._preparing:
             block = self.acquire(number)
             if block is not None:

@@ -52,9 +52,7 @@ class Packer:
         self._groups = [group for equal in by_form.values() for group in _split(equal, shapes)]
 
     def pack(self, lookup: Callable[[str], torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-        """Fill `targets`, one slot of each stack. `lookup` returns the adapter's tensor of a name such as
-        "model.layers.0.self_attn.q_proj.lora_a".
-        """
+        """Fill `targets`, one slot of each stack; `lookup` returns the adapter's tensor of a module and side."""
         for group in self._groups:
             first = group[0]
             find = partial(_stacked, lookup, None if first.separate else [bundle.names for bundle in group])

@@ -138,9 +138,7 @@ class AdapterRegistry:
     def add_all(
         self, paths: Mapping[str, str | Path], rejected: dict[str, Exception] | None = None
     ) -> Iterator[RegisteredAdapter]:
-        """Add several adapters, read by a thread pool and numbered in the given order. Failures raise as in `add`, or
-        go to `rejected`.
-        """
+        """Add adapters, read by a thread pool, in the given order. Errors raise as in `add` or go to `rejected`."""
         waiting = deque(paths.items())
         # few at a time: each holds an adapter's tensors
         reads: deque[tuple[str, Future[_Files]]] = deque()
@@ -203,9 +201,7 @@ class AdapterRegistry:
             raise RequestError(f"adapter {name!r}, its LoRA of the draft: {error}") from error
 
     def _load(self, directory: Path, max_rank: int, roots: tuple[Path, ...] | None, use_cache: bool = False) -> Adapter:
-        """Load an adapter and its LoRA of the draft. With `use_cache` an adapter with a cached content hash has no
-        tensors, and new hashes are cached.
-        """
+        """Load an adapter and its LoRA of the draft; with `use_cache` without tensors if the hash is cached."""
         cache = self.disk_cache if use_cache else None
 
         def load(path: Path, config: LlamaConfig, max_rank: int) -> Adapter:
@@ -264,9 +260,7 @@ class AdapterRegistry:
             return number
 
     def drop(self, number: int) -> None:
-        """Delete a number that nothing uses any more, at once or when its name is removed: the two calls may come in
-        any order.
-        """
+        """Delete an unused number, at once or with its name: the two calls may come in any order."""
         with self._lock:
             if number in self.numbers.values():
                 self._unused.add(number)

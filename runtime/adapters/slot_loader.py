@@ -65,9 +65,7 @@ class SlotCopier:
         self._targets = [[tensor.view(-1).view(torch.uint8).view(dtype) for tensor in slot] for slot in slots]
 
     def enqueue(self, slot: int, block: Block) -> None:
-        """Enqueue one copy on the current stream; return at once for a page-locked block. Copies share the buffer: one
-        at a time.
-        """
+        """Enqueue a copy on the current stream, one at a time; return at once for a page-locked block."""
         if self._buffer is None:
             torch._foreach_copy_(self._slots[slot], block.tensors)
             return
@@ -78,9 +76,7 @@ class SlotCopier:
 
 @dataclass
 class InFlightCopy:
-    """A copy that the device executes, with its first and last event. `due`: its expected end (time.monotonic), or
-    None.
-    """
+    """A running copy: its first and last event, and its expected end `due` (time.monotonic)."""
 
     slot: int
     number: int
@@ -151,9 +147,7 @@ class SlotLoader:
             self.store.release(self.store.prepare(number))
 
     def finished_loads(self, timeout: float = 0.0) -> list[LoadReport]:
-        """Return (slot, number, error or None) of the loads that have ended since the last call; wait up to `timeout`
-        seconds for the first.
-        """
+        """Return new reports of ended loads; wait up to `timeout` seconds for the first."""
         until = time.monotonic() + timeout
         while True:
             self._poll_copies()

@@ -29,9 +29,7 @@ class BoundPrograms(Generic[T]):
         self._building = Lock()
 
     def get(self, bucket: Bucket, make: Callable[[Bucket], T]) -> T:
-        """Return the bucket's program, or after `build_in_background` the smallest one that runs the bucket's steps
-        while a thread builds its own.
-        """
+        """Return the bucket's program, or a larger one while a thread builds it."""
         program = self._programs.get(bucket)
         if program is not None:
             return program
@@ -70,9 +68,7 @@ class BoundPrograms(Generic[T]):
 
 
 def _can_run(program: Bucket, wanted: Bucket) -> bool:
-    """Return whether a bucket's program can run another bucket's steps, padded. On the CPU one for 2 rows per sequence
-    also runs those of 8: only kernels depend on the number.
-    """
+    """Return whether a program can run another bucket's steps, padded. `rows` matters to GPU kernels only."""
     return (
         program.decode == wanted.decode
         and program.verifies == wanted.verifies
@@ -92,9 +88,7 @@ def measure_programs(
 
 
 def estimate_longest_step(largest: Program, max_model_len: int, gpu: Gpu | None) -> float:
-    """Return the cost model's seconds for the largest program with all sequences at full length and all adapters in
-    use; 0.0 without `gpu`: the cost model does not cover CPUs.
-    """
+    """Return the estimated seconds of the largest program at full length; 0.0 without `gpu` (on a CPU)."""
     return 0.0 if gpu is None else total_seconds(estimate(largest, Assumptions(context=max_model_len), gpu))
 
 

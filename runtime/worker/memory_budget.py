@@ -62,16 +62,6 @@ class MemoryDemand:
 NO_DEMAND = MemoryDemand(0, 0, 0, 0, 0)
 
 
-def sampling_bytes(rows: int, vocabulary: int) -> int:
-    """Return the bytes for sampling `rows` rows of logits."""
-    return SAMPLING_COPIES * rows * vocabulary * 4
-
-
-def token_history_bytes(max_num_seqs: int, max_model_len: int, ring_tokens: int) -> int:
-    """Return the device memory of a `TokenHistory`."""
-    return 4 * (max_num_seqs * (max_model_len + 1) + RINGS * ring_tokens)
-
-
 def plan_pages(
     demand: MemoryDemand, free: int, total: int, utilization: float, max_model_len: int, max_num_seqs: int
 ) -> int:
@@ -132,9 +122,10 @@ def num_kv_pages(
         return options.num_kv_pages
     if device.type == "cpu":
         return plan_cpu_pages(page, sizes.max_model_len, sizes.max_num_seqs)
-    activations = program.arena_bytes + sampling_bytes(sampled_rows, config.vocab_size)
-    if options.speculation != "off":
-        activations += token_history_bytes(sizes.max_num_seqs, sizes.max_model_len, options.speculation_history)
+    activations = program.arena_bytes + 4 * SAMPLING_COPIES * sampled_rows * config.vocab_size
+    if options.speculation != "off":  # int32 tokens of `TokenHistory`
+        rows, rings = sizes.max_num_seqs * (sizes.max_model_len + 1), RINGS * options.speculation_history
+        activations += 4 * (rows + rings)
     stacks = specs_of(program, "adapter")
     slots = next((shape[0] for shape, _ in stacks.values()), 1)
     # one slot more for the buffer of `SlotCopier`

@@ -47,7 +47,7 @@ from .progress import print_line, progress, stage
 from .sleep import SleepControl, Sleeper
 from .token_history import TokenHistory
 from .trained_draft import DraftModel
-from .weight_loader import CheckpointSource, CombinedSource, WeightSource
+from .weight_loader import checkpoint_lookup, dummy_lookup, load_weights
 
 
 class ModelSource(NamedTuple):
@@ -110,9 +110,7 @@ class Model:
         return adapter
 
     def remove_adapter(self, name: str) -> int:
-        """Remove a name and return its number, which active requests still use. Raises RequestError for an unknown
-        name.
-        """
+        """Remove a name; return its number for active requests. Raises RequestError for an unknown name."""
         return self.registry.remove(name)
 
     def restrict_adapters(self, roots: Sequence[str | Path]) -> None:
@@ -304,28 +302,26 @@ def _build(
     sleeper = Sleeper(device) if engine.enable_sleep_mode else None
     constants = {} if calibration is None else calibration.tensors()
     with _timed(seconds, "load"):
-        checkpoint = CheckpointSource(
-            _recipes(largest, "weight"),
-            None if options.dummy else source.directory,
-            model.checkpoint_tensors(),
-            config,
-            {**model.derived_tensors(), **constants},
-            device,
-            dtype,
-            engine.seed,
-            engine.show_progress,
-            rounding,
-        )
-        weights: WeightSource = checkpoint
-        if draft is not None:
-            weights = CombinedSource((checkpoint, draft.source(device)))
+        recipes, expected = _recipes(largest, "weight"), model.checkpoint_tensors()
+        all_constants = {**model.derived_tensors(), **constants}
+
+        def read_weights(into: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+            if options.dummy or source.directory is None:
+                lookup, names = dummy_lookup(expected, device, dtype, engine.seed)
+            else:
+                lookup, names = checkpoint_lookup(source.directory, expected, config)
+            if rounding is not None:
+                lookup = rounding.before(lookup)
+            weights = load_weights(recipes, lookup, names, all_constants, device, dtype, engine.show_progress, into)
+            return weights if draft is None else weights | draft.read_weights(device, into)
+
         weight_specs, stack_specs = specs_of(largest, "weight"), specs_of(largest, "adapter")
         cache_specs, stack_recipes = kv_specs(largest, num_pages), _recipes(largest, "adapter")
         if draft is not None:
             weight_specs, stack_specs = {**weight_specs, **draft.weight_specs}, {**stack_specs, **draft.stack_specs}
             cache_specs = {**cache_specs, **draft.cache_specs(num_pages)}
             stack_recipes |= draft.stack_recipes
-        tensors = sleeper.read_weights(weight_specs, weights) if sleeper else weights.read()
+        tensors = sleeper.read_weights(weight_specs, read_weights) if sleeper else read_weights()
     stacks = sleeper.make_stacks(stack_specs) if sleeper else _zeros(stack_specs, device)
     slot_loader = None
     if lora is not None:
@@ -403,9 +399,7 @@ def _create_context(device: torch.device) -> None:
 
 @contextmanager
 def _paused_garbage_collection() -> Iterator[None]:
-    """Pause the collector while a start makes some hundred thousand objects that stay, and move them to the oldest
-    generation.
-    """
+    """Pause the collector while a start makes many objects that stay; move them to the oldest generation."""
     enabled, frozen = gc.isenabled(), gc.get_freeze_count()
     gc.disable()
     try:

@@ -1,7 +1,7 @@
 """Execute step plans: choose the bucket's program, fill its static inputs, replay it, sample, return tokens."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -83,11 +83,13 @@ class ModelRunner:
         self.captures = device.type == "cuda" and not enforce_eager
         self._tensors = dict(tensors)
         self._arena = torch.empty(arena_bytes, dtype=torch.uint8, device=device)
-        self._vocabulary = vocabulary
         self._tp_size = compiled.options.tensor_parallel
         self._logits: dict[tuple[torch.dtype, int], torch.Tensor] = {}
         self.programs: BoundPrograms[_BucketProgram] = BoundPrograms()
-        self._sampler = self._make_sampler(Sampler(buckets.sampled_rows, device))
+        self._sampler: Sampler | ShardedSampler = Sampler(buckets.sampled_rows, device)
+        if self._tp_size > 1:
+            group = group_named(tensor_parallel_group(self._tp_size))
+            self._sampler = ShardedSampler(self._sampler, group, vocabulary)
         self._last_tokens = torch.zeros(buckets.max_num_seqs, dtype=torch.int32, device=device)
         self._graph_pool: Any = None
         self._awaiting_masks: StepHandle | None = None
@@ -137,23 +139,16 @@ class ModelRunner:
         The steps are padding only: they store nothing and read no context.
         """
         buckets = self.buckets.captured_buckets() if self.captures else []
-        return measure_programs(
-            ((bucket, self._replay_all(bucket)) for bucket in buckets if bucket.lora == self.buckets.lora),
-            self.device,
-        )
+        with_lora = [bucket for bucket in buckets if bucket.lora == self.buckets.lora]
+        return measure_programs(((bucket, partial(self._replay_all, bucket)) for bucket in with_lora), self.device)
 
-    def _replay_all(self, bucket: Bucket) -> Callable[[], None]:
-        """Return a function that runs a bucket's program with its drafts."""
+    def _replay_all(self, bucket: Bucket) -> None:
+        """Replay a bucket's program with its drafts."""
         program = self._program(bucket)
-        replays: list[Callable[[], object]] = [bound.replay for bound in program.all_bound]
+        for bound in program.all_bound:
+            bound.replay()
         if program.spec_decode is not None:
-            replays.append(program.spec_decode.replay)
-
-        def run() -> None:
-            for replay in replays:
-                replay()
-
-        return run
+            program.spec_decode.replay()
 
     def build_in_background(self) -> None:
         """CPU only: build missing programs on a thread. Until then their steps run in larger programs, padded; only a
@@ -264,9 +259,7 @@ class ModelRunner:
         handle.send(samples)
 
     def start_load(self, slot: int, number: int) -> None:
-        """Start loading an adapter into a slot that no submitted step reads, or with slot -1 into host memory only;
-        return at once.
-        """
+        """Start loading an adapter into an unused slot, or with slot -1 into host memory only; return at once."""
         if self.slot_loader is None:
             raise RuntimeError("an adapter is to be loaded, but the engine was started without adapter slots")
         self.slot_loader.start_load(slot, number)
@@ -290,11 +283,6 @@ class ModelRunner:
         if handle.done is not None and self.slot_loader is not None:
             self.slot_loader.record_step_end(time.monotonic())
         return result
-
-    def _make_sampler(self, sampler: Sampler) -> Sampler | ShardedSampler:
-        if self._tp_size == 1:
-            return sampler
-        return ShardedSampler(sampler, group_named(tensor_parallel_group(self._tp_size)), self._vocabulary)
 
     def _program(self, bucket: Bucket) -> _BucketProgram:
         return self.programs.get(bucket, self._make_program)

@@ -140,9 +140,7 @@ def draw(scores: torch.Tensor, parameters: Mapping[str, torch.Tensor], *masked: 
 
 
 def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> Logprobs:
-    """Return ids and log-probabilities [N, 1 + count] of the tokens [N] and the likeliest ones, and the tokens' ranks
-    [N].
-    """
+    """Return ids, log-probabilities [N, 1 + count] of the tokens and the likeliest, and the tokens' ranks [N]."""
     top = top_logprobs(logits, tokens, count)
     return (
         torch.cat((tokens.unsqueeze(1), top.ids.to(torch.int32)), dim=1),

@@ -11,7 +11,7 @@ import torch
 from ..api.errors import RequestError
 from .memory_budget import Specs
 from .sleep_memory import ReleasableTensors
-from .weight_loader import WeightSource
+from .weight_loader import ReadWeights
 
 TAGS = ("weights", "kv_cache")
 LEVELS = (1, 2)
@@ -60,10 +60,10 @@ class Sleeper:
         self._device = device
         self._level = 0
 
-    def read_weights(self, specs: Specs, source: WeightSource) -> dict[str, torch.Tensor]:
+    def read_weights(self, specs: Specs, read: ReadWeights) -> dict[str, torch.Tensor]:
         """Allocate and read the weights; return them by name."""
-        self._source, self._weights = source, ReleasableTensors(specs, self._device)
-        source.read(self._weights.tensors)
+        self._read_weights, self._weights = read, ReleasableTensors(specs, self._device)
+        read(self._weights.tensors)
         self._empty_cache()
         return dict(self._weights.tensors)
 
@@ -121,7 +121,7 @@ class Sleeper:
                 self._weights.restore()
             if self._level == 2:
                 undo.callback(self._weights.release, keep=False)
-                self._source.read(self._weights.tensors)
+                self._read_weights(self._weights.tensors)
                 self._empty_cache()
             undo.pop_all()
 

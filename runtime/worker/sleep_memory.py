@@ -42,9 +42,7 @@ class ReleasableTensors:
         }
 
     def release(self, keep: bool) -> None:
-        """Free the memory, which the device must not use any more; with `keep` copy its content to host memory first,
-        page-locked for a GPU.
-        """
+        """Free the memory; with `keep` copy it first to host memory. The device must have finished with it."""
         self._copy = _HostCopy(self._bytes) if keep else None
         self._memory.release()
 

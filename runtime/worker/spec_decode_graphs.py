@@ -95,9 +95,7 @@ class SpecDecodeGraphs:
         return VerifyResult(tokens, accepted, torch.cat((tokens, accepted, *sources)))
 
     def capture(self, pool: Any) -> Any:
-        """GPU only: capture both sides as CUDA graphs and return their memory pool. Clear the inputs first (see
-        `StepInputs.clear`), so that nothing is stored.
-        """
+        """GPU only: capture both sides and return their memory pool. Clear the inputs first, to store nothing."""
         staged = self._inputs.staged
         device, size, rows = self._logits.device, self._bucket.sequences, len(self._logits)
         # outside the pool: another graph may overwrite memory of the pool

@@ -54,9 +54,7 @@ class Staging:
         return self._hosts[self._current]
 
     def upload(self, rows: int | None = None) -> None:
-        """Copy the host's arrays to the device in stream order; on the CPU they share memory. `rows`: number of the
-        last field's rows to copy (None: all).
-        """
+        """Copy `host` to `device` in stream order; `rows`: number of the last field's rows to copy."""
         if self._transfers:
             count = len(self._flat)
             if rows is not None:
@@ -67,9 +65,7 @@ class Staging:
 
 
 class _Transfer:
-    """Copies pinned memory to a buffer on the device while earlier steps run, and from there in stream order to the
-    tensors that the next step reads.
-    """
+    """Copies pinned memory to the device while earlier steps run, then in stream order to its target."""
 
     def __init__(self, flat: torch.Tensor) -> None:
         self._buffer = torch.empty_like(flat)

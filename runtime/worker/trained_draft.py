@@ -42,26 +42,6 @@ ALIGNED_COLUMNS = 16  # each step's row starts at aligned memory
 MakeCache = Callable[[Mapping[str, object]], ProgramCache | None]
 
 
-@dataclass(frozen=True)
-class DraftSource:
-    """Reads a head's own weights, without the embedding, which is the target's. A `WeightSource`."""
-
-    recipes: Mapping[str, Recipe]
-    directory: Path
-    config: EagleConfig
-    constants: Mapping[str, torch.Tensor]
-    device: torch.device
-    dtype: torch.dtype
-
-    def read(self, into: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-        """Return the weights by name. Raises CheckpointError."""
-        stored = read_eagle_tensors(self.directory, self.config)
-        constants = {**self.constants, MAPPING: stored[MAPPING]}
-        return load_weights(
-            self.recipes, stored.__getitem__, list(stored), constants, self.device, self.dtype, into=into
-        )
-
-
 class DraftModel:
     """A compiled head. `largest`: the first pass that needs the most memory."""
 
@@ -76,7 +56,7 @@ class DraftModel:
         make_cache: MakeCache,
         buckets: Buckets,
     ) -> None:
-        self.config, self._directory, self._dtype = config, directory, dtype
+        self.config, self.dtype, self._directory = config, dtype, directory
         # a head has no calibration, no rounded weights and no layer number
         options = replace(
             options,
@@ -130,18 +110,20 @@ class DraftModel:
         return _prefixed(kv_specs(self.largest, pages))
 
     def demand(self, buckets: Buckets) -> MemoryDemand:
-        """Return the memory that the head needs besides the target's: its tensors, hidden states of the target for a
-        step's rows, and its own for a chain.
-        """
+        """Return the head's memory demand: tensors, the target's hidden states for a step, its own for a chain."""
         rows = max(buckets.max_num_batched_tokens, buckets.sampled_rows)
         states = 3 * rows + (MAX_DRAFTS + 2) * (buckets.max_num_seqs + 1)
-        activations = self.largest.arena_bytes + self._dtype.itemsize * self.config.hidden_size * states
+        activations = self.largest.arena_bytes + self.dtype.itemsize * self.config.hidden_size * states
         page = nbytes(self.cache_specs(1))
         return MemoryDemand(nbytes(self.weight_specs), nbytes(self.stack_specs), activations, page, 0)
 
-    def source(self, device: torch.device) -> DraftSource:
-        """Return the source of the weights."""
-        return DraftSource(self.recipes, self._directory, self.config, self._constants, device, self._dtype)
+    def read_weights(
+        self, device: torch.device, into: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Return the head's own weights by prefixed name, in tensors of `into` or new ones. Raises CheckpointError."""
+        stored = read_eagle_tensors(self._directory, self.config)
+        constants = {**self._constants, MAPPING: stored[MAPPING]}
+        return load_weights(self.recipes, stored.__getitem__, list(stored), constants, device, self.dtype, into=into)
 
     def bind(
         self, tensors: Mapping[str, torch.Tensor], target: Program, buckets: Buckets, device: torch.device
@@ -151,13 +133,11 @@ class DraftModel:
         for buffer in self.largest.of_kind("weight"):
             if self.largest.recipes[buffer.name].sources() == {EMBEDDING}:
                 own[buffer.name] = tensors[_embedding(target)]
-        return TrainedDraft(self.config, self.first_pass, self.chain, own, buckets, device, self._dtype)
+        return TrainedDraft(self, own, buckets, device)
 
 
 def _embedding(target: Program) -> str:
-    """Return the buffer name of the target's embedding. A factor folded into it changes nothing: the head normalizes
-    it.
-    """
+    """Return the buffer name of the target's embedding; its scale is irrelevant: the head normalizes it."""
     lookups = (step.args[1].buffer for step in target.steps if step.op == "sidestream.embedding")
     name = next((name for name in lookups if target.recipes[name].sources() == {TARGET_EMBEDDING}), None)
     if name is None:
@@ -185,18 +165,12 @@ class TrainedDraft:
     """
 
     def __init__(
-        self,
-        config: EagleConfig,
-        first_pass: CompiledModel,
-        chain: CompiledModel,
-        tensors: Mapping[str, torch.Tensor],
-        buckets: Buckets,
-        device: torch.device,
-        dtype: torch.dtype,
+        self, model: DraftModel, tensors: Mapping[str, torch.Tensor], buckets: Buckets, device: torch.device
     ) -> None:
-        self._first_pass, self._chain = first_pass, chain
+        self._first_pass, self._chain = model.first_pass, model.chain
         self._tensors = dict(tensors)
         self._buckets, self._device = buckets, device
+        config, dtype = model.config, model.dtype
         size, width = buckets.max_num_seqs, config.hidden_size
         self._no_row = size  # of a sequence without kept state
         self.extra_inputs = (
@@ -231,9 +205,7 @@ class TrainedDraft:
     def bind_first_pass(
         self, bucket: Bucket, inputs: Mapping[str, torch.Tensor], query_start: torch.Tensor, features: Sequence[Any]
     ) -> BoundFirstPass:
-        """Bind a bucket's first pass to the inputs and feature outputs of the target's program. `query_start`: of the
-        step, also if that program does not use it.
-        """
+        """Bind a bucket's first pass to the target's inputs and features; `query_start`: of the step."""
         tokens = torch.zeros(bucket.tokens, dtype=torch.int64, device=self._device)
         chosen = self._range[: bucket.sequences]
         own = {"input_ids": tokens, "chosen_rows": chosen if bucket.decode else torch.zeros_like(chosen)}

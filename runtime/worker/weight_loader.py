@@ -4,28 +4,26 @@ model are never in memory together.
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ...compiler.graph.recipe import Recipe, materialize
 from ...graphs.checkpoint import Checkpoint
 from ...graphs.config import LlamaConfig
-from ..quantization.rounded_weights import Rounding
 from .progress import progress
 
 Lookup = Callable[[str], torch.Tensor]
+ReadWeights = Callable[[Mapping[str, torch.Tensor] | None], dict[str, torch.Tensor]]
+"""Returns weights by name, in the given tensors or in new ones."""
 DUMMY_STD = 0.02
 
 
 def checkpoint_lookup(
     directory: Path, expected: Mapping[str, tuple[int, ...]], config: LlamaConfig
 ) -> tuple[Lookup, list[str]]:
-    """Return (lookup, names in file order) of a checkpoint that has exactly `expected`. Tensors are views of its files.
-    Raises CheckpointError.
-    """
+    """Return (lookup, names in file order) of a checkpoint with exactly `expected`. Raises CheckpointError."""
     checkpoint = Checkpoint(directory, config)
     checkpoint.validate(expected, config.tie_word_embeddings)
     return checkpoint.tensor, checkpoint.names()
@@ -34,9 +32,7 @@ def checkpoint_lookup(
 def dummy_lookup(
     expected: Mapping[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype, seed: int
 ) -> tuple[Lookup, list[str]]:
-    """Return the same for random weights, which depend only on seed, name and kind of device: norms are one, others
-    normal with deviation 0.02.
-    """
+    """Return the same for random weights, given by seed, name and kind of device; norms are one."""
 
     def lookup(name: str) -> torch.Tensor:
         shape = expected[name]
@@ -91,57 +87,3 @@ def load_weights(
         value = materialize(recipes[name], find, memo, to_device).to(device)
         weights[name] = value.contiguous() if into is None else into[name].copy_(value)
     return weights
-
-
-class WeightSource(Protocol):
-    """Reads weights, at the start and after `sleep(level=2)`."""
-
-    def read(self, into: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-        """Return the weights by name; `into`: tensors to fill instead of new ones."""
-
-
-@dataclass(frozen=True)
-class CombinedSource:
-    """Several sources as one."""
-
-    sources: tuple[WeightSource, ...]
-
-    def read(self, into: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-        """Return the weights of all sources by name."""
-        weights: dict[str, torch.Tensor] = {}
-        for source in self.sources:
-            weights |= source.read(into)
-        return weights
-
-
-@dataclass(frozen=True)
-class CheckpointSource:
-    """Reads a program's weights from a checkpoint; see `load_weights`.
-
-    directory   the checkpoint's; None: random weights from `seed`
-    expected    shapes of the checkpoint's tensors
-    rounding    rounded weights in place of the checkpoint's
-    """
-
-    recipes: Mapping[str, Recipe]
-    directory: Path | None
-    expected: Mapping[str, tuple[int, ...]]
-    config: LlamaConfig
-    constants: Mapping[str, torch.Tensor]
-    device: torch.device
-    dtype: torch.dtype
-    seed: int
-    show_progress: bool
-    rounding: Rounding | None = None
-
-    def read(self, into: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-        """Return the weights by name. Raises CheckpointError, RoundingError or OSError."""
-        if self.directory is None:
-            lookup, names = dummy_lookup(self.expected, self.device, self.dtype, self.seed)
-        else:
-            lookup, names = checkpoint_lookup(self.directory, self.expected, self.config)
-        if self.rounding is not None:
-            lookup = self.rounding.before(lookup)
-        return load_weights(
-            self.recipes, lookup, names, self.constants, self.device, self.dtype, self.show_progress, into
-        )

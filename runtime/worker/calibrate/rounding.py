@@ -217,9 +217,7 @@ def _products(
 def _round(
     parts: Sequence[Recipe], factors: Compensation, weights: Callable[[Recipe], torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of the values and scales of weights with the same inputs. Rows are independent, so rows of
-    all weights are rounded together: the time goes into one step per column.
-    """
+    """Yield (name, tensor) of values and scales of weights with the same inputs, rounded together for speed."""
     rows = []
     for values in parts:
         (quantize,) = values.args

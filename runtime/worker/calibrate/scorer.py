@@ -55,9 +55,7 @@ def step_sizes(vocabulary: int, longest: int, on_cpu: bool) -> tuple[int, int, i
 
 
 def plan(lengths: Sequence[int], tokens: int, sequences: int, pages: int) -> Iterator[list[Chunk]]:
-    """Yield steps of at most `tokens` tokens and `sequences` documents. A document that does not fit continues in the
-    next step on the same pages.
-    """
+    """Yield steps; a document that does not fit continues in the next step on the same pages."""
     step: list[Chunk] = []
     left, page = tokens, 0
     for document, length in enumerate(lengths):
@@ -77,9 +75,7 @@ def plan(lengths: Sequence[int], tokens: int, sequences: int, pages: int) -> Ite
 
 
 class Scorer:
-    """An engine's own mixed program of one size with the logits of every token. It uses the engine's adapter slots and
-    KV pages, so the engine cannot serve requests afterwards.
-    """
+    """An engine's mixed program with all tokens' logits. The engine cannot serve requests afterwards."""
 
     def __init__(self, model: Model, tokens: int, sequences: int, pages: int, blocks: int) -> None:
         runner = model.runner

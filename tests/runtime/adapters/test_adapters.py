@@ -250,7 +250,7 @@ def test_a_name_that_is_removed_while_it_is_replaced_stays_removed(config, paths
 
 @pytest.mark.parametrize("order", ["unused, then removed", "removed, then unused", "unused while it is read"])
 def test_nothing_stays_of_an_adapter_that_came_and_went(config, paths, monkeypatch, order):
-    """In a server the news that nothing uses an adapter, its name's removal and its read come on three ways."""
+    """In a server the end of an adapter's use, the removal of its name and its read come in any order."""
     registry = AdapterRegistry(config, 16)
     stacks = make_stacks(config, registry, keep=8)
     numbers, read = [], registry.read

@@ -1,6 +1,4 @@
-"""What an adapter's files say is read in a process of its own: with the same result as in this one, and a fault there
-costs one error.
-"""
+"""Adapters are described in a child process, with the same result as in this one; a fault there raises one error."""
 
 import json
 import os
@@ -97,7 +95,7 @@ def test_a_child_that_hangs_or_dies_costs_one_error(adapter: Path) -> None:
         os.kill(first, 0)
 
 
-def lies(found: Description) -> Iterator[tuple[str, Description]]:
+def wrong_descriptions(found: Description) -> Iterator[tuple[str, Description]]:
     """Descriptions that a child should not send."""
     module, (name_a, name_b) = next(iter(found.pairs.items()))
     place = found.layout.places[name_a]
@@ -118,11 +116,11 @@ def lies(found: Description) -> Iterator[tuple[str, Description]]:
     yield "infinite", msgspec.structs.replace(found, scaling=found.scaling | {module: float("inf")})
 
 
-def test_a_description_that_lies_is_refused(monkeypatch: pytest.MonkeyPatch, adapter: Path) -> None:
+def test_a_wrong_description_is_rejected(monkeypatch: pytest.MonkeyPatch, adapter: Path) -> None:
     found = describe_adapter(adapter, CONFIG_OF_DEMO, 128)
     describer = AdapterDescriber()
-    for what, lie in [("rank", found), *lies(found)]:
-        answer = msgspec.json.encode(describer_module.DescribeResponse(lie)) + b"\n"
+    for what, wrong in [("rank", found), *wrong_descriptions(found)]:
+        answer = msgspec.json.encode(describer_module.DescribeResponse(wrong)) + b"\n"
         monkeypatch.setattr(describer._child, "ask", lambda line, seconds, answer=answer: answer)
         with pytest.raises(AdapterError, match="could not be described"):
             describer(adapter, CONFIG_OF_DEMO, 1 if what == "rank" else 128, False, None)

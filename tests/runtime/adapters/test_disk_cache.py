@@ -1,6 +1,4 @@
-"""Packed adapters kept on disk: a hit gives a miss's bytes and reads no tensors; what differs, is damaged or does
-not belong to us is absent.
-"""
+"""The disk cache of packed adapters: a hit has the bytes of a miss and reads no tensors; damaged files are absent."""
 
 import errno
 import logging

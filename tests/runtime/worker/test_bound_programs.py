@@ -76,10 +76,10 @@ def test_a_program_that_cannot_be_built_is_tried_once_and_its_steps_go_on():
 
 def test_two_threads_never_build_at_the_same_time():
     """Torch's tracer, which the first build imports, can't be imported by two threads together."""
-    programs, begun, go_on = BoundPrograms[str](), [], threading.Event()
+    programs, started, go_on = BoundPrograms[str](), [], threading.Event()
 
     def make(wanted: Bucket) -> str:
-        begun.append(wanted.name)
+        started.append(wanted.name)
         if wanted not in FIRST:
             assert go_on.wait(WAIT)
         return wanted.name
@@ -91,12 +91,12 @@ def test_two_threads_never_build_at_the_same_time():
     for other in others:
         other.start()
         other.join(0.2)
-    assert len(begun) == len(FIRST) + 1
+    assert len(started) == len(FIRST) + 1
     go_on.set()
     for other in others:
         other.join(WAIT)
     assert programs.flush(WAIT)
-    assert sorted(begun) == sorted(each.name for each in (*FIRST, bucket(16, 4), larger))
+    assert sorted(started) == sorted(each.name for each in (*FIRST, bucket(16, 4), larger))
 
 
 @pytest.fixture

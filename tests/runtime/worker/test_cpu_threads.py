@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def usual(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Eight cores, of which the load leaves three, and torch's own choice of threads."""
+    """Eight cores, three of them idle, and torch's own choice of threads."""
     before = torch.get_num_threads()
     for name in cpu_threads.USER_VARIABLES:
         monkeypatch.delenv(name, raising=False)

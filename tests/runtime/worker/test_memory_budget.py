@@ -1,4 +1,4 @@
-"""A device that is too small is told as such: how much is missing, and what would help."""
+"""Too little device memory raises an error with the missing bytes and remedies."""
 
 import re
 

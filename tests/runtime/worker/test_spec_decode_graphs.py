@@ -1,5 +1,5 @@
-"""Both sides of a step's program as graphs answer what they answer launched one by one. Here a graph is what calls its
-function again and leaves, as a CUDA graph does, the results where the first call left them; `gpu` tests have real ones.
+"""Speculation with captured graphs gives the same answers as without. Here a graph calls its function again and, like a
+CUDA graph, writes to the same tensors; `gpu` tests have real ones.
 """
 
 from collections.abc import Callable
@@ -59,7 +59,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> TinyBase:
     return tiny_llama(tmp_path_factory.mktemp("base"), num_hidden_layers=4)
 
 
-def told(outputs: list[RequestOutput]) -> list[Any]:
+def summary(outputs: list[RequestOutput]) -> list[Any]:
     return [
         (output.outputs[0].token_ids, output.outputs[0].logprobs, output.num_draft_tokens, output.num_accepted_tokens)
         for output in outputs
@@ -79,7 +79,7 @@ def test_steps_replayed_answer_the_same(
     drawn = SamplingParams(temperature=0.4, top_p=0.9, seed=3, max_tokens=8, ignore_eos=True)
     asks_more = SamplingParams(temperature=0.7, seed=4, max_tokens=3, ignore_eos=True, logprobs=1)
     monkeypatch.setattr(spec_decode_graphs, "capture", capture)
-    said, graphs, sources = [], [], set[int]()
+    results, graphs, sources = [], [], set[int]()
     for recorded in (False, True):
         Again.replayed.clear()
         with LLM(base.path, draft=head, speculation_history=history, **OPTIONS) as llm:
@@ -100,9 +100,11 @@ def test_steps_replayed_answer_the_same(
             monkeypatch.setattr(runner, "_bind", bind_and_capture)
             monkeypatch.setattr(runner, "collect", note)
             # twice, so that there are former answers
-            said.append([told(llm.generate(prompts, [greedy, drawn, asks_more], use_tqdm=False)) for _ in range(2)])
+            results.append(
+                [summary(llm.generate(prompts, [greedy, drawn, asks_more], use_tqdm=False)) for _ in range(2)]
+            )
         graphs.append({graph.kind for graph in Again.replayed})
-    assert said[0] == said[1]
+    assert results[0] == results[1]
     assert not graphs[0] and len(graphs[1]) == 3, "drafts placed, rows greedy, rows drawn"
-    assert sum(each[2] for each in said[0][0]) > sum(each[3] for each in said[0][0]) > 0
+    assert sum(each[2] for each in results[0][0]) > sum(each[3] for each in results[0][0]) > 0
     assert sources == {OWN_TOKENS, *[FORMER_ANSWERS] * bool(history), *[TRAINED_DRAFT] * trained}

@@ -1,4 +1,4 @@
-"""What programs take is measured for every program that a scheduler may choose, and leaves the engine as it was."""
+"""Step times are measured for every program that a scheduler may choose; the engine stays unchanged."""
 
 from typing import Any
 

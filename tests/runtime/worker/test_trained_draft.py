@@ -1,5 +1,5 @@
-"""A trained draft in an engine: what it drafts is the published formula over transformers' hidden states, an adapter's
-LoRA of it changes that adapter's drafts alone, and what does not fit is refused.
+"""A trained draft in an engine: drafts follow the published formula, and an adapter's LoRA of the draft changes only
+that adapter's drafts.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Weights are read file by file, each once, and nothing of a recipe is kept when the next one starts."""
+"""Weights are read in file order, each once, and a recipe's intermediate results are freed before the next one."""
 
 import torch
 from sidestream.compiler.graph.recipe import cat, item, param, quantize, quantize_weight, unsqueeze

@@ -66,7 +66,7 @@ def test_a_rank_that_dies_before_it_joins_ends_the_start(
     def meet(*arguments: Any, **where: Any) -> None:
         pytest.fail("rank 0 waits for a dead rank")
 
-    said = f"""
+    script = f"""
         import sys
         from sidestream.runtime.processes.channel import Channel
         channel = Channel.from_fd(int(sys.argv[1]))
@@ -74,7 +74,7 @@ def test_a_rank_that_dies_before_it_joins_ends_the_start(
         print("it began well", file=sys.stderr)
         sys.exit("no memory is left for rank 1")
     """
-    (tmp_path / "dying_rank.py").write_text(dedent(said))
+    (tmp_path / "dying_rank.py").write_text(dedent(script))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(peers, "COMMAND", "dying_rank")
     monkeypatch.setattr(distributed, "init_process_group", meet)
