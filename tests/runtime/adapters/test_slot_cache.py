@@ -373,7 +373,7 @@ def test_a_process_that_ends_leaves_no_half_written_file(tmp_path):
     code = f"""
 import sys, time, numpy
 from pathlib import Path
-from sidestream.runtime.adapters import slot_cache
+from sidestream.runtime.adapters import disk_cache as slot_cache
 from sidestream.compiler.program.cache_folder import CacheFolder
 slot_cache.WRITE_PAUSE = 0.05
 cache = slot_cache.SlotCache(CacheFolder(Path({str(tmp_path)!r}) / "adapters", 1 << 40))
