@@ -5,7 +5,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from ..processes.threads import start_thread
@@ -55,7 +55,7 @@ class BackgroundJobs:
             if self._thread is None:
                 stop = partial(_stop, self._queue)
                 self._thread = start_thread(_run, self._queue, name=self._name, stop=stop)
-                weakref.finalize(self, _end, stop, self._thread).atexit = False
+                weakref.finalize(self, stop_threads, stop, [self._thread], END_SECONDS).atexit = False
 
     def postpone(self) -> None:
         """Restart the idle time before the next job."""
@@ -104,7 +104,9 @@ def _stop(queue: _Queue) -> None:
         queue.changed.notify_all()
 
 
-def _end(stop: Callable[[], None], thread: threading.Thread) -> None:
+def stop_threads(stop: Callable[[], None], threads: Sequence[threading.Thread], timeout: float) -> None:
+    """Call `stop` and join the threads; a finalizer of their owner may run on one of them."""
     stop()
-    if thread is not threading.current_thread():  # a job may hold the owner's last reference
-        thread.join(END_SECONDS)
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(timeout)

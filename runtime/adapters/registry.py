@@ -133,7 +133,7 @@ class AdapterRegistry:
         """
         previous = self.numbers.get(name)
         files = self._read(name, path, replace_name)
-        return self._register(name, *files, replace_name, previous)
+        return self._register(name, files, replace_name, previous)
 
     def add_all(
         self, paths: Mapping[str, str | Path], rejected: dict[str, Exception] | None = None
@@ -149,7 +149,7 @@ class AdapterRegistry:
                     reads.append((name, pool.submit(self._read, name, path, False)))
                 name, files = reads.popleft()
                 try:
-                    registered = self._register(name, *files.result())
+                    registered = self._register(name, files.result())
                 except (ValueError, OSError) as error:
                     if rejected is None:
                         raise
@@ -224,15 +224,9 @@ class AdapterRegistry:
         return replace(adapter, content_hash=both, draft=draft)
 
     def _register(
-        self,
-        name: str,
-        directory: Path,
-        adapter: Adapter,
-        stamp: FileStamp | None,
-        chat: AdapterChat,
-        replace_name: bool = False,
-        previous: int | None = None,
+        self, name: str, files: _Files, replace_name: bool = False, previous: int | None = None
     ) -> RegisteredAdapter:
+        directory, adapter, stamp, chat = files
         with self._lock:
             self._check_capacity(name, replace_name)
             if self.numbers.get(name) != previous:

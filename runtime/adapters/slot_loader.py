@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, pairwise
@@ -21,6 +21,7 @@ from ...compiler.graph.recipe import Recipe
 from ...graphs.adapter_config import AdapterError
 from ...graphs.lora import LoraShape
 from ..processes.threads import start_thread
+from .background_jobs import stop_threads
 from .host_memory import CHUNK_BYTES, Block, block_offsets
 from .host_store import HostStore
 from .packing import limit_torch_threads
@@ -212,7 +213,7 @@ class SlotLoader:
             start_thread(_run, owner, name, jobs, on_gpu, name=f"adapter{name}", stop=stop)
             for name, jobs in (("_read", self._reads), ("_copy", self._copies))
         ]
-        weakref.finalize(self, _end, stop, threads).atexit = False
+        weakref.finalize(self, stop_threads, stop, threads, STOP_SECONDS).atexit = False
 
     def _read(self, job: Read) -> None:
         *_, slot, number = job
@@ -282,10 +283,3 @@ def _run(owner: "weakref.ref[SlotLoader]", name: str, jobs: Any, on_gpu: bool) -
 def _stop(reads: "queue.PriorityQueue[Read]", copies: "queue.SimpleQueue[Copy | None]") -> None:
     reads.put(STOP_READING)
     copies.put(None)
-
-
-def _end(stop: Callable[[], None], threads: list[threading.Thread]) -> None:
-    stop()
-    for thread in threads:
-        if thread is not threading.current_thread():  # a job may hold the loader's last reference
-            thread.join(STOP_SECONDS)

@@ -46,10 +46,6 @@ class BoundPrograms(Generic[T]):
             self.get(bucket, make)
         self._jobs = BackgroundJobs("programs", idle_seconds=0.0)
 
-    def flush(self, timeout: float) -> bool:
-        """Wait for the thread's programs; return False after `timeout` seconds."""
-        return self._jobs is None or self._jobs.flush(timeout)
-
     def _build(self, bucket: Bucket, make: Callable[[Bucket], T]) -> T:
         with self._building:  # torch's tracer is not thread-safe
             if bucket not in self._programs:

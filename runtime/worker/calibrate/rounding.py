@@ -85,7 +85,12 @@ def round_weights(
         sum(len(text.tokens) for text in texts),
         list(adapters),
     )
-    weights = _weights(directory, config, expected, calibration, scorer.device, used.model_dtype)
+    lookup, names = checkpoint_lookup(directory, expected, config)
+    constants = {} if calibration is None else calibration.tensors()
+
+    def weights(recipe: Recipe) -> torch.Tensor:
+        return load_weights({"": recipe}, lookup, names, constants, scorer.device, used.model_dtype)[""]
+
     write_rounding(output, origin, shapes, _rounded(scorer, linears, texts, steps, weights, progress))
     return len(linears)
 
@@ -136,20 +141,6 @@ def _scales(values: Recipe) -> Recipe:
 
 def _dtype(values: Recipe) -> torch.dtype:
     return getattr(torch, values.args[0].attrs["dtype"])
-
-
-def _weights(
-    directory: Path,
-    config: LlamaConfig,
-    expected: Mapping[str, tuple[int, ...]],
-    calibration: Any,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Callable[[Recipe], torch.Tensor]:
-    """Return a function that makes a recipe's tensor from the checkpoint and the calibration."""
-    lookup, names = checkpoint_lookup(directory, expected, config)
-    constants = {} if calibration is None else calibration.tensors()
-    return lambda recipe: load_weights({"": recipe}, lookup, names, constants, device, dtype)[""]
 
 
 def _rounded(

@@ -47,7 +47,7 @@ def test_the_smallest_program_that_holds_a_step_serves_it_until_its_own_is_built
     holding = [middle, middle, FIRST[0], FIRST[1]]
     assert [programs.get(each, make) for each in (*wanted, *wanted)] == [each.name for each in (*holding, *holding)]
     make.allowed.set()
-    assert programs.flush(WAIT)
+    assert programs._jobs.flush(WAIT)
     assert [programs.get(each, make) for each in wanted] == [each.name for each in wanted]
     assert make.made == [each.name for each in (*FIRST, middle, *wanted)]
 
@@ -58,7 +58,7 @@ def test_a_program_without_adapters_or_with_fewer_rows_serves_no_other_step():
     assert programs.get(bucket(16, 4, lora=True), make) == FIRST[0].name
     assert programs.get(bucket(16, 4), make) == bucket(32, 8).name
     make.allowed.set()
-    assert programs.flush(WAIT)
+    assert programs._jobs.flush(WAIT)
 
 
 def test_a_program_that_cannot_be_built_is_tried_once_and_its_steps_go_on():
@@ -68,9 +68,9 @@ def test_a_program_that_cannot_be_built_is_tried_once_and_its_steps_go_on():
     make.allowed.set()
     for _ in range(2):
         assert programs.get(wrong, make) == FIRST[0].name
-        assert programs.flush(WAIT)
+        assert programs._jobs.flush(WAIT)
     programs.get(right, make)
-    assert programs.flush(WAIT)
+    assert programs._jobs.flush(WAIT)
     assert make.made == [each.name for each in (*FIRST, wrong, right)]
 
 
@@ -95,7 +95,7 @@ def test_two_threads_never_build_at_the_same_time():
     go_on.set()
     for other in others:
         other.join(WAIT)
-    assert programs.flush(WAIT)
+    assert programs._jobs.flush(WAIT)
     assert sorted(started) == sorted(each.name for each in (*FIRST, bucket(16, 4), larger))
 
 
@@ -136,7 +136,7 @@ def test_no_step_builds_a_program_once_the_server_is_ready(tmp_path, monkeypatch
 
     padded = answers(5)
     assert here not in builders[ready:]
-    assert served.runner.programs.flush(WAIT)
+    assert served.runner.programs._jobs.flush(WAIT)
     assert len(builders) > ready
     assert answers(5) == padded and answers(3) == padded[:3] and answers(1) == padded[:1]
     assert here not in builders[ready:]
