@@ -21,7 +21,7 @@ from .api.sampling_params import SamplingParams
 from .demo_model import DEMO_MODEL, demo_adapters
 from .engine.beam_search import beam_search
 from .engine.engine import Engine
-from .engine.keywords import LLMKeywords
+from .engine.llm_keywords import LLMKeywords
 from .engine.options import keyword_docs, with_keywords
 from .engine.vllm_keywords import without_vllm_keywords
 from .scheduler.scheduler import Scheduler

@@ -175,14 +175,14 @@ class Histories:
         return self._left.device["counts"][: plan.num_sequences]
 
     def _tell(self, plan: StepPlan) -> None:
-        if not len(plan.told_rows):
+        if not len(plan.start_rows):
             return
-        starts = np.cumsum(plan.told_lengths) - plan.told_lengths
-        begins = plan.told_rows.astype(np.int64) * self._tokens.shape[1] - starts
-        places = np.repeat(begins, plan.told_lengths) + np.arange(len(plan.told_tokens))
+        starts = np.cumsum(plan.start_lengths) - plan.start_lengths
+        begins = plan.start_rows.astype(np.int64) * self._tokens.shape[1] - starts
+        places = np.repeat(begins, plan.start_lengths) + np.arange(len(plan.start_tokens))
         count = len(places)
-        where = self._upload(np.concatenate((places, plan.told_rows.astype(np.int64))))
-        what = self._upload(np.concatenate((plan.told_tokens, plan.told_lengths)))
+        where = self._upload(np.concatenate((places, plan.start_rows.astype(np.int64))))
+        what = self._upload(np.concatenate((plan.start_tokens, plan.start_lengths)))
         self._tokens.view(-1).index_copy_(0, where[:count], what[:count])
         self._lengths.index_copy_(0, where[count:], what[count:])
 

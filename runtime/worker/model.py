@@ -37,8 +37,8 @@ from ..engine.resolve import EngineSizes, LoadOptions, check_layers, load_option
 from ..quantization.calibration import Calibration, calibrated
 from ..quantization.rounded_weights import Rounding, find_rounding
 from ..scheduler.limits import SchedulerLimits
-from ..scheduler.runner_protocol import Runner
-from ..scheduler.speculation import most_drafts
+from ..scheduler.speculation import max_drafts
+from ..scheduler.step_plan import Runner
 from ..text.generation_config import eos_token_ids
 from .answer_history import Histories
 from .buckets import Buckets
@@ -384,7 +384,7 @@ def _buckets(sizes: EngineSizes, pages: int, lora: bool, device: torch.device, o
         sizes.blocks,
         lora,
         rounded=device.type == "cpu",
-        drafts=most_drafts(options.speculation),
+        drafts=max_drafts(options.speculation),
     )
 
 

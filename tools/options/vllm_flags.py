@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ...runtime.engine.spelling import with_flags
+from ...runtime.engine.flag_spelling import with_flags
 from ...runtime.engine.vllm_keywords import ACCEPTED, FLAGS, FOREIGN, Foreign, asks_nothing
 
 _PRECISIONS = {

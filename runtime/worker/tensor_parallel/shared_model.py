@@ -18,9 +18,8 @@ from ....graphs.adapter_description import describe_adapter
 from ....ops.collectives.group import RankGroup
 from ...adapters.registry import KnownAdapter
 from ...engine.resolve import LoadOptions
-from ...scheduler.runner_protocol import Runner
 from ...scheduler.step_codec import pack_masks, pack_plan
-from ...scheduler.step_plan import StepDrafts, StepMasks, StepPlan, StepResult
+from ...scheduler.step_plan import Runner, StepDrafts, StepMasks, StepPlan, StepResult
 from ..calibrate.first_start import with_calibration
 from ..model import Model, ModelSource, load_model
 from .joining import join_group, leave_group
