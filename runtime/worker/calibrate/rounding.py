@@ -38,7 +38,7 @@ from .reader import Document, Piece, Scorer, plan, step_sizes
 PRODUCT_BYTES = 4 << 30
 ROW_ELEMENTS = 1 << 26  # of a weight's rows that are rounded together: 256 MiB in fp32
 # a linear that adds its adapters itself has another op, and one next to them another stream
-ONE_OP: Mapping[str, Any] = {"lora_lowering": "serial", "disable_passes": ("fuse_lora_expand",)}
+ONE_OP: Mapping[str, Any] = {"_lora_lowering": "serial", "disable_passes": ("fuse_lora_expand",)}
 Progress = Callable[[str], None]
 
 
