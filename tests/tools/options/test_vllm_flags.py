@@ -43,7 +43,7 @@ def test_model_may_be_a_flag(model: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ("--enable-prefix-caching", "prompts are kept"),
+        ("--enable-prefix-caching", "it is on"),
         ("--enable-chunked-prefill", "it is so anyway"),
         ("--pipeline-parallel-size 1", "it is so anyway"),
         ("--enable-auto-tool-choice", "chat template"),
