@@ -13,7 +13,7 @@ from typing import Any, Literal
 from ...compiler.options import CompileOptions, OptionError, check_choices, describe, documented, option
 from ...graphs.families import ATTENTION_MODULES, MLP_MODULES, PACKED_MODULES
 from ..api.checks import MAX_DRAFTS, is_speculation, plain
-from ..quantization.file_names import AUTO, OFF
+from ..quantization.defaults import AUTO, OFF
 
 MAX_NUM_SEQS = 256
 DEFAULT_MAX_LORAS = 8

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from sidestream.runtime.api.sampling_params import SamplingParams
 from sidestream.runtime.llm import LLM
-from sidestream.runtime.quantization.file_names import FILE_NAME, file_name
+from sidestream.runtime.quantization.defaults import FILE_NAME, file_name
 from sidestream.runtime.quantization.rounded_weights import KEY, RoundingError, open_rounding
 from sidestream.runtime.worker.calibrate.reader import Document, Scorer, plan
 from sidestream.tools import cli
