@@ -98,7 +98,7 @@ class CompletionState:
         return new
 
     def close(self) -> None:
-        """Decode the rest: the sequence ended without another token."""
+        """Decode pending tokens of a sequence that ended without another token."""
         self._ended = True
         if self._tokenizer is not None:
             self._decode_pending(self._tokenizer)

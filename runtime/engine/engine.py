@@ -209,8 +209,8 @@ class Engine:
                 self.scheduler.load_done(slot, number, problem)
 
     def forget_device(self) -> None:
-        """Wait for adapter loads, and forget the content of KV pages and slots, whose memory is about to be lost. Call
-        it only without open requests.
+        """Wait for adapter loads, then forget the content of KV pages and slots, because their memory will be freed.
+        Call it only without open requests.
         """
         self._start_loads()
         while self.scheduler.states.slots.num_loading:
@@ -241,7 +241,7 @@ class Engine:
             finished.append(_output(open_request))
 
     def commit(self, result: StepResult) -> list[SampledToken]:
-        """Commit a step as far as the next plan needs it; `deliver` does the rest."""
+        """Commit what the next plan depends on; `deliver` does the remaining work."""
         progress = self.scheduler.commit(result)
         self.num_sampled += len(progress)
         self.num_compiled += result.compiled

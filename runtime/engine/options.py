@@ -184,8 +184,8 @@ def _check_range(option: "Field[Any]", value: Any) -> None:
 
 
 def keywords(private: bool = False) -> dict[str, "Field[Any]"]:
-    """Return keyword of `LLM` -> field that it sets. `private`: with those that evaluation and calibration use, whose
-    names begin with an underscore.
+    """Return keyword of `LLM` -> field that it sets. `private`: include those for evaluation and calibration, which
+    begin with an underscore.
     """
     found = {each.metadata.get("keyword", each.name): each for each in fields(CompileOptions)}
     found |= {each.name: each for each in fields(EngineOptions)}

@@ -62,13 +62,9 @@ class LayerStatistics:
 
     def treatment(self, kv_dtype: str) -> tuple[bool, bool]:
         """Return the (Hadamard, centring) with the least error, the cheapest one unless another is clearly better."""
-        first = TREATMENTS[0]
-        best = min(TREATMENTS, key=lambda each: self.key_errors[(kv_dtype, *each)])
-        return (
-            best
-            if self.key_errors[(kv_dtype, *best)] < MAX_TREATMENT_ERROR * self.key_errors[(kv_dtype, *first)]
-            else first
-        )
+        errors = {each: self.key_errors[(kv_dtype, *each)] for each in TREATMENTS}
+        first, best = TREATMENTS[0], min(errors, key=errors.__getitem__)
+        return best if errors[best] < MAX_TREATMENT_ERROR * errors[first] else first
 
     def error(self, kv_dtype: str) -> float:
         """Return the error of attention with the best treatment, from scores and values together."""
@@ -175,7 +171,7 @@ def load_calibration(path: str | Path) -> Calibration:
         return _parse(json.loads(text), tensors)
     except FileNotFoundError:
         raise CalibrationError(
-            f"calibration {path}: there is no such file; `sidestream calibrate MODEL -o FILE` writes one"
+            f"calibration {path} does not exist; `sidestream calibrate MODEL -o FILE` writes one"
         ) from None
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as problem:
         raise CalibrationError(

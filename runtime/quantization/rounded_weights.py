@@ -164,7 +164,7 @@ def open_rounding(path: str | Path) -> Rounding:
             raise ValueError("its description has no options")
     except FileNotFoundError:
         raise RoundingError(
-            f"rounded weights {path}: there is no such file; `sidestream calibrate MODEL --round` writes one"
+            f"rounded weights {path} does not exist; `sidestream calibrate MODEL --round` writes one"
         ) from None
     except RoundingError:
         raise

@@ -218,7 +218,7 @@ class AdapterResidency:
         return [] if self.asynchronous else self.take_loads()
 
     def take_vacated(self, progressed: Callable[[int], bool]) -> int | None:
-        """Return the adapter whose sequences must be preempted, or None. It stays out until the other has its slot.
+        """Return the adapter to preempt, or None. Its requests wait until the other adapter has the slot.
 
         `progressed(number)`: whether each running sequence of the adapter has sampled a token since its admission.
         Preempting earlier could let two adapters exchange the slot forever without computing a prompt.

@@ -21,7 +21,7 @@ class BatchBuilder:
     """Fills the `Work` of a step with running and waiting sequences.
 
     current            the sequence being handled, which is to blame for an exception
-    waits_for_results  the last step left out a sequence whose last token must be known first
+    waits_for_results  the last step left out a sequence that needs its token in flight first
     """
 
     def __init__(self, states: SequenceStates, preemption: Preemption) -> None:

@@ -78,6 +78,6 @@ def scored_tokens(plan: StepPlan, sequences: list[Sequence], result: StepResult)
 
 
 def _span(sequence: Sequence, count: int) -> tuple[int, int]:
-    """Return the range of positions, in the next `count` ones, whose next tokens are to be scored."""
+    """Return the range of the next `count` positions that score their next token."""
     begin = max(sequence.computed, sequence.scored)
     return begin, min(sequence.computed + count, sequence.prompt_length - 1)

@@ -77,11 +77,11 @@ class Scheduler:
         self.timeouts = 0
         self.draft_counts = DraftCounts()
         self._issued: dict[int, IssuedStep] = {}
-        self._masked = -1  # last step whose masks are complete
+        self._masked = -1  # last step with complete masks
         self._masks: StepMaskBuilder | None = None
         self._filler = Filler()
         self._drafts: StepDrafts | None = None  # the last ones from the device
-        self._void: dict[int, set[Sequence]] = {}  # issued step -> sequences whose tokens will be wrong
+        self._void: dict[int, set[Sequence]] = {}  # issued step -> sequences with invalid tokens
         self._loads: list[tuple[int, int]] = []  # for the next plan
         self._deadlines: list[tuple[float, int, Sequence]] = []
         self._ended: list[Sequence] = []
@@ -136,7 +136,7 @@ class Scheduler:
 
     @property
     def waits_for_results(self) -> bool:
-        """Whether the last plan left out a sequence whose last token must be known first."""
+        """Whether the last plan left out a sequence that needs its token in flight first."""
         return self.batch_builder.waits_for_results
 
     def finish(self, sequence: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
@@ -198,7 +198,7 @@ class Scheduler:
         self.states.residency.fail_load(number)
 
     def forget_device(self) -> None:
-        """Forget KV pages, adapter slots and former answers, whose memory is about to be lost. Call it only without
+        """Forget KV pages, adapter slots and former answers, because their memory will be freed. Call it only without
         unfinished sequences and loads.
         """
         self.states.prefix_cache.reset()
@@ -254,7 +254,7 @@ class Scheduler:
             return plan
 
     def _expire(self) -> None:
-        """End the sequences whose deadlines have passed."""
+        """End sequences after their deadlines."""
         if not self._deadlines:
             return
         now = self.clock()
@@ -301,7 +301,7 @@ class Scheduler:
             self._masks = StepMaskBuilder(plan, sequences, self._void.get(step, ()), self._end, self._filler)
 
     def place_masks(self, memory: Memory) -> None:
-        """Fill masks in this memory from now on, as far as it has space."""
+        """Fill masks in this memory from now on while it has space."""
         self._filler.memory = memory
 
     def masks_due(self) -> StepMasks | None:

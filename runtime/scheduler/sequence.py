@@ -33,9 +33,9 @@ class Sequence:
     priority       lower is served sooner
     owner          steps are shared fairly between owners
     deadline       time at which it ends unfinished, on the scheduler's clock
-    in_flight      sampled tokens of issued plans whose ids have not returned, without drafts
+    in_flight      sampled tokens of plans in flight, without drafts
     drafted        drafts of issued plans
-    computed       tokens whose keys and values issued plans write, without drafts
+    computed       tokens with keys and values written by issued plans, without drafts
     row            its row in the scheduler's tables while it runs, else -1
     sampled_at     (step, row of the plan) of the last sampled token, where a token in flight will be found
     page_keys      content keys of its first full pages

@@ -31,7 +31,7 @@ MAX_PROBES = 10
 """Steps without drafts, at most, that only measure the time of such a step at one batch size."""
 
 TIME_WINDOW = 16
-"""Most recent steps of a kind whose median counts."""
+"""Number of recent steps of a kind for the median time."""
 MIN_SAMPLES = 4
 """Steps of a kind that must be measured before they count."""
 MAX_AGE = 1024

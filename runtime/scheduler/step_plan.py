@@ -86,11 +86,11 @@ class StepPlan:
 
     step                number of the step
     decode              each sequence has exactly one query token
-    input_ids [T]       0 for a token whose id only the device has
+    input_ids [T]       0 for a token that is still on the device
     positions, slot_mapping [T], adapter_index [T]     adapter_index: -1 = base model
     block_table [B, P], context_lens [B], query_start [B + 1]   context_lens includes the query tokens
-    logits_indices [R]  each sequence's last query token, then further tokens whose logits are scored
-    scored_rows, scored_tokens [N]   rows of the logits, and the prompt's next token whose log-probability is reported
+    logits_indices [R]  rows of each sequence's last query token, then of further scored tokens
+    scored_rows, scored_tokens [N]   rows of the logits, and the prompt's next token to score there
     sample_rows [S]     sequences that get a new token; prompts that continue get none
     feed_positions, feed_rows [F]   input_ids[feed_positions] = last step's tokens[feed_rows], on the device
     masked_rows [M]     sampled sequences with a token mask: sampling waits for the step's StepMasks
@@ -98,7 +98,7 @@ class StepPlan:
                         engine without speculation, as next_tokens
     drafts [B]          drafts after each sequence's last token; -1: all its tokens are in the plan. With drafts the
                         device fills in input_ids, positions and slot_mapping, and context_lens is an upper bound
-    start_rows, start_lengths [N], start_tokens   sequences whose tokens the device keeps from now on, and these tokens
+    start_rows, start_lengths [N], start_tokens   sequences that the device tracks from now on, and all their tokens
     rings [B]           ring buffer of former answers to draft from, -1 = none
     ring_ends, ring_filled [B]   place after the ring's newest token, and number of valid tokens before it
     next_tokens [B]     the prompt's token after each sequence's last query token; -1: it is sampled

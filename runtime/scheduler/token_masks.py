@@ -22,10 +22,10 @@ CONTINUES: Verdict = ("", None)
 
 
 class StepMaskBuilder:
-    """Fills the masks of an issued step whose sequences' last tokens are known; `finish` waits for them.
+    """Fills the masks of an issued step after the step before it was committed; `finish` waits for them.
 
-    Until then no other code may use the matchers. Sequences in `void`, whose tokens are discarded, get no mask. A
-    sequence that cannot or need not continue is ended by `end(sequence, finish reason, text)`.
+    Until then no other code may use the matchers. Sequences in `void`, with invalid tokens, get no mask. A sequence
+    that cannot or need not continue is ended by `end(sequence, finish reason, text)`.
     """
 
     def __init__(

@@ -50,8 +50,8 @@ class WaitingQueues:
     """Waiting sequences, a queue for each owner and adapter (by number; the base model, -1, counts as one).
 
     With equal priorities the owner with the fewest served tokens is first, so that one client's backlog cannot delay
-    another's few requests. Of an owner's queues the one whose adapter has the fewest served tokens, of all owners, is
-    first; within a queue, and at equal shares, the oldest sequence.
+    another's few requests. Of an owner's queues the one of the adapter with the fewest served tokens (of all owners)
+    is first; within a queue, and at equal shares, the oldest sequence.
     """
 
     def __init__(self) -> None:
