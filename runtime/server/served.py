@@ -14,7 +14,7 @@ from typing import NoReturn, Protocol
 from msgspec import structs
 
 from ...ops.core.kv_layout import PAGE_SIZE
-from ..scheduler.runner_protocol import Runner
+from ..scheduler.step_plan import Runner
 from .gpu_link import LoadedAdapter, Ready
 from .settings import ServeSettings
 

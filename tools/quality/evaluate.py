@@ -310,7 +310,7 @@ def calibrate_model(
     from ...graphs.checkpoint import Checkpoint
     from ...runtime.engine.resolve import resolve_device
     from ...runtime.quantization.calibration import fingerprint
-    from ...runtime.quantization.figures import calibrate
+    from ...runtime.quantization.model_statistics import calibrate
     from ..options.models import load_model
 
     chosen = resolve_device(device)

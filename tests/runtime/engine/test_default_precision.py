@@ -16,7 +16,7 @@ from sidestream.runtime.demo_model import DEMO_MODEL
 from sidestream.runtime.engine.options import EngineOptions
 from sidestream.runtime.engine.resolve import default_precision
 from sidestream.runtime.llm import LLM
-from sidestream.runtime.quantization.file_names import FILE_NAME
+from sidestream.runtime.quantization.defaults import FILE_NAME
 from sidestream.runtime.worker.calibrate.first_start import calibrate_base_model
 from sidestream.runtime.worker.model_loader import find_model
 from sidestream.tools import cli

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sidestream.runtime.api.errors import RequestError
 from sidestream.runtime.api.sampling_params import SamplingParams
-from sidestream.runtime.engine.completion import Completion
+from sidestream.runtime.engine.completion_state import CompletionState
 from sidestream.runtime.scheduler.sequence import Sequence
 from sidestream.runtime.scheduler.step_plan import StepResult
 from sidestream.runtime.text.tokenizer import FastTokenizer
@@ -28,7 +28,7 @@ def begin(tokenizer, prompt, eager=True, **params):
     """A completion of a prompt that has no token yet."""
     asked = SamplingParams(max_tokens=100, **params)
     sequence = Sequence(0, "x", 0, list(prompt), len(prompt), 1000, asked, 0, frozenset(), frozenset({EOS}))
-    return Completion(sequence, tokenizer, eager)
+    return CompletionState(sequence, tokenizer, eager)
 
 
 def complete(completion, tokens, others=(5, 6)):
@@ -83,7 +83,7 @@ def test_no_offset_is_beyond_a_text_that_a_stop_string_cuts(tokenizer):
     assert "".join(complete(completion, answer)) == completion.text == " a"
     output = completion.output()
     assert len(output.text_offsets) == len(output.logprobs) == len(completion.sequence.output_ids)
-    assert max(output.text_offsets) == completion.text_offset == 2
+    assert max(output.text_offsets) == completion.last_logprobs()[1] == 2
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,14 @@ from collections.abc import Mapping
 
 import pytest
 from sidestream.runtime.api.request import Request
-from sidestream.runtime.scheduler.drafting import Drafting
-from sidestream.runtime.scheduler.speculation import FirstAcceptances, Speculation
-from sidestream.runtime.scheduler.step_times import ENOUGH, OUTDATED, StepTimes
+from sidestream.runtime.scheduler.speculation import (
+    MAX_AGE,
+    MIN_SAMPLES,
+    AdapterAcceptance,
+    DraftPlanner,
+    Speculation,
+    StepTimes,
+)
 from support.engines import Clock, greedy, make_engine, prompt, run
 
 HOST_BOUND = ((1, 1, 0.20e-3), (1, 2, 0.21e-3), (1, 4, 0.22e-3), (1, 8, 0.25e-3))
@@ -28,22 +33,22 @@ def simulate(
     """Requests one after the other: how many times the speed without drafts, and the share of the last half's steps
     that have drafts. So many steps take ten times as long at the beginning.
     """
-    drafting, first, held = Drafting(measured), FirstAcceptances(), HELD[made]
+    planner, first, held = DraftPlanner(measured), AdapterAcceptance(), HELD[made]
     now, steps, tokens, with_drafts = 0.0, 0, 0, list[bool]()
     for number in range(requests):
         speculation, left = Speculation(7, adaptive=True), length
-        first.begin(speculation, -1)
+        first.start(speculation, -1)
         while left > 0:
             room = min(7, left - 1)
-            drafts = 0 if drafting.rests(1, number) else drafting.choose([(speculation, room)], 7, ahead=True)
+            drafts = 0 if planner.skips(1, number) else planner.choose([(speculation, room)], 7, ahead=True)
             count = min(drafts, room)
-            drafting.times.planned(steps, 1, drafts)
+            planner.times.plan(steps, 1, drafts)
             now += takes[drafts] * (10 if steps < slow else 1)
-            drafting.times.came(steps, now)
+            planner.times.commit(steps, now)
             accepted = min(held[steps % len(held)], count)
             if count:
-                speculation.note(count, accepted)
-                first.note(-1, count, accepted)
+                speculation.add(count, accepted)
+                first.add(-1, count, accepted)
             with_drafts.append(drafts > 0)
             steps, left, tokens = steps + 1, left - 1 - accepted, tokens + 1 + accepted
     late = with_drafts[len(with_drafts) // 2 :]
@@ -82,57 +87,57 @@ def test_short_requests_pay_little_for_drafts_that_never_hold(measured, takes, l
     assert speed > 0.95
 
 
-def see(times: StepTimes, first: int, sequences: int, drafts: int, seconds: float, count: int = ENOUGH + 1) -> int:
+def see(times: StepTimes, first: int, sequences: int, drafts: int, seconds: float, count: int = MIN_SAMPLES + 1) -> int:
     """So many such steps, one after the other; returns the next one's number."""
     for step in range(first, first + count):
-        times.planned(step, sequences, drafts)
-        times.came(step, step * seconds)
+        times.plan(step, sequences, drafts)
+        times.commit(step, step * seconds)
     return first + count
 
 
 def test_a_step_takes_what_was_seen_and_at_least_its_program():
     times = StepTimes([(1, 1, 2.0), (1, 8, 3.0), (8, 1, 4.0), (8, 8, 6.0)])
-    assert times.of(1) == {0: 2.0, 7: 3.0}
+    assert times.expected(1) == {0: 2.0, 7: 3.0}
     step = see(times, 0, 1, 7, 5.0)
-    assert times.of(1) == {0: 2.0, 7: 5.0}, "steps with drafts say nothing of one without"
-    assert times.of(8) == {0: 4.0, 7: 8.0}, "at another size they take as much more"
+    assert times.expected(1) == {0: 2.0, 7: 5.0}, "steps with drafts say nothing of one without"
+    assert times.expected(8) == {0: 4.0, 7: 8.0}, "at another size they take as much more"
     step = see(times, step, 1, 0, 2.5)
-    assert times.of(1) == {0: 2.5, 7: 5.0} and times.of(5) == {0: 4.5, 7: 8.0}
+    assert times.expected(1) == {0: 2.5, 7: 5.0} and times.expected(5) == {0: 4.5, 7: 8.0}
     see(times, step, 8, 0, 1.0)
-    assert times.of(8)[0] == 4.0
-    assert times.seen(7, 0) and not times.seen(7, 7)
+    assert times.expected(8)[0] == 4.0
+    assert times.is_measured(7, 0) and not times.is_measured(7, 7)
 
 
 def test_only_steps_in_line_are_seen():
     times = StepTimes([(1, 1, 2.0), (1, 2, 2.0)])
     for step in range(40):  # another kind each time
-        times.planned(step, 1, step % 2)
-        times.came(step, 9.0 * step)
+        times.plan(step, 1, step % 2)
+        times.commit(step, 9.0 * step)
     for step in range(40, 80):  # every second one after a pause, or with a part of a prompt
         if step % 2:
-            times.planned(step, 1, 0)
-        times.came(step, 9.0 * step)
+            times.plan(step, 1, 0)
+        times.commit(step, 9.0 * step)
     for step in range(80, 100):  # every second one fails
-        times.planned(step, 1, 0)
+        times.plan(step, 1, 0)
         if step % 2:
-            times.failed(step)
+            times.fail(step)
         else:
-            times.came(step, 9.0 * step)
-    assert times.of(1) == {0: 2.0, 1: 2.0} and not times.seen(1, 0)
+            times.commit(step, 9.0 * step)
+    assert times.expected(1) == {0: 2.0, 1: 2.0} and not times.is_measured(1, 0)
 
 
 def test_a_slow_step_now_and_then_changes_nothing_and_old_ones_are_forgotten():
     times = StepTimes([(1, 1, 2.0), (1, 2, 2.0)])
     now = 0.0
     for step in range(100):
-        times.planned(step, 1, 0)
+        times.plan(step, 1, 0)
         now += 50.0 if step % 5 == 0 else 3.0
-        times.came(step, now)
-    assert times.of(1)[0] == pytest.approx(3.0)
+        times.commit(step, now)
+    assert times.expected(1)[0] == pytest.approx(3.0)
     see(times, 200, 1, 1, 4.0)
-    assert times.of(1)[1] == pytest.approx(4.0)
-    see(times, 210, 1, 1, 4.0, OUTDATED)
-    assert not times.seen(1, 0) and times.seen(1, 1)
+    assert times.expected(1)[1] == pytest.approx(4.0)
+    see(times, 210, 1, 1, 4.0, MAX_AGE)
+    assert not times.is_measured(1, 0) and times.is_measured(1, 1)
 
 
 @pytest.mark.parametrize(("right", "takes", "drafts"), [(0.4, 4.0, False), (1.0, 4.0, True), (0.4, 1.0, True)])

@@ -1,4 +1,4 @@
-"""Who is admitted next: by priority, then fairly between clients, then between adapters, then by arrival."""
+"""Order of admission: by priority, then fairly between owners, then between adapters, then by arrival."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -10,16 +10,14 @@ from .sequence import Sequence
 Key = tuple[str, int]
 """(owner, adapter number) of a queue."""
 Turn = tuple[int, int, int, int, Key]
-"""When it is a queue's turn: (priority, tokens its owner was served, tokens its adapter was served, arrival, key), the
-least first.
-"""
+"""Sort key of a queue: (priority, tokens served to its owner, tokens served to its adapter, arrival, key)."""
 K = TypeVar("K")
 
 
 class Shares(Generic[K]):
-    """How many tokens each active party was served. A party is active while it has an unfinished sequence.
+    """Tokens served to each active party; a party is active while it has an unfinished sequence.
 
-    One that becomes active starts level with the least served of the others, neither with a debt nor with savings.
+    A new party starts with the least of the others' numbers, so that it has neither debt nor credit.
     """
 
     def __init__(self) -> None:
@@ -32,15 +30,15 @@ class Shares(Generic[K]):
     def __contains__(self, party: K) -> bool:
         return party in self.served
 
-    def enter(self, party: K) -> None:
-        """A new sequence of this party."""
+    def add(self, party: K) -> None:
+        """Count a new sequence of this party."""
         if party not in self.served:
             self._unfinished[party] = 0
             self.served[party] = min(self.served.values(), default=0)
         self._unfinished[party] += 1
 
-    def leave(self, party: K) -> bool:
-        """A sequence is finished; returns whether it was its party's last."""
+    def remove(self, party: K) -> bool:
+        """Count a finished sequence; return whether it was the party's last."""
         self._unfinished[party] -= 1
         if self._unfinished[party]:
             return False
@@ -51,9 +49,9 @@ class Shares(Generic[K]):
 class WaitingQueues:
     """Waiting sequences, a queue for each owner and adapter (by number; the base model, -1, counts as one).
 
-    Among equal priorities the owner comes first that was served the fewest tokens, so that one client's backlog cannot
-    hold up another's few requests; of one owner's queues the one whose adapter was served the fewest, for
-    any owner; within a queue, and among those that were served alike, the oldest.
+    With equal priorities the owner with the fewest served tokens is first, so that one client's backlog cannot delay
+    another's few requests. Of an owner's queues the one of the adapter with the fewest served tokens (of all owners)
+    is first; within a queue, and at equal shares, the oldest sequence.
     """
 
     def __init__(self) -> None:
@@ -61,7 +59,7 @@ class WaitingQueues:
         self._owners: Shares[str] = Shares()
         self._adapters: Shares[int] = Shares()
         self._waiting: Counter[str] = Counter()
-        self._dead = 0
+        self._num_finished = 0  # finished sequences that are still in a queue
         self._count = 0
 
     def __len__(self) -> int:
@@ -73,58 +71,58 @@ class WaitingQueues:
         return len(self._owners)
 
     def held(self, owner: str) -> int:
-        """Waiting sequences of one owner."""
+        """Return the number of waiting sequences of one owner."""
         return self._waiting[owner]
 
     def held_by(self, prefix: str) -> int:
-        """Waiting sequences of the owners whose names begin so."""
+        """Return the number of waiting sequences of all owners with this prefix."""
         return sum(count for owner, count in self._waiting.items() if owner.startswith(prefix))
 
     def enter(self, sequence: Sequence, queued: bool = True) -> None:
-        """A new sequence: it waits (`queued`), and counts as unfinished until `leave`."""
-        self._owners.enter(sequence.owner)
-        self._adapters.enter(sequence.number)
+        """Add a new sequence, to its queue if `queued`. It counts as unfinished until `leave`."""
+        self._owners.add(sequence.owner)
+        self._adapters.add(sequence.number)
         if queued:
             self.push(sequence)
 
     def leave(self, sequence: Sequence, waiting: bool) -> bool:
-        """A sequence is finished (`waiting`: before it was admitted); returns whether it was its adapter's last."""
+        """Remove a finished sequence, which was `waiting` or not; return whether it was its adapter's last."""
         if waiting:
-            self._gone(sequence.owner)
-            self._dead += 1
-            if self._dead > 64 + self._count:
-                self._bury()
-        self._owners.leave(sequence.owner)
-        return self._adapters.leave(sequence.number)
+            self._uncount(sequence.owner)
+            self._num_finished += 1
+            if self._num_finished > 64 + self._count:
+                self._purge()
+        self._owners.remove(sequence.owner)
+        return self._adapters.remove(sequence.number)
 
     def push(self, sequence: Sequence) -> None:
-        """Wait (again): a preempted sequence comes before those that arrived later."""
+        """Queue a sequence; a preempted one comes before those that arrived later."""
         queue = self._queues.setdefault(sequence.number, {}).setdefault(sequence.owner, [])
         heappush(queue, (*sequence.order, sequence))
         self._waiting[sequence.owner] += 1
         self._count += 1
 
     def pop(self, key: Key) -> Sequence:
-        """Take the first sequence of a queue out."""
+        """Remove and return the first sequence of a queue."""
         owner, number = key
         sequence = heappop(self._queues[number][owner])[-1]
-        self._gone(owner)
+        self._uncount(owner)
         return sequence
 
-    def _gone(self, owner: str) -> None:
+    def _uncount(self, owner: str) -> None:
         self._count -= 1
         self._waiting[owner] -= 1
         if not self._waiting[owner]:
             del self._waiting[owner]
 
     def head(self, key: Key) -> Sequence | None:
-        """The first sequence of a queue."""
+        """Return the first sequence of a queue."""
         owner, number = key
         queues = self._queues.get(number, {})
         queue = queues.get(owner)
         while queue and queue[0][-1].finished:
             heappop(queue)
-            self._dead -= 1
+            self._num_finished -= 1
         if queue:
             return queue[0][-1]
         if queues.pop(owner, None) is not None and not queues:
@@ -132,14 +130,14 @@ class WaitingQueues:
         return None
 
     def heads(self) -> Iterator[Sequence]:
-        """The first sequence of each queue."""
+        """Yield the first sequence of each queue."""
         for key in [(owner, number) for number, queues in self._queues.items() for owner in queues]:
             sequence = self.head(key)
             if sequence is not None:
                 yield sequence
 
     def turn(self, key: Key) -> Turn | None:
-        """When it is the queue's turn; None if nobody waits in it."""
+        """Return a queue's sort key; None if it is empty."""
         sequence = self.head(key)
         return None if sequence is None else self._turn(sequence)
 
@@ -149,37 +147,37 @@ class WaitingQueues:
         return (sequence.priority, *served, sequence.arrival, (owner, number))
 
     def turns(self) -> list[Turn]:
-        """All queues' turns, as a heap."""
+        """Return the sort keys of all queues, as a heap."""
         turns = [self._turn(sequence) for sequence in self.heads()]
         heapify(turns)
         return turns
 
     def first(self) -> Sequence | None:
-        """The sequence whose turn it is."""
+        """Return the sequence to admit next."""
         return min(self.heads(), key=self._turn, default=None)
 
     def charge(self, sequence: Sequence, tokens: int) -> None:
-        """So many tokens of an unfinished sequence were served."""
+        """Add served tokens to the shares of an unfinished sequence's owner and adapter."""
         self._owners.served[sequence.owner] += tokens
         self._adapters.served[sequence.number] += tokens
 
     def of(self, number: int) -> list[Sequence]:
-        """All that wait for an adapter, in order."""
+        """Return all sequences that wait for an adapter, in order."""
         waiting = [entry[-1] for queue in self._queues.get(number, {}).values() for entry in queue]
         return sorted((sequence for sequence in waiting if not sequence.finished), key=lambda sequence: sequence.order)
 
     def active(self, number: int) -> bool:
-        """Whether the adapter has an unfinished sequence."""
+        """Return whether the adapter has an unfinished sequence."""
         return number in self._adapters
 
-    def _bury(self) -> None:
+    def _purge(self) -> None:
+        """Remove finished sequences from all queues."""
         for number, queues in list(self._queues.items()):
             for owner, queue in list(queues.items()):
-                alive = [entry for entry in queue if not entry[-1].finished]
-                heapify(alive)
-                queues[owner] = alive
-                if not alive:
+                queues[owner] = [entry for entry in queue if not entry[-1].finished]
+                heapify(queues[owner])
+                if not queues[owner]:
                     del queues[owner]
             if not queues:
                 del self._queues[number]
-        self._dead = 0
+        self._num_finished = 0

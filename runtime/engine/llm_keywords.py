@@ -1,14 +1,13 @@
-"""The keywords of `LLM` as type checkers and editors see them.
+"""The keywords of `LLM` for type checkers and editors.
 
-EngineOptions and CompileOptions declare them, with their meaning and defaults; a test holds both to the same names and
-types.
+EngineOptions and CompileOptions declare them with documentation and defaults; a test compares names and types.
 """
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypedDict
 
-from ...compiler.options import KvDtype, LoraDtype, LoraLowering, Precision, WholeLayer
+from ...compiler.options import KvDtype, LoraDtype, Precision, WholeLayer
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +19,7 @@ Layers = bool | Collection[int]
 
 
 class LLMKeywords(TypedDict, total=False):
-    """The options of `LLM`, and `enable_lora` as vLLM has it."""
+    """The options of `LLM`, and vLLM's `enable_lora`."""
 
     precision: Precision | None
     kv_dtype: KvDtype
@@ -35,9 +34,7 @@ class LLMKeywords(TypedDict, total=False):
     finer_logits: bool
     finer_residual: bool
     disable_passes: Sequence[str]
-    lora_lowering: LoraLowering
     lora_dtype: LoraDtype
-    lora_input: LoraDtype
     lora_sm_share: float | None
     whole_layer: WholeLayer
     tensor_parallel_size: int

@@ -1,21 +1,19 @@
-"""Per-row tables of the running sequences, so that a step's arrays are gathered by numpy and not by a Python loop, and
-the step plan that is gathered from them.
-"""
+"""Builds step plans: tables with a row for each running sequence, from which numpy gathers a step's arrays."""
 
 import numpy as np
 
 from ...ops.core.kv_layout import PAGE_SIZE
-from .answer_history import AnswerRings
+from .answer_history import AnswerHistory
 from .logit_edits import LogitEdits
-from .prompt_scores import rows_to_score
+from .prompt_logprobs import rows_to_score
 from .sequence import Sequence
 from .step_plan import Int32, Int64, SamplingPlan, StepPlan
 
-Work = list[tuple[Sequence, int]]  # a sequence, and how many of its tokens the step computes
+Work = list[tuple[Sequence, int]]  # a sequence and the number of its tokens that the step computes
 
 
 class SequenceFault(Exception):
-    """Something about one sequence could not be put into a plan."""
+    """One sequence could not be put into a plan."""
 
     def __init__(self, sequence: Sequence) -> None:
         super().__init__(f"request {sequence.request_id!r}")
@@ -23,9 +21,9 @@ class SequenceFault(Exception):
 
 
 class RowTable:
-    """A row for each sequence that runs: its pages, adapter slot and sampling numbers.
+    """Tables with a row for each running sequence: its pages, adapter slot, ring and sampling parameters.
 
-    `claim` gives a sequence a row, `release` takes it back; a row's content is meaningless while nobody holds it.
+    Rows are assigned by `claim` and freed by `release`; the content of a free row is undefined.
     """
 
     def __init__(self, num_rows: int, pages_per_sequence: int) -> None:
@@ -45,13 +43,11 @@ class RowTable:
 
     @property
     def num_free(self) -> int:
-        """Rows that nobody holds."""
+        """Free rows."""
         return len(self._free)
 
     def claim(self, sequence: Sequence, slot: int, ring: int = -1) -> None:
-        """Give `sequence` a row and fill it; its pages are entered by `set_pages`. `ring`: of its adapter's former
-        answers.
-        """
+        """Assign a row to `sequence` and fill it in, except the pages (`set_pages`)."""
         row, params = self._free.pop(), sequence.params
         sequence.row = row
         self.adapter_slot[row], self.ring[row] = slot, ring
@@ -66,23 +62,25 @@ class RowTable:
         self.penalties[row] = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
 
     def set_pages(self, sequence: Sequence, first: int) -> None:
-        """Enter `sequence.pages[first:]`."""
+        """Fill in `sequence.pages[first:]`."""
         self.pages[sequence.row, first : len(sequence.pages)] = sequence.pages[first:]
 
     def release(self, sequence: Sequence) -> None:
-        """Take the sequence's row back."""
+        """Free the sequence's row."""
         self._free.append(sequence.row)
         sequence.row = -1
 
     def slots(self, rows: Int32, positions: Int32) -> Int32:
-        """KV slot of the token at `positions[i]` of row `rows[i]`."""
+        """Return the KV slots of the tokens at `positions` of `rows`."""
         return self.pages[rows, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
 
     def edits(self, rows: Int32, sequences: list[Sequence], sampled: Int32, first: Int32, steps: Int64) -> LogitEdits:
-        """What changes about the logits of a plan's B sequences, which have these `rows`; `sampled`: the indices (into
-        them) that get a token, `first` and `steps`: of each its row of the logits and its tokens so far.
+        """Return the logit edits of a plan's B sequences. Raises SequenceFault.
 
-        Raises SequenceFault.
+        rows     of the sequences in these tables
+        sampled  indices of the sequences that get a token
+        first    each sequence's row of the logits
+        steps    each sequence's output tokens so far
         """
         edits = LogitEdits()
         for index in sampled[self.edited[rows[sampled]]].tolist():
@@ -95,7 +93,7 @@ class RowTable:
     def sampling(
         self, rows: Int32, sampled: Int32, steps: Int64, edits: LogitEdits, num_prompt_logprobs: int
     ) -> SamplingPlan:
-        """The sampling part of a plan: `rows` and `steps` of its rows of logits, of which those `sampled` count."""
+        """Return the sampling part of a plan; `rows`, `steps`: of its rows of logits, where `sampled` ones count."""
         chosen = rows[sampled]
         presence, frequency, repetition = self.penalties[rows].T
         return SamplingPlan(
@@ -116,13 +114,13 @@ class RowTable:
 
 
 def build_plan(
-    step: int, work: Work, rows: RowTable, slot_loads: list[tuple[int, int]], rings: AnswerRings | None = None
+    step: int, work: Work, rows: RowTable, slot_loads: list[tuple[int, int]], answers: AnswerHistory | None = None
 ) -> StepPlan:
-    """The plan of `work`, which counts as computed from now on; sequences whose last token it computes get a token in
-    flight. More tokens than a sequence has are drafts. `rings`: the device keeps the sequences' tokens, and former
-    answers here; None: it does not.
+    """Return the plan of `work`, and count its tokens as computed or in flight. Tokens beyond a sequence's are drafts.
 
-    Raises SequenceFault, and then has changed nothing.
+    `answers`: the device keeps the sequences' tokens; None: it does not.
+
+    Raises SequenceFault before anything has changed.
     """
     sequences = [sequence for sequence, _ in work]
     count = len(work)
@@ -138,12 +136,12 @@ def build_plan(
     steps = [0] * count
     drafts = [0] * count
     next_tokens = [-1] * count
-    for index, (sequence, tokens) in enumerate(work):  # runs for every sequence of every step
+    for index, (sequence, tokens) in enumerate(work):  # hot loop: all sequences of all steps
         ids, begin = sequence.tokens, sequence.computed
         end, known = begin + tokens, len(ids)
-        if sequence.followed:  # all of them are on the device
+        if sequence.on_device:
             input_ids += [0] * tokens
-        elif end > known:  # the last token is still on the device
+        elif end > known:  # the last token's id is still on the device
             input_ids += ids[begin:]
             feed_positions.append(len(input_ids))
             feed_rows.append(sequence.sampled_at[1])
@@ -152,11 +150,11 @@ def build_plan(
             input_ids.append(ids[begin])
         else:
             input_ids += ids[begin:end]
-        left = end - known - sequence.in_flight
-        if left >= 0:
-            steps[index] = end - left - sequence.prompt_length
+        surplus = end - known - sequence.in_flight
+        if surplus >= 0:
+            steps[index] = end - surplus - sequence.prompt_length
             sampled.append(index)
-            drafts[index] = left
+            drafts[index] = surplus
         elif end < known:
             next_tokens[index] = ids[end]
     decode = len(input_ids) == count
@@ -165,22 +163,24 @@ def build_plan(
         starts if decode else ((starts - query_start[:-1])[of_token] + np.arange(len(input_ids))).astype(np.int32)
     )
     sample_rows = np.array(sampled, np.int32)
-    scores = rows_to_score(work, query_start)
+    scored = rows_to_score(work, query_start)
     last_rows = query_start[1:] - 1
     longest = max(len(sequence.pages) for sequence in sequences)
     token_rows = row_of if decode else row_of[of_token]
     output_tokens = np.array(steps, np.int64)
-    followed = (
-        {} if rings is None else _followed(work, sample_rows, drafts, next_tokens) | rings.of_plan(rows.ring[row_of])
+    device_fields = (
+        {}
+        if answers is None
+        else _device_fields(work, sample_rows, drafts, next_tokens) | answers.plan_fields(rows.ring[row_of])
     )
     if any(drafts):  # every token's row is sampled
         logits_indices = np.arange(len(input_ids), dtype=np.int32)
         logits_rows, sampled_logits, first = token_rows, logits_indices, query_start[:-1]
     else:
-        logits_indices = np.concatenate((last_rows, np.array(scores.extra, np.int32))) if scores.extra else last_rows
+        logits_indices = np.concatenate((last_rows, np.array(scored.extra, np.int32))) if scored.extra else last_rows
         logits_rows, sampled_logits, first = row_of, sample_rows, np.arange(count, dtype=np.int32)
     edits = rows.edits(row_of, sequences, sample_rows, first, output_tokens)
-    noise_steps = 1 - rows.prompt_length[logits_rows] if followed else output_tokens
+    noise_steps = 1 - rows.prompt_length[logits_rows] if device_fields else output_tokens
     plan = StepPlan(
         step=step,
         decode=decode,
@@ -192,51 +192,51 @@ def build_plan(
         context_lens=starts + counts + np.array([sequence.drafted for sequence in sequences], np.int32),
         query_start=query_start,
         logits_indices=logits_indices,
-        scored_rows=np.array(scores.rows, np.int32),
-        scored_tokens=np.array(scores.tokens, np.int32),
+        scored_rows=np.array(scored.rows, np.int32),
+        scored_tokens=np.array(scored.tokens, np.int32),
         sample_rows=sample_rows,
         feed_positions=np.array(feed_positions, np.int32),
         feed_rows=np.array(feed_rows, np.int32),
         slot_loads=np.asarray(slot_loads, np.int32).reshape(-1, 2),
         masked_rows=np.array([index for index in sampled if sequences[index].matcher is not None], np.int32),
-        sampling=rows.sampling(logits_rows, sampled_logits, noise_steps, edits, scores.most),
-        **followed,
+        sampling=rows.sampling(logits_rows, sampled_logits, noise_steps, edits, scored.num_logprobs),
+        **device_fields,
     )
-    if rings is not None:
-        rings.told()
+    if answers is not None:
+        answers.mark_planned()
     for index, (sequence, tokens) in enumerate(work):
         sequence.computed += tokens - drafts[index]
     for index in sampled:
         sequence = sequences[index]
         sequence.in_flight += 1
         sequence.drafted += drafts[index]
-        sequence.followed = bool(followed)
+        sequence.on_device = bool(device_fields)
         sequence.sampled_at = (step, index)
     return plan
 
 
-def _followed(work: Work, sampled: Int32, drafts: list[int], next_tokens: list[int]) -> dict[str, Int32]:
-    """What a plan says about the device's histories. One begins with the first token that a sequence samples since it
-    runs; all tokens before are known then.
+def _device_fields(work: Work, sampled: Int32, drafts: list[int], next_tokens: list[int]) -> dict[str, Int32]:
+    """Return the plan's fields about tokens that the device keeps. It gets a sequence's tokens with the first token
+    that is sampled since the sequence runs; all tokens before are known then.
     """
     follow_rows, counts = [-1] * len(work), [-1] * len(work)
-    told: list[Sequence] = []
+    started: list[Sequence] = []
     for index in sampled.tolist():
         sequence, _ = work[index]
         follow_rows[index] = sequence.row
-        if sequence.followed:
+        if sequence.on_device:
             counts[index] = drafts[index]
         else:
-            told.append(sequence)
+            started.append(sequence)
     found = {
         "follow_rows": np.array(follow_rows, np.int32),
         "next_tokens": np.array(next_tokens, np.int32),
         "drafts": np.array(counts, np.int32),
     }
-    if not told:
+    if not started:
         return found
     return found | {
-        "told_rows": np.array([sequence.row for sequence in told], np.int32),
-        "told_lengths": np.array([len(sequence.tokens) for sequence in told], np.int32),
-        "told_tokens": np.array([token for sequence in told for token in sequence.tokens], np.int32),
+        "start_rows": np.array([sequence.row for sequence in started], np.int32),
+        "start_lengths": np.array([len(sequence.tokens) for sequence in started], np.int32),
+        "start_tokens": np.array([token for sequence in started for token in sequence.tokens], np.int32),
     }

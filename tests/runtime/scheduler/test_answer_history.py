@@ -5,7 +5,7 @@ import random
 import pytest
 from sidestream.ops.spec_decode.draft_ngram import LONGEST
 from sidestream.runtime.api.request import Request
-from sidestream.runtime.scheduler.answer_history import PROMPT_END, AnswerRings
+from sidestream.runtime.scheduler.answer_history import PROMPT_END, AnswerHistory
 from sidestream.runtime.scheduler.sequence import Sequence
 from sidestream.runtime.scheduler.step_plan import RINGS
 from support.engines import ask, greedy, make_engine, prompt, run, tokens
@@ -17,8 +17,8 @@ def sequence(number: int, prompt_length: int = 10, answer: int = 5, row: int = 0
     return Sequence(0, "r", 0, ids, prompt_length, 500, params, 0, frozenset(), frozenset(), number=number, row=row)
 
 
-def rings(tokens: int = 100) -> AnswerRings:
-    return AnswerRings(tokens, lambda number: "" if number < 0 else f"content {number % 1000}")
+def rings(tokens: int = 100) -> AnswerHistory:
+    return AnswerHistory(tokens, lambda number: "" if number < 0 else f"content {number % 1000}")
 
 
 def test_an_answer_is_kept_with_the_end_of_its_prompt() -> None:
@@ -27,7 +27,7 @@ def test_an_answer_is_kept_with_the_end_of_its_prompt() -> None:
     for answer, prompt_length, first, place, filled in ((5, 10, 2, 0, 14), (7, 3, 0, 14, 25), (300, 20, 221, 0, 100)):
         if answer == 300:
             kept.ends[ring] = 0
-            kept.told()
+            kept.mark_planned()
         kept.keep(sequence(3, prompt_length, answer, row=4), ring)
         assert kept.kept[-1].tolist() == [4, first, prompt_length + answer, ring, place]
         assert kept.filled[ring] == filled
@@ -51,7 +51,7 @@ def test_a_plan_writes_no_place_twice_and_what_counts_was_written() -> None:
             ]
             assert len(dict(places)) == len(places)
             written |= dict(places)
-            kept.told()
+            kept.mark_planned()
             counted = [
                 written[(int(kept.ends[ring]) - step) % kept.tokens] for step in range(1, 1 + int(kept.filled[ring]))
             ]
@@ -82,13 +82,13 @@ def test_who_says_off_reads_nothing_and_leaves_nothing() -> None:
 def test_removed_content_begins_again() -> None:
     kept = rings()
     ring = kept.acquire(sequence(3))
-    for end in (lambda: kept.empty(3), lambda: kept.empty(3, for_ever=True), kept.empty_all):
+    for end in (lambda: kept.clear(3), lambda: kept.clear(3, forget=True), kept.clear_all):
         kept.keep(sequence(3), ring)
         assert kept.filled[ring] and len(kept.kept)
         end()
         assert not kept.filled[ring] and not len(kept.kept)
         assert kept.acquire(sequence(3)) == ring
-    kept.empty(77)
+    kept.clear(77)
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
@@ -116,9 +116,9 @@ def test_answers_of_the_same_content_are_looked_at(ahead: int) -> None:
     engine.scheduler.forget_adapter(0)
     assert not looked_up("removed", "adapter1")
     engine.add(Request("off", None, prompt(9), greedy(20, speculation="off"), "adapter2"))
-    before = engine.scheduler.states.rings.filled.copy()
+    before = engine.scheduler.states.answers.filled.copy()
     run(engine)
-    assert (engine.scheduler.states.rings.filled == before).all()
+    assert (engine.scheduler.states.answers.filled == before).all()
     assert looked_up("other again", "adapter2")
 
 

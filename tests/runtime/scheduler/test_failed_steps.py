@@ -165,12 +165,12 @@ def test_requests_move_to_another_engine_and_suspects_run_alone(seed):
     suspects = {request.request_id for request, _ in moved if source.random() < 0.5}
     for request, stream in moved:
         later.add(request, stream, request.request_id in suspects)
-    assert later.scheduler.choice.suspects.request_ids == suspects
+    assert later.scheduler.batch_builder.suspects.request_ids == suspects
     plans, submit = [], later.runner.submit
 
     def watched(plan):
         ids = {sequence.request_id for sequence in later.scheduler.issued(plan.step)}
-        plans.append((later.scheduler.choice.suspects.request_ids | ids & suspects, ids))
+        plans.append((later.scheduler.batch_builder.suspects.request_ids | ids & suspects, ids))
         return submit(plan)
 
     later.runner.submit = watched

@@ -2,9 +2,16 @@
 
 import pytest
 from sidestream.runtime.api.request import Request
-from sidestream.runtime.scheduler.drafting import MARGIN, PAUSE, Drafting, by_table, expected, fastest
-from sidestream.runtime.scheduler.speculation import Speculation
-from sidestream.runtime.scheduler.step_times import StepTimes
+from sidestream.runtime.scheduler.speculation import (
+    MIN_SPEEDUP,
+    RETRY_AFTER,
+    DraftPlanner,
+    Speculation,
+    StepTimes,
+    drafts_without_times,
+    expected_accepted,
+    fastest_drafts,
+)
 from support.engines import VOCABULARY, ask, greedy, make_engine, prompt, run, tokens
 from support.fake_runner import continuation
 
@@ -23,15 +30,15 @@ def with_acceptance(rate: float, steps: int = 200) -> Speculation:
     speculation, held = Speculation(7, adaptive=True), 0.0
     for _ in range(steps):
         held += rate
-        speculation.note(1, int(held))
+        speculation.add(1, int(held))
         held -= int(held)
     return speculation
 
 
 def test_what_is_expected_of_a_chain():
-    assert [expected(0.0, drafts) for drafts in (0, 1, 7)] == [0, 0, 0]
-    assert [expected(1.0, drafts) for drafts in (0, 1, 7)] == [0, 1, 7]
-    assert expected(0.5, 3) == pytest.approx(0.5 + 0.25 + 0.125)
+    assert [expected_accepted(0.0, drafts) for drafts in (0, 1, 7)] == [0, 0, 0]
+    assert [expected_accepted(1.0, drafts) for drafts in (0, 1, 7)] == [0, 1, 7]
+    assert expected_accepted(0.5, 3) == pytest.approx(0.5 + 0.25 + 0.125)
 
 
 @pytest.mark.parametrize(
@@ -47,12 +54,12 @@ def test_what_is_expected_of_a_chain():
         (STEEP, 0.3, 0),
         ({0: 1.0}, 1.0, 0),
         ({0: 1.0, 1: 1.9}, 1.0, 1),
-        ({0: 1.0, 1: 2 / MARGIN + 0.001}, 1.0, 0),
+        ({0: 1.0, 1: 2 / MIN_SPEEDUP + 0.001}, 1.0, 0),
     ],
 )
 @pytest.mark.parametrize("sequences", [1, 24])
 def test_the_drafts_that_make_the_most_tokens_per_second(seconds, acceptance, drafts, sequences):
-    assert fastest(seconds, sequences, [(acceptance, 7)] * sequences) == drafts
+    assert fastest_drafts(seconds, sequences, [(acceptance, 7)] * sequences) == drafts
 
 
 def test_the_choice_is_the_best_of_all():
@@ -62,65 +69,69 @@ def test_the_choice_is_the_best_of_all():
         for tenths in range(11):
             adaptive = [(tenths / 10, 7), (tenths / 20, 3), (0.1, 7)]
             speed = {
-                drafts: (5 + sum(expected(chance, min(drafts, room)) for chance, room in adaptive)) / seconds[drafts]
+                drafts: (5 + sum(expected_accepted(chance, min(drafts, room)) for chance, room in adaptive))
+                / seconds[drafts]
                 for drafts in seconds
             }
             best = max(speed, key=lambda drafts: (speed[drafts], -drafts))
-            wanted = best if speed[best] > MARGIN * speed[0] else 0
-            assert fastest(seconds, 5, adaptive) == wanted
+            wanted = best if speed[best] > MIN_SPEEDUP * speed[0] else 0
+            assert fastest_drafts(seconds, 5, adaptive) == wanted
 
 
 def test_one_that_accepts_much_does_not_make_a_whole_batch_pay():
     alone, others = (0.97, 7), [(0.02, 7)] * 31
     seconds = {0: 1.0, 1: 1.05, 3: 1.2, 7: 1.5}
-    assert fastest(seconds, 1, [alone]) == 7
-    assert fastest(seconds, 32, [alone, *others]) == 0
-    assert fastest(seconds, 32, [alone]) == 0, "nor where the others have no drafts at all"
-    assert fastest(FLAT, 32, [alone, *others]) == 7, "where it costs less than it brings, it may"
-    assert by_table(1, [alone], 7) == 7 and by_table(32, [alone, *others], 7) == 0
+    assert fastest_drafts(seconds, 1, [alone]) == 7
+    assert fastest_drafts(seconds, 32, [alone, *others]) == 0
+    assert fastest_drafts(seconds, 32, [alone]) == 0, "nor where the others have no drafts at all"
+    assert fastest_drafts(FLAT, 32, [alone, *others]) == 7, "where it costs less than it brings, it may"
+    assert drafts_without_times(1, [alone], 7) == 7 and drafts_without_times(32, [alone, *others], 7) == 0
 
 
 def test_rows_that_another_sequence_has_asked_for_are_no_price():
-    assert fastest(STEEP, 2.0, [(0.3, 7)]) == 0
-    assert fastest(STEEP, 2.0, [(0.3, 7)], asked=2) == 3
-    assert fastest(STEEP, 2.0, [(0.3, 7)], asked=7) == 7
+    assert fastest_drafts(STEEP, 2.0, [(0.3, 7)]) == 0
+    assert fastest_drafts(STEEP, 2.0, [(0.3, 7)], fixed=2) == 3
+    assert fastest_drafts(STEEP, 2.0, [(0.3, 7)], fixed=7) == 7
 
 
 def test_without_times_a_table_decides():
-    chosen = {rate: by_table(1, [(rate, 7)], 7) for rate in (0.0, 0.2, 0.3, 0.5, 0.7, 0.8, 1.0)}
+    chosen = {rate: drafts_without_times(1, [(rate, 7)], 7) for rate in (0.0, 0.2, 0.3, 0.5, 0.7, 0.8, 1.0)}
     assert chosen == {0.0: 0, 0.2: 0, 0.3: 1, 0.5: 3, 0.7: 3, 0.8: 7, 1.0: 7}
-    assert by_table(1, [(1.0, 7)], 3) == 3 and by_table(2, [(0.4, 7)], 7) == 0
+    assert drafts_without_times(1, [(1.0, 7)], 3) == 3 and drafts_without_times(2, [(0.4, 7)], 7) == 0
 
 
 def test_times_are_those_of_the_program_that_a_batch_runs_in():
     known = StepTimes([(8, 1, 3.0), (1, 1, 2.0), (1, 2, 2.5), (8, 2, 3.5), (1, 8, 2.75)])
-    assert known.of(1) == {0: 2.0, 1: 2.5, 7: 2.75}
-    assert known.of(2) == known.of(8) == {0: 3.0, 1: 3.5}
-    assert known.of(9) == {} == StepTimes([(1, 2, 2.5)]).of(1)
+    assert known.expected(1) == {0: 2.0, 1: 2.5, 7: 2.75}
+    assert known.expected(2) == known.expected(8) == {0: 3.0, 1: 3.5}
+    assert known.expected(9) == {} == StepTimes([(1, 2, 2.5)]).expected(1)
 
 
 def test_acceptance_is_that_of_the_drafts_that_were_tried():
     assert with_acceptance(0.75).acceptance == pytest.approx(0.75, abs=0.12)
     chain = Speculation(7, adaptive=True)
     for _ in range(100):
-        chain.note(7, 3)  # three of the four that were tried
-    assert chain.acceptance == pytest.approx(0.75, abs=0.01) and (chain.drafted, chain.accepted) == (700, 300)
+        chain.add(7, 3)  # three of the four that were tried
+    assert chain.acceptance == pytest.approx(0.75, abs=0.01) and (chain.counts.drafted, chain.counts.accepted) == (
+        700,
+        300,
+    )
 
 
 @pytest.mark.parametrize("measured", [(), times(none=1.0, one=1.1, three=1.3, seven=1.8)])
 def test_few_accepted_drafts_end_it_until_it_is_tried_again(measured):
-    speculation, drafting = Speculation(7, adaptive=True), Drafting(measured)
+    speculation, planner = Speculation(7, adaptive=True), DraftPlanner(measured)
 
     def step(right: bool) -> int:
-        drafts = drafting.choose([(speculation, 7)], 7)
+        drafts = planner.choose([(speculation, 7)], 7)
         if drafts:
-            speculation.note(drafts, drafts if right else 0)
+            speculation.add(drafts, drafts if right else 0)
         return drafts
 
-    counts = [step(right=False) for _ in range(40 + 4 * PAUSE)]
+    counts = [step(right=False) for _ in range(40 + 4 * RETRY_AFTER)]
     assert counts[0] > 1 and counts[30:40] == [0] * 10
     assert 1 <= sum(count > 0 for count in counts[40:]) <= 8 and max(counts[40:]) == 1
-    later = [step(right=True) for _ in range(PAUSE + 10)]
+    later = [step(right=True) for _ in range(RETRY_AFTER + 10)]
     assert later[-1] == 7, "what it finds out by trying counts"
 
 

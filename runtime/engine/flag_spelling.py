@@ -1,7 +1,5 @@
-"""Options in error messages, as each interface spells them.
-
-Errors name options as Python's keywords (`max_lora_rank=64`). Where a message leaves for another interface it is
-translated: the command line and servers, which are started from it, spell `--max-lora-rank 64`.
+"""Spelling of options in error messages: Python keywords (`max_lora_rank=64`) become flags (`--max-lora-rank 64`) for
+the command line and for servers.
 """
 
 import re
@@ -18,8 +16,6 @@ PYTHON_ONLY = (
     "lm_head",
     "finer_logits",
     "finer_residual",
-    "lora_lowering",
-    "lora_input",
     "lora_sm_share",
     "whole_layer",
     "dtype",
@@ -28,16 +24,16 @@ PYTHON_ONLY = (
     "enable_sleep_mode",
     "show_progress",
 )
-"""Keywords of `LLM` that no flag stands for; of `enable_prefix_caching` only one value has one."""
+"""Keywords of `LLM` without a flag; of `enable_prefix_caching` only one value has a flag."""
 _ADAPTER = re.compile(r"adapters=\{'([^'{}]*)': '([^'{}]*)'\}")
 _ADAPTERS = re.compile(r"(?:give it to )?LLM\(adapters=[^()]*\)(?: or (?:call )?add_adapter(?: first)?)?")
 
 
 def with_flags(text: str, options: Collection[str]) -> str:
-    """Return a message with the flags of a command in place of Python's keywords.
+    """Return a message with a command's flags in place of Python keywords.
 
-    `options`: the command's options under Python's names. `name=value` becomes `--name value`; a name alone does where
-    it is no ordinary word, that is, where it has an underscore.
+    `options`: Python names of the command's options. `name=value` becomes `--name value`; a name without a value is
+    replaced if it has an underscore, because others may be ordinary words.
     """
     text = _ADAPTER.sub(r"--lora-modules \1=\2", text)
     text = _ADAPTERS.sub("name it with --lora-modules NAME=DIR", text)
@@ -47,16 +43,15 @@ def with_flags(text: str, options: Collection[str]) -> str:
 
 
 def with_server_flags(text: str) -> str:
-    """Return a message of a server to its clients with flags of `sidestream serve` in place of Python's keywords.
-
-    Names that are also fields of requests stay, as they are spelled alike everywhere.
+    """Return a server's message with flags of `sidestream serve` in place of Python keywords, except for names that
+    are also fields of requests.
     """
     return with_flags(text, server_options())
 
 
 @cache
 def server_options() -> frozenset[str]:
-    """Return the options of `LLM` that are flags of `sidestream serve`, and no words that requests use as well."""
+    """Return the options of `LLM` that are flags of `sidestream serve` but not fields of requests."""
     return frozenset(name for name in keywords() if "_" in name and name not in (*PYTHON_ONLY, *_ALIASES))
 
 
