@@ -15,7 +15,7 @@ from sidestream.tools.dev.pages.internals import EXCERPTS, PAGE, main
 from support.excerpts import same_torch, shown
 
 ROOT = Path(__file__).parents[1]
-ELSEWHERE = {"changes"}  # tests/tools/bench/test_estimated_changes.py has made this table already
+ELSEWHERE = {"changes"}  # tests/tools/dev/bench/test_estimated_changes.py has made this table already
 
 
 @same_torch

@@ -24,7 +24,7 @@ class Document:
     """A text as token ids, read by an adapter (None: the base model); `group`: figures of its own instead of the
     adapter's.
 
-    kinds   what each token has to predict, for those who compare (`tools.quality.teacher_forced`); b"": all is text
+    kinds   kind of each next token, for `tools.eval.teacher_forced`; b"": all are text
     """
 
     tokens: Sequence[int]
