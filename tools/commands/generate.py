@@ -219,12 +219,11 @@ def show(output: Any, options: argparse.Namespace, prompt: str | list[int] | Non
     text = output.prompt if prompt is None else prompt if isinstance(prompt, str) else None
     token_ids = output.prompt_token_ids if prompt is None else prompt
     if options.json:
-        asked = {"prompt": text, "prompt_token_ids": token_ids}
+        asked: dict[str, Any] = {"prompt": text, "prompt_token_ids": token_ids}
         if prompt is not None:
             asked = {"prompt": text} if text is not None else {"prompt_token_ids": token_ids}
         fields = {"adapter": output.adapter, "text": answer.text, "token_ids": answer.token_ids}
-        shown = asked | fields | {"finish_reason": answer.finish_reason}
-        print(json.dumps(shown, ensure_ascii=False), flush=True)
+        print(json.dumps(asked | fields | {"finish_reason": answer.finish_reason}, ensure_ascii=False), flush=True)
         return
     shown = text if text is not None else ",".join(map(str, token_ids))
     answered = answer.text or ",".join(map(str, answer.token_ids))
