@@ -30,9 +30,10 @@ from ...compiler.options import OptionError
 from ...compiler.program.cache import source_hash
 from ...compiler.program.cache_folder import CacheFolder, cache_directory, write_fully
 from ...graphs.adapter import Adapter
-from ...graphs.adapter_file import read_fully, readers
+from ...graphs.adapter_file import readers
 from ...graphs.config import LlamaConfig
 from ...graphs.lora import LoraShape
+from ...graphs.safetensors_file import read_fully
 from .background import Background, Stopped
 
 VARIABLE = "SIDESTREAM_ADAPTER_CACHE_GB"

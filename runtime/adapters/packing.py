@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from ...compiler.graph.recipe import Recipe, materialize
+from ...compiler.graph.materialize import materialize
+from ...compiler.graph.recipe import Recipe
 
 ELEMENTS_AT_ONCE = 1 << 21  # 8 MiB in fp32: copies made on the way stay within the processor's caches
 PACKING_THREADS = 8

@@ -8,7 +8,8 @@ from itertools import pairwise
 
 import torch
 
-from ...compiler.cost.cost import Assumptions, estimate, total_seconds
+from ...compiler.cost.bytes_and_flops import Assumptions
+from ...compiler.cost.estimate import estimate, total_seconds
 from ...compiler.cost.hardware import Gpu
 from ...compiler.program.program import Bucket, Program
 

@@ -16,7 +16,7 @@ import torch
 
 from ...compiler.api import CompiledModel
 from ...compiler.program.program import Bucket
-from ...compiler.run.emit import BoundProgram
+from ...compiler.run.bound_program import BoundProgram
 from ...graphs.draft.config import EagleConfig
 from ...ops.core.kv_layout import PAGE_SIZE
 from ..api.checks import MAX_DRAFTS

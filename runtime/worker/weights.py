@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
-from ...compiler.graph.recipe import Recipe, materialize
+from ...compiler.graph.materialize import materialize
+from ...compiler.graph.recipe import Recipe
 from ...graphs.checkpoint import Checkpoint
 from ...graphs.config import LlamaConfig
 from ..quantization.rounded_weights import Rounding

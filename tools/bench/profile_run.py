@@ -18,9 +18,9 @@ def write_profile(llm: Any, generate: Callable[[int], Any], path: Path) -> int:
     """
     import torch
 
+    from ...compiler.inspect.chrome_trace import lane_trace
     from ...compiler.inspect.profile import exported
-    from ...compiler.inspect.profile_trace import lane_trace
-    from ...compiler.run.ranges import step_ranges
+    from ...compiler.run.profiler_ranges import step_ranges
 
     activities = [torch.profiler.ProfilerActivity.CPU]
     on_gpu = llm.device.type == "cuda"
@@ -44,8 +44,8 @@ def write_profile(llm: Any, generate: Callable[[int], Any], path: Path) -> int:
 
 def name_batcher(scheduler: Any, methods: tuple[str, ...] = ("schedule", "commit")) -> Callable[[], None]:
     """Puts the scheduler's work into ranges of its own; returns what takes them away again."""
-    from ...compiler.inspect.profile_trace import BATCHER
-    from ...compiler.run.ranges import named
+    from ...compiler.inspect.chrome_trace import BATCHER
+    from ...compiler.run.profiler_ranges import named
 
     def wrapped(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -219,7 +219,7 @@ def _bar(stage: str) -> None:
 
 def as_text(calibration: Any, precision: str) -> str:
     """The table by layer with what is chosen in the mode `precision`, and what each mode gets for all layers."""
-    from ...compiler.records import columns
+    from ...compiler.pass_records import columns
     from ...runtime.quantization.calibration import KV_DTYPES, TREATMENTS
 
     chosen, own = calibration.kv_dtype(precision), DEFAULT_KV_DTYPE[precision]

@@ -96,7 +96,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 def run(options: argparse.Namespace) -> int:
     """Compiles on the meta device and prints."""
     from ...compiler.api import compile_model
-    from ...compiler.cost.work import Assumptions
+    from ...compiler.cost.bytes_and_flops import Assumptions
     from ...compiler.inspect.explain import as_text, changes_as_text, compare_changes, explain
     from ...compiler.options import CompileOptions
     from ...graphs.llama import Llama

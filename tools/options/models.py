@@ -163,7 +163,7 @@ def lora_shape(options: argparse.Namespace, config: Any) -> Any:
     """
     from ...graphs.adapter import load_adapter
     from ...graphs.lora import RANK_MULTIPLE
-    from ...graphs.stack import lora_shape_for
+    from ...graphs.lora_stacks import lora_shape_for
 
     targets = target_modules(options.lora_target_modules)
     adapters = [
@@ -188,7 +188,7 @@ def load_model(options: argparse.Namespace, directory: Path, dtype: Any) -> Any:
     from ...graphs.adapter import load_adapter
     from ...graphs.checkpoint import Checkpoint, checkpoint_config, load_weights
     from ...graphs.llama import Llama
-    from ...graphs.stack import fill_slot, slot_tensors
+    from ...graphs.lora_stacks import fill_slot, slot_tensors
     from ...runtime.worker.threads import fit_threads
 
     fit_threads(torch.device("cpu"))

@@ -11,8 +11,9 @@ from typing import Any, Optional
 import torch
 from torch import fx
 
+from ...compiler.graph.materialize import materialize
 from ...compiler.graph.nodes import bind, insert_call, is_call, set_operands
-from ...compiler.graph.recipe import Recipe, materialize
+from ...compiler.graph.recipe import Recipe
 from ...compiler.passes.base import Context, PassReport
 from ...compiler.pipeline import PASSES, Pass, insert_pass
 from ...ops.attention.append_kv import append_kv

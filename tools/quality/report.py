@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from ...compiler.records import WIDTH, columns
+from ...compiler.pass_records import WIDTH, columns
 from .divergence import ALL, Divergence, Estimate
 from .evaluate import Round
 from .exact import Accuracy

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from textwrap import fill
 
-from ...compiler.records import WIDTH
+from ...compiler.pass_records import WIDTH
 from .arms import DEFAULT
 from .evaluate import Round
 from .report import Table

@@ -1,7 +1,8 @@
 """Weights are read file by file, each once, and nothing of a recipe is kept when the next one starts."""
 
 import torch
-from sidestream.compiler.graph.recipe import cat, item, param, quantize, quantize_weight, unsqueeze
+from sidestream.compiler.graph.materialize import quantize_weight
+from sidestream.compiler.graph.recipe import cat, item, param, quantize, unsqueeze
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.lora import LoraShape
 from sidestream.runtime.adapters.registry import AdapterRegistry

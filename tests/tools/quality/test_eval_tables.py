@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from sidestream.compiler.records import columns
+from sidestream.compiler.pass_records import columns
 from sidestream.tools.dev.pages.quality import DOCS
 from sidestream.tools.quality.evaluate import Round
 from sidestream.tools.quality.report import rounds_of, tables, verdicts

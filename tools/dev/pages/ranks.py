@@ -44,8 +44,8 @@ def _compiled(name: str, layers: int, world: int) -> Any:
 @cache
 def _some_layers(name: str, layers: int, world: int, requests: int) -> tuple[float, float, float]:
     """(seconds of a decode step, bytes of weights, bytes of a KV page) on one GPU."""
-    from ....compiler.cost.cost import estimate, total_seconds
-    from ....compiler.cost.work import Assumptions
+    from ....compiler.cost.bytes_and_flops import Assumptions
+    from ....compiler.cost.estimate import estimate, total_seconds
     from ....compiler.program.program import Bucket
     from ....runtime.worker.capacity import kv_specs, nbytes, specs_of
 

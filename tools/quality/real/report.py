@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from math import isnan
 from textwrap import fill
 
-from ....compiler.records import WIDTH
+from ....compiler.pass_records import WIDTH
 from ..arms import DEFAULT, REFERENCE
 from ..divergence import Divergence
 from ..report import Table
