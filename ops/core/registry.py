@@ -17,7 +17,7 @@ _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 class Traits:
     """What estimates and pictures have to know of an op.
 
-    kind     which kernels are about as fast: a key of the cost model's table (`compiler/cost/cost.py`)
+    kind     which kernels are about as fast: a key of the cost model's table (`compiler/cost/estimate.py`)
     family   what the op belongs to in pictures, where a family has a colour
     gathers  the argument of which a call reads only the rows that it asks for, as of an embedding; "" for none
     """

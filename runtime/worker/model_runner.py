@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from ...compiler.api import BIND_ERRORS, CompiledModel
-from ...compiler.program.collectives import check_same_order
 from ...compiler.program.program import Bucket, Program
-from ...compiler.run.ahead import KernelsAhead
-from ...compiler.run.compilations import Compilations
-from ...compiler.run.emit import BoundProgram
+from ...compiler.run.bound_program import BoundProgram
+from ...compiler.run.collectives import check_same_order
+from ...compiler.run.kernel_compilation import Compilations, KernelsAhead
 from ...ops.collectives.group import group_named, tensor_parallel_group
 from ..adapters.slot_loader import LoadReport, SlotLoader
 from ..scheduler.step_plan import StepDrafts, StepMasks, StepPlan, StepResult

@@ -149,8 +149,8 @@ def print_attention(repeats: int, gpu: "Gpu") -> list[dict[str, Any]]:
 
 def measure(layers: Layers, tokens: int, adapters: Sequence[int], repeats: int, gpu: "Gpu") -> list[Row]:
     """Time every step that each layer has once, over all layers, next to the time for its bytes on `gpu`."""
-    from ...compiler.cost.work import Assumptions, step_bytes
-    from ...compiler.run.emit import BoundProgram
+    from ...compiler.cost.bytes_and_flops import Assumptions, step_bytes
+    from ...compiler.run.bound_program import BoundProgram
 
     depth = DEPTHS[-1]
     program = layers.program(depth, tokens, Variant("serial", pdl=False))

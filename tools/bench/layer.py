@@ -62,7 +62,7 @@ class Layers:
 
     def program(self, depth: int, tokens: int, variant: Variant) -> Any:
         """Return the program of one variant."""
-        from ...compiler.build import build_program
+        from ...compiler.build_program import build_program
 
         chosen: dict[str, Any] = {"pdl": variant.pdl}
         if variant.lowering != "none":
@@ -131,7 +131,7 @@ def replay_us(bound: Any, repeats: int, inner: int = 10) -> float:
 
 def layer_us(programs: Mapping[int, Any], tensors: Mapping[int, Mapping[str, Any]], repeats: int) -> float:
     """Return microseconds of a layer from the programs of both depths."""
-    from ...compiler.run.emit import BoundProgram
+    from ...compiler.run.bound_program import BoundProgram
 
     few, many = (
         replay_us(BoundProgram(programs[depth], tensors[depth], "cuda").capture(), repeats) for depth in DEPTHS

@@ -15,9 +15,9 @@ def write_profile(llm: Any, generate: Callable[[int], Any], path: Path) -> int:
     """
     import torch
 
+    from ...compiler.inspect.chrome_trace import lane_trace
     from ...compiler.inspect.profile import exported
-    from ...compiler.inspect.profile_trace import lane_trace
-    from ...compiler.run.ranges import step_ranges
+    from ...compiler.run.profiler_ranges import step_ranges
 
     activities = [torch.profiler.ProfilerActivity.CPU]
     on_gpu = llm.device.type == "cuda"
@@ -41,8 +41,8 @@ def write_profile(llm: Any, generate: Callable[[int], Any], path: Path) -> int:
 
 def name_batcher(scheduler: Any, methods: tuple[str, ...] = ("schedule", "commit")) -> Callable[[], None]:
     """Put the scheduler's calls into named ranges, and return a function that undoes it."""
-    from ...compiler.inspect.profile_trace import BATCHER
-    from ...compiler.run.ranges import named
+    from ...compiler.inspect.chrome_trace import BATCHER
+    from ...compiler.run.profiler_ranges import named
 
     def wrapped(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:

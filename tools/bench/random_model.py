@@ -10,7 +10,7 @@ from ...graphs.config import LlamaConfig
 if TYPE_CHECKING:
     import torch
 
-    from ...compiler.cost.cost import Assumptions
+    from ...compiler.cost.bytes_and_flops import Assumptions
     from ...compiler.program.program import Program
 
 

@@ -205,7 +205,7 @@ def run_job(python: str, work: dict[str, Any], scratch: Path) -> list[dict[str, 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return a line for each load: both engines, and the speed of Sidestream relative to vLLM."""
-    from ...compiler.records import columns
+    from ...compiler.pass_records import columns
 
     cells: list[tuple[str, ...]] = [
         ("load", "C", "adapters", "vLLM ms/step", "Sidestream", "vLLM tok/s", "Sidestream", "times as fast")

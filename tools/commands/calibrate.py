@@ -228,7 +228,7 @@ def _bar(stage: str) -> None:
 
 def as_text(calibration: Any, precision: str) -> str:
     """Return the table by layer with the choices for the mode `precision`, and the choices of each mode."""
-    from ...compiler.records import columns
+    from ...compiler.pass_records import columns
     from ...runtime.quantization.calibration import KV_DTYPES, TREATMENTS
 
     chosen, own = calibration.kv_dtype(precision), DEFAULT_KV_DTYPE[precision]

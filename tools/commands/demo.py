@@ -21,7 +21,7 @@ from ..options.engine import (
 )
 
 if TYPE_CHECKING:
-    from ...compiler.records import PassRecord
+    from ...compiler.pass_records import PassRecord
 
 DESCRIPTION = """\
 Compile the demo model, answer one batch in which every prompt has another adapter (and one has none), and show what
@@ -137,7 +137,7 @@ def _short(path: Path) -> str:
 
 def pass_summary(records: "Sequence[PassRecord]") -> str:
     """Return one line per pass: its matches, and the number of kernels before and after."""
-    from ...compiler.records import columns
+    from ...compiler.pass_records import columns
 
     rows = [("pass", "matches", "kernels")]
     for record in records:

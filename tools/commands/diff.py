@@ -33,7 +33,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Read both dumps and print the differences."""
-    from ...compiler.inspect.difference import as_text, difference, read_dump
+    from ...compiler.inspect.compare_dumps import as_text, difference, read_dump
 
     found = difference(read_dump(options.first), read_dump(options.second))
     print(json.dumps(found) if options.json else as_text(found), end="\n" if options.json else "")

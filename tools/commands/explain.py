@@ -93,7 +93,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 def run(options: argparse.Namespace) -> int:
     """Compile on the meta device and print."""
     from ...compiler.api import compile_model
-    from ...compiler.cost.work import Assumptions
+    from ...compiler.cost.bytes_and_flops import Assumptions
     from ...compiler.inspect.explain import as_text, changes_as_text, compare_changes, explain
     from ...compiler.options import CompileOptions
     from ...graphs.llama import Llama

@@ -7,12 +7,13 @@ import torch
 from tqdm import tqdm
 
 from ...compiler.api import CompiledModel
-from ...compiler.cost.cost import Assumptions, Placed
-from ...compiler.cost.resources import Resources, program_resources
+from ...compiler.cost.bytes_and_flops import Assumptions
+from ...compiler.cost.estimate import Placed
+from ...compiler.cost.kernel_resources import Resources, program_resources
 from ...compiler.cost.timings import Timings
 from ...compiler.inspect.profile import capture_profile
 from ...compiler.program.program import Bucket
-from ...compiler.run.emit import BoundProgram
+from ...compiler.run.bound_program import BoundProgram
 from ..bench.random_model import random_tensors
 
 REPLAYS = 5

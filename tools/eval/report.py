@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from textwrap import fill
 
-from ...compiler.records import WIDTH, columns
+from ...compiler.pass_records import WIDTH, columns
 from .answers import Accuracy
 from .divergence import Divergence, Estimate
 from .evaluate import ArmResult, Evaluation

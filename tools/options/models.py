@@ -161,7 +161,7 @@ def lora_shape(options: argparse.Namespace, config: Any) -> Any:
     """Return room for the named adapters, or for --max-loras of --max-lora-rank; None without either."""
     from ...graphs.adapter import load_adapter
     from ...graphs.lora import RANK_MULTIPLE
-    from ...graphs.stack import lora_shape_for
+    from ...graphs.lora_stacks import lora_shape_for
 
     targets = target_modules(options.lora_target_modules)
     adapters = [
@@ -186,7 +186,7 @@ def load_model(options: argparse.Namespace, directory: Path, dtype: Any) -> Any:
     from ...graphs.adapter import load_adapter
     from ...graphs.checkpoint import Checkpoint, checkpoint_config, load_weights
     from ...graphs.llama import Llama
-    from ...graphs.stack import fill_slot, slot_tensors
+    from ...graphs.lora_stacks import fill_slot, slot_tensors
     from ...runtime.worker.cpu_threads import limit_cpu_threads
 
     limit_cpu_threads(torch.device("cpu"))

@@ -7,10 +7,10 @@ from itertools import chain
 import torch
 from torch import fx
 
-from ....compiler.build import build_program
+from ....compiler.build_program import build_program
 from ....compiler.graph.nodes import aten, bind, is_call
 from ....compiler.program.program import Bucket
-from ....compiler.run.emit import BoundProgram, OnStep
+from ....compiler.run.bound_program import BoundProgram, OnStep
 from ....ops.core.kv_layout import PAGE_SIZE
 from ..model_loader import Model
 

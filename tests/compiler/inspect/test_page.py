@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 from sidestream.compiler.api import CompiledModel, compile_model
-from sidestream.compiler.cost.resources import Resources
+from sidestream.compiler.cost.kernel_resources import Resources
 from sidestream.compiler.cost.timings import Timings, TimingsError
-from sidestream.compiler.inspect.page.data import page_data
-from sidestream.compiler.inspect.page.kernels import kernel_sources
-from sidestream.compiler.inspect.page.render import SCRIPTS, part, render
-from sidestream.compiler.inspect.svg import COLOURS
+from sidestream.compiler.inspect.page.index_html import SCRIPTS, page_data, part, render
+from sidestream.compiler.inspect.page.kernel_sources import kernel_sources
+from sidestream.compiler.inspect.schedule_svg import COLOURS
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.pipeline import PASSES
 from sidestream.graphs.lora import LoraShape

@@ -22,13 +22,14 @@ from typing import Any, get_args
 import torch
 
 from ....compiler.api import CompiledModel, compile_model
-from ....compiler.cost.cost import Assumptions, estimate, floor_seconds, step_costs, total_seconds
+from ....compiler.cost.bytes_and_flops import Assumptions
+from ....compiler.cost.estimate import estimate, floor_seconds, step_costs, total_seconds
 from ....compiler.cost.hardware import H200, Gpu, UnknownGpu, gpu_named, gpu_of
 from ....compiler.inspect.profile import advances, capture_profile
 from ....compiler.options import DEFAULT_LORA_DTYPE, CompileOptions, LoraDtype
+from ....compiler.pass_records import columns
 from ....compiler.program.program import Bucket, Program
-from ....compiler.records import columns
-from ....compiler.run.emit import BoundProgram
+from ....compiler.run.bound_program import BoundProgram
 from ....graphs.config import LlamaConfig
 from ....graphs.llama import Llama
 from ....graphs.lora import LoraShape
@@ -214,7 +215,7 @@ def whole_steps_text(found: Sequence[WholeStep], bench: dict[str, Any], context:
         "cached tokens a sequence.\n"
         "The estimate is of the program alone; the measurement also holds the choice of tokens, copies and the "
         "host's pauses between steps.\n"
-        "The constants were fitted to these rows together with the ablation's (compiler/cost/kinds.py); how "
+        "The constants were fitted to these rows together with the ablation's (compiler/cost/kernel_costs.py); how "
         "well changes are estimated stands in docs/internals.md.\n"
         f"Mean error {mean:.1%}, largest {worst:+.1%}.\n\n{columns(rows, right=range(1, 7))}"
     )

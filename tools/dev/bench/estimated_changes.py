@@ -12,13 +12,14 @@ from pathlib import Path
 
 import torch
 
-from ....compiler.build import build_program
-from ....compiler.cost.cost import Assumptions, estimate, total_seconds
+from ....compiler.build_program import build_program
+from ....compiler.cost.bytes_and_flops import Assumptions
+from ....compiler.cost.estimate import estimate, total_seconds
 from ....compiler.graph.capture import capture_module
 from ....compiler.options import CompileOptions
+from ....compiler.pass_records import columns
 from ....compiler.pipeline import PASSES, optimize
 from ....compiler.program.program import Bucket
-from ....compiler.records import columns
 from ....graphs.config import LlamaConfig
 from ....graphs.llama import Llama
 from ....graphs.lora import LoraShape

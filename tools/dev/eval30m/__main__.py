@@ -15,7 +15,7 @@ from textwrap import fill
 
 import torch
 
-from ....compiler.records import WIDTH
+from ....compiler.pass_records import WIDTH
 from ....runtime.text.tokenizer import load_tokenizer
 from ...eval.arms import UNFUSED, chosen_arms
 from ...eval.evaluate import Evaluation, Model, calibrate_model, calibration_texts, evaluate, rounding_texts

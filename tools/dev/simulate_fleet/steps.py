@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ....compiler.build import build_program
-from ....compiler.cost.cost import Assumptions, estimate, total_seconds
+from ....compiler.build_program import build_program
+from ....compiler.cost.bytes_and_flops import Assumptions
+from ....compiler.cost.estimate import estimate, total_seconds
 from ....compiler.cost.hardware import Gpu
 from ....compiler.graph.capture import capture_module
 from ....compiler.options import CompileOptions

@@ -5,7 +5,7 @@ from math import isnan
 from textwrap import fill
 from typing import NamedTuple
 
-from ....compiler.records import WIDTH
+from ....compiler.pass_records import WIDTH
 from ..arms import AUTOMATIC, CALIBRATED, DEFAULT, REFERENCE, ROUNDED
 from ..divergence import Divergence
 from ..report import Table

@@ -1,7 +1,7 @@
 """The cost model's estimates of changes, against the ablation that was measured on an H200."""
 
 import pytest
-from sidestream.compiler.cost.cost import KNOWN_ERROR
+from sidestream.compiler.cost.estimate import KNOWN_ERROR
 from sidestream.tools.bench.ablation import arms
 from sidestream.tools.dev.bench.estimated_changes import ABSOLUTE, RELATIVE, Change, changes, measured_rows, table
 from support.excerpts import same_torch, shown
