@@ -4,7 +4,7 @@ import hashlib
 
 import torch
 
-from ...ops.collectives.group import GroupError, RankGroup
+from ...ops.collectives.tensor_parallel_group import GroupError, RankGroup
 from .buffers import ProgramError, View
 from .calls import traits_of
 from .program import Program

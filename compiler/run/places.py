@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from ...ops.collectives.exchange import PLACES, Exchange, exchange_of
-from ...ops.collectives.group import GroupError
+from ...ops.collectives.tensor_parallel_group import GroupError
 from ..cost.work import named_arguments
 from ..program.buffers import View
 from ..program.calls import mutated_views, traits_of

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..core.eight_bits import QUANTIZED_MAX
+from ..core.dtypes import QUANTIZED_MAX
 from ..core.kv_layout import KEY, PAGE_SIZE, VALUE
 from ..core.registry import register
 from ..core.triton_support import (

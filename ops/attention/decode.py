@@ -20,7 +20,7 @@ from ..core.device import multiprocessors
 from ..core.kv_layout import PAGE_SIZE
 from ..core.triton_support import INTERPRETED, dot_ieee, next_power_of_2, pdl_start
 from . import decode_gluon
-from .pieces import LOG2_E, LOWEST, PROBABILITY_SCALE, operand_type, split_workspace
+from .numerics import LOG2_E, LOWEST, PROBABILITY_SCALE, operand_type, split_workspace
 
 MAX_SPLITS = 64
 MOST_COLUMNS = 64

@@ -34,7 +34,7 @@ from ..core.gluon_support import cta_barrier, gdc_launch_dependents, gdc_wait, v
 from ..core.kv_layout import PAGE_SIZE
 from ..core.triton_support import INTERPRETED, cdiv, next_power_of_2
 from .decode_gluon_merge import column_range, merge_splits, merge_warps, store_result, store_rows
-from .decode_gluon_pieces import (
+from .decode_gluon_softmax import (
     LOWEST,
     attend,
     expect_page,
@@ -48,7 +48,7 @@ from .decode_gluon_pieces import (
     token_layout,
     value_layout,
 )
-from .pieces import LOG2_E, split_workspace
+from .numerics import LOG2_E, split_workspace
 
 HEAD_DIM = 128
 COLUMNS = (8, 16)  # of S^T and O^T: a row's heads, or those of several rows

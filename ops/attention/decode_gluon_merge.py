@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..core.gluon_support import cta_barrier
-from .decode_gluon_pieces import LOWEST, merge_layout, places
+from .decode_gluon_softmax import LOWEST, merge_layout, places
 
 
 @gluon.jit

@@ -20,12 +20,12 @@ from typing import Optional
 
 import torch
 
-from ..core.eight_bits import QUANTIZED_MAX
+from ..core.device import workspace
+from ..core.dtypes import QUANTIZED_MAX
 from ..core.kv_layout import KEY, PAGE_SIZE, VALUE
 from ..core.registry import register
-from ..core.reproducible import LOG2_E, power_of_two, product, sum_in_order
+from ..core.reproducible_sums import LOG2_E, power_of_two, product, sum_in_order
 from ..core.triton_support import cdiv
-from ..core.workspace import workspace
 from ..elementwise.quantize import E4M3
 from ..elementwise.quantize import fake as quantize_rowwise_fake
 from ..elementwise.quantize import launch as quantize_rowwise_launch

@@ -8,8 +8,8 @@ from typing import Optional
 
 import torch
 
+from ..core.device import workspace
 from ..core.registry import register
-from ..core.workspace import workspace
 from ..elementwise.quantize import E4M3
 from ..elementwise.quantize_blocks import fake as quantize_blocks_fake
 from ..elementwise.quantize_blocks import launch as quantize_blocks_launch

@@ -21,12 +21,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..core.device import multiprocessors
-from ..core.eight_bits import QUANTIZED_MAX
+from ..core.dtypes import QUANTIZED_MAX
 from ..core.gluon_support import gdc_launch_dependents, gdc_wait, tma_load, view_shared
 from ..core.kv_layout import PAGE_SIZE
 from ..core.triton_support import INTERPRETED, next_power_of_2
-from .pieces import LOG2_E
-from .prefill_gluon_pieces import ROWS, STEP, consume, converter_layout, fetch, find_tile, item_of, rounds, widen
+from .numerics import LOG2_E
+from .prefill_gluon_softmax import ROWS, STEP, consume, converter_layout, fetch, find_tile, item_of, rounds, widen
 from .widen_kv import NARROW_TILES, WIDENED
 
 HEAD_DIM = 128

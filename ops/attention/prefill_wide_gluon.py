@@ -19,9 +19,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..core.device import multiprocessors
 from ..core.gluon_support import gdc_launch_dependents, gdc_wait, tma_load, view_shared
-from .pieces import LOG2_E
+from .numerics import LOG2_E
 from .prefill_gluon import HEAD_DIM, tile_tokens
-from .prefill_gluon_pieces import ROWS, STEP, consume, find_tile, item_of, rounds
+from .prefill_gluon_softmax import ROWS, STEP, consume, find_tile, item_of, rounds
 from .widen_kv import PLACES, WIDE_TILES
 
 REGISTERS = (240, 24)  # of a thread: the second group of rows (the first gets as many), the copier

@@ -16,10 +16,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ..core.eight_bits import QUANTIZED_MAX
+from ..core.dtypes import QUANTIZED_MAX
 from ..core.kv_layout import KEY, PAGE_SIZE, VALUE
 from ..core.registry import register
-from ..core.reproducible import mean_square
+from ..core.reproducible_sums import mean_square
 from ..core.triton_support import cdiv, in_fp32, next_power_of_2, pdl_options, pdl_start, require_contiguous, round_to
 from ..elementwise.hadamard import fht_halves
 from ..elementwise.hadamard import reference as hadamard_reference

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ..core.device import multiprocessors
-from ..core.eight_bits import QUANTIZED_MAX
+from ..core.dtypes import QUANTIZED_MAX
 from ..core.kv_layout import PAGE_SIZE
 from ..core.registry import register
 from ..core.triton_support import INTERP, cdiv, next_power_of_2, pdl_options, pdl_start, require_contiguous

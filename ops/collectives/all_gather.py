@@ -5,7 +5,7 @@ from typing import Optional
 import torch
 
 from ..core.registry import register
-from .group import group_named
+from .tensor_parallel_group import group_named
 
 
 def reference(part: torch.Tensor, group: str, columns: int) -> torch.Tensor:

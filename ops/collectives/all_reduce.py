@@ -14,8 +14,8 @@ import triton.language as tl
 from ..core.registry import register
 from ..core.triton_support import pdl_options, pdl_start, require_contiguous, round_to
 from .exchange import exchange_of, is_one_shot
-from .group import group_named
-from .pieces import EPOCH, EVERYBODY, add_up, await_flags, flags_of, memory_of, row_of, signal, take_ticket
+from .signals import EPOCH, EVERYBODY, add_up, await_flags, flags_of, memory_of, row_of, signal, take_ticket
+from .tensor_parallel_group import group_named
 
 
 def add_in_rank_order(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -13,16 +13,16 @@ import torch
 import triton
 import triton.language as tl
 
+from ..core.dtypes import as_residual, of_residual, residual_in_fp32, round_residual
 from ..core.registry import register
-from ..core.residual_stream import as_residual, of_residual, residual_in_fp32, round_residual
 from ..core.triton_support import in_fp32, pdl_options, pdl_start, require_contiguous, round_to, rounded_to
 from ..elementwise.quantize import E4M3, rotated_width, store_quantized_row
 from ..elementwise.quantize import reference as quantize_rowwise_reference
 from ..elementwise.rms_norm import add_rms_norm_quant, rms_norm_reference
 from .all_reduce import add_in_rank_order
 from .exchange import exchange_of, is_one_shot
-from .group import group_named
-from .pieces import EPOCH, EVERYBODY, add_up, await_flags, flags_of, memory_of, row_of, signal, take_ticket
+from .signals import EPOCH, EVERYBODY, add_up, await_flags, flags_of, memory_of, row_of, signal, take_ticket
+from .tensor_parallel_group import group_named
 
 
 def with_delta(partial: torch.Tensor, delta: Optional[torch.Tensor]) -> torch.Tensor:

@@ -31,7 +31,7 @@ import torch
 
 from ..core.triton_support import cdiv
 from ..elementwise.quantize import row_block
-from .group import GroupError, RankGroup, group_named, world_of
+from .tensor_parallel_group import GroupError, RankGroup, group_named, world_of
 
 PURPOSE = "exchange"  # its place in RankGroup.buffers
 SLOT_BYTES = 16 << 20  # 1,024 rows of 8,192 columns in 16 bits; longer prompts go in pieces

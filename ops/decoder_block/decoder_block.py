@@ -22,19 +22,17 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..core.device import multiprocessors
-from ..core.eight_bits import QUANTIZED_MAX
+from ..core.device import multiprocessors, workspace
+from ..core.dtypes import QUANTIZED_MAX, residual_in_fp32, round_residual
 from ..core.registry import register
-from ..core.reproducible import mean_square, silu_in_fp32
-from ..core.residual_stream import residual_in_fp32, round_residual
+from ..core.reproducible_sums import mean_square, silu_in_fp32
 from ..core.triton_support import INTERPRETED, next_power_of_2
-from ..core.workspace import workspace
 from ..elementwise.quantize import NORM_ROTATES, SILU_ROTATES
 from ..elementwise.quantize_blocks import BLOCK, dequantize_blocks, padded_scales
 from ..elementwise.quantize_blocks import reference as quantize_blocks_reference
 from ..linear.linear_8bit import matmul_8bit
 from .kernel import decoder_block_kernel
-from .streams import COUNTERS
+from .producers import COUNTERS
 
 SPLIT = 4  # CTAs that share a tile of 128 rows of o or down
 MAX_TOKENS = 64

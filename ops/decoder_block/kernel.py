@@ -24,7 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..core.gluon_support import cta_barrier, gdc_wait
-from .pieces import (
+from .epilogues import (
     SILU_ROTATES,
     add_residual,
     collect,
@@ -34,7 +34,7 @@ from .pieces import (
     residual_inputs,
     store_quantized,
 )
-from .streams import (
+from .producers import (
     DOWN_DONE,
     GATE_UP_DONE,
     O_DONE,

@@ -14,7 +14,6 @@ token_masks      which tokens a row may get, one bit a token, for the last three
 
 from . import (
     argmax,
-    best_of_part,
     embedding,
     hadamard,
     quantize,
@@ -24,4 +23,7 @@ from . import (
     sample,
     silu_mul,
     silu_mul_blocks,
+)
+from . import (
+    vocab_parallel_argmax as best_of_part,
 )

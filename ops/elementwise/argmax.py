@@ -9,10 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..core.device import multiprocessors
+from ..core.device import multiprocessors, workspace
 from ..core.registry import register
 from ..core.triton_support import cdiv, pdl_options, pdl_start, require_contiguous
-from ..core.workspace import workspace
 from .token_masks import allow, check_masks, masked_logits
 
 BLOCK = 4096

@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ..core.dtypes import as_residual, round_residual
 from ..core.registry import register
-from ..core.residual_stream import as_residual, round_residual
 from ..core.triton_support import cdiv, in_fp32, next_power_of_2, pdl_options, pdl_start, require_contiguous
 
 

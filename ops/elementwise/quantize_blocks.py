@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..core.eight_bits import QUANTIZED_MAX
+from ..core.dtypes import QUANTIZED_MAX
 from ..core.registry import register
 from ..core.triton_support import (
     next_power_of_2,

@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ..core.dtypes import of_residual, residual_in_fp32
 from ..core.registry import register
-from ..core.residual_stream import of_residual, residual_in_fp32
 from ..core.triton_support import cdiv, next_power_of_2, pdl_options, pdl_start, require_contiguous, round_to
 
 

@@ -15,9 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ..core.dtypes import as_residual, is_scaled, of_residual, residual_in_fp32, round_residual
 from ..core.registry import register
-from ..core.reproducible import mean_square
-from ..core.residual_stream import as_residual, is_scaled, of_residual, residual_in_fp32, round_residual
+from ..core.reproducible_sums import mean_square
 from ..core.triton_support import in_fp32, pdl_options, pdl_start, require_contiguous, rounded_to
 from .quantize import (
     E4M3,

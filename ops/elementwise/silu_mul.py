@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..core.device import H200_SMS
+from ..core.device import H200_SMS, workspace
 from ..core.registry import register
-from ..core.reproducible import silu_in_fp32
+from ..core.reproducible_sums import silu_in_fp32
 from ..core.triton_support import (
     INTERP,
     cdiv,
@@ -27,7 +27,6 @@ from ..core.triton_support import (
     row_scale,
     to_eight_bits,
 )
-from ..core.workspace import workspace
 from .quantize import (
     E4M3,
     quarter_columns,

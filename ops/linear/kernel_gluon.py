@@ -23,8 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..core.gluon_support import cta_barrier, gdc_launch_dependents, gdc_wait, tma_load
+from .kernel_selection import BLOCK_K, LinearConfig, WorkSplit
 from .kernel_triton import split_buffers
-from .tuning import BLOCK_K, LinearConfig, WorkSplit
 
 PRODUCER_REGISTERS = 40
 LEAST_BOX = 32  # scales of a TMA box: its place in shared memory begins on 128 bytes

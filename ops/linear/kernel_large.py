@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..core.gluon_support import cta_barrier, gdc_launch_dependents, gdc_wait, tma_load, tma_store
-from .tuning import BLOCK_K, LARGE_PIECE, LinearConfig, WorkSplit
+from .kernel_selection import BLOCK_K, LARGE_PIECE, LinearConfig, WorkSplit
 
 GROUP = 16  # token tiles whose activations are used against all weights before the next ones
 PRODUCER_REGISTERS = 24

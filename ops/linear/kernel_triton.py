@@ -17,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ..core.device import workspace
 from ..core.triton_support import INTERP, INTERPRETED, dot_f32
-from ..core.workspace import workspace
-from .tuning import BLOCK_K, MAX_TILES, LinearConfig, WorkSplit
+from .kernel_selection import BLOCK_K, MAX_TILES, LinearConfig, WorkSplit
 
 
 @triton.jit

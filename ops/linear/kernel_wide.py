@@ -25,8 +25,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..core.gluon_support import cta_barrier, gdc_launch_dependents, gdc_wait, tma_load, tma_store
 from .kernel_gluon import PRODUCER_REGISTERS, multiply
+from .kernel_selection import BLOCK_K, WIDE_STAGING, LinearConfig, WorkSplit
 from .kernel_triton import split_buffers
-from .tuning import BLOCK_K, WIDE_STAGING, LinearConfig, WorkSplit
 
 GROUP = 16  # token tiles whose activations are used against all weights before the next ones
 _SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)

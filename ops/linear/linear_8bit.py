@@ -18,15 +18,15 @@ import torch
 
 from ..core.device import multiprocessors
 from ..core.registry import register
-from ..core.reproducible import product
+from ..core.reproducible_sums import product
 from ..core.triton_support import INTERPRETED
 from ..elementwise.quantize_blocks import BLOCK
 from .kernel_gluon import launch_gluon
 from .kernel_large import launch_large
+from .kernel_selection import LinearConfig, choose_config, linear_config, with_addends, without_tma, work_split
 from .kernel_triton import launch_triton
 from .kernel_wide import launch_wide
 from .scaled_mm import launch_scaled_mm, scaled_mm_takes
-from .tuning import LinearConfig, choose_config, linear_config, with_addends, without_tma, work_split
 
 DTYPES = (torch.float8_e4m3fn, torch.int8)
 BLOCK_SCALE_KERNELS = ("gluon", "triton")

@@ -14,13 +14,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..core.device import multiprocessors
 from ..core.registry import register
-from ..core.reproducible import product
+from ..core.reproducible_sums import product
 from ..core.triton_support import INTERPRETED, cdiv, require_contiguous
 from ..lora.plan import lora_splits
 from .kernel_large import GROUP, PRODUCER_REGISTERS
 from .kernel_lora_large import linear_8bit_lora_large_kernel
+from .kernel_selection import BLOCK_K, LARGE_PIECE, LinearConfig, int8_cost, large_candidates, linear_config, work_split
 from .linear_8bit import MAX_INT8_K, matmul_8bit
-from .tuning import BLOCK_K, LARGE_PIECE, LinearConfig, int8_cost, large_candidates, linear_config, work_split
 
 RANKS = (16, 32, 64)
 MAX_TOKENS = 65536

@@ -8,4 +8,5 @@ rounded          the same from ranks that are added up and rounded once
 silu_mul_lora    SiLU(gate) * up that makes the delta of gate and up itself
 """
 
-from . import expand, lora, plan, rounded, shrink, silu_mul_lora
+from . import expand, lora, plan, shrink, silu_mul_lora
+from . import expand_rounded as rounded

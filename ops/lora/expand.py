@@ -9,7 +9,7 @@ import triton.language as tl
 
 from ..core.device import multiprocessors
 from ..core.registry import register
-from ..core.reproducible import product
+from ..core.reproducible_sums import product
 from ..core.triton_support import cdiv, dot_ieee, next_power_of_2, pdl_options, pdl_start, require_contiguous
 from .shrink import EIGHT_BIT, dequantized, widened
 

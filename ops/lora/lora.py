@@ -8,7 +8,7 @@ from typing import Optional
 import torch
 
 from ..core.registry import register
-from ..core.reproducible import product
+from ..core.reproducible_sums import product
 from . import expand as lora_expand
 from . import plan as lora_plan
 from . import shrink as lora_shrink

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 
 from ..core.device import multiprocessors
-from ..core.eight_bits import QUANTIZED_MAX
+from ..core.dtypes import QUANTIZED_MAX
 from ..core.registry import register
-from ..core.reproducible import product
+from ..core.reproducible_sums import product
 from ..core.triton_support import INTERP, cdiv, dot_ieee, next_power_of_2, pdl_options, require_contiguous
 from ..elementwise.quantize_blocks import BLOCK, dequantize_blocks, padded_scales
 

@@ -13,4 +13,14 @@ accept_drafts   sampled tokens against drafts: how many hold; the history grows 
 keep_answers    answers that ended go into a ring
 """
 
-from . import accept_drafts, draft_ngram, draft_recalled, keep_answers, place_drafts
+from . import (
+    accept_drafts,
+    draft_ngram,
+    place_drafts,
+)
+from . import (
+    draft_from_answers as draft_recalled,
+)
+from . import (
+    store_answers as keep_answers,
+)

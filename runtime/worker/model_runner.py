@@ -17,7 +17,7 @@ from ...compiler.program.program import Bucket, Program
 from ...compiler.run.ahead import KernelsAhead
 from ...compiler.run.compilations import Compilations
 from ...compiler.run.emit import BoundProgram
-from ...ops.collectives.group import group_named, tensor_parallel_group
+from ...ops.collectives.tensor_parallel_group import group_named, tensor_parallel_group
 from ..adapters.stacks import AdapterStacks, Report
 from ..scheduler.step_plan import StepDrafts, StepMasks, StepPlan, StepResult
 from .answer_history import Histories

@@ -23,7 +23,7 @@ from ...ops.attention.paged_attention import (
     paged_attention,
     paged_attention_fake,
 )
-from ...ops.core.eight_bits import QUANTIZED_MAX
+from ...ops.core.dtypes import QUANTIZED_MAX
 from ...ops.core.kv_layout import PAGE_SIZE
 from ...ops.core.registry import as_outputs, register
 from ...ops.core.triton_support import cdiv

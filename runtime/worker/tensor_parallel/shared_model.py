@@ -15,7 +15,7 @@ from ....compiler.options import OptionError
 from ....graphs.adapter import Describe
 from ....graphs.adapter_config import AdapterError
 from ....graphs.adapter_description import describe_adapter
-from ....ops.collectives.group import RankGroup
+from ....ops.collectives.tensor_parallel_group import RankGroup
 from ...adapters.registry import KnownAdapter
 from ...engine.resolve import LoadOptions
 from ...scheduler.runner_protocol import Runner

@@ -76,7 +76,7 @@ def _rank(rank: int, options: argparse.Namespace, directory: str) -> None:
     from torch import distributed
 
     from .....ops.collectives.exchange import open_exchange
-    from .....ops.collectives.group import RankGroup, register_group, tensor_parallel_group
+    from .....ops.collectives.tensor_parallel_group import RankGroup, register_group, tensor_parallel_group
 
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from .triton_support import in_fp32, rounded_to
 
+QUANTIZED_MAX = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 RESIDUAL_SCALE = 16.0
 RESIDUAL_LARGEST = 65504.0  # of what is stored: fp16's largest number
 _SCALE, _LARGEST = tl.constexpr(RESIDUAL_SCALE), tl.constexpr(RESIDUAL_LARGEST)

@@ -13,14 +13,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..core import residual_stream
+from ..core import dtypes
 from ..core.gluon_support import cta_barrier
 from ..elementwise import quantize
-from .streams import SPLIT, await_count
+from .producers import SPLIT, await_count
 
 SILU_ROTATES = gl.constexpr(quantize.SILU_ROTATES)
-RESIDUAL_SCALE = gl.constexpr(residual_stream.RESIDUAL_SCALE)
-RESIDUAL_LARGEST = gl.constexpr(residual_stream.RESIDUAL_LARGEST)
+RESIDUAL_SCALE = gl.constexpr(dtypes.RESIDUAL_SCALE)
+RESIDUAL_LARGEST = gl.constexpr(dtypes.RESIDUAL_LARGEST)
 
 
 @gluon.constexpr_function

@@ -8,8 +8,8 @@ fp16's ends (V's scales between 2^-16 and 2^8), and the last division takes it o
 import torch
 import triton.language as tl
 
-from ..core.eight_bits import QUANTIZED_MAX
-from ..core.workspace import workspace
+from ..core.device import workspace
+from ..core.dtypes import QUANTIZED_MAX
 
 LOG2_E = 1.4426950408889634
 PROBABILITY_SCALE = tl.constexpr(256.0)

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..core.gluon_support import tma_load
-from .decode_gluon_pieces import LOWEST
+from .decode_gluon_softmax import LOWEST
 from .widen_kv import WIDEN_INT8, WIDENED
 
 ROWS = gl.constexpr(64)  # of a group of four warps; a tile has twice as many
