@@ -1,6 +1,4 @@
-"""LoRA for a batch of mixed adapters, as one semantic op: what the graph means before a pass lowers it to plan,
-shrink and expand.
-"""
+"""`lora`: LoRA for a batch of mixed adapters as one semantic op, which a pass lowers to plan, shrink and expand."""
 
 from collections.abc import Sequence
 from typing import Optional
@@ -28,13 +26,13 @@ def reference(
     """delta[t, slice i] = b[slot, slice i] @ (a[slot, i*R:(i+1)*R] @ x[t]), slot = adapter_index[t].
 
     x              [T, K] model dtype, or e4m3 or int8 with x_scale [T] fp32
-    a              [S, n*R, K] model dtype, or e4m3 or int8 with a_scale [S, n*R] fp32: n packed linears (q/k/v,
-    gate/up) share one input b              [S, N, R] model dtype, or e4m3 or int8 with b_scale [S, N] fp32; alpha /
-    rank already folded in
+    a              [S, n*R, K] model dtype, or e4m3 or int8 with a_scale [S, n*R] fp32: n packed linears (q/k/v, gate/up)
+                   share one input
+    b              [S, N, R] model dtype, or e4m3 or int8 with b_scale [S, N] fp32; includes alpha / rank
     adapter_index  [T] int32, -1 = no adapter: zeros
     slices         the n output widths, adding up to N
-    returns        [T, N] in b's dtype (bf16 for an eight-bit one); the ranks' activations are summed in fp32 and
-                   rounded to that dtype once
+    returns        [T, N] in b's dtype (bf16 for an 8-bit b); the ranks' activations are summed in fp32 and rounded to that
+                   dtype once
     """
     ranks = b.shape[2]
     delta = fake(x, a, b, adapter_index, slices).zero_()
@@ -64,7 +62,7 @@ def fake(
     b_scale: Optional[torch.Tensor] = None,
     x_scale: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
-    """The results of `reference`, not filled."""
+    """Return an empty result."""
     return b.new_empty((x.shape[0], b.shape[1]), dtype=lora_expand.delta_dtype(b))
 
 
@@ -82,7 +80,7 @@ def launch(
     sm_budget: int | None = None,
     pdl: bool = False,
 ) -> None:
-    """Plan, shrink and expand in a row: right, and what an unlowered graph runs."""
+    """Run plan, shrink and expand: for graphs that no pass has lowered."""
     tokens, tile = x.shape[0], lora_plan.lora_tile(x.shape[0])
     splits = lora_plan.lora_splits(x.shape[1], tokens)
     plan = lora_plan.lora_plan_fake(adapter_index, a.shape[0], tile)
