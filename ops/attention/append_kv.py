@@ -1,6 +1,6 @@
 """`append_kv`: quantize keys and values to the cache's dtype and store them at their slots (layout: `kv_layout`)."""
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 import triton
@@ -87,33 +87,16 @@ def reference(
     store_kv_reference(v, VALUE, kv_cache, kv_scales, slot_mapping)
 
 
-def fake(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    kv_cache: torch.Tensor,
-    kv_scales: Optional[torch.Tensor],
-    slot_mapping: torch.Tensor,
-    key_center: Optional[torch.Tensor] = None,
-) -> None:
+def fake(*_: Any) -> None:
     """Return nothing: the op only writes to the cache."""
     return None
 
 
 @triton.jit
 def store_heads(
-    first,
-    second,
-    head,
-    present,
-    which,
-    slot,
-    kv_cache,
-    kv_scales,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    PAGE: tl.constexpr,
-    LIMIT: tl.constexpr,
-):
+    first, second, head, present, which, slot, kv_cache, kv_scales, HEADS: tl.constexpr, D: tl.constexpr,
+    PAGE: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
     """Store heads [GROUP, D] (as fp32 halves; which: 0 keys, 1 values) of one token at its slot >= 0.
 
     LIMIT = 0: a cache without scales.

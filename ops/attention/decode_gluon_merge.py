@@ -9,16 +9,9 @@ from .decode_gluon_softmax import LOWEST, merge_layout, places
 
 @gluon.jit
 def merge_warps(
-    acc,
-    top,
-    total,
-    outputs,
-    states,
-    ROWS: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    WARPS: gl.constexpr,
+    acc, top, total, outputs, states, ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr,
     BF16: gl.constexpr,
-):
+):  # fmt: skip
     """Merge the warps' (maximum, sum, O^T) through shared memory -> O [COLUMNS, 128] divided by the sum, log2-sum-exp
     [COLUMNS]: zero and LOWEST for a row that has seen no token.
     """
@@ -64,22 +57,9 @@ def store_rows(out, place, o, USED: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl
 
 @gluon.jit
 def store_result(
-    out,
-    head_scales,
-    rows,
-    sequence,
-    tokens,
-    is_last,
-    o,
-    G: gl.constexpr,
-    HEADS: gl.constexpr,
-    ROWS: gl.constexpr,
-    USED: gl.constexpr,
-    WIDTH: gl.constexpr,
-    WARPS: gl.constexpr,
-    PADDED: gl.constexpr,
-    EMPTY: gl.constexpr = False,
-):
+    out, head_scales, rows, sequence, tokens, is_last, o, G: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr,
+    USED: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr, PADDED: gl.constexpr, EMPTY: gl.constexpr = False,
+):  # fmt: skip
     """Store o at the columns' `places`; with PADDED in e4m3 or int8, with one scale per row at head_scales [G, PADDED].
 
     The last program of a head writes zero scales past all `tokens`. EMPTY: o is zero, and its bytes are stored as

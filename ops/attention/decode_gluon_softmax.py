@@ -105,17 +105,9 @@ def places(column, rows, G: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexp
 
 @gluon.jit
 def load_queries(
-    q,
-    rows,
-    score_scale,
-    G: gl.constexpr,
-    HEADS: gl.constexpr,
-    ROWS: gl.constexpr,
-    USED: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    WARPS: gl.constexpr,
-    BF16: gl.constexpr,
-):
+    q, rows, score_scale, G: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr, USED: gl.constexpr,
+    COLUMNS: gl.constexpr, WARPS: gl.constexpr, BF16: gl.constexpr,
+):  # fmt: skip
     """Load Q^T [WARPS, 128, COLUMNS], the same for every warp, with the reduction index permuted like K's.
 
     Scaled to log2 units, except in bf16 (exact).

@@ -14,7 +14,7 @@ of V stay below 255 (a token's largest |V| below 114000 in e4m3; prefill_gluon c
 """
 
 import math
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 
@@ -183,21 +183,7 @@ def paged_attention_reference(
     return out.view(tokens, heads * dim)
 
 
-def paged_attention_fake(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    kv_scales: Optional[torch.Tensor],
-    block_table: torch.Tensor,
-    context_lens: torch.Tensor,
-    query_start: torch.Tensor,
-    softmax_scale: float,
-    quantize_q: bool,
-    decode: bool,
-    wide: Optional[torch.Tensor] = None,
-    plan: Optional[torch.Tensor] = None,
-    window: int = 0,
-    rows: int = 0,
-) -> torch.Tensor:
+def paged_attention_fake(q: torch.Tensor, *_: Any) -> torch.Tensor:
     """Return an empty result."""
     return q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
 
@@ -256,11 +242,7 @@ def paged_attention_quant_fake(
     decode: bool,
     keep: bool,
     dtype: torch.dtype = E4M3,
-    rotate: int = 0,
-    wide: Optional[torch.Tensor] = None,
-    plan: Optional[torch.Tensor] = None,
-    window: int = 0,
-    rows: int = 0,
+    *_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return empty results."""
     tokens, width = q.shape[0], q.shape[1] * q.shape[2]

@@ -63,14 +63,9 @@ def item_of(number):
 
 @gluon.jit
 def find_tile(
-    item,
-    batch,
-    HK: gl.constexpr,
-    TILE: gl.constexpr,
-    PLANNED: gl.constexpr,
-    WARPS: gl.constexpr,
+    item, batch, HK: gl.constexpr, TILE: gl.constexpr, PLANNED: gl.constexpr, WARPS: gl.constexpr,
     WINDOW: gl.constexpr = 0,
-):
+):  # fmt: skip
     """Return an item's (kv head, sequence, first token, end of its tokens, position, length, steps, whole, skipped).
 
     An item with first >= end has no tokens. Every row sees the keys of the first `whole` steps, unless they are older

@@ -42,19 +42,9 @@ def rotate_halves(first, second, cos, sin, GROUP: tl.constexpr, D: tl.constexpr)
 
 @triton.jit
 def _rope_kernel(
-    x,
-    cos,
-    sin,
-    out,
-    x_token,
-    x_head,
-    cos_token,
-    sin_token,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    GROUP: tl.constexpr,
+    x, cos, sin, out, x_token, x_head, cos_token, sin_token, HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
     present = (head < HEADS)[:, None]

@@ -10,7 +10,7 @@ can be hundreds of times larger than the rest), and linears need no bias.
 """
 
 import math
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 import triton
@@ -121,13 +121,7 @@ def fake(
     kv_scales: Optional[torch.Tensor],
     slot_mapping: torch.Tensor,
     num_heads: int,
-    num_kv_heads: int,
-    hadamard: bool,
-    key_center: Optional[torch.Tensor] = None,
-    key_balance: Optional[torch.Tensor] = None,
-    bias: Optional[torch.Tensor] = None,
-    head_norm: Optional[torch.Tensor] = None,
-    norm_eps: float = 0.0,
+    *_: Any,
 ) -> torch.Tensor:
     """Return an empty result."""
     return qkv.new_empty((qkv.shape[0], num_heads, kv_cache.shape[-1]))

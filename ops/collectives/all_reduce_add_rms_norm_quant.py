@@ -6,7 +6,7 @@ compute the rest. With `spread`, and if no op reads the row in 16 bits, the owne
 read the 8-bit row and its scale: half the bytes, and the residual row stays with its owner, its only reader.
 """
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 import triton
@@ -79,7 +79,7 @@ def fake(
     keep: bool,
     dtype: torch.dtype = E4M3,
     rotate: int = 0,
-    spread: bool = False,
+    *_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return empty results."""
     return add_rms_norm_quant.fake(partial, residual, delta, weight, eps, keep, dtype, rotate)

@@ -19,7 +19,7 @@ class Traits:
 
     kind     a key of the cost model's table: kernels of a kind have about the same efficiency (`compiler/cost/cost.py`)
     family   the op's colour in drawings
-    gathers  name of the argument of which a call reads selected rows only, such as an embedding table; "" for none
+    gathers  argument that a call reads in part, such as an embedding table, by name; "" for none
     """
 
     kind: str = "rows"

@@ -104,9 +104,9 @@ def _check_dtypes(**tensors: Optional[torch.Tensor]) -> None:
     """Raise ValueError unless the tensors are all e4m3 or all int8."""
     found = {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
     if len(set(found.values())) != 1 or not QUANTIZED_MAX.keys() >= set(found.values()):
-        told = ", ".join(f"{name} {dtype}" for name, dtype in found.items())
+        given = ", ".join(f"{name} {dtype}" for name, dtype in found.items())
         raise ValueError(
-            f"decoder_block: {told}; quantize all of them to {' or all to '.join(map(str, QUANTIZED_MAX))}"
+            f"decoder_block: {given}; quantize all of them to {' or all to '.join(map(str, QUANTIZED_MAX))}"
         )
 
 
@@ -182,9 +182,7 @@ def fake(
     down_scale: torch.Tensor,
     next_norm_weight: torch.Tensor,
     qkv_weight: Optional[torch.Tensor],
-    qkv_scale: Optional[torch.Tensor],
-    eps: float,
-    norm_rotation: int = NORM_ROTATES,
+    *_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return empty results."""
     return norm_weight.new_empty(

@@ -104,22 +104,13 @@ def to_int8(values):
 
 @gluon.jit
 def store_quantized(
-    values,
-    q,
-    scale,
-    block,
-    row,
-    token,
-    tokens,
-    WIDTH: gl.constexpr,
-    PADDED: gl.constexpr,
-    ROTATE: gl.constexpr,
+    values, q, scale, block, row, token, tokens, WIDTH: gl.constexpr, PADDED: gl.constexpr, ROTATE: gl.constexpr,
     LAYOUT: gl.constexpr,
-):
-    """Quantize values [128, tokens] fp32 to columns of q [tokens, WIDTH], one scale per token at scale [WIDTH / 128,
-    PADDED].
+):  # fmt: skip
+    """Quantize values [128, tokens] fp32 to columns of q [tokens, WIDTH], with one scale per token.
 
-    In int8, blocks of ROTATE (8 to 128, a power of two) columns are rotated first.
+    Scales go to scale [WIDTH / 128, PADDED]. In int8, blocks of ROTATE (8 to 128, a power of two) columns are rotated
+    first.
     """
     if q.dtype.element_ty == gl.int8:
         ROOT: gl.constexpr = root(ROTATE)

@@ -106,19 +106,9 @@ def stream_weights(
 
 @gluon.jit
 def bring(
-    boxes,
-    scale_boxes,
-    rows,
-    scales,
-    ready,
-    empty,
-    filled,
-    first,
-    count,
-    BLOCK_T: gl.constexpr,
-    PADDED: gl.constexpr,
+    boxes, scale_boxes, rows, scales, ready, empty, filled, first, count, BLOCK_T: gl.constexpr, PADDED: gl.constexpr,
     SLOTS: gl.constexpr,
-):
+):  # fmt: skip
     """Load `count` blocks of 128 columns of an activation, each with its scales."""
     for i in range(count):
         slot = filled % SLOTS

@@ -4,6 +4,8 @@ A row is cut into pieces so that few rows fill the GPU too; the program that fin
 lowest id among the largest logits does not depend on the order.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -33,30 +35,16 @@ def reference(
     return chosen.where(largest[:, 0].isfinite(), -1).to(torch.int32)
 
 
-def fake(
-    logits: torch.Tensor, masks: torch.Tensor | None = None, mask_rows: torch.Tensor | None = None
-) -> torch.Tensor:
+def fake(logits: torch.Tensor, *_: Any) -> torch.Tensor:
     """Return an empty result."""
     return logits.new_empty((logits.shape[0],), dtype=torch.int32)
 
 
 @triton.jit(do_not_specialize=["span", "pieces"])  # they follow from the rows of a step
 def _argmax_kernel(
-    logits,
-    masks,
-    mask_rows,
-    tokens,
-    values,
-    ids,
-    arrivals,
-    vocabulary,
-    span,
-    pieces,
-    MAX_PIECES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MASKED: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits, masks, mask_rows, tokens, values, ids, arrivals, vocabulary, span, pieces, MAX_PIECES: tl.constexpr,
+    BLOCK: tl.constexpr, MASKED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Program (piece, row): ids piece * span ... of the row; the row's last program also reduces all pieces."""
     piece, row = tl.program_id(0), tl.program_id(1)
     pdl_start(PDL)

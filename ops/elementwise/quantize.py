@@ -46,7 +46,7 @@ def to_steps(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> t
 
 
 def rotated_width(width: int, rotate: int) -> int:
-    """Return the largest power of two up to `rotate` that divides `width`: columns of a rotated block (1: no rotation)."""
+    """Return the columns of a rotated block: the largest power of two up to `rotate` that divides `width` (1: none)."""
     return math.gcd(width, rotate) if rotate else 1
 
 

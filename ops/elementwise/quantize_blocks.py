@@ -62,17 +62,9 @@ def dequantize_blocks(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def store_quantized_blocks(
-    values,
-    q,
-    scale,
-    token,
-    tokens,
-    first,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    values, q, scale, token, tokens, first, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCKS: tl.constexpr,
     ROTATE: tl.constexpr,
-):
+):  # fmt: skip
     """Quantize fp32 values [BLOCKS * 128] of one token to q's dtype, from block `first` on.
 
     Blocks past WIDTH are not stored; scales past the last token are zero.
@@ -95,16 +87,9 @@ def store_quantized_blocks(
 
 @triton.jit
 def _quantize_blocks_kernel(
-    x,
-    q,
-    scale,
-    tokens,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    ROTATE: tl.constexpr,
+    x, q, scale, tokens, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCKS: tl.constexpr, ROTATE: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     token = tl.program_id(0)
     first = tl.program_id(1) * BLOCKS
     column = first * 128 + tl.arange(0, BLOCKS * 128)

@@ -8,7 +8,7 @@ The residual stream (x of the ops without a sum, residual and new_residual of th
 model (`core/dtypes.py`); y is then bf16.
 """
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 import triton
@@ -47,7 +47,7 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
 def add_rms_norm_reference(
     x: torch.Tensor, residual: torch.Tensor, delta: Optional[torch.Tensor], weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (y like x, new_residual like residual): new_residual = x + delta + residual in fp32, rounded; y its norm."""
+    """Return (y like x, new_residual like residual): y is the norm of x + delta + residual in fp32, rounded once."""
     total = x.float() if delta is None else x.float() + delta.float()
     total = total + residual_in_fp32(residual, weight.dtype)
     new_residual = round_residual(total, residual.dtype, weight.dtype)
@@ -87,15 +87,13 @@ def rms_norm_fake(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Te
     return x.new_empty(x.shape, dtype=_normed(x, weight))
 
 
-def add_rms_norm_fake(
-    x: torch.Tensor, residual: torch.Tensor, delta: Optional[torch.Tensor], weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def add_rms_norm_fake(x: torch.Tensor, residual: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return empty results."""
     return x.new_empty(x.shape), residual.new_empty(residual.shape)
 
 
 def rms_norm_quant_fake(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, keep: bool, dtype: torch.dtype = E4M3, rotate: int = 0
+    x: torch.Tensor, weight: torch.Tensor, eps: float, keep: bool, dtype: torch.dtype = E4M3, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return empty results."""
     y = x.new_empty(x.shape if keep else (0, x.shape[-1]), dtype=_normed(x, weight))
@@ -110,7 +108,7 @@ def add_rms_norm_quant_fake(
     eps: float,
     keep: bool,
     dtype: torch.dtype = E4M3,
-    rotate: int = 0,
+    *_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return empty results."""
     return *rms_norm_quant_fake(x, weight, eps, keep, dtype), residual.new_empty(residual.shape)

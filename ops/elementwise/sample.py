@@ -10,7 +10,7 @@ a token's word is mix32(mix32(id ^ key0) ^ key1); v = (word + 0.5) / 2**32 and n
 small v, which give the winners.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -107,17 +107,7 @@ def reference(
     return drawn.where(logits.amax(-1).isfinite(), -1)
 
 
-def fake(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    seeds: torch.Tensor,
-    steps: torch.Tensor,
-    masks: torch.Tensor | None = None,
-    mask_rows: torch.Tensor | None = None,
-) -> torch.Tensor:
+def fake(logits: torch.Tensor, *_: Any) -> torch.Tensor:
     """Return an empty result."""
     return logits.new_empty((logits.shape[0],), dtype=torch.int32)
 
@@ -222,22 +212,9 @@ def _mass(row, vocabulary, bound, least, largest, inverse, mask, mask_row, BLOCK
 
 @triton.jit
 def _draw(
-    row,
-    vocabulary,
-    largest,
-    inverse,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
-    seed,
-    step,
-    mask,
-    mask_row,
-    BLOCK: tl.constexpr,
-    SHIFT: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    row, vocabulary, largest, inverse, temperature, top_k, top_p, min_p, seed, step, mask, mask_row,
+    BLOCK: tl.constexpr, SHIFT: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """Return the kept token with the largest relative value + noise.
 
     relative = (logit - largest) * inverse, kept = relative >= least.

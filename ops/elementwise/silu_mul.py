@@ -4,7 +4,7 @@ Sums, SiLU and product are fp32 with one rounding at the end; `silu_mul_quant` q
 int8. `keep`: also return the unquantized h (for the LoRA shrink of the down projection).
 """
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 import triton
@@ -69,7 +69,7 @@ def silu_mul_fake(gate_up: torch.Tensor, delta: Optional[torch.Tensor]) -> torch
 
 
 def silu_mul_quant_fake(
-    gate_up: torch.Tensor, delta: Optional[torch.Tensor], keep: bool, dtype: torch.dtype = E4M3, rotate: int = 0
+    gate_up: torch.Tensor, delta: Optional[torch.Tensor], keep: bool, dtype: torch.dtype = E4M3, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return empty results."""
     h = silu_mul_fake(gate_up, delta) if keep else gate_up.new_empty((0, gate_up.shape[-1] // 2))
@@ -126,18 +126,9 @@ def _silu_mul_kernel(
 
 @triton.jit
 def _silu_mul_quant_kernel(
-    gate_up,
-    delta,
-    h,
-    q,
-    scale,
-    HAS_DELTA: tl.constexpr,
-    KEEP: tl.constexpr,
-    ROTATE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    gate_up, delta, h, q, scale, HAS_DELTA: tl.constexpr, KEEP: tl.constexpr, ROTATE: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     pdl_start(PDL)
@@ -179,17 +170,9 @@ def _silu_mul_quant_kernel(
 
 @triton.jit
 def _silu_mul_chunk_kernel(
-    gate_up,
-    delta,
-    h,
-    largest,
-    chunks,
-    HAS_DELTA: tl.constexpr,
-    ROTATE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    gate_up, delta, h, largest, chunks, HAS_DELTA: tl.constexpr, ROTATE: tl.constexpr, WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Compute h[token, CHUNK columns] and largest[token, chunk] = max |h| of h, rotated in blocks of ROTATE columns."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
@@ -202,17 +185,9 @@ def _silu_mul_chunk_kernel(
 
 @triton.jit
 def _quantize_chunk_kernel(
-    h,
-    largest,
-    q,
-    scale,
-    chunks,
-    ROTATE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    h, largest, q, scale, chunks, ROTATE: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Quantize q[token, CHUNK columns]; every program of a token computes the same scale, the first one stores it."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)

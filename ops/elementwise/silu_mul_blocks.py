@@ -48,18 +48,9 @@ def fake(
 
 @triton.jit
 def _silu_mul_blocks_kernel(
-    gate_up,
-    delta,
-    q,
-    scale,
-    tokens,
-    HAS_DELTA: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    ROTATE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    gate_up, delta, q, scale, tokens, HAS_DELTA: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    BLOCKS: tl.constexpr, ROTATE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0)
     first = tl.program_id(1) * BLOCKS
     column = first * 128 + tl.arange(0, BLOCKS * 128)

@@ -1,7 +1,7 @@
 """`lora_expand`, the second half of LoRA: from the ranks of `lora_shrink` to the linear's output width."""
 
 from collections.abc import Sequence
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 import triton
@@ -60,15 +60,7 @@ def reference(
     return delta
 
 
-def fake(
-    planes: torch.Tensor,
-    b: torch.Tensor,
-    token_order: torch.Tensor,
-    tiles: torch.Tensor,
-    tile: int,
-    slices: Sequence[int],
-    b_scale: Optional[torch.Tensor] = None,
-) -> torch.Tensor:
+def fake(planes: torch.Tensor, b: torch.Tensor, *_: Any) -> torch.Tensor:
     """Return an empty result."""
     return b.new_empty((planes.shape[1], b.shape[1]), dtype=delta_dtype(b))
 
@@ -119,17 +111,9 @@ def _load_tokens(token_order, tiles, tile, wanted, TILE: tl.constexpr):
 
 @triton.jit
 def sum_planes(
-    planes,
-    token,
-    active,
-    part,
-    num_tokens,
-    ranks,
-    all_ranks,
-    SPLITS: tl.constexpr,
-    TILE: tl.constexpr,
+    planes, token, active, part, num_tokens, ranks, all_ranks, SPLITS: tl.constexpr, TILE: tl.constexpr,
     RANKS: tl.constexpr,
-):
+):  # fmt: skip
     """Add the planes of one tile and slice in order: [RANKS, TILE] fp32."""
     rank = tl.arange(0, RANKS)
     source = planes + token[None, :] * all_ranks + part * ranks + rank[:, None]
@@ -195,8 +179,7 @@ def expand_kernel(
     WIDTH1, WIDTH2, SPLITS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr,
     RANKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A work item = (tile, block of COLUMNS columns of one slice): delta[tile's tokens, columns] = (B rows @
-    shrunk^T)^T.
+    """A work item (tile, block of COLUMNS columns of one slice): delta[tokens, columns] = (B rows @ shrunk^T)^T.
 
     For a limited number of SMs, and for 16-bit rows. A program takes consecutive items, an even share of those that the
     plan uses: it sums the planes once per tile and slice, and loads B's rows of the next item during each product.

@@ -73,16 +73,9 @@ def _check_planes(planes: torch.Tensor, parts: int) -> None:
 
 @triton.jit
 def lora_round_kernel(
-    planes,
-    q,
-    step,
-    rows,
-    SPLITS: tl.constexpr,
-    RANK: tl.constexpr,
-    RANKS: tl.constexpr,
-    ROWS: tl.constexpr,
+    planes, q, step, rows, SPLITS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """A program per ROWS rows, a row being one token's ranks of one linear."""
     wait_then_launch(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -138,11 +131,11 @@ def fits(rank: int) -> str | None:
     )
 
 
-# Triton distributes the rows of a matrix that is loaded by 8 or 16 bytes over the lanes first, then the warps, then the
-# registers. The rows of the loads below are ordered such that a thread loads exactly its part of the product's operands
-# and result, and nothing goes through shared memory. A warp has its own product of 16 tokens and 32 columns: a thread has
-# pairs of columns of blocks of 8, and pairs of four blocks are adjacent in memory; of 32 ranks it has 4 adjacent ones in
-# each half.
+# Triton distributes the rows of a matrix that is loaded by 8 or 16 bytes over lanes first, then warps, then registers.
+# The rows of the loads below are ordered such that a thread loads exactly its part of the product's operands and
+# result, and nothing goes through shared memory. A warp has its own product of 16 tokens and 32 columns: a thread has
+# pairs of columns of blocks of 8, and pairs of four blocks are adjacent in memory; of 32 ranks it has 4 adjacent ones
+# in each half.
 @triton.jit
 def load_b(b, begin, end, slot, RANK: tl.constexpr, RANKS: tl.constexpr, WARPS: tl.constexpr):
     """Load B's rows of 32 * WARPS columns from `begin` as the product's operand, int8 [WARPS, RANKS, 32].

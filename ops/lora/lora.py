@@ -1,7 +1,7 @@
 """`lora`: LoRA for a batch of mixed adapters as one semantic op, which a pass lowers to plan, shrink and expand."""
 
 from collections.abc import Sequence
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 
@@ -26,13 +26,13 @@ def reference(
     """delta[t, slice i] = b[slot, slice i] @ (a[slot, i*R:(i+1)*R] @ x[t]), slot = adapter_index[t].
 
     x              [T, K] model dtype, or e4m3 or int8 with x_scale [T] fp32
-    a              [S, n*R, K] model dtype, or e4m3 or int8 with a_scale [S, n*R] fp32: n packed linears (q/k/v, gate/up)
-                   share one input
+    a              [S, n*R, K] model dtype, or e4m3 or int8 with a_scale [S, n*R] fp32: n packed linears (q/k/v,
+                   gate/up) share one input
     b              [S, N, R] model dtype, or e4m3 or int8 with b_scale [S, N] fp32; includes alpha / rank
     adapter_index  [T] int32, -1 = no adapter: zeros
     slices         the n output widths, adding up to N
-    returns        [T, N] in b's dtype (bf16 for an 8-bit b); the ranks' activations are summed in fp32 and rounded to that
-                   dtype once
+    returns        [T, N] in b's dtype (bf16 for an 8-bit b); the ranks are summed in fp32 and rounded to that dtype
+                   once
     """
     ranks = b.shape[2]
     delta = fake(x, a, b, adapter_index, slices).zero_()
@@ -52,16 +52,7 @@ def reference(
     return delta
 
 
-def fake(
-    x: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    adapter_index: torch.Tensor,
-    slices: Sequence[int],
-    a_scale: Optional[torch.Tensor] = None,
-    b_scale: Optional[torch.Tensor] = None,
-    x_scale: Optional[torch.Tensor] = None,
-) -> torch.Tensor:
+def fake(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *_: Any) -> torch.Tensor:
     """Return an empty result."""
     return b.new_empty((x.shape[0], b.shape[1]), dtype=lora_expand.delta_dtype(b))
 

@@ -58,10 +58,11 @@ def lora_plan_reference(adapter_index: torch.Tensor, num_slots: int, tile: int) 
     """Sort tokens by adapter and cut them into tiles.
 
     adapter_index  [T] int32, -1 (no adapter) .. num_slots - 1
-    returns        token_order [T] int32: tokens in stable order by adapter, those without one first; tiles [NT, 3] int32:
-                   (slot, first index in token_order, count <= tile), NT from `num_tiles`; slot -1: tokens without adapter;
-                   unused rows (-1, 0, 0) come last
-    Raises ValueError for an adapter_index out of range (the GPU kernel does not check).
+    token_order    [T] int32: tokens in stable order by adapter, those without one first
+    tiles          [NT, 3] int32: (slot, first index in token_order, count <= tile), NT from `num_tiles`; slot -1:
+                   tokens without adapter; unused rows (-1, 0, 0) come last
+
+    Returns (token_order, tiles). Raises ValueError for an adapter_index out of range (the GPU kernel does not check).
     """
     slots = adapter_index.tolist()
     wrong = sorted({slot for slot in slots if not -1 <= slot < num_slots})
@@ -101,16 +102,9 @@ def _order_tokens(adapter_index, token_order, block, num_tokens, TOKENS: tl.cons
 
 @triton.jit
 def _write_tiles(
-    adapter_index,
-    tiles,
-    block,
-    num_tokens,
-    num_rows,
-    TILE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ROWS: tl.constexpr,
+    adapter_index, tiles, block, num_tokens, num_rows, TILE: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
-):
+):  # fmt: skip
     # group g has the tokens of slot g - 1; every program counts all groups, and each row then finds its group
     tokens = tl.zeros([GROUPS], tl.int32)
     for start in range(0, num_tokens, CHUNK):
@@ -135,18 +129,9 @@ def _write_tiles(
 
 @triton.jit
 def plan_kernel(
-    adapter_index,
-    token_order,
-    tiles,
-    num_tokens,
-    num_rows,
-    TILE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    adapter_index, token_order, tiles, num_tokens, num_rows, TILE: tl.constexpr, GROUPS: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Programs do two independent kinds of work: blocks of ROWS tile rows first, then blocks of TOKENS tokens."""
     pdl_start(PDL)
     row_blocks = tl.cdiv(num_rows, ROWS)

@@ -1,6 +1,6 @@
 """`lora_shrink`, the first half of LoRA: from hidden states to the adapter's ranks, as split-K planes."""
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 import triton
@@ -42,13 +42,13 @@ def reference(
 
     A token's ranks do not depend on the tokens next to it (`core/reproducible_sums.py`).
 
-    x            [T, K] model dtype, or e4m3 or int8 with x_scale fp32: [T], or [K / 128, P] as in `quantize_blocks` (then a
-                 has x's dtype)
-    a            [S, n*R, K] model dtype, or e4m3 or int8 with a_scale [S, n*R] fp32: the A matrices of S adapters, those of
+    x            [T, K] model dtype, or e4m3 or int8 with x_scale fp32: [T], or [K / 128, P] as in `quantize_blocks`
+                 (then a has x's dtype)
+    a            [S, n*R, K] model dtype, or e4m3 or int8 with a_scale [S, n*R] fp32: A matrices of S adapters, those of
                  n packed linears concatenated; n*R a multiple of 16
     token_order, tiles, tile   from `lora_plan`
-    returns      [splits, T, n*R] fp32; zero for tokens without an adapter. Chunk p is columns p*w .. (p+1)*w with
-                 w = split_width(K, splits)
+    returns      [splits, T, n*R] fp32; zero for tokens without an adapter. Chunk p is columns p*w .. (p+1)*w with w =
+                 split_width(K, splits)
     """
     k, width = x.shape[1], split_width(x.shape[1], splits)
     if x_scale is not None and x_scale.dim() == 2:
@@ -71,14 +71,7 @@ def reference(
 
 
 def fake(
-    x: torch.Tensor,
-    a: torch.Tensor,
-    token_order: torch.Tensor,
-    tiles: torch.Tensor,
-    tile: int,
-    splits: int,
-    a_scale: Optional[torch.Tensor] = None,
-    x_scale: Optional[torch.Tensor] = None,
+    x: torch.Tensor, a: torch.Tensor, token_order: torch.Tensor, tiles: torch.Tensor, tile: int, splits: int, *_: Any
 ) -> torch.Tensor:
     """Return an empty result."""
     return x.new_empty((splits, x.shape[0], a.shape[1]), dtype=torch.float32)
@@ -159,10 +152,10 @@ def shrink_once_kernel(
     TILE: tl.constexpr, RANKS: tl.constexpr, BLOCK_K: tl.constexpr, ORDER: tl.constexpr, EVEN: tl.constexpr,
     SCALES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program per work item (tile, split, block of ranks): planes[split, tokens, ranks] = (A rows @ x^T)^T, loaded at
-    once.
+    """A program per work item (tile, split, block of ranks), loaded at once.
 
-    Next to a base GEMM that fills every queue a load takes microseconds: few loads depend on each other.
+    planes[split, tokens, ranks] = (A rows @ x^T)^T. Next to a base GEMM that fills every queue a load takes
+    microseconds: few loads depend on each other.
     """
     wait_then_launch(PDL)
     place = tl.arange(0, ORDER)

@@ -4,7 +4,7 @@ The product of a token's ranks and B is an integer product: `lora_round` has rou
 gate and one for up, since widening B's int8 rows to bf16 takes more instructions than the rest of the product.
 """
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 import triton
@@ -56,14 +56,7 @@ def reference(
 
 
 def fake(
-    gate_up: torch.Tensor,
-    ranks: torch.Tensor,
-    rank_step: torch.Tensor,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
-    token_order: torch.Tensor,
-    tiles: torch.Tensor,
-    tile: int,
+    gate_up: torch.Tensor, ranks: torch.Tensor, rank_step: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, *_: Any
 ) -> torch.Tensor:
     """Return an empty result."""
     check(gate_up, ranks, rank_step, b, b_scale)

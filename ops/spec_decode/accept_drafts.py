@@ -6,6 +6,8 @@ draft, with the token sampled in its place, the sequence equals one without draf
 rows are discarded.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -48,15 +50,7 @@ def reference(
     return accepted
 
 
-def fake(
-    tokens: torch.Tensor,
-    drafts: torch.Tensor,
-    rows: torch.Tensor,
-    counts: torch.Tensor,
-    first: torch.Tensor,
-    history: torch.Tensor,
-    lengths: torch.Tensor,
-) -> torch.Tensor:
+def fake(tokens: torch.Tensor, drafts: torch.Tensor, rows: torch.Tensor, *_: Any) -> torch.Tensor:
     """Return an empty result."""
     return torch.empty_like(rows)
 

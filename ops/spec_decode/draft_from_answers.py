@@ -1,10 +1,11 @@
-"""`draft_recalled`: drafts from earlier answers of the same adapter, if they match more tokens than the sequence
-itself.
+"""`draft_recalled`: drafts from earlier answers of the same adapter, if they match more tokens than the sequence.
 
 A ring buffer (see `keep_answers`) is searched as `draft_ngram` searches a sequence: the longest match wins, then the
 latest. A match without a following token does not count. The same ring and history always give the same drafts, so
 tensor-parallel ranks draft alike.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -64,17 +65,7 @@ def reference(
     return recalled
 
 
-def fake(
-    history: torch.Tensor,
-    lengths: torch.Tensor,
-    rows: torch.Tensor,
-    agreed: torch.Tensor,
-    rings: torch.Tensor,
-    which: torch.Tensor,
-    ends: torch.Tensor,
-    filled: torch.Tensor,
-    drafts: torch.Tensor,
-) -> torch.Tensor:
+def fake(history: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor, *_: Any) -> torch.Tensor:
     """Return an empty result."""
     return torch.empty_like(rows)
 

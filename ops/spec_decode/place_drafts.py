@@ -1,8 +1,10 @@
-"""`place_drafts`: a step's inputs for sequences whose length only the device has.
+"""`place_drafts`: inputs of sequences with drafts; only the device has their lengths.
 
 A sequence of n tokens computes its last token and its drafts: rows at positions n - 1, n, ... of a context that ends
 with them. The block table gives their KV slots; the next step overwrites those of rejected drafts before any read.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -50,19 +52,7 @@ def reference(
         context_lens[index] = length + count
 
 
-def fake(
-    history: torch.Tensor,
-    lengths: torch.Tensor,
-    drafts: torch.Tensor,
-    rows: torch.Tensor,
-    counts: torch.Tensor,
-    query_start: torch.Tensor,
-    block_table: torch.Tensor,
-    input_ids: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    context_lens: torch.Tensor,
-) -> None:
+def fake(*_: Any) -> None:
     """Return nothing."""
 
 

@@ -83,14 +83,14 @@ def test_equal_scales_of_blocks_are_a_scale_of_the_row(dtype: torch.dtype) -> No
 def test_misfits_are_named() -> None:
     q, scale, *rest = block_inputs(3, 32, 256, INT8, addends=False)
     for function in (reference, linear_8bit.fake):
-        with pytest.raises(ValueError, match=r"scale \(3, 32\) doesn't fit q \(3, 256\).*\[K / 128, P\]"):
+        with pytest.raises(ValueError, match=r"scale \(3, 32\) doesn't match q \(3, 256\).*\[K / 128, P\]"):
             function(q, scale.new_zeros(3, 32), *rest, BF16)
         with pytest.raises(ValueError, match=r"\(2, 2\) has too few columns for 3 tokens.*padded_scales"):
             function(q, scale[:, :2], *rest, BF16)
         with pytest.raises(ValueError, match="multiple of 128"):
             function(q[:, :208], scale, rest[0][:, :208], *rest[1:], BF16)
     out = torch.empty(3, 32, dtype=BF16)
-    with pytest.raises(ValueError, match=r"kernel wide takes one scale a token.*gluon and triton"):
+    with pytest.raises(ValueError, match=r"kernel wide needs one scale per token.*gluon and triton"):
         launch_config(wide_config(128, 64), q, scale, *rest, out, sms=132)
     with pytest.raises(ValueError, match=r"steps of 64 columns.*block_k=128"):
         launch_config(LinearConfig("triton", block_k=64), q, scale, *rest, out, sms=132)
