@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from ...ops.collectives.exchange import bytes_from_peers, is_one_shot
-from ...ops.collectives.group import world_of
+from ...ops.collectives.tensor_parallel_group import world_of
 from ...ops.core.kv_layout import PAGE_SIZE
 from ..program.buffers import View, views_in
 from ..program.calls import overload_of, traits_of

@@ -13,8 +13,7 @@ import torch
 
 from ...ops.collectives.exchange import is_one_shot
 from ...ops.core.triton_support import cdiv
-from ...ops.linear.scaled_mm import scaled_mm_takes
-from ...ops.linear.tuning import (
+from ...ops.linear.kernel_selection import (
     LinearConfig,
     WorkSplit,
     linear_config,
@@ -23,6 +22,7 @@ from ...ops.linear.tuning import (
     tuned_table,
     work_split,
 )
+from ...ops.linear.scaled_mm import scaled_mm_takes
 from ...ops.lora import expand, shrink
 from ..program.buffers import View
 from ..program.calls import traits_of

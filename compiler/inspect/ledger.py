@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 
 from ...ops.collectives.all_reduce_add_rms_norm_quant import all_reduce_add_rms_norm_quant
 from ...ops.core.device import H200_SMS
+from ...ops.core.dtypes import residual_in_fp32
 from ...ops.core.kv_layout import PAGE_SIZE
-from ...ops.core.residual_stream import residual_in_fp32
 from ...ops.elementwise.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
 from ..build_program import build_program
 from ..graph.capture import Captured

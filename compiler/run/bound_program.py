@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...ops.core.registry import as_outputs
-from ...ops.core.reproducible import linear, mm
+from ...ops.core.reproducible_sums import linear, mm
 from ..program.buffers import Buffer, ProgramError, View
 from ..program.calls import out_overload, overload_of, own_op
 from ..program.program import Program, Step

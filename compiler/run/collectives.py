@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from ...ops.collectives.exchange import PLACES, Exchange, exchange_of
-from ...ops.collectives.group import GroupError, RankGroup
+from ...ops.collectives.tensor_parallel_group import GroupError, RankGroup
 from ..cost.bytes_and_flops import named_arguments
 from ..program.buffers import ProgramError, View
 from ..program.calls import mutated_views, traits_of

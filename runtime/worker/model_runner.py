@@ -14,7 +14,7 @@ from ...compiler.program.program import Bucket, Program
 from ...compiler.run.bound_program import BoundProgram
 from ...compiler.run.collectives import check_same_order
 from ...compiler.run.kernel_compilation import Compilations, KernelsAhead
-from ...ops.collectives.group import group_named, tensor_parallel_group
+from ...ops.collectives.tensor_parallel_group import group_named, tensor_parallel_group
 from ..adapters.slot_loader import LoadReport, SlotLoader
 from ..scheduler.step_plan import StepDrafts, StepMasks, StepPlan, StepResult
 from .bound_programs import BoundPrograms, measure_programs

@@ -18,9 +18,9 @@ import torch
 
 from ...ops.elementwise.quantize import SILU_ROTATES, quantize_rowwise
 from ...ops.elementwise.silu_mul import silu_mul_quant
+from ...ops.linear.kernel_selection import LinearConfig, work_split
 from ...ops.linear.kernel_wide import launch_wide
 from ...ops.linear.linear_8bit import launch_config
-from ...ops.linear.tuning import LinearConfig, work_split
 from ..bench.gpu_time import captured, elapsed_us
 from .jobs import Timing, show
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from ...compiler.options import DEFAULT_PRECISION
 
 if TYPE_CHECKING:
-    from ...ops.linear.tuning import LinearConfig
+    from ...ops.linear.kernel_selection import LinearConfig
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def show(config: "LinearConfig") -> str:
 
 def sparse(config: "LinearConfig") -> dict[str, Any]:
     """Return the fields for the table."""
-    from ...ops.linear.tuning import LinearConfig
+    from ...ops.linear.kernel_selection import LinearConfig
 
     if config.kernel == "scaled_mm":
         return {"kernel": "scaled_mm"}

@@ -11,8 +11,8 @@ from typing import Any
 
 from ...compiler.options import CompileOptions
 from ...compiler.program.program import Program
-from ...ops.linear import tuning
-from ...ops.linear.tuning import LinearConfig, instead, table_op, work_split
+from ...ops.linear import kernel_selection as tuning
+from ...ops.linear.kernel_selection import LinearConfig, instead, table_op, work_split
 from ..bench.layer import DEPTHS, Layers, Variant, layer_us
 from ..options.models import pick_adapters
 from .jobs import Job, Timing, show

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from .jobs import Job, sparse
 
 if TYPE_CHECKING:
-    from ...ops.linear.tuning import LinearConfig
+    from ...ops.linear.kernel_selection import LinearConfig
 
 
 def sections(table: dict[str, Any]) -> dict[str, Any]:
@@ -17,7 +17,7 @@ def sections(table: dict[str, Any]) -> dict[str, Any]:
 
 def has(table: dict[str, Any], job: Job) -> bool:
     """Return whether a table has this entry in the section of the job's dtype."""
-    from ...ops.linear.tuning import table_op
+    from ...ops.linear.kernel_selection import table_op
 
     return any(
         (shape["n"], shape["k"]) == (job.n, job.k) and str(job.tokens) in shape["tokens"]
@@ -27,7 +27,7 @@ def has(table: dict[str, Any], job: Job) -> bool:
 
 def put(table: dict[str, Any], op: str, job: Job, config: "LinearConfig | None") -> None:
     """Set one entry of `op` in the section of the job's dtype, or remove it."""
-    from ...ops.linear.tuning import table_op
+    from ...ops.linear.kernel_selection import table_op
 
     shapes = table.setdefault(table_op(op, job.int8), [])
     shape = next((shape for shape in shapes if (shape["n"], shape["k"]) == (job.n, job.k)), None)

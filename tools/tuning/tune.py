@@ -13,7 +13,7 @@ from .jobs import Job, Timing, show
 from .table import has, put, sections, write
 
 if TYPE_CHECKING:
-    from ...ops.linear.tuning import LinearConfig
+    from ...ops.linear.kernel_selection import LinearConfig
 
 TOKENS = (16, 32, 64, 128, 256, 512)
 DEFAULT_SHAPE = "llama-3.1-8b"
@@ -119,7 +119,6 @@ def run(options: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from ...ops.core.device import H200_SMS
-    from ...ops.linear import tuning
 
     models = {_name(model): _fields(model) for model in options.models}
     there = torch.cuda.is_available()
@@ -127,7 +126,9 @@ def run(options: argparse.Namespace) -> int:
     if there:
         device = torch.cuda.get_device_name(0)
         sms = torch.cuda.get_device_properties(0).multi_processor_count
-    output = options.output or (tuning.TABLES / f"{tuning.gpu_slug(device)}.json" if there else tuning.TUNED)
+    output = options.output or (
+        kernel_selection.TABLES / f"{kernel_selection.gpu_slug(device)}.json" if there else kernel_selection.TUNED
+    )
     table = json.loads(output.read_text()) if output.exists() else {}
     work = [
         (job, config)
@@ -196,7 +197,7 @@ def jobs_of(
 def jobs(config: dict[str, Any], layers: list[str], tokens: list[int], dtype: str = DEFAULT_PRECISION) -> Iterator[Job]:
     """Return the entries of a model; token counts are rounded up to those of the table."""
     from ...graphs.config import LlamaConfig
-    from ...ops.linear.tuning import padded_tokens
+    from ...ops.linear.kernel_selection import padded_tokens
 
     c = LlamaConfig.from_dict(config)
     heads = c.num_attention_heads * c.head_dim
@@ -214,14 +215,14 @@ def jobs(config: dict[str, Any], layers: list[str], tokens: list[int], dtype: st
 
 def linear_configs(job: Job, sms: int) -> "list[LinearConfig]":
     """Return the jobs of `linear_8bit`."""
-    from ...ops.linear.tuning import candidates
+    from ...ops.linear.kernel_selection import candidates
 
     return candidates(job.tokens, job.n, job.k, sms, int8=job.int8)
 
 
 def activation_configs(job: Job, sms: int) -> "list[LinearConfig]":
     """Return the jobs of `linear_8bit_silu_mul`; few tokens keep two launches."""
-    from ...ops.linear.tuning import wide_candidates
+    from ...ops.linear.kernel_selection import wide_candidates
 
     if job.layer != "gate_up" or job.tokens <= 64:
         return []

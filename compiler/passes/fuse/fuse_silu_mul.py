@@ -5,9 +5,9 @@ from torch import fx
 
 from ....ops.elementwise.quantize import quantize_rowwise
 from ....ops.elementwise.silu_mul import silu_mul, silu_mul_quant
+from ....ops.linear.kernel_selection import activation_config
 from ....ops.linear.linear_8bit import linear_8bit
 from ....ops.linear.linear_8bit_silu_mul import linear_8bit_silu_mul
-from ....ops.linear.tuning import activation_config
 from ...graph.matcher import Match, any_, call, find
 from ...graph.nodes import (
     aten,

@@ -6,7 +6,7 @@ from torch import fx
 from ....ops.elementwise.quantize import quantize_rowwise
 from ....ops.elementwise.silu_mul import silu_mul_quant
 from ....ops.lora.expand import lora_expand
-from ....ops.lora.rounded import fits
+from ....ops.lora.expand_rounded import fits
 from ....ops.lora.silu_mul_lora import silu_mul_lora
 from ...graph.nodes import bind, calls, insert_call, insert_picks, is_call, replace_picks, shape_of
 from ..base import Context, PassReport, Refused, rewrite_each

@@ -4,8 +4,8 @@ import torch
 from torch import fx
 
 from ....ops.lora.expand import lora_expand
+from ....ops.lora.expand_rounded import fits, lora_expand_rounded, lora_round
 from ....ops.lora.plan import rounded_splits
-from ....ops.lora.rounded import fits, lora_expand_rounded, lora_round
 from ....ops.lora.shrink import lora_shrink
 from ...graph.nodes import bind, calls, copy_marks, insert_call, insert_picks, is_call, shape_of
 from ..base import Context, PassReport, Refused, rewrite_each

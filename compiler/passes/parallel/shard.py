@@ -12,7 +12,7 @@ from ....ops.attention.paged_attention import paged_attention
 from ....ops.attention.rope import rope
 from ....ops.collectives.all_gather import all_gather
 from ....ops.collectives.all_reduce import all_reduce
-from ....ops.collectives.group import tensor_parallel_group
+from ....ops.collectives.tensor_parallel_group import tensor_parallel_group
 from ....ops.elementwise.rms_norm import rms_norm
 from ....ops.lora.lora import lora
 from ...graph.nodes import (

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from ....ops.attention.rope_append import rope_append
-from ....ops.core.eight_bits import QUANTIZED_MAX
+from ....ops.core.dtypes import QUANTIZED_MAX
 from ....ops.elementwise.rms_norm import add_rms_norm, rms_norm
 from ...graph.nodes import aten, bind, calls, insert_placeholder, is_call, set_operands, shape_of, through_views
 from ...graph.recipe import Recipe, cat, key_balance, multiply, norm_balance

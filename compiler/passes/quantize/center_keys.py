@@ -4,7 +4,7 @@ import torch
 from torch import fx
 
 from ....ops.attention.append_kv import append_kv
-from ....ops.core.eight_bits import QUANTIZED_MAX
+from ....ops.core.dtypes import QUANTIZED_MAX
 from ...graph.nodes import bind, calls, insert_placeholder, set_operands, shape_of
 from ...graph.recipe import Recipe, calibrated, hadamard, sliced
 from ...program.layers import layer_of_name

@@ -14,7 +14,7 @@ from ....graphs.adapter import Describe
 from ....graphs.adapter_config import AdapterError
 from ....graphs.adapter_description import describe_adapter
 from ....graphs.checkpoint import CheckpointError
-from ....ops.collectives.group import RankGroup
+from ....ops.collectives.tensor_parallel_group import RankGroup
 from ...adapters.registry import RegisteredAdapter
 from ...api.errors import CapacityError
 from ...engine.resolve import LoadOptions

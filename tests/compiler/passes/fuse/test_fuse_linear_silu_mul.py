@@ -12,7 +12,7 @@ from sidestream.compiler.passes.fuse import fuse_silu_mul
 from sidestream.compiler.program.program import Bucket, Program
 from sidestream.compiler.run.bound_program import BoundProgram
 from sidestream.graphs.lora import LoraShape
-from sidestream.ops.linear import tuning
+from sidestream.ops.linear import kernel_selection as tuning
 from support.meta import compiled_without_weights
 
 FIELDS: dict[str, Any] = {

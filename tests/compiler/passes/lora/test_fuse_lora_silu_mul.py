@@ -18,8 +18,8 @@ from sidestream.compiler.program.program import Bucket, Program
 from sidestream.graphs.lora import LoraShape
 from sidestream.ops.elementwise.silu_mul import silu_mul_quant
 from sidestream.ops.lora.expand import lora_expand
+from sidestream.ops.lora.expand_rounded import lora_round
 from sidestream.ops.lora.plan import lora_plan
-from sidestream.ops.lora.rounded import lora_round
 from sidestream.ops.lora.silu_mul_lora import silu_mul_lora
 from support.fx_graphs import GraphBuilder
 from support.meta import compiled_without_weights

@@ -20,7 +20,7 @@ from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import LoraShape
 from sidestream.ops.collectives.all_reduce import all_reduce
 from sidestream.ops.collectives.all_reduce_add_rms_norm_quant import all_reduce_add_rms_norm_quant
-from sidestream.ops.collectives.group import RankGroup, register_group
+from sidestream.ops.collectives.tensor_parallel_group import RankGroup, register_group
 from sidestream.ops.elementwise.rms_norm import add_rms_norm_quant
 from support.fx_graphs import GraphBuilder
 from support.meta import FIELDS

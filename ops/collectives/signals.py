@@ -1,10 +1,9 @@
-"""What the kernels of collectives are made of: tickets, signals between ranks, and rows of peers (exchange.py says why
-this is enough).
+"""Tickets, signals between ranks, and rows of peers, for the kernels of collectives (correctness: exchange.py).
 
 Memory order, in PTX's model: a program's writes, then a CTA barrier, then one thread's `fence.acq_rel.sys` and relaxed
-stores of the epoch to the peers. There one thread for each flag reads it with `ld.acquire.sys` until it has reached the
-epoch, then a CTA barrier. Loads and stores of rows are plain ones, outside of these two barriers. Writes of earlier
-kernels are ordered by the launch, or by `griddepcontrol.wait`.
+stores of the epoch to the peers. There one thread per flag polls it with `ld.acquire.sys` until it has reached the
+epoch, then a CTA barrier. Loads and stores of rows are plain, outside of these two barriers. The launch, or
+`griddepcontrol.wait`, orders writes of earlier kernels.
 """
 
 import triton
@@ -13,17 +12,17 @@ import triton.language as tl
 from ..core.triton_support import INTERP, in_fp32
 from . import exchange
 
-BITS = tl.constexpr(16)  # 2^BITS tickets are an epoch: more than rows of a launch
+BITS = tl.constexpr(16)  # an epoch has 2^BITS tickets: more than the rows of a launch
 EVERYBODY = tl.constexpr(-1)
 READY, EPOCH = tl.constexpr(exchange.READY), tl.constexpr(exchange.EPOCH)
 
 
 @triton.jit
 def take_ticket(memory, rows):
-    """(epoch from 1 on, row): which launch this is, counted alike on all ranks, and the next row that no program has.
+    """Return (epoch from 1 on, row): the launch, counted alike on all ranks, and the next free row.
 
-    A launch takes exactly 2^BITS tickets: one each of its `rows` programs, and the last of these takes those that are
-    left. So the count needs no reset, and no program can see it too far on.
+    A launch takes exactly 2^BITS tickets: one per program (`rows`), and the last program takes the rest. So the count
+    needs no reset, and every program sees its own launch's epoch.
     """
     counter = memory.to(tl.pointer_type(tl.int64))
     ticket = tl.atomic_add(counter, tl.full((), 1, tl.int64), sem="relaxed", scope="gpu")
@@ -35,14 +34,15 @@ def take_ticket(memory, rows):
 
 @triton.jit
 def flags_of(row, DONE: tl.constexpr, WORLD: tl.constexpr):
-    """(where the ranks' epochs of a row begin, where its owner's lies), bytes of a memory."""
+    """Return (offset of the ranks' epochs of a row, offset of its owner's epoch), in bytes."""
     return READY + row * (WORLD * EPOCH), DONE + row * EPOCH
 
 
 @triton.jit
 def signal(memories, offset, epoch, only, RANK: tl.constexpr, WORLD: tl.constexpr):
-    """Store `epoch` at byte `offset` of every peer's memory, or of rank `only`'s: all that this program has written
-    before can be read there by who sees it.
+    """Store `epoch` at byte `offset` of every peer's memory, or of rank `only`'s.
+
+    A rank that reads it can read everything that this program has written before.
     """
     tl.debug_barrier()
     if not INTERP:
@@ -61,7 +61,7 @@ def signal(memories, offset, epoch, only, RANK: tl.constexpr, WORLD: tl.constexp
         )
     for rank in tl.static_range(WORLD):
         if rank != RANK:  # noqa: SIM102
-            if (only == EVERYBODY) | (only == rank):  # at run time, unlike the first
+            if (only == EVERYBODY) | (only == rank):  # at run time; the first test is a constant
                 _store_flag(memories[rank] + offset, epoch)
 
 
@@ -87,8 +87,9 @@ def _store_flag(address, epoch):
 
 @triton.jit
 def await_flags(address, epoch, COUNT: tl.constexpr, OWN: tl.constexpr):
-    """Wait until COUNT flags from `address` on, in this rank's memory, have reached `epoch`, the one at OWN excepted:
-    what was written before they were stored can be read then.
+    """Wait until COUNT flags from `address` on, in this rank's memory, have reached `epoch`, except the one at OWN.
+
+    Everything written before the flags were stored is readable then.
     """
     if INTERP:
         flags = address.to(tl.pointer_type(tl.int64))
@@ -125,7 +126,7 @@ def await_flags(address, epoch, COUNT: tl.constexpr, OWN: tl.constexpr):
 
 @triton.jit
 def memory_of(memories, rank, WORLD: tl.constexpr):
-    """The memory of a rank that is known only when the kernel runs."""
+    """Return the memory of a rank that is chosen at run time."""
     chosen = memories[0]
     for other in tl.static_range(1, WORLD):
         chosen = tl.where(rank == other, memories[other], chosen)
@@ -134,14 +135,15 @@ def memory_of(memories, rank, WORLD: tl.constexpr):
 
 @triton.jit
 def row_of(memory, offset, dtype: tl.constexpr):
-    """A pointer to the values that lie at a byte of a rank's memory."""
+    """Return a pointer to the values at a byte offset of a rank's memory."""
     return (memory + offset).to(tl.pointer_type(dtype))
 
 
 @triton.jit
 def add_up(mine, memories, offset, column, inside, dtype: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr):
-    """fp32 sum of every rank's part of a row, in rank order: this rank's is `mine`, the others' lie at byte `offset` of
-    their memories, all of `dtype`.
+    """Return the fp32 sum of every rank's part of a row, in rank order.
+
+    This rank's part is `mine`, those of the others are at byte `offset` of their memories, all of `dtype`.
     """
     total = in_fp32(mine)
     for rank in tl.static_range(WORLD):

@@ -1,6 +1,4 @@
-"""The pieces of prefill_gluon and prefill_wide_gluon: layouts, which tile an item is, conversion to fp16, the softmax
-of one step, and the warps that own rows.
-"""
+"""Shared by prefill_gluon and prefill_wide_gluon: layouts, tile lookup, conversion to fp16, softmax, consumer warps."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,30 +10,31 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..core.gluon_support import tma_load
-from .decode_gluon_pieces import LOWEST
+from .decode_gluon_softmax import LOWEST
 from .widen_kv import WIDEN_INT8, WIDENED
 
-ROWS = gl.constexpr(64)  # of a group of four warps; a tile has twice as many
-STEP = gl.constexpr(128)  # keys a step: two pages
-SEARCHED = gl.constexpr(64)  # sequences that `find_tile` looks at together
+ROWS = gl.constexpr(64)  # per group of four warps; a tile has two groups
+STEP = gl.constexpr(128)  # keys per step: two pages
+SEARCHED = gl.constexpr(64)  # sequences that `find_tile` searches at a time
 
 
 @gluon.constexpr_function
 def score_layout(FP8):
-    """Scores [64 rows, 128 keys] of a group of four warps."""
+    """Return the layout of the scores [64 rows, 128 keys] of a group of four warps."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32 if FP8 else 16])
 
 
 @gluon.constexpr_function
 def output_layout():
-    """The output [64 rows, 128 dims] of a group of four warps."""
+    """Return the layout of the output [64 rows, 128 dims] of a group of four warps."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
 
 
 @gluon.constexpr_function
 def converter_layout(WARPS):
-    """[32 tokens, 128 dims]: half a warp reads 8 values a lane from tokens 0 and 4, a quarter writes 128 bytes of
-    one: neither meets a bank twice.
+    """Return the layout [32 tokens, 128 dims] of the converters, without bank conflicts.
+
+    Half a warp reads 8 values per lane from tokens 0 and 4, a quarter writes 128 bytes of one token.
     """
     rows = [[2, 0], [8, 0], [16, 0]]
     own = 3 - (WARPS.bit_length() - 1)
@@ -47,15 +46,16 @@ def converter_layout(WARPS):
 
 @gluon.jit
 def rounds(batch, HK: gl.constexpr):
-    """(items, how often a program takes one, at most)."""
+    """Return (number of items, rounds: the most items per program)."""
     items = batch[5] * HK
     return items, (items + gl.num_programs(0) - 1) // gl.num_programs(0)
 
 
 @gluon.jit
 def item_of(number):
-    """A program's item of round `number`: every other round goes backwards, so that the one that got the longest of one
-    gets the shortest of the next.
+    """Return a program's item of round `number`.
+
+    Every other round is reversed, so that a program with a long item gets a short one in the next round.
     """
     program = gl.program_id(0)
     return number * gl.num_programs(0) + gl.where(number % 2 == 0, program, gl.num_programs(0) - 1 - program)
@@ -63,21 +63,15 @@ def item_of(number):
 
 @gluon.jit
 def find_tile(
-    item,
-    batch,
-    HK: gl.constexpr,
-    TILE: gl.constexpr,
-    PLANNED: gl.constexpr,
-    WARPS: gl.constexpr,
+    item, batch, HK: gl.constexpr, TILE: gl.constexpr, PLANNED: gl.constexpr, WARPS: gl.constexpr,
     WINDOW: gl.constexpr = 0,
-):
-    """(kv head, sequence, first token, end of the sequence's tokens, its first position, length, steps, whole, skipped)
-    of an item; without tokens if first >= end. Every row sees the keys of the first `whole` steps, unless they are
-    older than its WINDOW. `skipped` steps no row sees any more: position, length, steps and whole count from there.
+):  # fmt: skip
+    """Return an item's (kv head, sequence, first token, end of its tokens, position, length, steps, whole, skipped).
 
-    The sequences are counted in a loop, so that one compilation serves every number of them.
-    PLANNED: `begins` says how many tiles are in front of each sequence's (a row of `widen_plan`); else there is room
-    for every ragged end.
+    An item with first >= end has no tokens. Every row sees the keys of the first `whole` steps, unless they are older
+    than WINDOW. No row sees `skipped` steps; position (of the first token), length, steps and whole count from there.
+    Sequences are searched in a loop, so that one compilation serves any number of them. PLANNED: `begins`, a row of
+    `widen_plan`, is the number of tiles before each sequence; otherwise every ragged end has its own tile.
     """
     query_start, context_lens, begins, tokens, sequences, tiles = batch
     head = item % HK
@@ -113,7 +107,7 @@ def find_tile(
 
 @gluon.jit
 def tile_rows(first_token, end, head, LAYOUT: gl.constexpr, HK: gl.constexpr, GROUP: gl.constexpr):
-    """Offsets of a group's 64 rows in q or out, from the first one, and which there are."""
+    """Return the offsets of a group's 64 rows in q or out from the first one, and which rows exist."""
     row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     dim = gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
     offsets = ((row // GROUP * (HK * GROUP) + row % GROUP) * 128)[:, None] + dim[None, :]
@@ -122,14 +116,14 @@ def tile_rows(first_token, end, head, LAYOUT: gl.constexpr, HK: gl.constexpr, GR
 
 @gluon.jit
 def fetch(boxes, ring, ready, slot, first_row, second_row):
-    """K or V of two pages to stage `slot`: boxes of 64 rows and 128 bytes each."""
+    """Load K or V of two pages to stage `slot`: boxes of 64 rows and 128 bytes each."""
     tma_load(boxes, [first_row, 0], ready, ring.index(slot * 2))
     tma_load(boxes, [second_row, 0], ready, ring.index(slot * 2 + 1))
 
 
 @gluon.jit
 def widen(x, scale):
-    """Four neighbours of e4m3 or int8 to fp16, times their row's scale: a pair of equal fp16 in 32 bits."""
+    """Convert four adjacent e4m3 or int8 values to fp16, times their row's scale: a pair of equal fp16 in 32 bits."""
     if x.dtype == gl.int8:
         return gl.inline_asm_elementwise(
             WIDEN_INT8, "=r,=r,r,r,r,r,r", [x, scale], dtype=gl.float16, is_pure=True, pack=4
@@ -152,9 +146,7 @@ def widen(x, scale):
 
 @gluon.jit
 def pack(p):
-    """fp32 [64, 128] to pairs of fp16 neighbours in 32 bits [64, 64]: carried from step to step, single halves would
-    take a register each.
-    """
+    """Pack fp32 [64, 128] as pairs of fp16 in 32 bits [64, 64]: single halves would take a register each."""
     even, odd = gl.split(gl.reshape(p, [ROWS, STEP // 2, 2]))
     return gl.inline_asm_elementwise(
         "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1
@@ -163,7 +155,7 @@ def pack(p):
 
 @gluon.jit
 def unpack(pairs):
-    """`pack`'s result as the left operand of P V."""
+    """Unpack `pack`'s result as the left operand of P V."""
     even, odd = gl.inline_asm_elementwise(
         "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
     )
@@ -176,7 +168,7 @@ def weigh(
     scores, key_scales, slot, factor, top, total, first_key, position, FP8_SCORES: gl.constexpr, MASK: gl.constexpr,
     WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """The online softmax of one step: (packed probabilities, what the older ones keep, new maximum, new sum).
+    """Apply one step of the online softmax -> (packed probabilities, factor of the older sums, new maximum, new sum).
 
     Maxima are before `factor`.
     """
@@ -201,7 +193,7 @@ def attend(
     values_ready, values_free, turns, WHO: gl.constexpr, FP8_SCORES: gl.constexpr, MASK: gl.constexpr,
     WINDOW: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
-    """Steps begin..stop: each multiplies the step before by its values while it weighs its own keys."""
+    """Run steps begin..stop: multiply the previous step's probabilities by its values during this step's softmax."""
     SCORES: gl.constexpr = score_layout(FP8_SCORES)
     OUTPUT: gl.constexpr = output_layout()
     nothing = gl.zeros([ROWS, STEP], gl.float32, SCORES)
@@ -224,12 +216,12 @@ def attend(
             WINDOW,
         )  # fmt: skip
         if FP8_SCORES:
-            fence_async_shared()  # the keys' scales are read: a load is not done when a barrier is passed
+            fence_async_shared()  # scales have been read: a barrier does not complete loads
         mbarrier.arrive(keys_free.index(slot), count=1)
         if not FP8_SCORES:
-            # The next step's keys. Here because ptxas moves nothing across a spin loop, and would move the softmax
-            # after the wait for the product, with nothing left to run meanwhile. (With queries in registers too, as
-            # e4m3 has them, the two at once take more registers than there are.)
+            # Wait for the next step's keys here: ptxas moves nothing across a spin loop, and would move the softmax
+            # behind the wait for the product, leaving nothing to overlap. (With queries in registers too, as in e4m3,
+            # both at once need more registers than there are.)
             mbarrier.wait(keys_ready.index((step + 1) % STAGES), (step + 1) // STAGES & 1, pred=j + 1 < steps)
         acc = warpgroup_mma_wait(0, deps=(product,))
         mbarrier.arrive(values_free.index(before), count=1)
@@ -239,8 +231,9 @@ def attend(
 
 @gluon.jit
 def wait_turn(turns, step, WHO: gl.constexpr):
-    """Until the other group has handed its products of a step to the tensor cores: one group multiplies while the
-    other weighs. Group 0 begins.
+    """Wait until the other group has issued its products of a step: one group multiplies during the other's softmax.
+
+    Group 0 starts.
     """
     mbarrier.wait(turns.index(WHO), (step & 1) ^ (1 - WHO))
 
@@ -252,9 +245,9 @@ def consume(
     PLANNED: gl.constexpr, FP8_SCORES: gl.constexpr, HOLD_QUERIES: gl.constexpr,
     STAGES: gl.constexpr, TURNS: gl.constexpr, WINDOW: gl.constexpr = 0,
 ):  # fmt: skip
-    """The warps of 64 rows: group WHO of the two.
+    """Compute 64 rows (consumer warps): group WHO of the two.
 
-    HOLD_QUERIES: in registers, also those of 16 bits. TURNS: the groups multiply by turns.
+    HOLD_QUERIES: keep 16-bit queries in registers too. TURNS: the groups alternate on the tensor cores.
     """
     SCORES: gl.constexpr = score_layout(FP8_SCORES)
     OUTPUT: gl.constexpr = output_layout()
@@ -323,7 +316,7 @@ def consume(
                         TURNS,
                     )  # fmt: skip
                     unclipped = steps
-                    if WINDOW:  # of the oldest steps not every row sees the beginning
+                    if WINDOW:  # not every row sees the start of the oldest steps
                         clipped = (gl.maximum(position + TILE - WINDOW, 0) + STEP - 1) // STEP
                         unclipped = gl.maximum(steps - clipped, masked)
                     top, total, acc, p = attend(

@@ -1,9 +1,10 @@
-"""`best_of_part`: the best token of a rank's part of the vocabulary, as a number that ranks can compare.
+"""`best_of_part`: the best token of a rank's part of the vocabulary, as a key that ranks can compare.
 
-A key holds what is largest in its high word (a float's bits, ordered like the floats) and the token in its low word, so
-that the largest key of all parts is the largest value with the lowest token. Ranks exchange keys of 8 bytes a row where
-they would exchange all logits.
+A key has the value in its high word (a float's bits, ordered like floats) and the inverted token in its low word: the
+largest key of all parts is the largest value with the lowest token. Ranks exchange 8 bytes per row and not all logits.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -15,13 +16,13 @@ from ..core.triton_support import cdiv, pdl_options, pdl_start, require_contiguo
 from .argmax import BLOCK, MAX_PIECES, PROGRAMS_PER_SM
 from .sample import best_of, gumbel_kernel, gumbel_noise, row_key_kernel
 
-_TOKENS = 0x7FFFFFFF  # the low word is this less the token
+_TOKENS = 0x7FFFFFFF  # the low word is this minus the token
 _NAN = 0x7FFFFFFF  # its high word, above all numbers
 _LEAST = -(1 << 63)
 
 
 def keys_of(values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """fp32 values and int tokens -> int64 keys. NaN is above all numbers, and -0 is 0."""
+    """Return int64 keys of fp32 values and int tokens. NaN is above all numbers, and -0 equals 0."""
     bits = (values + 0.0).view(torch.int32)
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     ordered = torch.where(values.isnan(), _NAN, ordered)
@@ -29,13 +30,13 @@ def keys_of(values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def values_of(keys: torch.Tensor) -> torch.Tensor:
-    """The fp32 values of keys."""
+    """Return the fp32 values of keys."""
     ordered = (keys >> 32).to(torch.int32)
     return torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).view(torch.float32)
 
 
 def tokens_of(keys: torch.Tensor) -> torch.Tensor:
-    """The int32 tokens of keys."""
+    """Return the int32 tokens of keys."""
     return (_TOKENS - (keys & 0xFFFFFFFF)).to(torch.int32)
 
 
@@ -48,11 +49,11 @@ def reference(
     seeds: torch.Tensor | None = None,
     steps: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """logits [B, N] of tokens first, first + 1, ..., of which the first `count` columns are tokens -> keys [B] int64.
+    """logits [B, N] of tokens first, first + 1, ... -> keys [B] int64 of the largest logit; NaN if any logit is NaN.
 
-    Alone, of the largest logit; NaN where any of the row is. With the other arguments, all [B] as `sample` takes them
-    and `largest` fp32 the largest logit of the whole row: of the largest (logit - largest) / temperature + noise, which
-    is what `sample` draws where nothing filters.
+    count           only the first `count` columns are tokens
+    largest         [B] fp32: largest logit of the whole row; given together with temperature, seeds and steps (as in
+                    `sample`), keys are of the largest (logit - largest) / temperature + noise: an unfiltered draw
     """
     if not count:
         nothing = torch.full(logits.shape[:1], -torch.inf, device=logits.device)
@@ -66,16 +67,8 @@ def reference(
     return keys_of(best[:, 0], first + columns.where(values == best, count - 1).amin(-1))
 
 
-def fake(
-    logits: torch.Tensor,
-    first: int,
-    count: int,
-    largest: torch.Tensor | None = None,
-    temperature: torch.Tensor | None = None,
-    seeds: torch.Tensor | None = None,
-    steps: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The result of `reference`, not filled."""
+def fake(logits: torch.Tensor, *_: Any) -> torch.Tensor:
+    """Return an empty result."""
     return logits.new_empty(logits.shape[:1], dtype=torch.int64)
 
 
@@ -125,7 +118,7 @@ def launch(
     sm_budget: int | None = None,
     pdl: bool = False,
 ) -> None:
-    """Enough pieces a row to fill the GPU, as `argmax`. Too short to heed `sm_budget`."""
+    """Launch enough pieces per row to fill the GPU, as `argmax`. Ignores `sm_budget`: the launch is small."""
     require_contiguous("best_of_part", logits=logits)
     rows, width = logits.shape
     if rows == 0:

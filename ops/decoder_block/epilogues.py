@@ -1,6 +1,4 @@
-"""What the whole-layer kernels share: the product over a ring of weights, the exchange of partial sums, the
-epilogues of norm and quantization.
-"""
+"""Products over a ring of weights, exchange of partial sums, and epilogues of norm and quantization."""
 
 import math
 
@@ -13,31 +11,31 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..core import residual_stream
+from ..core import dtypes
 from ..core.gluon_support import cta_barrier
 from ..elementwise import quantize
-from .streams import SPLIT, await_count
+from .producers import SPLIT, await_count
 
 SILU_ROTATES = gl.constexpr(quantize.SILU_ROTATES)
-RESIDUAL_SCALE = gl.constexpr(residual_stream.RESIDUAL_SCALE)
-RESIDUAL_LARGEST = gl.constexpr(residual_stream.RESIDUAL_LARGEST)
+RESIDUAL_SCALE = gl.constexpr(dtypes.RESIDUAL_SCALE)
+RESIDUAL_LARGEST = gl.constexpr(dtypes.RESIDUAL_LARGEST)
 
 
 @gluon.constexpr_function
 def root(width):
-    """Of a rotated block's columns: what a normalised rotation divides by."""
+    """Return the divisor of a normalised rotation of `width` columns."""
     return math.sqrt(width)
 
 
 @gluon.constexpr_function
 def stages(width):
-    """Of the transform of a block of so many columns."""
+    """Return the number of stages of a transform of `width` columns."""
     return int(width).bit_length() - 1
 
 
 @gluon.jit
 def issue(ring, ready, rows, rows_ready, used, rows_used, nothing, SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr):
-    """Starts the product of one slot of weights with one block of activations, when both have landed."""
+    """Start the product of one slot of weights with one block of activations, when both have arrived."""
     slot = used % SLOTS
     row = rows_used % ROW_SLOTS
     mbarrier.wait(ready.index(slot), used // SLOTS & 1)
@@ -50,12 +48,11 @@ def multiply(
     ring, ready, empty, rows, scales, rows_ready, rows_empty, used, rows_used, steps, first, second, PAIR: gl.constexpr,
     BLOCK_T: gl.constexpr, SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Adds weights times activations over `steps` blocks of K -> (first, second, used, rows_used); with PAIR `first` is
-    the gate, `second` up.
+    """Add weights times activations over `steps` blocks of K -> (first, second, used, rows_used).
 
-    Each block's product is scaled and added in fp32: its activations have a scale of their own, and the tensor cores'
-    running sum of e4m3 products has 14 bits only (that of int8 is exact, and so is its conversion). One product at a
-    time: starting the next one before this one is added frees the slots later, and cost 5 us a layer.
+    With PAIR `first` is the gate, `second` up. Each block's product is scaled and added in fp32: its activations have
+    their own scale, and the tensor cores' running sum of e4m3 products has only 14 bits (int8 sums and their conversion
+    are exact). One product at a time: an overlapping next product frees the slots later and takes 5 us more per layer.
     """
     nothing = gl.zeros([128, BLOCK_T], gl.int32 if ring.dtype == gl.int8 else gl.float32, LAYOUT)
     for _ in range(steps):
@@ -66,7 +63,7 @@ def multiply(
             product, up = warpgroup_mma_wait(0, deps=(product, up))
         else:
             product = warpgroup_mma_wait(0, deps=(product,))
-        fence_async_shared()  # the scales are read: a load is not done when a barrier is passed
+        fence_async_shared()  # scales have been read: a barrier does not complete loads
         if PAIR:
             mbarrier.arrive(empty.index(used % SLOTS), count=1)
             used += 1
@@ -82,12 +79,11 @@ def multiply(
 
 @gluon.jit
 def rotate(values, row, STAGES: gl.constexpr, LAYOUT: gl.constexpr):
-    """values [128, tokens] fp32, blocks of 2**STAGES neighbouring rows times the Hadamard matrix, not normalised; `row`
-    0 to 127.
+    """Multiply blocks of 2**STAGES adjacent rows of values [128, tokens] fp32 by the Hadamard matrix, not normalised.
 
-    LAYOUT keeps a token's rows in one warp, and the values stay in it. Three stages are arithmetic of the thread that
-    holds 8 neighbouring rows, for further ones it gets its partners' values by shuffles: each is the exclusive or of a
-    pair, and once more of that with a value, which leaves nothing of itself in the machine code.
+    `row`: 0 to 127. LAYOUT keeps a token's rows in one warp. Three stages are arithmetic within the thread that holds 8
+    adjacent rows; further stages get their partners by shuffles. A partner is the xor of a pair, xored with the value
+    again, which compiles to no instruction.
     """
     for stage in gl.static_range(STAGES):
         pairs = gl.reshape(values.to(gl.int32, bitcast=True), [64 >> stage, 2, 1 << stage, values.shape[1]])
@@ -102,27 +98,19 @@ def rotate(values, row, STAGES: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def to_int8(values):
-    """fp32 within +-127 -> int8, to nearest with ties to even: what is left of the sum's last byte."""
+    """Convert fp32 within +-127 to int8, to nearest with ties to even: the last byte of the sum."""
     return (values + 12582912.0).to(gl.int32, bitcast=True).to(gl.int8)  # 1.5 * 2**23
 
 
 @gluon.jit
 def store_quantized(
-    values,
-    q,
-    scale,
-    block,
-    row,
-    token,
-    tokens,
-    WIDTH: gl.constexpr,
-    PADDED: gl.constexpr,
-    ROTATE: gl.constexpr,
+    values, q, scale, block, row, token, tokens, WIDTH: gl.constexpr, PADDED: gl.constexpr, ROTATE: gl.constexpr,
     LAYOUT: gl.constexpr,
-):
-    """values [128, tokens] fp32 -> columns of q [tokens, WIDTH] and one scale a token at scale [WIDTH / 128, PADDED].
+):  # fmt: skip
+    """Quantize values [128, tokens] fp32 to columns of q [tokens, WIDTH], with one scale per token.
 
-    If q is int8, blocks of ROTATE (8 to 128, a power of two) columns are rotated before.
+    Scales go to scale [WIDTH / 128, PADDED]. In int8, blocks of ROTATE (8 to 128, a power of two) columns are rotated
+    first.
     """
     if q.dtype.element_ty == gl.int8:
         ROOT: gl.constexpr = root(ROTATE)
@@ -140,7 +128,7 @@ def store_quantized(
 def inverse_rms(
     squares, token, eps, TILES: gl.constexpr, BLOCK_T: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr
 ):
-    """1 / rms of each token from the tiles' sums of squares, added in order."""
+    """Return 1 / rms of each token from the tiles' sums of squares, added in order."""
     total = gl.zeros([COUNT], gl.float32, gl.SliceLayout(0, LAYOUT))
     for tile in gl.static_range(TILES):
         total += gl.load(squares + tile * BLOCK_T + token, cache_modifier=".cg")
@@ -151,7 +139,7 @@ def inverse_rms(
 def residual_inputs(
     weight_scale, residual, gain, tile, part, tokens, WIDTH: gl.constexpr, BLOCK_T: gl.constexpr, LAYOUT: gl.constexpr
 ):
-    """What `add_residual` needs and nothing delays: loaded before the products."""
+    """Load the inputs of `add_residual` that no other stage delays, before the products."""
     column = tile * 128 + gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))
     token = part * (BLOCK_T // SPLIT) + gl.arange(0, BLOCK_T // SPLIT, gl.SliceLayout(0, LAYOUT))
     old = gl.load(
@@ -167,7 +155,7 @@ def residual_inputs(
 def publish(
     acc, planes, arrivals, tile, part, tokens, PARTS: gl.constexpr, BLOCK_T: gl.constexpr, LAYOUT: gl.constexpr
 ):
-    """Stores this CTA's sums of a tile where the other parts of the tile find them, and counts itself in."""
+    """Store this CTA's sums of a tile for the other parts of the tile, and count its arrival."""
     row = gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))
     token = gl.arange(0, BLOCK_T, gl.SliceLayout(0, LAYOUT))
     plane = planes + (tile * PARTS + part) * (128 * BLOCK_T)
@@ -180,7 +168,7 @@ def publish(
 
 @gluon.jit
 def collect(planes, arrivals, tile, token, PARTS: gl.constexpr, BLOCK_T: gl.constexpr, LAYOUT: gl.constexpr):
-    """The sums of all parts for some tokens [128, tokens], added in order."""
+    """Return the sums of all parts for some tokens [128, tokens], added in order."""
     row = gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))
     await_count(arrivals + tile, PARTS)
     plane = planes + tile * (PARTS * 128 * BLOCK_T) + row[:, None] + token[None, :] * 128
@@ -195,10 +183,9 @@ def add_residual(
     update, gain, old, done, residual, q, q_scale, squares, tile, part, tokens, WIDTH: gl.constexpr,
     BLOCK_T: gl.constexpr, PADDED: gl.constexpr, ROTATE: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """A quarter of a tile's tokens:
+    """Finish a quarter of a tile's tokens: `update` + residual -> `residual`, sum of squares, norm gain, quantization.
 
-    `update` + residual -> `residual`, their squares summed, times the norm's gain and quantized. A residual in fp16
-    next to a gain in bf16 holds sixteenths (`core/residual_stream.py`).
+    An fp16 residual in a bf16 model is divided by RESIDUAL_SCALE (`core/dtypes.py`).
     """
     SCALED: gl.constexpr = residual.dtype.element_ty == gl.float16 and gain.dtype == gl.bfloat16
     OWN: gl.constexpr = BLOCK_T // SPLIT

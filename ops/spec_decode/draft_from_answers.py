@@ -1,10 +1,11 @@
-"""`draft_recalled`: drafts from former answers of the same adapter, where these agree with more of a sequence's end
-than the sequence's own tokens do.
+"""`draft_recalled`: drafts from earlier answers of the same adapter, if they match more tokens than the sequence.
 
-A ring (see `keep_answers`) is searched as `draft_ngram` searches a sequence: of all places whose tokens agree with the
-end, the one with the longest agreement is taken, and among equals the latest. A place with nothing after it is none.
-The same ring and history always give the same drafts, so ranks that share a model draft alike.
+A ring buffer (see `keep_answers`) is searched as `draft_ngram` searches a sequence: the longest match wins, then the
+latest. A match without a following token does not count. The same ring and history always give the same drafts, so
+tensor-parallel ranks draft alike.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -28,17 +29,17 @@ def reference(
     filled: torch.Tensor,
     drafts: torch.Tensor,
 ) -> torch.Tensor:
-    """Replace the drafts of those sequences that their ring knows better.
+    """Replace the drafts of sequences with a longer match in their ring.
 
     history  [R, H] int32, lengths [R] int32: the rows' tokens
     rows     [B] int32: the row of each sequence, -1: none
-    agreed   [B] int32: how many tokens agree where the drafts so far come from
-    rings    [G, W] int32: former answers
+    agreed   [B] int32: number of matching tokens of the current drafts
+    rings    [G, W] int32: earlier answers
     which    [B] int32: the ring of each sequence, -1: none
-    ends     [B] int32: the place after the ring's newest token, in [0, W)
-    filled   [B] int32: how many tokens up to there count
-    writes drafts [B, K] int32: what followed in the ring; 0 where it ends
-    returns  [B] int32: 1 where the drafts were replaced, else 0
+    ends     [B] int32: the position after the ring's newest token, in [0, W)
+    filled   [B] int32: number of valid tokens before it
+    writes drafts [B, K] int32: tokens after the match; 0 after the ring's end
+    returns  [B] int32: 1 if the drafts were replaced, else 0
     """
     width, count = rings.shape[1], drafts.shape[1]
     recalled = torch.zeros_like(rows)
@@ -64,18 +65,8 @@ def reference(
     return recalled
 
 
-def fake(
-    history: torch.Tensor,
-    lengths: torch.Tensor,
-    rows: torch.Tensor,
-    agreed: torch.Tensor,
-    rings: torch.Tensor,
-    which: torch.Tensor,
-    ends: torch.Tensor,
-    filled: torch.Tensor,
-    drafts: torch.Tensor,
-) -> torch.Tensor:
-    """The results of `reference`, not filled."""
+def fake(history: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor, *_: Any) -> torch.Tensor:
+    """Return an empty result."""
     return torch.empty_like(rows)
 
 
@@ -84,7 +75,7 @@ def _recall_kernel(
     history, lengths, rows, agreed, rings, which, ends, filled, drafts, recalled, width, ring_width, count,
     LONGEST: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program looks at all places of one sequence's ring."""
+    """A program searches all positions of one sequence's ring."""
     pdl_start(PDL)
     index = tl.program_id(0)
     row, ring, own = tl.load(rows + index), tl.load(which + index), tl.load(agreed + index)
@@ -140,7 +131,7 @@ def launch(
     sm_budget: int | None = None,
     pdl: bool = False,
 ) -> None:
-    """One program a sequence; a ring is read from L2. Too short to heed `sm_budget`."""
+    """Launch one program per sequence; it reads the ring from L2. Ignores `sm_budget`: the launch is small."""
     require_contiguous("draft_recalled", history=history, rings=rings, drafts=drafts)
     count = drafts.shape[1]
     if len(rows) == 0 or count == 0:

@@ -1,25 +1,25 @@
-"""Products, sums and exponentials whose bits do not depend on their place in a batch, for references on a CPU.
+"""Products, sums and exponentials for CPU references, with bits that do not depend on the batch.
 
-A library's GEMM picks its kernel, and with it the order of its sums, by the number of rows, the number of threads and
-the processor. Here every result is what one fixed order gives (`sum_in_order`, in fp64), rounded to the result's dtype.
-The GEMM still does the work: in fp64 its error has a bound, and where all values within that bound round to the same
-result, the order does not matter (the rounding test of Ziv, "Fast evaluation of elementary mathematical functions with
-correctly rounded last bit", 1991). The few other elements are summed again in the fixed order.
+A library's GEMM chooses its kernel, and with it the order of its sums, by the number of rows and threads and by the
+processor. Here every result equals a sum in one fixed order (`sum_in_order`, in fp64), rounded to the result's dtype.
+The GEMM still does the work, in fp64, with an error bound: where all values within the bound round to the same result,
+the order does not matter (rounding test of Ziv, "Fast evaluation of elementary mathematical functions with correctly
+rounded last bit", 1991). The few other elements are summed again in the fixed order.
 
-Elementwise functions are made of additions, multiplications, divisions and roundings, which IEEE 754 defines to the
-bit. `torch.sigmoid` and `torch.nn.functional.silu` compute the last elements of a tensor by other code than the rest.
+Elementwise functions use additions, multiplications, divisions and roundings only, which IEEE 754 defines exactly.
+`torch.sigmoid` and `torch.nn.functional.silu` compute the last elements of a tensor with other code than the rest.
 """
 
 import math
 
 import torch
 
-UNIT = 2.0**-53  # an fp64 operation is off by at most this, relative to its result
+UNIT = 2.0**-53  # largest relative error of an fp64 operation
 # products of these dtypes, and the sums of 2**17 of them, have at most 53 bits: fp64 sums them exactly in any order
 EXACT = frozenset({torch.float8_e4m3fn, torch.int8})
 MOST_EXACT = 1 << 17
 SUM_BLOCK = 256
-BLOCK_ELEMENTS = 1 << 18  # in fp64 at a time, of a weight or of products: 2 MiB
+BLOCK_ELEMENTS = 1 << 18  # elements in fp64 at a time: 2 MiB
 LEAST_BLOCK_ROWS = 64
 EXP_ELEMENTS = 1 << 15
 LOG2_E = math.log2(math.e)
@@ -27,12 +27,12 @@ POWERS = [math.log(2.0) ** order / math.factorial(order) for order in range(10)]
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`torch.nn.functional.linear`: x [..., K], weight [N, K], bias [N] -> [..., N] in x's dtype, rounded once."""
+    """Return `functional.linear`: x [..., K], weight [N, K], bias [N] -> [..., N] in x's dtype, rounded once."""
     return product(x, weight, x.dtype, bias)
 
 
 def mm(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """`torch.mm`: x [T, K], other [K, N] -> [T, N] in x's dtype, rounded once."""
+    """Return `torch.mm`: x [T, K], other [K, N] -> [T, N] in x's dtype, rounded once."""
     return product(x, other.T, x.dtype)
 
 
@@ -43,11 +43,11 @@ def product(
     bias: torch.Tensor | None = None,
     divisor: torch.Tensor | float = 1.0,
 ) -> torch.Tensor:
-    """(x [..., T, K] @ weight [..., N, K]^T + bias [N]) / divisor -> [..., T, N] in `dtype`. The divisor is positive,
-    a number or [..., T, 1].
+    """Return (x [..., T, K] @ weight [..., N, K]^T + bias [N]) / divisor -> [..., T, N] in `dtype`.
 
-    Operands are fp64, fp32, 16-bit, e4m3 or int8, and have the same leading dimensions, or the weight has none. Then
-    not much more than `BLOCK_ELEMENTS` of it are in fp64 at a time. NaN and infinity stay in their rows and columns.
+    The divisor is positive: a number or [..., T, 1]. Operands are fp64, fp32, 16-bit, e4m3 or int8. The weight has x's
+    leading dimensions or none; without them about `BLOCK_ELEMENTS` of it are in fp64 at a time. NaN and infinity stay
+    in their rows and columns.
     """
     if weight.dim() == 2 and x.dim() != 2:
         flat = x.reshape(x.shape[:-1].numel(), x.shape[-1])
@@ -55,7 +55,7 @@ def product(
     rows, width = x.double(), x.shape[-1]
     bound = None
     if not ({x.dtype, weight.dtype} <= EXACT and width <= MOST_EXACT):
-        # any order is off by at most K * UNIT * |x| * |w|, the fixed one by less: it adds K / 256 + 9 times in a row
+        # Any order has an error of at most K * UNIT * |x| * |w|, the fixed one less: K / 256 + 9 additions in a row.
         bound = rows.square().sum(-1, keepdim=True).sqrt_().mul_((1.02 * width + 16) * UNIT)
     out = torch.empty(*x.shape[:-1], weight.shape[-2], dtype=dtype, device=x.device)
     block = max(LEAST_BLOCK_ROWS, BLOCK_ELEMENTS // max(width, 1)) if weight.dim() == 2 else weight.shape[-2]
@@ -76,8 +76,9 @@ def product(
 
 
 def _largest_norm(wide: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """At least the norm of every row of [..., N, K], as [..., 1, 1]. Results of 16 bits are seldom near a boundary: the
-    norm of all rows together does for them, and takes less time.
+    """Return an upper bound of the row norms of [..., N, K], as [..., 1, 1].
+
+    16-bit results are seldom near a rounding boundary: the norm of all rows together suffices and is faster.
     """
     if dtype.itemsize < 4 and wide.dim() == 2:
         return wide.view(-1).dot(wide.view(-1)).sqrt_()
@@ -85,7 +86,7 @@ def _largest_norm(wide: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _finished(total: torch.Tensor, bias: torch.Tensor | None, divisor: torch.Tensor | float) -> torch.Tensor:
-    """A sum as it is rounded, in place; never less for a larger one, since divisors are positive."""
+    """Return the sum plus bias over divisor, in place. It is monotonic, since divisors are positive."""
     total = total if bias is None else total.add_(bias)
     return total if isinstance(divisor, float) and divisor == 1.0 else total.div_(divisor)
 
@@ -99,7 +100,7 @@ def _rounded(
     bias: torch.Tensor | None,
     divisor: torch.Tensor | float,
 ) -> torch.Tensor:
-    """What the sums in the fixed order are rounded to, of which `total` [..., T, N] is off by at most `bound`."""
+    """Return the rounded sums in the fixed order; `total` [..., T, N] differs from them by at most `bound`."""
     shifted = total - bound
     low = _finished(shifted, bias, divisor).to(dtype)
     high = _finished(torch.add(total, bound, out=shifted), bias, divisor).to(dtype)
@@ -109,7 +110,7 @@ def _rounded(
     for place in open_places.nonzero().split(max(1, BLOCK_ELEMENTS // x.shape[-1])):
         *outer, row, channel = place.unbind(1)
         sums = total[*outer, row, channel]
-        finite = sums.isfinite()  # infinity and NaN come out of every order
+        finite = sums.isfinite()  # infinity and NaN do not depend on the order
         if finite.any():
             in_order = sum_in_order(x[*outer, row] * weight[*outer, channel]).squeeze(-1)
             sums = torch.where(finite, in_order, sums)
@@ -120,8 +121,9 @@ def _rounded(
 
 
 def sum_in_order(values: torch.Tensor) -> torch.Tensor:
-    """[..., 1]: the sum of [..., K], of each `SUM_BLOCK` columns in halves, then of these sums from the first to the
-    last. Zeros after the last column do not change it.
+    """Return the sums of [..., K] as [..., 1]: each block of `SUM_BLOCK` columns in halves, then the blocks in order.
+
+    Zeros after the last column do not change the result.
     """
     missing = -values.shape[-1] % SUM_BLOCK
     padded = torch.nn.functional.pad(values, (0, missing)) if missing else values
@@ -132,7 +134,7 @@ def sum_in_order(values: torch.Tensor) -> torch.Tensor:
 
 
 def sum_in_halves(values: torch.Tensor) -> torch.Tensor:
-    """[..., 1]: the sum of [..., K], halves added elementwise until one column is left; K is at least 1."""
+    """Return the sums of [..., K >= 1] as [..., 1], adding halves elementwise until one column is left."""
     width = values.shape[-1]
     while width > 1:
         half = width // 2
@@ -144,17 +146,17 @@ def sum_in_halves(values: torch.Tensor) -> torch.Tensor:
 
 
 def mean_square(values: torch.Tensor) -> torch.Tensor:
-    """[..., 1]: the mean of the squares of [..., K], in the dtype of the values."""
+    """Return the mean of the squares of [..., K] as [..., 1], in the dtype of the values."""
     return sum_in_halves(values.square()) / values.shape[-1]
 
 
 def exponential(x: torch.Tensor) -> torch.Tensor:
-    """e**x in fp64, as `power_of_two` has it."""
+    """Return e**x in fp64, with the precision of `power_of_two`."""
     return power_of_two(x.double() * LOG2_E)
 
 
 def power_of_two(x: torch.Tensor) -> torch.Tensor:
-    """2**x in fp64, with a relative error below 2**-36; of what is below -1000 or above 1000 that of the limit."""
+    """Return 2**x in fp64 with a relative error below 2**-36; x is clamped to +-1000."""
     result = torch.empty(x.shape, dtype=torch.float64, device=x.device)
     for values, into in zip(x.reshape(-1).split(EXP_ELEMENTS), result.view(-1).split(EXP_ELEMENTS), strict=True):
         exponent = values.double().clamp(-1000.0, 1000.0)
@@ -169,6 +171,6 @@ def power_of_two(x: torch.Tensor) -> torch.Tensor:
 
 
 def silu_in_fp32(x: torch.Tensor) -> torch.Tensor:
-    """x * sigmoid(x) in fp32."""
+    """Return x * sigmoid(x) in fp32."""
     wide = x.double()
     return (wide / exponential(-wide).add_(1.0)).float()

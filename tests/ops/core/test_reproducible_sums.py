@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from sidestream.ops.core import reproducible as module
-from sidestream.ops.core.reproducible import (
+from sidestream.ops.core import reproducible_sums as module
+from sidestream.ops.core.reproducible_sums import (
     exponential,
     linear,
     mean_square,

@@ -1,12 +1,12 @@
-"""The steps of decode_gluon's loop: register layouts, operands, the online softmax of one page.
+"""The loop steps of decode_gluon: register layouts, operands, the online softmax of one page.
 
   S^T     = K Q^T with the tokens as the tall operand, so that a group of up to 8 heads is one narrow tile; 16 columns
-          hold several rows of drafts, each with its heads. K goes from shared memory to registers 16 bytes a lane,
-          two e4m3 values to fp16 by one instruction. What a lane then holds is not what the tensor core wants in that
-          place, but a reduction may run in any order: the reduction index is permuted, in Q too (`load_queries`).
-  O^T     = V^T P^T. V needs pairs of tokens in one register: one byte permutation for four values, then the same
-          conversion (`value_operand`). The rows of O^T come out permuted and are put back in `merge_warps`.
-  P       takes V's scale and 2^8 before it is rounded to 16 bits (see attention_pieces) and is transposed by movmatrix.
+          hold several draft rows with their heads. K goes from shared memory to registers 16 bytes per lane, two e4m3
+          values to fp16 per instruction. The tensor core expects other values in that lane, but a reduction may run in
+          any order: the reduction index is permuted, in Q too (`load_queries`).
+  O^T     = V^T P^T. V needs pairs of tokens in one register: one byte permutation per four values, then the same
+          conversion (`value_operand`). The rows of O^T are permuted, and `merge_warps` restores their order.
+  P       is multiplied by V's scale and 2^8 before rounding to 16 bits (see numerics), and transposed by movmatrix.
 
 Q is rounded once to fp16 (bf16 with a bf16 cache); K's scale multiplies the scores.
 """
@@ -19,24 +19,24 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..core.gluon_support import tma_load
 
-PROBABILITY_SHIFT = gl.constexpr(8.0)  # log2 of attention_pieces.PROBABILITY_SCALE
+PROBABILITY_SHIFT = gl.constexpr(8.0)  # log2 of numerics.PROBABILITY_SCALE
 LOWEST = gl.constexpr(-1.0e30)
 
 
-# Layouts. A warp's lane is 4 * r + c. Shared loads are 16 bytes a lane, free of bank conflicts under the 128-byte
-# swizzle.
+# Layouts. Lane 4 * r + c. Shared loads are 16 bytes per lane, without bank conflicts under the 128-byte swizzle.
 @triton.constexpr_function
 def token_bits(WARPS):
-    """Tokens 16 and 32 of a page belong to other warps while a warp owns fewer; the rest are registers: (registers,
-    warps).
-    """
+    """Return (register bits, warp bits) of a page's tokens: tokens 16 and 32 may belong to other warps."""
     own = 64 // WARPS
     return [t for t in (8, 16, 32) if t < own], [t for t in (16, 32) if t >= own]
 
 
 @triton.constexpr_function
 def key_layout(WARPS, BF16):
-    """K [64 tokens, 128 dims]: r picks the token modulo 8, c the dims from 32 c (e4m3) or 16 c and 64 + 16 c (bf16)."""
+    """Return the layout of K [64 tokens, 128 dims]: r selects the token modulo 8.
+
+    c selects the dims from 32 c (e4m3), or 16 c and 64 + 16 c (bf16).
+    """
     registers, warps = token_bits(WARPS)
     dims = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 64 if BF16 else 16]]
     lanes = ([[0, 16], [0, 32]] if BF16 else [[0, 32], [0, 64]]) + [[1, 0], [2, 0], [4, 0]]
@@ -45,7 +45,10 @@ def key_layout(WARPS, BF16):
 
 @triton.constexpr_function
 def value_layout(WARPS, BF16):
-    """V [64 tokens, 128 dims]: c picks pairs of tokens, r the dims from 16 r (e4m3) or 8 r and 64 + 8 r (bf16)."""
+    """Return the layout of V [64 tokens, 128 dims]: c selects pairs of tokens.
+
+    r selects the dims from 16 r (e4m3), or 8 r and 64 + 8 r (bf16).
+    """
     registers, warps = token_bits(WARPS)
     dims = [[0, 1], [0, 2], [0, 4], [0, 64 if BF16 else 8], [1, 0]]
     lanes = [[2, 0], [4, 0]] + ([[0, 8], [0, 16], [0, 32]] if BF16 else [[0, 16], [0, 32], [0, 64]])
@@ -54,7 +57,7 @@ def value_layout(WARPS, BF16):
 
 @triton.constexpr_function
 def token_layout(WARPS):
-    """One value a token [64], where S^T has that token's row."""
+    """Return the layout of one value per token [64], in the lane of that token's row of S^T."""
     registers, warps = token_bits(WARPS)
     return gl.DistributedLinearLayout(
         [[t] for t in registers], [[0], [0], [1], [2], [4]], [[t] for t in warps], [], [64]
@@ -63,7 +66,7 @@ def token_layout(WARPS):
 
 @triton.constexpr_function
 def product_layout(WARPS):
-    """S^T [WARPS, tokens, 8 or 16] and O^T [WARPS, 128, 8 or 16]: mma.sync m16n8k16, one batch entry a warp."""
+    """Return the layout of S^T [WARPS, tokens, 8 or 16] and O^T [WARPS, 128, 8 or 16]: mma.sync m16n8k16 per warp."""
     return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1, 1], instr_shape=[1, 16, 8])
 
 
@@ -87,11 +90,10 @@ def merge_layout(WARPS):
 
 @gluon.jit
 def places(column, rows, G: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr):
-    """Where columns' queries and results are, as (row of q, query head of the group): (0, column) where a sequence has
-    one row, whose pointer the caller has moved there.
+    """Return (row of q, query head of the group) of each column; (0, column) for one row per sequence.
 
-    `rows`: of a tile of drafts (its first row within the sequence, the rows of the sequence, where these begin, and
-    where those rows of nobody begin that the sequence has instead of its missing ones).
+    `rows`, for a tile of drafts: its first row in the sequence, the rows of the sequence, the index of the sequence's
+    first row, and that of its first padding row. With one row per sequence the caller has moved the pointer to it.
     """
     if ROWS == 1:
         return gl.zeros_like(column), column
@@ -103,20 +105,12 @@ def places(column, rows, G: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexp
 
 @gluon.jit
 def load_queries(
-    q,
-    rows,
-    score_scale,
-    G: gl.constexpr,
-    HEADS: gl.constexpr,
-    ROWS: gl.constexpr,
-    USED: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    WARPS: gl.constexpr,
-    BF16: gl.constexpr,
-):
-    """Q^T [WARPS, 128, COLUMNS], the same for every warp, its reduction index permuted like K's.
+    q, rows, score_scale, G: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr, USED: gl.constexpr,
+    COLUMNS: gl.constexpr, WARPS: gl.constexpr, BF16: gl.constexpr,
+):  # fmt: skip
+    """Load Q^T [WARPS, 128, COLUMNS], the same for every warp, with the reduction index permuted like K's.
 
-    Scaled to log2 units, unless bf16 (exact).
+    Scaled to log2 units, except in bf16 (exact).
     """
     OPERAND: gl.constexpr = narrow_operand(WARPS)
     k = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(2, OPERAND)))
@@ -136,9 +130,9 @@ def load_queries(
 
 @gluon.jit
 def to_half(x):
-    """e4m3 or int8 to fp16, exactly.
+    """Convert e4m3 or int8 to fp16, exactly.
 
-    With its sign bit flipped, an int8's byte below 0x64 is the fp16 number 1152 above it.
+    An int8 byte with its sign bit flipped, below a byte 0x64, is the fp16 number value + 1152.
     """
     if x.dtype == gl.int8:
         return gl.inline_asm_elementwise(
@@ -161,7 +155,7 @@ def to_half(x):
 
 @gluon.jit
 def key_operand(k, WARPS: gl.constexpr, BF16: gl.constexpr):
-    """K [64, 128] -> [WARPS, tokens, 128] as the tall operand, without moving a value between lanes."""
+    """Convert K [64, 128] to the tall operand [WARPS, tokens, 128] without moving values between lanes."""
     TOKENS: gl.constexpr = 64 // WARPS
     if BF16:
         k = gl.permute(gl.reshape(k, [WARPS, TOKENS, 2, 4, 4, 2, 2]), (0, 1, 2, 4, 5, 3, 6))
@@ -172,13 +166,13 @@ def key_operand(k, WARPS: gl.constexpr, BF16: gl.constexpr):
 
 @gluon.jit
 def value_operand(v, WARPS: gl.constexpr, BF16: gl.constexpr):
-    """V [64, 128] -> V^T [WARPS, 128, tokens] as the tall operand; its row order is undone in `merge_warps`."""
+    """Convert V [64, 128] to the tall operand V^T [WARPS, 128, tokens]; `merge_warps` restores the row order."""
     TOKENS: gl.constexpr = 64 // WARPS
     if BF16:
         v = gl.permute(gl.reshape(v, [WARPS, TOKENS, 2, 8, 4, 2]), (0, 2, 4, 5, 3, 1))
     else:
         even, odd = gl.split(gl.permute(gl.reshape(v, [WARPS, TOKENS // 2, 2, 128]), (0, 1, 3, 2)))
-        # four dims of two neighbouring tokens: interleave the bytes, then make {token, token + 1} of one dim each
+        # interleave the bytes of four dims of two adjacent tokens, then make {token, token + 1} of each dim
         if v.dtype == gl.int8:
             low, high = gl.inline_asm_elementwise(
                 """{ .reg .b32 x, y, ab, cd, a, b, c, d, middle;
@@ -224,7 +218,7 @@ def value_operand(v, WARPS: gl.constexpr, BF16: gl.constexpr):
 
 @gluon.jit
 def per_token(x, WARPS: gl.constexpr):
-    """[64] in token_layout -> [WARPS, tokens], next to the rows of S^T."""
+    """Convert [64] in token_layout to [WARPS, tokens], aligned with the rows of S^T."""
     return gl.convert_layout(
         gl.reshape(x, [WARPS, 64 // WARPS]), gl.SliceLayout(2, product_layout(WARPS)), assert_trivial=True
     )
@@ -232,7 +226,7 @@ def per_token(x, WARPS: gl.constexpr):
 
 @gluon.jit
 def attend(scores, v, v_scale, top, total, acc, seen, COLUMNS: gl.constexpr, WARPS: gl.constexpr, BF16: gl.constexpr):
-    """One page of the online softmax, all of it inside the warp. `total` stays a sum per lane until the end."""
+    """Apply one page of the online softmax, inside the warp. `total` stays a sum per lane until the end."""
     TOKENS: gl.constexpr = 64 // WARPS
     scores = gl.where(seen, scores, -float("inf"))
     new_top = gl.maximum(top, gl.max(scores, 1))
@@ -244,7 +238,7 @@ def attend(scores, v, v_scale, top, total, acc, seen, COLUMNS: gl.constexpr, WAR
         + lane_sum
     )
     p = p.to(gl.bfloat16) if BF16 else (p * v_scale[:, :, None]).to(gl.float16)
-    # transposing each 8 x 8 tile turns S^T's accumulator into the narrow operand
+    # transpose each 8 x 8 tile: S^T's accumulator becomes the narrow operand
     p = gl.inline_asm_elementwise(
         "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [p], dtype=p.dtype, is_pure=False, pack=2
     )
@@ -256,13 +250,13 @@ def attend(scores, v, v_scale, top, total, acc, seen, COLUMNS: gl.constexpr, WAR
 
 @gluon.jit
 def expect_page(ready, slot, BF16: gl.constexpr, wanted):
-    """Tells `slot`'s barrier the bytes of a page and head: K and V, and of an eight-bit cache their scales."""
+    """Set the expected bytes of `slot`'s barrier: K and V of a page and head, and the scales of an 8-bit cache."""
     mbarrier.expect(ready.index(slot), 2 * 64 * 128 * 2 if BF16 else 2 * 64 * (128 + 4), wanted)
 
 
 @gluon.jit
 def fetch_page(page_boxes, scale_boxes, pages, scales, ready, slot, row, BF16: gl.constexpr, wanted):
-    """Start the copies of row = page * HK + head into `slot`."""
+    """Start the copies of row = page * HK + head to `slot`."""
     tma_load(page_boxes, [row * 128, 0], ready.index(slot), pages.index(slot), wanted)
     if not BF16:
         tma_load(scale_boxes, [row, 0], ready.index(slot), scales.index(slot), wanted)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from sidestream.ops.elementwise.argmax import argmax
-from sidestream.ops.elementwise.best_of_part import best_of_part, keys_of, tokens_of, values_of
 from sidestream.ops.elementwise.sample import sample
+from sidestream.ops.elementwise.vocab_parallel_argmax import best_of_part, keys_of, tokens_of, values_of
 from support.sm90 import launched
 
 # rows, columns of a part, parts, tokens

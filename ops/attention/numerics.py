@@ -1,15 +1,15 @@
-"""What the Triton attention kernels share: operand types, exact dots, and the scaling of probabilities.
+"""Operand types, scaling of probabilities and split workspace of the Triton attention kernels.
 
-An 8-bit cache is multiplied in fp16, into which e4m3 and int8 go exactly and cheaply; a bf16 or fp32 cache in its own
-type. A probability (at most 1) takes V's scale with it before it is rounded to fp16: 2^8 on top keeps both clear of
-fp16's ends (V's scales between 2^-16 and 2^8), and the last division takes it out again.
+An 8-bit cache is multiplied in fp16, to which e4m3 and int8 convert exactly and cheaply; bf16 and fp32 caches in their
+own type. A probability (at most 1) is multiplied by V's scale before it is rounded to fp16; another factor 2^8 keeps
+both within fp16's range (for V scales between 2^-16 and 2^8), and the final division removes it.
 """
 
 import torch
 import triton.language as tl
 
-from ..core.eight_bits import QUANTIZED_MAX
-from ..core.workspace import workspace
+from ..core.device import workspace
+from ..core.dtypes import QUANTIZED_MAX
 
 LOG2_E = 1.4426950408889634
 PROBABILITY_SCALE = tl.constexpr(256.0)
@@ -18,15 +18,18 @@ _OPERANDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float
 
 
 def operand_type(cache_dtype: torch.dtype) -> tl.dtype:
-    """The type in which P and V are multiplied (and Q and K too, unless both are e4m3)."""
+    """Return the type in which P and V are multiplied (and Q and K, unless both are e4m3)."""
     return tl.float16 if cache_dtype in QUANTIZED_MAX else _OPERANDS[cache_dtype]
 
 
 def split_workspace(
     device: torch.device, rows: int, splits: int, group: int, dim: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What splits of `rows` (sequence, kv head) pairs exchange: partial [rows * splits, group, dim] and logsumexp [rows
-    * splits, group] fp32, flat, and arrivals [rows] int32, at zero."""
+    """Return the splits' workspace for `rows` (sequence, kv head) pairs: partial, logsumexp and arrivals.
+
+    partial [rows * splits, group, dim] and logsumexp [rows * splits, group] are fp32 and flat, arrivals [rows] int32
+    zeros.
+    """
     parts = rows * splits * group
     planes = workspace(device, "attention_decode.partial", 4 * parts * (dim + 1)).view(torch.float32)
     arrivals = workspace(device, "attention_decode.arrivals", 4 * rows, zero=True).view(torch.int32)

@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 from sidestream.ops.core.registry import OPS
+from sidestream.ops.spec_decode.draft_from_answers import draft_recalled
 from sidestream.ops.spec_decode.draft_ngram import LONGEST
-from sidestream.ops.spec_decode.draft_recalled import draft_recalled
-from sidestream.ops.spec_decode.keep_answers import SEPARATOR, keep_answers
+from sidestream.ops.spec_decode.store_answers import SEPARATOR, keep_answers
 from support.checks import check_kernel
 from support.drafts import answers_to_keep, int32, rings_of_answers, with_repeats
 from support.sm90 import launched

@@ -1,6 +1,6 @@
-"""The ranks that share one model, as ops know them: an op names its group, and the process has said before who that is.
+"""Groups of ranks that share one model: an op names its group, and each process registers its membership.
 
-A group's name holds its size (`tp2`), so that shapes and costs follow from a program alone, in a process without peers.
+A group's name includes its size (`tp2`), so shapes and costs follow from a program alone, in a process without peers.
 """
 
 import re
@@ -19,13 +19,13 @@ class GroupError(RuntimeError):
 
 @dataclass(eq=False)
 class RankGroup:
-    """This process's place among those that run the same program on the same plans.
+    """This process's rank among those that run the same program on the same plans.
 
-    name       what ops call the group, see `tensor_parallel_group`
-    rank       this process's place, 0 .. world - 1
-    world      how many there are
+    name       the group's name in ops, see `tensor_parallel_group`
+    rank       this process's tensor-parallel rank, 0 .. world - 1
+    world      number of ranks
     processes  the ranks' process group of torch.distributed; None for a group of one
-    buffers    memory that all ranks can read, by what it is for; kernels put it there when they first run
+    buffers    memory that all ranks can read, by purpose; kernels allocate it when they first run
     """
 
     name: str
@@ -36,10 +36,10 @@ class RankGroup:
 
     def __post_init__(self) -> None:
         if self.world != world_of(self.name) or not 0 <= self.rank < self.world:
-            raise GroupError(f"rank {self.rank} of {self.world} is no place in the group {self.name!r}")
+            raise GroupError(f"rank {self.rank} of {self.world} is not valid in the group {self.name!r}")
 
     def gather(self, part: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's tensor of this shape and dtype, in rank order. Waits for all ranks."""
+        """Return every rank's tensor of this shape and dtype, in rank order. Waits for all ranks."""
         if self.world == 1:
             return [part]
         parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.world)]
@@ -51,30 +51,30 @@ _GROUPS: dict[str, RankGroup] = {}
 
 
 def tensor_parallel_group(world: int) -> str:
-    """The name of the group of `world` ranks that share a model."""
+    """Return the name of the group of `world` ranks that share a model."""
     return f"tp{world}"
 
 
 def world_of(name: str) -> int:
-    """How many ranks the group of this name has. Raises GroupError for what is no group's name."""
+    """Return the number of ranks of the group of this name. Raises GroupError for an invalid name."""
     found = _NAME.fullmatch(name)
     if found is None:
-        raise GroupError(f"{name!r} is no group's name; they are called tp1, tp2, tp4, ...")
+        raise GroupError(f"{name!r} is not a group's name; names are tp1, tp2, tp4, ...")
     return int(found[1])
 
 
 def register_group(group: RankGroup) -> None:
-    """From now on ops find `group` by its name. A former group of the name is forgotten."""
+    """Register `group` for ops, replacing a group of the same name."""
     _GROUPS[group.name] = group
 
 
 def forget_group(name: str) -> None:
-    """Ops find no group of this name any more."""
+    """Unregister the group of this name."""
     _GROUPS.pop(name, None)
 
 
 def group_named(name: str) -> RankGroup:
-    """The group that an op names. Raises GroupError in a process that does not belong to it."""
+    """Return the registered group. Raises GroupError if this process does not belong to it."""
     if name not in _GROUPS:
         raise GroupError(
             f"this process belongs to no group {name!r}; start every rank with its own process and call "

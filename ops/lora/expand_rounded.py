@@ -1,13 +1,13 @@
-"""LoRA's second half from ranks that are added up and rounded to int8 once, for all who multiply them.
+"""LoRA's second half from ranks that are summed and rounded to int8 once, for all ops that multiply them.
 
-`lora_round` adds up `lora_shrink`'s planes and rounds the sum. The ops that make a delta have many programs for each
-token; rounded next to the projection that they follow, a token's ranks are a sixteenth of the planes' bytes for each of
-them, and nothing of the sum or of the search for its largest value delays them after their wait.
+`lora_round` sums `lora_shrink`'s planes and rounds the sum. Ops that compute a delta have many programs per token: when
+rounded next to the previous projection, a token's ranks have a sixteenth of the planes' bytes, and neither the sum nor
+the search for its maximum delays these programs after their wait.
 
-`lora_expand_rounded` multiplies the ranks by B, next to a projection that leaves it little room. A program of
-`lora_expand` adds up fp32 planes and widens B's rows. Here one load of a few bytes a token follows the wait, and a
-product of whole numbers takes 40 registers and no shared memory: widening B's int8 rows to bf16 costs more instructions
-than the rest of it. `silu_mul_lora` is made of the same pieces.
+`lora_expand_rounded` multiplies the ranks by B, next to a projection that leaves it little room. `lora_expand` sums
+fp32 planes and widens B's rows. Here one load of a few bytes per token follows the wait, and an integer product takes
+40 registers and no shared memory: widening B's int8 rows to bf16 takes more instructions than the rest.
+`silu_mul_lora` uses the same functions.
 """
 
 from collections.abc import Sequence
@@ -33,20 +33,20 @@ from ..elementwise.quantize import reference as quantize_rowwise_reference
 from .expand import place_of
 from .shrink import dequantized, wait_then_launch
 
-WARPS = 4  # of a program; where it expands, 32 columns each
-ROWS = 16  # of a program of `lora_round`
-TOKENS = 16  # of a program of `lora_expand_rounded`
+WARPS = 4  # per program; in an expand with 32 columns each
+ROWS = 16  # per program of `lora_round`
+TOKENS = 16  # per program of `lora_expand_rounded`
 MAX_RANK = 64
-# of 1.5 * 2**23: whole numbers below 2**22 added to these bits are added to that value
+# bits of 1.5 * 2**23: adding an integer below 2**22 to the bits adds it to the value
 MAGIC_BITS = tl.constexpr(0x4B400000)
 MAGIC = tl.constexpr(12582912.0)
 
 
 def lora_round_reference(planes: torch.Tensor, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """planes [splits, T, parts * R] fp32, added in order -> (q [T, parts * R] int8, step [T, parts] fp32):
-    `quantize_rowwise` of each part's R ranks.
+    """planes [splits, T, parts * R] fp32, added in order -> (q [T, parts * R] int8, step [T, parts] fp32).
 
-    The kernel multiplies by 1 / step, so a value that lies on a rounding edge may land one step from the reference's.
+    `quantize_rowwise` of each part's R ranks. The kernel multiplies by 1 / step, so a value on a rounding edge may
+    differ from the reference by one step.
     """
     _check_planes(planes, parts)
     total = planes[0]
@@ -57,33 +57,26 @@ def lora_round_reference(planes: torch.Tensor, parts: int) -> tuple[torch.Tensor
 
 
 def lora_round_fake(planes: torch.Tensor, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The results of `lora_round_reference`, not filled."""
+    """Return empty results."""
     _check_planes(planes, parts)
     return planes.new_empty(planes.shape[1:], dtype=torch.int8), planes.new_empty((planes.shape[1], parts))
 
 
 def _check_planes(planes: torch.Tensor, parts: int) -> None:
-    """Raises ValueError for planes that are not fp32 of `parts` times as many ranks."""
+    """Raise ValueError unless planes are fp32 with `parts` times as many ranks."""
     if planes.dim() != 3 or planes.dtype != torch.float32 or parts < 1 or planes.shape[2] % parts:
         raise ValueError(
             f"lora_round: planes {planes.dtype}{tuple(planes.shape)} for {parts} linears; needs torch.float32 "
-            "[splits, T, n * R] for n linears"
+            "[splits, T, n * R] with n linears"
         )
 
 
 @triton.jit
 def lora_round_kernel(
-    planes,
-    q,
-    step,
-    rows,
-    SPLITS: tl.constexpr,
-    RANK: tl.constexpr,
-    RANKS: tl.constexpr,
-    ROWS: tl.constexpr,
+    planes, q, step, rows, SPLITS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr,
     PDL: tl.constexpr,
-):
-    """A program for ROWS rows, a row being one token's ranks of one linear."""
+):  # fmt: skip
+    """A program per ROWS rows, a row being one token's ranks of one linear."""
     wait_then_launch(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     rank = tl.arange(0, RANKS)
@@ -105,7 +98,7 @@ def lora_round_launch(
     sm_budget: Optional[int] = None,
     pdl: bool = False,
 ) -> None:
-    """Fill `out` = (q, step). Too small to heed `sm_budget`."""
+    """Fill `out` = (q, step). Ignores `sm_budget`: the launch is small."""
     _check_planes(planes, parts)
     require_contiguous("lora_round", planes=planes)
     if planes.numel() == 0:
@@ -130,7 +123,7 @@ lora_round = register(
 
 
 def fits(rank: int) -> str | None:
-    """Why the products don't take stacks of this rank; None if they do."""
+    """Return None if the products support stacks of this rank, else the reason."""
     return (
         None
         if 8 <= rank <= MAX_RANK and rank % 8 == 0
@@ -138,15 +131,16 @@ def fits(rank: int) -> str | None:
     )
 
 
-# Triton deals the rows of a matrix that is loaded by 8 or 16 bytes to the lanes first, then to the warps, then to the
-# registers. The rows of the loads below are such that a thread loads what it holds of the product's operands or result,
-# and nothing goes through shared memory. A warp has a product of its own, of 16 tokens and 32 columns: of these a
-# thread has pairs of columns of blocks of 8, and pairs of four blocks are neighbours in memory here; of 32 ranks it has
-# 4 in each half, and these are neighbours here.
+# Triton distributes the rows of a matrix that is loaded by 8 or 16 bytes over lanes first, then warps, then registers.
+# The rows of the loads below are ordered such that a thread loads exactly its part of the product's operands and
+# result, and nothing goes through shared memory. A warp has its own product of 16 tokens and 32 columns: a thread has
+# pairs of columns of blocks of 8, and pairs of four blocks are adjacent in memory; of 32 ranks it has 4 adjacent ones
+# in each half.
 @triton.jit
 def load_b(b, begin, end, slot, RANK: tl.constexpr, RANKS: tl.constexpr, WARPS: tl.constexpr):
-    """B's rows for 32 * WARPS columns from `begin` as the product's operand, int8 [WARPS, RANKS, 32]; zeros from
-    column `end` on and without an adapter.
+    """Load B's rows of 32 * WARPS columns from `begin` as the product's operand, int8 [WARPS, RANKS, 32].
+
+    Zeros from column `end` on and without an adapter.
     """
     row = tl.arange(0, RANKS * WARPS * 4)[:, None]
     place = row // 4 % 8
@@ -159,7 +153,7 @@ def load_b(b, begin, end, slot, RANK: tl.constexpr, RANKS: tl.constexpr, WARPS: 
 
 @triton.jit
 def load_scale(b_scale, begin, end, slot, WARPS: tl.constexpr):
-    """The scales of these columns, [1, WARPS, 8, 32] with the same in each of the 8; zeros where there are none."""
+    """Load the scales of these columns as [1, WARPS, 8, 32], repeated 8 times; zeros without an adapter."""
     row = tl.arange(0, WARPS * 64)[:, None]
     column = begin + row // 32 % WARPS * 32 + row % 4 * 8 + row // (32 * WARPS) * 4 + tl.arange(0, 4)[None, :]
     scale = tl.load(b_scale + column, mask=column < tl.where(slot >= 0, end, 0), other=0.0)
@@ -168,7 +162,7 @@ def load_scale(b_scale, begin, end, slot, WARPS: tl.constexpr):
 
 @triton.jit
 def load_tokens(token_order, first, count, WARPS: tl.constexpr):
-    """16 tokens, each where its ranks and its part of the result lie: int64 [WARPS * 64, 1], -1 past the last one."""
+    """Load 16 tokens for their ranks and results: int64 [WARPS * 64, 1], -1 past the last one."""
     row = tl.arange(0, WARPS * 64)[:, None]
     lane = row // (32 * WARPS) * 8 + row // 4 % 8
     return tl.load(token_order + first + lane, mask=lane < count, other=-1).to(tl.int64)
@@ -176,7 +170,7 @@ def load_tokens(token_order, first, count, WARPS: tl.constexpr):
 
 @triton.jit
 def columns_of(begin, WARPS: tl.constexpr):
-    """32 * WARPS columns next to them, [WARPS * 64, 8]."""
+    """Return the 32 * WARPS columns of these tokens' results, [WARPS * 64, 8]."""
     row = tl.arange(0, WARPS * 64)[:, None]
     return begin + row // 32 % WARPS * 32 + row % 4 * 8 + tl.arange(0, 8)[None, :]
 
@@ -185,9 +179,7 @@ def columns_of(begin, WARPS: tl.constexpr):
 def load_ranks(
     ranks, token, linear, LINEARS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, WARPS: tl.constexpr
 ):
-    """Of 16 tokens the ranks of one of LINEARS linears as the product's other operand, int8 [WARPS, 16, RANKS]
-    (every warp loads all of them).
-    """
+    """Load one linear's ranks of 16 tokens as the other operand, int8 [WARPS, 16, RANKS] (in every warp)."""
     row = tl.arange(0, RANKS * WARPS * 2)[:, None]
     rank = row // (64 * WARPS) * 32 + row % 4 * 8 + tl.arange(0, 8)[None, :]
     token = tl.reshape(tl.broadcast_to(token[None, :, :], (RANKS // 32, WARPS * 64, 1)), (RANKS * WARPS * 2, 1))
@@ -200,7 +192,7 @@ def load_ranks(
 
 @triton.jit
 def load_step(rank_step, token, slot, linear, LINEARS: tl.constexpr):
-    """The steps of these ranks, fp32 [WARPS * 64, 1]; zeros where there is no adapter."""
+    """Load the steps of these ranks, fp32 [WARPS * 64, 1]; zeros without an adapter."""
     step = tl.load(rank_step + token * LINEARS + linear, mask=tl.where(slot >= 0, token, -1) >= 0, other=0.0)
     # 22 bits: its product with MAGIC is exact
     return (step.to(tl.int32, bitcast=True) & -4).to(tl.float32, bitcast=True)
@@ -208,15 +200,16 @@ def load_step(rank_step, token, slot, linear, LINEARS: tl.constexpr):
 
 @triton.jit
 def product(q, step, rows, WARPS: tl.constexpr):
-    """q @ rows times the tokens' steps, fp32 [2, WARPS, 8, 32]: the elements of [WARPS * 64, 8] (`load_tokens`,
-    `columns_of`), and in the same threads.
+    """Return q @ rows times the tokens' steps, fp32 [2, WARPS, 8, 32].
+
+    These are the elements of [WARPS * 64, 8] (`load_tokens`, `columns_of`), in the same threads.
     """
     total = tl.dot(q, rows, tl.full([WARPS, 16, 32], MAGIC_BITS, tl.int32), out_dtype=tl.int32)
     total = tl.permute(tl.reshape(total, (WARPS, 2, 8, 4, 4, 2)), (1, 0, 2, 4, 3, 5))
-    # converting whole numbers takes four times as long as this sum
+    # an integer conversion takes four times as long as this sum
     total = tl.reshape(total, (2, WARPS, 8, 32)).to(tl.float32, bitcast=True)
     step = tl.reshape(tl.broadcast_to(step, (WARPS * 64, 8)), (2, WARPS, 8, 32))
-    if INTERP:  # its multiply-add rounds twice
+    if INTERP:  # multiply-add rounds twice there
         return (total - MAGIC) * step
     else:
         return tl.fma(total, step, step * -MAGIC)
@@ -232,12 +225,11 @@ def lora_expand_rounded_reference(
     tile: int,
     slices: Sequence[int],
 ) -> torch.Tensor:
-    """delta[t, slice i] = ranks[t, i*R:(i+1)*R] @ b[slot of t, slice i]^T * rank_step[t, i] * b_scale[slot of t, slice
-    i].
+    """delta[t, slice i] = ranks[t, i*R:(i+1)*R] @ b[slot, slice i]^T * rank_step[t, i] * b_scale[slot, slice i].
 
-    ranks, rank_step   [T, n*R] int8, [T, n] fp32: `lora_round`'s; those of tokens without an adapter may hold anything
-    b, b_scale         [S, N, R] int8, [S, N] fp32; alpha / rank already folded in
-    token_order, tiles, tile   of `lora_plan`
+    ranks, rank_step   [T, n*R] int8, [T, n] fp32 of `lora_round`; arbitrary for tokens without an adapter
+    b, b_scale         [S, N, R] int8, [S, N] fp32; includes alpha / rank
+    token_order, tiles, tile   from `lora_plan`
     slices             the n output widths of the packed linears, adding up to N
     returns            [T, N] bf16, rounded once from fp32; zeros for tokens without an adapter
     """
@@ -267,7 +259,7 @@ def lora_expand_rounded_fake(
     tile: int,
     slices: Sequence[int],
 ) -> torch.Tensor:
-    """The results of `lora_expand_rounded_reference`, not filled."""
+    """Return an empty result."""
     _check_ranks(ranks, rank_step, b, b_scale, slices)
     return b.new_empty((ranks.shape[0], b.shape[1]), dtype=torch.bfloat16)
 
@@ -275,7 +267,7 @@ def lora_expand_rounded_fake(
 def _check_ranks(
     ranks: torch.Tensor, rank_step: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, slices: Sequence[int]
 ) -> None:
-    """Raises ValueError for shapes and dtypes that are not those of `lora_expand_rounded_reference`."""
+    """Raise ValueError unless shapes and dtypes are those of `lora_expand_rounded_reference`."""
     linears = len(slices)
     if (
         b.dtype != torch.int8
@@ -309,9 +301,7 @@ def expand_rounded_kernel(
     WIDTH2: tl.constexpr, LINEARS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program for 16 tokens of a tile and 32 * WARPS columns of one slice; those of unused tiles and tokens end at
-    once.
-    """
+    """A program per 16 tokens of a tile and 32 * WARPS columns of one slice; unused ones return at once."""
     N: tl.constexpr = WIDTH0 + WIDTH1 + WIDTH2
     tile, linear, begin, end = place_of(tl.program_id(0) // groups, blocks, WIDTH0, WIDTH1, WIDTH2, 32 * WARPS)
     done = tl.program_id(0) % groups * 16
@@ -349,16 +339,15 @@ def lora_expand_rounded_launch(
     sm_budget: Optional[int] = None,
     pdl: bool = False,
 ) -> None:
-    """Fill `out` = (delta,). With `pdl`, the launch before it in the stream is taken to be neither the plan's nor the
-    one that wrote b.
+    """Fill `out` = (delta,). With `pdl`, the previous launch in the stream must write neither the plan nor b.
 
-    Does not heed `sm_budget`. Raises ValueError where `fits` objects.
+    Ignores `sm_budget`. Raises ValueError if `fits` returns a reason.
     """
     _check_ranks(ranks, rank_step, b, b_scale, slices)
     rank = b.shape[2]
     objection = fits(rank)
     if objection:
-        raise ValueError(f"lora_expand_rounded: {objection}; lora_expand does")
+        raise ValueError(f"lora_expand_rounded: {objection}; use lora_expand")
     require_contiguous(
         "lora_expand_rounded",
         ranks=ranks,

@@ -1,8 +1,7 @@
-"""`keep_answers`: the tokens of answers that ended go into the ring of the adapter that gave them.
+"""`keep_answers`: copy tokens of finished answers to the ring buffer of their adapter.
 
-A ring holds the last tokens of many answers, one after the other. Before each stands `SEPARATOR`, which is no token, so
-that nothing agrees across the border of two. Who ends when is the host's to know, and so is the place in the ring; the
-tokens are copied on the device, where they are.
+A ring holds the last tokens of many answers. `SEPARATOR`, which is not a token, precedes each answer, so no match
+extends across two answers. The host chooses finished sequences and ring positions; the device copies the tokens.
 """
 
 import torch
@@ -17,12 +16,12 @@ BLOCK = 1024
 
 
 def reference(history: torch.Tensor, kept: torch.Tensor, rings: torch.Tensor) -> None:
-    """Copy N stretches of tokens.
+    """Copy N spans of tokens.
 
     history  [R, H] int32: tokens of each sequence
-    kept     [N, 5] int32: (row of the history, its first token that is kept, the one after its last, ring, place in
-             the ring). With the separator a stretch has at most W tokens, and no two of a call share a place.
-    writes rings [G, W] int32: at the place the separator, then the tokens; after the ring's end it goes on at 0
+    kept     [N, 5] int32: (row of the history, first token, end, ring, ring position). With the separator a span has at
+             most W tokens, and spans of one call do not overlap in a ring.
+    writes rings [G, W] int32: the separator at the position, then the tokens, wrapping around at the ring's end
     """
     width = rings.shape[1]
     for row, first, end, ring, place in kept.tolist():
@@ -32,14 +31,14 @@ def reference(history: torch.Tensor, kept: torch.Tensor, rings: torch.Tensor) ->
 
 
 def fake(history: torch.Tensor, kept: torch.Tensor, rings: torch.Tensor) -> None:
-    """Nothing is returned."""
+    """Return nothing."""
 
 
 @triton.jit(do_not_specialize=["width", "ring_width"])
 def _keep_kernel(
     history, kept, rings, width, ring_width, SEPARATOR: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program copies BLOCK tokens of one stretch."""
+    """A program copies BLOCK tokens of one span."""
     pdl_start(PDL)
     entry = kept + tl.program_id(0) * 5
     row, first, end = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
@@ -62,9 +61,7 @@ def launch(
     sm_budget: int | None = None,
     pdl: bool = False,
 ) -> None:
-    """A program for each stretch and BLOCK places of a ring; most have nothing to copy. Too short to heed
-    `sm_budget`.
-    """
+    """Launch a program per span and BLOCK ring positions; most have nothing to copy. Ignores `sm_budget`."""
     require_contiguous("keep_answers", history=history, kept=kept, rings=rings)
     if len(kept) == 0:
         return

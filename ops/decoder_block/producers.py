@@ -1,7 +1,7 @@
-"""The two warps of a decoder block's CTA that bring data: one streams weights and waits for nobody, one brings
-activations when other CTAs have made them.
+"""The two loading warps of a decoder block's CTA, and the counters on which CTAs wait.
 
-Also the counters by which CTAs wait for each other; `kernel.py` says how they are kept.
+One warp streams weights without waits for other CTAs; the other loads activations when other CTAs have stored them.
+`kernel.py` describes the counters.
 """
 
 from triton.experimental import gluon
@@ -12,7 +12,7 @@ from ..core.gluon_support import gdc_launch_dependents, gdc_wait, tma_load
 
 SPLIT = gl.constexpr(4)  # CTAs that share a tile of o or down
 BOX_BYTES = gl.constexpr(128 * 128)  # a weight slot: 128 rows of 128 columns
-# Counters, 128 bytes apart where many CTAs watch one of them. Nothing uses the words between.
+# Offsets of counters: 128 bytes apart if many CTAs poll one.
 O_DONE = gl.constexpr(0)
 DOWN_DONE = gl.constexpr(32)
 GATE_UP_DONE = gl.constexpr(64)
@@ -24,20 +24,20 @@ COUNTERS = 704
 
 @gluon.jit
 def fence_before_tma(x):
-    """Orders what this thread has seen of other CTAs' plain stores before its TMA reads of them."""
+    """Order this thread's view of other CTAs' plain stores before its TMA reads of them."""
     gl.inline_asm_elementwise("fence.proxy.async; mov.u32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def await_count(counter, goal):
-    """Waits until a counter in global memory has reached `goal`, and sees what was stored before it did."""
+    """Wait until a counter in global memory has reached `goal`; stores before that are visible then."""
     while gl.atomic_add(counter, 0, sem="acquire") < goal:
         pass
 
 
 @gluon.jit
 def clear(counters, FIRST: gl.constexpr, COUNT: gl.constexpr, WARPS: gl.constexpr):
-    """Sets COUNT (a power of two) counters from FIRST on to zero; WARPS: how many warps call it."""
+    """Zero COUNT (a power of two) counters from FIRST on; WARPS: number of calling warps."""
     place = gl.arange(0, COUNT, gl.BlockedLayout([1], [32], [WARPS], [0]))
     gl.store(counters + FIRST + place, gl.zeros_like(place))
 
@@ -47,10 +47,10 @@ def stream(
     boxes, ring, ready, empty, filled, row, pair_row, column, count, PAIR: gl.constexpr, SLOTS: gl.constexpr,
     DEPTH: gl.constexpr, EARLY_DEPTH: gl.constexpr,
 ):  # fmt: skip
-    """`count` slots of one matrix into the ring, at most DEPTH in flight (EARLY_DEPTH while the matrix before is still
-    being multiplied).
+    """Load `count` slots of one matrix to the ring, at most DEPTH in flight.
 
-    With PAIR a step is two slots: 128 gate rows, then the 128 up rows of the same columns.
+    EARLY_DEPTH applies during the product with the previous matrix. With PAIR a step is two slots: 128 gate rows, then
+    the 128 up rows of the same columns.
     """
     for i in range(count):
         slot = filled % SLOTS
@@ -75,10 +75,7 @@ def stream_weights(
     STEPS_H: gl.constexpr, STEPS_DOWN: gl.constexpr, GATE_TILES: gl.constexpr, QKV_FIRST: gl.constexpr,
     HAS_QKV: gl.constexpr, SLOTS: gl.constexpr, DEPTH: gl.constexpr, EARLY_DEPTH: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The producer warp: o, gate_up, down and q/k/v, this CTA's part of each.
-
-    Waits for free slots, for nothing else.
-    """
+    """Stream this CTA's part of o, gate_up, down and q/k/v (producer warp); waits for free slots only."""
     if PDL:
         gdc_launch_dependents()
     tile_row = program // SPLIT * 128
@@ -109,20 +106,10 @@ def stream_weights(
 
 @gluon.jit
 def bring(
-    boxes,
-    scale_boxes,
-    rows,
-    scales,
-    ready,
-    empty,
-    filled,
-    first,
-    count,
-    BLOCK_T: gl.constexpr,
-    PADDED: gl.constexpr,
+    boxes, scale_boxes, rows, scales, ready, empty, filled, first, count, BLOCK_T: gl.constexpr, PADDED: gl.constexpr,
     SLOTS: gl.constexpr,
-):
-    """`count` blocks of 128 columns of an activation, each with its scales."""
+):  # fmt: skip
+    """Load `count` blocks of 128 columns of an activation, each with its scales."""
     for i in range(count):
         slot = filled % SLOTS
         mbarrier.wait(empty.index(slot), filled // SLOTS & 1 ^ 1)
@@ -140,7 +127,7 @@ def bring_rows(
     TILES: gl.constexpr, GATE_TILES: gl.constexpr, QKV_FIRST: gl.constexpr, HAS_QKV: gl.constexpr,
     BLOCK_T: gl.constexpr, PADDED: gl.constexpr, SLOTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The warp that brings each linear's activations, as soon as the CTAs that make them have counted themselves in."""
+    """Load each linear's activations, as soon as the CTAs that compute them have counted their arrival."""
     if PDL:
         gdc_wait()
     part = program % SPLIT
