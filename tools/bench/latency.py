@@ -21,6 +21,7 @@ from ..options.engine import (
     add_compile_options,
     add_ranks,
     add_run_options,
+    add_value,
     check_output,
     given,
     positive,
@@ -140,13 +141,13 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     add_bench_model(parser)
     add_shape(parser)
-    parser.add_argument(
+    add_value(
+        parser,
         "--concurrency",
-        type=positive,
-        nargs="+",
-        default=[1, 8, 64],
+        [1, 8, 64],
+        "requests at once, measured in turn",
         metavar="C",
-        help="requests at once; several values are measured in turn (default: 1 8 64)",
+        nargs="+",
     )
     parser.add_argument(
         "--lora",
@@ -155,9 +156,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         default=["none", "zipf"],
         help="how requests use adapters (default: none zipf)",
     )
-    parser.add_argument(
-        "--input-len", type=positive, default=128, metavar="N", help="prompt tokens (default: %(default)s)"
-    )
+    add_value(parser, "--input-len", 128, "prompt tokens")
     parser.add_argument(
         "--output-len",
         type=positive,
@@ -165,30 +164,10 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         metavar="N",
         help=f"output tokens, above {SHORT_OUTPUT} (default: %(default)s)",
     )
-    parser.add_argument(
-        "--num-iters",
-        type=positive,
-        default=3,
-        metavar="N",
-        help="measurements of each line; the median counts (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--num-adapters", type=positive, default=8, metavar="N", help="random adapters to make (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--lora-rank",
-        type=positive,
-        default=32,
-        metavar="R",
-        help="their rank; alpha is twice as much (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--output-json",
-        type=Path,
-        default=Path("bench-latency.json"),
-        metavar="FILE",
-        help="where the figures go (default: %(default)s)",
-    )
+    add_value(parser, "--num-iters", 3, "measurements of each line; the median counts")
+    add_value(parser, "--num-adapters", 8, "random adapters")
+    add_value(parser, "--lora-rank", 32, "their rank; alpha is twice as much", metavar="R")
+    add_value(parser, "--output-json", Path("bench-latency.json"), "file of the figures", Path, "FILE")
     parser.add_argument(
         "--ablate",
         action="store_true",
@@ -207,13 +186,14 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         help="measure each line again with K drafts a request and step, or with as many as the engine chooses (auto), "
         "accepted at an injected rate (marked @P): what speed such a rate gives, not which rate a model has",
     )
-    parser.add_argument(
+    add_value(
+        parser,
         "--acceptance",
-        type=probability,
+        [0.0, 0.75],
+        "with --speculate: probabilities that a draft is right",
+        probability,
+        "P",
         nargs="+",
-        default=[0.0, 0.75],
-        metavar="P",
-        help="with --speculate: probabilities with which a draft is right (default: 0 0.75)",
     )
     parser.add_argument(
         "--profile",

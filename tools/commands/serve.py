@@ -12,6 +12,7 @@ from ..options.engine import (
     add_engine_options,
     add_model,
     add_option,
+    add_value,
     advanced,
     check_output,
     given,
@@ -84,13 +85,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         metavar="FILE",
         help="a TOML file with any of these flags; those of the command line win",
     )
-    group.add_argument(
-        "--drain-seconds",
-        type=seconds,
-        default=30.0,
-        metavar="S",
-        help="time for open requests after SIGTERM (default: %(default)g)",
-    )
+    add_value(group, "--drain-seconds", 30.0, "time for open requests after SIGTERM", seconds, "S")
     group.add_argument(
         "--restart",
         action=argparse.BooleanOptionalAction,
@@ -121,13 +116,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         help="engines of the same model with one HTTP front, each on a GPU of its own (default: %(default)s); "
         "they listen at engine-0.sock, engine-1.sock ..., or at ports in a row",
     )
-    group.add_argument(
-        "--max-waiting",
-        type=positive,
-        default=4096,
-        metavar="N",
-        help="waiting requests before others are refused (default: 4096)",
-    )
+    add_value(group, "--max-waiting", 4096, "waiting requests before others are refused")
     group.add_argument(
         "--allow-adapter-loading",
         action=argparse.BooleanOptionalAction,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...compiler.options import DEFAULT_PRECISION
-from ..options.engine import positive
+from ..options.engine import add_value, positive
 from ..options.models import SHAPES, shape_fields
 from .jobs import Job, Timing, show
 from .table import has, put, sections, write
@@ -86,13 +86,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument(
         "--dtype", choices=DTYPES, default=DEFAULT_PRECISION, help="of weights and activations (default: %(default)s)"
     )
-    parser.add_argument(
-        "--repeats",
-        type=positive,
-        default=5,
-        metavar="N",
-        help="timed replays of a configuration; the median counts (default: 5)",
-    )
+    add_value(parser, "--repeats", 5, "timed replays of a configuration; the median counts")
     parser.add_argument(
         "--in-layers",
         action="store_true",
