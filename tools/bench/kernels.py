@@ -64,13 +64,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         nargs="+",
         default=list(CHOICES),
         metavar="T",
-        help="sequences in a step (default: 1 16 64 256)",
+        help="sequences (default: 1 16 64 256)",
     )
     parser.add_argument(
-        "--precision",
-        choices=("int8", "fp8"),
-        default=DEFAULT_PRECISION,
-        help="of the ops' weights and activations; adapters and the cache as it has them (default: %(default)s)",
+        "--precision", choices=("int8", "fp8"), default=DEFAULT_PRECISION, help="of the ops (default: %(default)s)"
     )
     add_value(parser, "--lora-rank", 32, "rank of the adapters", metavar="R")
     add_value(parser, "--num-adapters", 8, "resident adapters, mixed by p(k) ~ 1/k")
@@ -129,8 +126,7 @@ def print_attention(repeats: int, gpu: "Gpu") -> list[dict[str, Any]]:
         share = f"{row.share:>7.0%}" if row.share else f"{'-':>7}"
         unit = "GB/s" if row.kind == "decode" else "TFLOP/s"
         print(
-            f"{row.kind:<10}{row.shape:<27}{row.cache:<14}{row.us:>10.2f}{row.rate:>8.0f} {unit:<7}{share}",
-            flush=True,
+            f"{row.kind:<10}{row.shape:<27}{row.cache:<14}{row.us:>10.2f}{row.rate:>8.0f} {unit:<7}{share}", flush=True
         )
     return rows
 

@@ -12,14 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ..options.engine import (
-    add_bench_model,
-    add_compile_options,
-    add_run_options,
-    add_value,
-    at_least,
-    check_output,
-)
+from ..options.engine import add_bench_model, add_compile_options, add_run_options, add_value, at_least, check_output
 from ..options.environment import collect
 from ..options.models import add_shape
 from .latency import build, make_adapters, model_fields

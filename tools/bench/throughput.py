@@ -16,14 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..options.engine import (
-    add_bench_model,
-    add_compile_options,
-    add_ranks,
-    add_run_options,
-    add_value,
-    check_output,
-)
+from ..options.engine import add_bench_model, add_compile_options, add_ranks, add_run_options, add_value, check_output
 from ..options.environment import collect
 from ..options.models import add_shape, pick_adapters
 from .floors import gpu_under, projection_widths
@@ -80,7 +73,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         nargs="+",
         choices=LORA_CHOICES,
         default=["none", "zipf"],
-        help="how requests use adapters (default: none zipf)",
+        help="adapters of the requests (default: none zipf)",
     )
     add_value(parser, "--scale", 1, "divide prompt and output lengths by N, for a quick look")
     add_value(parser, "--num-iters", 2, "measurements of each line; the median counts")

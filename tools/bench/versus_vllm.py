@@ -88,12 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--precision", choices=("int8", "fp8", "bf16"), default="int8", help="of Sidestream (default: int8)"
     )
-    group.add_argument(
-        "--quantization",
-        default="fp8",
-        metavar="NAME",
-        help="of vLLM; none: bf16 (default: fp8, its fastest on Hopper)",
-    )
+    group.add_argument("--quantization", default="fp8", metavar="NAME", help="of vLLM; none: bf16 (default: fp8)")
     group.add_argument("--kv-cache-dtype", default="fp8", metavar="NAME", help="of vLLM (default: fp8)")
     group.add_argument("--vllm-args", type=json_object, default={}, metavar="JSON", help="more arguments of vllm.LLM")
     group.add_argument("--sidestream-args", type=json_object, default={}, metavar="JSON", help="of sidestream.LLM")

@@ -39,18 +39,11 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         action="append",
         default=[],
         metavar="ADDRESS",
-        help="ipc:///absolute/path or tcp://host:port; may be repeated (default: that of `sidestream serve`)",
+        help="its address; may be repeated (default: that of `sidestream serve`)",
     )
+    group.add_argument("--engine-keys", metavar="DIR", help="a client's folder of `sidestream keys curve`")
     group.add_argument(
-        "--engine-keys",
-        metavar="DIR",
-        help="a client's folder of `sidestream keys curve`; for engines on other machines",
-    )
-    group.add_argument(
-        "--config",
-        action=ConfigAction,
-        metavar="FILE",
-        help="a TOML file with any of these flags; those of the command line win",
+        "--config", action=ConfigAction, metavar="FILE", help="a TOML file of flags; the command line wins"
     )
     add_value(group, "--drain-seconds", 30.0, "time for open answers after SIGTERM", seconds, "S")
     add_gateway_options(parser, ["--keys", "--api-keys"])

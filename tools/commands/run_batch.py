@@ -48,13 +48,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
     parser.add_argument("--api-key", metavar="KEY", help="the server's key (default: $SIDESTREAM_API_KEY)")
     add_value(parser, "--concurrency", 64, "requests at once")
-    add_value(
-        parser,
-        "--retries",
-        10,
-        "how often to send a refused or lost request again",
-        int,
-    )
+    add_value(parser, "--retries", 10, "how often to send a refused or lost request again", int)
     parser.set_defaults(run=run)
 
 

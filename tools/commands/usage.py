@@ -49,7 +49,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "--by",
         default="owner,adapter",
         metavar="GROUP,...",
-        help="owner, key, model, adapter, endpoint, status, error, day, hour (default: %(default)s)",
+        help="groups, also key, model, endpoint, status, error, day, hour (default: %(default)s)",
     )
     parser.add_argument("--since", type=moment, metavar="TIME", help="90m, 12h, 1d, 2w, or a date (default: all)")
     parser.add_argument("--until", type=moment, metavar="TIME", help="as --since (default: now)")

@@ -112,7 +112,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         default=argparse.SUPPRESS,
         metavar="MODEL",
-        help="model directory in the Hugging Face format (default: the demo model with its adapters)",
+        help="a Hugging Face directory (default: the demo model with its adapters)",
     )
 
 
@@ -124,7 +124,7 @@ def add_bench_model(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         default=argparse.SUPPRESS,
         metavar="MODEL",
-        help="model directory, or `demo` for the demo model (default: Llama-3.1-8B's shape with random weights)",
+        help="a directory, or `demo` (default: Llama-3.1-8B's shape with random weights)",
     )
 
 

@@ -19,12 +19,7 @@ def add_gateway_options(parser: argparse.ArgumentParser, keys_flags: list[str]) 
     group.add_argument("--host", default=HOST, help="address of HTTP (default: %(default)s)")
     group.add_argument("--port", type=port, default=PORT, help="its port; 0: any free port (default: %(default)s)")
     group.add_argument("--api-key", metavar="KEY", help=f"the only key, with all rights (default: ${API_KEY_VARIABLE})")
-    group.add_argument(
-        *keys_flags,
-        dest="api_keys",
-        metavar="FILE",
-        help="keys with owners, rights and limits, of `sidestream keys http`",
-    )
+    group.add_argument(*keys_flags, dest="api_keys", metavar="FILE", help="keys of `sidestream keys http`")
     group.add_argument("--insecure", action="store_true", help="answer other machines without a key")
     group.add_argument(
         "--allowed-origins",
@@ -38,19 +33,14 @@ def add_gateway_options(parser: argparse.ArgumentParser, keys_flags: list[str]) 
         "--connections-per-client",
         type=positive,
         metavar="N",
-        help="open connections of one address (default: half of all; on this machine all)",
+        help="of one address (default: half of all; on this machine all)",
     )
     group = parser.add_argument_group("records")
     group.add_argument(
-        "--usage-log",
-        metavar="FILE",
-        help="log for `sidestream usage`; none: no log (default: the one that `sidestream usage` reads)",
+        "--usage-log", metavar="FILE", help="for `sidestream usage`; none: no log (default: in your state directory)"
     )
     group.add_argument(
-        "--usage-days",
-        type=positive,
-        metavar="N",
-        help="delete entries of the usage log after N days (default: keep all)",
+        "--usage-days", type=positive, metavar="N", help="delete its entries after N days (default: keep all)"
     )
     group.add_argument("--log-payloads", action="store_true", help="write prompts and answers to the usage log, too")
     group.add_argument("--access-log", metavar="FILE", help="a line of JSON for each request; -: standard output")

@@ -50,10 +50,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument("--workload", choices=("S", "C"), default="S", help="(default: %(default)s)")
     add_value(parser, "--num-adapters", 200, "adapters to use if they exist; 0: none", int)
     parser.add_argument(
-        "--adapter-dir",
-        type=Path,
-        metavar="DIR",
-        help="register each adapter directory in DIR (as the server sees it) under its name first",
+        "--adapter-dir", type=Path, metavar="DIR", help="register all adapters in DIR, a path on the server, first"
     )
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     add_value(parser, "--output-json", Path("bench-serve.json"), "file of the figures", Path, "FILE")

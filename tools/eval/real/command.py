@@ -26,8 +26,7 @@ def add_options(group: Any) -> None:
         nargs="?",
         const="",
         metavar="PATH",
-        help="measure SmolLM2-135M-Instruct next to transformers in fp32; PATH is its GGUF file or a converted "
-        "directory (default: fetch it)",
+        help="measure SmolLM2-135M-Instruct, fetched or in PATH (GGUF file, or converted directory)",
     )
     add_value(group, "--tokens", 20480, "with --real: tokens for the base model and for each adapter")
 
