@@ -177,7 +177,7 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
         (OSError(errno.ENOSPC, "No space left on device"), "No space left on device; free some, or write to another"),
         (
             FileNotFoundError(errno.ENOENT, "No such file or directory", "x.jsonl"),
-            "x.jsonl: No such .*; name an existing",
+            "x.jsonl: No such .*; name an",
         ),
         (PermissionError(errno.EACCES, "Permission denied", "/x"), "/x: Permission denied; check its permissions"),
         (ValueError("two\nlines"), "two lines"),
