@@ -37,13 +37,29 @@ def _fields(
     }
 
 
-_QWEN_25 = {"use_sliding_window": False, "eos_token_id": 151643}
-_QWEN_3 = {"head_dim": 128, "attention_bias": False, "use_sliding_window": False, "eos_token_id": 151645}
-_QWEN_3_SIZES = {"vocab": 151936, "positions": 40960, "layers": 36, "heads": (32, 8)}
-_MISTRAL = {"head_dim": 128, "sliding_window": None, "bos_token_id": 1, "eos_token_id": 2, "heads": (32, 8)}
-_LLAMA_32 = {"tie_word_embeddings": True, "bos_token_id": 128000, "eos_token_id": 128001, "vocab": 128256}
-_SMOLLM = {"no_rope_layer_interval": 4, "use_sliding_window": False, "tie_word_embeddings": True}
-_GRANITE = {
+_QWEN_25: dict[str, Any] = {"use_sliding_window": False, "eos_token_id": 151643}
+_QWEN_3: dict[str, Any] = {
+    "head_dim": 128,
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "eos_token_id": 151645,
+}
+_QWEN_3_SIZES: dict[str, Any] = {"vocab": 151936, "positions": 40960, "layers": 36, "heads": (32, 8)}
+_MISTRAL: dict[str, Any] = {
+    "head_dim": 128,
+    "sliding_window": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "heads": (32, 8),
+}
+_LLAMA_32: dict[str, Any] = {
+    "tie_word_embeddings": True,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "vocab": 128256,
+}
+_SMOLLM: dict[str, Any] = {"no_rope_layer_interval": 4, "use_sliding_window": False, "tie_word_embeddings": True}
+_GRANITE: dict[str, Any] = {
     "attention_bias": False,
     "embedding_multiplier": 12.0,
     "residual_multiplier": 0.22,
