@@ -17,8 +17,8 @@ class Counts:
     tokens, drafted, accepted  of all answers; history_*: of drafts from former answers, trained_*: of a trained draft
     seconds                    wall-clock time of all answers
     different                  answers with other tokens than without speculation
-    gaps                       of each of these: the difference of both tokens' log-probabilities where they differ; None
-                               if one is not among the 20 likeliest
+    gaps                       of each of these: the difference of both tokens' log-probabilities where they differ;
+                               None if one is not among the 20 likeliest
     """
 
     answers: int = 0
