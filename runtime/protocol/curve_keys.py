@@ -120,7 +120,7 @@ def load_server_keys(directory: str | Path) -> ServerKeys:
     if not [_read(path) for path in directory.glob("allowed/*.public")]:
         raise KeyFileError(
             f"{directory / 'allowed'} holds no NAME.public, so nobody could connect; add a client with `sidestream "
-            "keygen DIR --client NAME`"
+            "keys curve DIR --client NAME`"
         )
     return ServerKeys(zmq.curve_public(secret), secret, directory / "allowed")
 

@@ -175,7 +175,10 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     ("problem", "line"),
     [
         (OSError(errno.ENOSPC, "No space left on device"), "No space left on device; free some, or write to another"),
-        (FileNotFoundError(errno.ENOENT, "No such file or directory", "x.jsonl"), "x.jsonl: No such .*; name one that"),
+        (
+            FileNotFoundError(errno.ENOENT, "No such file or directory", "x.jsonl"),
+            "x.jsonl: No such .*; name an",
+        ),
         (PermissionError(errno.EACCES, "Permission denied", "/x"), "/x: Permission denied; check its permissions"),
         (ValueError("two\nlines"), "two lines"),
     ],

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...compiler.options import DEFAULT_PRECISION
-from ..options.engine import positive
+from ..options.engine import add_value, positive
 from ..options.environment import collect
 from ..options.models import pick_adapters
 from .gpu_time import launch_us
@@ -64,31 +64,16 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         nargs="+",
         default=list(CHOICES),
         metavar="T",
-        help="sequences in a step (default: 1 16 64 256)",
+        help="sequences (default: 1 16 64 256)",
     )
     parser.add_argument(
-        "--precision",
-        choices=("int8", "fp8"),
-        default=DEFAULT_PRECISION,
-        help="of the ops' weights and activations; adapters and the cache as it has them (default: %(default)s)",
+        "--precision", choices=("int8", "fp8"), default=DEFAULT_PRECISION, help="of the ops (default: %(default)s)"
     )
-    parser.add_argument(
-        "--lora-rank", type=positive, default=32, metavar="R", help="rank of the adapters (default: 32)"
-    )
-    parser.add_argument(
-        "--num-adapters",
-        type=positive,
-        default=8,
-        metavar="N",
-        help="resident adapters, mixed by p(k) ~ 1/k (default: 8)",
-    )
-    parser.add_argument(
-        "--repeats", type=positive, default=9, metavar="N", help="timed replays; the median counts (default: 9)"
-    )
+    add_value(parser, "--lora-rank", 32, "rank of the adapters", metavar="R")
+    add_value(parser, "--num-adapters", 8, "resident adapters, mixed by p(k) ~ 1/k")
+    add_value(parser, "--repeats", 9, "timed replays; the median counts")
     parser.add_argument("--only", choices=("ops", "attention"), help="one of the two tables (default: both)")
-    parser.add_argument(
-        "--output-json", type=Path, default=Path("bench-kernels.json"), metavar="FILE", help="where the figures go"
-    )
+    add_value(parser, "--output-json", Path("bench-kernels.json"), "file of the figures", Path, "FILE")
     parser.set_defaults(run=run)
 
 
@@ -141,8 +126,7 @@ def print_attention(repeats: int, gpu: "Gpu") -> list[dict[str, Any]]:
         share = f"{row.share:>7.0%}" if row.share else f"{'-':>7}"
         unit = "GB/s" if row.kind == "decode" else "TFLOP/s"
         print(
-            f"{row.kind:<10}{row.shape:<27}{row.cache:<14}{row.us:>10.2f}{row.rate:>8.0f} {unit:<7}{share}",
-            flush=True,
+            f"{row.kind:<10}{row.shape:<27}{row.cache:<14}{row.us:>10.2f}{row.rate:>8.0f} {unit:<7}{share}", flush=True
         )
     return rows
 

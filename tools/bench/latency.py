@@ -21,6 +21,7 @@ from ..options.engine import (
     add_compile_options,
     add_ranks,
     add_run_options,
+    add_value,
     check_output,
     given,
     positive,
@@ -140,86 +141,38 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     add_bench_model(parser)
     add_shape(parser)
-    parser.add_argument(
-        "--concurrency",
-        type=positive,
-        nargs="+",
-        default=[1, 8, 64],
-        metavar="C",
-        help="requests at once; several values are measured in turn (default: 1 8 64)",
-    )
+    add_value(parser, "--concurrency", [1, 8, 64], "requests at once, measured in turn", metavar="C", nargs="+")
     parser.add_argument(
         "--lora",
         nargs="+",
         choices=LORA_CHOICES,
         default=["none", "zipf"],
-        help="how requests use adapters (default: none zipf)",
+        help="adapters of the requests (default: none zipf)",
     )
+    add_value(parser, "--input-len", 128, "prompt tokens")
+    parser.add_argument("--output-len", type=positive, default=256, metavar="N", help="output tokens (default: 256)")
+    add_value(parser, "--num-iters", 3, "measurements of each line; the median counts")
+    add_value(parser, "--num-adapters", 8, "random adapters")
+    add_value(parser, "--lora-rank", 32, "their rank; alpha is twice as much", metavar="R")
+    add_value(parser, "--output-json", Path("bench-latency.json"), "file of the figures", Path, "FILE")
     parser.add_argument(
-        "--input-len", type=positive, default=128, metavar="N", help="prompt tokens (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--output-len",
-        type=positive,
-        default=256,
-        metavar="N",
-        help=f"output tokens, above {SHORT_OUTPUT} (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--num-iters",
-        type=positive,
-        default=3,
-        metavar="N",
-        help="measurements of each line; the median counts (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--num-adapters", type=positive, default=8, metavar="N", help="random adapters to make (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--lora-rank",
-        type=positive,
-        default=32,
-        metavar="R",
-        help="their rank; alpha is twice as much (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--output-json",
-        type=Path,
-        default=Path("bench-latency.json"),
-        metavar="FILE",
-        help="where the figures go (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--ablate",
-        action="store_true",
-        help="instead of the table: turn off one optimisation at a time and print what each is worth, us a layer (GPU)",
+        "--ablate", action="store_true", help="time a layer with one optimisation off at a time instead (GPU)"
     )
     parser.add_argument(
         "--structured",
         action="store_true",
-        help="measure each line again with answers that must fit a JSON schema (marked +json), also those of "
-        "--speculate, whose wrong drafts may leave the grammar",
+        help="measure each line again with answers that must fit a JSON schema (+json)",
     )
     parser.add_argument(
         "--speculate",
         type=drafts,
         metavar="K",
-        help="measure each line again with K drafts a request and step, or with as many as the engine chooses (auto), "
-        "accepted at an injected rate (marked @P): what speed such a rate gives, not which rate a model has",
+        help="measure each line again with K drafts per request and step (auto: the engine chooses), accepted at an "
+        "injected rate (@P), not at the rate of a model",
     )
+    add_value(parser, "--acceptance", [0.0, 0.75], "injected acceptance rates", probability, "P", nargs="+")
     parser.add_argument(
-        "--acceptance",
-        type=probability,
-        nargs="+",
-        default=[0.0, 0.75],
-        metavar="P",
-        help="with --speculate: probabilities with which a draft is right (default: 0 0.75)",
-    )
-    parser.add_argument(
-        "--profile",
-        type=Path,
-        metavar="FILE",
-        help="afterwards write a trace of some steps of the last line for Perfetto",
+        "--profile", type=Path, metavar="FILE", help="write a trace of some steps of the last line for Perfetto"
     )
     add_compile_options(parser)
     engine = parser.add_argument_group("engine")

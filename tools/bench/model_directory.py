@@ -71,13 +71,7 @@ def main() -> int:
         prog="bench_model", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("directory", type=Path)
-    parser.add_argument(
-        "--adapters",
-        type=int,
-        default=0,
-        metavar="N",
-        help="random adapters, in DIR/adapters/random-0 ... (default: none)",
-    )
+    parser.add_argument("--adapters", type=int, default=0, metavar="N", help="random adapters (default: none)")
     parser.add_argument("--rank", type=int, default=32)
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--tiny", action="store_true", help="two small layers")

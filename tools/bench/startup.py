@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ..options.engine import add_bench_model, add_compile_options, add_run_options, at_least, check_output, positive
+from ..options.engine import add_bench_model, add_compile_options, add_run_options, add_value, at_least, check_output
 from ..options.environment import collect
 from ..options.models import add_shape
 from .latency import build, make_adapters, model_fields
@@ -46,27 +46,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_bench_model(parser)
     add_shape(parser)
-    parser.add_argument(
-        "--max-num-seqs",
-        type=positive,
-        default=256,
-        metavar="N",
-        dest="concurrency_limit",
-        help="requests at once (default: 256)",
-    )
-    parser.add_argument(
-        "--num-adapters",
-        type=at_least(0),
-        default=8,
-        metavar="N",
-        help="random adapters to make, 0 for none (default: 8)",
-    )
-    parser.add_argument(
-        "--lora-rank", type=positive, default=32, metavar="R", help="their rank; alpha is twice as much (default: 32)"
-    )
-    parser.add_argument(
-        "--output-json", type=Path, default=Path("bench-startup.json"), metavar="FILE", help="where the figures go"
-    )
+    add_value(parser, "--max-num-seqs", 256, "requests at once", dest="concurrency_limit")
+    add_value(parser, "--num-adapters", 8, "random adapters, 0 for none", at_least(0))
+    add_value(parser, "--lora-rank", 32, "their rank; alpha is twice as much", metavar="R")
+    add_value(parser, "--output-json", Path("bench-startup.json"), "file of the figures", Path, "FILE")
     parser.add_argument(
         "--once", action="store_true", help="start once, with the caches as they are, and print the figures as JSON"
     )

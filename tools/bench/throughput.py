@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..options.engine import add_bench_model, add_compile_options, add_ranks, add_run_options, check_output, positive
+from ..options.engine import add_bench_model, add_compile_options, add_ranks, add_run_options, add_value, check_output
 from ..options.environment import collect
 from ..options.models import add_shape, pick_adapters
 from .floors import gpu_under, projection_widths
@@ -67,44 +67,19 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--workloads", nargs="+", choices=("B", "P"), default=["B", "P"], help="which workloads (default: both)"
     )
-    parser.add_argument(
-        "--concurrency",
-        type=positive,
-        nargs="+",
-        default=[32, 128],
-        metavar="C",
-        help="requests at once in B (default: 32 128)",
-    )
+    add_value(parser, "--concurrency", [32, 128], "requests at once in B", metavar="C", nargs="+")
     parser.add_argument(
         "--lora",
         nargs="+",
         choices=LORA_CHOICES,
         default=["none", "zipf"],
-        help="how requests use adapters (default: none zipf)",
+        help="adapters of the requests (default: none zipf)",
     )
-    parser.add_argument(
-        "--scale",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="divide prompt and output lengths by N, for a quick look (default: 1)",
-    )
-    parser.add_argument(
-        "--num-iters",
-        type=positive,
-        default=2,
-        metavar="N",
-        help="measurements of each line; the median counts (default: 2)",
-    )
-    parser.add_argument(
-        "--num-adapters", type=positive, default=8, metavar="N", help="random adapters to make (default: 8)"
-    )
-    parser.add_argument(
-        "--lora-rank", type=positive, default=32, metavar="R", help="their rank; alpha is twice as much (default: 32)"
-    )
-    parser.add_argument(
-        "--output-json", type=Path, default=Path("bench-throughput.json"), metavar="FILE", help="where the figures go"
-    )
+    add_value(parser, "--scale", 1, "divide prompt and output lengths by N, for a quick look")
+    add_value(parser, "--num-iters", 2, "measurements of each line; the median counts")
+    add_value(parser, "--num-adapters", 8, "random adapters")
+    add_value(parser, "--lora-rank", 32, "their rank; alpha is twice as much", metavar="R")
+    add_value(parser, "--output-json", Path("bench-throughput.json"), "file of the figures", Path, "FILE")
     add_compile_options(parser)
     engine = parser.add_argument_group("engine")
     add_ranks(engine)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..options.engine import add_bench_model, check_output, positive, share
+from ..options.engine import add_bench_model, add_value, check_output, positive, share
 from ..options.environment import collect
 from ..options.models import add_shape, pick_adapters
 from . import engine_run
@@ -71,38 +71,31 @@ def build_parser() -> argparse.ArgumentParser:
     add_shape(parser)
     group = parser.add_argument_group("workloads")
     group.add_argument("--workloads", nargs="+", choices=("A", "P"), default=["A", "P"], help="(default: A P)")
-    group.add_argument("--concurrency", type=positive, nargs="+", default=[1, 8, 64], metavar="C", help="of A")
+    add_value(group, "--concurrency", [1, 8, 64], "requests at once in A", metavar="C", nargs="+")
     group.add_argument("--lora", nargs="+", choices=LORA_CHOICES, default=["none", "zipf"], help="(default: none zipf)")
-    group.add_argument("--input-len", type=positive, default=128, metavar="N", help="prompt tokens of A")
+    add_value(group, "--input-len", 128, "prompt tokens of A")
     group.add_argument(
         "--output-len", type=positive, default=256, metavar="N", help=f"outputs of A, above {SHORT_OUTPUT}"
     )
-    group.add_argument("--prefill-len", type=positive, default=PREFILL[0], metavar="N", help="prompt tokens of P")
-    group.add_argument(
-        "--num-iters", type=positive, default=2, metavar="N", help="runs of each line; the median counts"
-    )
-    group.add_argument("--num-adapters", type=positive, default=8, metavar="N", help="random adapters to make")
-    group.add_argument("--lora-rank", type=positive, default=32, metavar="R", help="their rank")
+    add_value(group, "--prefill-len", PREFILL[0], "prompt tokens of P")
+    add_value(group, "--num-iters", 2, "runs of each line; the median counts")
+    add_value(group, "--num-adapters", 8, "random adapters")
+    add_value(group, "--lora-rank", 32, "their rank", metavar="R")
     group.add_argument("--seed", type=int, default=0, help="of prompts, adapters and their mix")
     group = parser.add_argument_group("engines")
     group.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="(default: both)")
-    group.add_argument("--gpu-memory-utilization", type=share, default=0.6, metavar="SHARE", help="(default: 0.6)")
+    add_value(group, "--gpu-memory-utilization", 0.6, "of each engine", share, "SHARE")
     group.add_argument(
         "--precision", choices=("int8", "fp8", "bf16"), default="int8", help="of Sidestream (default: int8)"
     )
-    group.add_argument(
-        "--quantization",
-        default="fp8",
-        metavar="NAME",
-        help="of vLLM; none: bf16 (default: fp8, its fastest on Hopper)",
-    )
+    group.add_argument("--quantization", default="fp8", metavar="NAME", help="of vLLM; none: bf16 (default: fp8)")
     group.add_argument("--kv-cache-dtype", default="fp8", metavar="NAME", help="of vLLM (default: fp8)")
     group.add_argument("--vllm-args", type=json_object, default={}, metavar="JSON", help="more arguments of vllm.LLM")
     group.add_argument("--sidestream-args", type=json_object, default={}, metavar="JSON", help="of sidestream.LLM")
     group.add_argument(
         "--vllm-python", default=sys.executable, metavar="FILE", help="the Python that has vLLM (default: this one)"
     )
-    parser.add_argument("--output-json", type=Path, default=Path("versus-vllm.json"), metavar="FILE", help="figures")
+    add_value(parser, "--output-json", Path("versus-vllm.json"), "file of the figures", Path, "FILE")
     return parser
 
 

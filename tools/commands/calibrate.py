@@ -81,11 +81,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     add_model(parser)
     parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help=f"default: {FILE_NAME} in the model's directory, or in this one for the demo model",
+        "-o", "--output", type=Path, metavar="FILE", help=f"(default: {FILE_NAME} in the model's directory)"
     )
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE", help="UTF-8 text to run (default: sources of Python's standard library)"
@@ -98,16 +94,13 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         f"{ROUND_TOKENS} with --round, on a CPU {CPU_TOKENS})",
     )
     parser.add_argument(
-        "--length",
-        type=positive,
-        metavar="N",
-        help=f"tokens of a piece, at most the model's limit (default: {LENGTH}, on a CPU {CPU_LENGTH})",
+        "--length", type=positive, metavar="N", help=f"tokens of a piece (default: {LENGTH}, on a CPU {CPU_LENGTH})"
     )
     parser.add_argument(
         "--precision",
         choices=EIGHT_BITS,
         default=EIGHT_BITS[0],
-        help="mode of the table's choices and of --round; the calibration is for all modes (default: %(default)s)",
+        help="mode of the table and of --round (default: %(default)s)",
     )
     parser.add_argument("--round", action="store_true", help="also round the weights (GPTQ)")
     add_option(
@@ -118,9 +111,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         help=f"with --round for int8: columns of a rotated block after norms (default: {ROUNDED_FOR['norm_rotation']})",
     )
     add_option(
-        parser,
-        "rotate_values",
-        help="with --round for int8: rotate V in its weights: on, off, or layers such as 0,3-7 (default: on)",
+        parser, "rotate_values", help="with --round for int8: rotate V: on, off, or layers such as 0,3-7 (default: on)"
     )
     add_option(parser, "device", choices=("cpu", "cuda"))
     add_lora_options(parser)

@@ -50,10 +50,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     group.add_argument("-m", "--message", metavar="TEXT", help="send this, print the answer, and end")
     group.add_argument("--system", metavar="TEXT", help="system message")
     group.add_argument(
-        "--chat-template",
-        type=Path,
-        metavar="PATH",
-        help="a template file, or a model directory (default: the server's)",
+        "--chat-template", type=Path, metavar="PATH", help="a file or a model directory (default: the server's)"
     )
     add_sampling_options(parser, temperature=0.7, max_tokens=512)
     add_connection_options(parser)

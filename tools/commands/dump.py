@@ -21,15 +21,7 @@ from ..options.engine import (
     ranks_arguments,
     writing,
 )
-from ..options.models import (
-    DEFAULT_BUCKETS,
-    add_shape,
-    as_bucket,
-    bucket,
-    check_one_model,
-    lora_shape,
-    shape_config,
-)
+from ..options.models import DEFAULT_BUCKETS, add_shape, as_bucket, bucket, check_one_model, lora_shape, shape_config
 
 DESCRIPTION = """\
 Compile a model and write a dump: each pass's graph before and after as readable Python, its diff, op counts and
@@ -75,7 +67,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         type=Path,
         default=Path("sidestream_dump"),
         metavar="DIR",
-        help="directory to write (default: %(default)s)",
+        help="output (default: %(default)s)",
     )
     parser.add_argument(
         "--bucket",
@@ -91,26 +83,16 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument(
         "--timings", action="store_true", help="show measured times on the page, which then differs from run to run"
     )
-    parser.add_argument(
-        "--measure",
-        action="store_true",
-        help="run the programs here with random weights, and show each step's time; includes --resources",
-    )
+    parser.add_argument("--measure", action="store_true", help="time the programs' steps here; includes --resources")
     parser.add_argument(
         "--resources",
         action="store_true",
-        help="compile every kernel of the programs for this GPU or else for sm_90, and show its registers, shared "
-        "memory and spills",
+        help="compile every kernel, and show its registers, shared memory and spills",
     )
     parser.add_argument(
         "--measured", type=Path, metavar="FILE", help="a timings.json of --measure on another machine, for --timings"
     )
-    parser.add_argument(
-        "--ledger",
-        type=Path,
-        metavar="FILE",
-        help="JSON of pass names and the relative error of each, for the page",
-    )
+    parser.add_argument("--ledger", type=Path, metavar="FILE", help="JSON of `sidestream inspect ledger`, for the page")
     add_ranks(parser)
     add_compile_options(parser)
     add_lora_options(parser)

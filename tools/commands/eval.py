@@ -14,6 +14,7 @@ from ..options.engine import (
     add_lora_options,
     add_model,
     add_option,
+    add_value,
     check_output,
     model_directory,
     positive,
@@ -71,20 +72,10 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     group.add_argument("--list-arms", action="store_true", help="print the arms and stop")
     group = parser.add_argument_group("questions and documents")
     group.add_argument("--prompts", type=Path, metavar="FILE", help="your own prompts: one a line, or JSON lines")
-    group.add_argument(
-        "--tasks", type=positive, default=3500, metavar="N", help="questions of each adapter (default: %(default)s)"
-    )
-    group.add_argument(
-        "--documents", type=positive, default=400, metavar="N", help="texts of each adapter (default: %(default)s)"
-    )
-    group.add_argument(
-        "--max-length",
-        type=positive,
-        default=32768,
-        metavar="N",
-        help="longest document, in tokens (default: %(default)s)",
-    )
-    real.add_options(group, positive)
+    add_value(group, "--tasks", 3500, "questions of each adapter")
+    add_value(group, "--documents", 400, "texts of each adapter")
+    add_value(group, "--max-length", 32768, "longest document, in tokens")
+    real.add_options(group)
     group.add_argument("--smoke", action="store_true", help="few questions and documents: a minute on a CPU")
     group = parser.add_argument_group("output")
     group.add_argument("--output-json", type=Path, metavar="FILE", help="write all figures")

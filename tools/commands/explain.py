@@ -66,23 +66,13 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         f"changes are compared for the first one (default: {' '.join(DEFAULT_BUCKETS)})",
     )
     parser.add_argument(
-        "--context",
-        type=positive,
-        metavar="N",
-        help="cached tokens of each sequence (default: half of the bucket's)",
+        "--context", type=positive, metavar="N", help="cached tokens of a sequence (default: half of the bucket's)"
     )
     parser.add_argument(
-        "--adapters-in-batch",
-        type=positive,
-        metavar="N",
-        help="active adapters (default: one for each sequence, at most all slots)",
+        "--adapters-in-batch", type=positive, metavar="N", help="active adapters (default: one per sequence)"
     )
     add_gpu(parser)
-    parser.add_argument(
-        "--no-changes",
-        action="store_true",
-        help="leave out the table of changes, which compiles once for each change",
-    )
+    parser.add_argument("--no-changes", action="store_true", help="leave out the table of changes")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     add_ranks(parser)
     add_compile_options(parser)

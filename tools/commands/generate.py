@@ -8,13 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..options.client import (
-    add_connection_options,
-    add_sampling_options,
-    connect,
-    printable,
-    sampling_params,
-)
+from ..options.client import add_connection_options, add_sampling_options, connect, printable, sampling_params
 from ..options.engine import add_engine_options, add_model, llm_arguments
 from ..options.vllm_flags import add_vllm_flags
 
@@ -67,7 +61,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         default=[],
         type=token_ids,
         metavar="IDS",
-        help="a prompt as comma-separated token ids; may be repeated; needs no tokenizer",
+        help="comma-separated token ids; may be repeated",
     )
     group.add_argument(
         "-a",
@@ -75,7 +69,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="adapter of all prompts, or one for each prompt in turn; `none` is the base model",
+        help="adapter of all prompts, or one for each; `none`: the base model",
     )
     group.add_argument(
         "--chat", action="store_true", help="each prompt is a user's message, put into the model's chat template"

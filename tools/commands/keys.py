@@ -71,11 +71,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     parser.add_argument("directory", type=Path, metavar="DIR", help="directory of the keys")
     parser.add_argument(
-        "--client",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="a client to make keys for; may be repeated (default: default)",
+        "--client", action="append", default=[], metavar="NAME", help="a client; may be repeated (default: default)"
     )
     parser.set_defaults(run=run_curve)
 
@@ -98,8 +94,7 @@ def _add_http(kinds: "argparse._SubParsersAction[Any]") -> None:
         nargs="*",
         default=["*"],
         metavar="PATTERN",
-        help="allowed models and adapters; * matches any characters, ? one (default: all; --model without a pattern: "
-        "none)",
+        help="allowed models and adapters, with wildcards * and ? (default: all; --model alone: none)",
     )
     add.add_argument("--requests-per-minute", type=positive, metavar="N", help="requests in any 60 seconds")
     add.add_argument(

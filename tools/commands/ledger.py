@@ -60,13 +60,10 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "--reference",
         choices=("graph", "fp32"),
         default="graph",
-        help="reference of the totals (default: the graph before any pass)",
+        help="of the totals (default: the graph before any pass)",
     )
     parser.add_argument(
-        "--json",
-        type=Path,
-        metavar="FILE",
-        help="write pass names and the error of each, for `sidestream inspect dump --ledger FILE`",
+        "--json", type=Path, metavar="FILE", help="write the errors for `sidestream inspect dump --ledger`"
     )
     add_compile_options(parser)
     add_lora_options(parser)

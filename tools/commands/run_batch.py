@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ..options.engine import positive, writing
+from ..options.engine import add_value, writing
 
 DESCRIPTION = """\
 Answer every request of a file, in OpenAI's batch format, through the HTTP of `sidestream serve` or `sidestream
 gateway`. Each line is a request: {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {...}}.
 
-Answers are appended as they come, in any order. After an interruption the same command goes on: requests whose answer
-is in the file already are not sent again."""
+Answers are appended in the order in which they arrive. After an interruption run the same command again: it skips the
+requests that are answered in the file."""
 
 EXAMPLES = """\
 examples:
@@ -44,19 +44,11 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("-i", "--input", type=Path, required=True, metavar="FILE", help="the requests, one a line")
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="where the answers go")
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="where HTTP is answered (default: %(default)s)")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="file of the answers")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
     parser.add_argument("--api-key", metavar="KEY", help="the server's key (default: $SIDESTREAM_API_KEY)")
-    parser.add_argument(
-        "--concurrency", type=positive, default=64, metavar="N", help="requests at once (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--retries",
-        type=int,
-        default=10,
-        metavar="N",
-        help="how often a request is sent again that the server has no room for, or does not answer (default: 10)",
-    )
+    add_value(parser, "--concurrency", 64, "requests at once")
+    add_value(parser, "--retries", 10, "how often to send a refused or lost request again", int)
     parser.set_defaults(run=run)
 
 
@@ -152,9 +144,9 @@ class Server:
             connection.close()
 
 
-def _seconds(told: str | None) -> float:
+def _seconds(header: str | None) -> float:
     try:
-        return min(MAX_PAUSE_SECONDS, max(0.1, float(told or 1)))
+        return min(MAX_PAUSE_SECONDS, max(0.1, float(header or 1)))
     except ValueError:
         return 1.0
 

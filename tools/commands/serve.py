@@ -12,6 +12,7 @@ from ..options.engine import (
     add_engine_options,
     add_model,
     add_option,
+    add_value,
     advanced,
     check_output,
     given,
@@ -68,34 +69,19 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "--bind", metavar="ADDRESS", help="ipc:///absolute/path or tcp://host:port (default: a socket file of your own)"
     )
     group.add_argument(
-        "--keys",
-        metavar="DIR",
-        help="the server's key directory of `sidestream keys curve`; needed for tcp beyond this machine",
+        "--keys", metavar="DIR", help="the server's folder of `sidestream keys curve`; needed beyond this machine"
     )
-    group.add_argument(
-        "--engine-keys",
-        metavar="DIR",
-        help="a client's key directory for HTTP, if the server has --keys (default: no HTTP then)",
-    )
+    group.add_argument("--engine-keys", metavar="DIR", help="a client's folder, for HTTP if there are --keys")
     group.add_argument("--no-http", action="store_true", help="answer no HTTP")
     group.add_argument(
-        "--config",
-        action=ConfigAction,
-        metavar="FILE",
-        help="a TOML file with any of these flags; those of the command line win",
+        "--config", action=ConfigAction, metavar="FILE", help="a TOML file of flags; the command line wins"
     )
-    group.add_argument(
-        "--drain-seconds",
-        type=seconds,
-        default=30.0,
-        metavar="S",
-        help="time for open requests after SIGTERM (default: %(default)g)",
-    )
+    add_value(group, "--drain-seconds", 30.0, "time for open requests after SIGTERM", seconds, "S")
     group.add_argument(
         "--restart",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="restart the processes when one dies or hangs (default); --no-restart: stop instead",
+        help="restart processes that die or hang (default: on)",
     )
     group.add_argument(
         "--step-timeout",
@@ -121,25 +107,19 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         help="engines of the same model with one HTTP front, each on a GPU of its own (default: %(default)s); "
         "they listen at engine-0.sock, engine-1.sock ..., or at ports in a row",
     )
-    group.add_argument(
-        "--max-waiting",
-        type=positive,
-        default=4096,
-        metavar="N",
-        help="waiting requests before others are refused (default: 4096)",
-    )
+    add_value(group, "--max-waiting", 4096, "waiting requests before others are refused")
     group.add_argument(
         "--allow-adapter-loading",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="let clients load and unload adapters (default: only through a socket file)",
+        help="by clients (default: only through a socket file)",
     )
     group.add_argument(
         "--adapter-root",
         action="append",
         default=[],
         metavar="DIR",
-        help="directory to load adapters from; may be repeated (default: those of the given adapters)",
+        help="for adapters of clients; may be repeated (default: those of the given adapters)",
     )
     add_gateway_options(parser, ["--api-keys"])
     add_engine_options(parser)
@@ -148,9 +128,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add_option(group, "max_cpu_loras")
     add_option(group, "enable_prefix_caching", "--no-prefix-caching")
     group.add_argument(
-        "--trace-steps",
-        metavar="FILE",
-        help="profile a hundred decode steps into FILE, to see idle time of the GPU between them",
+        "--trace-steps", metavar="FILE", help="profile a hundred decode steps, for idle time between them"
     )
     add_option(group, "load_format")
     add_option(

@@ -10,8 +10,8 @@ from typing import Any
 
 DESCRIPTION = """\
 Sum up a gateway's usage log: requests, tokens and times by owner, key, model, adapter, endpoint, status, error, day or
-hour. An adapter's name stands for other weights when it is loaded again, so --by adapter also tells the hash of its
-content: who used which version of which adapter. It may be asked while gateways write."""
+hour. An adapter's name may have other weights after a reload, so --by adapter also prints the hash of its content.
+Gateways may write the log at the same time."""
 
 EXAMPLES = """\
 examples:
@@ -44,14 +44,12 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "file", nargs="?", type=Path, metavar="FILE", help="the log (default: where a gateway writes it by default)"
-    )
+    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="the log (default: that of a gateway)")
     parser.add_argument(
         "--by",
         default="owner,adapter",
         metavar="GROUP,...",
-        help="owner, key, model, adapter, endpoint, status, error, day, hour (default: %(default)s)",
+        help="groups, also key, model, endpoint, status, error, day, hour (default: %(default)s)",
     )
     parser.add_argument("--since", type=moment, metavar="TIME", help="90m, 12h, 1d, 2w, or a date (default: all)")
     parser.add_argument("--until", type=moment, metavar="TIME", help="as --since (default: now)")

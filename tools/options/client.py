@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from .engine import positive
+from .engine import add_value
 
 if TYPE_CHECKING:
     from ...runtime.api.sampling_params import SamplingParams
@@ -34,13 +34,7 @@ def add_connection_options(parser: argparse.ArgumentParser, flag: str = "--addre
     group.add_argument(
         "--keys", metavar="DIR", help="this client's folder of `sidestream keys curve`; needed beyond this machine"
     )
-    group.add_argument(
-        "--connect-timeout",
-        type=seconds,
-        default=10.0,
-        metavar="S",
-        help="seconds to wait for a server (default: %(default)s)",
-    )
+    add_value(group, "--connect-timeout", 10.0, "seconds to wait for a server", seconds, "S")
 
 
 def add_sampling_options(
@@ -48,9 +42,7 @@ def add_sampling_options(
 ) -> Any:
     """Add the sampling parameters, and return their group."""
     group = parser.add_argument_group("sampling")
-    group.add_argument(
-        "--max-tokens", type=positive, default=max_tokens, metavar="N", help="longest answer (default: %(default)s)"
-    )
+    add_value(group, "--max-tokens", max_tokens, "longest answer")
     group.add_argument(
         "--temperature", type=float, default=temperature, help="0: the most likely token (default: %(default)s)"
     )

@@ -39,6 +39,21 @@ def at_least(low: int) -> Callable[[str], int]:
 positive = at_least(1)
 
 
+def add_value(
+    group: Any,
+    flag: str,
+    default: Any,
+    about: str,
+    kind: Callable[[str], Any] = positive,
+    metavar: Any = "N",
+    **more: Any,
+) -> None:
+    """Add a flag with a value of type `kind`; its help is `about` with the default."""
+    values = default if isinstance(default, (list, tuple)) else [default]
+    shown = " ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
+    group.add_argument(flag, type=kind, default=default, metavar=metavar, help=f"{about} (default: {shown})", **more)
+
+
 def share(text: str) -> float:
     """Parse a number in (0, 1]."""
     value = float(text)
@@ -97,7 +112,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         default=argparse.SUPPRESS,
         metavar="MODEL",
-        help="model directory in the Hugging Face format (default: the demo model with its adapters)",
+        help="a Hugging Face directory (default: the demo model with its adapters)",
     )
 
 
@@ -109,7 +124,7 @@ def add_bench_model(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         default=argparse.SUPPRESS,
         metavar="MODEL",
-        help="model directory, or `demo` for the demo model (default: Llama-3.1-8B's shape with random weights)",
+        help="a directory, or `demo` (default: Llama-3.1-8B's shape with random weights)",
     )
 
 

@@ -12,17 +12,7 @@ from ... import __version__
 
 ROOT = Path(__file__).parents[2]  # the package's folder; in a checkout also the repository's
 
-PACKAGES = (
-    "torch",
-    "triton",
-    "numpy",
-    "safetensors",
-    "tokenizers",
-    "msgspec",
-    "pyzmq",
-    "transformers",
-    "peft",
-)
+PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "msgspec", "pyzmq", "transformers", "peft")
 
 
 def driver_version() -> str | None:

@@ -96,19 +96,13 @@ def as_bucket(kind: str, count: int, lora: bool) -> Any:
 
 def add_shape(parser: argparse.ArgumentParser) -> None:
     """Add --shape: a model given by its config only."""
-    parser.add_argument(
-        "--shape",
-        metavar="NAME|FILE",
-        help=f"instead of MODEL: {', '.join(SHAPES)}, or a config.json, which is all that is read",
-    )
+    parser.add_argument("--shape", metavar="NAME|FILE", help=f"instead of MODEL: {', '.join(SHAPES)}, or a config.json")
 
 
 def add_gpu(parser: argparse.ArgumentParser) -> None:
     """Add --gpu: the GPU of the estimated times."""
     parser.add_argument(
-        "--gpu",
-        metavar="NAME",
-        help="estimate for this GPU, H200 or H100 (default: the one that is here; without one an H200)",
+        "--gpu", metavar="NAME", help="estimate for an H200 or H100 (default: this machine's GPU, or an H200)"
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...compiler.options import DEFAULT_PRECISION
-from ..options.engine import positive
+from ..options.engine import add_value, positive
 from ..options.models import SHAPES, shape_fields
 from .jobs import Job, Timing, show
 from .table import has, put, sections, write
@@ -44,7 +44,7 @@ examples:
                                                          package
   sidestream tune --dtype fp8                            the same for --precision fp8
   sidestream tune models/my-llama -o my-gpu.json         another model's shapes, into a file of your own
-  sidestream tune qwen3-8b mistral-7b --missing          what the table lacks for two models
+  sidestream tune qwen3-8b mistral-7b --missing          missing entries of two models
   sidestream tune --layers gate_up down --tokens 256     only some entries; the others stay
   sidestream tune --in-layers --layers o --tokens 128    what is best in whole decode layers with adapters and without,
                                                          not alone"""
@@ -81,31 +81,19 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         nargs="+",
         default=list(TOKENS),
         metavar="T",
-        help="tokens of a step (default: 16 32 64 128 256 512)",
+        help="tokens (default: 16 32 64 128 256 512)",
     )
     parser.add_argument(
         "--dtype", choices=DTYPES, default=DEFAULT_PRECISION, help="of weights and activations (default: %(default)s)"
     )
+    add_value(parser, "--repeats", 5, "timed replays of a configuration; the median counts")
     parser.add_argument(
-        "--repeats",
-        type=positive,
-        default=5,
-        metavar="N",
-        help="timed replays of a configuration; the median counts (default: 5)",
+        "--in-layers", action="store_true", help="choose from the best few by whole decode layers; a minute per entry"
     )
     parser.add_argument(
-        "--in-layers",
-        action="store_true",
-        help="of the best few keep what makes the fastest decode layers, with adapters and without; a minute an entry",
+        "-o", "--output", type=Path, metavar="FILE", help="the table to write (default: the package's for this GPU)"
     )
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="the table to write (default: this GPU's table inside the package)",
-    )
-    parser.add_argument("--missing", action="store_true", help="measure only entries that the table lacks")
+    parser.add_argument("--missing", action="store_true", help="measure only missing entries")
     parser.add_argument("--dry-run", action="store_true", help="list what would be measured, and stop")
     parser.set_defaults(run=run)
 
@@ -119,6 +107,7 @@ def run(options: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from ...ops.core.device import H200_SMS
+    from ...ops.linear import kernel_selection
 
     models = {_name(model): _fields(model) for model in options.models}
     there = torch.cuda.is_available()

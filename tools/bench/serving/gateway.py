@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ...options.engine import positive
+from ...options.engine import add_value
 from ...options.environment import version_text
 from .report import engine_figures
 
@@ -54,10 +54,10 @@ class Figures:
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the bench to `sidestream bench`."""
     parser = commands.add_parser("gateway", help="what the HTTP front costs", description=DESCRIPTION)
-    parser.add_argument("--streams", type=positive, default=32, metavar="N", help="streams at once (default: 32)")
-    parser.add_argument("--step-ms", type=float, default=3.0, metavar="MS", help="of the simulated GPU (default: 3)")
-    parser.add_argument("--seconds", type=float, default=10.0, metavar="S", help="of each measurement (default: 10)")
-    parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="of each in turn (default: 3)")
+    add_value(parser, "--streams", 32, "streams at once")
+    add_value(parser, "--step-ms", 3.0, "time of a simulated step", float, "MS")
+    add_value(parser, "--seconds", 10.0, "seconds per measurement", float, "S")
+    add_value(parser, "--rounds", 3, "rounds")
     parser.set_defaults(run=run)
 
 

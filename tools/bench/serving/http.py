@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ...options.engine import add_bench_model, at_least, check_output, positive
+from ...options.engine import add_bench_model, add_value, at_least, check_output
 from ...options.environment import collect
 from ...options.models import add_shape
 from .closed_loop import Load, Seen
@@ -55,35 +55,15 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add_shape(parser)
     parser.add_argument("--engine", metavar="ADDRESS", help="a server that runs, of which HTTP is answered at --http")
     parser.add_argument("--http", metavar="URL", help="its front, http://host:port")
-    parser.add_argument(
-        "--concurrency", type=positive, default=64, metavar="C", help="streams at once (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--input-len", type=positive, default=128, metavar="N", help="prompt tokens (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--output-len", type=positive, default=256, metavar="N", help="output tokens (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--num-adapters",
-        type=at_least(0),
-        default=8,
-        metavar="N",
-        help="adapters that requests take in turn; 0: only the base model (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--lora-rank", type=positive, default=32, metavar="R", help="of random adapters (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=15.0, metavar="S", help="of each measurement (default: %(default)g)"
-    )
-    parser.add_argument(
-        "--rounds", type=positive, default=3, metavar="N", help="of both in turn (default: %(default)s)"
-    )
-    parser.add_argument("--processes", type=positive, default=4, metavar="N", help="of clients (default: %(default)s)")
-    parser.add_argument(
-        "--output-json", type=Path, default=Path("bench-http.json"), metavar="FILE", help="where the figures go"
-    )
+    add_value(parser, "--concurrency", 64, "streams at once", metavar="C")
+    add_value(parser, "--input-len", 128, "prompt tokens")
+    add_value(parser, "--output-len", 256, "output tokens")
+    add_value(parser, "--num-adapters", 8, "adapters, which take turns; 0: the base model", at_least(0))
+    add_value(parser, "--lora-rank", 32, "rank of random adapters", metavar="R")
+    add_value(parser, "--seconds", 15.0, "seconds per measurement", float, "S")
+    add_value(parser, "--rounds", 3, "rounds")
+    add_value(parser, "--processes", 4, "client processes")
+    add_value(parser, "--output-json", Path("bench-http.json"), "file of the figures", Path, "FILE")
     parser.set_defaults(run=run)
 
 

@@ -1,8 +1,8 @@
 """A GPU process that measures idle time of the device between steps (workload G), for `serve --trace-steps FILE`.
 
 After warm-up decode steps it times some hundred steps with CUDA events, then some hundred under a profiler. It writes
-the trace (FILE, for Chrome or Perfetto), a few steps of it (.excerpt.json) and the figures of both (.figures.json);
-steps with adapters have files with -lora in their names. It continues to serve.
+the trace (FILE, for Chrome or Perfetto) and the figures of both (.figures.json); steps with adapters have files with
+-lora in their names. It continues to serve.
 """
 
 import json
@@ -24,7 +24,6 @@ FILE_VARIABLE = "SIDESTREAM_TRACE_STEPS"
 WARM_UP_STEPS = 100
 TIMED_STEPS = 100
 TRACED_STEPS = 100
-EXCERPT_STEPS = 3
 GAP_US = 2.0
 """Shorter pauses are kernel boundaries within a step."""
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -97,7 +96,6 @@ class Trace:
             ]
             figures["between_events"] = between_events(spans)
         figures["profiled"] = idle_figures(events, TRACED_STEPS)
-        self._file.with_suffix(".excerpt.json").write_text(json.dumps(excerpt(events, TRACED_STEPS)) + "\n")
         self._file.with_suffix(".figures.json").write_text(json.dumps(figures, indent=1) + "\n")
         _log.info("traced: %s", figures)
 
@@ -128,35 +126,6 @@ def between_events(spans: list[tuple[float, float]]) -> dict[str, Any]:
         "idle_share": sum(pauses) / total,
         "longest_pause_us": max(pauses, default=0.0),
     }
-
-
-def excerpt(events: list[dict[str, Any]], steps: int) -> dict[str, Any]:
-    """Return a few steps from the middle: device events, and launches of steps."""
-    device = [event for event in events if event.get("cat") in DEVICE and "dur" in event]
-    if not device:
-        return {"traceEvents": []}
-    first, last = min(float(event["ts"]) for event in device), max(float(event["ts"]) for event in device)
-    middle, step = (first + last) / 2, (last - first) / steps
-    kept = [event for event in device if middle <= float(event["ts"]) < middle + EXCERPT_STEPS * step]
-    launches = [event for event in events if str(event.get("name", "")).startswith("step ")]
-    kept += [event for event in launches if middle - 2 * step <= float(event["ts"]) < middle + EXCERPT_STEPS * step]
-    fields = ("ph", "cat", "name", "pid", "tid", "ts", "dur")
-    return {"traceEvents": apart([{name: event[name] for name in fields if name in event} for event in kept])}
-
-
-def apart(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the events in order without overlaps in a stream, since viewers drop overlapping bars."""
-    free: dict[Any, float] = {}
-    result = []
-    for event in sorted(events, key=lambda event: float(event["ts"])):
-        if event.get("cat") in DEVICE:
-            lane = (event.get("pid"), event.get("tid"))
-            end = float(event["ts"]) + float(event["dur"])
-            start = min(max(float(event["ts"]), free.get(lane, 0.0)), end)
-            free[lane] = max(end, free.get(lane, 0.0))
-            event = {**event, "ts": round(start, 3), "dur": max(0.0, round(end - start - 1e-3, 3))}
-        result.append(event)
-    return result
 
 
 def idle_figures(events: list[dict[str, Any]], steps: int) -> dict[str, Any]:

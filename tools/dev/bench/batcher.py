@@ -1,11 +1,10 @@
-"""What the batcher itself costs: real batcher, real sockets, real clients, and a GPU that only takes its time.
+"""Measure the batcher alone: a real batcher, real sockets and clients, and a simulated GPU.
 
     python -m sidestream.tools.dev.bench.batcher --streams 256 --step-ms 3 --seconds 20
     python -m sidestream.tools.dev.bench.batcher --streams 64 --step-ms 3.1 --structured
 
-Prints the batcher's own time per step (planning, committing, detokenizing, making chunks), how often a plan came too
-late, and how long the simulated GPU stood still for want of one. A plan is late when the GPU process had nothing left
-to do while requests were open.
+Prints the batcher's time per step (planning, committing, detokenizing, making chunks), the share of late plans, and the
+idle time of the simulated GPU. A plan is late if the GPU process had no step to run while requests were open.
 """
 
 import argparse
@@ -47,7 +46,7 @@ START_SECONDS = 300.0
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="bench_batcher", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -106,14 +105,14 @@ class Load:
             self.adapters = [adapter.name for adapter in message.adapters[:wanted]]
 
     def receive(self, timeout: float) -> Any:
-        """The next message, or None."""
+        """Return the next message, or None."""
         return decode_from_server(self.socket.recv()).message if self.socket.poll(int(timeout * 1000)) else None
 
     def submit(self) -> None:
-        """One more request, to the next adapter in turn."""
+        """Send one more request, to the next adapter in turn."""
         options, number = self.options, self.issued
         self.issued += 1
-        # so that they do not all end at once
+        # so that answers end at different times
         length = options.output if number >= options.streams else options.output * (17 + number % 16) // 32
         fits = StructuredOutputs(json=json.dumps(ENDLESS)) if options.structured else None
         sampling = Sampling(temperature=0.0, max_tokens=length, ignore_eos=True, structured_outputs=fits)
@@ -122,7 +121,7 @@ class Load:
         self.socket.send(encode(Submit(str(number), prompt_token_ids=prompt, sampling=sampling, adapter=adapter)))
 
     def run(self, seconds: float) -> None:
-        """Read and refill for so long."""
+        """Read chunks and refill for so long."""
         last, until = time.monotonic(), time.monotonic() + seconds
         beat_at = 0.0
         while (now := time.monotonic()) < until:
@@ -144,7 +143,7 @@ class Load:
                     self.submit()
 
     def stats(self) -> dict[str, float]:
-        """The server's."""
+        """Return the server's counters."""
         self.socket.send(encode(GetStats(0)))
         while not isinstance(message := self.receive(10.0), Stats):
             if isinstance(message, Error):
@@ -211,9 +210,9 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, float]:
         finally:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.1)
-            os.kill(os.getpid(), signal.SIGTERM)  # does not wait for what is open
+            os.kill(os.getpid(), signal.SIGTERM)  # does not wait for open requests
 
-    # the second signal may come when the supervisor has ended and no longer handles it
+    # the second signal may arrive after the supervisor's handler is gone
     signal.signal(signal.SIGTERM, lambda *_: None)
     thread = threading.Thread(target=load, daemon=True)
     thread.start()
@@ -223,7 +222,7 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, float]:
 
 
 def vocabulary(tokenizer: Path) -> int:
-    """How many tokens a tokenizer.json has."""
+    """Return the number of tokens of a tokenizer.json."""
     content = json.loads(tokenizer.read_text(encoding="utf-8"))
     added = [token["id"] for token in content["added_tokens"]]
     return 1 + max(*content["model"]["vocab"].values(), *added)

@@ -1,4 +1,4 @@
-"""A directory of its own for the sockets, the cache and the token of a Ray that a script starts."""
+"""A directory for the sockets, the cache and the token of a script's Ray."""
 
 import contextlib
 import os
@@ -9,8 +9,9 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def own_places() -> Iterator[Path]:
-    """The directory; it goes in the end. To be entered before Ray is imported. The processes have one thread each for
-    their mathematics, unless OMP_NUM_THREADS says otherwise: several of them share the processors.
+    """Yield the directory, and remove it at the end; enter before Ray is imported.
+
+    Processes get one thread each unless OMP_NUM_THREADS is set, since several share the processors.
     """
     with tempfile.TemporaryDirectory(prefix="ssf-") as folder:
         os.environ |= {

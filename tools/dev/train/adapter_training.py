@@ -1,4 +1,4 @@
-"""The adapters that the training scripts make, and how models and adapters are written for others to read."""
+"""Shapes of trained adapters, and writers of models and adapters."""
 
 import json
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ ALL_LINEAR = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
 
 @dataclass(frozen=True)
 class AdapterRecipe:
-    """Shape of one adapter, in PEFT's words; `effort` multiplies its training steps."""
+    """Shape of one adapter in PEFT's words; `effort` multiplies its training steps."""
 
     rank: int
     alpha: int
@@ -31,7 +31,7 @@ class AdapterRecipe:
     alpha_pattern: dict[str, int] = field(default_factory=dict)
 
     def config(self) -> LoraConfig:
-        """As PEFT takes it."""
+        """Return PEFT's config."""
         return LoraConfig(
             r=self.rank,
             lora_alpha=self.alpha,
@@ -45,9 +45,7 @@ class AdapterRecipe:
 
 
 def save_base(model: LlamaForCausalLM, tokenizer: Tokenizer, directory: Path) -> None:
-    """Writes the checkpoint in bfloat16, with config.json in the spelling of transformers 4, which every release
-    reads.
-    """
+    """Write the checkpoint in bfloat16, with config.json in the spelling of transformers 4."""
     directory.mkdir(parents=True, exist_ok=True)
     _round(model)
     model.save_pretrained(str(directory))
@@ -69,9 +67,7 @@ def save_base(model: LlamaForCausalLM, tokenizer: Tokenizer, directory: Path) ->
 
 
 def save_adapter(model: PeftModel, directory: Path, base: str) -> None:
-    """Writes one adapter of the model named `base` as PEFT does, its tensors in bfloat16, without the model card and
-    without paths of this machine.
-    """
+    """Write an adapter of the model named `base` in bfloat16, without model card and paths of this machine."""
     model.peft_config["default"].base_model_name_or_path = base
     _round(model)
     model.save_pretrained(str(directory), save_embedding_layers=False)
@@ -86,9 +82,6 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 
 def _round(model: torch.nn.Module) -> None:
-    """Parameters in bfloat16.
-
-    `model.to(torch.bfloat16)` would round RoPE's frequencies too, which the model goes on with.
-    """
+    """Round parameters to bfloat16; `model.to(torch.bfloat16)` would round RoPE's frequencies too."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)

@@ -6,11 +6,12 @@ import json
 import sys
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from ...options.engine import add_value
 from .checkpoint import MISSING_EXTRA, real_model
 
 CALIBRATION_TEXTS, CPU_CALIBRATION_TEXTS = 8, 2
@@ -18,23 +19,16 @@ ROUNDING_TEXTS, CPU_ROUNDING_TEXTS = 256, 4
 GPU_JOBS = 4
 
 
-def add_options(group: Any, positive: Callable[[str], int]) -> None:
+def add_options(group: Any) -> None:
     """Add the flags for the real model."""
     group.add_argument(
         "--real",
         nargs="?",
         const="",
         metavar="PATH",
-        help="measure SmolLM2-135M-Instruct next to transformers in fp32; PATH is its GGUF file or a converted "
-        "directory (default: fetch it)",
+        help="measure SmolLM2-135M-Instruct, fetched or in PATH (GGUF file, or converted directory)",
     )
-    group.add_argument(
-        "--tokens",
-        type=positive,
-        default=20480,
-        metavar="N",
-        help="with --real: tokens for the base model and for each adapter (default: %(default)s)",
-    )
+    add_value(group, "--tokens", 20480, "with --real: tokens for the base model and for each adapter")
 
 
 def run(options: argparse.Namespace) -> int:
