@@ -13,7 +13,7 @@ from ...graphs.adapter_config import AdapterError
 from ...graphs.adapter_description import Description
 from ...graphs.config import LlamaConfig
 from ...graphs.draft.config import EagleConfig
-from ..processes.helper_process import ChildProcess
+from ..processes.helper_process import HelperProcess
 from ..text.adapter_chat import AdapterChat
 from ..text.chat_files import ChatTemplateError
 
@@ -48,7 +48,7 @@ class AdapterDescriber:
 
     def __init__(self, seconds: float = SECONDS) -> None:
         # -P keeps the folder that it is started in off its path
-        self._child = ChildProcess([sys.executable, "-P", "-m", f"{__package__}.describe_worker"], MOST_BYTES)
+        self._child = HelperProcess([sys.executable, "-P", "-m", f"{__package__}.describe_worker"], MOST_BYTES)
         self._seconds = seconds
         self._lock = threading.Lock()
 

@@ -16,13 +16,13 @@ from msgspec import structs
 
 from ...processes.channel import ChannelClosed
 from ...processes.child import Child, status_text
-from ...processes.watch import (
-    LOOK_AT_STOPPED_SECONDS,
-    LOOK_SECONDS,
+from ...processes.watchdog import (
+    POLL_SECONDS,
     SILENCE_SECONDS,
     START_SILENCE_SECONDS,
+    STOPPED_POLL_SECONDS,
     AwakeClock,
-    StopWatch,
+    StoppedProcesses,
 )
 from .joining import create_meeting
 from .plan_ring import PlanRing
@@ -61,7 +61,7 @@ class Peers:
                 self._clock.seconds,
                 [self._ring.fd, self.meeting],
                 own_session=False,
-                keep_words=True,
+                keep_stderr=True,
             )
             for rank in range(1, settings.world)
         }
@@ -75,7 +75,7 @@ class Peers:
 
     def explain(self, error: Exception) -> RankError:
         """What became of the group, after a step that raised here: no rank can go on alone."""
-        self._watcher.join(LOOK_SECONDS)  # a peer that has died is noticed at once, and is the cause
+        self._watcher.join(POLL_SECONDS)  # a peer that has died is noticed at once, and is the cause
         self._end(f"rank 0 of {self.world}: {type(error).__name__}: {error}")
         return RankError(self._problem)
 
@@ -125,13 +125,13 @@ class Peers:
         self._ring.close()
 
     def _watch(self) -> None:
-        stops = StopWatch()
+        stops = StoppedProcesses()
         while not self._closing.is_set():
             with selectors.DefaultSelector() as selector:
                 for rank, child in self._children.items():
                     selector.register(child.channel, selectors.EVENT_READ, rank)
-                ready = [key.data for key, _ in selector.select(LOOK_AT_STOPPED_SECONDS)]
-            self._clock.look()
+                ready = [key.data for key, _ in selector.select(STOPPED_POLL_SECONDS)]
+            self._clock.update()
             for rank in ready:
                 try:
                     for message in self._children[rank].channel.receive():
@@ -139,19 +139,19 @@ class Peers:
                 except ChannelClosed:
                     self._children[rank].process.wait()
                     self._end(f"rank {rank} of {self.world} died")
-            stopped = stops.look(child.process.pid for child in self._children.values())
+            stopped = stops.find(child.process.pid for child in self._children.values())
             for child in self._children.values():
                 if child.process.pid in stopped:
                     self._end(f"{child.name} of {self.world} is stopped by a signal (SIGSTOP)")
                 limit = SILENCE_SECONDS if child.started else START_SILENCE_SECONDS
-                if self._clock.seconds - child.heard > limit:
+                if self._clock.seconds - child.last_message > limit:
                     self._end(f"{child.name} of {self.world} gave no sign of life for {limit:g} s")
             if self._problem is not None:
                 return
 
     def _hear(self, rank: int, message: dict[str, Any]) -> None:
         child = self._children[rank]
-        child.heard = self._clock.seconds
+        child.last_message = self._clock.seconds
         event = message["event"]
         if event == "failed":
             self._end(f"rank {rank} of {self.world}: {message['message']}", rank)
@@ -169,8 +169,9 @@ class Peers:
             status = child.process.poll()
             if status is not None and rank != reporter:
                 problem = f"rank {rank} of {self.world} died ({status_text(status)}), and the group with it"
-                if not child.started and child.words is not None and (words := child.words.line(LOOK_SECONDS)):
-                    problem += f"; it said last: {words}"
+                tail = None if child.started else child.stderr_tail
+                if tail is not None and (line := tail.last_line(POLL_SECONDS)):
+                    problem += f"; it said last: {line}"
                 break
         self._problem = problem
         self._kill()

@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 import msgspec
 
 from ...processes.channel import Channel, ChannelClosed
-from ...processes.garbage import collect_seldom
-from ...processes.watch import Pulse
+from ...processes.garbage_collection import raise_gc_thresholds
+from ...processes.watchdog import HeartbeatThread
 from ...scheduler.step_codec import unpack_masks, unpack_plan
 from ...scheduler.step_plan import AHEAD
 from .peers import MASKS, PLAN
@@ -159,14 +159,14 @@ class _Peer:
 
 def main() -> NoReturn:
     """Ends without the interpreter's clean-up, as other threads may be in the middle of tensor operations."""
-    collect_seldom()
+    raise_gc_thresholds()
     line, plans, meeting = map(int, sys.argv[1:4])
     channel = Channel.from_fd(line)
     try:
         (first, *_) = channel.receive(block=True)
         settings = msgspec.convert(first["settings"], PeerSettings)
         logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {settings.rank} %(message)s")
-        with Pulse(channel.beat, lambda: None):
+        with HeartbeatThread(channel.send_heartbeat, lambda: None):
             try:
                 _Peer(channel, settings, PlanRing(plans, settings.world - 1), meeting).run()
             except ChannelClosed:

@@ -49,7 +49,7 @@ def test_an_allowed_client_is_heard_and_others_are_not(tmp_path: Path, context: 
     thief = curve.load_client_keys(stranger)
     # knows the server's public key, but is not on the list
     liar = curve.ClientKeys(thief.public, honest.server, thief.secret)
-    with curve.Gate(context, server_keys):
+    with curve.ZapHandler(context, server_keys):
         for keys, expected in (
             (honest, True),
             (curve.load_client_keys(removed), False),
@@ -76,7 +76,7 @@ def test_a_client_speaks_to_no_other_engine(tmp_path: Path, context: zmq.Context
         (tmp_path / "real" / "server" / "allowed" / "friend.public").read_bytes()
     )
     impostor = curve.load_server_keys(tmp_path / "fake" / "server")
-    with curve.Gate(context, impostor):
+    with curve.ZapHandler(context, impostor):
         server, client = pair(context, impostor, curve.load_client_keys(folder))
         with server, client:
             assert not heard(server, client, 300)
@@ -85,7 +85,7 @@ def test_a_client_speaks_to_no_other_engine(tmp_path: Path, context: zmq.Context
 def test_keys_come_and_go_while_the_engine_runs(tmp_path: Path, context: zmq.Context[Any]) -> None:
     curve.generate(tmp_path, ["first"])
     keys = curve.load_server_keys(tmp_path / "server")
-    with curve.Gate(context, keys):
+    with curve.ZapHandler(context, keys):
         (folder,) = curve.generate(tmp_path, ["later"])
         for expected in (True, False):
             server, client = pair(context, keys, curve.load_client_keys(folder))
@@ -239,7 +239,7 @@ def test_the_default_address_is_in_a_directory_of_our_own(tmp_path: Path, monkey
 
 def test_a_closed_gate_leaves_no_thread(tmp_path: Path, context: zmq.Context[Any]) -> None:
     curve.generate(tmp_path, ["friend"])
-    gate = curve.Gate(context, curve.load_server_keys(tmp_path / "server"))
+    gate = curve.ZapHandler(context, curve.load_server_keys(tmp_path / "server"))
     assert "sidestream-zap" in {thread.name for thread in threading.enumerate()}
     gate.close()
     assert "sidestream-zap" not in {thread.name for thread in threading.enumerate()}

@@ -14,7 +14,7 @@ import zmq
 from sidestream.runtime.processes.channel import Channel, ChannelClosed
 from sidestream.runtime.scheduler.step_plan import StepDrafts, StepMasks, StepPlan, StepResult
 from sidestream.runtime.server import gpu_process
-from sidestream.runtime.server.gpu_link import Answer, BatcherEnd, Load, LoadedAdapter, Ready
+from sidestream.runtime.server.gpu_link import BatcherLink, Load, LoadedAdapter, LoadReply, Ready
 from sidestream.runtime.server.gpu_process import run
 from sidestream.runtime.server.settings import ServeSettings
 from support.sampling_plans import plan, sampling
@@ -62,14 +62,14 @@ def test_it_ends_after_the_adapter_that_is_being_read_and_reads_no_other(tmp_pat
     process.start()
     channel.send({"settings": msgspec.to_builtins(ServeSettings(model="none", directory=str(tmp_path)))})
     with zmq.Context() as context:
-        batcher = BatcherEnd(context, tmp_path, 0)
+        batcher = BatcherLink(context, tmp_path, 0)
         for ticket in range(3):
-            batcher.tell(Load(ticket, f"a{ticket}", "/adapters"))
+            batcher.send(Load(ticket, f"a{ticket}", "/adapters"))
         deadline = time.monotonic() + GUARD
         while not served.reading.wait(0.01) and time.monotonic() < deadline:
             batcher.flush()
         heard = [batcher.receive() for _ in range(100)]
-        assert not any(isinstance(message, Answer) for message in heard)  # it is still being read
+        assert not any(isinstance(message, LoadReply) for message in heard)  # it is still being read
         channel.close()
         process.join(GUARD)
         batcher.close()
@@ -114,7 +114,7 @@ def test_a_step_whose_drafts_cannot_be_read_is_sampled_without_them(tmp_path):
     process.start()
     channel.send({"settings": msgspec.to_builtins(ServeSettings(model="none", directory=str(tmp_path)))})
     with zmq.Context() as context:
-        batcher = BatcherEnd(context, tmp_path, 0)
+        batcher = BatcherLink(context, tmp_path, 0)
         batcher.submit(drafting_plan(0))
         batcher.submit(drafting_plan(1))
         heard, deadline = [], time.monotonic() + GUARD

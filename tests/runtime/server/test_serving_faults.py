@@ -12,7 +12,7 @@ import pytest
 import zmq
 from sidestream.runtime.protocol.framing import encode, header
 from sidestream.runtime.protocol.messages import HEADER_BYTES, NO_INSTANCE, Abort, Sampling, Submit
-from sidestream.runtime.server.supervisor import DEATHS
+from sidestream.runtime.server.supervisor import MAX_DEATHS
 from support.fake_runner import continuation
 from support.serving import GUARD, Server, Wire, serve_fake
 
@@ -270,7 +270,7 @@ def kill_and_await_another(server: Server, role: str = "fake_gpu") -> None:
 def test_deaths_with_answers_between_are_no_reason_to_give_up(tmp_path, role):
     """Each comes as soon as a client has its answer."""
     with serve_fake(tmp_path) as server:
-        for _ in range(DEATHS + 1):
+        for _ in range(MAX_DEATHS + 1):
             with server.connect() as wire:
                 assert_works(wire)
                 kill_and_await_another(server, role)
@@ -299,7 +299,7 @@ def test_deaths_in_a_row_end_the_server(tmp_path):
     with serve_fake(tmp_path) as server:
         with server.connect():
             pass  # it serves
-        for _ in range(DEATHS - 1):
+        for _ in range(MAX_DEATHS - 1):
             kill_and_await_another(server)
         os.kill(server.child("fake_gpu"), signal.SIGKILL)
         assert server.process.wait(GUARD) == 1

@@ -26,7 +26,7 @@ class Link:
     def submit(self, plan: StepPlan) -> None:
         self.results.append(self.runner.submit(plan))
 
-    def tell(self, notice: Any) -> None:
+    def send(self, notice: Any) -> None:
         if isinstance(notice, StartLoad):
             self.runner.slots[notice.slot] = notice.number
             self.loads.append(notice)
@@ -43,26 +43,26 @@ class Served:
 
     def replace(self, number: int) -> None:
         """`x` has another content from now on."""
-        self.stepper.register(LoadedAdapter("x", number, 8, f"content {number}"))
+        self.stepper.add_adapter(LoadedAdapter("x", number, 8, f"content {number}"))
 
     def ask(self, name: str, prompt: list[int]) -> None:
         """A request for `x`."""
         params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=3)
-        self.stepper.add(Request(name, None, prompt, params, "x"), stream=False)
+        self.stepper.engine.add(Request(name, None, prompt, params, "x"), stream=False)
 
     def answers(self) -> dict[str, list[int]]:
         """Serve until nothing is left to compute."""
         answers = {}
-        self.stepper.pump()
+        self.stepper.submit_steps()
         while self.link.loads or self.link.results:
             while self.link.loads:
                 load = self.link.loads.pop()
-                self.stepper.load_done(LoadDone(load.slot, load.number))
+                self.stepper.finish_load(LoadDone(load.slot, load.number))
             if self.link.results:
                 result = self.link.runner.collect(self.link.results.popleft())
-                _, finished = self.stepper.take(result, Timing(1, 2, 3))
+                _, finished = self.stepper.receive_result(result, Timing(1, 2, 3))
                 answers.update({output.request_id: output.outputs[0].token_ids for output in finished})
-            self.stepper.pump()
+            self.stepper.submit_steps()
         return answers
 
 
