@@ -45,7 +45,7 @@ def test_chunks_come_in_order_by_either_way_and_each_by_one() -> None:
 
 def test_what_direct_raises_ends_the_stream() -> None:
     def direct(chunk: Chunk) -> bool:
-        raise ValueError("cannot be told")
+        raise ValueError("callback failed")
 
     async def main() -> None:
         request = PendingRequest("r", direct=direct)
@@ -54,7 +54,7 @@ def test_what_direct_raises_ends_the_stream() -> None:
         waiting = asyncio.create_task(request.take(None))
         await asyncio.sleep(0)
         request.put(chunk(1))
-        with pytest.raises(ValueError, match="cannot be told"):
+        with pytest.raises(ValueError, match="callback failed"):
             await waiting
         assert request.ended
 

@@ -1,4 +1,4 @@
-"""What counts as stopped, hung or late; and that a server ends such a process, tells the truth, and goes on."""
+"""Which processes and steps count as stopped, hung or late; a server kills such a process and continues."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ GUARD = 120.0
 
 
 class Time:
-    """A clock that goes on when it is told to; `watch` looks at it as a loop would."""
+    """A simulated clock, updated as by a loop."""
 
     def __init__(self, timeout: float | None = None, device: str = "cuda:0", longest: float = 0.0) -> None:
         self.now = 1000.0
@@ -118,7 +118,7 @@ def test_a_pause_is_no_waiting():
     assert time.watch.overdue is None and not time.watch.late
 
 
-def test_a_stopped_process_is_told_from_one_that_computes_or_sleeps():
+def test_a_stopped_process_differs_from_one_that_computes_or_sleeps():
     for work in ("while True: pass", "import time; time.sleep(1000)"):
         with subprocess.Popen([sys.executable, "-c", work]) as process:
             assert not is_stopped(process.pid)
@@ -147,11 +147,11 @@ def test_a_process_that_stays_stopped_is_named_and_one_that_goes_on_is_not():
     assert not look(86_400), "a pause of everything counts as two looks at most"
     assert [look() for _ in range(3)][-1] == [7]
     stopped.add(8)
-    assert not any(8 in look() for _ in range(looks)), "it is counted from the start again"
+    assert not any(8 in look() for _ in range(looks)), "the count starts again"
     assert [look() for _ in range(3)][-1] == [7, 8]
 
 
-def test_beats_wait_for_nobody():
+def test_heartbeats_never_block():
     mine, theirs = Channel.pair()
     other = Channel(theirs)
     for _ in range(10_000):  # more than the socket holds
@@ -170,13 +170,13 @@ def assert_works(wire: Wire) -> None:
 
 
 def again(wire: Wire) -> Wire:
-    """Say hello to the engine's next life."""
+    """Greet the restarted engine."""
     wire.welcome = None
     wire.others.clear()
     return wire.hello(GUARD)
 
 
-def test_a_stopped_gpu_process_is_told_ended_and_replaced(tmp_path):
+def test_a_stopped_gpu_process_is_reported_killed_and_replaced(tmp_path):
     with serve_fake(tmp_path, step_seconds=0.005, silence_seconds=6.0) as server, server.connect() as wire:
         wire.submit("a", LONG, prompt_token_ids=[1])
         wire.until(lambda: len(wire.answers["a"].chunks) > 2)
@@ -203,7 +203,7 @@ def test_a_stopped_batcher_is_ended_and_replaced(tmp_path):
 
 def test_only_the_request_with_which_a_step_hangs_is_lost(tmp_path):
     """The others go on where they were, on the same connection: those that were in the step, one that does not stream,
-    one that waits for room, and one that is told later.
+    one that waits, and one that was aborted.
     """
     with (
         serve_fake(tmp_path, step_seconds=0.01, hang=250, step_timeout=6.0, max_num_seqs=5) as server,
@@ -237,8 +237,8 @@ def test_only_the_request_with_which_a_step_hangs_is_lost(tmp_path):
         assert "a step did not return within 6 s" in server.log.read_text()
 
 
-def test_after_a_pause_of_everything_nobody_is_ended(tmp_path):
-    """All three are stopped for longer than each may be silent; the supervisor goes on first."""
+def test_after_a_pause_of_everything_no_process_is_killed(tmp_path):
+    """All three are stopped for longer than the silence limit; the supervisor continues first."""
     with (
         serve_fake(tmp_path, step_seconds=0.005, silence_seconds=3.0, step_timeout=3.0) as server,
         server.connect() as wire,

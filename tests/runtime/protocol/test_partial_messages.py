@@ -1,4 +1,4 @@
-"""Peers of a libzmq socket that send messages without an end are found by what the kernel has received."""
+"""Peers of a libzmq socket that send messages without an end are found by the kernel's byte counts."""
 
 import contextlib
 import socket
@@ -94,7 +94,7 @@ def test_a_message_without_an_end_is_cut_off_whatever_came_before(watched: Watch
     assert watched.check() == 0
 
 
-def test_who_ends_one_message_to_begin_the_next_may_hold_no_more(watched: Watched) -> None:
+def test_ending_a_message_and_beginning_the_next_does_not_raise_the_limit(watched: Watched) -> None:
     """Whatever was in the messages that came before."""
     peer = watched.peer()
     for _ in range(9):
@@ -144,13 +144,13 @@ def test_a_descriptor_that_is_used_again_begins_again(watched: Watched) -> None:
         time.sleep(0.3)
 
 
-def test_looks_are_rare_and_rarer_while_messages_wait(watched: Watched) -> None:
+def test_checks_are_rare_and_rarer_while_messages_are_queued(watched: Watched) -> None:
     hostile = watched.peer()
     assert watched.check() == 0
     for _ in range(5):
         watched.send(hostile, MIB, MORE)
     time.sleep(0.3)
-    assert watched.limit.check() == [], "the last one was just now"
+    assert watched.limit.check() == [], "the last check was just now"
     watched.now += BUSY_CHECK_SECONDS / 2
     assert watched.limit.check(queued=True) == []
     watched.now += BUSY_CHECK_SECONDS

@@ -1,4 +1,4 @@
-"""A peer's bytes become messages, however they are cut; what is no ZMTP ends the connection."""
+"""A peer's bytes become messages, however they are cut; violations of ZMTP raise."""
 
 import random
 
@@ -48,7 +48,7 @@ def test_a_ping_is_answered():
     assert reader.replies == command(b"PONG", b"x")
 
 
-def test_a_message_of_several_frames_is_told_of_and_not_kept():
+def test_a_message_of_several_frames_is_reported_and_not_kept():
     reader = opened()
     for _ in range(10):
         assert read(reader, frame(bytes(1 << 16), MORE)) == []
@@ -75,7 +75,7 @@ def test_a_message_of_several_frames_is_told_of_and_not_kept():
         GREETING + ready() + frame(b"\x05ERROR\x03why", 4),
     ],
 )
-def test_what_is_no_zmtp_is_refused(data):
+def test_violations_of_zmtp_are_refused(data):
     with pytest.raises(ZmtpError):
         read(Reader(), data)
 

@@ -164,5 +164,5 @@ def test_a_start_that_keeps_failing_ends_the_server(tmp_path: Path) -> None:
         (tmp_path / "a0").rmdir()
         os.kill(server.child("fake_gpu"), signal.SIGKILL)
         assert server.process.wait(GUARD) == 1
-        said = server.log.read_text()
-        assert said.count("error: ") == 4 and "No such file or directory" in said
+        log = server.log.read_text()
+        assert log.count("error: ") == 4 and "No such file or directory" in log

@@ -1,4 +1,4 @@
-"""The two ends between the processes: order, and a partner that is not there yet or no more."""
+"""The link between batcher and GPU process: order, and a partner that has not started or has ended."""
 
 import errno
 import time
@@ -49,7 +49,7 @@ def test_what_is_sent_before_the_partner_connects_arrives_in_order(tmp_path):
         context.destroy(linger=0)
 
 
-def test_drafts_are_taken_first_where_they_have_come_next(tmp_path):
+def test_receive_drafts_returns_drafts_if_they_are_next(tmp_path):
     with zmq.Context() as context:
         batcher = BatcherLink(context, tmp_path, 0)
         gpu = GpuLink(context, tmp_path, 0)
@@ -75,8 +75,8 @@ def random_masks(source, rows, words):
 
 
 @pytest.mark.parametrize("path", ["shared", "", "/nowhere"])
-def test_masks_arrive_as_they_are(tmp_path, path, caplog):
-    """Those that lie in shared memory, of which every second row or a part of each may be meant, and all others."""
+def test_masks_arrive_unchanged(tmp_path, path, caplog):
+    """Masks in shared memory, also of every second row or part of a row, and other masks."""
     source = np.random.default_rng(0)
     with zmq.Context() as context:
         batcher, gpu = BatcherLink(context, tmp_path, 0), GpuLink(context, tmp_path, 0)
@@ -117,7 +117,7 @@ def test_masks_are_read_within_the_shared_memory_only():
     assert Path("/proc/self/maps").read_text().count("sidestream-masks") == mapped
 
 
-def test_where_there_is_no_memory_to_share_masks_go_by_message(tmp_path, monkeypatch, caplog):
+def test_without_shared_memory_masks_are_sent_as_messages(tmp_path, monkeypatch, caplog):
     """As where a process may make no files of this size."""
 
     made = []
@@ -152,7 +152,7 @@ def test_a_partner_that_died_raises_nothing(tmp_path):
         batcher.close()
 
 
-def test_texts_for_clients_name_no_places():
+def test_texts_for_clients_have_no_directories():
     assert (
         without_directories("model.safetensors is missing from /srv/models/a-1/x_y: save it")
         == "model.safetensors is missing from x_y: save it"
@@ -160,7 +160,7 @@ def test_texts_for_clients_name_no_places():
     assert without_directories("rank 3 and/or 4, ./here") == "rank 3 and/or 4, ./here"
 
 
-def test_a_lost_device_is_told_from_a_failed_step():
+def test_a_lost_device_differs_from_a_failed_step():
     assert is_fatal(RuntimeError("CUDA error: an illegal memory access was encountered"))
     assert not is_fatal(RuntimeError("CUDA error: out of memory")) and not is_fatal(ValueError("shape"))
     assert Ready(1, 1, 64, 1, 1, 1, 0, [], []).prefix_caching

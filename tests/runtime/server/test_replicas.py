@@ -1,4 +1,4 @@
-"""Several engines of one host: one command, one HTTP front, and each engine started again alone."""
+"""Several engines on one host: one command, one HTTP gateway, and each engine restarted alone."""
 
 import json
 import os
@@ -59,7 +59,7 @@ def children_of(pid: int) -> dict[int, str]:
 
 
 def line_of(server, text: str, times: int = 1, seconds: float = 90.0) -> str:
-    """The line of the log with this text, as soon as it is there so often."""
+    """Wait until the log has this text `times` times and return the last line."""
     end = time.monotonic() + seconds
     while True:
         lines = [line for line in server.log.read_text().splitlines() if text in line]

@@ -1,4 +1,4 @@
-"""Flow control: what a client does not read waits, joined, within bounds; then the client is cut off."""
+"""Flow control: unread chunks are queued and joined up to a limit; then the client's requests end."""
 
 import select
 import time
@@ -84,7 +84,7 @@ def test_chunks_of_a_step_travel_together_and_in_order(ends):
     assert not hub.has_output
 
 
-def test_what_a_reader_leaves_is_joined_then_cut_off(ends):
+def test_unread_chunks_are_joined_and_then_dropped(ends):
     hub, connect = ends
     dealer = connect()
     client = join(hub, dealer)
@@ -97,7 +97,7 @@ def test_what_a_reader_leaves_is_joined_then_cut_off(ends):
         hub.add_chunk(reader, Chunk("q", 0, step, "", [step]))
         hub.flush()
         (message,) = read(other, 1, hub)
-        assert [chunk.first for chunk in message.chunks] == [step], "nobody else waits"
+        assert [chunk.first for chunk in message.chunks] == [step], "others do not wait"
         step += 1
         assert step < 5000
         assert client.chunk_bytes + client.frame_bytes < 500_000, "bounded"
@@ -111,7 +111,7 @@ def test_what_a_reader_leaves_is_joined_then_cut_off(ends):
     hub.flush()
     hub.add_chunk(client, Chunk("new", 0, 0, "again", [1]))
     hub.flush()
-    assert read(dealer, 1, hub)[-1].chunks[0].text == "again", "who reads again is served again"
+    assert read(dealer, 1, hub)[-1].chunks[0].text == "again", "a client that reads again is served again"
 
 
 def test_log_probabilities_of_prompts_are_not_joined(ends):
@@ -125,7 +125,7 @@ def test_log_probabilities_of_prompts_are_not_joined(ends):
     hub.add_chunk(client, Chunk("r", 0, 0, "a", [1]))
     hub.add_chunk(client, Chunk("r", 0, 1, "b", [2]))
     assert [len(chunk.prompt_logprobs or ()) for chunk in client.chunks] == [129] * 20 + [0]
-    assert client.chunk_bytes > 20 * 129 * 21 * 100, "and they count for the flow control"
+    assert client.chunk_bytes > 20 * 129 * 21 * 100, "and they count for flow control"
 
 
 def test_a_client_that_is_gone_is_reported_once(ends):
@@ -142,7 +142,7 @@ def test_a_client_that_is_gone_is_reported_once(ends):
     assert hub.take_lost() == [client] and hub.take_lost() == [] and not hub.clients
 
 
-def test_silence_is_death(ends, monkeypatch):
+def test_a_silent_client_is_removed(ends, monkeypatch):
     hub, connect = ends
     client = join(hub, connect())
     hub.send_heartbeats()
@@ -188,7 +188,7 @@ def test_long_texts_are_cut_into_chunks_that_fit(ends):
     assert chunks[-1].finish_reason == "length" and all(chunk.usage is None for chunk in chunks[:-1])
 
 
-def test_strangers_give_way_and_a_newcomer_to_a_full_table_is_told(ends, monkeypatch):
+def test_ungreeted_clients_are_replaced_and_a_new_one_gets_an_error_when_all_are_greeted(ends, monkeypatch):
     hub, connect = ends
     monkeypatch.setattr(connections, "MAX_CLIENTS", 3)
     strangers = [join(hub, connect()) for _ in range(3)]
@@ -204,7 +204,7 @@ def test_strangers_give_way_and_a_newcomer_to_a_full_table_is_told(ends, monkeyp
     assert not any(client.closed for client in newcomers)
 
 
-def test_who_was_not_heard_because_this_process_slept_is_not_silent(ends, monkeypatch):
+def test_clients_are_not_silent_after_a_pause_of_this_process(ends, monkeypatch):
     hub, connect = ends
     monkeypatch.setattr(connections, "SILENCE_SECONDS", 0.3)
     monkeypatch.setattr(connections, "PAUSE_SECONDS", 0.2)

@@ -1,4 +1,4 @@
-"""How far ahead the batcher plans, and that what it planned too far ahead changes no token."""
+"""How far ahead the batcher submits steps, and that superfluous steps change no token."""
 
 from collections import deque
 from dataclasses import replace
@@ -17,7 +17,7 @@ from support.fake_runner import FakeRunner, continuation
 
 
 class Link:
-    """A GPU process that computes each plan as it comes and hands results out when asked."""
+    """A GPU process that computes each plan at once; results are taken from a queue."""
 
     def __init__(self) -> None:
         self.runner = FakeRunner(40, lag=AHEAD - 1)
@@ -27,12 +27,11 @@ class Link:
         self.results.append(self.runner.submit(plan))
 
     def send(self, notice: Any) -> None:
-        raise AssertionError(f"nothing is to be told: {notice}")
+        raise AssertionError(f"no message is expected: {notice}")
 
 
 def serve(prompts: list[list[int]], tokens: int, penalised: int = 0) -> tuple[list[list[int]], list[int], list[int]]:
-    """The answers, how many steps were with the device each time that one came back, and after how many steps each of
-    the answers was there.
+    """Return the answers, the number of steps in flight at each result, and the number of steps until each answer.
 
     penalised   so many of the first requests have a penalty, and a sixth of the tokens
     """
@@ -59,19 +58,19 @@ def serve(prompts: list[list[int]], tokens: int, penalised: int = 0) -> tuple[li
     return [answers[name] for name in names], depths, [steps[name] for name in names]
 
 
-def test_the_scheduler_goes_by_what_the_gpu_process_says_of_speculation() -> None:
+def test_the_scheduler_uses_the_speculation_settings_of_the_gpu_process() -> None:
     times = [(1, 1, 0.5), (1, 2, 0.75)]
     sizes = 97, 40, PAGE_SIZE, 320, 4, 4096, 0
-    told = Ready(*sizes, [], [], speculation="auto", step_times=times, speculation_history=300)
-    ready = msgspec.convert(msgspec.to_builtins(told), Ready)
+    sent = Ready(*sizes, [], [], speculation="auto", step_times=times, speculation_history=300)
+    ready = msgspec.convert(msgspec.to_builtins(sent), Ready)
     limits = Stepper(ready, Link(), None).scheduler.limits  # type: ignore[arg-type]
     assert (limits.speculation, limits.step_times) == ("auto", ((1, 1, 0.5), (1, 2, 0.75)))
     assert limits.remembered == 300 and replace(limits, speculation="off").remembered == 0
 
 
-def test_a_step_may_take_ten_times_what_the_gpu_process_says_of_the_longest() -> None:
-    told = Ready(97, 40, PAGE_SIZE, 320, 4, 4096, 0, [], [], "cuda:0", longest_step=60.0)
-    ready = msgspec.convert(msgspec.to_builtins(told), Ready)
+def test_the_step_limit_is_ten_times_the_longest_step_of_the_gpu_process() -> None:
+    sent = Ready(97, 40, PAGE_SIZE, 320, 4, 4096, 0, [], [], "cuda:0", longest_step=60.0)
+    ready = msgspec.convert(msgspec.to_builtins(sent), Ready)
     assert Stepper(ready, Link(), None).watchdog.limit == 600.0  # type: ignore[arg-type]
 
 
@@ -88,7 +87,7 @@ def test_one_step_ahead_of_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     assert answers[1] == continuation([5], -1, 20, 97) and set(depths[:15]) == {AHEAD - 1}
 
 
-def test_who_waits_for_its_last_token_gets_one_in_two_steps() -> None:
+def test_a_sequence_that_needs_its_last_token_gets_one_in_two_steps() -> None:
     """With penalties the next step needs the last token: planning two ahead for the others must not make it every
     third.
     """

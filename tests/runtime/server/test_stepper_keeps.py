@@ -1,4 +1,4 @@
-"""What the batcher keeps of adapters that are gone: nothing, however many there were."""
+"""The batcher keeps nothing of removed adapters."""
 
 import gc
 import types
@@ -15,7 +15,7 @@ from support.fake_runner import FakeRunner, continuation
 
 
 class Link:
-    """A GPU process that computes each plan as it comes, and what it was told to load and to drop."""
+    """A GPU process that computes each plan at once and records loads and retired adapters."""
 
     def __init__(self) -> None:
         self.runner = FakeRunner(40, num_slots=2, lag=AHEAD - 1)
@@ -69,12 +69,12 @@ class Served:
 def kept(root: object) -> int:
     """How many objects are reached from here; neither code, the test's GPU process nor times of steps."""
     left_out = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.CodeType, Link, float)
-    seen, line = {id(root): root}, [root]
-    while line:
-        for found in gc.get_referents(line.pop()):
+    seen, pending = {id(root): root}, [root]
+    while pending:
+        for found in gc.get_referents(pending.pop()):
             if id(found) not in seen and not isinstance(found, left_out):
                 seen[id(found)] = found
-                line.append(found)
+                pending.append(found)
     return len(seen)
 
 

@@ -1,4 +1,4 @@
-"""Who may wait: no client fills the places of the others."""
+"""Limits on waiting requests: no client uses the places of the others."""
 
 from collections import Counter
 
@@ -15,10 +15,10 @@ class Link:
     """A GPU process that never answers."""
 
     def send(self, notice):
-        """Nobody reads it."""
+        """Ignore it."""
 
     def submit(self, plan):
-        """Nobody computes it."""
+        """Ignore it."""
 
 
 class Sent(list):
@@ -56,7 +56,7 @@ class Server:
         return self.sent[-1][1]
 
     def fill(self, number, **more):
-        """As many as are taken."""
+        """Submit until one is refused; return the number accepted and the error."""
         taken = 0
         while isinstance(answer := self.submit(number, **more), Accepted):
             taken += more.get("n", 1)
@@ -95,14 +95,14 @@ def test_those_that_one_connection_asks_for_leave_places_for_each_other():
     assert server.fill(2, owner="a")[0] == 4, "another connection's"
 
 
-def test_a_connection_cannot_name_so_many_that_nothing_is_left():
+def test_a_connection_cannot_use_all_places_by_naming_many_owners():
     server = Server(90)
     taken = sum(isinstance(server.submit(1, owner=str(number)), Accepted) for number in range(200))
     assert taken == 80 and "of this connection" in server.sent[-1][1].message
     assert server.fill(2)[0] == 5
 
 
-def test_one_place_can_be_had():
+def test_a_single_place_can_be_used():
     server = Server(1)
     assert isinstance(server.submit(1), Accepted)
     assert server.submit(2).message == "too many requests are waiting"

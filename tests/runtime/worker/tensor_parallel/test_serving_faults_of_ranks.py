@@ -45,7 +45,7 @@ def children_of(parent: int, module: str) -> list[int]:
 def ranks_of(supervisor: int) -> tuple[int, int]:
     """The process ids of rank 0, which is the GPU process, and of rank 1."""
     (gpu,) = children_of(supervisor, "server.gpu_process")
-    (peer,) = children_of(gpu, "ranks.peer_process")
+    (peer,) = children_of(gpu, "tensor_parallel.rank_process")
     return gpu, peer
 
 
