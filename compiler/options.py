@@ -173,6 +173,7 @@ class CompileOptions:
         more="serial: on the main stream; side_stream: next to the base GEMMs; auto: on the side stream in decode "
         "programs, on the main stream in prompt programs, in int8 with its second half inside other launches where "
         "that gains (passes fuse_lora_silu_mul, fuse_lora_expand)",
+        keyword="_lora_lowering",
     )
     lora_dtype: LoraDtype = option(
         "auto",
@@ -184,6 +185,7 @@ class CompileOptions:
         "auto",
         "what a LoRA shrink reads: the same eight-bit rows as the linear next to it, or the rows before quantization",
         unset="the adapters' dtype",
+        keyword="_lora_input",
     )
     lora_sm_share: float | None = option(
         None,

@@ -1,5 +1,5 @@
 """The .safetensors file of one adapter, read into memory once and whole: in large pieces, hashed on the way and checked
-for NaN and overflow, on some threads. Where its tensors lie is known before (`tensor_layout`).
+for NaN and overflow, on some threads. Where its tensors lie is known before (`safetensors_header`).
 
 What is hashed is what is used, whatever is written to the file meanwhile. While a piece is read, hashed or checked,
 other threads run Python.

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from ..runtime.engine.spelling import with_flags
+from ..runtime.engine.flag_spelling import with_flags
 from ..runtime.processes.garbage_collection import raise_gc_thresholds
 from ..runtime.processes.out_of_memory import out_of_memory
 from .bench import kernels as bench_kernels

@@ -41,7 +41,7 @@ class AsyncClient:
                 print(chunk.text, end="")
 
     address          `ipc://...` or `tcp://host:port`; None: $SIDESTREAM_ADDRESS, or the default of `sidestream serve`
-    keys             this client's folder of `sidestream keygen`; needed for tcp beyond the loopback
+    keys             this client's folder of `sidestream keys curve`; needed for tcp beyond the loopback
     connect_timeout  seconds to wait for a server that does not run or still loads, before EngineDeadError
     call_timeout     seconds to wait for the answer to a call (adapters, stats, health) before TimeoutError
     silence_seconds  silence after which the engine counts as dead; None: the server's value. For engines that hang and

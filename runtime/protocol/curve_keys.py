@@ -1,6 +1,6 @@
 """CURVE keys: which clients may connect to a server over tcp, and which server a client trusts.
 
-`sidestream keygen DIR` makes one folder for each side:
+`sidestream keys curve DIR` makes one folder for each side:
 
     DIR/server/        server.secret, allowed/NAME.public   for `sidestream serve --keys DIR/server`
     DIR/client-NAME/   client.secret, server.public         for `Client(address, keys="DIR/client-NAME")`
@@ -110,8 +110,8 @@ def load_server_keys(directory: str | Path) -> ServerKeys:
     secret = _read_secret(directory / "server.secret")
     if not [_read(path) for path in directory.glob("allowed/*.public")]:
         raise KeyFileError(
-            f"{directory / 'allowed'} has no NAME.public, so no client could connect; add one with `sidestream keygen "
-            "DIR --client NAME`"
+            f"{directory / 'allowed'} has no NAME.public, so no client could connect; add one with "
+            "`sidestream keys curve DIR --client NAME`"
         )
     return ServerKeys(zmq.curve_public(secret), secret, directory / "allowed")
 
@@ -184,13 +184,14 @@ def _read(path: Path) -> bytes:
         raise _unreadable(path, error) from None
     if not _KEY.fullmatch(key):
         raise KeyFileError(
-            f"{path} is not a key: it must have 40 characters of Z85; make a new one with `sidestream keygen DIR`"
+            f"{path} is not a key: it must have 40 characters of Z85; make a new one with `sidestream keys curve DIR`"
         )
     return key
 
 
 def _unreadable(path: Path, error: OSError) -> KeyFileError:
-    return KeyFileError(f"{path}: {error.strerror}; make keys with `sidestream keygen DIR` and give this side's folder")
+    text = f"{path}: {error.strerror}; make keys with `sidestream keys curve DIR` and give this side's folder"
+    return KeyFileError(text)
 
 
 def _read_secret(path: Path) -> bytes:

@@ -86,7 +86,7 @@ class AdapterRequests:
                 "--max-lora-rank R",
             )
         if adapter and not message.replace:
-            return "adapter_in_use", f"adapter {name!r} is there already; choose another name, or give replace=True"
+            return "adapter_in_use", f"adapter {name!r} already exists; choose another name, or give replace=True"
         if not is_within(message.path, self._roots):
             return "forbidden", _path_error(message.path)
         return None

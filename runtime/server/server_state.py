@@ -67,7 +67,7 @@ class RetryQueue:
         """Record the requests of a step that does not return. Returns the key of the only one: it caused the hang."""
         inside = stepper.requests_in_step(step)
         cause = next(iter(inside)) if len(inside) == 1 else None
-        self._suspects = (inside | stepper.scheduler.choice.suspects.request_ids) - {cause}
+        self._suspects = (inside | stepper.scheduler.batch_builder.suspects.request_ids) - {cause}
         return cause
 
     def save(self, stepper: Stepper | None) -> set[str]:

@@ -128,7 +128,7 @@ class Stepper:
             plan = self.engine.plan()
             if plan is None:
                 return
-            self._last_is_short = plan.num_tokens <= SHORT_STEP_TOKENS and not self.scheduler.holds_back
+            self._last_is_short = plan.num_tokens <= SHORT_STEP_TOKENS and not self.scheduler.waits_for_results
             self._continuing[plan.step] = continuing or self.in_flight > 0
             self._remote.submit(plan)
             self.watchdog.step_submitted(plan.step)

@@ -17,7 +17,7 @@ from sidestream.runtime.demo_model import DEMO_MODEL
 from support.installed import ROOT, Installed
 from support.page_commands import NEEDS, NOT_RUN, commands, make_places, name_of, smaller
 
-PAGES = [ROOT / "README.md", ROOT / "docs" / "quickstart.md", ROOT / "docs" / "coming_from.md"]
+PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("quickstart", "coming_from", "compiler"))]
 MARK = "<!-- runnable(?P<server> next to `sidestream serve`)? -->\n```python\n(?P<code>.*?)```"
 EXAMPLES = [
     (page.name, bool(found["server"]), found["code"])

@@ -84,11 +84,11 @@ def inject(
     recorded = [[*prompt, *output.outputs[0].token_ids] for prompt, output in zip(prompts, outputs, strict=True)]
     key = min(KEY_TOKENS, *map(len, prompts))
     injected = InjectedDrafts(recorded, acceptance, vocabulary, key, llm.device)
-    histories = llm.engine.runner.histories
-    histories.draft, histories.hold = injected.draft, injected.hold
+    history = llm.engine.runner.token_history
+    history.draft_op, history.accept_op = injected.draft, injected.hold
 
 
 def stop_injecting(llm: Any) -> None:
     """Let `llm` draft and answer by itself again."""
-    histories = llm.engine.runner.histories
-    histories.draft, histories.hold = draft_ngram, accept_drafts
+    history = llm.engine.runner.token_history
+    history.draft_op, history.accept_op = draft_ngram, accept_drafts

@@ -130,6 +130,6 @@ def start(options: argparse.Namespace) -> dict[str, float]:
         first = time.perf_counter()
         llm.generate([[1, 2, 3]], use_tqdm=False)
         answered = time.perf_counter() - first
-        if llm.registry.cache is not None:
-            llm.registry.cache.background.finish(KEEPING_SECONDS)  # a server lives long enough by itself
+        if llm.registry.disk_cache is not None:
+            llm.registry.disk_cache.jobs.flush(KEEPING_SECONDS)  # a server lives long enough by itself
         return {**llm.seconds, "other": total - sum(llm.seconds.values()), "ready": total, "first_answer": answered}

@@ -9,8 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from ...compiler.options import DEFAULT_KV_DTYPE, EIGHT_BITS, NORM_ROTATIONS
-from ...runtime.quantization.defaults import CPU_LENGTH, CPU_TOKENS, FIGURE_TOKENS, LENGTH, ROUND_TOKENS, ROUNDED_FOR
-from ...runtime.quantization.file_names import FILE_NAME, file_name
+from ...runtime.quantization.defaults import (
+    CPU_LENGTH,
+    CPU_TOKENS,
+    FIGURE_TOKENS,
+    FILE_NAME,
+    LENGTH,
+    ROUND_TOKENS,
+    ROUNDED_FOR,
+    file_name,
+)
 from ...runtime.quantization.texts import CHARACTERS_A_TOKEN, documents, standard_text
 from ..options.engine import (
     adapters_of,
@@ -138,7 +146,7 @@ def run(options: argparse.Namespace) -> int:
     from ...graphs.checkpoint import Checkpoint
     from ...runtime.engine.resolve import resolve_device
     from ...runtime.quantization.calibration import fingerprint
-    from ...runtime.quantization.figures import calibrate
+    from ...runtime.quantization.model_statistics import calibrate
     from ...runtime.text.tokenizer import load_tokenizer
 
     device = resolve_device(options.device)
@@ -201,8 +209,8 @@ def _round(
     progress: bool,
 ) -> None:
     """Write the rounded weights; `jobs`: the text that the calibration was made with."""
-    from ...runtime.worker.calibrate.reader import Document
     from ...runtime.worker.calibrate.rounding import round_weights
+    from ...runtime.worker.calibrate.scorer import Document
 
     adapters = adapters_of(options)
     names = [*adapters, None]  # slot -1 is the base model
@@ -255,7 +263,7 @@ def as_text(calibration: Any, precision: str) -> str:
 
 def _choice(calibration: Any, precision: str) -> str:
     """What a mode gets, in words, and whether rotated values are worth their while."""
-    from ...runtime.quantization.calibration import WORTH_DTYPE
+    from ...runtime.quantization.calibration import MAX_DTYPE_ERROR
 
     kv_dtype = calibration.kv_dtype(precision)
     treated = [layer.treatment(kv_dtype) for layer in calibration.layers]
@@ -267,7 +275,7 @@ def _choice(calibration: Any, precision: str) -> str:
     plain, rotated = calibration.value_error(kv_dtype, False), calibration.value_error(kv_dtype, True)
     advice = (
         f"; --rotate-values on brings the values' error from {plain:.1e} to {rotated:.1e}"
-        if rotated < WORTH_DTYPE * plain
+        if rotated < MAX_DTYPE_ERROR * plain
         else ""
     )
     return ", ".join(words) + advice

@@ -166,7 +166,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 def settings_of(options: argparse.Namespace) -> Any:
     """The parsed options as `ServeSettings`. Raises ValueError for what cannot be served."""
     from ...runtime.protocol.addresses import default_address, parse
-    from ...runtime.quantization.file_names import AUTO, OFF
+    from ...runtime.quantization.defaults import AUTO, OFF
     from ...runtime.server.settings import ServeSettings
     from ...runtime.text.chat_files import read_template_file
 

@@ -189,9 +189,9 @@ def load_model(options: argparse.Namespace, directory: Path, dtype: Any) -> Any:
     from ...graphs.checkpoint import Checkpoint, checkpoint_config, load_weights
     from ...graphs.llama import Llama
     from ...graphs.stack import fill_slot, slot_tensors
-    from ...runtime.worker.threads import fit_threads
+    from ...runtime.worker.cpu_threads import limit_cpu_threads
 
-    fit_threads(torch.device("cpu"))
+    limit_cpu_threads(torch.device("cpu"))
     config = checkpoint_config(directory)
     lora, dtype = lora_shape(options, config), dtype or torch.float32
     checkpoint = Checkpoint(directory, config)

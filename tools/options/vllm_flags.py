@@ -8,8 +8,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ...runtime.engine.spelling import with_flags
-from ...runtime.engine.vllm_keywords import ACCEPTED, FLAGS, FOREIGN, Foreign, asks_nothing
+from ...runtime.engine.flag_spelling import with_flags
+from ...runtime.engine.vllm_keywords import (
+    ACCEPTED,
+    UNSUPPORTED_FLAGS,
+    UNSUPPORTED_KEYWORDS,
+    Unsupported,
+    has_no_effect,
+)
 
 _PRECISIONS = {
     "dtype": {"auto": None, "bfloat16": "bf16", "float32": "fp32", "float": "fp32"},
@@ -23,7 +29,7 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--enable-lora", action="store_true", help=argparse.SUPPRESS)
     for name in _PRECISIONS:
         parser.add_argument(_flag(name), action=_Precision, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    for name, foreign in {**FOREIGN, **FLAGS}.items():
+    for name, foreign in {**UNSUPPORTED_KEYWORDS, **UNSUPPORTED_FLAGS}.items():
         taken = parser._option_string_actions
         switch = any(isinstance(value, bool) for value in foreign.accepted)
         flags = [flag for flag in (_flag(name), f"--no-{_flag(name)[2:]}") if flag not in taken]
@@ -54,7 +60,7 @@ class _Precision(argparse.Action):
             namespace.precision = known[values]
 
 
-def _foreign(name: str, foreign: Foreign) -> type[argparse.Action]:
+def _foreign(name: str, foreign: Unsupported) -> type[argparse.Action]:
     """The action of one flag: it says that it has no effect, or ends the command with the remedy."""
 
     class Action(argparse.Action):
@@ -70,9 +76,9 @@ def _foreign(name: str, foreign: Foreign) -> type[argparse.Action]:
             if self.nargs != 0:
                 shown = f"{shown} {values}"
             options = {each.dest for each in parser._actions}
-            if not asks_nothing(foreign, value):
+            if not has_no_effect(foreign, value):
                 parser.error(f"{shown} is not supported; {with_flags(foreign.remedy, options)}")
-            reason = foreign.remedy if name in FLAGS else "it is so anyway"
+            reason = foreign.remedy if name in UNSUPPORTED_FLAGS else "it is so anyway"
             print(f"sidestream: {shown} has no effect: {with_flags(reason, options)}", file=sys.stderr)
 
     return Action

@@ -170,7 +170,7 @@ ARMS: tuple[Arm, ...] = (
     _int8("int8-kv-e4m3", "an e4m3 cache", kv_dtype="fp8_e4m3"),
     _int8("int8-kv-bf16", "the cache is not quantized", kv_dtype="bf16"),
     _int8("int8-lora-bf16", "adapters and their input in 16 bits", lora_dtype="bf16"),
-    _int8("int8-lora-input-bf16", "adapters in int8, their input in 16 bits", lora_dtype="int8", lora_input="bf16"),
+    _int8("int8-lora-input-bf16", "adapters in int8, their input in 16 bits", lora_dtype="int8", _lora_input="bf16"),
     _int8("int8-lm-head-bf16", "the output projection is not quantized", lm_head="bf16"),
     _int8(
         "int8-whole-layer",
@@ -206,8 +206,8 @@ ARMS: tuple[Arm, ...] = (
     ),
     _fp8("fp8-kv-bf16", "the cache is not quantized", kv_dtype="bf16"),
     _fp8("fp8-rotated", "each head of V rotated (folded into the weights)", rotate_values=True),
-    _fp8("fp8-lora-fp8", "adapters and their input in e4m3, one scale per row", lora_dtype="fp8", lora_input="fp8"),
-    _fp8("fp8-lora-input-bf16", "adapters in e4m3, their input in 16 bits", lora_dtype="fp8", lora_input="bf16"),
+    _fp8("fp8-lora-fp8", "adapters and their input in e4m3, one scale per row", lora_dtype="fp8", _lora_input="fp8"),
+    _fp8("fp8-lora-input-bf16", "adapters in e4m3, their input in 16 bits", lora_dtype="fp8", _lora_input="bf16"),
     _fp8(
         "fp8-whole-layer",
         "decode steps without LoRA with one launch a layer: one scale per token and 128 columns",

@@ -20,7 +20,7 @@ import torch
 from ...graphs.checkpoint import checkpoint_config
 from ...graphs.config import LlamaConfig
 from ...ops.core.kv_layout import PAGE_SIZE
-from ...runtime.worker.calibrate.reader import Document, Scorer, plan, step_sizes
+from ...runtime.worker.calibrate.scorer import Document, Scorer, plan, step_sizes
 from .arms import BY_NAME, DEFAULT, REFERENCE, WHOLE, Arm, open_arm
 from .corpus import documents as library_documents
 from .divergence import Divergence, divergences
@@ -310,7 +310,7 @@ def calibrate_model(
     from ...graphs.checkpoint import Checkpoint
     from ...runtime.engine.resolve import resolve_device
     from ...runtime.quantization.calibration import fingerprint
-    from ...runtime.quantization.figures import calibrate
+    from ...runtime.quantization.model_statistics import calibrate
     from ..options.models import load_model
 
     chosen = resolve_device(device)

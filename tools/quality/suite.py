@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...ops.core.kv_layout import PAGE_SIZE
-from ...runtime.worker.calibrate.reader import Document
+from ...runtime.worker.calibrate.scorer import Document
 from .teacher_forced import ANSWER, DRAWN, TEXT
 
 SEED = 2026

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from ...runtime.worker.calibrate.reader import Document, Piece
+from ...runtime.worker.calibrate.scorer import Chunk, Document
 
 # what a document's token has to predict: text, an answer's tokens and its end, or what a task has drawn at random
 # (operands, letters, names, codes), where the likeliest token is a coin toss between equals and agreement on it says
@@ -36,7 +36,7 @@ class Reader(Protocol):
 
     device: torch.device
 
-    def logits(self, step: Sequence[Piece], documents: Sequence[Document]) -> torch.Tensor:
+    def logits(self, step: Sequence[Chunk], documents: Sequence[Document]) -> torch.Tensor:
         """[tokens of the step, vocabulary]."""
 
 
@@ -45,7 +45,7 @@ def compare(
     reference: Reader,
     arm: Reader,
     documents: Sequence[Document],
-    steps: Sequence[list[Piece]],
+    steps: Sequence[list[Chunk]],
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> Compared:
     """Both engines over all steps. `progress` is told each step's tokens."""
@@ -63,7 +63,7 @@ def compare(
     return Compared(kl, same, mine, other, owners, torch.tensor(list(kinds), dtype=torch.uint8))
 
 
-def _kinds(document: Document, piece: Piece) -> bytes:
+def _kinds(document: Document, piece: Chunk) -> bytes:
     return document.kinds[piece.start : piece.start + piece.count] if document.kinds else bytes([TEXT]) * piece.count
 
 
@@ -76,7 +76,7 @@ def _compared(reference: torch.Tensor, arm: torch.Tensor, targets: torch.Tensor)
     return kl, p.argmax(-1) == q.argmax(-1), *nll
 
 
-def _following(tokens: Sequence[int], piece: Piece) -> list[int]:
+def _following(tokens: Sequence[int], piece: Chunk) -> list[int]:
     """The token after each of a piece's; -1 after the document's last."""
     following = list(tokens[piece.start + 1 : piece.start + piece.count + 1])
     return following + [-1] * (piece.count - len(following))

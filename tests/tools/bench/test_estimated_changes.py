@@ -49,7 +49,7 @@ def test_the_published_counts_are_those_of_the_table() -> None:
 
 @same_torch
 def test_the_table_of_internals_md_is_up_to_date() -> None:
-    assert shown("changes") == table(), "run `python -m sidestream.tools.dev.pages.internals --write`"
+    assert shown("changes") == table(), "run `python -m sidestream.tools.dev.pages.tables --write`"
 
 
 def test_the_bound_is_the_larger_of_a_share_and_two_microseconds() -> None:

@@ -23,11 +23,11 @@ from sidestream.runtime.quantization.calibration import (
     TREATMENTS,
     Calibration,
     CalibrationError,
-    LayerFigures,
+    LayerStatistics,
     load_calibration,
 )
-from sidestream.runtime.quantization.figures import attention_inputs
 from sidestream.runtime.quantization.kv_error import stored
+from sidestream.runtime.quantization.model_statistics import attention_inputs
 from sidestream.tools import cli
 from sidestream.tools.commands.calibrate import as_text, documents
 from sidestream.tools.commands.serve import settings_of
@@ -77,13 +77,13 @@ def written(base: TinyBase, adapter: Path, tmp_path_factory: pytest.TempPathFact
     return path
 
 
-def figures(int8: tuple[float, ...], e4m3: tuple[float, ...]) -> LayerFigures:
+def figures(int8: tuple[float, ...], e4m3: tuple[float, ...]) -> LayerStatistics:
     """One error for each of TREATMENTS and dtype."""
     rows = {"int8": int8, "fp8_e4m3": e4m3}
     errors = {
         (kv_dtype, *each): error for kv_dtype, row in rows.items() for each, error in zip(TREATMENTS, row, strict=True)
     }
-    return LayerFigures(errors, {(kv_dtype, rotated): 0.0 for kv_dtype in KV_DTYPES for rotated in (False, True)})
+    return LayerStatistics(errors, {(kv_dtype, rotated): 0.0 for kv_dtype in KV_DTYPES for rotated in (False, True)})
 
 
 def test_the_report_shows_every_layer_and_the_choice(
@@ -178,7 +178,7 @@ def test_a_treatment_must_earn_its_place() -> None:
 def test_each_precision_keeps_its_own_cache_unless_the_other_is_far_better(
     precision: str, own: str, other: str
 ) -> None:
-    def layer(its: tuple[float, ...], others: tuple[float, ...]) -> LayerFigures:
+    def layer(its: tuple[float, ...], others: tuple[float, ...]) -> LayerStatistics:
         return figures(its, others) if own == "int8" else figures(others, its)
 
     alike, far = layer((1.0,) * 4, (0.85,) * 4), layer((1.0, 0.5, 2.0, 0.6), (0.1, 0.2, 0.05, 0.09))
@@ -316,7 +316,7 @@ def test_a_damaged_file_is_refused(written: Path, tmp_path: Path) -> None:
         path.write_bytes(data)
         with pytest.raises(CalibrationError):
             load_calibration(path)
-    with pytest.raises(CalibrationError, match="there is no such file"):
+    with pytest.raises(CalibrationError, match="does not exist"):
         load_calibration(tmp_path / "absent")
 
 

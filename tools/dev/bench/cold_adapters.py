@@ -104,7 +104,7 @@ class Bench:
 
     def wait_for_memory(self, numbers: set[int]) -> None:
         """Until these adapters are in host memory."""
-        stacks = self.engine.runner.stacks
+        stacks = self.engine.runner.slot_loader
         while not numbers <= set(stacks.store.numbers):
             time.sleep(0.01)
 
@@ -114,7 +114,7 @@ def measure(bench: Bench, names: list[str], repeats: int, cache: Any) -> dict[st
     packed ones are.
     """
     warm, cold = names[2], names[3:]
-    numbers, store = bench.llm.registry.numbers, bench.engine.runner.stacks.store
+    numbers, store = bench.llm.registry.numbers, bench.engine.runner.slot_loader.store
     bench.wait_for_memory(set(numbers.values()))
     times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
     turn = 0
@@ -127,8 +127,8 @@ def measure(bench: Bench, names: list[str], repeats: int, cache: Any) -> dict[st
                 turn += 1
                 bench.probe(warm)  # the other cold adapter's slot is the one that is given up
             if kind.startswith("disk"):
-                store.forget(numbers[name])
-            store.cache = cache if kind == "disk, packed" else None
+                store.drop(numbers[name])
+            store.disk_cache = cache if kind == "disk, packed" else None
             bench.gaps(8)
             sample = bench.probe(name)
             bench.check()
@@ -140,13 +140,13 @@ def measure(bench: Bench, names: list[str], repeats: int, cache: Any) -> dict[st
 def kept(llm: Any, directory: Path) -> Any:
     """A cache in `directory` that holds every adapter packed. Raises RuntimeError when the disk does not take them."""
     from ....compiler.program.cache_folder import CacheFolder
-    from ....runtime.adapters.disk_cache import SlotCache
+    from ....runtime.adapters.disk_cache import AdapterDiskCache
 
-    cache, store = SlotCache(CacheFolder(directory, sys.maxsize)), llm.engine.runner.stacks.store
-    store.cache = cache
+    cache, store = AdapterDiskCache(CacheFolder(directory, sys.maxsize)), llm.engine.runner.slot_loader.store
+    store.disk_cache = cache
     for number, content_hash in llm.registry.hashes.items():
         store.release(store.prepare(number))
-        store.keep(number, content_hash)
+        store.write_to_disk(number, content_hash)
     if len(list(directory.glob("*.slot"))) < len(llm.registry.hashes):
         raise RuntimeError(
             f"the packed adapters could not all be written to {directory}; set TMPDIR to a disk with more room"
@@ -184,7 +184,7 @@ def main() -> None:
     parser.add_argument("--layers", type=positive, help="fewer layers than the model's 32, for a quick look")
     parser.add_argument("--hidden", type=positive, help="a smaller model, for a look without a GPU")
     options = parser.parse_args()
-    from ....runtime.adapters.disk_cache import VARIABLE
+    from ....runtime.adapters.disk_cache import SIZE_VARIABLE
     from ....runtime.llm import LLM
 
     config = dict(LLAMA_8B)
@@ -202,7 +202,7 @@ def main() -> None:
     for name, value in collect().items():
         print(f"{name}: {value}")
     with tempfile.TemporaryDirectory(prefix="sidestream-bench-") as scratch:
-        os.environ[VARIABLE] = "0"  # random adapters do not belong into the user's cache
+        os.environ[SIZE_VARIABLE] = "0"  # random adapters do not belong into the user's cache
         begin = time.perf_counter()
         paths = {
             f"random-{index}": write_random_adapter(Path(scratch) / str(index), config, 32, index)

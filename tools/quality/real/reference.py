@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ....runtime.worker.calibrate.reader import Document, Piece
+from ....runtime.worker.calibrate.scorer import Chunk, Document
 
 KEPT_ELEMENTS = 1 << 28  # logits kept for the next arm: 1 GiB
 
@@ -33,7 +33,7 @@ class Reference:
         self.model = model.float().to(self.device).eval()
         self._kept: OrderedDict[int, torch.Tensor] = OrderedDict()
 
-    def logits(self, step: Sequence[Piece], documents: Sequence[Document]) -> torch.Tensor:
+    def logits(self, step: Sequence[Chunk], documents: Sequence[Document]) -> torch.Tensor:
         """fp32 [tokens of the step, vocabulary]."""
         parts = [
             self._of(piece.document, documents)[piece.start : piece.start + piece.count].to(self.device)

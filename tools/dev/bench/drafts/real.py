@@ -168,7 +168,7 @@ class Bench:
         params = SamplingParams(**self.params, speculation=drafts if isinstance(drafts, int) else None)
         total = Row(arm, drafts, concurrency, "all", Counts())
         for label, prompts, adapters in self._asked(concurrency):
-            llm.engine.scheduler.states.rings.empty_all()  # the same questions were answered for another line
+            llm.engine.scheduler.states.answers.clear_all()  # the same questions were answered for another line
             outputs, seconds = answer(llm, prompts, adapters, params, concurrency)
             row = Row(arm, drafts, concurrency, label, counts(outputs, seconds))
             if arm == OFF:
