@@ -163,7 +163,7 @@ class CompileOptions:
     )
     disable: tuple[str, ...] = option(
         (),
-        "leave a compiler pass out by its name, as `sidestream dump` lists them",
+        "leave a compiler pass out by its name, as `sidestream inspect dump` lists them",
         more="`sidestream.compiler.pipeline.PASSES` has them",
         keyword="disable_passes",
     )

@@ -156,7 +156,7 @@ def summary_text(
 def summary(
     records: Sequence[PassRecord], programs: Sequence[Program], options: CompileOptions | None
 ) -> dict[str, Any]:
-    """The same for machines (`sidestream diff` reads it): options, passes with their op counts and refusals, the
+    """The same for machines (`sidestream inspect diff` reads it): options, passes with their op counts and refusals, the
     programs' names.
     """
     fields = ("name", "tier", "matches", "rejected", "ops_before", "ops_after")

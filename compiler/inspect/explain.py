@@ -291,7 +291,7 @@ def as_text(facts: Mapping[str, Any], records: Sequence[PassRecord]) -> str:
     parts = [
         pass_table(records)
         + (
-            f"{refused} near-misses were refused; `sidestream dump` writes the reasons to rejected.txt\n"
+            f"{refused} near-misses were refused; `sidestream inspect dump` writes the reasons to rejected.txt\n"
             if refused
             else ""
         )

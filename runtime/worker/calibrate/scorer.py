@@ -23,7 +23,7 @@ class Document:
     """A text as token ids for an adapter (None: the base model).
 
     group   label of its results instead of the adapter
-    kinds   kind of each predicted token, see `tools.quality.teacher_forced`; b"": all are text
+    kinds   kind of each predicted token, see `tools.eval.teacher_forced`; b"": all are text
     """
 
     tokens: Sequence[int]
