@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from ...runtime.worker.calibrate.scorer import Chunk, Document
+from ...runtime.worker.calibrate.scorer import Document, Chunk
 
 # what a token predicts: text, an answer, or what a task draws at random, where equally likely tokens tie
 TEXT, ANSWER, DRAWN = range(3)
