@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from ..runtime.engine.flag_spelling import with_flags
-from ..runtime.processes.garbage import collect_seldom
-from ..runtime.processes.memory import out_of_memory
+from ..runtime.processes.garbage_collection import raise_gc_thresholds
+from ..runtime.processes.out_of_memory import out_of_memory
 from .bench import kernels as bench_kernels
 from .bench import latency as bench_latency
 from .bench import startup as bench_startup
@@ -157,7 +157,7 @@ def with_new_name(arguments: Sequence[str]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command, and return the exit code: 0 done, 2 the user's mistake, 130 interrupted."""
-    collect_seldom()
+    raise_gc_thresholds()
     options = build_parser().parse_args(with_new_name(sys.argv[1:] if arguments is None else arguments))
     try:
         return options.run(options)

@@ -13,7 +13,7 @@ from ...graphs.adapter_config import AdapterError
 from ...graphs.adapter_description import Description
 from ...graphs.config import LlamaConfig
 from ...graphs.draft.config import EagleConfig
-from ..processes.helper_process import ChildProcess
+from ..processes.helper_process import HelperProcess
 from ..text.adapter_chat import AdapterChat
 from ..text.chat_files import ChatTemplateError
 
@@ -48,7 +48,9 @@ class AdapterDescriber:
 
     def __init__(self, seconds: float = TIMEOUT_SECONDS) -> None:
         # -P keeps the working directory off sys.path
-        self._child = ChildProcess([sys.executable, "-P", "-m", f"{__package__}.describer_process"], MAX_RESPONSE_BYTES)
+        self._child = HelperProcess(
+            [sys.executable, "-P", "-m", f"{__package__}.describer_process"], MAX_RESPONSE_BYTES
+        )
         self._seconds = seconds
         self._lock = threading.Lock()
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..processes.helper_process import ChildProcess
+from ..processes.helper_process import HelperProcess
 from .chat_files import DEFAULT, ChatTemplateError, ChatTemplates, check_size
 from .chat_messages import Message, as_mapping
 
@@ -40,7 +40,7 @@ class ChatTemplate:
         self.source, self.tokens = source, dict(tokens or {})
         # -P keeps this folder, whose module names are ours, off the child's path
         worker = Path(__file__).with_name("chat_worker.py")
-        self._child = ChildProcess([sys.executable, "-P", str(worker)], 6 * MAX_OUTPUT_CHARACTERS + MAX_ERROR_BYTES)
+        self._child = HelperProcess([sys.executable, "-P", str(worker)], 6 * MAX_OUTPUT_CHARACTERS + MAX_ERROR_BYTES)
 
     def render(
         self,

@@ -67,7 +67,7 @@ def _holds_thrice(plan: StepPlan, token: int | None) -> bool:
 
 
 class FakeServed:
-    """See `gpu_process.Served`. An adapter's path must be a directory, of which the last name counts as its content;
+    """See `gpu_process.Servable`. An adapter's path must be a directory, of which the last name counts as its content;
     while a file `held` is in it, it is being read.
     """
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from sidestream.runtime.processes.memory import out_of_memory
+from sidestream.runtime.processes.out_of_memory import out_of_memory
 from sidestream.tools import cli
 from sidestream.tools.commands import collect_env
 from sidestream.tools.options.engine import writing

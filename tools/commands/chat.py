@@ -59,7 +59,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def find_templates(path: Path | None, client: "Client") -> "ChatTemplates":
     """Return the templates of --chat-template, or the server's, if any. Raises ChatTemplateError."""
-    from ...runtime.protocol.templates import welcome_templates
+    from ...runtime.protocol.chat_templates import welcome_templates
     from ...runtime.text.chat_files import (
         DEFAULT,
         ChatTemplateError,

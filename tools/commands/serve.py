@@ -221,7 +221,7 @@ def front_of(options: argparse.Namespace, settings: Any) -> Any:
 
     from ...runtime.gateway.serving.process import listen
     from ...runtime.protocol.curve_keys import load_client_keys
-    from ...runtime.server.front import Front
+    from ...runtime.server.supervisor_loop import GatewayProcess
 
     gateway = gateway_settings(options)
     if settings.keys is not None and options.engine_keys is None:
@@ -232,13 +232,13 @@ def front_of(options: argparse.Namespace, settings: Any) -> Any:
     listener = listen(gateway.host, gateway.port)
     command = [sys.executable, "-m", "sidestream.runtime.gateway.serving.process"]
     keys = options.engine_keys and str(Path(options.engine_keys).resolve())
-    return Front(command, lambda addresses: replace(gateway, engines=addresses, engine_keys=keys), listener)
+    return GatewayProcess(command, lambda addresses: replace(gateway, engines=addresses, engine_keys=keys), listener)
 
 
 def run(options: argparse.Namespace) -> int:
     """Serve; return 0 after SIGTERM, 1 when a process died, 2 when the start failed."""
-    from ...runtime.server.replicas.host import addresses_of, devices_of, serve_replicas
-    from ...runtime.server.supervisor import serve
+    from ...runtime.server.replica_supervisor import ReplicaSupervisor, addresses_of, devices_of
+    from ...runtime.server.supervisor import Supervisor
 
     settings, count = settings_of(options), options.data_parallel_size
     for address in [settings.bind] if count == 1 else addresses_of(settings.bind, count):
@@ -253,8 +253,8 @@ def run(options: argparse.Namespace) -> int:
     front = None if options.no_http else front_of(options, settings)
     print(f"loading {settings.served_model_name} with {len(settings.adapters)} adapters", file=sys.stderr, flush=True)
     if count > 1:
-        return serve_replicas(settings, count, _say, front)
-    return serve(settings, _say, front)
+        return ReplicaSupervisor(settings, count, _say, front).run()
+    return Supervisor(settings, _say, front).run()
 
 
 def _say(line: str) -> None:

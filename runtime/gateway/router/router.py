@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...api.errors import EngineDeadError, OverloadedError, RequestError, ServerError
+from ...protocol.chat_templates import welcome_templates
 from ...protocol.messages import Chunk
-from ...protocol.templates import welcome_templates
 from ...text.chat_files import ChatTemplates
 from ...text.prompts import without_special_tokens
 from ..contracts import AdapterCard, EngineHealth, EngineRequest, HealthStatus, ModelInfo

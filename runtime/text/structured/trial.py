@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...api.errors import RequestError
-from ...processes.helper_process import ChildProcess
+from ...processes.helper_process import HelperProcess
 
 TRIAL_SECONDS = 3.0
 TRIAL_STEPS = 32
@@ -36,7 +36,7 @@ class Trial:
     def __init__(self) -> None:
         # -P keeps this folder, whose module names are ours, off the child's path
         worker = Path(__file__).with_name("trial_worker.py")
-        self._child = ChildProcess([sys.executable, "-P", str(worker)], MAX_GRAMMAR_BYTES)
+        self._child = HelperProcess([sys.executable, "-P", str(worker)], MAX_GRAMMAR_BYTES)
 
     def grammar(self, kind: str, text: str, options: dict[str, Any]) -> str:
         """llguidance's form of a constraint (`kind`: json, regex or grammar) that was compiled and took some steps.

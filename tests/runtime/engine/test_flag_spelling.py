@@ -7,7 +7,7 @@ from sidestream.runtime.engine.flag_spelling import PYTHON_ONLY, server_options,
 from sidestream.runtime.engine.options import keywords
 from sidestream.runtime.protocol.framing import decode_from_server
 from sidestream.runtime.protocol.messages import Error
-from sidestream.runtime.server.connections import Client, Connections
+from sidestream.runtime.server.connections import ClientConnection, Connections
 from sidestream.tools.cli import build_parser
 
 
@@ -62,8 +62,8 @@ class Wire:
 def test_a_client_of_a_server_is_told_flags_and_a_caller_of_python_keywords() -> None:
     wire = Wire()
     connections = Connections(wire, bytes(16))  # type: ignore[arg-type]
-    client = Client(b"x", 1, 0.0, 0.0)
-    connections.say(client, Error("adapter_error", "rank 64 is above 16: start with max_lora_rank=64 or more", call=1))
+    client = ClientConnection(b"x", 1, 0.0, 0.0)
+    connections.send(client, Error("adapter_error", "rank 64 is above 16: start with max_lora_rank=64 or more", call=1))
     message = decode_from_server(wire.frames[0]).message
     assert isinstance(message, Error) and "start with --max-lora-rank 64 or more" in message.message
     registry = AdapterRegistry.__new__(AdapterRegistry)

@@ -29,7 +29,7 @@ def command(*arguments: str, **options) -> "subprocess.CompletedProcess[str]":
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """(address, folder, what the server has said) of a server with keys, under whose cache no program can be
+    """(address, folder, the server's output) of a server with keys, under whose cache no program can be
     written.
     """
     folder = tmp_path_factory.mktemp("served")
@@ -73,15 +73,15 @@ def serving(folder, port):
         env=environment,
         preexec_fn=limit,
     )
-    said: list[str] = []
+    lines: list[str] = []
     for line in process.stderr:
-        said.append(line)
+        lines.append(line)
         if "serving at" in line:
             break
-    yield f"tcp://127.0.0.1:{port}", folder, "".join(said)
+    yield f"tcp://127.0.0.1:{port}", folder, "".join(lines)
     process.send_signal(signal.SIGTERM)
-    said += process.stderr.readlines()
-    assert process.wait(GUARD) == 0, "".join(said)
+    lines += process.stderr.readlines()
+    assert process.wait(GUARD) == 0, "".join(lines)
 
 
 def test_who_has_keys_is_answered_and_others_are_not(served):
@@ -129,10 +129,10 @@ def test_who_has_keys_is_answered_and_others_are_not(served):
 
 
 def test_a_full_disk_costs_the_next_start_its_time_and_nothing_else(served):
-    _, folder, said = served
+    _, folder, output = served
     kept = list((folder / "cache").rglob("*"))
     assert not [path for path in kept if path.suffix in (".json", ".tmp")], "no program, and no half of one"
-    assert "is not kept for the next start" in said
+    assert "is not kept for the next start" in output
 
 
 @pytest.mark.parametrize("stopped", ["server.batcher", "fake_gpu"])

@@ -227,9 +227,9 @@ def run(options: argparse.Namespace) -> int:
     from ....runtime.client.client import Client
     from ....runtime.gateway.serving.process import listen, url_of
     from ....runtime.gateway.settings import GatewaySettings
-    from ....runtime.server.front import Front
     from ....runtime.server.settings import ServeSettings
     from ....runtime.server.supervisor import Supervisor
+    from ....runtime.server.supervisor_loop import GatewayProcess
 
     print(re.sub(r"\n+", "\n", version_text()))
     print(f"{options.streams} streams, steps of {options.step_ms:g} ms\n", flush=True)
@@ -257,8 +257,8 @@ def run(options: argparse.Namespace) -> int:
         listener = listen("127.0.0.1", 0)
         url = url_of(listener)
         command = [sys.executable, "-m", "sidestream.runtime.gateway.serving.process"]
-        front = Front(command, lambda engines: GatewaySettings(engines=engines, port=0), listener)
-        supervisor = Supervisor(settings, say=lambda line: None, front=front)
+        front = GatewayProcess(command, lambda engines: GatewaySettings(engines=engines, port=0), listener)
+        supervisor = Supervisor(settings, print_line=lambda line: None, gateway=front)
         problem: list[BaseException] = []
 
         def load() -> None:

@@ -129,7 +129,7 @@ class TimedRunner:
 
 
 class SimulatedModel:
-    """See `gpu_process.Served`."""
+    """See `gpu_process.Servable`."""
 
     def __init__(self, settings: ServeSettings) -> None:
         sizes = msgspec.convert(settings.llm, SimulatedSizes)

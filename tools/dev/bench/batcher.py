@@ -216,7 +216,7 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, float]:
     signal.signal(signal.SIGTERM, lambda *_: None)
     thread = threading.Thread(target=load, daemon=True)
     thread.start()
-    Supervisor(settings, say=lambda line: None).run()
+    Supervisor(settings, print_line=lambda line: None).run()
     thread.join(1.0)
     return figures
 

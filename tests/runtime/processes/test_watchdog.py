@@ -1,4 +1,4 @@
-"""What counts as stopped, hung or late; and that a server ends such a process, tells the truth, and goes on."""
+"""Which processes and steps count as stopped, hung or late; a server kills such a process and continues."""
 
 import os
 import signal
@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 from sidestream.runtime.processes.channel import Channel
-from sidestream.runtime.processes.watch import (
+from sidestream.runtime.processes.watchdog import (
     CPU_STEP_SECONDS,
     GPU_STEP_SECONDS,
-    LOOK_AT_STOPPED_SECONDS,
-    LOOK_SECONDS,
+    POLL_SECONDS,
     STEP_FACTOR,
+    STOPPED_POLL_SECONDS,
     STOPPED_SECONDS,
     AwakeClock,
-    StepWatch,
-    StopWatch,
+    StepWatchdog,
+    StoppedProcesses,
     is_stopped,
 )
 from sidestream.runtime.protocol.messages import Abort, Sampling
@@ -34,29 +34,29 @@ GUARD = 120.0
 
 
 class Time:
-    """A clock that goes on when it is told to; `watch` looks at it as a loop would."""
+    """A simulated clock, updated as by a loop."""
 
     def __init__(self, timeout: float | None = None, device: str = "cuda:0", longest: float = 0.0) -> None:
         self.now = 1000.0
         self.clock = AwakeClock(lambda: self.now)
-        self.watch = StepWatch(self.clock, timeout, device, longest)
+        self.watch = StepWatchdog(self.clock, timeout, device, longest)
 
     def pass_by(self, seconds: float) -> None:
         """The process is awake for so long."""
-        for _ in range(round(seconds / LOOK_SECONDS)):
-            self.now += LOOK_SECONDS
-            self.clock.look()
+        for _ in range(round(seconds / POLL_SECONDS)):
+            self.now += POLL_SECONDS
+            self.clock.update()
 
     def pause(self, seconds: float) -> None:
         """The process is stopped for so long."""
         self.now += seconds
-        self.clock.look()
+        self.clock.update()
 
 
 def test_a_step_is_late_and_then_overdue():
     time = Time(timeout=40.0)
     time.pass_by(100)
-    time.watch.shipped(7)
+    time.watch.step_submitted(7)
     time.pass_by(10)
     assert not time.watch.late
     time.pass_by(1)
@@ -65,16 +65,16 @@ def test_a_step_is_late_and_then_overdue():
     assert time.watch.overdue is None
     time.pass_by(1)
     assert time.watch.overdue == 7
-    time.watch.returned()
+    time.watch.step_returned()
     assert not time.watch.late and time.watch.overdue is None
 
 
 def test_a_step_in_line_begins_when_the_one_before_it_has_returned():
     time = Time(timeout=40.0)
-    time.watch.shipped(7)
-    time.watch.shipped(8)
+    time.watch.step_submitted(7)
+    time.watch.step_submitted(8)
     time.pass_by(39)
-    time.watch.returned()
+    time.watch.step_returned()
     time.pass_by(40)
     assert time.watch.overdue is None
     time.pass_by(1)
@@ -85,20 +85,20 @@ def test_a_step_in_line_begins_when_the_one_before_it_has_returned():
 def test_a_step_may_take_what_others_took(device, floor):
     time = Time(device=device)
     assert time.watch.limit == floor
-    time.watch.shipped(0)
+    time.watch.step_submitted(0)
     time.pass_by(floor / 2)
-    time.watch.returned()
+    time.watch.step_returned()
     assert time.watch.limit == STEP_FACTOR * floor / 2
 
 
 def test_a_slow_step_raises_no_bound_that_the_cost_model_gives():
     time = Time(longest=20.0)
     for step in range(3):
-        time.watch.shipped(step)
+        time.watch.step_submitted(step)
         time.pass_by(199)
         assert time.watch.late and time.watch.overdue is None
-        time.watch.returned()
-    time.watch.shipped(3)
+        time.watch.step_returned()
+    time.watch.step_submitted(3)
     time.pass_by(201)
     assert time.watch.overdue == 3
     assert Time(longest=0.01).watch.limit == GPU_STEP_SECONDS
@@ -106,19 +106,19 @@ def test_a_slow_step_raises_no_bound_that_the_cost_model_gives():
 
 def test_zero_waits_for_ever():
     time = Time(timeout=0.0)
-    time.watch.shipped(0)
+    time.watch.step_submitted(0)
     time.pass_by(10_000)
     assert time.watch.overdue is None and not time.watch.late
 
 
 def test_a_pause_is_no_waiting():
     time = Time(timeout=40.0)
-    time.watch.shipped(0)
+    time.watch.step_submitted(0)
     time.pause(86_400)
     assert time.watch.overdue is None and not time.watch.late
 
 
-def test_a_stopped_process_is_told_from_one_that_computes_or_sleeps():
+def test_a_stopped_process_differs_from_one_that_computes_or_sleeps():
     for work in ("while True: pass", "import time; time.sleep(1000)"):
         with subprocess.Popen([sys.executable, "-c", work]) as process:
             assert not is_stopped(process.pid)
@@ -135,33 +135,33 @@ def test_a_stopped_process_is_told_from_one_that_computes_or_sleeps():
 
 def test_a_process_that_stays_stopped_is_named_and_one_that_goes_on_is_not():
     now, stopped = [50.0], {7, 8}
-    watch = StopWatch(lambda: now[0], stopped.__contains__)
-    looks = round(STOPPED_SECONDS / LOOK_AT_STOPPED_SECONDS)
+    watch = StoppedProcesses(lambda: now[0], stopped.__contains__)
+    looks = round(STOPPED_SECONDS / STOPPED_POLL_SECONDS)
 
-    def look(seconds: float = LOOK_AT_STOPPED_SECONDS) -> list[int]:
+    def look(seconds: float = STOPPED_POLL_SECONDS) -> list[int]:
         now[0] += seconds
-        return watch.look([7, 8, 9])
+        return watch.find([7, 8, 9])
 
     assert not any(look() for _ in range(looks - 2))
     stopped.discard(8)
     assert not look(86_400), "a pause of everything counts as two looks at most"
     assert [look() for _ in range(3)][-1] == [7]
     stopped.add(8)
-    assert not any(8 in look() for _ in range(looks)), "it is counted from the start again"
+    assert not any(8 in look() for _ in range(looks)), "the count starts again"
     assert [look() for _ in range(3)][-1] == [7, 8]
 
 
-def test_beats_wait_for_nobody():
+def test_heartbeats_never_block():
     mine, theirs = Channel.pair()
     other = Channel(theirs)
     for _ in range(10_000):  # more than the socket holds
-        mine.beat()
+        mine.send_heartbeat()
     received = other.receive()
     assert 0 < len(received) < 10_000 and all(message == {"event": "beat"} for message in received)
     mine.send({"event": "after"})
     assert other.receive() == [{"event": "after"}], "no beat was sent in part"
     other.close()
-    mine.beat()
+    mine.send_heartbeat()
 
 
 def assert_works(wire: Wire) -> None:
@@ -170,13 +170,13 @@ def assert_works(wire: Wire) -> None:
 
 
 def again(wire: Wire) -> Wire:
-    """Say hello to the engine's next life."""
+    """Greet the restarted engine."""
     wire.welcome = None
     wire.others.clear()
     return wire.hello(GUARD)
 
 
-def test_a_stopped_gpu_process_is_told_ended_and_replaced(tmp_path):
+def test_a_stopped_gpu_process_is_reported_killed_and_replaced(tmp_path):
     with serve_fake(tmp_path, step_seconds=0.005, silence_seconds=6.0) as server, server.connect() as wire:
         wire.submit("a", LONG, prompt_token_ids=[1])
         wire.until(lambda: len(wire.answers["a"].chunks) > 2)
@@ -187,7 +187,7 @@ def test_a_stopped_gpu_process_is_told_ended_and_replaced(tmp_path):
         assert error.code == "engine_dead" and error.retry_after > 0
         assert_works(again(wire))
         assert server.health().status == "ok"
-        assert "the GPU process gave no sign of life for 6 s" in server.log.read_text()
+        assert "the GPU process sent no heartbeat for 6 s" in server.log.read_text()
 
 
 def test_a_stopped_batcher_is_ended_and_replaced(tmp_path):
@@ -198,12 +198,12 @@ def test_a_stopped_batcher_is_ended_and_replaced(tmp_path):
         assert_works(fresh)
         fresh.socket.close(0)
         assert server.child("server.batcher") != former
-        assert "the batcher gave no sign of life for 2 s" in server.log.read_text()
+        assert "the batcher sent no heartbeat for 2 s" in server.log.read_text()
 
 
 def test_only_the_request_with_which_a_step_hangs_is_lost(tmp_path):
     """The others go on where they were, on the same connection: those that were in the step, one that does not stream,
-    one that waits for room, and one that is told later.
+    one that waits, and one that was aborted.
     """
     with (
         serve_fake(tmp_path, step_seconds=0.01, hang=250, step_timeout=6.0, max_num_seqs=5) as server,
@@ -237,8 +237,8 @@ def test_only_the_request_with_which_a_step_hangs_is_lost(tmp_path):
         assert "a step did not return within 6 s" in server.log.read_text()
 
 
-def test_after_a_pause_of_everything_nobody_is_ended(tmp_path):
-    """All three are stopped for longer than each may be silent; the supervisor goes on first."""
+def test_after_a_pause_of_everything_no_process_is_killed(tmp_path):
+    """All three are stopped for longer than the silence limit; the supervisor continues first."""
     with (
         serve_fake(tmp_path, step_seconds=0.005, silence_seconds=3.0, step_timeout=3.0) as server,
         server.connect() as wire,

@@ -1,7 +1,6 @@
-"""What the GPU process serves: a model and its adapters.
+"""The model and adapters in the GPU process.
 
-A process that is started again serves the adapters that clients have loaded too, and leaves out what can't be read any
-more: the others are not its fault.
+A restarted process also serves the adapters that clients loaded before, and leaves out those that cannot be read.
 """
 
 import logging
@@ -19,41 +18,36 @@ from .gpu_link import LoadedAdapter, Ready
 from .settings import ServeSettings
 
 _log = logging.getLogger(__name__)
-LOST = 70
-"""The exit code when the device's context or another rank is lost."""
+EXIT_DEVICE_LOST = 70
+"""Exit code when the device's context or another tensor-parallel process is lost."""
 
 
-class Served(Protocol):
-    """What the GPU process serves.
-
-    Adapter methods raise ValueError or OSError for what cannot be done, with a text for the caller.
-    """
+class Servable(Protocol):
+    """What the GPU process serves. Adapter methods raise ValueError or OSError with a text for the client."""
 
     ready: Ready
 
     @property
-    def runner(self) -> Runner:
-        """Executes the plans."""
-        ...
+    def runner(self) -> Runner: ...
 
     def add_adapter(self, name: str, path: str, replace: bool) -> LoadedAdapter:
         """Read an adapter's directory."""
         ...
 
     def remove_adapter(self, name: str) -> None:
-        """Forget a name."""
+        """Remove an adapter's name; the batcher reports when no request uses it any more."""
         ...
 
     def in_host_memory(self) -> list[int]:
-        """The adapters that need not be read from disk, by number."""
+        """Return the numbers of the adapters in host memory."""
         ...
 
 
 class ServedModel:
-    """See `Served`. Raises what `find_model` and `load_model` raise."""
+    """A model on this device; see `Servable`. Raises the errors of `find_model` and `load_model`."""
 
     def __init__(self, settings: ServeSettings) -> None:
-        # here, because a GPU process that only simulates a model needs no torch
+        # imported here: a GPU process that simulates a model needs no torch
         from ..adapters.adapter_limits import readable_adapters
         from ..adapters.describer import AdapterDescriber
         from ..worker.model_loader import find_model
@@ -62,13 +56,13 @@ class ServedModel:
         source, options = find_model(settings.model, **settings.llm)
         describe = AdapterDescriber()
         adapters, refused = dict[str, str | Path](settings.adapters), dict[str, Exception]()
-        if settings.generation:  # they could be read once
+        if settings.generation:  # a restart: they were readable before
             adapters, refused = readable_adapters(source.config, adapters, options.engine, describe)
         self._model = model = load_parallel_model(settings.model, source, adapters, options, settings.llm, describe)
         self.runner: Runner = model.executor
         model.on_lost(_end_process)
         model.runner.build_in_background()
-        # for what clients load; the adapters of the start may lie anywhere
+        # only for adapters that clients load later
         model.restrict_adapters(settings.adapter_roots)
         limits = model.limits
         self.ready = Ready(
@@ -90,30 +84,27 @@ class ServedModel:
             longest_step=model.longest_step,
             lora_rank=0 if model.registry.lora is None else model.registry.lora.rank,
             lora_targets=[] if model.registry.lora is None else list(model.registry.lora.targets),
-            left_out={name: _left_out(problem, name) for name, problem in refused.items()},
+            left_out={name: _log_left_out(problem, name) for name, problem in refused.items()},
         )
 
     def add_adapter(self, name: str, path: str, replace: bool) -> LoadedAdapter:
-        """See `Model.add_adapter`."""
         return self._loaded(self._model.add_adapter(name, path, replace).number)
 
     def remove_adapter(self, name: str) -> None:
-        """Forget a name; the batcher says when nothing uses the adapter any more."""
         self._model.remove_adapter(name)
 
     def in_host_memory(self) -> list[int]:
-        """See `ModelRunner.in_host_memory`."""
         return self._model.runner.in_host_memory()
 
     def _loaded(self, number: int) -> LoadedAdapter:
-        known = self._model.registry.by_number(number)
-        return LoadedAdapter(known.name, known.number, known.adapter.rank, known.content_hash, known.chat)
+        entry = self._model.registry.by_number(number)
+        return LoadedAdapter(entry.name, entry.number, entry.adapter.rank, entry.content_hash, entry.chat)
 
 
-def with_loaded(served: Served, loaded: Mapping[str, str]) -> Ready:
-    """Read the adapters that clients had loaded into a former process (name -> directory); returns what is ready then.
+def load_again(served: Servable, loaded: Mapping[str, str]) -> Ready:
+    """Read the adapters (name -> directory) that clients loaded into a former process. Returns the extended `Ready`.
 
-    Raises what loses the device or another rank.
+    Raises errors that lose the device or another tensor-parallel process; other errors leave the adapter out.
     """
     adapters, left_out = list(served.ready.adapters), dict(served.ready.left_out)
     for name, path in loaded.items():
@@ -122,41 +113,40 @@ def with_loaded(served: Served, loaded: Mapping[str, str]) -> Ready:
         except Exception as problem:
             if is_fatal(problem):
                 raise
-            left_out[name] = _left_out(problem, name)
+            left_out[name] = _log_left_out(problem, name)
     return structs.replace(served.ready, adapters=adapters, left_out=left_out)
 
 
-def _left_out(problem: Exception, adapter: str) -> str:
+def _log_left_out(problem: Exception, adapter: str) -> str:
+    """Log that an adapter is left out and return the text for clients."""
     _log.warning("adapter %r is left out: %s", adapter, " ".join(str(problem).split()))
-    return for_caller(problem, adapter)
+    return text_for_client(problem, adapter)
 
 
 def is_fatal(error: Exception) -> bool:
-    """Whether the device's context, or another rank, is lost: every later step would fail as well."""
+    """Return whether the device's context or another tensor-parallel process is lost: later steps would fail too."""
     text = str(error)
     return type(error).__name__ in ("AcceleratorError", "RankError") or (
         "CUDA error" in text and "out of memory" not in text
     )
 
 
-def for_caller(error: Exception, adapter: str) -> str:
-    """What a client is told of an adapter that could not be read; a fault that is not the adapter's goes to the log."""
+def text_for_client(error: Exception, adapter: str) -> str:
+    """Return the text of an adapter's error for clients. Logs errors that are not the adapter's fault."""
     if isinstance(error, OSError):
         return f"adapter {adapter!r}: {error.strerror or 'its files cannot be read'}"
     if isinstance(error, ValueError):
         return without_directories(str(error))
     _log.error("adapter %r", adapter, exc_info=error)
-    return f"adapter {adapter!r}: a fault in the engine; see its log"
+    return f"adapter {adapter!r}: an error in the engine; see its log"
 
 
 def without_directories(text: str) -> str:
-    """A text for clients: of a path only the last part stays, for where things lie on this machine is not their
-    business.
-    """
+    """Return a text with only the last part of each path: clients must not learn this machine's directories."""
     return re.sub(r"(?<![\w.])/(?:[^\s/:'\"]+/)*", "", text)
 
 
 def _end_process(problem: str) -> NoReturn:
-    """Another rank is lost. The main thread may wait for it inside a kernel; the supervisor starts all again."""
+    """End this process after another tensor-parallel process was lost, since the main thread may wait in a kernel."""
     _log.error("%s", problem)
-    os._exit(LOST)
+    os._exit(EXIT_DEVICE_LOST)

@@ -1,10 +1,10 @@
-"""An open request without a socket: chunks that a task waits for, and chunks that are taken without one."""
+"""A pending request without a socket: chunks for a waiting task, and chunks for a callback."""
 
 import asyncio
 
 import pytest
 from sidestream.runtime.api.errors import ServerError
-from sidestream.runtime.client.requests import OpenRequest
+from sidestream.runtime.client.requests import PendingRequest
 from sidestream.runtime.protocol.messages import Chunk, Usage
 
 
@@ -23,12 +23,12 @@ def test_chunks_come_in_order_by_either_way_and_each_by_one() -> None:
         arrived.append(("direct", chunk.first))
         return True
 
-    async def listen(request: OpenRequest) -> None:
+    async def listen(request: PendingRequest) -> None:
         while not request.ended or arrived[-1][1] < 19:
             arrived.extend(("list", each.first) for each in await request.take(None))
 
     async def main() -> None:
-        request = OpenRequest("r", direct=direct)
+        request = PendingRequest("r", direct=direct)
         listener = asyncio.create_task(listen(request))
         for first in range(20):
             request.put(chunk(first, first == 19))
@@ -45,16 +45,16 @@ def test_chunks_come_in_order_by_either_way_and_each_by_one() -> None:
 
 def test_what_direct_raises_ends_the_stream() -> None:
     def direct(chunk: Chunk) -> bool:
-        raise ValueError("cannot be told")
+        raise ValueError("callback failed")
 
     async def main() -> None:
-        request = OpenRequest("r", direct=direct)
+        request = PendingRequest("r", direct=direct)
         request.put(chunk(0))
         assert [each.first for each in await request.take(None)] == [0]
         waiting = asyncio.create_task(request.take(None))
         await asyncio.sleep(0)
         request.put(chunk(1))
-        with pytest.raises(ValueError, match="cannot be told"):
+        with pytest.raises(ValueError, match="callback failed"):
             await waiting
         assert request.ended
 
@@ -63,7 +63,7 @@ def test_what_direct_raises_ends_the_stream() -> None:
 
 def test_a_gap_is_found_before_a_chunk_is_offered() -> None:
     async def main() -> None:
-        request = OpenRequest("r", direct=lambda chunk: True)
+        request = PendingRequest("r", direct=lambda chunk: True)
         request.put(chunk(0))
         await request.take(None)
         waiting = asyncio.create_task(request.take(None))
