@@ -1,6 +1,6 @@
 """`python -m sidestream.tools.fleet.capacity`: how many engines a load needs, by the cost model and the real router.
 
-Prints the table of docs/fleet.md: for each number of engines the requests and tokens a second at a share of their
+Prints the table of docs/scaling.md: for each number of engines the requests and tokens a second at a share of their
 capacity, and with how many adapters a request still finds its own on the GPU.
 """
 

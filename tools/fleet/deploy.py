@@ -16,7 +16,7 @@ examples:
   sidestream deploy fleet.toml
   sidestream deploy fleet.toml --check   say what is wrong with the file, and start nothing
 
-fleet.toml (all keys: docs/fleet.md):
+fleet.toml (all keys: docs/scaling.md):
   model = "models/llama"
   max-replicas = 4
   keys = "keys.toml"

@@ -1,4 +1,4 @@
-"""The table of docs/tensor_parallel.md: one model over several GPUs next to one engine on each of them.
+"""The table of docs/scaling.md: one model over several GPUs next to one engine on each of them.
 
 python -m sidestream.tools.pages.ranks            exit code 1 and a diff when the table is out of date
 python -m sidestream.tools.pages.ranks --write    put today's table in
@@ -17,7 +17,7 @@ from ..options.models import LLAMA_8B, LLAMA_70B
 from .excerpts import keep_true
 from .performance import table
 
-PAGE = Path(__file__).parents[2] / "docs" / "tensor_parallel.md"
+PAGE = Path(__file__).parents[2] / "docs" / "scaling.md"
 GB = 1e9
 MEMORY = 141 * GB  # an H200's
 USED = 0.9  # `gpu_memory_utilization` as it is without the option

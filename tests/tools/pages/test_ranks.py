@@ -1,4 +1,4 @@
-"""docs/tensor_parallel.md says when several GPUs are better one engine and when several."""
+"""docs/scaling.md says when several GPUs are better one engine and when several."""
 
 import re
 
