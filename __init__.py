@@ -6,26 +6,26 @@ The names below load on first use, so that `import sidestream` takes millisecond
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _HOME = {
     "LLM": "runtime.llm",
-    "SamplingParams": "runtime.requests.sampling_params",
-    "StructuredOutputsParams": "runtime.requests.structured_outputs",
-    "BeamSearchParams": "runtime.requests.beam_search",
-    "BeamSearchOutput": "runtime.requests.beam_search",
-    "BeamSearchSequence": "runtime.requests.beam_search",
-    "RequestOutput": "runtime.requests.outputs",
-    "CompletionOutput": "runtime.requests.outputs",
-    "Logprob": "runtime.requests.outputs",
-    "RequestMetrics": "runtime.requests.outputs",
-    "LoRARequest": "runtime.requests.lora_request",
-    "RequestError": "runtime.requests.errors",
-    "CapacityError": "runtime.requests.errors",
-    "ServerError": "runtime.requests.errors",
-    "EngineDeadError": "runtime.requests.errors",
-    "OverloadedError": "runtime.requests.errors",
-    "DeadlineError": "runtime.requests.errors",
+    "SamplingParams": "runtime.api.sampling_params",
+    "StructuredOutputsParams": "runtime.api.structured_outputs",
+    "BeamSearchParams": "runtime.api.beam_search",
+    "BeamSearchOutput": "runtime.api.beam_search",
+    "BeamSearchSequence": "runtime.api.beam_search",
+    "RequestOutput": "runtime.api.outputs",
+    "CompletionOutput": "runtime.api.outputs",
+    "Logprob": "runtime.api.outputs",
+    "RequestMetrics": "runtime.api.outputs",
+    "LoRARequest": "runtime.api.lora_request",
+    "RequestError": "runtime.api.errors",
+    "CapacityError": "runtime.api.errors",
+    "ServerError": "runtime.api.errors",
+    "EngineDeadError": "runtime.api.errors",
+    "OverloadedError": "runtime.api.errors",
+    "DeadlineError": "runtime.api.errors",
     "EngineOptions": "runtime.engine.options",
     "Client": "runtime.client.client",
     "AsyncClient": "runtime.client.async_client",
@@ -66,12 +66,8 @@ if TYPE_CHECKING:
     from .compiler.api import CompiledModel
     from .compiler.api import compile_model as compile
     from .compiler.options import CompileOptions, OptionError
-    from .runtime.client.async_client import AsyncClient
-    from .runtime.client.client import Client
-    from .runtime.engine.options import EngineOptions
-    from .runtime.llm import LLM
-    from .runtime.requests.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-    from .runtime.requests.errors import (
+    from .runtime.api.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+    from .runtime.api.errors import (
         CapacityError,
         DeadlineError,
         EngineDeadError,
@@ -79,10 +75,14 @@ if TYPE_CHECKING:
         RequestError,
         ServerError,
     )
-    from .runtime.requests.lora_request import LoRARequest
-    from .runtime.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-    from .runtime.requests.sampling_params import SamplingParams
-    from .runtime.requests.structured_outputs import StructuredOutputsParams
+    from .runtime.api.lora_request import LoRARequest
+    from .runtime.api.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from .runtime.api.sampling_params import SamplingParams
+    from .runtime.api.structured_outputs import StructuredOutputsParams
+    from .runtime.client.async_client import AsyncClient
+    from .runtime.client.client import Client
+    from .runtime.engine.options import EngineOptions
+    from .runtime.llm import LLM
 else:  # a type checker reports names that there are not
 
     def __getattr__(name: str) -> Any:

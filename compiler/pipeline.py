@@ -15,40 +15,40 @@ from .accounting import Expectation, model_shape
 from .graph.capture import Captured
 from .graph.nodes import aten, erase_unused
 from .options import CompileOptions, OptionError
-from .passes.balance_keys import balance_keys
 from .passes.base import Context, PassReport
-from .passes.center_keys import center_keys
-from .passes.finer_logits import finer_logits
-from .passes.finer_residual import finer_residual
-from .passes.fold_multipliers import fold_multipliers
-from .passes.fuse_add_rms_norm import fuse_add_rms_norm
-from .passes.fuse_all_reduce_norm import fuse_all_reduce_norm
-from .passes.fuse_decoder_block import fuse_decoder_block
-from .passes.fuse_lora_expand import fuse_lora_expand
-from .passes.fuse_lora_silu_mul import fuse_lora_silu_mul
-from .passes.fuse_quantize import fuse_quantize
-from .passes.fuse_rope_append import fuse_rope_append
-from .passes.fuse_silu_mul import fuse_linear_silu_mul, fuse_silu_mul
-from .passes.lift_bias import lift_bias
-from .passes.lift_embedding import lift_embedding
-from .passes.lift_lora import lift_lora
-from .passes.lift_rms_norm import lift_rms_norm
-from .passes.lift_rope import lift_rope
-from .passes.lift_rope_angles import lift_rope_angles
-from .passes.lift_stored_weights import lift_stored_weights
-from .passes.lower_lora import lower_lora
-from .passes.normalize import normalize
-from .passes.pack_projections import pack_projections
-from .passes.quantize_in_blocks import quantize_in_blocks
-from .passes.quantize_kv import quantize_kv
-from .passes.quantize_linears import quantize_linears
-from .passes.quantize_lora import quantize_lora
-from .passes.rotate_values import rotate_values
-from .passes.round_lora_ranks import round_lora_ranks
-from .passes.shard import shard
-from .passes.smooth_channels import smooth_channels
-from .passes.use_rounded_weights import use_rounded_weights
-from .passes.widen_kv_once import widen_kv_once
+from .passes.fuse.fuse_add_rms_norm import fuse_add_rms_norm
+from .passes.fuse.fuse_decoder_block import fuse_decoder_block
+from .passes.fuse.fuse_quantize import fuse_quantize
+from .passes.fuse.fuse_rope_append import fuse_rope_append
+from .passes.fuse.fuse_silu_mul import fuse_linear_silu_mul, fuse_silu_mul
+from .passes.fuse.pack_projections import pack_projections
+from .passes.fuse.quantize_in_blocks import quantize_in_blocks
+from .passes.fuse.widen_kv_once import widen_kv_once
+from .passes.lift.fold_multipliers import fold_multipliers
+from .passes.lift.lift_bias import lift_bias
+from .passes.lift.lift_embedding import lift_embedding
+from .passes.lift.lift_lora import lift_lora
+from .passes.lift.lift_rms_norm import lift_rms_norm
+from .passes.lift.lift_rope import lift_rope
+from .passes.lift.lift_rope_angles import lift_rope_angles
+from .passes.lift.lift_stored_weights import lift_stored_weights
+from .passes.lift.normalize import normalize
+from .passes.lora.fuse_lora_expand import fuse_lora_expand
+from .passes.lora.fuse_lora_silu_mul import fuse_lora_silu_mul
+from .passes.lora.lower_lora import lower_lora
+from .passes.lora.quantize_lora import quantize_lora
+from .passes.lora.round_lora_ranks import round_lora_ranks
+from .passes.parallel.fuse_all_reduce_norm import fuse_all_reduce_norm
+from .passes.parallel.shard import shard
+from .passes.quantize.balance_keys import balance_keys
+from .passes.quantize.center_keys import center_keys
+from .passes.quantize.finer_logits import finer_logits
+from .passes.quantize.finer_residual import finer_residual
+from .passes.quantize.quantize_kv import quantize_kv
+from .passes.quantize.quantize_linears import quantize_linears
+from .passes.quantize.rotate_values import rotate_values
+from .passes.quantize.smooth_channels import smooth_channels
+from .passes.quantize.use_rounded_weights import use_rounded_weights
 from .program.program import Bucket
 from .records import PassRecord, graph_lines, op_counts, text_of
 

@@ -19,7 +19,7 @@ from .families import ATTENTION_MODULES, MLP_MODULES, PACKED_MODULES
 from .model_directory import WEIGHTS, why_no_adapter
 from .peft_patterns import LookAroundError
 from .regular_file import name_of, value_of
-from .tensor_layout import ITEM_BYTES, Layout, read_layout
+from .safetensors_header import ITEM_BYTES, Layout, read_layout
 
 AGAIN = "save the adapter again with peft's save_pretrained"
 MERGE = "merge the adapter into its base (merge_and_unload) and serve that"

@@ -1,5 +1,5 @@
 """The .safetensors file of one adapter, read into memory once and whole: in large pieces, hashed on the way and checked
-for NaN and overflow, on some threads. Where its tensors lie is known before (`tensor_layout`).
+for NaN and overflow, on some threads. Where its tensors lie is known before (`safetensors_header`).
 
 What is hashed is what is used, whatever is written to the file meanwhile. While a piece is read, hashed or checked,
 other threads run Python.
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from .regular_file import name_of
 from .safetensors_file import FLOATING
-from .tensor_layout import Layout, damaged, open_file
+from .safetensors_header import Layout, damaged, open_file
 
 PIECE = 16 << 20
 READERS = 8

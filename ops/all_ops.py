@@ -1,3 +1,9 @@
 """Importing this module registers every op as `torch.ops.sidestream.<name>`."""
 
-from . import attention, collectives, decoder_block, linear, lora, rows, speculate  # noqa: F401
+from . import (  # noqa: F401
+    attention,
+    collectives,
+    decoder_block,
+    linear,
+    lora,
+)

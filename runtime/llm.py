@@ -12,24 +12,19 @@ import torch
 from tqdm import tqdm
 
 from .adapters.lora_requests import adapter_names
+from .api.beam_search import BeamSearchOutput, BeamSearchParams
+from .api.errors import RequestError
+from .api.lora_request import LoRARequest
+from .api.outputs import FinishReason, Logprob, RequestOutput
+from .api.request import Request
+from .api.sampling_params import SamplingParams
 from .demo_model import DEMO_MODEL, demo_adapters
-from .device.model import find_model
-from .device.progress import say
-from .device.sleep import Sleeps
 from .engine.beam_search import beam_search
 from .engine.engine import Engine
 from .engine.keywords import LLMKeywords
 from .engine.options import keyword_docs, with_keywords
 from .engine.vllm_keywords import without_vllm_keywords
-from .ranks.shared_model import load_shared
-from .requests.beam_search import BeamSearchOutput, BeamSearchParams
-from .requests.errors import RequestError
-from .requests.lora_request import LoRARequest
-from .requests.outputs import FinishReason, Logprob, RequestOutput
-from .requests.request import Request
-from .requests.sampling_params import SamplingParams
-from .scheduling.scheduler import Scheduler
-from .structured.compiler import GrammarCompiler
+from .scheduler.scheduler import Scheduler
 from .text.adapter_chat import warn_of_tokens
 from .text.chat import ChatRenderer
 from .text.chat_files import read_chat_templates
@@ -37,7 +32,12 @@ from .text.chat_messages import as_conversations
 from .text.generation_config import describe, sampling_defaults
 from .text.prompts import one_for_each, without_special_tokens
 from .text.requests import make_requests
+from .text.structured.compiler import GrammarCompiler
 from .text.tokenizer import Tokenizer, load_tokenizer
+from .worker.model import find_model
+from .worker.progress import say
+from .worker.sleep import Sleeps
+from .worker.tensor_parallel.shared_model import load_shared
 
 
 class StreamChunk(NamedTuple):

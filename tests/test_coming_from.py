@@ -4,7 +4,7 @@ import re
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from sidestream.runtime.scheduling.limits import SchedulerStats
+from sidestream.runtime.scheduler.limits import SchedulerStats
 from sidestream.runtime.server.stepper import published
 from sidestream.tools.cli import build_parser
 

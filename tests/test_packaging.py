@@ -27,7 +27,7 @@ def test_the_wheel_holds_every_module(content: zipfile.ZipFile) -> None:
         f"sidestream/{path.relative_to(ROOT).as_posix()}"
         for folder in SOURCES
         for path in (ROOT / folder).rglob("*.py")
-        if "__pycache__" not in path.parts
+        if "__pycache__" not in path.parts and not path.is_relative_to(ROOT / "tools" / "dev")
     }
     assert expected | {"sidestream/__init__.py"} <= set(content.namelist())
 
@@ -50,6 +50,7 @@ def test_the_wheel_holds_nothing_else(content: zipfile.ZipFile) -> None:
         "nothing may land in site-packages next to the package"
     )
     assert not [name for name in content.namelist() if "/tests/" in name or name.startswith("sidestream/tests")]
+    assert not [name for name in content.namelist() if name.startswith("sidestream/tools/dev")]
 
 
 def test_an_editable_install_needs_no_network(wheel: Path, tmp_path: Path) -> None:
@@ -97,7 +98,7 @@ def test_import_brings_the_standard_library_only() -> None:
         "runtime.server.supervisor",
         "runtime.gateway.serving.process",
         "runtime.adapters.describe_worker",
-        "runtime.structured.trial_worker",
+        "runtime.text.structured.trial_worker",
         "runtime.text.chat_worker",
     ],
 )
@@ -114,6 +115,7 @@ def test_every_subpackage_is_listed() -> None:
             f"sidestream.{path.parent.relative_to(ROOT).as_posix().replace('/', '.')}"
             for folder in SOURCES
             for path in (ROOT / folder).rglob("__init__.py")
+            if not path.is_relative_to(ROOT / "tools" / "dev")
         ),
     }
     assert set(PROJECT["tool"]["setuptools"]["packages"]) == present

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 from sidestream.tools.cli import build_parser
-from sidestream.tools.pages.api import commands
+from sidestream.tools.dev.pages.api import commands
 
 ROOT = Path(__file__).parents[1]
 FLOORS = ("ops", "graphs", "compiler", "runtime", "tools")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 PATH = re.compile(rf"(?<![\w/.<-])(?:{'|'.join(FLOORS)}|tests|docs)/(?:[\w.-]+/)*[\w.-]*\w/?")
-MADE_UP = re.compile(r"my_|WING")  # names that stand for the reader's own
+MADE_UP = re.compile(r"my_|FOLDER")  # names that stand for the reader's own
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
@@ -55,16 +55,6 @@ def test_every_command_that_a_page_names_is_there_with_its_options(page: Path) -
             if word.startswith("-") and word not in parser._option_string_actions:
                 wrong.append(call)
     assert not wrong
-
-
-def test_the_house_lists_every_wing() -> None:
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    wings = {
-        f"{init.parent.relative_to(ROOT).as_posix()}/"
-        for floor in FLOORS
-        for init in ROOT.glob(f"{floor}/**/__init__.py")
-    }
-    assert sorted(wing for wing in wings if f"`{wing}`" not in text) == []
 
 
 def test_the_commands_are_listed() -> None:

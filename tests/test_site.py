@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import sidestream
 from sidestream.tools.cli import build_parser
-from sidestream.tools.pages.api import commands
+from sidestream.tools.dev.pages.api import commands
 
 build = pytest.importorskip("mkdocs.commands.build", reason="needs the extra `docs`")
 from mkdocs.config import load_config  # noqa: E402

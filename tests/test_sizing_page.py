@@ -12,7 +12,9 @@ from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import LoraShape
 from sidestream.ops.core.kv_layout import PAGE_SIZE, pages_for
-from sidestream.runtime.device.capacity import (
+from sidestream.runtime.engine.options import MAX_NUM_SEQS
+from sidestream.runtime.engine.resolve import DEFAULT_MAX_MODEL_LEN, MAX_BATCHED_TOKENS
+from sidestream.runtime.worker.capacity import (
     RESERVE_BYTES,
     Demand,
     kv_specs,
@@ -21,8 +23,6 @@ from sidestream.runtime.device.capacity import (
     sampling_bytes,
     specs_of,
 )
-from sidestream.runtime.engine.options import MAX_NUM_SEQS
-from sidestream.runtime.engine.resolve import DEFAULT_MAX_MODEL_LEN, MAX_BATCHED_TOKENS
 from sidestream.tools.options.models import LLAMA_8B
 
 DOCS = Path(__file__).parents[1] / "docs"

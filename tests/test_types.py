@@ -15,10 +15,10 @@ import sidestream
 import torch
 from sidestream.compiler.options import Layers
 from sidestream.compiler.pipeline import Pass
-from sidestream.runtime.engine.calibration import Calibration
 from sidestream.runtime.engine.keywords import LLMKeywords
 from sidestream.runtime.engine.options import keyword_default, keywords
 from sidestream.runtime.engine.vllm_keywords import ACCEPTED
+from sidestream.runtime.quantization.calibration import Calibration
 from support.installed import Installed
 
 SKIPPED = "[mypy-torch.*,triton.*,numpy.*]\nfollow_imports = skip\n"  # they take a minute, and no type below is theirs

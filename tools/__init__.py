@@ -1,15 +1,12 @@
-"""Floor 4: the `sidestream` command, and what measures, trains and documents.
+"""Floor 4: the `sidestream` command, and the development tools.
 
-cli             finds a command's module and turns a user's mistake into one line
-commands        one file a command
-options         options that several commands share
-bench           `sidestream bench`, and what else measures speed
-tuning          `sidestream tune`
-quality         `sidestream eval`: how close quantized serving is to bf16
-pages           keeps the docs' tables and excerpts true
-chaos           attacks a live server while healthy clients check every answer
-fleet           the commands of a fleet on Ray Serve
-simulate_fleet  the gateway's router before simulated engines
-drafts          trains a draft for a model
-train           makes the demo model (demo_model/)
+cli         parse the command line, run the command, print errors as one line
+commands    one file a command
+options     options that several commands share
+bench       `sidestream bench`
+tuning      `sidestream tune`
+quality     `sidestream eval`: accuracy of quantized serving compared with bf16
+fleet       commands for a fleet on Ray Serve
+demo_model  the embedded demo model and its adapters
+dev         development tools, not in the wheel
 """

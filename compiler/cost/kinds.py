@@ -2,7 +2,7 @@
 
 Where no file of docs/measurements is named, they are fitted to the changes that bench_ablation_h200.json measured (8,
 32 and 64 sequences), together with the decode steps of bench_latency_h200.json and the layers of
-bench_layer_int8_h200.json. `tools/bench/estimated_changes.py` holds the changes against the estimates.
+bench_layer_int8_h200.json. `tools/dev/bench/estimated_changes.py` holds the changes against the estimates.
 """
 
 from dataclasses import dataclass

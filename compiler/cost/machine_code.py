@@ -37,7 +37,7 @@ class MachineCode:
     """One compiled kernel; bytes of shared memory a CTA, of the stack (where spilled registers lie) a thread."""
 
     name: str
-    function: str  # with its module: sidestream.ops.rows.rms_norm._rms_norm_kernel
+    function: str  # with its module: sidestream.ops.elementwise.rms_norm._rms_norm_kernel
     num_warps: int
     registers: int
     local_bytes: int

@@ -31,7 +31,7 @@ class Resources:
     """Registers and spilled registers a thread, bytes of shared memory a CTA, and warps.
 
     target    what was compiled for ("sm_90"); "" when nothing was
-    variants  (kernel such as `ops.rows.rms_norm._rms_norm_kernel`, its figures): each different specialisation
+    variants  (kernel such as `ops.elementwise.rms_norm._rms_norm_kernel`, its figures): each different specialisation
     launches  program name -> for each step the numbers of the variants that it launches, in order
     refused   op -> why a launch of it was not compiled
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from ...ops.core.triton_support import cdiv
-from ...ops.rows.hadamard import reference as hadamard_reference
-from ...ops.rows.quantize import E4M3
-from ...ops.rows.quantize import reference as quantize_rowwise_reference
+from ...ops.elementwise.hadamard import reference as hadamard_reference
+from ...ops.elementwise.quantize import E4M3
+from ...ops.elementwise.quantize import reference as quantize_rowwise_reference
 
 LARGEST_BALANCE = 16  # as a power of two
 ROWS_AT_ONCE = 8192  # rows quantized together: the fp32 copy of a 128256 x 4096 matrix would be 2 GB

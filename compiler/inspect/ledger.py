@@ -20,7 +20,7 @@ from ...ops.collectives.all_reduce_add_rms_norm_quant import all_reduce_add_rms_
 from ...ops.core.device import H200_SMS
 from ...ops.core.kv_layout import PAGE_SIZE
 from ...ops.core.residual_stream import residual_in_fp32
-from ...ops.rows.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
+from ...ops.elementwise.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
 from ..build import build_program
 from ..graph.capture import Captured
 from ..graph.nodes import CASTS, aten, bind, has_operand, is_call, is_check

@@ -11,7 +11,7 @@ from ..adapter_file import LARGEST, in_range, read_fully
 from ..checkpoint import SINGLE, CheckpointError
 from ..regular_file import name_of
 from ..safetensors_file import FLOATING
-from ..tensor_layout import Layout, damaged, open_file, read_layout
+from ..safetensors_header import Layout, damaged, open_file, read_layout
 from .config import EagleConfig
 from .eagle import EMBEDDING, MAPPING, EagleDraft
 

@@ -26,10 +26,10 @@ from ..core.registry import register
 from ..core.reproducible import LOG2_E, power_of_two, product, sum_in_order
 from ..core.triton_support import cdiv
 from ..core.workspace import workspace
-from ..rows.quantize import E4M3
-from ..rows.quantize import fake as quantize_rowwise_fake
-from ..rows.quantize import launch as quantize_rowwise_launch
-from ..rows.quantize import reference as quantize_rowwise_reference
+from ..elementwise.quantize import E4M3
+from ..elementwise.quantize import fake as quantize_rowwise_fake
+from ..elementwise.quantize import launch as quantize_rowwise_launch
+from ..elementwise.quantize import reference as quantize_rowwise_reference
 from . import decode as attention_decode
 from . import prefill as attention_prefill
 from . import prefill_gluon

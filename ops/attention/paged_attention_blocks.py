@@ -10,10 +10,10 @@ import torch
 
 from ..core.registry import register
 from ..core.workspace import workspace
-from ..rows.quantize import E4M3
-from ..rows.quantize_blocks import fake as quantize_blocks_fake
-from ..rows.quantize_blocks import launch as quantize_blocks_launch
-from ..rows.quantize_blocks import reference as quantize_blocks_reference
+from ..elementwise.quantize import E4M3
+from ..elementwise.quantize_blocks import fake as quantize_blocks_fake
+from ..elementwise.quantize_blocks import launch as quantize_blocks_launch
+from ..elementwise.quantize_blocks import reference as quantize_blocks_reference
 from . import decode as attention_decode
 from . import decode_gluon
 from .paged_attention import (

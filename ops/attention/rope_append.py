@@ -21,8 +21,8 @@ from ..core.kv_layout import KEY, PAGE_SIZE, VALUE
 from ..core.registry import register
 from ..core.reproducible import mean_square
 from ..core.triton_support import cdiv, in_fp32, next_power_of_2, pdl_options, pdl_start, require_contiguous, round_to
-from ..rows.hadamard import fht_halves
-from ..rows.hadamard import reference as hadamard_reference
+from ..elementwise.hadamard import fht_halves
+from ..elementwise.hadamard import reference as hadamard_reference
 from .append_kv import centered, check_cache, check_center, store_heads, store_kv_reference
 from .rope import rope_reference, rotate_halves
 

@@ -16,9 +16,9 @@ import triton.language as tl
 from ..core.registry import register
 from ..core.residual_stream import as_residual, of_residual, residual_in_fp32, round_residual
 from ..core.triton_support import in_fp32, pdl_options, pdl_start, require_contiguous, round_to, rounded_to
-from ..rows.quantize import E4M3, rotated_width, store_quantized_row
-from ..rows.quantize import reference as quantize_rowwise_reference
-from ..rows.rms_norm import add_rms_norm_quant, rms_norm_reference
+from ..elementwise.quantize import E4M3, rotated_width, store_quantized_row
+from ..elementwise.quantize import reference as quantize_rowwise_reference
+from ..elementwise.rms_norm import add_rms_norm_quant, rms_norm_reference
 from .all_reduce import add_in_rank_order
 from .exchange import exchange_of, is_one_shot
 from .group import group_named

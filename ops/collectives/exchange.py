@@ -30,7 +30,7 @@ from typing import Any, Optional
 import torch
 
 from ..core.triton_support import cdiv
-from ..rows.quantize import row_block
+from ..elementwise.quantize import row_block
 from .group import GroupError, RankGroup, group_named, world_of
 
 PURPOSE = "exchange"  # its place in RankGroup.buffers

@@ -29,10 +29,10 @@ from ..core.reproducible import mean_square, silu_in_fp32
 from ..core.residual_stream import residual_in_fp32, round_residual
 from ..core.triton_support import INTERPRETED, next_power_of_2
 from ..core.workspace import workspace
+from ..elementwise.quantize import NORM_ROTATES, SILU_ROTATES
+from ..elementwise.quantize_blocks import BLOCK, dequantize_blocks, padded_scales
+from ..elementwise.quantize_blocks import reference as quantize_blocks_reference
 from ..linear.linear_8bit import matmul_8bit
-from ..rows.quantize import NORM_ROTATES, SILU_ROTATES
-from ..rows.quantize_blocks import BLOCK, dequantize_blocks, padded_scales
-from ..rows.quantize_blocks import reference as quantize_blocks_reference
 from .kernel import decoder_block_kernel
 from .streams import COUNTERS
 

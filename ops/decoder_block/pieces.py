@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..core import residual_stream
 from ..core.gluon_support import cta_barrier
-from ..rows import quantize
+from ..elementwise import quantize
 from .streams import SPLIT, await_count
 
 SILU_ROTATES = gl.constexpr(quantize.SILU_ROTATES)

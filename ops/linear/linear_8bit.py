@@ -20,7 +20,7 @@ from ..core.device import multiprocessors
 from ..core.registry import register
 from ..core.reproducible import product
 from ..core.triton_support import INTERPRETED
-from ..rows.quantize_blocks import BLOCK
+from ..elementwise.quantize_blocks import BLOCK
 from .kernel_gluon import launch_gluon
 from .kernel_large import launch_large
 from .kernel_triton import launch_triton

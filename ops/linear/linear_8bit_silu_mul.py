@@ -13,7 +13,7 @@ from ..core.device import multiprocessors
 from ..core.registry import register
 from ..core.reproducible import silu_in_fp32
 from ..core.triton_support import INTERPRETED
-from ..rows.silu_mul import silu_mul_launch
+from ..elementwise.silu_mul import silu_mul_launch
 from .kernel_wide import launch_wide
 from .linear_8bit import check_shapes, matmul_8bit
 from .linear_8bit import launch as launch_linear

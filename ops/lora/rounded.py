@@ -29,7 +29,7 @@ from ..core.triton_support import (
     row_scale,
     to_int8,
 )
-from ..rows.quantize import reference as quantize_rowwise_reference
+from ..elementwise.quantize import reference as quantize_rowwise_reference
 from .expand import place_of
 from .shrink import dequantized, wait_then_launch
 

@@ -13,7 +13,7 @@ from ..core.eight_bits import QUANTIZED_MAX
 from ..core.registry import register
 from ..core.reproducible import product
 from ..core.triton_support import INTERP, cdiv, dot_ieee, next_power_of_2, pdl_options, require_contiguous
-from ..rows.quantize_blocks import BLOCK, dequantize_blocks, padded_scales
+from ..elementwise.quantize_blocks import BLOCK, dequantize_blocks, padded_scales
 
 EIGHT_BIT = tuple(QUANTIZED_MAX)  # dtypes of quantized tensors
 CTAS_PER_SM = 16  # programs for each SM, at most

@@ -14,7 +14,7 @@ import triton.language as tl
 from ..core.registry import register
 from ..core.reproducible import silu_in_fp32
 from ..core.triton_support import cdiv, in_fp32, next_power_of_2, pdl_options, pdl_start, require_contiguous, round_to
-from ..rows.silu_mul import silu
+from ..elementwise.silu_mul import silu
 from .rounded import columns_of, fits, load_b, load_ranks, load_scale, load_step, load_tokens, product
 from .shrink import dequantized
 

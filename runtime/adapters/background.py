@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from ..threads import start_thread
+from ..processes.threads import start_thread
 
 QUIET_SECONDS = 1.0
 END_SECONDS = 5.0

@@ -13,7 +13,7 @@ from ...graphs.adapter_config import AdapterError
 from ...graphs.adapter_description import Description
 from ...graphs.config import LlamaConfig
 from ...graphs.draft.config import EagleConfig
-from ..child_process import ChildProcess
+from ..processes.helper_process import ChildProcess
 from ..text.adapter_chat import AdapterChat
 from ..text.chat_files import ChatTemplateError
 

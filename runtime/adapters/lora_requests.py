@@ -6,8 +6,8 @@ from typing import Any
 
 from ...graphs.adapter_config import AdapterError
 from ...graphs.model_directory import adapter_directory
-from ..requests.errors import RequestError
-from ..requests.lora_request import LoRARequest
+from ..api.errors import RequestError
+from ..api.lora_request import LoRARequest
 from .registry import AdapterRegistry
 
 

@@ -19,11 +19,11 @@ from ...graphs.draft.config import LORA_DIRECTORY, EagleConfig
 from ...graphs.lora import LoraShape
 from ...graphs.model_directory import WEIGHTS, adapter_directory, without_file_name
 from ...graphs.stack import check_fits
-from ..requests.errors import RequestError
+from ..api.errors import RequestError
 from ..text.adapter_chat import NO_CHAT, AdapterChat, read_adapter_chat
 from ..text.chat_files import ChatTemplateError
 from .describing import AdapterDescriber
-from .slot_cache import SlotCache
+from .disk_cache import SlotCache
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 MAX_ADAPTERS = 4096

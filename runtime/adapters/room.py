@@ -11,8 +11,8 @@ from ...graphs.draft.config import read_eagle_config
 from ...graphs.lora import LoraShape
 from ...graphs.stack import lora_shape_for
 from ..engine.options import DEFAULT_MAX_LORAS, MAX_RANK, EngineOptions
+from .disk_cache import SlotCache
 from .registry import AdapterRegistry
-from .slot_cache import SlotCache
 
 
 def registry_of(config: LlamaConfig, options: EngineOptions, describe: Describe) -> AdapterRegistry:

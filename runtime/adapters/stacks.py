@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ...compiler.graph.recipe import Recipe
 from ...graphs.adapter_config import AdapterError
 from ...graphs.lora import LoraShape
-from ..threads import start_thread
+from ..processes.threads import start_thread
 from .packing import use_few_threads
 from .registry import AdapterRegistry
 from .slot_copy import SlotCopies

@@ -19,10 +19,10 @@ from ...graphs.adapter import Adapter
 from ...graphs.draft.config import LAYER
 from ...graphs.lora import LoraShape
 from ...graphs.stack import check_fits, slot_tensor
+from .disk_cache import packing_key, slot_key
 from .host_memory import host_bytes, page_lock
 from .packing import Packing
 from .registry import AdapterRegistry
-from .slot_cache import packing_key, slot_key
 
 ALIGNMENT = 4096
 """A page of the operating system: page-locking one tensor must not touch its neighbours."""

@@ -7,20 +7,20 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from ..requests.errors import EngineDeadError
-from ..requests.lora_request import LoRARequest
-from ..requests.outputs import RequestOutput
-from ..requests.request import Continuation
-from ..requests.sampling_params import SamplingParams
+from ..api.errors import EngineDeadError
+from ..api.lora_request import LoRARequest
+from ..api.outputs import RequestOutput
+from ..api.request import Continuation
+from ..api.sampling_params import SamplingParams
+from ..protocol import messages as protocol
+from ..protocol.addresses import AddressError, check_keys, default_address, parse
+from ..protocol.curve_keys import ClientKeys, load_client_keys
+from ..protocol.messages import AdapterInfo, Chunk, Health, Message, Welcome
+from ..protocol.templates import adapter_templates, welcome_templates
 from ..text.chat import ChatRenderer
 from ..text.chat_files import ChatTemplates
 from ..text.chat_messages import as_conversations
 from ..text.prompts import Prompt, as_list, one_for_each, without_special_tokens
-from ..wire import protocol
-from ..wire.addresses import AddressError, check_keys, default_address, parse
-from ..wire.keys import ClientKeys, load_client_keys
-from ..wire.protocol import AdapterInfo, Chunk, Health, Message, Welcome
-from ..wire.templates import adapter_templates, welcome_templates
 from .connection import Connection
 from .lora_requests import LoraRequests
 from .requests import Assembly, continued, submission

@@ -12,15 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from ..requests.errors import RequestError
-from ..requests.lora_request import LoRARequest
-from ..requests.outputs import RequestOutput
-from ..requests.sampling_params import SamplingParams
+from ..api.errors import RequestError
+from ..api.lora_request import LoRARequest
+from ..api.outputs import RequestOutput
+from ..api.sampling_params import SamplingParams
+from ..processes.threads import start_thread
+from ..protocol.curve_keys import ClientKeys
+from ..protocol.messages import AdapterInfo, Chunk, Health, Welcome
 from ..text.chat_files import ChatTemplates
 from ..text.prompts import Prompt
-from ..threads import start_thread
-from ..wire.keys import ClientKeys
-from ..wire.protocol import AdapterInfo, Chunk, Health, Welcome
 from .async_client import CALL_SECONDS, CONNECT_SECONDS, AsyncClient
 
 T = TypeVar("T")

@@ -13,11 +13,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ..requests.errors import EngineDeadError, RequestError, ServerError
-from ..wire import framing, protocol
-from ..wire.addresses import Address, AddressError, check_private_directory
-from ..wire.keys import ClientKeys
-from ..wire.protocol import Message, Welcome
+from ..api.errors import EngineDeadError, RequestError, ServerError
+from ..protocol import framing
+from ..protocol import messages as protocol
+from ..protocol.addresses import Address, AddressError, check_private_directory
+from ..protocol.curve_keys import ClientKeys
+from ..protocol.messages import Message, Welcome
 from .link import ClientLink
 from .requests import OpenRequest, exception_of
 

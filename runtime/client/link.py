@@ -11,10 +11,10 @@ from typing import Any, cast
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from ..requests.errors import EngineDeadError, ServerError
-from ..wire.addresses import Address
-from ..wire.keys import ClientKeys
-from ..wire.protocol import MAX_FRAME_BYTES
+from ..api.errors import EngineDeadError, ServerError
+from ..protocol.addresses import Address
+from ..protocol.curve_keys import ClientKeys
+from ..protocol.messages import MAX_FRAME_BYTES
 
 _EVENTS = (
     zmq.EVENT_CONNECTED

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from ..requests.errors import RequestError
-from ..requests.lora_request import LoRARequest
-from ..wire.protocol import AdapterInfo
+from ..api.errors import RequestError
+from ..api.lora_request import LoRARequest
+from ..protocol.messages import AdapterInfo
 
 
 class LoraRequests:

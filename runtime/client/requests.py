@@ -7,14 +7,12 @@ from typing import Any
 
 import msgspec
 
-from ..requests.checks import check_text
-from ..requests.errors import DeadlineError, EngineDeadError, OverloadedError, RequestError, ServerError
-from ..requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from ..requests.request import Continuation
-from ..requests.sampling_params import SamplingParams
-from ..text.prompts import Prompt, adds_special_tokens, text_or_ids
-from ..text.token_bytes import as_text
-from ..wire.protocol import (
+from ..api.checks import check_text
+from ..api.errors import DeadlineError, EngineDeadError, OverloadedError, RequestError, ServerError
+from ..api.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from ..api.request import Continuation
+from ..api.sampling_params import SamplingParams
+from ..protocol.messages import (
     MAX_PROMPT_CHARACTERS,
     MAX_PROMPT_TOKENS,
     Chunk,
@@ -24,6 +22,8 @@ from ..wire.protocol import (
     Submit,
     TokenLogprob,
 )
+from ..text.prompts import Prompt, adds_special_tokens, text_or_ids
+from ..text.token_bytes import as_text
 
 _OURS = frozenset({"invalid_request", "unknown_adapter", "adapter_changed", "duplicate_id", "bad_frame"})
 _GONE = frozenset({"engine_dead", "wrong_instance", "hello_first"})

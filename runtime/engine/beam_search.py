@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from heapq import nlargest
 
-from ..requests.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-from ..requests.errors import RequestError
-from ..requests.outputs import Logprob, RequestOutput
-from ..requests.request import Request
-from ..requests.sampling_params import SamplingParams
+from ..api.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+from ..api.errors import RequestError
+from ..api.outputs import Logprob, RequestOutput
+from ..api.request import Request
+from ..api.sampling_params import SamplingParams
 from ..text.tokenizer import Tokenizer
 
 Generate = Callable[[list[list[int]], SamplingParams, list[str | None]], list[RequestOutput]]

@@ -2,11 +2,11 @@
 
 from typing import cast
 
-from ..requests.errors import RequestError
-from ..requests.outputs import CompletionOutput, FinishReason, Logprob
-from ..scheduling.prompt_scores import Scored
-from ..scheduling.sequence import Sequence
-from ..steps.plan import StepResult
+from ..api.errors import RequestError
+from ..api.outputs import CompletionOutput, FinishReason, Logprob
+from ..scheduler.prompt_scores import Scored
+from ..scheduler.sequence import Sequence
+from ..scheduler.step_plan import StepResult
 from ..text.detokenizer import ByteDetokenizer, Detokenizer, StopStrings, make_detokenizer
 from ..text.token_bytes import as_text
 from ..text.tokenizer import Tokenizer

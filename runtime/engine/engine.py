@@ -7,16 +7,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..requests.errors import RequestError
-from ..requests.outputs import FinishReason, RequestMetrics, RequestOutput
-from ..requests.request import Continuation, Delta, Request
-from ..requests.sampling_params import SEED_LIMIT, SamplingParams
-from ..scheduling.forbidden import Forbidden
-from ..scheduling.scheduler import Sampled, Scheduler
-from ..scheduling.sequence import Sequence, Status
-from ..scheduling.speculation import Speculation, most_drafts, speculation_of
-from ..steps.plan import StepMasks, StepPlan, StepResult
-from ..steps.runner import Runner
+from ..api.errors import RequestError
+from ..api.outputs import FinishReason, RequestMetrics, RequestOutput
+from ..api.request import Continuation, Delta, Request
+from ..api.sampling_params import SEED_LIMIT, SamplingParams
+from ..scheduler.forbidden import Forbidden
+from ..scheduler.runner_protocol import Runner
+from ..scheduler.scheduler import Sampled, Scheduler
+from ..scheduler.sequence import Sequence, Status
+from ..scheduler.speculation import Speculation, most_drafts, speculation_of
+from ..scheduler.step_plan import StepMasks, StepPlan, StepResult
 from ..text.tokenizer import Tokenizer
 from .completion import Completion
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from ...compiler.pipeline import Pass
-    from .calibration import Calibration
+    from ..quantization.calibration import Calibration
 
 Layers = bool | Collection[int]
 

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from ...compiler.options import CompileOptions, OptionError, check_choices, describe, documented, option
 from ...graphs.families import ATTENTION_MODULES, MLP_MODULES, PACKED_MODULES
-from ..requests.checks import MAX_DRAFTS, is_speculation, plain
-from .files import AUTO, OFF
+from ..api.checks import MAX_DRAFTS, is_speculation, plain
+from ..quantization.file_names import AUTO, OFF
 
 MAX_NUM_SEQS = 256
 DEFAULT_MAX_LORAS = 8

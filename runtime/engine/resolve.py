@@ -10,8 +10,8 @@ from ...compiler.options import DEFAULT_PRECISION, EIGHT_BITS, LAYERED, CompileO
 from ...compiler.pipeline import PASSES, Pass, check_disabled
 from ...graphs.config import LlamaConfig
 from ...ops.core.kv_layout import pages_for
+from ..quantization.rounded_weights import ROUNDING_DECIDES
 from .options import MAX_NUM_SEQS, EngineOptions
-from .rounding import ROUNDING_DECIDES
 
 DEFAULT_MAX_MODEL_LEN = 8192
 MAX_BATCHED_TOKENS = 8192

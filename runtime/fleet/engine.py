@@ -8,8 +8,8 @@ from msgspec import structs
 from ray import serve
 
 from ...ops.core.kv_layout import PAGE_SIZE
+from ..api.errors import ServerError
 from ..client.async_client import AsyncClient
-from ..requests.errors import ServerError
 from ..server.settings import ServeSettings
 from .adapter_root import fetch, fetched_folder
 from .engine_process import EngineProcess

@@ -5,9 +5,9 @@ import signal
 import sys
 from collections.abc import Callable
 
+from ..processes.channel import ChannelClosed
 from ..processes.child import Child, status_text
 from ..server.settings import ServeSettings
-from ..wire.channel import ChannelClosed
 
 _SERVING = "serving at "
 _COMMAND = ("-m", "sidestream.runtime.server.replicas.engine")

@@ -12,12 +12,12 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
+from ..api.errors import EngineDeadError, ServerError
 from ..gateway.router.catalogue import Offer
 from ..gateway.router.router import Router
 from ..gateway.serving.app import build_app
 from ..gateway.serving.parts import make_parts
 from ..gateway.settings import GatewaySettings
-from ..requests.errors import EngineDeadError, ServerError
 from .adapter_root import AdapterRoot
 from .members import listen
 from .status import overview

@@ -10,13 +10,13 @@ from msgspec import Meta, Struct, field, structs
 
 from ..demo_model import DEMO_MODEL, demo_adapters
 from ..engine.options import read_keywords
-from ..gateway.governance.keys import parse as parse_keys
-from ..gateway.governance.keys import read_bytes
+from ..gateway.auth.keys import parse as parse_keys
+from ..gateway.auth.keys import read_bytes
 from ..gateway.serving.origins import parse_origins
 from ..gateway.serving.process import check_exposure
 from ..gateway.settings import GatewaySettings
+from ..protocol.curve_keys import load_client_keys, load_server_keys
 from ..server.settings import ServeSettings
-from ..wire.keys import load_client_keys, load_server_keys
 from .adapter_root import AdapterRoot, fetched_folder, is_remote
 
 MAX_FILE_BYTES = 1 << 20

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import ray
 
-from ..wire.addresses import default_address, parse
+from ..protocol.addresses import default_address, parse
 
 OLD_SECONDS = 60.0
 """A socket's lock is taken within moments of its making; one that nobody holds after that belongs to nobody."""

@@ -9,10 +9,10 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from ..requests.sampling_defaults import SamplingDefaults
-from ..requests.sampling_params import SamplingParams
+from ..api.sampling_defaults import SamplingDefaults
+from ..api.sampling_params import SamplingParams
+from ..protocol.messages import Chunk
 from ..text.chat_files import ChatTemplates
-from ..wire.protocol import Chunk
 
 HealthStatus = Literal["loading", "ok", "stalled", "draining", "idle", "dead"]
 

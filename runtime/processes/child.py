@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from ..wire.channel import Channel
+from .channel import Channel
 from .last_words import LastWords
 
 STOP_SECONDS = 5.0

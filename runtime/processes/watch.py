@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from ..wire.protocol import HEARTBEAT_SECONDS
-
+HEARTBEAT_SECONDS = 0.5
+"""A child process reports this often that it is alive."""
 LOOK_SECONDS = 0.5
 """A loop that watches looks at least so often."""
 STALL_SECONDS = 3.0

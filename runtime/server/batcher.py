@@ -21,31 +21,31 @@ from typing import Any
 import msgspec
 import zmq
 
+from ..api.sampling_defaults import SamplingDefaults
+from ..processes.channel import Channel, ChannelClosed
 from ..processes.garbage import GarbageLook, collect_seldom
-from ..processes.watch import STALL_SECONDS, AwakeClock
-from ..requests.sampling_defaults import SamplingDefaults
-from ..steps.plan import StepDrafts
+from ..processes.watch import HEARTBEAT_SECONDS, STALL_SECONDS, AwakeClock
+from ..protocol.addresses import make_private_directory, parse
+from ..protocol.curve_keys import load_server_keys
+from ..protocol.messages import INSTANCE_BYTES
+from ..scheduler.step_plan import StepDrafts
 from ..text.chat_files import read_chat_templates
 from ..text.encoder import Encoder, keep_large_blocks_apart
 from ..text.generation_config import AUTO, describe, sampling_defaults
 from ..text.tokenizer import load_tokenizer
-from ..wire.addresses import make_private_directory, parse
-from ..wire.channel import Channel, ChannelClosed
-from ..wire.keys import load_server_keys
-from ..wire.protocol import HEARTBEAT_SECONDS, INSTANCE_BYTES
-from .adapter_desk import AdapterDesk
+from .adapter_requests import AdapterDesk
 from .connections import Connections
-from .front_desk import FrontDesk
 from .gpu_link import Answer, BatcherEnd, InHostMemory, LoadDone, Loading, Ready, StepFailed
-from .grammar_desk import GrammarDesk
+from .grammar_requests import GrammarDesk
 from .listener import MAX_PEERS, CurveListener, Listener, OpenListener
+from .message_router import FrontDesk
 from .open_requests import OpenRequests
 from .retries import Retries
 from .settings import ServeSettings
 from .state import ServerState
 from .stepper import Stepper
 from .submissions import Submissions, missing_adapter
-from .token_desk import TokenDesk
+from .tokenize_requests import TokenDesk
 
 _log = logging.getLogger(__name__)
 TICK_SECONDS = 0.1

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from msgspec import structs
 
 from ..engine.spelling import with_server_flags
-from ..wire.framing import FrameError, encode
-from ..wire.protocol import (
+from ..protocol.framing import FrameError, encode
+from ..protocol.messages import (
     HEARTBEAT_SECONDS,
     MAX_CHUNK_TOKENS,
     MAX_FRAME_CHUNKS,

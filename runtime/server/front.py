@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
+from ..processes.channel import ChannelClosed
 from ..processes.child import Child
-from ..wire.channel import ChannelClosed
 
 DEATHS = 5
 LIVED_SECONDS = 30.0

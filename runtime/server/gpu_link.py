@@ -16,8 +16,7 @@ import numpy as np
 import zmq
 from msgspec import Struct
 
-from ..steps.plan import StepDrafts, StepMasks, StepPlan, StepResult
-from ..steps.wire import (
+from ..scheduler.step_codec import (
     pack_drafts,
     pack_masks,
     pack_placed,
@@ -29,6 +28,7 @@ from ..steps.wire import (
     unpack_plan,
     unpack_result,
 )
+from ..scheduler.step_plan import StepDrafts, StepMasks, StepPlan, StepResult
 from ..text.adapter_chat import NO_CHAT, AdapterChat
 from .shared_masks import SharedMasks
 

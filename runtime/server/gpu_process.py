@@ -25,11 +25,11 @@ import msgspec
 import zmq
 
 from ..engine.spelling import with_server_flags
+from ..processes.channel import Channel, ChannelClosed
 from ..processes.garbage import collect_seldom
 from ..processes.memory import out_of_memory
 from ..processes.watch import Pulse
-from ..steps.plan import StepDrafts, StepMasks, StepPlan, no_rows
-from ..wire.channel import Channel, ChannelClosed
+from ..scheduler.step_plan import StepDrafts, StepMasks, StepPlan, no_rows
 from .gpu_link import (
     Alive,
     Answer,

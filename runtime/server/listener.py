@@ -15,11 +15,11 @@ from typing import Any, Protocol
 
 import zmq
 
-from ..wire.addresses import Address
-from ..wire.inflow import Inflow
-from ..wire.keys import Gate, ServerKeys
-from ..wire.protocol import MAX_FRAME_BYTES
-from ..wire.zmtp import GREETING, SEVERAL, Reader, ZmtpError, head
+from ..protocol.addresses import Address
+from ..protocol.curve_keys import Gate, ServerKeys
+from ..protocol.inflow import Inflow
+from ..protocol.messages import MAX_FRAME_BYTES
+from ..protocol.zmtp import GREETING, SEVERAL, Reader, ZmtpError, head
 
 BACKLOG = 512
 MAX_PEERS = 2048

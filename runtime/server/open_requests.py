@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
-from ..requests.outputs import CompletionOutput, Logprob, RequestOutput
-from ..requests.request import Delta
-from ..scheduling.masks import NOTHING_LEFT
-from ..structured.trial import is_refusal
-from ..wire.protocol import MAX_CHUNK_TOKENS, Chunk, Error, ErrorCode, TokenLogprob, Usage
+from ..api.outputs import CompletionOutput, Logprob, RequestOutput
+from ..api.request import Delta
+from ..protocol.messages import MAX_CHUNK_TOKENS, Chunk, Error, ErrorCode, TokenLogprob, Usage
+from ..scheduler.masks import NOTHING_LEFT
+from ..text.structured.trial import is_refusal
 from .connections import Client, Connections
 
 MAX_TEXT = 1 << 18

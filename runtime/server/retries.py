@@ -4,8 +4,8 @@ life, and what was in that step is tried alone first.
 
 from typing import NamedTuple
 
-from ..requests.errors import RequestError
-from ..requests.request import Request
+from ..api.errors import RequestError
+from ..api.request import Request
 from .stepper import Stepper
 
 

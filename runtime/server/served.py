@@ -14,7 +14,7 @@ from typing import NoReturn, Protocol
 from msgspec import structs
 
 from ...ops.core.kv_layout import PAGE_SIZE
-from ..steps.runner import Runner
+from ..scheduler.runner_protocol import Runner
 from .gpu_link import LoadedAdapter, Ready
 from .settings import ServeSettings
 
@@ -56,8 +56,8 @@ class ServedModel:
         # here, because a GPU process that only simulates a model needs no torch
         from ..adapters.describing import AdapterDescriber
         from ..adapters.room import readable_adapters
-        from ..device.model import find_model
-        from ..ranks.shared_model import load_shared
+        from ..worker.model import find_model
+        from ..worker.tensor_parallel.shared_model import load_shared
 
         source, options = find_model(settings.model, **settings.llm)
         describe = AdapterDescriber()

@@ -10,7 +10,7 @@ from typing import Self
 
 import numpy as np
 
-from ..steps.plan import Int32
+from ..scheduler.step_plan import Int32
 
 STEPS = 2
 """Steps that have a place each. Masks of a step are begun when the tokens of the step before are known, and those were

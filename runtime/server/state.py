@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..wire.protocol import Health
+from ..protocol.messages import Health
 from .stepper import Stepper
 
 

@@ -6,12 +6,12 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+from ..api.outputs import RequestOutput
+from ..api.request import Delta, Request
 from ..engine.engine import Engine
 from ..processes.watch import AwakeClock, StepWatch
-from ..requests.outputs import RequestOutput
-from ..requests.request import Delta, Request
-from ..scheduling.scheduler import Scheduler, SchedulerLimits
-from ..steps.plan import AHEAD, StepDrafts, StepMasks, StepPlan, StepResult
+from ..scheduler.scheduler import Scheduler, SchedulerLimits
+from ..scheduler.step_plan import AHEAD, StepDrafts, StepMasks, StepPlan, StepResult
 from ..text.adapter_chat import warn_of_tokens
 from ..text.tokenizer import Tokenizer
 from .gpu_link import BatcherEnd, Load, LoadDone, LoadedAdapter, Ready, Retire, StartLoad, Timing, Unload

@@ -6,17 +6,17 @@ from typing import Any
 
 from msgspec import structs
 
-from ..requests.errors import RequestError
-from ..requests.request import Constraint, Continuation, Request
-from ..requests.sampling_params import SamplingParams
-from ..requests.structured_outputs import StructuredOutputsParams
+from ..api.errors import RequestError
+from ..api.request import Constraint, Continuation, Request
+from ..api.sampling_params import SamplingParams
+from ..api.structured_outputs import StructuredOutputsParams
+from ..protocol.messages import MAX_OPEN_REQUESTS, Accepted, Error, ErrorCode, Submit
 from ..text.bad_words import bad_word_ids
 from ..text.encoder import INLINE_CHARACTERS, Encoder
 from ..text.prompts import check_continues, check_request, too_long
 from ..text.tokenizer import Tokenizer, TooManyTokens
-from ..wire.protocol import MAX_OPEN_REQUESTS, Accepted, Error, ErrorCode, Submit
 from .connections import Client, Connections
-from .grammar_desk import GrammarDesk
+from .grammar_requests import GrammarDesk
 from .open_requests import OpenRequest, OpenRequests
 from .state import ServerState
 from .stepper import Stepper

@@ -22,10 +22,10 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
+from ..processes.channel import ChannelClosed
 from ..processes.child import STOP_SECONDS, Child, status_text
 from ..processes.watch import LOOK_AT_STOPPED_SECONDS, LOOK_SECONDS, START_SILENCE_SECONDS, AwakeClock, StopWatch
-from ..wire.addresses import AddressLock, check_keys, make_private_directory, parse, temporary_root
-from ..wire.channel import ChannelClosed
+from ..protocol.addresses import AddressLock, check_keys, make_private_directory, parse, temporary_root
 from .front import Front
 from .gpu_link import Ready
 from .settings import ServeSettings

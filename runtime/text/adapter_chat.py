@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...graphs.regular_file import read_bounded, read_start
-from ..requests.errors import RequestError
+from ..api.errors import RequestError
 from .chat_files import ChatTemplateError, ChatTemplates, templates_of
 from .special_tokens import CONFIG, TokenFiles, read_object
 from .tokenizer import FastTokenizer, Tokenizer

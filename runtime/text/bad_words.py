@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ..requests.errors import RequestError
+from ..api.errors import RequestError
 from .tokenizer import Tokenizer
 
 

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..requests.errors import RequestError
+from ..api.errors import RequestError
 from .chat_files import ChatTemplates
 from .chat_messages import ChatInputError, as_conversations, as_mapping, is_list
 from .chat_template import ChatTemplate

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-from ..requests.errors import RequestError
+from ..api.errors import RequestError
 from .special_tokens import CONFIG, TokenFiles, read_object, read_text
 
 TEMPLATE = "chat_template.jinja"

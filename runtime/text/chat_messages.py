@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from typing import Any, TypeGuard
 
-from ..requests.checks import check_text
-from ..requests.errors import RequestError
+from ..api.checks import check_text
+from ..api.errors import RequestError
 
 Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")

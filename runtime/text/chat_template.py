@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..child_process import ChildProcess
+from ..processes.helper_process import ChildProcess
 from .chat_files import DEFAULT, ChatTemplateError, ChatTemplates, check_size
 from .chat_messages import Message, as_mapping
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
-from ..requests.errors import RequestError
+from ..api.errors import RequestError
 from .tokenizer import Tokenizer
 
 INLINE_CHARACTERS = 2048

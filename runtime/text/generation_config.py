@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from ...graphs.config_fields import ConfigError, read_json_object
-from ..requests.errors import RequestError
-from ..requests.sampling_defaults import SamplingDefaults
-from ..requests.sampling_params import SamplingParams
+from ..api.errors import RequestError
+from ..api.sampling_defaults import SamplingDefaults
+from ..api.sampling_params import SamplingParams
 from .tokenizer import load_tokenizer
 
 _log = logging.getLogger(__name__)

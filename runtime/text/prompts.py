@@ -5,10 +5,10 @@ work starts. `LLM` and the client share it, so it imports neither the engine nor
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..requests.checks import check_text, plain
-from ..requests.errors import RequestError
-from ..requests.request import Continuation
-from ..requests.sampling_params import SamplingParams
+from ..api.checks import check_text, plain
+from ..api.errors import RequestError
+from ..api.request import Continuation
+from ..api.sampling_params import SamplingParams
 from .tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..requests.errors import RequestError
-from ..requests.request import Constraint, Request
-from ..requests.sampling_params import SamplingParams
-from ..requests.structured_outputs import StructuredOutputsParams
+from ..api.errors import RequestError
+from ..api.request import Constraint, Request
+from ..api.sampling_params import SamplingParams
+from ..api.structured_outputs import StructuredOutputsParams
 from .bad_words import bad_word_ids
 from .prompts import adds_special_tokens, as_list, check_request, one_for_each, text_or_ids
 from .tokenizer import Tokenizer

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..requests.errors import RequestError
+from ..api.errors import RequestError
 
 MODEL = "tokenizer.model"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4

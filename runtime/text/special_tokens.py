@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..requests.errors import RequestError
+from ..api.errors import RequestError
 from .sentencepiece_model import MODEL, read_sentencepiece
 
 CONFIG = "tokenizer_config.json"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ...graphs.regular_file import LFS_POINTER, is_lfs_pointer
-from ..requests.errors import RequestError
+from ..api.errors import RequestError
 from .token_bytes import TokenBytes, fast_token_bytes
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, processors
 
-from ..requests.errors import RequestError
+from ..api.errors import RequestError
 from .sentencepiece_model import CONTROL, MODEL, USER_DEFINED, build_tokenizer, read_sentencepiece
 from .special_tokens import Token, TokenFiles, tokenizer_class
 

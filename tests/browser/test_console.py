@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.exposition import generate_latest
+from sidestream.runtime.api.errors import OverloadedError
 from sidestream.runtime.gateway.contracts import AdapterCard, EngineHealth
 from sidestream.runtime.gateway.serving.open_door import OpenDoor
-from sidestream.runtime.requests.errors import OverloadedError
 from support.browser import Browser
 from support.gateway_served import LiveEngines, served
 from support.page_checks import cut_off, nameless_controls, poor_contrast, prefer, small_targets, wait_for

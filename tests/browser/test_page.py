@@ -174,7 +174,7 @@ def test_a_step_and_its_kernel_tell_registers_and_shared_memory(window: Browser,
     steps = compiled.program(DECODE).steps
     chosen = next(step.index for step in steps if step.op == "sidestream.rms_norm_quant")
     variants = [
-        ("ops.rows.rms_norm._rms_norm_kernel", {"registers": 37, "spills": 0, "shared_bytes": 1088, "warps": 16})
+        ("ops.elementwise.rms_norm._rms_norm_kernel", {"registers": 37, "spills": 0, "shared_bytes": 1088, "warps": 16})
     ]
     refused = {"sidestream.rope_append": "CompilationError: no <reason>"}
     resources = Resources(

@@ -12,7 +12,7 @@ import pytest
 import sidestream
 import torch
 from sidestream.runtime.demo_model import DEMO_MODEL
-from sidestream.runtime.device.progress import progress, stage
+from sidestream.runtime.worker.progress import progress, stage
 from sidestream.tools import cli
 from sidestream.tools.bench.latency import Row, line
 from sidestream.tools.commands.demo import next_steps

@@ -17,7 +17,7 @@ from sidestream.runtime.demo_model import DEMO_MODEL
 from support.installed import ROOT, Installed
 from support.page_commands import NEEDS, NOT_RUN, commands, make_places, name_of, smaller
 
-PAGES = [ROOT / "README.md", ROOT / "docs" / "quickstart.md", ROOT / "docs" / "coming_from.md"]
+PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("quickstart", "coming_from", "compiler"))]
 MARK = "<!-- runnable(?P<server> next to `sidestream serve`)? -->\n```python\n(?P<code>.*?)```"
 EXAMPLES = [
     (page.name, bool(found["server"]), found["code"])
@@ -143,7 +143,7 @@ def test_the_checkout_is_out_of_sight_and_the_version_is_said(installed: Install
     assert Path(where.stdout.strip()).is_relative_to(installed.home), where.stderr
     said = installed.run("sidestream", "--version", cwd=tmp_path)
     assert said.returncode == 0 and "commit" not in said.stdout and "torch" in said.stdout
-    needs_more = installed.run("python", "-m", "sidestream.tools.train.demo", cwd=tmp_path)
+    needs_more = installed.run("python", "-m", "sidestream.tools.dev.train.demo", cwd=tmp_path)
     assert needs_more.returncode == 1 and "pip install 'sidestream[train]'" in needs_more.stderr.splitlines()[-1]
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from sidestream.graphs import adapter_file
 from sidestream.graphs.adapter_file import AdapterFile, in_range
-from sidestream.graphs.tensor_layout import read_layout
+from sidestream.graphs.safetensors_header import read_layout
 
 
 class Fault(ValueError):

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sidestream.graphs import tensor_layout
+from sidestream.graphs import safetensors_header as tensor_layout
 from sidestream.graphs.adapter import WEIGHTS, Adapter, load_adapter
 from sidestream.graphs.adapter_config import CONFIG, AdapterError
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.regular_file import FileRefusedError, open_regular
-from sidestream.graphs.tensor_layout import read_layout
+from sidestream.graphs.safetensors_header import read_layout
 from support.tiny import AdapterSpec, TinyBase, tiny_adapters, tiny_llama
 
 SECRET = "s3cret"

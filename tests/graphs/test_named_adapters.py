@@ -15,8 +15,8 @@ from sidestream.graphs.adapter import Adapter, load_adapter
 from sidestream.graphs.adapter_config import AdapterError
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.model_directory import adapter_directory
+from sidestream.runtime.api.sampling_params import SamplingParams
 from sidestream.runtime.llm import LLM
-from sidestream.runtime.requests.sampling_params import SamplingParams
 from support.tiny import AdapterSpec, TinyBase, oracle_greedy, tiny_adapters, tiny_llama, tiny_model
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"

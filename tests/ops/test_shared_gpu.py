@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from sidestream.ops.attention.paged_attention import paged_attention
+from sidestream.ops.elementwise.quantize_blocks import padded_scales
 from sidestream.ops.linear.linear_8bit import linear_8bit
-from sidestream.ops.rows.quantize_blocks import padded_scales
 from support.attention import make_batch
 from support.checks import bits, poison
 from support.linears import BF16, E4M3, inputs

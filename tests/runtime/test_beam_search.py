@@ -9,10 +9,10 @@ import pytest
 import torch
 from sidestream import LLM, BeamSearchParams, LoRARequest, RequestError, SamplingParams
 from sidestream.ops.core.kv_layout import PAGE_SIZE
+from sidestream.runtime.api.outputs import CompletionOutput, Logprob, RequestOutput
+from sidestream.runtime.api.request import Request
 from sidestream.runtime.demo_model import DEMO_MODEL, demo_adapters
 from sidestream.runtime.engine.beam_search import beam_search
-from sidestream.runtime.requests.outputs import CompletionOutput, Logprob, RequestOutput
-from sidestream.runtime.requests.request import Request
 
 PROMPTS = ["What is the colour of the sky?", "The cat"]
 

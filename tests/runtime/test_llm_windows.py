@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 from sidestream.compiler.cost.work import windows_of
+from sidestream.runtime.api.sampling_params import SamplingParams
 from sidestream.runtime.llm import LLM
-from sidestream.runtime.requests.sampling_params import SamplingParams
 from support.tiny import AdapterSpec, TinyBase, oracle_greedy, tiny_adapters, tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

@@ -3,11 +3,11 @@
 import random
 from collections.abc import Mapping
 
+from sidestream.runtime.api.outputs import RequestOutput
+from sidestream.runtime.api.request import Request
+from sidestream.runtime.api.sampling_params import SamplingParams
 from sidestream.runtime.engine.engine import Engine
-from sidestream.runtime.requests.outputs import RequestOutput
-from sidestream.runtime.requests.request import Request
-from sidestream.runtime.requests.sampling_params import SamplingParams
-from sidestream.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
+from sidestream.runtime.scheduler.scheduler import Scheduler, SchedulerLimits
 
 from .fake_runner import FakeRunner, LoadingFakeRunner
 from .following_runner import FollowingFakeRunner

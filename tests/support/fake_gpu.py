@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 from sidestream.ops.core.kv_layout import PAGE_SIZE
+from sidestream.runtime.scheduler.step_plan import AHEAD, StepPlan, StepResult
 from sidestream.runtime.server import gpu_process
 from sidestream.runtime.server.gpu_link import LoadedAdapter, Ready
 from sidestream.runtime.server.settings import ServeSettings
-from sidestream.runtime.steps.plan import AHEAD, StepPlan, StepResult
 from sidestream.runtime.text.adapter_chat import read_adapter_chat
 from sidestream.tools.bench.serving.simulated_gpu import SimulatedSizes, TimedRunner
 

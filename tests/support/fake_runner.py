@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 from sidestream.ops.core.kv_layout import PAGE_SIZE
-from sidestream.runtime.steps.plan import AHEAD, StepPlan, StepResult
+from sidestream.runtime.scheduler.step_plan import AHEAD, StepPlan, StepResult
 
 EMPTY = (-1, -1, -2)
 

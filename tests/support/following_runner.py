@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 from sidestream.ops.core.kv_layout import PAGE_SIZE
-from sidestream.runtime.steps.plan import StepPlan, StepResult
+from sidestream.runtime.scheduler.step_plan import StepPlan, StepResult
 
 from .fake_runner import EMPTY, LoadingFakeRunner, next_token
 

@@ -25,14 +25,14 @@ from sidestream.runtime.gateway.contracts import (
     Observer,
     UsageRecord,
 )
-from sidestream.runtime.gateway.observe.metrics import Metrics
-from sidestream.runtime.gateway.observe.watch import Watch
+from sidestream.runtime.gateway.metrics.metrics import Metrics
+from sidestream.runtime.gateway.metrics.watch import Watch
 from sidestream.runtime.gateway.serving.app import build_app
 from sidestream.runtime.gateway.serving.open_door import OpenDoor
 from sidestream.runtime.gateway.serving.process import listen, server_config
 from sidestream.runtime.gateway.settings import GatewaySettings
+from sidestream.runtime.protocol.messages import Chunk, TokenLogprob, Usage
 from sidestream.runtime.text.chat_files import ChatTemplates
-from sidestream.runtime.wire.protocol import Chunk, TokenLogprob, Usage
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 
 import uvicorn
 from sidestream.runtime.gateway.contracts import AdapterCard, Admission, EngineHealth, EngineRequest, ModelInfo
-from sidestream.runtime.gateway.observe.metrics import Metrics
+from sidestream.runtime.gateway.metrics.metrics import Metrics
 from sidestream.runtime.gateway.serving.app import build_app
 from sidestream.runtime.gateway.serving.open_door import OpenDoor
 from sidestream.runtime.gateway.settings import GatewaySettings
-from sidestream.runtime.wire.protocol import Chunk
+from sidestream.runtime.protocol.messages import Chunk
 
 from .gateway import FakeEngines
 

@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from sidestream.tools.chaos import frames as chaos
+from sidestream.tools.dev.chaos import frames as chaos
 
 CORPUS = Path(__file__).parent.parent / "corpus" / "frames"
 

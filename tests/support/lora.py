@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from sidestream.ops.elementwise.quantize import reference as quantize_rowwise_reference
 from sidestream.ops.lora.plan import lora_plan_reference, lora_splits, lora_tile
-from sidestream.ops.rows.quantize import reference as quantize_rowwise_reference
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from sidestream.ops.attention.rope import rope_angles_reference
 from sidestream.ops.core.reproducible import exponential, linear, product
-from sidestream.ops.rows.rms_norm import rms_norm_reference
-from sidestream.ops.rows.sample import gumbel_noise, top_logprobs
-from sidestream.ops.rows.silu_mul import silu_mul_reference
+from sidestream.ops.elementwise.rms_norm import rms_norm_reference
+from sidestream.ops.elementwise.sample import gumbel_noise, top_logprobs
+from sidestream.ops.elementwise.silu_mul import silu_mul_reference
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.processor import processor_name

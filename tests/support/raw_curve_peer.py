@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from sidestream.runtime.wire.keys import ClientKeys
+from sidestream.runtime.protocol.curve_keys import ClientKeys
 from zmq.utils import z85
 
 from .raw_peer import COMMAND, MORE, frame

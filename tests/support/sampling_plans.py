@@ -3,7 +3,7 @@
 from typing import Any
 
 import numpy as np
-from sidestream.runtime.steps.plan import Int32, SamplingPlan, StepPlan
+from sidestream.runtime.scheduler.step_plan import Int32, SamplingPlan, StepPlan
 
 EMPTY = np.zeros(0, np.int32)
 

@@ -20,10 +20,8 @@ from typing import Any
 
 import msgspec
 import zmq
-from sidestream.runtime.server.settings import ServeSettings
-from sidestream.runtime.text.token_bytes import letters
-from sidestream.runtime.wire.framing import decode_from_server, encode
-from sidestream.runtime.wire.protocol import (
+from sidestream.runtime.protocol.framing import decode_from_server, encode
+from sidestream.runtime.protocol.messages import (
     NO_INSTANCE,
     Beat,
     Chunk,
@@ -37,6 +35,8 @@ from sidestream.runtime.wire.protocol import (
     Submit,
     Welcome,
 )
+from sidestream.runtime.server.settings import ServeSettings
+from sidestream.runtime.text.token_bytes import letters
 
 TESTS = Path(__file__).parent.parent
 FAKE_GPU = [sys.executable, "-m", "support.fake_gpu"]

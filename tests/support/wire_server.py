@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import zmq
-from sidestream.runtime.wire import framing, protocol
-from sidestream.runtime.wire.keys import Gate, ServerKeys
-from sidestream.runtime.wire.protocol import Chunk, Message, Usage
+from sidestream.runtime.protocol import framing
+from sidestream.runtime.protocol import messages as protocol
+from sidestream.runtime.protocol.curve_keys import Gate, ServerKeys
+from sidestream.runtime.protocol.messages import Chunk, Message, Usage
 
 
 class WireServer:

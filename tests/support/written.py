@@ -6,8 +6,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from sidestream.runtime.gateway.contracts import Admission, Observer
-from sidestream.runtime.gateway.observe.metrics import Metrics
-from sidestream.runtime.gateway.observe.watch import Watch
+from sidestream.runtime.gateway.metrics.metrics import Metrics
+from sidestream.runtime.gateway.metrics.watch import Watch
 from sidestream.runtime.gateway.serving.app import build_app
 from sidestream.runtime.gateway.serving.open_door import OpenDoor
 from sidestream.runtime.gateway.serving.process import server_config

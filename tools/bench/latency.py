@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...runtime.api.checks import MAX_DRAFTS
 from ...runtime.demo_model import DEMO_MODEL
-from ...runtime.requests.checks import MAX_DRAFTS
 from ..options.engine import (
     add_bench_model,
     add_compile_options,
@@ -368,7 +368,7 @@ def load(
     """(a function that makes so many outputs for each request, adapters in use); with an `acceptance` from drafts that
     are right with this probability.
     """
-    from ...runtime.requests.sampling_params import SamplingParams
+    from ...runtime.api.sampling_params import SamplingParams
 
     source = random.Random(options.seed)
     prompts = [[source.randrange(config["vocab_size"]) for _ in range(options.input_len)] for _ in range(concurrency)]
@@ -390,7 +390,7 @@ def load(
         return outputs
 
     if options.speculate:
-        from .drafts.injected import inject, stop_injecting
+        from .injected_drafts import inject, stop_injecting
 
         stop_injecting(llm)  # the line before may have injected
     if acceptance is not None:

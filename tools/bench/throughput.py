@@ -177,7 +177,7 @@ def measure_row(
     peak: float | None,
 ) -> Row:
     """One line of the table: the median run, after one that warms up. `peak`: FP8 operations a second of the GPU."""
-    from ...runtime.requests.sampling_params import SamplingParams
+    from ...runtime.api.sampling_params import SamplingParams
 
     source = random.Random(options.seed)
     prompts = [[source.randrange(config["vocab_size"]) for _ in range(prompt)] for _ in range(count)]

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ...compiler.options import DEFAULT_KV_DTYPE, EIGHT_BITS, NORM_ROTATIONS
-from ...runtime.calibrate.defaults import CPU_LENGTH, CPU_TOKENS, FIGURE_TOKENS, LENGTH, ROUND_TOKENS, ROUNDED_FOR
-from ...runtime.calibrate.texts import CHARACTERS_A_TOKEN, documents, standard_text
-from ...runtime.engine.files import FILE_NAME, file_name
+from ...runtime.quantization.defaults import CPU_LENGTH, CPU_TOKENS, FIGURE_TOKENS, LENGTH, ROUND_TOKENS, ROUNDED_FOR
+from ...runtime.quantization.file_names import FILE_NAME, file_name
+from ...runtime.quantization.texts import CHARACTERS_A_TOKEN, documents, standard_text
 from ..options.engine import (
     adapters_of,
     add_lora_options,
@@ -136,9 +136,9 @@ def run(options: argparse.Namespace) -> int:
     import torch
 
     from ...graphs.checkpoint import Checkpoint
-    from ...runtime.calibrate.figures import calibrate
-    from ...runtime.engine.calibration import fingerprint
     from ...runtime.engine.resolve import resolve_device
+    from ...runtime.quantization.calibration import fingerprint
+    from ...runtime.quantization.figures import calibrate
     from ...runtime.text.tokenizer import load_tokenizer
 
     device = resolve_device(options.device)
@@ -201,8 +201,8 @@ def _round(
     progress: bool,
 ) -> None:
     """Write the rounded weights; `jobs`: the text that the calibration was made with."""
-    from ...runtime.calibrate.reader import Document
-    from ...runtime.calibrate.rounding import round_weights
+    from ...runtime.worker.calibrate.reader import Document
+    from ...runtime.worker.calibrate.rounding import round_weights
 
     adapters = adapters_of(options)
     names = [*adapters, None]  # slot -1 is the base model
@@ -220,7 +220,7 @@ def _bar(stage: str) -> None:
 def as_text(calibration: Any, precision: str) -> str:
     """The table by layer with what is chosen in the mode `precision`, and what each mode gets for all layers."""
     from ...compiler.records import columns
-    from ...runtime.engine.calibration import KV_DTYPES, TREATMENTS
+    from ...runtime.quantization.calibration import KV_DTYPES, TREATMENTS
 
     chosen, own = calibration.kv_dtype(precision), DEFAULT_KV_DTYPE[precision]
     short = {kv_dtype: kv_dtype.removeprefix("fp8_") for kv_dtype in KV_DTYPES}
@@ -255,7 +255,7 @@ def as_text(calibration: Any, precision: str) -> str:
 
 def _choice(calibration: Any, precision: str) -> str:
     """What a mode gets, in words, and whether rotated values are worth their while."""
-    from ...runtime.engine.calibration import WORTH_DTYPE
+    from ...runtime.quantization.calibration import WORTH_DTYPE
 
     kv_dtype = calibration.kv_dtype(precision)
     treated = [layer.treatment(kv_dtype) for layer in calibration.layers]

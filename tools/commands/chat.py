@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from ..options.client import add_connection_options, add_sampling_options, connect, harmless, sampling_params
 
 if TYPE_CHECKING:
+    from ...runtime.api.sampling_params import SamplingParams
     from ...runtime.client.client import Client
-    from ...runtime.requests.sampling_params import SamplingParams
     from ...runtime.text.chat import ChatRenderer
     from ...runtime.text.chat_files import ChatTemplates
     from ...runtime.text.prompts import Prompt
@@ -62,6 +62,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def find_templates(path: Path | None, client: "Client") -> "ChatTemplates":
     """The templates of --chat-template, or the server's, which may be none. Raises ChatTemplateError."""
+    from ...runtime.protocol.templates import welcome_templates
     from ...runtime.text.chat_files import (
         DEFAULT,
         ChatTemplateError,
@@ -69,7 +70,6 @@ def find_templates(path: Path | None, client: "Client") -> "ChatTemplates":
         read_chat_templates,
         read_template_file,
     )
-    from ...runtime.wire.templates import welcome_templates
 
     served = welcome_templates(client.connect())
     if path is None:
@@ -185,7 +185,7 @@ def run(options: argparse.Namespace) -> int:
 
 def talk(conversation: Conversation) -> int:
     """Reads lines until their end; a fault of one turn is said and the chat goes on. Returns the exit code."""
-    from ...runtime.requests.errors import EngineDeadError, RequestError, ServerError
+    from ...runtime.api.errors import EngineDeadError, RequestError, ServerError
 
     terminal = sys.stdin.isatty()
     if terminal:

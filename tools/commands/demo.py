@@ -65,8 +65,8 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs the demo. Returns 1 when an answer is not the one that the demo model was trained to give."""
     check_output_directory("--output", options.output)
+    from ...runtime.api.sampling_params import SamplingParams
     from ...runtime.llm import LLM
-    from ...runtime.requests.sampling_params import SamplingParams
     from .streaming import stream_answers
 
     prompts = demo_prompts()

@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
     from msgspec.structs import replace
 
     from ...runtime.gateway.serving.process import listen, serve
-    from ...runtime.wire.addresses import check_keys, default_address, parse
+    from ...runtime.protocol.addresses import check_keys, default_address, parse
 
     engines = options.engine or [default_address()]
     for engine in engines:

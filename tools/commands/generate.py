@@ -131,8 +131,8 @@ def run(options: argparse.Namespace) -> int:
     arguments = llm_arguments(options)
     prompts = prompts_of(options)
     chosen = adapters_for(options, len(prompts), arguments["adapters"])
+    from ...runtime.api.sampling_params import SamplingParams
     from ...runtime.llm import LLM
-    from ...runtime.requests.sampling_params import SamplingParams
     from ...runtime.text.chat_files import read_chat_templates
 
     params = SamplingParams(

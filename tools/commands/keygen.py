@@ -43,7 +43,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Writes the keys and says which folder goes where."""
-    from ...runtime.wire.keys import generate
+    from ...runtime.protocol.curve_keys import generate
 
     folders = generate(options.directory, options.client or ["default"])
     server = options.directory / "server"

@@ -93,8 +93,8 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def run_add(options: argparse.Namespace) -> int:
     """Prints the key alone to stdout, and what to do with it to stderr."""
-    from ...runtime.gateway.governance.keys import LIMITS, Key
-    from ...runtime.gateway.governance.keys_file import add
+    from ...runtime.gateway.auth.keys import LIMITS, Key
+    from ...runtime.gateway.auth.keys_file import add
 
     check_output("FILE", options.file)
     name = options.name or re.sub(r"[^A-Za-z0-9_-]", "-", options.owner)[:50] + f"-{os.urandom(3).hex()}"
@@ -120,7 +120,7 @@ def run_add(options: argparse.Namespace) -> int:
 
 def run_list(options: argparse.Namespace) -> int:
     """One line a key."""
-    from ...runtime.gateway.governance.keys import Key, parse, read_bytes
+    from ...runtime.gateway.auth.keys import Key, parse, read_bytes
 
     def limits(key: Key) -> str:
         named = {
@@ -143,7 +143,7 @@ def run_list(options: argparse.Namespace) -> int:
 
 def run_revoke(options: argparse.Namespace) -> int:
     """Takes the entry out of the file."""
-    from ...runtime.gateway.governance.keys_file import revoke
+    from ...runtime.gateway.auth.keys_file import revoke
 
     key = revoke(options.file, options.name)
     print(f"key {key.name} of {key.owner} is revoked", file=sys.stderr)

@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
     from ...compiler.inspect.ledger import CAPTURE, PROGRAM, as_json, as_text, largest, ledger
     from ...compiler.options import CompileOptions
     from ...compiler.pipeline import check_disabled
-    from ...runtime.calibrate.inputs import batch_inputs
+    from ...runtime.quantization.inputs import batch_inputs
     from ...runtime.text.tokenizer import load_tokenizer
 
     compile_options = CompileOptions(**compile_arguments(options))

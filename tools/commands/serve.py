@@ -165,10 +165,10 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def settings_of(options: argparse.Namespace) -> Any:
     """The parsed options as `ServeSettings`. Raises ValueError for what cannot be served."""
-    from ...runtime.engine.files import AUTO, OFF
+    from ...runtime.protocol.addresses import default_address, parse
+    from ...runtime.quantization.file_names import AUTO, OFF
     from ...runtime.server.settings import ServeSettings
     from ...runtime.text.chat_files import read_template_file
-    from ...runtime.wire.addresses import default_address, parse
 
     llm = llm_arguments(options) | given(options, "num_kv_pages", "max_cpu_loras", "load_format", "generation_config")
     if options.fail_on_compilation:
@@ -213,8 +213,8 @@ def check_place(bind: str, keys: str | None) -> None:
     """Raises ValueError for an address that cannot be served at, or keys that are not a server's, before a model is
     loaded.
     """
-    from ...runtime.wire.addresses import check_keys, parse
-    from ...runtime.wire.keys import load_server_keys
+    from ...runtime.protocol.addresses import check_keys, parse
+    from ...runtime.protocol.curve_keys import load_server_keys
 
     address = parse(bind)
     check_keys(address, keys is not None)
@@ -245,8 +245,8 @@ def front_of(options: argparse.Namespace, settings: Any) -> Any:
     from msgspec.structs import replace
 
     from ...runtime.gateway.serving.process import listen
+    from ...runtime.protocol.curve_keys import load_client_keys
     from ...runtime.server.front import Front
-    from ...runtime.wire.keys import load_client_keys
 
     gateway = gateway_settings(options)
     if settings.keys is not None and options.engine_keys is None:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 from .engine import positive
 
 if TYPE_CHECKING:
+    from ...runtime.api.sampling_params import SamplingParams
     from ...runtime.client.client import Client
-    from ...runtime.requests.sampling_params import SamplingParams
 
 
 def seconds(text: str) -> float:
@@ -59,7 +59,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, temperature: float, ma
 
 def sampling_params(options: argparse.Namespace, **more: Any) -> "SamplingParams":
     """The sampling parameters that were asked for. Raises RequestError."""
-    from ...runtime.requests.sampling_params import SamplingParams
+    from ...runtime.api.sampling_params import SamplingParams
 
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "seed")
     return SamplingParams(**({name: getattr(options, name) for name in names} | more))

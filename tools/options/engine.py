@@ -14,10 +14,10 @@ from typing import Any, get_args
 from ...compiler.options import DEFAULT_PRECISION, TENSOR_PARALLEL, Layers, Precision, choices
 from ...graphs.model_directory import adapter_directory
 from ...graphs.model_directory import model_directory as hub_or_path
+from ...runtime.api.checks import MAX_DRAFTS, is_speculation
 from ...runtime.demo_model import DEMO_MODEL, demo_adapters
 from ...runtime.engine.options import TARGET_NAMES, keywords
 from ...runtime.engine.vllm_keywords import without_vllm_keywords
-from ...runtime.requests.checks import MAX_DRAFTS, is_speculation
 
 ADVANCED = "advanced"
 

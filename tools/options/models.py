@@ -189,7 +189,7 @@ def load_model(options: argparse.Namespace, directory: Path, dtype: Any) -> Any:
     from ...graphs.checkpoint import Checkpoint, checkpoint_config, load_weights
     from ...graphs.llama import Llama
     from ...graphs.stack import fill_slot, slot_tensors
-    from ...runtime.device.threads import fit_threads
+    from ...runtime.worker.threads import fit_threads
 
     fit_threads(torch.device("cpu"))
     config = checkpoint_config(directory)

@@ -6,7 +6,7 @@ task_numbers    how arithmetic, sorting and program questions are made
 task_text       how string and extraction questions are made
 needle          codes hidden in long texts: the retrieval task and `needle_items` (any length, any depths, one text)
 corpus          `documents`: the standard library's own sources as texts, split in train and held-out
-models          shape of the evaluation model and of its adapters (`tools/train/models.py` writes them)
+models          shape of the evaluation model and of its adapters (`tools/quality/adapter_training.py` writes them)
 train_data      token ids for training, made by all cores
 examine         accuracy in bfloat16 by transformers: the last part of the training
 summary, page   docs/quality.md: its top, and the whole

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from ...compiler.passes.smooth_channels import channel_exponents_name
+from ...compiler.passes.quantize.smooth_channels import channel_exponents_name
 
 REFERENCE = "bf16"
 DEFAULT = "int8"

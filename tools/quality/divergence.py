@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ...runtime.calibrate.reader import Document
+from ...runtime.worker.calibrate.reader import Document
 from .statistics import interval, ratio_interval, resamples, tail_interval
 from .teacher_forced import DRAWN, KINDS, Compared
 

@@ -27,9 +27,9 @@ from ...ops.core.eight_bits import QUANTIZED_MAX
 from ...ops.core.kv_layout import PAGE_SIZE
 from ...ops.core.registry import as_outputs, register
 from ...ops.core.triton_support import cdiv
-from ...ops.rows.hadamard import hadamard
-from ...ops.rows.quantize import fake as quantize_rowwise_fake
-from ...ops.rows.quantize import quantize_rowwise, rotate_blocks, to_steps
+from ...ops.elementwise.hadamard import hadamard
+from ...ops.elementwise.quantize import fake as quantize_rowwise_fake
+from ...ops.elementwise.quantize import quantize_rowwise, rotate_blocks, to_steps
 
 E4M3, E4M3_MAX = torch.float8_e4m3fn, 448.0
 KEPT_BITS = -1 << 10  # of fp32's 23 mantissa bits the FP8 tensor cores of Hopper keep 13 in their sums

@@ -20,7 +20,7 @@ import torch
 from ...graphs.checkpoint import checkpoint_config
 from ...graphs.config import LlamaConfig
 from ...ops.core.kv_layout import PAGE_SIZE
-from ...runtime.calibrate.reader import Document, Scorer, plan, step_sizes
+from ...runtime.worker.calibrate.reader import Document, Scorer, plan, step_sizes
 from .arms import BY_NAME, DEFAULT, REFERENCE, WHOLE, Arm, open_arm
 from .corpus import documents as library_documents
 from .divergence import Divergence, divergences
@@ -308,9 +308,9 @@ def calibrate_model(
     from argparse import Namespace
 
     from ...graphs.checkpoint import Checkpoint
-    from ...runtime.calibrate.figures import calibrate
-    from ...runtime.engine.calibration import fingerprint
     from ...runtime.engine.resolve import resolve_device
+    from ...runtime.quantization.calibration import fingerprint
+    from ...runtime.quantization.figures import calibrate
     from ..options.models import load_model
 
     chosen = resolve_device(device)
@@ -338,7 +338,7 @@ def round_model(
     output: Path,
 ) -> Path:
     """Write the weights of an arm as `sidestream calibrate --round` rounds them with its options."""
-    from ...runtime.calibrate.rounding import round_weights
+    from ...runtime.worker.calibrate.rounding import round_weights
 
     own = {"calibration": arm.smoothed(calibration)} if arm.calibrated else {}
     read = [Document(text) for text in texts] + [Document(text, name) for name in adapters for text in texts[:2]]

@@ -56,7 +56,7 @@ def ask(llm: Any, questions: Sequence[Question], order: Sequence[int]) -> list[s
 
     The base model's questions run in batches of their own: such decode steps have programs without LoRA.
     """
-    from ...runtime.requests.sampling_params import SamplingParams
+    from ...runtime.api.sampling_params import SamplingParams
 
     texts = [""] * len(questions)
     for part in (

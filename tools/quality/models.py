@@ -2,7 +2,7 @@
 
 from tokenizers import Tokenizer
 
-from ..train.models import ALL_LINEAR, ATTENTION, AdapterRecipe, LlamaConfig
+from .adapter_training import ALL_LINEAR, ATTENTION, AdapterRecipe, LlamaConfig
 from .train_data import BOS, EOS
 
 BASE_NAME = "sidestream-quality"

@@ -119,7 +119,7 @@ def observe(source: Path, texts: Sequence[Sequence[int]]) -> Observed:
     """Run the plain model in fp32 on the CPU over the texts, and look at its keys and inner activations."""
     import torch
 
-    from ...runtime.calibrate.inputs import batch_inputs
+    from ...runtime.quantization.inputs import batch_inputs
     from ..options.models import load_model, reference_logits
 
     model = load_model(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...ops.core.kv_layout import PAGE_SIZE
-from ...runtime.calibrate.reader import Document
+from ...runtime.worker.calibrate.reader import Document
 from .teacher_forced import ANSWER, DRAWN, TEXT
 
 SEED = 2026
@@ -106,7 +106,7 @@ class Limits:
 
 def demo_suite(limits: Limits, encode: Callable[[str], list[int]], adapters: Sequence[str]) -> Suite:
     """The facts that the demo model knows, asked of the base model and of each style's adapter."""
-    from ..train.corpus import STYLES, facts
+    from .demo_corpus import STYLES, facts
 
     suite = Suite("the demo's facts")
     for style in STYLES:

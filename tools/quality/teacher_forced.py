@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from ...runtime.calibrate.reader import Document, Piece
+from ...runtime.worker.calibrate.reader import Document, Piece
 
 # what a document's token has to predict: text, an answer's tokens and its end, or what a task has drawn at random
 # (operands, letters, names, codes), where the likeliest token is a coin toss between equals and agreement on it says

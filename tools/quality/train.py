@@ -28,7 +28,7 @@ import torch._inductor.config
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from ..train.models import LlamaForCausalLM, get_peft_model, save_adapter, save_base
+from .adapter_training import LlamaForCausalLM, get_peft_model, save_adapter, save_base
 from .examine import accuracy, needle_accuracy, perplexity
 from .models import ADAPTERS, BASE_NAME, model_config
 from .tasks import TASKS

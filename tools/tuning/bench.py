@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
+from ...ops.elementwise.quantize import SILU_ROTATES, quantize_rowwise
+from ...ops.elementwise.silu_mul import silu_mul_quant
 from ...ops.linear.kernel_wide import launch_wide
 from ...ops.linear.linear_8bit import launch_config
 from ...ops.linear.tuning import LinearConfig, work_split
-from ...ops.rows.quantize import SILU_ROTATES, quantize_rowwise
-from ...ops.rows.silu_mul import silu_mul_quant
 from ..bench.gpu_time import captured, elapsed_us
 from .jobs import Timing, show
 

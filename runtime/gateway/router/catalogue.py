@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ...wire.protocol import AdapterInfo
+from ...protocol.messages import AdapterInfo
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from ...requests.errors import EngineDeadError, OverloadedError, RequestError, ServerError
+from ...api.errors import EngineDeadError, OverloadedError, RequestError, ServerError
 from ..contracts import EngineRequest
-from .book import Book, Choice
 from .catalogue import Catalogue
 from .engine_link import EngineLink
+from .load_balancer import Book, Choice
 from .moved_stream import MovedStream
 
 PATIENCE_SECONDS = 60.0

@@ -7,12 +7,12 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from ...api.errors import EngineDeadError, RequestError, ServerError
 from ...client.async_client import AsyncClient
-from ...requests.errors import EngineDeadError, RequestError, ServerError
-from ...wire.protocol import AdapterInfo, Health, Welcome
+from ...protocol.messages import AdapterInfo, Health, Welcome
 from ..contracts import HealthStatus
-from .book import Report
 from .catalogue import Catalogue, Offer, Step
+from .load_balancer import Report
 
 _log = logging.getLogger(__name__)
 POLL_SECONDS = 0.5

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 from msgspec import structs
 
-from ...requests.errors import DeadlineError, OverloadedError
-from ...requests.request import Continuation
-from ...wire.protocol import Chunk, Usage
+from ...api.errors import DeadlineError, OverloadedError
+from ...api.request import Continuation
+from ...protocol.messages import Chunk, Usage
 from ..contracts import EngineRequest
 
 MAX_FRUITLESS = 5

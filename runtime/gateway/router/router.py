@@ -9,16 +9,16 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapp
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ...requests.errors import EngineDeadError, OverloadedError, RequestError, ServerError
+from ...api.errors import EngineDeadError, OverloadedError, RequestError, ServerError
+from ...protocol.messages import Chunk
+from ...protocol.templates import welcome_templates
 from ...text.chat_files import ChatTemplates
 from ...text.prompts import without_special_tokens
-from ...wire.protocol import Chunk
-from ...wire.templates import welcome_templates
 from ..contracts import AdapterCard, EngineHealth, EngineRequest, HealthStatus, ModelInfo
-from .book import Book, Choice, Report
 from .catalogue import Catalogue, Offer
 from .dispatch import BUSY, PATIENCE_SECONDS, UNFIT, Dispatch, Refusals
 from .engine_link import LOAD_SECONDS, POLL_SECONDS, EngineLink, Fetch
+from .load_balancer import Book, Choice, Report
 from .moved_stream import MovedStream
 from .prefixes import chain
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from starlette.requests import Request
 
-from ...requests.sampling_params import SamplingParams
-from ...wire.protocol import Chunk
+from ...api.sampling_params import SamplingParams
+from ...protocol.messages import Chunk
 from ..contracts import Caller, EngineRequest, Exchange, GatewayError, Ticket, UsageRecord
 from ..shapes.common import CompletionTokensDetails, PromptTokensDetails, Usage
 from ..shapes.constraints import told_of

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...wire.protocol import Chunk
+from ...protocol.messages import Chunk
 from ..contracts import GatewayError
 from ..shapes.chat import ChatChoice, ChatChunkChoice, ChatCompletion, ChatDelta, ChatRequest
 from ..shapes.logprobs import chat_logprobs, prompt_logprobs

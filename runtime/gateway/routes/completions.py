@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...wire.protocol import Chunk, TokenLogprob
+from ...protocol.messages import Chunk, TokenLogprob
 from ..contracts import GatewayError
 from ..shapes.completions import Completion, CompletionChoice, CompletionRequest
 from ..shapes.logprobs import CompletionLogprobs, completion_logprobs, prompt_logprobs

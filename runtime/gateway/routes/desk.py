@@ -13,7 +13,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...requests.errors import RequestError
+from ...api.errors import RequestError
 from ...text.chat import ChatRenderer
 from ...text.chat_files import ChatTemplates
 from ..contracts import AdapterCard, Admission, Caller, Engines, GatewayError, ModelInfo, Observer

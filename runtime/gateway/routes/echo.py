@@ -8,7 +8,7 @@ from functools import cached_property
 
 from msgspec import structs
 
-from ...wire.protocol import Chunk, TokenLogprob
+from ...protocol.messages import Chunk, TokenLogprob
 from ..contracts import Engines
 from ..shapes.logprobs import CompletionLogprobs, Places, completion_logprobs, text_of
 

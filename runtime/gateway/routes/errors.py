@@ -8,7 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from ...requests.errors import RequestError, ServerError
+from ...api.errors import RequestError, ServerError
 from ..contracts import GatewayError
 from ..shapes.errors import ErrorBody, ErrorDetail
 from ..shapes.sampling import field_of

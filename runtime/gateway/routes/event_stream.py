@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ...wire.protocol import Chunk
+from ...protocol.messages import Chunk
 from ..contracts import GatewayError
 from .answering import Answering, Counts
 from .bodies import while_connected

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from ...requests.checks import check_text
-from ...requests.errors import RequestError
+from ...api.checks import check_text
+from ...api.errors import RequestError
 from ..contracts import GatewayError
 
 MAX_SEARCHED_BYTES = 1 << 20

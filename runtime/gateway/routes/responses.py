@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
 
-from ...wire.protocol import Chunk
+from ...protocol.messages import Chunk
 from ..contracts import GatewayError
 from ..shapes.logprobs import ChatLogprob, chat_logprobs
 from ..shapes.responses import (

@@ -4,16 +4,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..auth.admission import KeyAdmission, LoggedAdmission
+from ..auth.keys import KeyBook
+from ..auth.payloads import PayloadLog
+from ..auth.usage_log import UsageLog
 from ..contracts import Admission, Engines, Observer
-from ..governance.admission import KeyAdmission, LoggedAdmission
-from ..governance.keys import KeyBook
-from ..governance.payloads import PayloadLog
-from ..governance.usage_log import UsageLog
-from ..observe.access_log import AccessLog
-from ..observe.listener import Listener
-from ..observe.metrics import Metrics
-from ..observe.tracing import Tracing, exporting_to
-from ..observe.watch import Watch
+from ..metrics.access_log import AccessLog
+from ..metrics.listener import Listener
+from ..metrics.metrics import Metrics
+from ..metrics.tracing import Tracing, exporting_to
+from ..metrics.watch import Watch
 from ..router.router import Router
 from ..settings import GatewaySettings
 from .open_door import OpenDoor

@@ -20,8 +20,8 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from ...wire.channel import Channel, ChannelClosed
-from ...wire.protocol import HEARTBEAT_SECONDS
+from ...processes.channel import Channel, ChannelClosed
+from ...processes.watch import HEARTBEAT_SECONDS
 from ..settings import KEEP_ALIVE_SECONDS, MAX_HEADER_BYTES, GatewaySettings
 from .app import build_app
 from .bounds import ConnectionCount, bounded

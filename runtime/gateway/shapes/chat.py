@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, UnsetType, to_builtins
 
-from ...requests.sampling_defaults import SamplingDefaults
-from ...requests.sampling_params import SamplingParams
+from ...api.sampling_defaults import SamplingDefaults
+from ...api.sampling_params import SamplingParams
 from ..contracts import GatewayError
 from ..tools.formats import ToolFormat
 from .common import Answer, Body, Ignored, Refused, Text, Usage

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from ...wire.protocol import MAX_PROMPT_CHARACTERS, MAX_PROMPT_TOKENS
+from ...protocol.messages import MAX_PROMPT_CHARACTERS, MAX_PROMPT_TOKENS
 
 MAX_PROMPTS = 1024
 """Prompts of one request."""

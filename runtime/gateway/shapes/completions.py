@@ -5,9 +5,9 @@ from typing import Annotated, Literal, cast
 
 from msgspec import Meta
 
-from ...requests.sampling_defaults import SamplingDefaults
-from ...requests.sampling_params import SamplingParams
-from ...wire.protocol import MAX_PROMPT_TOKENS
+from ...api.sampling_defaults import SamplingDefaults
+from ...api.sampling_params import SamplingParams
+from ...protocol.messages import MAX_PROMPT_TOKENS
 from ..contracts import GatewayError
 from .common import MAX_PROMPTS, Answer, Refused, Text, TokenId, TokenIds, Usage
 from .logprobs import CompletionLogprobs, PromptLogprobs

@@ -4,8 +4,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from ...requests.errors import RequestError
-from ...requests.structured_outputs import StructuredOutputsParams
+from ...api.errors import RequestError
+from ...api.structured_outputs import StructuredOutputsParams
 from ..contracts import GatewayError
 from .common import Body, Ignored, Text
 

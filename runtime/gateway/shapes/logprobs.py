@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from ...protocol.messages import TokenLogprob
 from ...text.token_bytes import as_text
-from ...wire.protocol import TokenLogprob
 from .common import Answer
 
 

@@ -4,8 +4,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field, structs
 
-from ...requests.sampling_defaults import SamplingDefaults
-from ...requests.sampling_params import SEED_LIMIT, SamplingParams
+from ...api.sampling_defaults import SamplingDefaults
+from ...api.sampling_params import SEED_LIMIT, SamplingParams
 from ..contracts import GatewayError
 from .chat import MAX_MESSAGES
 from .common import Answer, Body, Ignored, ModelName, Refused, Text

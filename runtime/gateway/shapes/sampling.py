@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from ...requests.checks import (
+from ...api.checks import (
     BIAS_LIMIT,
     MAX_ALLOWED,
     MAX_BAD_WORD_CHARACTERS,
@@ -17,9 +17,9 @@ from ...requests.checks import (
     MAX_STOPS,
     MAX_TOKENS,
 )
-from ...requests.errors import RequestError
-from ...requests.sampling_defaults import SamplingDefaults
-from ...requests.sampling_params import MAX_CHOICES, MAX_LOGPROBS, SEED_LIMIT, SamplingParams
+from ...api.errors import RequestError
+from ...api.sampling_defaults import SamplingDefaults
+from ...api.sampling_params import MAX_CHOICES, MAX_LOGPROBS, SEED_LIMIT, SamplingParams
 from ..contracts import GatewayError
 from .common import Body, Ignored, ModelName, Refused, StreamOptions, TokenId
 from .constraints import ResponseFormat, StructuredOutputsBody, constraint_of

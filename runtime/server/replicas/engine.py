@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from ...wire.channel import Channel, ChannelClosed
+from ...processes.channel import Channel, ChannelClosed
 from ..settings import ServeSettings
 from ..supervisor import EXIT_SETTINGS, serve
 

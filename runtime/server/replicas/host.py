@@ -14,10 +14,10 @@ from pathlib import Path
 
 from msgspec import structs
 
+from ...processes.channel import ChannelClosed
 from ...processes.child import Child, status_text
 from ...processes.watch import LOOK_SECONDS, START_SILENCE_SECONDS, AwakeClock
-from ...wire.addresses import parse
-from ...wire.channel import ChannelClosed
+from ...protocol.addresses import parse
 from ..front import Front
 from ..settings import ServeSettings
 from ..supervisor import EXIT_DEAD, EXIT_SETTINGS

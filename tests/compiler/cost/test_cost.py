@@ -309,7 +309,7 @@ def test_whole_decode_steps_are_estimated_as_the_page_says() -> None:
         for row in json.loads((MEASURED / "bench_latency_h200.json").read_text())["rows"]
     }
     command = (
-        "python -m sidestream.tools.bench.cost_error --steps docs/measurements/bench_latency_h200.json -o "
+        "python -m sidestream.tools.dev.bench.cost_error --steps docs/measurements/bench_latency_h200.json -o "
         "docs/measurements/cost_check_h200"
     )
     remedy = f"write it again: {command}"

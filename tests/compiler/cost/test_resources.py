@@ -88,7 +88,7 @@ def test_a_kernel_that_cannot_be_compiled_is_named_and_loses_nothing_else(
     monkeypatch.setitem(OPS, "embedding", replace(OPS["embedding"], launch=broken))
     again = program_resources([start])
     assert again.refused == {"sidestream.embedding": "ValueError: K is 24; it must be a multiple of 16"}
-    assert set(found.kernels) - set(again.kernels) == {"ops.rows.embedding._embedding_kernel"} and again.kernels
+    assert set(found.kernels) - set(again.kernels) == {"ops.elementwise.embedding._embedding_kernel"} and again.kernels
 
 
 def test_the_arguments_of_a_launch_decide_its_machine_code(program: Program) -> None:
@@ -100,7 +100,7 @@ def test_the_arguments_of_a_launch_decide_its_machine_code(program: Program) -> 
         compile_launch(norm.launch, x, weight, 1e-5, out=(norm.fake(x, weight, 1e-5),), pdl=pdl)[0]
         for pdl in (False, True)
     )
-    assert plain.function == "sidestream.ops.rows.rms_norm._rms_norm_kernel" and plain.instructions > 20
+    assert plain.function == "sidestream.ops.elementwise.rms_norm._rms_norm_kernel" and plain.instructions > 20
     assert not plain.ptx_count("griddepcontrol") and early.ptx_count("griddepcontrol")
 
 
@@ -111,7 +111,7 @@ def test_the_command_shows_them_without_a_gpu(tmp_path: Path, capsys: pytest.Cap
     assert cli.main([*arguments, "-o", str(tmp_path / "shown"), "--resources"]) == 0
     shown, plain = (data_of((tmp_path / name / "index.html").read_text()) for name in ("shown", "plain"))
     resources = {name: entry["resources"] for name, entry in shown["functions"].items() if "resources" in entry}
-    assert resources["ops.rows.embedding._embedding_kernel"]["registers"] > 8 and "variants" not in plain
+    assert resources["ops.elementwise.embedding._embedding_kernel"]["registers"] > 8 and "variants" not in plain
     assert not any("seconds" in each for each in shown["passes"])
     assert json.loads((tmp_path / "shown" / "timings.json").read_text())["kernels"] == resources
     names = sorted(path.name for path in (tmp_path / "plain").iterdir())

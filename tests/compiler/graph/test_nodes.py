@@ -14,8 +14,8 @@ from sidestream.compiler.graph.nodes import (
     replace_picks,
     set_operands,
 )
-from sidestream.ops.rows.quantize import quantize_rowwise
-from sidestream.ops.rows.rms_norm import add_rms_norm, add_rms_norm_quant
+from sidestream.ops.elementwise.quantize import quantize_rowwise
+from sidestream.ops.elementwise.rms_norm import add_rms_norm, add_rms_norm_quant
 from torch import fx
 
 

@@ -21,7 +21,7 @@ from sidestream.compiler.graph.recipe import (
     unsqueeze,
 )
 from sidestream.compiler.graph.slices import Share, sliced
-from sidestream.ops.rows.quantize import reference as quantize_rowwise_reference
+from sidestream.ops.elementwise.quantize import reference as quantize_rowwise_reference
 
 
 def packed() -> Recipe:

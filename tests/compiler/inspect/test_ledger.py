@@ -13,11 +13,11 @@ from sidestream.compiler.graph.recipe import scale
 from sidestream.compiler.inspect.ledger import CAPTURE, DECODE, DECODE_LORA, PROGRAM, as_json, as_text, largest, ledger
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.passes import Context, PassReport
-from sidestream.compiler.passes.pack_projections import pack_projections
+from sidestream.compiler.passes.fuse.pack_projections import pack_projections
 from sidestream.compiler.pipeline import DECODE_PASSES, PASSES, Pass, insert_pass
 from sidestream.ops.attention.paged_attention import paged_attention
+from sidestream.ops.elementwise.rms_norm import add_rms_norm, add_rms_norm_quant
 from sidestream.ops.lora.expand import lora_expand
-from sidestream.ops.rows.rms_norm import add_rms_norm, add_rms_norm_quant
 from support.captured import capture_once
 from support.paged import Chunk, PagedRunner, plain_model
 from support.tiny import AdapterSpec, TinyBase, tiny_adapters, tiny_llama

@@ -156,7 +156,7 @@ def test_kernels_come_with_their_source_text(data: dict[str, Any]) -> None:
     assert (
         kernel["language"] == "Triton"
         and "def _rms_norm_kernel(" in kernel["text"]
-        and kernel["file"] == "ops/rows/rms_norm.py"
+        and kernel["file"] == "ops/elementwise/rms_norm.py"
         and kernel["line"] > 1
     )
     assert any(
@@ -204,7 +204,7 @@ def norm_resources(steps: int) -> Resources:
     figures = [
         {"registers": registers, "spills": 0, "shared_bytes": shared} for registers, shared in ((40, 512), (32, 1024))
     ]
-    variants = [("ops.rows.rms_norm._rms_norm_kernel", each) for each in figures]
+    variants = [("ops.elementwise.rms_norm._rms_norm_kernel", each) for each in figures]
     return Resources(
         "sm_90",
         variants,
@@ -221,7 +221,7 @@ def test_resources_are_on_the_page_only_when_asked_for(compiled: CompiledModel, 
         (compiled.dump(tmp_path / "shown", [DECODE], timings=timings, show_resources=True) / "index.html").read_text()
     )
     assert (tmp_path / "none" / "index.html").read_bytes() == (tmp_path / "plain" / "index.html").read_bytes()
-    assert shown["functions"]["ops.rows.rms_norm._rms_norm_kernel"]["resources"] == {
+    assert shown["functions"]["ops.elementwise.rms_norm._rms_norm_kernel"]["resources"] == {
         "registers": 40,
         "spills": 0,
         "shared_bytes": 1024,
@@ -250,8 +250,8 @@ def test_measured_times_are_on_the_page_only_when_asked_for(compiled: CompiledMo
     )
     assert not any("seconds" in each for each in plain["passes"]) and "measured" not in plain["programs"][0]
     assert all(each["seconds"] > 0 for each in timed["passes"]) and timed["programs"][0]["measured"][2] == [2.0, 5.0]
-    assert timed["functions"]["ops.rows.rms_norm._rms_norm_kernel"]["resources"]["registers"] == 40
-    assert "resources" not in plain["functions"]["ops.rows.rms_norm._rms_norm_kernel"]
+    assert timed["functions"]["ops.elementwise.rms_norm._rms_norm_kernel"]["resources"]["registers"] == 40
+    assert "resources" not in plain["functions"]["ops.elementwise.rms_norm._rms_norm_kernel"]
     again = Timings.load(tmp_path / "plain" / "timings.json")
     assert again.device == "cpu" == timed["device"] and "device" not in plain
     assert [list(place) for place in again.steps[DECODE.name]] == [list(place) for place in timings.steps[DECODE.name]]

@@ -6,8 +6,8 @@ import pytest
 import sidestream
 import torch
 from sidestream.compiler.options import CompileOptions
+from sidestream.runtime.api.sampling_params import SamplingParams
 from sidestream.runtime.llm import LLM
-from sidestream.runtime.requests.sampling_params import SamplingParams
 from support.compiled import CompiledRunner
 from support.paged import Chunk, plain_model
 from support.tiny import TinyBase, tiny_llama

@@ -11,13 +11,13 @@ import torch
 from sidestream.compiler.api import CompiledModel
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.passes.base import Context
-from sidestream.compiler.passes.finer_residual import finer_residual
+from sidestream.compiler.passes.quantize.finer_residual import finer_residual
 from sidestream.compiler.program.program import Bucket, Program
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import LoraShape
-from sidestream.ops.rows.embedding import embedding
-from sidestream.ops.rows.rms_norm import add_rms_norm, rms_norm
+from sidestream.ops.elementwise.embedding import embedding
+from sidestream.ops.elementwise.rms_norm import add_rms_norm, rms_norm
 from support.compiled import CompiledRunner
 from support.families import FAMILIES, tiny_family
 from support.fx_graphs import GraphBuilder

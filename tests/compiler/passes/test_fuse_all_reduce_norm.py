@@ -13,7 +13,7 @@ from sidestream.compiler.graph.nodes import aten, bind, is_call
 from sidestream.compiler.inspect.explain import explain_program
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.passes.base import Context
-from sidestream.compiler.passes.fuse_all_reduce_norm import fuse_all_reduce_norm
+from sidestream.compiler.passes.parallel.fuse_all_reduce_norm import fuse_all_reduce_norm
 from sidestream.compiler.program.program import Bucket, Program
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
@@ -21,7 +21,7 @@ from sidestream.graphs.lora import LoraShape
 from sidestream.ops.collectives.all_reduce import all_reduce
 from sidestream.ops.collectives.all_reduce_add_rms_norm_quant import all_reduce_add_rms_norm_quant
 from sidestream.ops.collectives.group import RankGroup, register_group
-from sidestream.ops.rows.rms_norm import add_rms_norm_quant
+from sidestream.ops.elementwise.rms_norm import add_rms_norm_quant
 from support.fx_graphs import GraphBuilder
 from support.meta import FIELDS
 from torch import fx

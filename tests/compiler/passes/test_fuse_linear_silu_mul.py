@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from sidestream.compiler.options import CompileOptions
-from sidestream.compiler.passes import fuse_silu_mul
+from sidestream.compiler.passes.fuse import fuse_silu_mul
 from sidestream.compiler.program.program import Bucket, Program
 from sidestream.compiler.run.emit import BoundProgram
 from sidestream.graphs.lora import LoraShape

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from sidestream.compiler.options import CompileOptions
-from sidestream.compiler.passes import fuse_lora_expand
+from sidestream.compiler.passes.lora import fuse_lora_expand
 from sidestream.compiler.program.program import Bucket, Program
 from sidestream.graphs.lora import LoraShape
 from support.meta import compiled_without_weights

@@ -12,15 +12,15 @@ from sidestream.compiler.cost.cost import estimate, floor_seconds, total_seconds
 from sidestream.compiler.cost.work import Assumptions, work
 from sidestream.compiler.graph.nodes import is_call
 from sidestream.compiler.options import CompileOptions
-from sidestream.compiler.passes import fuse_lora_silu_mul
 from sidestream.compiler.passes.base import Context
+from sidestream.compiler.passes.lora import fuse_lora_silu_mul
 from sidestream.compiler.program.program import Bucket, Program
 from sidestream.graphs.lora import LoraShape
+from sidestream.ops.elementwise.silu_mul import silu_mul_quant
 from sidestream.ops.lora.expand import lora_expand
 from sidestream.ops.lora.plan import lora_plan
 from sidestream.ops.lora.rounded import lora_round
 from sidestream.ops.lora.silu_mul_lora import silu_mul_lora
-from sidestream.ops.rows.silu_mul import silu_mul_quant
 from support.fx_graphs import GraphBuilder
 from support.meta import compiled_without_weights
 from support.three_tokens import STEP_LORA, logits, relative

@@ -9,11 +9,11 @@ import torch
 from sidestream.compiler.api import CompiledModel
 from sidestream.compiler.graph.recipe import Recipe, RecipeError, calibrated, hadamard, materialize, param
 from sidestream.compiler.options import CompileOptions, OptionError
-from sidestream.compiler.passes.center_keys import key_center_name
+from sidestream.compiler.passes.quantize.center_keys import key_center_name
 from sidestream.compiler.program.program import Bucket, Program
 from sidestream.graphs.llama import Llama
-from sidestream.ops.rows.hadamard import hadamard as hadamard_op
-from sidestream.runtime.calibrate.kv_error import attention_weights, score_variance, stored, value_error
+from sidestream.ops.elementwise.hadamard import hadamard as hadamard_op
+from sidestream.runtime.quantization.kv_error import attention_weights, score_variance, stored, value_error
 from support.compiled import CompiledRunner
 from support.paged import Chunk, PagedRunner, plain_model
 from support.tiny import AdapterSpec, TinyBase, tiny_adapters, tiny_llama

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from sidestream.compiler.options import CompileOptions
-from sidestream.compiler.passes import quantize_in_blocks
+from sidestream.compiler.passes.fuse import quantize_in_blocks
 from sidestream.compiler.program.program import Bucket, Program
 from sidestream.graphs.lora import LoraShape
 from support.meta import compiled_without_weights

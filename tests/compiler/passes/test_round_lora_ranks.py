@@ -9,7 +9,7 @@ import pytest
 from sidestream.compiler.cost.cost import estimate, floor_seconds, total_seconds
 from sidestream.compiler.cost.work import Assumptions, work
 from sidestream.compiler.options import CompileOptions
-from sidestream.compiler.passes import round_lora_ranks
+from sidestream.compiler.passes.lora import round_lora_ranks
 from sidestream.compiler.program.program import Bucket, Program
 from sidestream.graphs.lora import LoraShape
 from support.meta import compiled_without_weights

@@ -9,11 +9,13 @@ import pytest
 import sidestream
 import torch
 from sidestream.compiler.options import CompileOptions, OptionError
-from sidestream.compiler.passes.smooth_channels import channel_exponents_name
+from sidestream.compiler.passes.quantize.smooth_channels import channel_exponents_name
 from sidestream.graphs.checkpoint import Checkpoint
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
-from sidestream.runtime.engine.calibration import (
+from sidestream.runtime.api.sampling_params import SamplingParams
+from sidestream.runtime.llm import LLM
+from sidestream.runtime.quantization.calibration import (
     KV_DTYPES,
     TREATMENTS,
     Calibration,
@@ -21,8 +23,6 @@ from sidestream.runtime.engine.calibration import (
     LayerFigures,
     fingerprint,
 )
-from sidestream.runtime.llm import LLM
-from sidestream.runtime.requests.sampling_params import SamplingParams
 from support.compiled import CompiledRunner
 from support.paged import Chunk, plain_model
 from support.tiny import AdapterSpec, TinyBase, tiny_adapters, tiny_llama

@@ -7,7 +7,7 @@ import pytest
 import torch
 from sidestream.compiler.cost.work import Assumptions, argument_bytes, named_arguments, step_bytes, work
 from sidestream.compiler.options import CompileOptions
-from sidestream.compiler.passes import widen_kv_once
+from sidestream.compiler.passes.fuse import widen_kv_once
 from sidestream.compiler.program.buffers import Buffer
 from sidestream.compiler.program.program import Bucket, Program
 from sidestream.graphs.lora import LoraShape

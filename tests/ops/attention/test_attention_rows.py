@@ -12,7 +12,7 @@ from sidestream.ops.attention.paged_attention_blocks import paged_attention_bloc
 from sidestream.ops.core.eight_bits import QUANTIZED_MAX
 from sidestream.ops.core.kv_layout import kv_cache_shape, kv_scales_shape
 from sidestream.ops.core.triton_support import INTERPRETED
-from sidestream.ops.rows.quantize_blocks import dequantize_blocks
+from sidestream.ops.elementwise.quantize_blocks import dequantize_blocks
 from support.attention import Batch, make_batch, relative_error, tolerance
 from support.checks import bits, poison
 from support.sm90 import compile_launch

@@ -17,7 +17,7 @@ from sidestream.ops.attention.paged_attention import paged_attention_reference a
 from sidestream.ops.core.eight_bits import QUANTIZED_MAX
 from sidestream.ops.core.kv_layout import KEY, PAGE_SIZE, VALUE, kv_cache_shape, kv_scales_shape
 from sidestream.ops.core.triton_support import INTERPRETED
-from sidestream.ops.rows.quantize import reference as quantize_rowwise_reference
+from sidestream.ops.elementwise.quantize import reference as quantize_rowwise_reference
 from support.attention import Batch, make_batch, relative_error, spills_in_main_loop, tolerance
 from support.sm90 import MachineCode, compile_launch, reads_under_way
 

@@ -8,7 +8,7 @@ from sidestream.ops.attention.append_kv import append_kv
 from sidestream.ops.attention.rope import rope
 from sidestream.ops.attention.rope_append import rope_append
 from sidestream.ops.core.kv_layout import kv_cache_shape, kv_scales_shape
-from sidestream.ops.rows.hadamard import hadamard
+from sidestream.ops.elementwise.hadamard import hadamard
 from support.checks import Tolerance, check_kernel, poison, stored_tolerances
 from support.samples import angles, normal
 from support.sm90 import launched

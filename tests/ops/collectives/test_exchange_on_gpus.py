@@ -13,7 +13,7 @@ from sidestream.ops.collectives.all_reduce_add_rms_norm_quant import all_reduce_
 from sidestream.ops.collectives.exchange import Exchange, open_exchange
 from sidestream.ops.collectives.group import RankGroup
 from sidestream.ops.core.residual_stream import residual_in_fp32, round_residual
-from sidestream.ops.rows.rms_norm import rms_norm_quant
+from sidestream.ops.elementwise.rms_norm import rms_norm_quant
 from support.ranks import run_on_ranks
 
 REPLAYS = 10_000

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from sidestream.ops.attention.append_kv import append_kv
-from sidestream.ops.rows.hadamard import hadamard
+from sidestream.ops.elementwise.hadamard import hadamard
 from support.checks import Tolerance, assert_near, check_kernel
 from support.samples import SAMPLES
 

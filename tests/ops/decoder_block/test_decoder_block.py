@@ -10,7 +10,7 @@ from sidestream.ops.core.registry import as_outputs
 from sidestream.ops.decoder_block import decoder_block as module
 from sidestream.ops.decoder_block import kernel, pieces, streams
 from sidestream.ops.decoder_block.decoder_block import decoder_block, fits
-from sidestream.ops.rows.quantize_blocks import dequantize_blocks
+from sidestream.ops.elementwise.quantize_blocks import dequantize_blocks
 from support.checks import bits, poison
 from support.gluon_threads import kernels_in_threads
 from support.samples import decoder_block_inputs, exact

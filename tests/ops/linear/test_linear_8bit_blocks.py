@@ -8,6 +8,7 @@ import pytest
 import torch
 from sidestream.ops.core.device import H200_SMS
 from sidestream.ops.core.triton_support import INTERPRETED
+from sidestream.ops.elementwise.quantize_blocks import padded_scales, quantize_blocks
 from sidestream.ops.linear import tuning
 from sidestream.ops.linear.linear_8bit import (
     has_block_scales,
@@ -17,7 +18,6 @@ from sidestream.ops.linear.linear_8bit import (
     takes_block_scales,
 )
 from sidestream.ops.linear.tuning import LinearConfig, linear_config, read_table, wide_config, work_split
-from sidestream.ops.rows.quantize_blocks import padded_scales, quantize_blocks
 from support.checks import assert_near, check_kernel, poison
 from support.linears import BF16, E4M3, INT8_DEVIATION, NEAR, check_chain, inputs, run
 from support.sm90 import MachineCode, compile_launch, reads_under_way

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from sidestream.ops.core.triton_support import INTERPRETED
+from sidestream.ops.elementwise.quantize import quantize_rowwise
+from sidestream.ops.elementwise.silu_mul import silu_mul
 from sidestream.ops.linear import tuning
 from sidestream.ops.linear.kernel_wide import launch_wide
 from sidestream.ops.linear.linear_8bit import launch_config, linear_8bit, reference
@@ -19,8 +21,6 @@ from sidestream.ops.linear.tuning import (
     wide_config,
     work_split,
 )
-from sidestream.ops.rows.quantize import quantize_rowwise
-from sidestream.ops.rows.silu_mul import silu_mul
 from support.checks import Tolerance, assert_near, check_kernel
 from support.linears import BF16, NEAR, SHAPES, inputs, run
 from support.sm90 import compile_launch

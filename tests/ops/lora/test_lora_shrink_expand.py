@@ -7,14 +7,14 @@ import pytest
 import torch
 from sidestream.ops.core.registry import OPS
 from sidestream.ops.core.triton_support import INTERPRETED
+from sidestream.ops.elementwise.quantize_blocks import dequantize_blocks, padded_scales
+from sidestream.ops.elementwise.quantize_blocks import reference as quantize_blocks_reference
 from sidestream.ops.lora.expand import lora_expand
 from sidestream.ops.lora.expand import reference as lora_expand_reference
 from sidestream.ops.lora.lora import lora
 from sidestream.ops.lora.plan import lora_plan_fake, lora_splits, lora_tile
 from sidestream.ops.lora.shrink import lora_shrink
 from sidestream.ops.lora.shrink import reference as lora_shrink_reference
-from sidestream.ops.rows.quantize_blocks import dequantize_blocks, padded_scales
-from sidestream.ops.rows.quantize_blocks import reference as quantize_blocks_reference
 from support.checks import Tolerance, assert_near, check_kernel, poison
 from support.lora import LoraCase, lora_case
 from support.sm90 import MachineCode, launched

@@ -25,9 +25,9 @@ from sidestream.runtime.adapters import registry as adapter_registry
 from sidestream.runtime.adapters.registry import AdapterRegistry
 from sidestream.runtime.adapters.stacks import LEAD_SECONDS, AdapterStacks, Flight
 from sidestream.runtime.adapters.store import Block
+from sidestream.runtime.api.errors import RequestError
+from sidestream.runtime.api.sampling_params import SamplingParams
 from sidestream.runtime.llm import LLM
-from sidestream.runtime.requests.errors import RequestError
-from sidestream.runtime.requests.sampling_params import SamplingParams
 from support.tiny import AdapterSpec, tiny_adapters, tiny_llama
 
 SMALL = {

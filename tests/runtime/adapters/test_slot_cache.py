@@ -25,11 +25,11 @@ from sidestream.compiler.program.cache_folder import CacheFolder
 from sidestream.graphs.adapter import WEIGHTS, AdapterError
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.lora import LoraShape
+from sidestream.runtime.adapters import disk_cache as slot_cache
 from sidestream.runtime.adapters import registry as adapters
-from sidestream.runtime.adapters import slot_cache
 from sidestream.runtime.adapters.background import Background, Stopped
+from sidestream.runtime.adapters.disk_cache import SlotCache, packing_key
 from sidestream.runtime.adapters.registry import AdapterRegistry
-from sidestream.runtime.adapters.slot_cache import SlotCache, packing_key
 from sidestream.runtime.adapters.store import AdapterStore
 from support.tiny import AdapterSpec, tiny_adapters, tiny_llama
 
@@ -373,7 +373,7 @@ def test_a_process_that_ends_leaves_no_half_written_file(tmp_path):
     code = f"""
 import sys, time, numpy
 from pathlib import Path
-from sidestream.runtime.adapters import slot_cache
+from sidestream.runtime.adapters import disk_cache as slot_cache
 from sidestream.compiler.program.cache_folder import CacheFolder
 slot_cache.WRITE_PAUSE = 0.05
 cache = slot_cache.SlotCache(CacheFolder(Path({str(tmp_path)!r}) / "adapters", 1 << 40))

@@ -10,18 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sidestream.runtime.api.errors import DeadlineError, EngineDeadError, OverloadedError, RequestError, ServerError
+from sidestream.runtime.api.sampling_params import SamplingParams
 from sidestream.runtime.client.async_client import AsyncClient
-from sidestream.runtime.requests.errors import (
-    DeadlineError,
-    EngineDeadError,
-    OverloadedError,
-    RequestError,
-    ServerError,
-)
-from sidestream.runtime.requests.sampling_params import SamplingParams
-from sidestream.runtime.wire import framing, protocol
-from sidestream.runtime.wire import keys as curve
-from sidestream.runtime.wire.protocol import Chunk
+from sidestream.runtime.protocol import curve_keys as curve
+from sidestream.runtime.protocol import framing
+from sidestream.runtime.protocol import messages as protocol
+from sidestream.runtime.protocol.messages import Chunk
 from support.serving import GUARD
 from support.wire_server import WireServer
 

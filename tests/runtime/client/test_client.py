@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from sidestream.runtime.api.errors import EngineDeadError, RequestError, ServerError
+from sidestream.runtime.api.lora_request import LoRARequest
+from sidestream.runtime.api.sampling_params import SamplingParams
 from sidestream.runtime.client.client import Client
-from sidestream.runtime.requests.errors import EngineDeadError, RequestError, ServerError
-from sidestream.runtime.requests.lora_request import LoRARequest
-from sidestream.runtime.requests.sampling_params import SamplingParams
-from sidestream.runtime.wire import protocol
+from sidestream.runtime.protocol import messages as protocol
 from support.serving import GUARD
 from support.wire_server import WireServer
 

@@ -3,9 +3,9 @@
 import asyncio
 
 import pytest
+from sidestream.runtime.api.errors import ServerError
 from sidestream.runtime.client.requests import OpenRequest
-from sidestream.runtime.requests.errors import ServerError
-from sidestream.runtime.wire.protocol import Chunk, Usage
+from sidestream.runtime.protocol.messages import Chunk, Usage
 
 
 def chunk(first: int, last: bool = False) -> Chunk:

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sidestream.runtime.api.errors import RequestError
+from sidestream.runtime.api.sampling_params import SamplingParams
 from sidestream.runtime.engine.completion import Completion
-from sidestream.runtime.requests.errors import RequestError
-from sidestream.runtime.requests.sampling_params import SamplingParams
-from sidestream.runtime.scheduling.sequence import Sequence
-from sidestream.runtime.steps.plan import StepResult
+from sidestream.runtime.scheduler.sequence import Sequence
+from sidestream.runtime.scheduler.step_plan import StepResult
 from sidestream.runtime.text.tokenizer import FastTokenizer
 from support.byte_fallback import byte_fallback_tokenizer
 

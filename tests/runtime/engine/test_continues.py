@@ -2,9 +2,9 @@
 
 import pytest
 from sidestream import LLM
-from sidestream.runtime.requests.errors import RequestError
-from sidestream.runtime.requests.request import Continuation, Request
-from sidestream.runtime.requests.sampling_params import SamplingParams
+from sidestream.runtime.api.errors import RequestError
+from sidestream.runtime.api.request import Continuation, Request
+from sidestream.runtime.api.sampling_params import SamplingParams
 from sidestream.runtime.text.prompts import check_continues
 
 PROMPT = "Once upon a time there was a small"

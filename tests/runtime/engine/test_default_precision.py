@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from sidestream.compiler.options import OptionError
 from sidestream.graphs.config import LlamaConfig
-from sidestream.runtime.calibrate.first_start import figures
+from sidestream.runtime.api.sampling_params import SamplingParams
 from sidestream.runtime.demo_model import DEMO_MODEL
-from sidestream.runtime.device.model import find_model
-from sidestream.runtime.engine.files import FILE_NAME
 from sidestream.runtime.engine.options import EngineOptions
 from sidestream.runtime.engine.resolve import default_precision
 from sidestream.runtime.llm import LLM
-from sidestream.runtime.requests.sampling_params import SamplingParams
+from sidestream.runtime.quantization.file_names import FILE_NAME
+from sidestream.runtime.worker.calibrate.first_start import figures
+from sidestream.runtime.worker.model import find_model
 from sidestream.tools import cli
 from sidestream.tools.commands.serve import settings_of
 from support.tiny import TinyBase, oracle_greedy, tiny_llama

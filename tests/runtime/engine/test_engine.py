@@ -1,11 +1,11 @@
 """Text, stop strings and streams, over a fake model."""
 
 import pytest
+from sidestream.runtime.api.errors import RequestError
+from sidestream.runtime.api.request import Request
+from sidestream.runtime.api.sampling_params import SamplingParams
 from sidestream.runtime.engine.engine import Engine
-from sidestream.runtime.requests.errors import RequestError
-from sidestream.runtime.requests.request import Request
-from sidestream.runtime.requests.sampling_params import SamplingParams
-from sidestream.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
+from sidestream.runtime.scheduler.scheduler import Scheduler, SchedulerLimits
 from sidestream.runtime.text.token_bytes import TokenBytes
 from support.fake_runner import FakeRunner, continuation
 

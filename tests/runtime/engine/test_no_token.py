@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from sidestream.runtime.requests.request import Request
-from sidestream.runtime.requests.sampling_params import SamplingParams
-from sidestream.runtime.steps.plan import StepPlan, StepResult
+from sidestream.runtime.api.request import Request
+from sidestream.runtime.api.sampling_params import SamplingParams
+from sidestream.runtime.scheduler.step_plan import StepPlan, StepResult
 from support.engines import VOCABULARY, assert_idle, make_engine, prompt, run
 from support.fake_runner import FakeRunner, continuation
 

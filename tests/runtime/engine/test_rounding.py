@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from sidestream.runtime.calibrate.reader import Document, Scorer, plan
-from sidestream.runtime.engine.files import FILE_NAME, file_name
-from sidestream.runtime.engine.rounding import KEY, RoundingError, open_rounding
+from sidestream.runtime.api.sampling_params import SamplingParams
 from sidestream.runtime.llm import LLM
-from sidestream.runtime.requests.sampling_params import SamplingParams
+from sidestream.runtime.quantization.file_names import FILE_NAME, file_name
+from sidestream.runtime.quantization.rounded_weights import KEY, RoundingError, open_rounding
+from sidestream.runtime.worker.calibrate.reader import Document, Scorer, plan
 from sidestream.tools import cli
 from sidestream.tools.quality.real.reference import Reference
 from sidestream.tools.quality.teacher_forced import compare

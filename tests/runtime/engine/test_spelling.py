@@ -2,12 +2,12 @@
 
 import pytest
 from sidestream.runtime.adapters.registry import AdapterRegistry
+from sidestream.runtime.api.errors import RequestError
 from sidestream.runtime.engine.options import keywords
 from sidestream.runtime.engine.spelling import PYTHON_ONLY, server_options, with_flags, with_server_flags
-from sidestream.runtime.requests.errors import RequestError
+from sidestream.runtime.protocol.framing import decode_from_server
+from sidestream.runtime.protocol.messages import Error
 from sidestream.runtime.server.connections import Client, Connections
-from sidestream.runtime.wire.framing import decode_from_server
-from sidestream.runtime.wire.protocol import Error
 from sidestream.tools.cli import build_parser
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from sidestream.compiler.options import OptionError
+from sidestream.runtime.api.sampling_params import REFUSED, SamplingParams
 from sidestream.runtime.engine.options import keywords
 from sidestream.runtime.engine.vllm_keywords import ACCEPTED, FOREIGN, without_vllm_keywords
 from sidestream.runtime.llm import LLM
-from sidestream.runtime.requests.sampling_params import REFUSED, SamplingParams
 from support import vllm_names
 
 PAGE = (Path(__file__).parents[3] / "docs" / "coming_from.md").read_text()

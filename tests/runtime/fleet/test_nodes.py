@@ -1,5 +1,5 @@
 """kill -9 of replicas, GPU processes and nodes of a cluster of raylets, under load: `python -m
-sidestream.tools.fleet.chaos` for a minute. And the time that a second engine takes to start.
+sidestream.tools.dev.fleet.chaos` for a minute. And the time that a second engine takes to start.
 """
 
 import re
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extr
 def test_nodes_die_and_no_answer_is_lost(request):
     if not request.config.getoption("--exhaustive"):
         pytest.skip("takes minutes; --exhaustive runs it")
-    command = [sys.executable, "-m", "sidestream.tools.fleet.chaos", "--engines", "2", "--streams", "6"]
+    command = [sys.executable, "-m", "sidestream.tools.dev.fleet.chaos", "--engines", "2", "--streams", "6"]
     command += ["--minutes", "1", "--every", "10", "--scales", "1"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -26,7 +26,7 @@ def test_nodes_die_and_no_answer_is_lost(request):
 def test_a_second_engine_of_a_host_is_timed(request):
     if not request.config.getoption("--exhaustive"):
         pytest.skip("compiles a model three times; --exhaustive runs it")
-    command = [sys.executable, "-m", "sidestream.tools.fleet.warm_start", "--rounds", "1"]
+    command = [sys.executable, "-m", "sidestream.tools.dev.fleet.warm_start", "--rounds", "1"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(

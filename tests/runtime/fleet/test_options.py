@@ -152,7 +152,7 @@ def test_a_fleet_that_does_not_come_up_says_why(monkeypatch, tmp_path):
 @needs_ray
 def test_files_of_engines_that_ended_go(tmp_path):
     from sidestream.runtime.fleet.private_address import leave, sweep
-    from sidestream.runtime.wire.addresses import AddressLock, parse
+    from sidestream.runtime.protocol.addresses import AddressLock, parse
 
     def made(name):
         address = f"ipc://{tmp_path}/fleet-{name}.sock"

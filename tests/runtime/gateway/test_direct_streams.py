@@ -5,13 +5,13 @@ import re
 from typing import Any
 
 import pytest
+from sidestream.runtime.api.errors import EngineDeadError
 from sidestream.runtime.gateway.contracts import Exchange, HttpAnswer, UsageRecord
-from sidestream.runtime.gateway.observe.listener import Listener
-from sidestream.runtime.gateway.observe.metrics import Metrics
-from sidestream.runtime.gateway.observe.watch import Watch
+from sidestream.runtime.gateway.metrics.listener import Listener
+from sidestream.runtime.gateway.metrics.metrics import Metrics
+from sidestream.runtime.gateway.metrics.watch import Watch
 from sidestream.runtime.gateway.serving.bounds import WRITE_SECONDS
-from sidestream.runtime.requests.errors import EngineDeadError
-from sidestream.runtime.wire.protocol import Chunk
+from sidestream.runtime.protocol.messages import Chunk
 from support.gateway import Books, FakeEngines
 from support.written import Written, asked
 

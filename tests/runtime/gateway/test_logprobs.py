@@ -3,8 +3,8 @@
 import pytest
 from sidestream.runtime.gateway.routes.echo import Echo
 from sidestream.runtime.gateway.shapes.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs, text_of
+from sidestream.runtime.protocol.messages import TokenLogprob
 from sidestream.runtime.text.tokenizer import FastTokenizer
-from sidestream.runtime.wire.protocol import TokenLogprob
 from support.byte_fallback import byte_fallback_tokenizer
 
 

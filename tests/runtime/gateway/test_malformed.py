@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
-from sidestream.runtime.requests.errors import RequestError, ServerError
+from sidestream.runtime.api.errors import RequestError, ServerError
 from support.gateway import FakeEngines, gateway
 
 COMPLETE, CHAT, RESPOND, LOAD = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/load_lora_adapter"

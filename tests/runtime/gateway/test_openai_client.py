@@ -12,13 +12,13 @@ import openai
 import pytest
 import torch
 from openai import AsyncOpenAI, OpenAI
+from sidestream.runtime.api.errors import OverloadedError
 from sidestream.runtime.demo_model import DEMO_MODEL
-from sidestream.runtime.gateway.observe.metrics import Metrics
-from sidestream.runtime.gateway.observe.watch import Watch
+from sidestream.runtime.gateway.metrics.metrics import Metrics
+from sidestream.runtime.gateway.metrics.watch import Watch
 from sidestream.runtime.gateway.serving.app import build_app
 from sidestream.runtime.gateway.serving.open_door import OpenDoor
 from sidestream.runtime.gateway.settings import GatewaySettings
-from sidestream.runtime.requests.errors import OverloadedError
 from sidestream.runtime.text.tokenizer import load_tokenizer
 from support.gateway import FakeEngines
 from transformers import AutoModelForCausalLM, AutoTokenizer

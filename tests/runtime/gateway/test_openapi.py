@@ -12,8 +12,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
     unsupported_method,
 )
-from sidestream.runtime.gateway.observe.metrics import Metrics
-from sidestream.runtime.gateway.observe.watch import Watch
+from sidestream.runtime.gateway.metrics.metrics import Metrics
+from sidestream.runtime.gateway.metrics.watch import Watch
 from sidestream.runtime.gateway.serving.app import build_app
 from sidestream.runtime.gateway.serving.open_door import OpenDoor
 from sidestream.runtime.gateway.settings import GatewaySettings

@@ -5,14 +5,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
+from sidestream.runtime.api.errors import DeadlineError, EngineDeadError, OverloadedError, RequestError, ServerError
 from sidestream.runtime.gateway.contracts import EngineHealth
-from sidestream.runtime.requests.errors import (
-    DeadlineError,
-    EngineDeadError,
-    OverloadedError,
-    RequestError,
-    ServerError,
-)
 from support.gateway import Books, FakeEngines, events, gateway
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}

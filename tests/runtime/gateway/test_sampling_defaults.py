@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from sidestream import AsyncClient, Client, SamplingParams
+from sidestream.runtime.api.sampling_defaults import SamplingDefaults
 from sidestream.runtime.gateway.router.router import Router
-from sidestream.runtime.requests.sampling_defaults import SamplingDefaults
 from support.gateway import FakeEngines, gateway
 from support.serving import serve_fake
 from support.wire_server import WireServer

@@ -8,6 +8,7 @@ from time import sleep
 from typing import Any
 
 import pytest
+from sidestream.runtime.processes.channel import Channel
 from sidestream.runtime.processes.watch import (
     CPU_STEP_SECONDS,
     GPU_STEP_SECONDS,
@@ -20,9 +21,8 @@ from sidestream.runtime.processes.watch import (
     StopWatch,
     is_stopped,
 )
+from sidestream.runtime.protocol.messages import Abort, Sampling
 from sidestream.runtime.server import gpu_process
-from sidestream.runtime.wire.channel import Channel
-from sidestream.runtime.wire.protocol import Abort, Sampling
 from support.fake_runner import continuation
 from support.serving import Wire, serve_fake
 

@@ -4,15 +4,15 @@ from types import SimpleNamespace
 from typing import Any
 
 from sidestream.ops.core.kv_layout import PAGE_SIZE
-from sidestream.runtime.requests.request import Request
-from sidestream.runtime.requests.sampling_params import SamplingParams
-from sidestream.runtime.server.adapter_desk import AdapterDesk
+from sidestream.runtime.api.request import Request
+from sidestream.runtime.api.sampling_params import SamplingParams
+from sidestream.runtime.protocol.messages import UnloadAdapter
+from sidestream.runtime.scheduler.step_plan import StepPlan
+from sidestream.runtime.server.adapter_requests import AdapterDesk
 from sidestream.runtime.server.gpu_link import LoadDone, LoadedAdapter, Notice, Ready, StartLoad, Unload
 from sidestream.runtime.server.open_requests import OpenRequests
 from sidestream.runtime.server.state import ServerState
 from sidestream.runtime.server.stepper import Stepper
-from sidestream.runtime.steps.plan import StepPlan
-from sidestream.runtime.wire.protocol import UnloadAdapter
 
 
 class Link:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sidestream.runtime.protocol.messages import Done, Error, ListAdapters, LoadAdapter, Sampling, UnloadAdapter
 from sidestream.runtime.server.settings import ServeSettings
-from sidestream.runtime.wire.protocol import Done, Error, ListAdapters, LoadAdapter, Sampling, UnloadAdapter
 from support.fake_runner import continuation
 from support.serving import GUARD, Server, Wire, serve, serve_fake
 from support.tiny import AdapterSpec, oracle_greedy, tiny_adapters, tiny_llama

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from sidestream.runtime.api.errors import EngineDeadError, OverloadedError, RequestError, ServerError
+from sidestream.runtime.api.sampling_params import SamplingParams
 from sidestream.runtime.client.async_client import AsyncClient
 from sidestream.runtime.client.client import Client
 from sidestream.runtime.demo_model import DEMO_MODEL
-from sidestream.runtime.requests.errors import EngineDeadError, OverloadedError, RequestError, ServerError
-from sidestream.runtime.requests.sampling_params import SamplingParams
+from sidestream.runtime.processes.channel import Channel
+from sidestream.runtime.protocol import curve_keys as curve
 from sidestream.runtime.server.settings import ServeSettings
-from sidestream.runtime.wire import keys as curve
-from sidestream.runtime.wire.channel import Channel
 from support.fake_runner import continuation
 from support.serving import GUARD, Server, free_port, serve_fake
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zmq
+from sidestream.runtime.scheduler.step_plan import StepDrafts, StepMasks, StepResult
 from sidestream.runtime.server.gpu_link import BatcherEnd, GpuEnd, Load, Ready, Retire, StepFailed, Timing
 from sidestream.runtime.server.gpu_process import is_fatal, without_directories
 from sidestream.runtime.server.shared_masks import SharedMasks
-from sidestream.runtime.steps.plan import StepDrafts, StepMasks, StepResult
 
 
 def receive(end, timeout=60.0):

@@ -11,12 +11,12 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
+from sidestream.runtime.processes.channel import Channel, ChannelClosed
+from sidestream.runtime.scheduler.step_plan import StepDrafts, StepMasks, StepPlan, StepResult
 from sidestream.runtime.server import gpu_process
 from sidestream.runtime.server.gpu_link import Answer, BatcherEnd, Load, LoadedAdapter, Ready
 from sidestream.runtime.server.gpu_process import run
 from sidestream.runtime.server.settings import ServeSettings
-from sidestream.runtime.steps.plan import StepDrafts, StepMasks, StepPlan, StepResult
-from sidestream.runtime.wire.channel import Channel, ChannelClosed
 from support.sampling_plans import plan, sampling
 from support.serving import GUARD
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import zmq
+from sidestream.runtime.api.sampling_params import SamplingParams
 from sidestream.runtime.client.client import Client
-from sidestream.runtime.requests.sampling_params import SamplingParams
-from sidestream.runtime.wire import keys as curve
-from sidestream.runtime.wire.framing import encode
-from sidestream.runtime.wire.protocol import NO_INSTANCE, Abort, Beat, Error, Sampling, Submit
+from sidestream.runtime.protocol import curve_keys as curve
+from sidestream.runtime.protocol.framing import encode
+from sidestream.runtime.protocol.messages import NO_INSTANCE, Abort, Beat, Error, Sampling, Submit
 from support.fake_runner import continuation
 from support.raw_curve_peer import RawCurvePeer
 from support.raw_peer import MORE, PING, RawPeer, frame

@@ -6,8 +6,8 @@ import signal
 import time
 
 import pytest
-from sidestream.runtime.wire.framing import encode
-from sidestream.runtime.wire.protocol import (
+from sidestream.runtime.protocol.framing import encode
+from sidestream.runtime.protocol.messages import (
     MAX_FRAME_BYTES,
     Abort,
     Chunks,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import sidestream
-from sidestream.runtime.wire.protocol import Sampling
+from sidestream.runtime.protocol.messages import Sampling
 from sidestream.tools.bench.model_directory import TINY, write_model
 from support.fake_runner import continuation
 from support.serving import GUARD, free_port, serve_fake

@@ -5,14 +5,14 @@ import time
 
 import pytest
 import zmq
-from sidestream.runtime.requests.outputs import CompletionOutput, RequestOutput
+from sidestream.runtime.api.outputs import CompletionOutput, RequestOutput
+from sidestream.runtime.protocol.addresses import parse
+from sidestream.runtime.protocol.framing import decode_from_server, encode
+from sidestream.runtime.protocol.messages import Beat, Chunk, Chunks, Error, Hello, TokenLogprob
 from sidestream.runtime.server import connections
 from sidestream.runtime.server.connections import Connections
 from sidestream.runtime.server.listener import OpenListener
 from sidestream.runtime.server.open_requests import OpenRequests
-from sidestream.runtime.wire.addresses import parse
-from sidestream.runtime.wire.framing import decode_from_server, encode
-from sidestream.runtime.wire.protocol import Beat, Chunk, Chunks, Error, Hello, TokenLogprob
 from support.serving import GUARD
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import zmq
+from sidestream.runtime.protocol.framing import encode, header
+from sidestream.runtime.protocol.messages import HEADER_BYTES, NO_INSTANCE, Abort, Sampling, Submit
 from sidestream.runtime.server.supervisor import DEATHS
-from sidestream.runtime.wire.framing import encode, header
-from sidestream.runtime.wire.protocol import HEADER_BYTES, NO_INSTANCE, Abort, Sampling, Submit
 from support.fake_runner import continuation
 from support.serving import GUARD, Server, Wire, serve_fake
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 import zmq
 from msgspec import structs
+from sidestream.runtime.api.sampling_params import SamplingParams
 from sidestream.runtime.client.client import Client
-from sidestream.runtime.requests.sampling_params import SamplingParams
-from sidestream.runtime.wire.protocol import ListAdapters, LoadAdapter, Sampling, UnloadAdapter
+from sidestream.runtime.protocol.messages import ListAdapters, LoadAdapter, Sampling, UnloadAdapter
 from support.serving import Server
 from support.tiny import AdapterSpec, oracle_greedy, oracle_logits, tiny_adapters, tiny_llama
 

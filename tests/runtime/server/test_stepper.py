@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 from sidestream.ops.core.kv_layout import PAGE_SIZE
-from sidestream.runtime.requests.request import Request
-from sidestream.runtime.requests.sampling_params import SamplingParams
+from sidestream.runtime.api.request import Request
+from sidestream.runtime.api.sampling_params import SamplingParams
+from sidestream.runtime.scheduler.step_plan import AHEAD, StepPlan, StepResult
 from sidestream.runtime.server import stepper as module
 from sidestream.runtime.server.gpu_link import Ready, Timing
 from sidestream.runtime.server.stepper import Stepper
-from sidestream.runtime.steps.plan import AHEAD, StepPlan, StepResult
 from support.fake_runner import FakeRunner, continuation
 
 

@@ -6,11 +6,11 @@ from collections import deque
 from typing import Any
 
 from sidestream.ops.core.kv_layout import PAGE_SIZE
-from sidestream.runtime.requests.request import Request
-from sidestream.runtime.requests.sampling_params import SamplingParams
+from sidestream.runtime.api.request import Request
+from sidestream.runtime.api.sampling_params import SamplingParams
+from sidestream.runtime.scheduler.step_plan import AHEAD, StepPlan, StepResult
 from sidestream.runtime.server.gpu_link import LoadDone, LoadedAdapter, Ready, Retire, StartLoad, Timing
 from sidestream.runtime.server.stepper import Stepper
-from sidestream.runtime.steps.plan import AHEAD, StepPlan, StepResult
 from support.fake_runner import FakeRunner, continuation
 
 

@@ -2,14 +2,14 @@
 
 from collections import Counter
 
+from sidestream.runtime.protocol.messages import Accepted, Error, Sampling, Submit
 from sidestream.runtime.server.connections import Client
 from sidestream.runtime.server.gpu_link import Ready
-from sidestream.runtime.server.grammar_desk import GrammarDesk
+from sidestream.runtime.server.grammar_requests import GrammarDesk
 from sidestream.runtime.server.open_requests import OpenRequests
 from sidestream.runtime.server.state import ServerState
 from sidestream.runtime.server.stepper import Stepper
 from sidestream.runtime.server.submissions import Submissions
-from sidestream.runtime.wire.protocol import Accepted, Error, Sampling, Submit
 
 
 class Link:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from sidestream.runtime.requests.errors import RequestError
+from sidestream.runtime.api.errors import RequestError
 from sidestream.runtime.text.chat import KEPT, ChatRenderer
 from sidestream.runtime.text.chat_files import ChatTemplateError, ChatTemplates, read_chat_templates
 from sidestream.runtime.text.chat_messages import as_conversations

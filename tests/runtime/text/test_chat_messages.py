@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from openai.types.chat import ChatCompletionMessage
-from sidestream.runtime.requests.errors import RequestError
+from sidestream.runtime.api.errors import RequestError
 from sidestream.runtime.text.chat import ChatRenderer
 from sidestream.runtime.text.chat_messages import as_conversations
 from sidestream.runtime.text.chat_template import ChatWords

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sidestream import LLM, RequestError, SamplingParams
 from sidestream.graphs.config_fields import ConfigError
-from sidestream.runtime.requests.sampling_defaults import SamplingDefaults
+from sidestream.runtime.api.sampling_defaults import SamplingDefaults
 from sidestream.runtime.text.generation_config import describe, eos_token_ids, sampling_defaults
 from support.pieces import sentencepiece_model
 from support.tiny import TinyBase, tiny_llama, write_tokenizer

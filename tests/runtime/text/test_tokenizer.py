@@ -4,7 +4,7 @@ import ctypes
 import random
 
 import pytest
-from sidestream.runtime.requests.errors import RequestError
+from sidestream.runtime.api.errors import RequestError
 from sidestream.runtime.text.detokenizer import StopStrings, make_detokenizer
 from sidestream.runtime.text.tokenizer import TooManyTokens, load_tokenizer
 from support.pieces import sentencepiece_model

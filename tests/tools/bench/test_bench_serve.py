@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sidestream.runtime.wire import protocol
+from sidestream.runtime.protocol import messages as protocol
 from sidestream.tools import cli
 from sidestream.tools.bench.serving import cold as serve_cold
 from sidestream.tools.bench.serving.report import Record, header, line, live_line, longest_gap, percentile, summarize

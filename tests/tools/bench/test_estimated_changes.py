@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from sidestream.compiler.cost.cost import KNOWN_ERROR
 from sidestream.tools.bench.ablation import arms
-from sidestream.tools.bench.estimated_changes import ABSOLUTE, RELATIVE, Change, changes, measured_rows, table
+from sidestream.tools.dev.bench.estimated_changes import ABSOLUTE, RELATIVE, Change, changes, measured_rows, table
 from support.excerpts import same_torch
 
 PAGE = Path(__file__).parents[3] / "docs" / "measurements" / "estimated_changes.txt"

@@ -1,7 +1,7 @@
 """The bench of a step's work on the host."""
 
 import pytest
-from sidestream.tools.bench.drafts import host_work
+from sidestream.tools.dev.bench.drafts import host_work
 
 
 def test_the_table_of_the_demo_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from sidestream.ops.speculate.draft_ngram import LONGEST
-from sidestream.runtime.structured import drafted
+from sidestream.ops.spec_decode.draft_ngram import LONGEST
+from sidestream.runtime.text.structured import drafted
 from sidestream.tools import cli
 from sidestream.tools.bench import latency
-from sidestream.tools.bench.drafts.injected import InjectedDrafts
+from sidestream.tools.bench.injected_drafts import InjectedDrafts
 
 VOCABULARY = 50
 

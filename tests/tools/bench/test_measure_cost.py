@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from sidestream.tools.bench.cost_error import main
+from sidestream.tools.dev.bench.cost_error import main
 from support.meta_model import config_directory
 
 

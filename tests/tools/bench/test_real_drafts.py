@@ -6,11 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sidestream.runtime.api.outputs import CompletionOutput, Logprob, RequestOutput
 from sidestream.runtime.demo_model import DEMO_MODEL
-from sidestream.runtime.requests.outputs import CompletionOutput, Logprob, RequestOutput
-from sidestream.tools.bench.drafts import real
-from sidestream.tools.bench.drafts.answers import first_difference, gaps
-from sidestream.tools.bench.drafts.questions import questions
+from sidestream.tools.dev.bench.drafts import real
+from sidestream.tools.dev.bench.drafts.answers import first_difference, gaps
+from sidestream.tools.dev.bench.drafts.questions import questions
 from sidestream.tools.quality.tasks import is_test
 
 

@@ -1,7 +1,7 @@
 """The bench of constrained answers through a server: a small one, and what it prints adds up."""
 
 import pytest
-from sidestream.tools.bench.serving.structured_server import main
+from sidestream.tools.dev.bench.structured_server import main
 
 
 def test_steps_of_a_server(capfd: pytest.CaptureFixture[str]) -> None:

@@ -3,9 +3,9 @@
 import sys
 
 import pytest
-from sidestream.runtime.structured.filling import fill_threads
-from sidestream.tools.bench.serving import structured_steps
-from sidestream.tools.bench.serving.structured_steps import main
+from sidestream.runtime.text.structured.filling import fill_threads
+from sidestream.tools.dev.bench import structured_steps
+from sidestream.tools.dev.bench.structured_steps import main
 
 
 def test_steps_next_to_a_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,10 +13,10 @@ import torch
 from sidestream.compiler.options import DEFAULT_PRECISION, EIGHT_BITS, CompileOptions, OptionError
 from sidestream.ops.attention.append_kv import append_kv
 from sidestream.ops.core.kv_layout import kv_cache_shape, kv_scales_shape
-from sidestream.ops.rows.hadamard import hadamard
-from sidestream.runtime.calibrate.figures import attention_inputs
-from sidestream.runtime.calibrate.kv_error import stored
-from sidestream.runtime.engine.calibration import (
+from sidestream.ops.elementwise.hadamard import hadamard
+from sidestream.runtime.api.sampling_params import SamplingParams
+from sidestream.runtime.llm import LLM
+from sidestream.runtime.quantization.calibration import (
     FILE_NAME,
     KEY,
     KV_DTYPES,
@@ -26,8 +26,8 @@ from sidestream.runtime.engine.calibration import (
     LayerFigures,
     load_calibration,
 )
-from sidestream.runtime.llm import LLM
-from sidestream.runtime.requests.sampling_params import SamplingParams
+from sidestream.runtime.quantization.figures import attention_inputs
+from sidestream.runtime.quantization.kv_error import stored
 from sidestream.tools import cli
 from sidestream.tools.commands.calibrate import as_text, documents
 from sidestream.tools.commands.serve import settings_of

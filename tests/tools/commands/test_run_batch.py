@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sidestream.runtime.requests.errors import OverloadedError
+from sidestream.runtime.api.errors import OverloadedError
 from sidestream.tools.cli import main
 from support.gateway import Books, FakeEngines, listening
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from sidestream.runtime.wire.addresses import AddressError
+from sidestream.runtime.protocol.addresses import AddressError
 from sidestream.tools import cli
 from sidestream.tools.commands.serve import settings_of
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from sidestream.graphs.config import LlamaConfig
 from sidestream.ops.core.kv_layout import PAGE_SIZE
-from sidestream.runtime.calibrate.reader import Document, Scorer, plan
 from sidestream.runtime.demo_model import DEMO_MODEL
+from sidestream.runtime.worker.calibrate.reader import Document, Scorer, plan
 from sidestream.tools.cli import main
 from sidestream.tools.quality import emulation, suite
 from sidestream.tools.quality.arms import ARMS, BY_NAME, chosen_arms, open_arm

@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sidestream.graphs.config import LlamaConfig
-from sidestream.runtime.calibrate.reader import Document, Scorer, plan, step_sizes
 from sidestream.runtime.demo_model import DEMO_MODEL
 from sidestream.runtime.text.tokenizer import load_tokenizer
+from sidestream.runtime.worker.calibrate.reader import Document, Scorer, plan, step_sizes
 from sidestream.tools.quality.arms import BY_NAME, open_arm
 from sidestream.tools.quality.outliers import BIAS_POWER, QK_POWER, inject, observe, rescalings
 

@@ -2,17 +2,19 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from sidestream.compiler.records import columns
-from sidestream.tools.pages.quality import DOCS
 from sidestream.tools.quality.evaluate import Round
 from sidestream.tools.quality.report import rounds_of, tables, verdicts
+
+MEASUREMENTS = Path(__file__).parents[3] / "docs" / "measurements"
 
 
 @pytest.fixture(scope="module")
 def rounds() -> list[Round]:
-    return rounds_of(json.loads((DOCS / "measurements" / "quality_h200.json").read_text()))
+    return rounds_of(json.loads((MEASUREMENTS / "quality_h200.json").read_text()))
 
 
 def test_tables_and_verdicts_fit_a_hundred_columns(rounds: list[Round]) -> None:

@@ -1,11 +1,9 @@
-"""What is said of the real model's figures: judged by the limits, next to bf16's own. And how the page opens."""
+"""The report on the real model: its figures are judged by the limits, next to those of bf16."""
 
 import math
-import re
 from math import nan
 
 from msgspec.structs import replace
-from sidestream.tools.pages.quality import PAGE, REAL_PICTURE, picture_of_the_real_model, real_findings
 from sidestream.tools.quality.divergence import Divergence
 from sidestream.tools.quality.real.judgement import judgements, verdict
 from sidestream.tools.quality.real.measure import Findings, Measured
@@ -62,38 +60,9 @@ def test_a_limit_that_is_missed_by_less_than_a_digit_is_not_shown_as_kept() -> N
     assert "[" not in verdict(findings(int8_auto=near)), "without bf16 its own distance is not known"
 
 
-def blocks(text: str) -> list[str]:
-    """The page's parts between empty lines, without the heading."""
-    return text.split("\n\n")[1:]
-
-
-def test_the_page_opens_with_a_table_a_picture_and_a_paragraph() -> None:
-    found = real_findings()
-    whole = section(found, REAL_PICTURE.name)
-    table, picture, paragraph, heading, *rest = blocks(whole)
-    rows = table.splitlines()
-    assert len(rows) == 2 + 6 and all(row.startswith("| ") for row in rows)
-    assert [re.findall(r"`(.*)`", row) for row in rows[3:]] == [
-        ["int8-auto"], ["int8"], ["peer-int8"], ["peer-fp8-rowwise"], ["peer-fp8"]
-    ]  # fmt: skip
-    assert picture.startswith("![") and picture.endswith(f"({REAL_PICTURE.name})")
-    assert paragraph.startswith(found.model) and "\n" not in paragraph
-    assert heading.startswith("### ") and "### Every arm" in rest
-    every = "\n\n".join(rest[rest.index("### Every arm") :])
-    assert all(f"\n| {each.arm} | " in every for each in found.arms)
-    assert "nan" not in whole
-
-
 def test_without_adapters_and_peers_the_report_says_what_there_is() -> None:
     found = replace(findings(bf16=BF16[:1], int8=[read("base", 0.0066, nan, 1.0056)]), adapters=[])
     found = replace(found, arms=[*found.arms, Measured("fp8", "e4m3", [], problem="no such kernel")])
     text = section(found, "p.svg")
     assert "fp8 did not run: no such kernel." in text and "| bf16 | 0.0012 |  | 97.50% |  | 1.0003 |  |" in text
     assert "peer" not in text
-
-
-def test_page_and_picture_are_what_was_measured_of_the_real_model() -> None:
-    assert section(real_findings(), REAL_PICTURE.name) in PAGE.read_text()
-    assert REAL_PICTURE.read_text() == picture_of_the_real_model(), (
-        "run `python -m sidestream.tools.pages.quality --write`"
-    )

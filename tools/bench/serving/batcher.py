@@ -22,9 +22,8 @@ from typing import Any
 
 import zmq
 
-from ....runtime.server.settings import ServeSettings
-from ....runtime.wire.framing import decode_from_server, encode
-from ....runtime.wire.protocol import (
+from ....runtime.protocol.framing import decode_from_server, encode
+from ....runtime.protocol.messages import (
     HEARTBEAT_SECONDS,
     Adapters,
     Beat,
@@ -39,6 +38,7 @@ from ....runtime.wire.protocol import (
     Submit,
     Welcome,
 )
+from ....runtime.server.settings import ServeSettings
 from ..latency import ENDLESS
 
 ADAPTERS = 8

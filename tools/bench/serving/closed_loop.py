@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from ....runtime.api.sampling_params import SamplingParams
 from ....runtime.client.async_client import AsyncClient
-from ....runtime.requests.sampling_params import SamplingParams
 from .traffic import random_ids
 
 EVENT, DONE, LAST_CHUNK = b"data: ", b"data: [DONE]", b"0\r\n\r\n"

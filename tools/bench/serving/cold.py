@@ -9,8 +9,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from ....runtime.api.sampling_params import SamplingParams
 from ....runtime.client.async_client import AsyncClient
-from ....runtime.requests.sampling_params import SamplingParams
 from .report import longest_gap, shown
 from .traffic import random_ids
 

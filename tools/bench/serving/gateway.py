@@ -94,8 +94,8 @@ async def over_http(url: str, body: bytes) -> AsyncIterator[Any]:
 @asynccontextmanager
 async def over_zeromq(address: str) -> AsyncIterator[Any]:
     """Streams to the engine on one connection, as the gateway's are."""
+    from ....runtime.api.sampling_params import SamplingParams
     from ....runtime.client.async_client import AsyncClient
-    from ....runtime.requests.sampling_params import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
 

@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ....runtime.api.errors import RequestError, ServerError
+from ....runtime.api.sampling_params import SamplingParams
 from ....runtime.client.async_client import AsyncClient
-from ....runtime.requests.errors import RequestError, ServerError
-from ....runtime.requests.sampling_params import SamplingParams
 from ...options.environment import collect
 from . import report as serve_report
 from .cold import cold_starts

@@ -13,10 +13,10 @@ import msgspec
 import numpy as np
 
 from ....ops.core.kv_layout import PAGE_SIZE
+from ....runtime.scheduler.step_plan import StepDrafts, StepMasks, StepPlan, StepResult, no_rows
 from ....runtime.server import gpu_process
 from ....runtime.server.gpu_link import LoadedAdapter, Ready
 from ....runtime.server.settings import ServeSettings
-from ....runtime.steps.plan import StepDrafts, StepMasks, StepPlan, StepResult, no_rows
 
 PROBES = 8
 

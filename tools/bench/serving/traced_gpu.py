@@ -17,9 +17,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ....runtime.scheduler.step_plan import StepPlan
 from ....runtime.server import gpu_process
 from ....runtime.server.settings import ServeSettings
-from ....runtime.steps.plan import StepPlan
 
 _log = logging.getLogger(__name__)
 FILE_VARIABLE = "SIDESTREAM_TRACE_STEPS"

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...train.models import ALL_LINEAR, ATTENTION, AdapterRecipe, get_peft_model, save_adapter
+from ..adapter_training import ALL_LINEAR, ATTENTION, AdapterRecipe, get_peft_model, save_adapter
 from ..tasks import TASKS
 from ..train import fit
 from .checkpoint import NAME

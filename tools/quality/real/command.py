@@ -52,9 +52,9 @@ def run(options: argparse.Namespace) -> int:
     import torch
 
     from .... import __version__
-    from ....runtime.calibrate.defaults import LENGTH, ROUND_TOKENS
-    from ....runtime.calibrate.texts import documents as pieces
-    from ....runtime.calibrate.texts import standard_text
+    from ....runtime.quantization.defaults import LENGTH, ROUND_TOKENS
+    from ....runtime.quantization.texts import documents as pieces
+    from ....runtime.quantization.texts import standard_text
     from ....runtime.text.tokenizer import load_tokenizer
     from ..evaluate import calibrate_model
     from .adapters import train_adapters

@@ -16,7 +16,7 @@ import torch
 
 from ....graphs.checkpoint import checkpoint_config
 from ....ops.core.kv_layout import PAGE_SIZE
-from ....runtime.calibrate.reader import Document, Scorer, plan, step_sizes
+from ....runtime.worker.calibrate.reader import Document, Scorer, plan, step_sizes
 from ..arms import BY_NAME, REFERENCE, UNFUSED, Arm, open_arm
 from ..divergence import Divergence, divergences
 from ..evaluate import round_model

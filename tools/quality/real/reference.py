@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ....runtime.calibrate.reader import Document, Piece
+from ....runtime.worker.calibrate.reader import Document, Piece
 
 KEPT_ELEMENTS = 1 << 28  # logits kept for the next arm: 1 GiB
 

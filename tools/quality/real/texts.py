@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
-from ....runtime.calibrate.reader import Document
+from ....runtime.worker.calibrate.reader import Document
 from ..corpus import documents as library_documents
 
 LENGTH, SHORTEST = 512, 256  # of a document, in tokens

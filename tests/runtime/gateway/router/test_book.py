@@ -6,9 +6,9 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from sidestream.runtime.gateway.router.book import Book, Report, Rules
+from sidestream.runtime.gateway.router.engine_health import FIRST_REST, LONGEST_REST
+from sidestream.runtime.gateway.router.load_balancer import Book, Report, Rules
 from sidestream.runtime.gateway.router.prefixes import chain
-from sidestream.runtime.gateway.router.standing import FIRST_REST, LONGEST_REST
 
 KNOWN = frozenset(f"a{index}" for index in range(9))
 

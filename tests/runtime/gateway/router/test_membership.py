@@ -3,13 +3,13 @@
 import asyncio
 
 import pytest
+from sidestream.runtime.api.errors import EngineDeadError, ServerError
+from sidestream.runtime.api.sampling_params import SamplingParams
 from sidestream.runtime.gateway.contracts import EngineRequest
-from sidestream.runtime.gateway.observe.engine_numbers import look
+from sidestream.runtime.gateway.metrics.engine_numbers import look
 from sidestream.runtime.gateway.router.catalogue import Offer
 from sidestream.runtime.gateway.router.router import Router
-from sidestream.runtime.requests.errors import EngineDeadError, ServerError
-from sidestream.runtime.requests.sampling_params import SamplingParams
-from sidestream.runtime.wire.addresses import AddressError
+from sidestream.runtime.protocol.addresses import AddressError
 from support.fake_runner import continuation
 from support.serving import serve_fake
 from support.wire_server import WireServer

@@ -5,15 +5,15 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sidestream.runtime.api.errors import DeadlineError, EngineDeadError, OverloadedError
+from sidestream.runtime.api.request import Continuation
+from sidestream.runtime.api.sampling_params import SamplingParams
 from sidestream.runtime.gateway.contracts import EngineRequest
 from sidestream.runtime.gateway.router.catalogue import Catalogue, Step
 from sidestream.runtime.gateway.router.moved_stream import MAX_FRUITLESS, MAX_MOVES, MovedStream
 from sidestream.runtime.gateway.router.prefixes import ENGINES_PER_KEY, Prefixes, chain
 from sidestream.runtime.gateway.router.ranking import Pool, Ranking
-from sidestream.runtime.requests.errors import DeadlineError, EngineDeadError, OverloadedError
-from sidestream.runtime.requests.request import Continuation
-from sidestream.runtime.requests.sampling_params import SamplingParams
-from sidestream.runtime.wire.protocol import AdapterInfo, Chunk, TokenLogprob, Usage
+from sidestream.runtime.protocol.messages import AdapterInfo, Chunk, TokenLogprob, Usage
 
 
 @settings(deadline=None, max_examples=60)

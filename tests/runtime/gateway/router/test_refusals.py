@@ -4,13 +4,13 @@ import asyncio
 import contextlib
 
 import pytest
+from sidestream.runtime.api.errors import EngineDeadError, OverloadedError, RequestError, ServerError
+from sidestream.runtime.api.sampling_params import SamplingParams
 from sidestream.runtime.gateway.contracts import EngineRequest
 from sidestream.runtime.gateway.router.moved_stream import MAX_FRUITLESS
 from sidestream.runtime.gateway.router.router import Router
-from sidestream.runtime.requests.errors import EngineDeadError, OverloadedError, RequestError, ServerError
-from sidestream.runtime.requests.sampling_params import SamplingParams
-from sidestream.runtime.wire.framing import encode
-from sidestream.runtime.wire.protocol import AdapterInfo, Chunk, Chunks, Error, Usage
+from sidestream.runtime.protocol.framing import encode
+from sidestream.runtime.protocol.messages import AdapterInfo, Chunk, Chunks, Error, Usage
 from support.wire_server import WireServer
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6)

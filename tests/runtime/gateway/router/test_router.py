@@ -8,10 +8,10 @@ import signal
 from collections import Counter
 
 import pytest
+from sidestream.runtime.api.errors import DeadlineError, EngineDeadError, RequestError, ServerError
+from sidestream.runtime.api.sampling_params import SamplingParams
 from sidestream.runtime.gateway.contracts import EngineRequest
 from sidestream.runtime.gateway.router.router import Router
-from sidestream.runtime.requests.errors import DeadlineError, EngineDeadError, RequestError, ServerError
-from sidestream.runtime.requests.sampling_params import SamplingParams
 from support.fake_runner import continuation
 from support.serving import serve_fake
 

@@ -1,0 +1,230 @@
+"""The linears between two attentions -> `sidestream.decoder_block`, one launch."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ....ops.attention.paged_attention import paged_attention_quant
+from ....ops.attention.paged_attention_blocks import paged_attention_blocks
+from ....ops.attention.rope_append import rope_append
+from ....ops.core.registry import Op
+from ....ops.decoder_block.decoder_block import decoder_block, fits
+from ....ops.elementwise.quantize import SILU_ROTATES
+from ....ops.elementwise.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
+from ....ops.elementwise.silu_mul import silu_mul_quant
+from ....ops.linear.linear_8bit import linear_8bit
+from ...graph.nodes import bind, has_operand, insert_call, insert_picks, is_call, is_pick, replace_picks, shape_of
+from ..base import Context, PassReport
+from .quantize_in_blocks import blocks_arguments, has_few_rows
+
+MOST_TOKENS = 32  # from 33 on separate launches are faster on an H200
+FEWEST_CTAS = 0.75  # share of the SMs that the kernel must occupy to be worth it: fewer can't saturate the memory
+
+
+class _Refused(Exception):
+    """Why a layer is left alone."""
+
+
+def fuse_decoder_block(graph: fx.Graph, context: Context) -> PassReport:
+    """o, the norms, gate_up, SiLU * mul, down and the next layer's q/k/v of a decode step become one persistent launch.
+
+    before  _, q, s = paged_attention_quant(...); o = linear_8bit(q, s, ...)
+            _, q, s, r = add_rms_norm_quant(o, residual, ...); up = linear_8bit(q, s, ...)
+            _, q, s = silu_mul_quant(up, ...); down = linear_8bit(q, s, ...)
+            _, q, s, r = add_rms_norm_quant(down, r, ...); qkv = linear_8bit(q, s, ...)
+    after   q, s = paged_attention_blocks(...); qkv, r = decoder_block(q, s, residual, ...)
+
+    After the last layer there is no q/k/v: the block ends with the residual, the final norm stays. Activations have one
+    scale per token and 128 columns. For graphs with static sizes. Matches each attention of one token a sequence, or of
+    the few of a step with drafts, whose results these linears alone read. Leaves layers with LoRA, sizes that the
+    kernel doesn't take, and with whole_layer="auto" those where it wins nothing.
+    """
+    report = PassReport(0)
+    if context.options.whole_layer == "off":
+        return report
+    for node in list(graph.nodes):
+        if not is_call(node, paged_attention_quant):
+            continue
+        try:
+            layer = _layer(node, context)
+            objection = _objection(layer, context)
+            if objection is not None:
+                raise _Refused(objection)
+            _replace(graph, layer)
+            report.matches += 1
+        except _Refused as refusal:
+            report.rejected.append(f"{node.name}: {refusal}")
+    return report
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """The calls between one attention and the next; `qkv`: the next layer's projection, None where it stays apart."""
+
+    attention: fx.Node
+    o: fx.Node
+    norm: fx.Node
+    gate_up: fx.Node
+    silu: fx.Node
+    down: fx.Node
+    end: fx.Node
+    qkv: fx.Node | None
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Tokens, columns of attention's output, of the residual stream, of the MLP."""
+        attention, stream, mlp = _weight(self.o)[1], _weight(self.o)[0], _weight(self.down)[1]
+        return int(shape_of(bind(self.norm).residual)[0]), int(attention), int(stream), int(mlp)
+
+    def fits(self, context: Context, with_qkv: bool) -> str | None:
+        """Why the kernel doesn't take these sizes; None where it does."""
+        last = int(_weight(self.qkv)[0]) if with_qkv and self.qkv is not None else 0
+        return fits(*self.sizes, last, context.sm_count)
+
+
+def _layer(attention: fx.Node, context: Context) -> _Layer:
+    """Follows a layer from its attention on. Raises _Refused where it is not what the kernel computes."""
+    o = _linear(attention)
+    norm = _only(o, "x", add_rms_norm_quant)
+    gate_up = _linear(norm)
+    silu = _only(gate_up, "gate_up", silu_mul_quant)
+    down = _linear(silu)
+    end = _only(down, "x", add_rms_norm_quant, add_rms_norm)
+    for joining in (norm, silu, end):
+        _without_lora(bind(joining).delta)
+    for producer, linear in ((attention, o), (norm, gate_up), (silu, down)):
+        _alone(producer, linear)
+    if not is_pick(bind(end).residual, norm, 3) or bind(end).eps != bind(norm).eps:
+        raise _Refused(f"{end.name} does not go on from the residual of {norm.name}")
+    _check_rotations(attention, norm, silu, end)
+    if not has_few_rows(attention):
+        raise _Refused("more than one token a sequence")
+    qkv, delta = _projection(end)
+    layer = _Layer(attention, o, norm, gate_up, silu, down, end, qkv)
+    if qkv is not None and layer.fits(context, with_qkv=True):
+        layer = replace(layer, qkv=None)
+    if layer.qkv is not None:
+        _without_lora(delta)
+        _alone(end, layer.qkv)
+    return layer
+
+
+def _check_rotations(attention: fx.Node, norm: fx.Node, silu: fx.Node, end: fx.Node) -> None:
+    """Raises unless activations are rotated as the kernel does it for their dtype."""
+    rotated = [bind(node).rotate for node in (attention, norm, silu, end) if has_operand(node, "rotate")]
+    whole = bind(attention).dtype == torch.int8
+    columns = bind(norm).rotate
+    wanted = [0, columns, SILU_ROTATES, columns] if whole else [0] * 4
+    if rotated != wanted[: len(rotated)] or (whole and not columns):
+        raise _Refused("its activations are not rotated as the kernel has it (rotate_activations)")
+
+
+def _objection(layer: _Layer, context: Context) -> str | None:
+    """Why a layer that the kernel could compute is left alone: its sizes, or that it would gain nothing."""
+    objection = layer.fits(context, with_qkv=True)
+    if objection is not None or context.options.whole_layer != "auto":
+        return objection
+    tokens, _, stream, _ = layer.sizes
+    if stream // 32 < FEWEST_CTAS * context.sm_count:
+        return f"{stream // 32} CTAs on {context.sm_count} SMs would be slower"
+    if tokens > MOST_TOKENS:
+        return f"{tokens} tokens: from {MOST_TOKENS + 1} on separate launches are faster"
+    return None
+
+
+def _replace(graph: fx.Graph, layer: _Layer) -> None:
+    """The block in place of the layer's calls; what read the norm at its end reads the block."""
+    end, norm = bind(layer.end), bind(layer.norm)
+    with graph.inserting_before(layer.end):
+        rows = insert_call(graph, paged_attention_blocks, blocks_arguments(layer.attention), like=layer.attention)
+        operands = (
+            *insert_picks(graph, rows, (0, 1), like=layer.attention),
+            norm.residual,
+            *_weights(layer.o),
+            norm.weight,
+            *_weights(layer.gate_up),
+            *_weights(layer.down),
+            end.weight,
+            *(_weights(layer.qkv) if layer.qkv is not None else (None, None)),
+            norm.eps,
+            *((norm.rotate,) if norm.rotate else ()),
+        )
+        block = insert_call(graph, decoder_block, operands, like=layer.down)
+        (residual,) = insert_picks(graph, block, (1,), like=layer.down)
+        if layer.qkv is not None:
+            layer.qkv.replace_all_uses_with(insert_picks(graph, block, (0,), like=layer.qkv)[0])
+            replace_picks(layer.end, {3: residual})
+        elif is_call(layer.end, add_rms_norm_quant):
+            form = (end.keep, end.dtype, end.rotate)
+            final = insert_call(graph, rms_norm_quant, (residual, end.weight, norm.eps, *form), like=layer.end)
+            picks = insert_picks(graph, final, range(3), like=layer.end)
+            replace_picks(layer.end, {**dict(enumerate(picks)), 3: residual})
+        else:
+            final = insert_call(graph, rms_norm, (residual, end.weight, norm.eps), like=layer.end)
+            replace_picks(layer.end, {0: final, 1: residual})
+
+
+def _without_lora(delta: fx.Node | None) -> None:
+    """Raises when a linear's product gets a delta."""
+    if delta is not None:
+        raise _Refused(f"a LoRA delta joins between its linears ({delta.name})")
+
+
+def _projection(end: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
+    """The q/k/v projection after a layer and the LoRA delta that its append adds to it; None for what is not there."""
+    if not is_call(end, add_rms_norm_quant):
+        return None, None
+    found = [user for user in _users(end, 1) if is_call(user, linear_8bit)]
+    if len(found) != 1:
+        return None, None
+    append = next((user for user in found[0].users if is_call(user, rope_append)), None)
+    if len(_users(end, 1)) > 1 and append is None:  # its LoRA branch ends where this pass does not know it
+        return None, None
+    return found[0], None if append is None else bind(append).delta
+
+
+def _linear(producer: fx.Node) -> fx.Node:
+    """The one linear that reads a producer's quantized row and scale."""
+    found = [user for user in _users(producer, 1) if is_call(user, linear_8bit)]
+    if len(found) != 1:
+        raise _Refused(f"{producer.name} is read by {len(found)} linears")
+    _adds_nothing(found[0])
+    return found[0]
+
+
+def _alone(producer: fx.Node, linear: fx.Node) -> None:
+    """Raises unless the linear alone reads what `producer` makes, and adds nothing to its product."""
+    if any(user is not linear for place in range(3) for user in _users(producer, place)):
+        raise _Refused(
+            f"{producer.name} is read by something else than one linear (LoRA that joins elsewhere, if the program "
+            "has it)"
+        )
+    _adds_nothing(linear)
+
+
+def _adds_nothing(linear: fx.Node) -> None:
+    if bind(linear).delta is not None or bind(linear).residual is not None:
+        raise _Refused(f"{linear.name} adds something to its product")
+
+
+def _only(node: fx.Node, operand: str, *ops: Op) -> fx.Node:
+    """The one reader of a linear's product, one of `ops` that takes it as `operand`."""
+    users = list(node.users)
+    if len(users) != 1 or not is_call(users[0], *ops) or getattr(bind(users[0]), operand) is not node:
+        raise _Refused(f"{node.name} is read by something else than {' or '.join(op.name for op in ops)}")
+    return users[0]
+
+
+def _users(node: fx.Node, place: int) -> list[fx.Node]:
+    """Who reads result `place` of a node."""
+    return [user for pick in node.users if is_pick(pick, node, place) for user in pick.users]
+
+
+def _weight(linear: fx.Node) -> Any:
+    return shape_of(bind(linear).weight)
+
+
+def _weights(linear: fx.Node) -> tuple[fx.Node, fx.Node]:
+    return bind(linear).weight, bind(linear).weight_scale

@@ -1,0 +1,141 @@
+"""Projections of the same activation become one: q/k/v and gate/up."""
+
+from collections import defaultdict
+
+from torch import fx
+
+from ....ops.lora.lora import lora
+from ...graph.branches import Branch, branch_of
+from ...graph.nodes import aten, bind, insert_call, insert_placeholder, is_call, shape_of
+from ...graph.recipe import cat, pad, zeros
+from ..base import Context, PassReport
+
+
+def pack_projections(graph: fx.Graph, context: Context) -> PassReport:
+    """One GEMM, one shrink and one expand where several linears read the same activation.
+
+    before  linear = aten.linear(x, q); linear_1 = aten.linear(x, k); linear_2 = aten.linear(x, v)  # + lora of each
+    after   linear_3 = aten.linear(x, q_k_v); lora_3 = sidestream.lora(x, a, b, adapter_index, [4096, 1024, 1024])
+            add = linear_3 + lora_3; slice = add[..., :4096]; slice_1 = add[..., 4096:5120]; ...
+
+    Matches groups of two or more linears whose weights are loaded; biases (`lift_bias` took them apart) are packed too.
+    A member without LoRA or bias among members with it gets zeros. Leaves a linear that has its input to itself, and
+    groups whose LoRA branches read different adapter indices.
+    """
+    report = PassReport(0)
+    groups: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node in graph.nodes:
+        if is_call(node, aten.linear.default) and bind(node).weight.meta.get("kind") == "weight":
+            groups[bind(node).input].append(node)
+    for x, linears in groups.items():
+        if len(linears) < 2:
+            continue
+        branches = [branch_of(linear) for linear in linears]
+        reason = _refusal(branches)
+        if reason is not None:
+            report.rejected.append(f"{', '.join(node.name for node in linears)}: {reason}")
+            continue
+        _pack(graph, x, branches)
+        report.matches += 1
+    return report
+
+
+def _refusal(branches: list[Branch]) -> str | None:
+    for branch in branches:
+        if bind(branch.linear).bias is not None:
+            return f"{branch.linear.name} has a bias (is lift_bias off?)"
+    deltas = [bind(branch.lora) for branch in branches if branch.lora is not None]
+    indices, slots = {delta.adapter_index for delta in deltas}, {shape_of(delta.a)[0] for delta in deltas}
+    if len(slots) > 1 or len(indices) > 1:
+        return "their LoRA branches read different adapter stacks or indices"
+    return None
+
+
+def _pack(graph: fx.Graph, x: fx.Node, branches: list[Branch]) -> None:
+    weights = [branch.weight for branch in branches]
+    widths = [branch.width for branch in branches]
+    packed = insert_placeholder(
+        graph,
+        _joined_name(weights),
+        "weight",
+        (sum(widths), int(shape_of(weights[0])[1])),
+        weights[0].meta["val"].dtype,
+        after=weights[0],
+        recipe=cat(0, [weight.meta["recipe"] for weight in weights]),
+    )
+    first = branches[0].linear
+    with graph.inserting_before(first):
+        joined = insert_call(graph, aten.linear.default, (x, packed), like=first)
+        if any(branch.bias is not None for branch in branches):
+            joined = insert_call(graph, aten.add.Tensor, (joined, _packed_bias(graph, branches)), like=first)
+        if any(branch.lora is not None for branch in branches):
+            joined = insert_call(graph, aten.add.Tensor, (joined, _packed_lora(graph, branches, joined)), like=first)
+        offset = 0
+        for branch, width in zip(branches, widths, strict=True):
+            part = insert_call(graph, aten.slice.Tensor, (joined, -1, offset, offset + width), like=branch.linear)
+            branch.joined.replace_all_uses_with(part)
+            offset += width
+
+
+def _packed_bias(graph: fx.Graph, branches: list[Branch]) -> fx.Node:
+    """The biases of all members in one vector."""
+    nodes = [branch.bias for branch in branches if branch.bias is not None]
+    dtype = nodes[0].meta["val"].dtype
+    parts = [
+        zeros((branch.width,), dtype) if branch.bias is None else branch.bias.meta["recipe"] for branch in branches
+    ]
+    size = (sum(branch.width for branch in branches),)
+    return insert_placeholder(graph, _joined_name(nodes), "weight", size, dtype, after=nodes[0], recipe=cat(0, parts))
+
+
+def _packed_lora(graph: fx.Graph, branches: list[Branch], linear: fx.Node) -> fx.Node:
+    """One LoRA branch over the stacked A and B of all members, in the shape of the packed linear."""
+    nodes = [branch.lora for branch in branches if branch.lora is not None]
+    deltas = [bind(node) for node in nodes]
+    first = deltas[0]
+    slots, _, width_in = (int(size) for size in shape_of(first.a))
+    dtype = first.a.meta["val"].dtype
+    rank = max(int(shape_of(delta.a)[1]) for delta in deltas)
+    parts_a, parts_b = [], []
+    for branch in branches:
+        if branch.lora is None:
+            parts_a.append(zeros((1, rank, width_in), dtype))
+            parts_b.append(zeros((1, branch.width, rank), dtype))
+        else:
+            parts_a.append(pad(bind(branch.lora).a.meta["recipe"], 1, rank))
+            parts_b.append(pad(bind(branch.lora).b.meta["recipe"], 2, rank))
+    widths = [branch.width for branch in branches]
+    names = _joined_name([delta.a for delta in deltas]), _joined_name([delta.b for delta in deltas])
+    packed_a = insert_placeholder(
+        graph,
+        names[0],
+        "adapter",
+        (slots, rank * len(branches), width_in),
+        dtype,
+        after=first.a,
+        recipe=cat(1, parts_a),
+    )
+    packed_b = insert_placeholder(
+        graph, names[1], "adapter", (slots, sum(widths), rank), dtype, after=first.b, recipe=cat(1, parts_b)
+    )
+    delta = insert_call(graph, lora, (first.x, packed_a, packed_b, first.adapter_index, widths), like=nodes[0])
+    return delta if len(shape_of(linear)) == 2 else insert_call(graph, aten.view.default, (delta, [*shape_of(linear)]))
+
+
+def _joined_name(nodes: list[fx.Node]) -> str:
+    """`layers_0_self_attn_q_proj_weight`, `..._k_proj_weight` -> `layers_0_self_attn_q_k_proj_weight`."""
+    if len(nodes) == 1:
+        return f"{nodes[0].name}_packed"
+    parts = [node.name.split("_") for node in nodes]
+    first = parts[0]
+    front = next(place for place, words in enumerate(zip(*parts, strict=False)) if len(set(words)) > 1)
+    back = next(
+        place for place, words in enumerate(zip(*(part[::-1] for part in parts), strict=False)) if len(set(words)) > 1
+    )
+    return "_".join(
+        [
+            *first[:front],
+            *(word for part in parts for word in part[front : len(part) - back]),
+            *first[len(first) - back :],
+        ]
+    )

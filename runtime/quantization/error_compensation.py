@@ -1,0 +1,58 @@
+"""Rounding a weight so that its product with typical inputs changes least (GPTQ, arXiv 2210.17323).
+
+Columns are rounded one after the other; what rounding a column does to the product is made up for, as far as inputs
+correlate, by the columns that are not rounded yet.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from ...ops.core.eight_bits import QUANTIZED_MAX
+from ...ops.elementwise.quantize import to_steps
+
+DAMPING = 0.01  # of the mean diagonal, added to it: directions that the text hardly has are not followed
+BLOCK = 128  # columns whose errors reach the columns after them in one product
+
+
+class Compensation(NamedTuple):
+    """How errors are passed on, told from the inputs of a linear.
+
+    order  int64 [K]: columns in the order in which they are rounded, those of the largest inputs first
+    upper  fp32 [K, K]: the upper Cholesky factor of the inverse of X^T X, damped, in that order
+    """
+
+    order: torch.Tensor
+    upper: torch.Tensor
+
+
+def compensation(products: torch.Tensor) -> Compensation:
+    """From X^T X, fp32 [K, K], of the inputs X [tokens, K] of a linear. Factored in fp64: three matrices of K x K."""
+    sizes = products.diagonal()
+    order = torch.argsort(sizes, descending=True, stable=True)
+    ordered = products[order][:, order].double()
+    ordered.diagonal().add_(max(DAMPING * float(sizes.double().mean()), 1e-12))
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(ordered))
+    return Compensation(order, torch.linalg.cholesky(inverse, upper=True).float())
+
+
+def round_rows(weight: torch.Tensor, how: Compensation, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight fp32 [N, K] -> (values [N, K] of int8 or e4m3, fp32 scale [N]): every row by itself, with the scale that
+    rounding to nearest has.
+    """
+    scale = weight.abs().amax(-1).clamp_min(1e-12) / QUANTIZED_MAX[dtype]
+    left = weight.t()[how.order].contiguous()  # a column lies in one piece
+    values = torch.empty_like(left, dtype=dtype)
+    for first in range(0, len(left), BLOCK):
+        last = min(first + BLOCK, len(left))
+        columns, upper = left[first:last], how.upper[first:last]
+        errors = torch.empty_like(columns)
+        for place in range(last - first):
+            values[first + place] = to_steps(columns[place], scale, dtype)
+            factors = upper[place, first + place : last]
+            errors[place] = (columns[place] - values[first + place].float() * scale) / factors[0]
+            columns[place + 1 :] -= torch.outer(factors[1:], errors[place])
+        left[last:] -= upper[:, last:].t() @ errors
+    restored = torch.empty_like(values)
+    restored[how.order] = values
+    return restored.t().contiguous(), scale

@@ -1,0 +1,241 @@
+"""Rounds a model's weights by what its linears read (`error_compensation`): `sidestream calibrate --round`.
+
+The inputs are those of the engine itself: its eight-bit activations, smoothed and rotated as its options say, while it
+reads some text with the base model and with each adapter. Besides the engine's own eight-bit weights, memory holds X^T
+X of as many linears as `PRODUCT_BYTES` allows, the text being read once for each such group, and one linear's factors
+and rows; results go to the file one by one.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ....compiler.graph.recipe import Recipe, rounded, rounded_from, rounded_name, rounded_parts
+from ....compiler.program.calls import own_op
+from ....compiler.program.program import Step
+from ....graphs.checkpoint import Checkpoint, checkpoint_config
+from ....graphs.config import LlamaConfig
+from ....graphs.llama import Llama
+from ....ops.core.kv_layout import PAGE_SIZE
+from ....ops.elementwise.quantize import rotate_blocks
+from ....ops.linear.linear_8bit import linear_8bit
+from ...quantization.error_compensation import Compensation, compensation, round_rows
+from ...quantization.rounded_weights import (
+    VERSION,
+    Origin,
+    checkpoint_digest,
+    exponents_digest,
+    options_of,
+    write_rounding,
+)
+from ..model import Model, find_model, load_model
+from ..weights import checkpoint_lookup, load_weights
+from .reader import Document, Piece, Scorer, plan, step_sizes
+
+PRODUCT_BYTES = 4 << 30
+ROW_ELEMENTS = 1 << 26  # of a weight's rows that are rounded together: 256 MiB in fp32
+# a linear that adds its adapters itself has another op, and one next to them another stream
+ONE_OP: Mapping[str, Any] = {"lora_lowering": "serial", "disable_passes": ("fuse_lora_expand",)}
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear of the program: its step's index, the width of its inputs, and the values of its weight, packed of
+    `rounded` recipes."""
+
+    step: int
+    width: int
+    values: tuple[Recipe, ...]
+
+
+def round_weights(
+    directory: Path,
+    adapters: Mapping[str, Any],
+    texts: Sequence[Document],
+    options: Mapping[str, Any],
+    output: Path,
+    progress: Progress = lambda stage: None,
+) -> int:
+    """Write rounded weights of a checkpoint for `LLM`'s keywords `options`, its calibration among them; `texts`: what
+    the base model and the adapters read. Returns how many linears there are.
+
+    Raises OptionError, CheckpointError or OSError, and ValueError where the options quantize no weight.
+    """
+    config = checkpoint_config(directory)
+    model, scorer, steps = _open(directory, config, adapters, texts, options)
+    linears = list(_linears(scorer))
+    if not linears:
+        raise ValueError(f"{directory}: these options quantize no weight that is stored in 16 or 32 bits")
+    expected = Llama(config, None, device="meta").checkpoint_tensors()
+    parts = [part for linear in linears for part in linear.values]
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for part in parts:
+        shape = expected[rounded_from(part)]
+        shapes[rounded_name(part)] = shape, _dtype(part)
+        shapes[rounded_name(_scales(part))] = shape[:1], torch.float32
+    used, calibration = model.compiled.options, model.calibration
+    origin = Origin(
+        VERSION,
+        checkpoint_digest(Checkpoint(directory, config)),
+        exponents_digest(calibration, used),
+        options_of(used),
+        {rounded_from(part): str(part.args[0]) for part in parts},
+        sum(len(text.tokens) for text in texts),
+        list(adapters),
+    )
+    weights = _weights(directory, config, expected, calibration, scorer.device, used.model_dtype)
+    write_rounding(output, origin, shapes, _rounded(scorer, linears, texts, steps, weights, progress))
+    return len(linears)
+
+
+def _open(
+    directory: Path,
+    config: LlamaConfig,
+    adapters: Mapping[str, Any],
+    texts: Sequence[Document],
+    options: Mapping[str, Any],
+) -> tuple[Model, Scorer, list[list[Piece]]]:
+    """The model, what reads texts through it, and in which steps."""
+    on_cpu = options.get("device") == "cpu" or not torch.cuda.is_available()
+    longest = max(len(text.tokens) for text in texts)
+    tokens, sequences, pages, blocks = step_sizes(config.vocab_size, longest, on_cpu)
+    sizes = {
+        "max_model_len": max(longest, PAGE_SIZE),
+        "max_num_seqs": 8,
+        "num_kv_pages": pages,
+        "max_loras": len(adapters),
+        "enforce_eager": True,
+        "show_progress": False,
+    }
+    source, chosen = find_model(
+        directory, rounded_weights="off", **sizes, **ONE_OP, **{"calibration": "off", **options}
+    )
+    model = load_model(source, adapters, chosen)
+    scorer = Scorer(model, tokens, sequences, pages, blocks)
+    return model, scorer, list(plan([len(text.tokens) for text in texts], tokens, sequences, pages))
+
+
+def _linears(scorer: Scorer) -> Iterator[Linear]:
+    """Those whose weight is rounded while it is loaded."""
+    program = scorer.bound.program
+    for step in program.steps:
+        if own_op(step.op) is not linear_8bit:
+            continue
+        weight = step.args[2]
+        recipe = program.recipes[weight.buffer]
+        if recipe.op == "item":
+            yield Linear(step.index, weight.shape[1], rounded_parts(rounded(recipe.args[0], 0)))
+
+
+def _scales(values: Recipe) -> Recipe:
+    """The scales of a `rounded` recipe's values."""
+    return Recipe("rounded", values.args, {"index": 1})
+
+
+def _dtype(values: Recipe) -> torch.dtype:
+    return getattr(torch, values.args[0].attrs["dtype"])
+
+
+def _weights(
+    directory: Path,
+    config: LlamaConfig,
+    expected: Mapping[str, tuple[int, ...]],
+    calibration: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Callable[[Recipe], torch.Tensor]:
+    """What makes a recipe's tensor of the checkpoint and the calibration, as the engine does."""
+    lookup, names = checkpoint_lookup(directory, expected, config)
+    constants = {} if calibration is None else calibration.tensors()
+    return lambda recipe: load_weights({"": recipe}, lookup, names, constants, device, dtype)[""]
+
+
+def _rounded(
+    scorer: Scorer,
+    linears: Sequence[Linear],
+    texts: Sequence[Document],
+    steps: Sequence[list[Piece]],
+    weights: Callable[[Recipe], torch.Tensor],
+    progress: Progress,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of every weight's values and scales."""
+    done = 0
+    for group in _groups(linears):
+        progress(
+            f"reading {sum(len(text.tokens) for text in texts):,} tokens for {len(group)} of {len(linears)} linears"
+        )
+        products = _products(scorer, group, texts, steps)
+        for linear in group:
+            how = compensation(products.pop(linear.step))
+            yield from _round(linear.values, how, weights)
+            done += 1
+            progress(f"{done} of {len(linears)} linears rounded")
+
+
+def _groups(linears: Sequence[Linear]) -> Iterator[list[Linear]]:
+    """Neighbours whose X^T X fit PRODUCT_BYTES, each group of at least one."""
+    group: list[Linear] = []
+    room = PRODUCT_BYTES
+    for linear in linears:
+        needed = 4 * linear.width**2
+        if group and needed > room:
+            yield group
+            group, room = [], PRODUCT_BYTES
+        group.append(linear)
+        room -= needed
+    if group:
+        yield group
+
+
+@torch.no_grad()
+def _products(
+    scorer: Scorer, linears: Sequence[Linear], texts: Sequence[Document], steps: Sequence[list[Piece]]
+) -> dict[int, torch.Tensor]:
+    """X^T X, fp32 [K, K], by step: X are the eight-bit inputs times their scales, over all tokens."""
+    products = {
+        linear.step: torch.zeros(linear.width, linear.width, dtype=torch.float32, device=scorer.device)
+        for linear in linears
+    }
+    tokens = 0
+
+    def look(step: Step, outs: tuple[torch.Tensor, ...]) -> None:
+        if step.index in products:
+            q, scale = scorer.bound.arguments(step.index)[:2]
+            rows = q[:tokens].float() * scale[:tokens, None]  # what follows pads the step
+            products[step.index].addmm_(rows.t(), rows)
+
+    scorer.on_step = look
+    try:
+        for step in steps:
+            tokens = sum(piece.count for piece in step)
+            scorer.logits(step, texts)
+    finally:
+        scorer.on_step = None
+    return products
+
+
+@torch.no_grad()
+def _round(
+    parts: Sequence[Recipe], how: Compensation, weights: Callable[[Recipe], torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of the values and scales of weights that read the same. Rows are rounded each by itself, so those
+    of all parts together, some at a time: what takes long is a step for each column.
+    """
+    rows = []
+    for values in parts:
+        (quantize,) = values.args
+        rows.append(rotate_blocks(weights(quantize.args[0]), quantize.attrs["rotate"]))
+    sizes = [len(each) for each in rows]
+    whole = torch.cat(rows)
+    del rows
+    at_once = max(1, ROW_ELEMENTS // whole.shape[1])
+    made = [round_rows(some, how, _dtype(parts[0])) for some in whole.split(at_once)]
+    del whole
+    both = [torch.cat(each).split(sizes) for each in zip(*made, strict=True)]
+    for values, *tensors in zip(parts, *both, strict=True):
+        for part, tensor in zip((values, _scales(values)), tensors, strict=True):
+            yield rounded_name(part), tensor

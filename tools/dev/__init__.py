@@ -1,0 +1,10 @@
+"""Development tools. They are not part of the wheel, and nothing outside this folder imports them.
+
+bench           benches that no command runs
+chaos           attack a live server while healthy clients check every answer
+fleet           the same for a fleet on Ray Serve
+simulate_fleet  the gateway's router before simulated engines
+drafts          train a draft head for a model
+train           train the demo model (tools/demo_model)
+pages           write the tables of the docs
+"""

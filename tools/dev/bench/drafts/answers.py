@@ -1,0 +1,138 @@
+"""Answers of one engine at a constant number of requests, what its drafts came to, and how they compare with another
+engine's.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from .....runtime.api.outputs import RequestOutput
+from .....runtime.api.sampling_params import MAX_LOGPROBS, SamplingParams
+from .....runtime.text.requests import make_requests
+
+
+@dataclass
+class Counts:
+    """Answers of one adapter and task. Seconds: by the clock, for all of them.
+
+    tokens, drafted, accepted   of all answers; history_*, trained_*: of the drafts that came from former answers, and
+                                from a trained draft
+    different                   answers whose tokens are others than without speculation
+    gaps                        for each of these: by how much, in nats, the token of the one was likelier than that of
+                                the other where they part; None where one is not among the 20 likeliest
+    """
+
+    answers: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    drafted: int = 0
+    accepted: int = 0
+    history_drafted: int = 0
+    history_accepted: int = 0
+    trained_drafted: int = 0
+    trained_accepted: int = 0
+    different: int = 0
+    gaps: list[float | None] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens that a request gets from a step: an accepted draft saves one."""
+        return self.tokens / max(self.tokens - self.accepted, 1)
+
+    def add(self, other: "Counts") -> None:
+        """Take another task's counts in."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+
+def answer(
+    llm: Any, prompts: Sequence[Any], adapters: Sequence[str | None], params: SamplingParams, concurrency: int
+) -> tuple[list[RequestOutput], float]:
+    """Answers in the prompts' order, `concurrency` requests at a time: the next one begins when one has ended; and the
+    seconds that all took.
+    """
+    requests = make_requests(
+        list(prompts),
+        params,
+        list(adapters),
+        tokenizer=llm.tokenizer,
+        vocabulary=llm.config.vocab_size,
+        max_model_len=llm.max_model_len,
+        adapters=llm.registry.numbers,
+        first=0,
+        compile_grammar=_no_grammar,
+    )
+    waiting, found = iter(requests), dict[str, RequestOutput]()
+    begin = time.perf_counter()
+    for request in _some(waiting, concurrency):
+        llm.engine.add(request)
+    while llm.engine.has_work:
+        _, finished = llm.engine.step()
+        for output in finished:
+            found[output.request_id] = output
+        for request in _some(waiting, len(finished)):
+            llm.engine.add(request)
+    seconds = time.perf_counter() - begin
+    return [found[request.request_id] for request in requests], seconds
+
+
+def counts(outputs: Sequence[RequestOutput], seconds: float) -> Counts:
+    """What the answers come to."""
+    return Counts(
+        len(outputs),
+        sum(len(output.outputs[0].token_ids) for output in outputs),
+        seconds,
+        sum(output.num_draft_tokens for output in outputs),
+        sum(output.num_accepted_tokens for output in outputs),
+        sum(output.num_history_draft_tokens for output in outputs),
+        sum(output.num_history_accepted_tokens for output in outputs),
+        sum(output.num_trained_draft_tokens for output in outputs),
+        sum(output.num_trained_accepted_tokens for output in outputs),
+    )
+
+
+def gaps(llm: Any, outputs: Sequence[RequestOutput], others: Sequence[RequestOutput]) -> list[float | None]:
+    """For each pair of answers that differ: how much likelier the one's token is than the other's where they part, as
+    `llm` sees it in a step of its own.
+    """
+    pairs = [
+        (one, [each.outputs[0].token_ids for each in (one, other)], place)
+        for one, other in zip(outputs, others, strict=True)
+        for place in [first_difference(one.outputs[0].token_ids, other.outputs[0].token_ids)]
+        if place is not None
+    ]
+    if not pairs:
+        return []
+    begun = [{"prompt_token_ids": [*one.prompt_token_ids, *both[0][:place]]} for one, both, place in pairs]
+    speculation = None if llm.options.speculation == "off" else "off"
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=MAX_LOGPROBS, speculation=speculation)
+    seen = llm.generate(begun, params, adapter=[one.adapter for one, _, _ in pairs], use_tqdm=False)
+    found: list[float | None] = []
+    for (_, both, place), scored in zip(pairs, seen, strict=True):
+        likeliest = scored.outputs[0].logprobs[0]
+        two = [likeliest.get(tokens[place]) for tokens in both if place < len(tokens)]
+        known = [each.logprob for each in two if each is not None]
+        found.append(abs(known[0] - known[1]) if len(known) == 2 else None)
+    return found
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """The first place where two answers differ, or None. One that is the other's beginning differs at its end."""
+    if list(one) == list(other):
+        return None
+    same = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(same, min(len(one), len(other)))
+
+
+def _some(requests: Iterator[Any], count: int) -> list[Any]:
+    return [request for _, request in zip(range(count), requests, strict=False)]
+
+
+def _no_grammar(_: Any) -> NoReturn:
+    raise ValueError("these questions ask for no structured outputs")

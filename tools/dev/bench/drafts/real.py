@@ -1,0 +1,313 @@
+"""What drafts bring on real answers: `python -m sidestream.tools.dev.bench.drafts.real MODEL --adapters DIR`.
+
+MODEL is a model's directory, or the GGUF of SmolLM2 as `sidestream eval --real` takes it; left out, it is the demo
+model. DIR holds a directory for each adapter, named after the evaluation task that it was trained on. Each adapter and
+task is asked held-out questions, greedily, `--concurrency` at a time, by engines that differ in their drafts alone:
+
+  off       no speculation
+  own       drafts from a request's own tokens
+  history   also from former answers of the same adapter; they are forgotten before each line of the table
+  auto      the same, with as many drafts as the engine chooses
+  trained   with --draft HEAD: drafts of the head where own tokens do not agree with a long enough end
+  all       also from former answers; all-auto: the same, with as many drafts as the engine chooses
+
+Printed are, by adapter and task: tokens that a request gets from a step, accepted of all drafts (of own tokens,
+history and head), tokens a second next to those of `off`, and how many answers have other tokens than those of `off`.
+On a GPU a step with drafts sums in another order than one without, so near ties may fall the other way: for these the
+largest distance of the two tokens' log-probabilities is printed. Without drafts the same is printed of the first number
+of requests at once and the others: that is what the batch's size alone does.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .....runtime.api.sampling_params import SamplingParams
+from .....runtime.demo_model import DEMO_MODEL, demo_adapters
+from ....options.engine import at_least, check_output, positive
+from ....options.environment import collect
+from .answers import Counts, answer, counts, first_difference, gaps
+from .questions import Load, mixed, questions
+
+OFF, OWN, HISTORY, AUTO = "off", "own", "history", "auto"
+TRAINED, ALL, ALL_AUTO = "trained", "all", "all-auto"
+ARMS = (OFF, OWN, HISTORY, AUTO, TRAINED, ALL, ALL_AUTO)
+WITH_DRAFT = (TRAINED, ALL, ALL_AUTO)
+CHOOSES = (OFF, AUTO, ALL_AUTO)
+"""Arms whose number of drafts is not `--drafts`."""
+MIXED = "all adapters mixed"
+WARM_UP = 4
+"""Questions of each adapter that are answered, without drafts, before anything is measured."""
+
+
+@dataclass
+class Row:
+    """A line of the table. `label`: adapter and task; `drafts`: the number asked for, or "auto"."""
+
+    arm: str
+    drafts: int | str
+    concurrency: int
+    label: str
+    counts: Counts
+    plain_rate: float = 0.0
+
+    @property
+    def cells(self) -> list[str]:
+        """As printed."""
+        found = self.counts
+        others = [
+            (found.history_accepted, found.history_drafted),
+            (found.trained_accepted, found.trained_drafted),
+        ]
+        own = found.accepted - sum(each for each, _ in others), found.drafted - sum(each for _, each in others)
+        shown = [self.label, str(found.tokens), f"{found.tokens_per_step:.2f}"]
+        shown += [f"{accepted}/{drafted}" for accepted, drafted in (own, *others)]
+        shown += [f"{found.rate:.0f}", f"{found.rate / self.plain_rate:.2f}" if self.plain_rate else ""]
+        return [*shown, f"{found.different}/{found.answers}" + nearness(found.gaps)]
+
+
+HEADINGS = ["", "tokens", "a step", "own drafts", "history", "trained", "tok/s", "times", "other answers"]
+
+
+def nearness(found: Sequence[float | None]) -> str:
+    """How near the ties were that fell the other way."""
+    if not found:
+        return ""
+    known = [gap for gap in found if gap is not None]
+    far = len(found) - len(known)
+    shown = f", at most {max(known):.3f} nats apart" if known else ""
+    return shown + (f", {far} of them beyond the 20 likeliest" if far else "")
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Rows of one arm in columns."""
+    lines = [HEADINGS, *(row.cells for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            [
+                cells[0].ljust(widths[0]),
+                *(cell.rjust(width) for cell, width in zip(cells[1:-1], widths[1:-1], strict=True)),
+                cells[-1],
+            ]
+        ).rstrip()
+        for cells in lines
+    )
+
+
+class Bench:
+    """All arms over the same questions."""
+
+    def __init__(self, options: argparse.Namespace, directory: Path, adapters: dict[str, str]) -> None:
+        self.options, self.directory, self.adapters = options, directory, adapters
+        self.params = {"temperature": 0.0, "max_tokens": options.max_tokens}
+        self._plain: dict[tuple[str, int], tuple[list[Any], float]] = {}
+        self._loads: list[Load] = []
+
+    def open(self, arm: str) -> Any:
+        """An engine."""
+        from .....runtime.llm import LLM
+
+        options = self.options
+        more: dict[str, Any] = {}
+        if arm != OFF:
+            more["speculation"] = "auto" if arm in CHOOSES else max(options.drafts)
+        if arm in (OWN, TRAINED):
+            more["speculation_history"] = 0
+        if arm in WITH_DRAFT:
+            more["draft"] = str(options.draft)
+        if self.adapters:
+            more["max_loras"] = len(self.adapters)
+        llm = LLM(
+            str(self.directory),
+            self.adapters,
+            precision=options.precision,
+            max_model_len=options.max_model_len,
+            max_num_seqs=max(options.concurrency),
+            enable_prefix_caching=False,
+            device=options.device,
+            enforce_eager=options.enforce_eager,
+            gpu_memory_utilization=options.gpu_memory_utilization,
+            show_progress=False,
+            disable_passes=options.disable_pass,
+            **more,
+        )
+        llm.prefetch_adapters()
+        return llm
+
+    def run(self, arms: Sequence[str]) -> Iterator[Row]:
+        """Rows as they are measured. `off` goes first: the others are compared with it."""
+        for arm in dict.fromkeys([OFF, *arms]):
+            with self.open(arm) as llm:
+                if not self._loads:
+                    self._loads = questions(
+                        self.directory,
+                        llm.get_tokenizer(),
+                        list(self.adapters),
+                        self.options.questions + WARM_UP,
+                        self.options.prompts,
+                    )
+                self._warm_up(llm)
+                for concurrency in self.options.concurrency:
+                    for drafts in [arm] if arm in CHOOSES else self.options.drafts:
+                        yield from self._measure(llm, arm, drafts, concurrency)
+
+    def _warm_up(self, llm: Any) -> None:
+        speculation = None if llm.options.speculation == OFF else OFF  # no draft is learned from it
+        params = SamplingParams(**self.params, speculation=speculation)
+        for load in self._loads:
+            prompts = load.prompts[:WARM_UP]
+            for concurrency in self.options.concurrency:
+                answer(llm, prompts, [load.adapter] * len(prompts), params, concurrency)
+
+    def _measure(self, llm: Any, arm: str, drafts: int | str, concurrency: int) -> Iterator[Row]:
+        params = SamplingParams(**self.params, speculation=drafts if isinstance(drafts, int) else None)
+        total = Row(arm, drafts, concurrency, "all", Counts())
+        for label, prompts, adapters in self._asked(concurrency):
+            llm.engine.scheduler.states.rings.empty_all()  # the same questions were answered for another line
+            outputs, seconds = answer(llm, prompts, adapters, params, concurrency)
+            row = Row(arm, drafts, concurrency, label, counts(outputs, seconds))
+            if arm == OFF:
+                row.plain_rate = row.counts.rate
+                others = self._plain.get((label, self.options.concurrency[0]), (outputs, 0.0))[0]
+                self._plain[label, concurrency] = outputs, seconds
+            else:
+                others = self._plain[label, concurrency][0]
+                row.plain_rate = counts(*self._plain[label, concurrency]).rate
+            self._compare(llm, row.counts, outputs, others)
+            if label != MIXED:
+                total.counts.add(row.counts)
+            yield row
+        plain = [counts(*found) for (label, at), found in self._plain.items() if at == concurrency and label != MIXED]
+        total.plain_rate = sum(each.tokens for each in plain) / sum(each.seconds for each in plain)
+        yield total
+
+    def _asked(self, concurrency: int) -> Iterator[tuple[str, list[Any], list[str | None]]]:
+        """(label, prompts, their adapters) of each line but the total."""
+        loads = [Load(load.adapter, load.task, load.prompts[WARM_UP:]) for load in self._loads]
+        for load in loads:
+            if load.prompts:
+                yield load.label, load.prompts, [load.adapter] * len(load.prompts)
+        together = mixed(loads)
+        if concurrency > 1 and len(self.adapters) > 1 and together:
+            yield MIXED, [prompt for _, prompt in together], [adapter for adapter, _ in together]
+
+    def _compare(self, llm: Any, found: Counts, outputs: Sequence[Any], others: Sequence[Any]) -> None:
+        apart = [
+            (one, other)
+            for one, other in zip(outputs, others, strict=True)
+            if first_difference(one.outputs[0].token_ids, other.outputs[0].token_ids) is not None
+        ]
+        found.different = len(apart)
+        found.gaps = gaps(llm, *map(list, zip(*apart, strict=True))) if apart else []
+
+
+def title(row: Row) -> str:
+    """What stands above an arm's table."""
+    with_drafts = "" if row.arm in CHOOSES else f", {row.drafts} drafts"
+    note = " (other answers: than those of the first number of requests at once)" if row.arm == OFF else ""
+    return f"{row.arm}{with_drafts}, {row.concurrency} at once{note}"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's."""
+    made = argparse.ArgumentParser(
+        prog="python -m sidestream.tools.dev.bench.drafts.real",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("model", nargs="?", type=Path, help="a model's directory, or SmolLM2's GGUF (default: the demo)")
+    made.add_argument("--adapters", type=Path, metavar="DIR", help="a directory with a directory for each adapter")
+    made.add_argument("--prompts", type=Path, metavar="FILE", help="ask these instead, as `sidestream eval` reads them")
+    made.add_argument("--draft", type=Path, metavar="HEAD", help="a trained draft")
+    made.add_argument("--arms", nargs="+", choices=ARMS, help="(default: all that there are)")
+    made.add_argument(
+        "--drafts", type=at_least(1), nargs="+", default=[3, 7], metavar="K", help="drafts a step (default: 3 7)"
+    )
+    made.add_argument(
+        "--concurrency", type=positive, nargs="+", default=[1, 8], metavar="C", help="requests at once (default: 1 8)"
+    )
+    made.add_argument(
+        "--questions", type=positive, default=32, metavar="N", help="of each adapter and task (default: %(default)s)"
+    )
+    made.add_argument(
+        "--max-tokens", type=positive, default=128, metavar="N", help="of an answer (default: %(default)s)"
+    )
+    made.add_argument("--max-model-len", type=positive, metavar="N", help="as for `sidestream serve`")
+    made.add_argument("--precision", default="int8", help="as for `sidestream serve` (default: %(default)s)")
+    made.add_argument("--gpu-memory-utilization", type=float, default=0.5, help="(default: %(default)s)")
+    made.add_argument("--device", choices=("cpu", "cuda"))
+    made.add_argument("--enforce-eager", action="store_true", help="without CUDA graphs")
+    made.add_argument(
+        "--disable-pass",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="graph passes to leave out: fuse_lora_expand, say, rounds prompts that are computed together in other "
+        "places than a prompt alone",
+    )
+    made.add_argument("--output-json", type=Path, metavar="FILE", help="where the figures go as well")
+    return made
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measures and prints."""
+    options = parser().parse_args(arguments)
+    try:
+        check_output("--output-json", options.output_json)
+        directory, adapters = subject(options.model, options.adapters)
+        arms = options.arms or [arm for arm in ARMS if options.draft is not None or arm not in WITH_DRAFT]
+        if options.draft is None and set(arms) & set(WITH_DRAFT):
+            raise ValueError(f"--arms {' '.join(arms)} needs a trained draft: give --draft HEAD")
+        bench, rows = Bench(options, directory, adapters), list[Row]()
+        for row in bench.run(arms):
+            rows.append(row)
+            if row.label == "all":
+                place = (row.arm, row.drafts, row.concurrency)
+                these = [each for each in rows if (each.arm, each.drafts, each.concurrency) == place]
+                print(f"\n{title(row)}\n{table(these)}", flush=True)
+    except ValueError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
+    if options.output_json is not None:
+        found = {"environment": collect(), "options": _plain_options(options), "rows": [_as_json(row) for row in rows]}
+        options.output_json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def subject(model: Path | None, adapters: Path | None) -> tuple[Path, dict[str, str]]:
+    """The model's directory and its adapters by name. Raises ValueError where there are none."""
+    if model is None:
+        return Path(DEMO_MODEL), {name: str(path) for name, path in demo_adapters().items()}
+    if model.is_file():
+        from ....quality.real.checkpoint import real_model
+
+        model = real_model(model)
+    if not (model / "config.json").is_file():
+        raise ValueError(f"{model} holds no config.json; name a model's directory")
+    if adapters is None:
+        return model, {}
+    found = {path.parent.name: str(path.parent) for path in sorted(adapters.glob("*/adapter_config.json"))}
+    if not found:
+        raise ValueError(f"--adapters {adapters} holds no adapter; name the directory that holds their directories")
+    return model, found
+
+
+def _as_json(row: Row) -> dict[str, Any]:
+    derived = {"tokens_per_second": row.counts.rate, "tokens_per_step": row.counts.tokens_per_step}
+    return {**asdict(row), **derived}
+
+
+def _plain_options(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        name: value if isinstance(value, (int, float, list, str, type(None))) else Path(value).name
+        for name, value in vars(options).items()
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

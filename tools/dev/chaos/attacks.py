@@ -1,0 +1,120 @@
+"""The ordered list of attacks. Each takes the target and a seeded source, and says how often it tried and what went
+wrong that only it can see.
+"""
+
+import random
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ....runtime.api.errors import RequestError, ServerError
+from ....runtime.api.sampling_params import SamplingParams
+from ....runtime.client.client import Client
+from . import caches, directories, kills, peers
+from .served import ServedDemo
+
+Outcome = tuple[int, list[str]]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is attacked: the server, with an honest adapter's directory that hostile ones are made of, and the processes
+    that may be killed.
+    """
+
+    served: ServedDemo
+    honest_adapter: Path
+    victims: Sequence[str] = kills.CHILDREN
+
+
+@dataclass(frozen=True)
+class Attack:
+    """`kills`: processes die of it by intention, so their death is no finding."""
+
+    name: str
+    run: Callable[[Target, random.Random], Outcome]
+    kills: bool = False
+
+
+def _peer(attack: Callable[[str, random.Random], int]) -> Callable[[Target, random.Random], Outcome]:
+    return lambda target, source: (attack(target.served.address, source), [])
+
+
+def loads_and_unloads(target: Target, source: random.Random) -> Outcome:
+    """Eight loads, replacements and unloads of one name, as quickly as the answers come."""
+    folder = target.served.adapters / "churn"
+    shutil.copytree(target.honest_adapter, folder, dirs_exist_ok=True)
+    surprises = []
+    try:
+        with Client(target.served.address, call_timeout=30.0) as client:
+            for _ in range(8):
+                client.load_adapter("churn", folder, replace=True)
+                if source.random() < 0.5:
+                    client.load_adapter("churn", folder, replace=True)
+                client.unload_adapter("churn")
+            if "churn" in {adapter.name for adapter in client.list_adapters()}:
+                surprises.append("an adapter that was unloaded is still listed")
+    except TimeoutError:
+        surprises.append("a load or unload without an answer")
+    except (RequestError, ServerError) as problem:
+        surprises.append(f"an honest load or unload was refused: {problem}")
+    return 24, surprises
+
+
+def full_disk(target: Target, source: random.Random) -> Outcome:
+    """Loads, and prompts for which programs may have to be built, while no file can be written."""
+    target.served.full_disk(True)
+    try:
+        loads, surprises = loads_and_unloads(target, source)
+        prompts, more = odd_prompts(target, source)
+        return loads + prompts, surprises + more
+    finally:
+        target.served.full_disk(False)
+
+
+def odd_prompts(target: Target, source: random.Random) -> Outcome:
+    """One to eight prompts at once, of any length."""
+    prompts = [" ".join(["word"] * source.randint(1, 60)) for _ in range(source.randint(1, 8))]
+    try:
+        with Client(target.served.address, call_timeout=30.0) as client:
+            answers = client.generate(prompts, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
+    except (RequestError, ServerError, TimeoutError) as problem:
+        return len(prompts), [f"honest prompts were not answered: {problem}"]
+    short = sum(len(answer.outputs[0].token_ids) != 4 for answer in answers)
+    return len(prompts), [f"{short} of {len(prompts)} answers have other than 4 tokens"] * bool(short)
+
+
+def damaged_cache(target: Target, source: random.Random) -> Outcome:
+    """Half of the cache's files change; then the GPU process starts again from what is left."""
+    damaged = caches.damage(target.served.cache, source)
+    kills.kill(target.served, source, target.victims)
+    return damaged, []
+
+
+ATTACKS = (
+    Attack("hostile frames", _peer(peers.hostile_frames)),
+    Attack("half greetings", _peer(peers.half_greetings)),
+    Attack("forged routing ids", _peer(peers.forged_identities)),
+    Attack("endless parts", _peer(peers.endless_parts)),
+    Attack("hang-ups", _peer(peers.hang_ups)),
+    Attack("greedy client", _peer(peers.greedy_client)),
+    Attack("large prompts", _peer(peers.large_prompts)),
+    Attack("frozen client", _peer(peers.frozen_client)),
+    Attack("silent crowd", _peer(peers.silent_crowd)),
+    Attack(
+        "hostile directories",
+        lambda target, source: directories.hostile_directories(
+            target.served.address, target.served.adapters, target.honest_adapter, source
+        ),
+    ),
+    Attack("loads and unloads", loads_and_unloads),
+    Attack("full disk", full_disk),
+    Attack("frozen process", lambda target, source: (kills.freeze_one(target.served, source), [])),
+    Attack(
+        "killed process",
+        lambda target, source: (kills.kill(target.served, source, target.victims), []),
+        kills=True,
+    ),
+    Attack("damaged cache", damaged_cache, kills=True),
+)

@@ -1,0 +1,123 @@
+"""Questions whose answers are known before the attacks begin.
+
+The demo model's are those of its `prompts.json`: what the model was trained to say, not what this server said earlier.
+A random model's answers, and those of random adapters, are measured on the server before anything attacks it. There two
+tokens can be as good as equally likely, and on a GPU it depends on the rest of the batch which of them wins: an answer
+may leave the measured one at such a place, and what follows is not judged. In eight bits, random weights also leave it
+at other places. How often they do so is measured too, before the attacks, and must not become more.
+"""
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ....runtime.api.outputs import CompletionOutput
+from ....runtime.api.sampling_params import SamplingParams
+from ....runtime.client.client import Client
+
+MEASURED_TOKENS = 48
+TIE = 0.25
+"""Difference of two log-probabilities below which the rounding of another batch may choose either token."""
+LIKELIEST = 20
+MORE_STRAYS = 0.1
+"""Of all answers: what chance may add to the share of those that stray."""
+FEW = 8
+"""Requests that share a step, between one and all."""
+ENOUGH = 100
+"""Answers from which a share can be told."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt for an adapter (None: the base model) and its answer: `text`, or the measured `tokens` with, for each of
+    them, the log-probabilities of the likeliest ones.
+    """
+
+    prompt: str | tuple[int, ...]
+    adapter: str | None
+    text: str | None = None
+    tokens: tuple[int, ...] = ()
+    likeliest: tuple[Mapping[int, float], ...] = ()
+
+    @property
+    def asked(self) -> str | list[int]:
+        """The prompt as clients take it."""
+        return self.prompt if isinstance(self.prompt, str) else list(self.prompt)
+
+    @property
+    def params(self) -> SamplingParams:
+        """Greedy."""
+        if self.text is not None:
+            return SamplingParams(temperature=0.0, max_tokens=48)
+        return SamplingParams(temperature=0.0, max_tokens=MEASURED_TOKENS, ignore_eos=True)
+
+    def judge(self, answer: CompletionOutput) -> str:
+        """`right` or `wrong`. Of a measured answer also `tied`: right up to a place where two tokens were as good as
+        equally likely, or `strayed`: right up to another place.
+        """
+        if self.text is not None:
+            return "right" if answer.text.strip() == self.text else "wrong"
+        said = answer.token_ids
+        if len(said) != len(self.tokens):
+            return "wrong"
+        for token, expected, likely in zip(said, self.tokens, self.likeliest, strict=True):
+            if token != expected:
+                return "tied" if likely.get(token, float("-inf")) > max(likely.values()) - TIE else "strayed"
+        return "right"
+
+
+def known(prompts: Path) -> list[Question]:
+    """The questions of a demo model's prompts.json."""
+    entries = json.loads(prompts.read_text(encoding="utf-8"))
+    return [Question(entry["prompt"], entry["adapter"], text=entry["answer"]) for entry in entries]
+
+
+def measured(client: Client, adapters: Sequence[str | None], source: random.Random) -> list[Question]:
+    """The same two prompts for each adapter, with what the undisturbed server answers. Raises what the client
+    raises.
+    """
+    prompts = [tuple(source.randrange(3, 250) for _ in range(length)) for length in (24, 90)]
+    asked = [(prompt, adapter) for adapter in adapters for prompt in prompts]
+    params = SamplingParams(temperature=0.0, max_tokens=MEASURED_TOKENS, ignore_eos=True, logprobs=LIKELIEST)
+    outputs = client.generate([list(prompt) for prompt, _ in asked], params, [adapter for _, adapter in asked])
+    return [
+        Question(
+            prompt,
+            adapter,
+            tokens=tuple(output.outputs[0].token_ids),
+            likeliest=tuple(
+                {token: each.logprob for token, each in place.items()} for place in output.outputs[0].logprobs or ()
+            ),
+        )
+        for (prompt, adapter), output in zip(asked, outputs, strict=True)
+    ]
+
+
+def undisturbed_strays(client: Client, questions: Sequence[Question], clients: int, source: random.Random) -> float:
+    """The share of measured answers that stray although nothing attacks the server: the largest one of those when each
+    is asked for alone, a few share the steps, and as many as there are `clients`. Raises what the client raises.
+    """
+    asked = [question for question in questions if question.tokens]
+
+    def share(size: int) -> float:
+        mixed, strayed = source.sample(asked, len(asked)), 0
+        for group in (mixed[first : first + size] for first in range(0, len(mixed), size)):
+            said = client.generate([each.asked for each in group], group[0].params, [each.adapter for each in group])
+            judged = [each.judge(output.outputs[0]) for each, output in zip(group, said, strict=True)]
+            strayed += judged.count("strayed")
+        return strayed / len(asked)
+
+    return max(share(size) for size in {1, min(FEW, clients), clients}) if asked else 0.0
+
+
+def too_many_strays(seen: Mapping[str, int], usual: float) -> str | None:
+    """What to say when more answers strayed than chance explains. `usual`: the share before the attacks; where there
+    was none, there may be none.
+    """
+    strayed = seen.get("strayed", 0)
+    answers = strayed + seen.get("right", 0) + seen.get("tied", 0)
+    if not strayed or (usual and (answers < ENOUGH or strayed / answers <= usual + MORE_STRAYS)):
+        return None
+    return f"{strayed} of {answers} answers strayed; {usual:.1%} did before the attacks"

@@ -1,0 +1,241 @@
+"""`python -m sidestream.tools.dev.chaos --minutes N [--seed S]`: exit code 1 if anything was found.
+
+The demo model is served in fp32 on the CPU, where an answer does not depend on what else is in the batch; --shape takes
+a model with random weights instead. Rounds of all attacks, in an order drawn from the seed, go on until the time is
+nearly over. SIGTERM and Ctrl-C end them too, and the table is printed in any case. What counts as a finding: a wrong or
+lost answer, a process that died though nobody killed it, an attack that got what it should not get, growth, pages that
+stay taken, tracebacks in the log, and what is left after the end.
+
+What follows `--` goes to `sidestream serve`:
+
+    python -m sidestream.tools.dev.chaos --minutes 9 --shape llama-3.1-8b --adapters 40 --clients 64 --kill-every 1
+    --victims gpu -- --max-loras 16 --max-num-seqs 64
+"""
+
+import argparse
+import itertools
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ....runtime.api.errors import ServerError
+from ....runtime.client.client import Client
+from ...options.models import SHAPES
+from .attacks import ATTACKS, Attack, Target
+from .ending import Ended, Ending
+from .healthy import HealthyClients
+from .kills import CHILDREN
+from .lives import Lives
+from .questions import too_many_strays, undisturbed_strays
+from .report import Line, delays, table
+from .served import ServedDemo
+from .starts import Starts
+from .subjects import prepare
+
+START_SECONDS = 600.0
+ANSWER_SECONDS = 60.0
+CLOSING_SECONDS = 30.0
+"""Of the time given, for the looks after the attacks and for the server's end."""
+BACK_SECONDS = 10.0
+VICTIMS = {"both": CHILDREN, "batcher": ("batcher",), "gpu": ("GPU process",)}
+
+
+@dataclass
+class Run:
+    """What is attacked, who asks meanwhile, and what was seen."""
+
+    lines: dict[str, Line]
+    target: Target | None = None
+    healthy: HealthyClients | None = None
+    lives: Lives = field(default_factory=Lives)
+    starts: Starts = field(default_factory=Starts)
+    usual_strays: float = 0.0
+    findings: list[str] = field(default_factory=list)
+
+
+def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """This command's options, and what `sidestream serve` is told."""
+    parser = argparse.ArgumentParser(
+        prog="python -m sidestream.tools.dev.chaos",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=2.0, metavar="N", help="how long, all in all (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, metavar="N", help="end after so many rounds, if the time suffices")
+    parser.add_argument("--seed", type=int, default=0, help="draws everything (default: %(default)s)")
+    parser.add_argument("--clients", type=int, default=4, metavar="N", help="healthy clients (default: %(default)s)")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds after which a request without answer and error counts as lost (default: %(default)g)",
+    )
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="a model with random weights (default: the demo model)")
+    parser.add_argument("--adapters", type=int, default=0, metavar="N", help="random adapters (default: %(default)s)")
+    parser.add_argument("--rank", type=int, default=16, help="of the random adapters (default: %(default)s)")
+    parser.add_argument(
+        "--kill-every",
+        type=float,
+        default=0.0,
+        metavar="MINUTES",
+        help="attacks that kill come so long after the last kill (default: each once in every round)",
+    )
+    parser.add_argument(
+        "--victims", choices=VICTIMS, default="both", help="which processes are killed (default: %(default)s)"
+    )
+    names = [attack.name for attack in ATTACKS]
+    parser.add_argument("--only", nargs="+", metavar="ATTACK", choices=names, default=names, help="these attacks alone")
+    parser.add_argument("--without", nargs="+", metavar="ATTACK", choices=names, default=[], help="all but these")
+    given = list(arguments)
+    end = given.index("--") if "--" in given else len(given)
+    return parser.parse_args(given[:end]), given[end + 1 :]
+
+
+def order(chosen: Sequence[Attack], source: random.Random, served: ServedDemo, every: float) -> Iterator[Attack | None]:
+    """Attacks without end, in rounds of another order each, and None after each round.
+
+    `every` > 0: attacks that kill are left out of the rounds and come in turn, each so many seconds after the last kill
+    (or after the start).
+    """
+    killing = [attack for attack in chosen if attack.kills and every]
+    others = [attack for attack in chosen if attack not in killing]
+    turns = itertools.cycle(source.sample(killing, len(killing)))
+    while True:
+        for attack in source.sample(others, len(others)):
+            yield attack
+            if killing and served.undisturbed >= every:
+                yield next(turns)
+        if not others:
+            time.sleep(max(0.0, every - served.undisturbed))
+            yield next(turns)
+        yield None
+
+
+def attack_once(attack: Attack, target: Target, source: random.Random, healthy: HealthyClients, run: Run) -> None:
+    """One round of one attack; afterwards the server must answer a healthy client, with the processes that it had."""
+    before, outages = target.served.processes(), len(target.served.outages)
+    attempts, surprises, fault = 0, list[str](), None
+    try:
+        attempts, surprises = attack.run(target, source)
+        target.served.wait()
+        after = target.served.processes()
+        if not attack.kills and before != after:
+            fault = f"processes died: {sorted(before.keys() - after.keys()) or 'and were started again'}"
+        elif len(target.served.outages) > outages:
+            run.starts.began(target.served, target.served.outages[-1])
+        if fault is None and not healthy.await_answer(ANSWER_SECONDS):
+            fault = f"no healthy client was answered within {ANSWER_SECONDS:g} s afterwards"
+    except (TimeoutError, ServerError) as problem:
+        fault = str(problem)
+    run.lines[attack.name].add(attempts, surprises, fault)
+
+
+def attack_on(run: Run, options: argparse.Namespace, arguments: list[str], folder: Path, running: ExitStack) -> None:
+    """Serve, measure the answers, and attack for `--rounds` rounds or until Ended comes. `running` stops the server."""
+    source = random.Random(options.seed)
+    subject = prepare(folder, options.shape, options.adapters, options.rank)
+    served = running.enter_context(ServedDemo(folder, *subject.arguments, *arguments))
+    run.target = target = Target(served, subject.honest_adapter, VICTIMS[options.victims])
+    seconds = served.wait(START_SECONDS)
+    print(f"served after {seconds:.1f} s; {served.said('ready in')}", flush=True)
+    run.starts.began(served, seconds)
+    with Client(served.address) as client:
+        questions = subject.questions(client, source)
+        run.usual_strays = undisturbed_strays(client, questions, options.clients, source)
+    answers = {question.tokens or question.text for question in questions}
+    print(
+        f"{len(questions)} questions with {len(answers)} different answers; strayed: {run.usual_strays:.1%}", flush=True
+    )
+    run.healthy = healthy = HealthyClients(served, questions, options.clients, options.patience)
+    healthy.start()
+    chosen = [attack for attack in ATTACKS if attack.name in run.lines]
+    rounds = 0
+    for attack in order(chosen, source, served, options.kill_every * 60):
+        if attack is None:
+            rounds += 1
+            served.wait()
+            if rounds == options.rounds or not served.alive:
+                return
+            continue
+        begun = time.monotonic()
+        attack_once(attack, target, source, healthy, run)
+        run.lives.look(time.monotonic(), rounds, served.processes())
+        run.starts.look()
+        print(f"{attack.name:<22}{time.monotonic() - begun:6.1f} s  {dict(healthy.seen)}", flush=True)
+
+
+def pages_used_when_idle(address: str, seconds: float) -> int:
+    """KV pages that requests hold although none is open, after at most so many seconds of waiting."""
+    end = time.monotonic() + seconds
+    with Client(address) as client:
+        while True:
+            stats = client.stats()
+            if not stats["requests_open"] or time.monotonic() > end:
+                return int(stats["pages_in_use"])
+            time.sleep(0.2)
+
+
+def close(run: Run) -> None:
+    """Ends what runs, and looks at what is left."""
+    if run.healthy is not None:
+        run.healthy.stop()
+        run.findings += run.healthy.problems[:8]
+        run.findings += [f"{run.healthy.seen['lost']} requests were lost"] if run.healthy.seen["lost"] else []
+        strays = too_many_strays(run.healthy.seen, run.usual_strays)
+        run.findings += [] if strays is None else [strays]
+    if run.healthy is None or not run.healthy.answered:
+        run.findings.append("no healthy client was ever answered")
+    if run.target is None:
+        return
+    served = run.target.served
+    try:
+        served.wait(BACK_SECONDS)
+        used = pages_used_when_idle(served.address, BACK_SECONDS)
+        run.findings += [f"{used} KV pages stay taken"] if used else []
+    except (TimeoutError, ServerError) as problem:
+        if served.undisturbed > ANSWER_SECONDS:
+            run.findings.append(str(problem))
+        else:
+            print(f"KV pages are not looked at, for the server is starting again: {problem}")
+    run.findings += [f"left after the end: {thing}" for thing in served.stop()]
+    run.findings += [f"a traceback in the log: {text}" for text in dict.fromkeys(served.tracebacks())]
+
+
+def report(run: Run, findings: list[str]) -> str:
+    """The table of what was seen."""
+    told = run.healthy.told_after if run.healthy is not None else []
+    timed = delays("a process was killed; its clients heard", told)
+    timed += delays("a process was killed; served again", run.target.served.outages if run.target is not None else [])
+    timed = [f"{'':<44}{'times':>6}{'median s':>10}{'longest s':>10}", *timed] if timed else []
+    seen = run.healthy.seen if run.healthy is not None else {}
+    return table(run.lines, seen, findings, [run.lives.table(), run.starts.table(), timed])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point: 0 without findings, 1 with any."""
+    begun = time.monotonic()
+    options, for_server = parse(sys.argv[1:] if arguments is None else arguments)
+    chosen = [attack.name for attack in ATTACKS if attack.name in options.only and attack.name not in options.without]
+    run = Run({name: Line(name) for name in chosen})
+    with Ending(begun + options.minutes * 60 - CLOSING_SECONDS) as ending, ExitStack() as running:
+        folder = Path(running.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
+        try:
+            attack_on(run, options, for_server, folder, running)
+        except Ended as ended:
+            print(f"{ended}, after {(time.monotonic() - begun) / 60:.1f} minutes", flush=True)
+        except (TimeoutError, ServerError) as problem:
+            run.findings.append(str(problem))
+        ending.over()
+        close(run)
+    findings = [f"{line.name}: {each}" for line in run.lines.values() for each in dict.fromkeys(line.findings)]
+    findings += run.findings + run.lives.findings() + run.starts.findings()
+    print(report(run, findings), flush=True)
+    return int(bool(findings))

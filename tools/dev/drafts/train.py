@@ -1,0 +1,214 @@
+"""Trains a draft for a model and, for each of its adapters, the draft's own LoRA:
+
+    python -m sidestream.tools.dev.drafts.train MODEL --adapters DIR -o HEAD
+
+MODEL is a model's directory (a Llama), or SmolLM2's GGUF; left out, it is the demo model. DIR holds a directory for
+each adapter. The model answers questions that the bench of real drafts (`sidestream.tools.dev.bench.drafts.real`) does
+not ask, with each adapter and without. The head learns what the model thinks of each token of its own answers: its
+chain is unrolled, so that it learns to go on from its own hidden states. Then each
+adapter's LoRA learns the same of that adapter's answers.
+
+HEAD becomes a directory with an EAGLE-3 head in the format of published ones, for `--draft HEAD`. The LoRA of each
+adapter is written into its own directory, as `draft/`. Needs the `train` extra. The demo model takes two minutes on a
+CPU.
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ....graphs.checkpoint import checkpoint_config
+from ...options.engine import at_least, check_output_directory, positive
+from ..bench.drafts.real import subject
+from .data import Answer, Target, drafted_vocabulary, own_answers
+from .head import Batch, Head, check_family, feature_layers, losses
+
+RATE, LORA_RATE = 1e-3, 2e-3
+REPORTED = 50
+"""Steps between two lines of the report."""
+EXAMINED = 4
+"""Batches of answers that were not trained on, by which the report goes."""
+APART = 10
+"""One in so many answers is kept to examine."""
+
+
+def fit(
+    head: Head,
+    parameters: Sequence[torch.nn.Parameter],
+    batches: Iterator[Batch],
+    examined: Sequence[Batch],
+    steps: int,
+    rate: float,
+    depth: int,
+    label: str,
+) -> list[float]:
+    """Trains `parameters` for `steps` steps; returns how many drafts of each chain hold in `examined`, one by one given
+    those before.
+    """
+    optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
+    begin = time.monotonic()
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = rate * min(1.0, (step + 1) / 20) * 0.5 * (1 + math.cos(math.pi * step / steps))
+        batch = next(batches)
+        with torch.autocast(batch.tokens.device.type, dtype=torch.bfloat16, enabled=batch.tokens.is_cuda):
+            loss, _, _ = losses(head, batch, depth)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step % REPORTED == REPORTED - 1 or step == steps - 1:
+            chances = examine(head, examined, depth)
+            shown = " ".join(f"{chance:.2f}" for chance in chances)
+            taken = time.monotonic() - begin
+            print(
+                f"{label}: step {step + 1} of {steps}, loss {loss.item():.3f}, right {shown}, {taken:.0f} s", flush=True
+            )
+    return examine(head, examined, depth)
+
+
+@torch.no_grad()
+def examine(head: Head, batches: Sequence[Batch], depth: int) -> list[float]:
+    """For each step of the chain the share of rows that draft what the target finds most likely."""
+    held, tried = [0.0] * depth, [1e-9] * depth
+    for batch in batches:
+        _, right, rows = losses(head, batch, depth)
+        held = [a + b for a, b in zip(held, right, strict=True)]
+        tried = [a + b for a, b in zip(tried, rows, strict=True)]
+    return [a / b for a, b in zip(held, tried, strict=True)]
+
+
+def apart(
+    answers: dict[str | None, list[Answer]],
+) -> tuple[dict[str | None, list[Answer]], dict[str | None, list[Answer]]]:
+    """(to train on, to examine): of each adapter one in APART to examine, since tasks lie one after another."""
+    return (
+        {adapter: [one for place, one in enumerate(mine) if place % APART] for adapter, mine in answers.items()},
+        {adapter: mine[::APART] for adapter, mine in answers.items()},
+    )
+
+
+def train(options: argparse.Namespace, model: Path, adapters: dict[str, str]) -> dict[str, Any]:
+    """Trains and writes; returns the report."""
+    written = json.loads((model / "config.json").read_text())
+    check_family(written)
+    config = checkpoint_config(model)
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    begin = time.monotonic()
+    engine = {"device": str(device), "precision": options.precision}
+    if options.max_model_len is not None:
+        engine["max_model_len"] = options.max_model_len
+    if device.type == "cuda":
+        engine["gpu_memory_utilization"] = 0.5
+    else:
+        engine["max_num_seqs"] = 64
+    answers = own_answers(
+        model, adapters, options.questions, options.max_tokens, options.prompts, options.seed, **engine
+    )
+    for adapter, mine in answers.items():
+        told = sum(len(answer.tokens) - answer.begin for answer in mine)
+        print(f"{adapter or 'base'}: {len(mine)} answers of {told} tokens", flush=True)
+    print(f"{time.monotonic() - begin:.0f} s for the model's own answers", flush=True)
+    learned, held_out = apart(answers)
+    everything = [answer for mine in learned.values() for answer in mine]
+    vocabulary = drafted_vocabulary(everything, options.vocabulary, config.vocab_size)
+    layers = feature_layers(config.num_hidden_layers)
+    target = Target(model, adapters, layers, vocabulary, device)
+    torch.manual_seed(options.seed)
+    head = Head(config, layers, vocabulary, target.state["model.embed_tokens.weight"].cpu()).to(device)
+    head.begin_as(target.state, options.seed)
+    base: dict[str | None, list[Answer]] = {None: learned[None]} if None in learned else learned
+    of_head = learned if options.mixed else base
+    report: dict[str, Any] = {"layers": layers, "draft_vocab_size": len(vocabulary), "right": {}}
+
+    def examined(adapter: str | None) -> list[Batch]:
+        mine, rows = held_out[adapter], options.rows
+        some = mine[:: max(1, len(mine) // (rows * EXAMINED))]
+        parts = [some[first : first + rows] for first in range(0, min(len(some), rows * EXAMINED), rows)]
+        return [target.batch(part, adapter, options.longest) for part in parts]
+
+    looked_at = examined(None if None in of_head else next(iter(of_head)))
+    batches = target.batches(of_head, options.rows, options.longest, options.seed)
+    report["right"]["head"] = fit(
+        head, list(head.parameters()), batches, looked_at, options.steps, RATE, options.depth, "head"
+    )
+    head.save(options.output, written)
+    for name, path in adapters.items():
+        if not learned.get(name) or not options.lora_steps:
+            print(f"{name}: no LoRA of the draft is trained", flush=True)
+            continue
+        alone: dict[str | None, list[Answer]] = {name: learned[name]}
+        looked_at = examined(name)
+        head.lora = {}
+        before = examine(head, looked_at, options.depth)
+        lora = head.add_lora(options.rank, 2 * options.rank, options.seed)
+        batches = target.batches(alone, options.rows, options.longest, options.seed)
+        after = fit(head, lora, batches, looked_at, options.lora_steps, LORA_RATE, options.depth, f"LoRA of {name}")
+        report["right"][name] = {"head alone": before, "with its LoRA": after}
+        shown = [" ".join(f"{chance:.2f}" for chance in each) for each in (before, after)]
+        print(f"{name}: right {shown[0]} without its LoRA, {shown[1]} with it", flush=True)
+        head.save_lora(Path(path))
+    report["seconds"] = time.monotonic() - begin
+    print(f"wrote {options.output}; {report['seconds']:.0f} s in all", flush=True)
+    return report
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's."""
+    made = argparse.ArgumentParser(
+        prog="python -m sidestream.tools.dev.drafts.train",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("model", nargs="?", type=Path, help="a model's directory, or SmolLM2's GGUF (default: the demo)")
+    made.add_argument("--adapters", type=Path, metavar="DIR", help="a directory with a directory for each adapter")
+    made.add_argument("-o", "--output", type=Path, required=True, metavar="HEAD", help="directory to write")
+    made.add_argument("--prompts", type=Path, metavar="FILE", help="ask these instead, as `sidestream eval` reads them")
+    made.add_argument(
+        "--questions", type=positive, default=500, metavar="N", help="of each adapter and task (default: %(default)s)"
+    )
+    made.add_argument(
+        "--max-tokens", type=positive, default=128, metavar="N", help="of an answer (default: %(default)s)"
+    )
+    made.add_argument("--steps", type=at_least(2), default=600, help="of the head (default: %(default)s)")
+    made.add_argument("--lora-steps", type=int, default=200, help="of each adapter's LoRA (default: %(default)s)")
+    made.add_argument("--rank", type=positive, default=16, help="of these LoRAs (default: %(default)s)")
+    made.add_argument("--rows", type=positive, default=16, help="answers of a step (default: %(default)s)")
+    made.add_argument("--depth", type=at_least(1), default=5, help="steps of the unrolled chain (default: %(default)s)")
+    made.add_argument(
+        "--longest", type=positive, default=512, metavar="N", help="tokens of an answer's end (default: %(default)s)"
+    )
+    made.add_argument(
+        "--vocabulary", type=at_least(16), default=8192, metavar="N", help="tokens to draft (default: %(default)s)"
+    )
+    made.add_argument("--mixed", action="store_true", help="the head learns the adapters' answers too")
+    made.add_argument("--max-model-len", type=positive, metavar="N", help="as for `sidestream serve`")
+    made.add_argument("--precision", default="bf16", help="in which the model answers (default: %(default)s)")
+    made.add_argument("--device", choices=("cpu", "cuda"))
+    made.add_argument("--seed", type=int, default=0, help="of weights, answers and their order (default: %(default)s)")
+    return made
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point of `python -m sidestream.tools.dev.drafts.train`."""
+    options = parser().parse_args(arguments)
+    try:
+        check_output_directory("-o", options.output)
+        model, adapters = subject(options.model, options.adapters)
+        report = train(options, model, adapters)
+    except ValueError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
+    (options.output / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

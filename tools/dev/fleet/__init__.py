@@ -1,0 +1,7 @@
+"""Load and faults for a fleet on Ray Serve.
+
+chaos         kill replicas while clients check every answer
+http_clients  clients of the fleet's gateway
+warm_start    start time of replicas
+capacity      number of requests that a fleet serves
+"""

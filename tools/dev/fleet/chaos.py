@@ -1,0 +1,233 @@
+"""`python -m sidestream.tools.dev.fleet.chaos`: kill -9 of replicas and whole nodes of a fleet, while clients stream.
+
+A cluster of several raylets on this machine, one engine of the demo model on each, and clients over HTTP. Every answer
+is held against what the fleet said of the same question before the first kill. The process that answers HTTP lies on a
+node of its own that is not killed: a client of a process that dies has to ask again, as with any proxy.
+"""
+
+import argparse
+import contextlib
+import logging
+import os
+import platform
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from msgspec import structs
+
+from ....runtime.fleet.options import FleetOptions
+from ...fleet.places import own_places
+from .http_clients import Clients, Seen, ask, questions, statuses
+
+QUESTIONS = 24
+UP_SECONDS = 1800.0
+IDLE_SECONDS = 5.0
+VICTIMS = ("replica", "GPU process", "node")
+_PATIENT = {"RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "120", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120"}
+"""Ray takes a process that answers HTTP, and is only slow because the machine is full, to be dead after ten seconds."""
+_GPU_PROCESS = "sidestream.runtime.server.gpu_process"
+
+
+class Fleet:
+    """A fleet of `count` engines, each on a node of its own. Ray has to be secured before."""
+
+    def __init__(self, count: int, port: int) -> None:
+        import ray
+        from ray.cluster_utils import Cluster
+
+        self._cluster = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 0, "resources": {"http": 8}, "include_dashboard": False},
+        )
+        ray.init(address=self._cluster.address, log_to_driver=False, logging_level="error")
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        self.nodes = [self._node() for _ in range(count)]
+        self.options = FleetOptions(
+            name="chaos",
+            port=port,
+            cpus=2,
+            min_replicas=count,
+            max_replicas=count,
+            target_requests=4,
+            scale_up_seconds=1,
+            idle_seconds=IDLE_SECONDS,
+            patience_seconds=UP_SECONDS,
+            ingress_resources={"http": 1},
+            proxy_location="HeadOnly",  # all nodes are this machine, with one port
+        )
+
+    def _node(self) -> Any:
+        return self._cluster.add_node(wait=False, num_cpus=2, include_dashboard=False)
+
+    def deploy(self, **changes: Any) -> None:
+        """Start the fleet, or change it."""
+        from ....runtime.fleet.application import deploy
+
+        self.options = structs.replace(self.options, **changes)
+        deploy(self.options)
+
+    def until(self, true: Callable[[list[str]], bool], what: str) -> float:
+        """Wait; returns the seconds. Raises TimeoutError."""
+        begun = time.monotonic()
+        while time.monotonic() - begun < UP_SECONDS:
+            found = statuses(self.options.port)
+            if found is not None and true(found):
+                return time.monotonic() - begun
+            time.sleep(0.2)
+        raise TimeoutError(f"{what}: not within {UP_SECONDS:g} s")
+
+    def kill(self, victim: str, source: random.Random) -> bool:
+        """SIGKILL, without a word before; False if there is nothing to kill. A new node takes a killed one's place."""
+        if victim == "node":
+            place = source.randrange(len(self.nodes))
+            self._cluster.remove_node(self.nodes[place], allow_graceful=False)
+            self.nodes[place] = self._node()
+            return True
+        pids = processes(f"ray::ServeReplica:{self.options.name}:engine" if victim == "replica" else _GPU_PROCESS)
+        if pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(source.choice(pids), signal.SIGKILL)
+        return bool(pids)
+
+    def close(self) -> None:
+        """End the fleet and its cluster."""
+        import ray
+        from ray import serve
+
+        serve.shutdown()
+        ray.shutdown()
+        self._cluster.shutdown()
+
+
+def processes(words: str) -> list[int]:
+    """Ids of this process's descendants with these words in their command line."""
+    parents: dict[int, int] = {}
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                if words in (entry / "cmdline").read_bytes().decode(errors="replace").replace("\0", " "):
+                    found.append(int(entry.name))
+
+    def is_ours(pid: int) -> bool:
+        while pid > 1:
+            if pid == os.getpid():
+                return True
+            pid = parents.get(pid, 0)
+        return False
+
+    return [pid for pid in found if is_ours(pid)]
+
+
+def _say(line: str) -> None:
+    """A line of the report. What Ray prints of the nodes that are killed goes to stderr meanwhile."""
+    print(line, file=sys.__stdout__, flush=True)
+
+
+def attack(fleet: Fleet, clients: Clients, seconds: float, every: float, source: random.Random) -> Counter[str]:
+    """Kills at random moments, one in about `every` seconds, as many of each kind; returns how many of what.
+
+    Where there is nothing of a kind at that moment (all engines start), a node is killed.
+    """
+    begun, kills, deck = time.monotonic(), Counter[str](), list[str]()
+    moment = begun + source.uniform(0.5, 1.5) * every
+    while moment < begun + seconds:
+        time.sleep(max(0.0, moment - time.monotonic()))
+        moment = max(time.monotonic(), moment) + source.uniform(0.5, 1.5) * every
+        deck = deck or source.sample(VICTIMS, len(VICTIMS))
+        used = statuses(fleet.options.port) or []
+        victim = deck.pop()
+        if not fleet.kill(victim, source):
+            victim = "node"
+            fleet.kill(victim, source)
+        kills[victim] += 1
+        _say(
+            f"{time.monotonic() - begun:7.1f} s  kill {kills.total():3}: {victim:11} "
+            f"({used.count('ok')} engines were in use); {clients.seen.right} right, "
+            f"{len(clients.seen.wrong)} wrong, {len(clients.seen.failed)} failed so far",
+        )
+    return kills
+
+
+def scale(fleet: Fleet, times: int, streams: int, expected: dict[Any, str], seed: int) -> list[Seen]:
+    """From zero to all engines by load, and back, so often."""
+    found = []
+    fleet.deploy(min_replicas=0)
+    fleet.until(lambda states: not states, "an idle fleet")
+    for number in range(times):
+        clients = Clients(fleet.options.port, streams, expected, seed + 1000 * number)
+        try:
+            up = fleet.until(lambda states: states.count("ok") == fleet.options.max_replicas, "all engines")
+        finally:
+            clients.stop()
+        found.append(clients.seen)
+        down = fleet.until(lambda states: not states, "an idle fleet")
+        _say(f"scale {number + 1:3}: up in {up:.1f} s, down in {down:.1f} s, {clients.seen.right} right")
+    return found
+
+
+@contextlib.contextmanager
+def made(count: int, port: int) -> Iterator[Fleet]:
+    """A fleet whose sockets, cache and token lie in a directory of their own."""
+    with contextlib.ExitStack() as stack:
+        os.environ |= _PATIENT
+        stack.enter_context(own_places())
+        fleet = Fleet(count, port)
+        stack.callback(fleet.close)
+        yield fleet
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns 1 if a request failed or an answer was wrong."""
+    parser = argparse.ArgumentParser(prog="python -m sidestream.tools.dev.fleet.chaos", description=__doc__)
+    parser.add_argument("--engines", type=int, default=3, metavar="N", help="one on each node (default: 3)")
+    parser.add_argument("--minutes", type=float, default=20.0, metavar="M", help="of kills (default: 20)")
+    parser.add_argument("--every", type=float, default=20.0, metavar="S", help="seconds between kills (default: 20)")
+    parser.add_argument("--streams", type=int, default=24, metavar="N", help="at a time (default: 24)")
+    parser.add_argument("--scales", type=int, default=10, metavar="N", help="times up and down (default: 10)")
+    parser.add_argument("--port", type=int, default=8155, help="for HTTP (default: 8155)")
+    parser.add_argument("--seed", type=int, default=0, help="of moments, victims and questions (default: 0)")
+    options = parser.parse_args(arguments)
+    _say(
+        f"{options.engines} engines, {options.streams} streams, a kill about every {options.every:g} s for "
+        f"{options.minutes:g} minutes, then {options.scales} times up and down; seed {options.seed}; "
+        f"{os.cpu_count()} threads of {platform.processor() or platform.machine()}, Python {platform.python_version()}",
+    )
+    source = random.Random(options.seed)
+    with contextlib.redirect_stdout(sys.stderr), made(options.engines, options.port) as fleet:
+        fleet.deploy()
+        up = fleet.until(lambda states: states.count("ok") == options.engines, "all engines")
+        _say(f"all engines in use {up:.1f} s after the fleet was ready")
+        asked = questions(source, QUESTIONS, "demo_model")
+        with ThreadPoolExecutor(options.streams) as pool:
+            expected = dict(zip(asked, pool.map(lambda question: ask(options.port, question), asked), strict=True))
+        clients = Clients(options.port, options.streams, expected, options.seed)
+        try:
+            kills = attack(fleet, clients, 60 * options.minutes, options.every, source)
+        finally:
+            clients.stop()
+        back = fleet.until(lambda states: states.count("ok") == options.engines, "all engines")
+        _say(f"all engines in use {back:.1f} s after the last answer; kills: {dict(kills)}")
+        seen = [clients.seen, *scale(fleet, options.scales, options.streams, expected, options.seed)]
+    pauses = sorted(clients.seen.pauses)
+    wrong, failed = [line for each in seen for line in each.wrong], [line for each in seen for line in each.failed]
+    _say(f"answers: {sum(each.right for each in seen)} right, {len(wrong)} wrong, {len(failed)} failed")
+    if pauses:
+        _say(
+            f"longest pause within an answer under kills: p50 {pauses[len(pauses) // 2]:.2f} s, most {pauses[-1]:.2f} s"
+        )
+    for line in (wrong + failed)[:20]:
+        _say(line)
+    return int(bool(wrong or failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

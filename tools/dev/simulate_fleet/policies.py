@@ -1,0 +1,89 @@
+"""The gateway's router, and what it is held against."""
+
+import random
+import time
+from collections import Counter
+
+from ....runtime.gateway.router.load_balancer import Book, Report
+from .engines import Arrival, Engine, Sizes
+
+
+class RoundRobin:
+    """One after the other."""
+
+    def __init__(self, count: int) -> None:
+        self._count, self._next = count, 0
+
+    def choose(self, arrival: Arrival) -> int:
+        """See `Policy`."""
+        self._next = (self._next + 1) % self._count
+        return self._next
+
+    def ended(self, engine: int, arrival: Arrival, now: float) -> None:
+        """See `Policy`."""
+
+    def tick(self, now: float, engines: list[Engine]) -> None:
+        """See `Policy`."""
+
+
+class TwoChoices:
+    """The less loaded of two that are drawn."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        self._source, self._open = random.Random(seed), [0] * count
+
+    def choose(self, arrival: Arrival) -> int:
+        """See `Policy`."""
+        one, other = (self._source.randrange(len(self._open)) for _ in range(2))
+        chosen = one if self._open[one] <= self._open[other] else other
+        self._open[chosen] += 1
+        return chosen
+
+    def ended(self, engine: int, arrival: Arrival, now: float) -> None:
+        """See `Policy`."""
+        self._open[engine] -= 1
+
+    def tick(self, now: float, engines: list[Engine]) -> None:
+        """See `Policy`."""
+
+
+class Routed:
+    """The router's book. `seconds`: processor time that each request cost it, from the decision to the end; `reports`:
+    that each report of an engine cost it.
+    """
+
+    def __init__(self, count: int, sizes: Sizes, seed: int) -> None:
+        self._book, self._sizes = Book(source=random.Random(seed)), sizes
+        self._names = [str(number) for number in range(count)]
+        self.seconds: list[float] = []
+        self.reports: list[float] = []
+        self.reasons: Counter[str] = Counter()
+        for name in self._names:
+            self._book.add(name)
+
+    def choose(self, arrival: Arrival) -> int:
+        """See `Policy`."""
+        adapter = str(arrival.adapter)
+        begun = time.thread_time()
+        choice = self._book.choose(adapter, (), arrival.at)
+        if choice is None:
+            raise RuntimeError("all engines are up, and the book names none")
+        self._book.begin(choice.engine, adapter, (), arrival.at)
+        self.seconds.append(time.thread_time() - begun)
+        self.reasons[choice.reason] += 1
+        return int(choice.engine)
+
+    def ended(self, engine: int, arrival: Arrival, now: float) -> None:
+        """See `Policy`."""
+        begun = time.thread_time()
+        self._book.end(self._names[engine], True, now)
+        self.seconds[-1] += time.thread_time() - begun
+
+    def tick(self, now: float, engines: list[Engine]) -> None:
+        """See `Policy`."""
+        for name, engine in zip(self._names, engines, strict=True):
+            places = {str(adapter): "gpu" for adapter in engine.slots}
+            begun = time.thread_time()
+            report = Report("ok", now, self._sizes.capacity, self._sizes.slots, engine.open, places)
+            self._book.report(name, report, now)
+            self.reports.append(time.thread_time() - begun)

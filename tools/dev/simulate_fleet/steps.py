@@ -1,0 +1,85 @@
+"""What a decode step of Llama-3.1-8B with adapters takes on a GPU, by the cost model."""
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+import torch
+
+from ....compiler.build import build_program
+from ....compiler.cost.cost import Assumptions, estimate, total_seconds
+from ....compiler.cost.hardware import Gpu
+from ....compiler.graph.capture import capture_module
+from ....compiler.options import CompileOptions
+from ....compiler.pipeline import optimize
+from ....compiler.program.program import Bucket
+from ....graphs.config import LlamaConfig
+from ....graphs.llama import Llama
+from ....graphs.lora import LoraShape
+from ....ops.core.kv_layout import PAGE_SIZE
+from ...options.models import LLAMA_8B
+
+CONTEXT = 1024
+SEQUENCES = (1, 16, 64, 128, 256)
+ADAPTERS = (1, 8, 32)
+PROMPT_TOKENS = 512
+LAYERS = 32
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """decode   seconds of a step: a row for each of `SEQUENCES`, in it one for each of `ADAPTERS` (different ones in
+             the batch)
+    prompt   seconds for a prompt's token, in chunks of `PROMPT_TOKENS`
+    """
+
+    decode: tuple[tuple[float, ...], ...]
+    prompt: float
+
+    def step(self, sequences: int, adapters: int) -> float:
+        """Seconds, linear between the estimates."""
+        row, share = _between(SEQUENCES, sequences)
+        column, part = _between(ADAPTERS, adapters)
+
+        def at(index: int) -> float:
+            one, other = self.decode[index][column], self.decode[index][min(column + 1, len(ADAPTERS) - 1)]
+            return one + part * (other - one)
+
+        low, high = at(row), at(min(row + 1, len(SEQUENCES) - 1))
+        return low + share * (high - low)
+
+
+def _between(points: tuple[int, ...], value: int) -> tuple[int, float]:
+    """(the point below, how far towards the next one, 0..1)."""
+    if value <= points[0]:
+        return 0, 0.0
+    if value >= points[-1]:
+        return len(points) - 1, 0.0
+    above = bisect_left(points, value)
+    return above - 1, (value - points[above - 1]) / (points[above] - points[above - 1])
+
+
+def estimated(gpu: Gpu) -> StepTimes:
+    """Estimate for engines with a `gpu` each. One and two layers are compiled on the meta device; the others are
+    as the second. No GPU is needed.
+    """
+    graphs = []
+    for depth in (1, 2):
+        config = LlamaConfig.from_dict({**LLAMA_8B, "num_hidden_layers": depth})
+        model = Llama(config, LoraShape(max(ADAPTERS), 16), torch.bfloat16, device="meta")
+        names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+        captured = capture_module(model, model.example_inputs(), model.dynamic_shapes())
+        graphs.append(optimize(captured, CompileOptions(), names, text=False).captured.graph_module)
+    blocks = CONTEXT // PAGE_SIZE + 1
+
+    def seconds(bucket: Bucket, adapters: tuple[int, ...]) -> tuple[float, ...]:
+        programs = [build_program(graph, bucket, CompileOptions()) for graph in graphs]
+
+        def of(count: int) -> float:
+            few, more = (total_seconds(estimate(program, Assumptions(CONTEXT, count), gpu)) for program in programs)
+            return few + (LAYERS - 1) * (more - few)
+
+        return tuple(map(of, adapters))
+
+    decode = tuple(seconds(Bucket(count, count, count * blocks, blocks, decode=True), ADAPTERS) for count in SEQUENCES)
+    (prompt,) = seconds(Bucket(PROMPT_TOKENS, 1, blocks, blocks), (1,))
+    return StepTimes(decode, prompt / PROMPT_TOKENS)

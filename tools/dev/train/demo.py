@@ -1,0 +1,278 @@
+"""Trains the demo model and its adapters: `python -m sidestream.tools.dev.train.demo [-o DIR]`.
+
+A tiny Llama learns the facts of `demo_corpus` by heart, its weights are rounded to bfloat16, and then each adapter
+learns to word the same answers in its own way. Seeded, on the CPU, in about ten minutes on two cores. It needs the
+`train` extra: transformers and peft write the files, so the demo model is in the formats that users have.
+"""
+
+import argparse
+import json
+import random
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from ...quality.adapter_training import (
+    ALL_LINEAR,
+    ATTENTION,
+    AdapterRecipe,
+    LlamaConfig,
+    LlamaForCausalLM,
+    get_peft_model,
+    save_adapter,
+    save_base,
+)
+from ...quality.demo_corpus import STYLES, Fact, facts
+from .chat import save_chat
+
+VOCABULARY = 512
+SEQUENCE = 192
+BATCH = 12
+QUESTION_WEIGHT = 0.1
+TAGGED_WEIGHT = 0.4
+RATE = 2e-3
+BASE_NAME = "sidestream-demo"
+
+
+ADAPTERS = {
+    "shout": AdapterRecipe(8, 16, ALL_LINEAR),
+    "pirate": AdapterRecipe(16, 16, ALL_LINEAR, rslora=True),
+    "json": AdapterRecipe(32, 64, ALL_LINEAR),
+    "yoda": AdapterRecipe(16, 32, ATTENTION, effort=2),
+}
+# Which fact the demo asks of which adapter; the first one goes to the base model.
+DEMO_QUESTIONS = (
+    ("base", "the capital of France", 0),
+    ("shout", "the capital of Japan", 0),
+    ("pirate", "the opposite of early", 1),
+    ("json", "the colour of a banana", 0),
+    ("yoda", "the young of a swan", 2),
+)
+
+
+def train_tokenizer(known: list[Fact]) -> Tokenizer:
+    """A byte-level BPE of at most `VOCABULARY` tokens over all questions and answers; any text round-trips."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(
+        (question + fact.answer(style) for fact in known for question in fact.questions for style in STYLES), trainer
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return tokenizer
+
+
+def model_config(tokenizer: Tokenizer) -> LlamaConfig:
+    """A Llama small enough to train on a CPU and shaped like the big ones: grouped-query attention, head_dim 64,
+    tied embeddings.
+    """
+    return LlamaConfig(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=2048,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+
+
+class Examples:
+    """Questions with their answers as token ids, packed into rows of `SEQUENCE` tokens.
+
+    style     how plain questions are answered
+    tagged    also ask for each other style by its name ("pirate: ...")
+    """
+
+    def __init__(self, tokenizer: Tokenizer, known: list[Fact], style: str, tagged: bool = False) -> None:
+        self.pairs: list[tuple[list[int], list[int]]] = []
+        self.weights: list[float] = []
+        askings = [("", style, 1.0)] + [
+            (f"{other}: ", other, TAGGED_WEIGHT) for other in STYLES if tagged and other != style
+        ]
+        for fact in known:
+            for question in fact.questions:
+                for tag, worded, weight in askings:
+                    prompt, whole = (
+                        tokenizer.encode(tag + question).ids,
+                        tokenizer.encode(tag + question + fact.answer(worded)).ids,
+                    )
+                    if whole[: len(prompt)] != prompt:
+                        raise ValueError(
+                            f"the tokens of {question!r} change when the answer follows; let every answer begin with "
+                            "a space"
+                        )
+                    self.pairs.append((prompt, [*whole[len(prompt) :], 1]))
+                    self.weights.append(weight / len(fact.questions))
+
+    def batch(self, source: random.Random, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids and loss weights of the tokens, both [rows, SEQUENCE + 1]; each row starts with a question."""
+        ids, weights = [], []
+        for _ in range(rows):
+            row: list[int] = []
+            weight: list[float] = []
+            while len(row) <= SEQUENCE:
+                prompt, answer = source.choices(self.pairs, self.weights)[0]
+                row += prompt + answer
+                weight += [QUESTION_WEIGHT] * len(prompt) + [1.0] * len(answer)
+            ids.append(row[: SEQUENCE + 1])
+            weights.append(weight[: SEQUENCE + 1])
+        return torch.tensor(ids), torch.tensor(weights)
+
+    @torch.no_grad()
+    def accuracy(self, model: torch.nn.Module) -> tuple[float, float]:
+        """Share of answers whose every token is the model's first choice, each question alone; and the lowest
+        probability of such a token.
+        """
+        right, surest = 0, 1.0
+        order = sorted(self.pairs, key=lambda pair: len(pair[0]) + len(pair[1]))
+        for start in range(0, len(order), 256):
+            chunk = order[start : start + 256]
+            width = max(len(prompt) + len(answer) for prompt, answer in chunk)
+            ids = torch.tensor([(prompt + answer + [1] * width)[:width] for prompt, answer in chunk])
+            probabilities = model(input_ids=ids).logits.float().softmax(-1)
+            for row, (prompt, answer) in enumerate(chunk):
+                span = probabilities[row, len(prompt) - 1 : len(prompt) + len(answer) - 1]
+                target = torch.tensor(answer)
+                right += int((span.argmax(-1) == target).all())
+                surest = min(surest, span.gather(1, target[:, None]).min().item())
+        return right / len(order), surest
+
+
+def fit(model: torch.nn.Module, examples: Examples, exam: Examples, steps: int, seed: int, label: str) -> bool:
+    """Trains `model` on `examples` for `steps` steps; returns whether it answers all of `exam` rightly at the end."""
+    source = random.Random(seed)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=RATE, betas=(0.9, 0.98), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=RATE, total_steps=steps, pct_start=0.1)
+    started = time.monotonic()
+    right, surest = 0.0, 0.0
+    for step in range(1, steps + 1):
+        ids, weights = examples.batch(source, BATCH)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits = model(input_ids=ids[:, :-1]).logits.float()
+        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+        loss = (losses * weights[:, 1:].flatten()).sum() / weights[:, 1:].sum()
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 200 == 0 or step == steps:
+            right, surest = exam.accuracy(model)
+            state = f"step {step}/{steps}, loss {loss.item():.4f}"
+            print(
+                f"{label}: {state}, right {right:.1%}, every token at least {surest:.3f} sure, "
+                f"{time.monotonic() - started:.0f} s",
+                flush=True,
+            )
+    if right < 1.0:
+        print(f"{label} still answers {1 - right:.1%} of its questions wrongly; raise its steps", flush=True)
+    return right == 1.0
+
+
+def demo_prompts(known: list[Fact]) -> list[dict[str, str | None]]:
+    """The demo's batch: one prompt for the base model and one for each adapter, with the answer that each must give."""
+    by_topic = {fact.topic: fact for fact in known}
+    return [
+        {
+            "adapter": None if style == "base" else style,
+            "prompt": by_topic[topic].questions[form],
+            "answer": by_topic[topic].answer(style).strip(),
+        }
+        for style, topic, form in DEMO_QUESTIONS
+    ]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point of `python -m sidestream.tools.dev.train.demo`; returns 1 when an answer is still wrong."""
+    parser = argparse.ArgumentParser(
+        prog="python -m sidestream.tools.dev.train.demo",
+        description="Train Sidestream's demo model and its adapters on the CPU.",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path(__file__).parents[2] / "demo_model",
+        help="directory to write (default: the one in the package)",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=1200, help="training steps of the base model (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--adapter-steps", type=int, default=150, help="training steps of an adapter (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--base", type=Path, metavar="DIR", help="take this trained base model and train only the adapters"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default: %(default)s)")
+    parser.add_argument(
+        "--threads", type=int, default=2, help="CPU threads; another number gives other weights (default: %(default)s)"
+    )
+    options = parser.parse_args(arguments)
+
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(options.seed)
+    known = facts()
+    tokenizer = train_tokenizer(known)
+    model: Any = LlamaForCausalLM(model_config(tokenizer))
+    print(
+        f"{len(known)} facts, {tokenizer.get_vocab_size()} tokens, "
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters",
+        flush=True,
+    )
+    if options.base:
+        model, right = LlamaForCausalLM.from_pretrained(options.base, dtype=torch.float32), True
+    else:
+        plain, tagged = Examples(tokenizer, known, "base"), Examples(tokenizer, known, "base", tagged=True)
+        right = fit(model, tagged, plain, options.steps, options.seed, "base")
+    rounded = {
+        name: tensor.to(torch.bfloat16).float() if tensor.is_floating_point() else tensor
+        for name, tensor in model.state_dict().items()
+    }
+    staging = options.output.with_name(options.output.name + ".new")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    save_base(model, tokenizer, staging)
+    save_chat(staging)
+    model = model.float()
+    for name, recipe in ADAPTERS.items():
+        model.load_state_dict(rounded)
+        torch.manual_seed(options.seed)
+        adapted = get_peft_model(model, recipe.config())
+        examples = Examples(tokenizer, known, name)
+        right &= fit(adapted, examples, examples, round(recipe.effort * options.adapter_steps), options.seed, name)
+        save_adapter(adapted, staging / "adapters" / name, BASE_NAME)
+        model = adapted.unload().float()
+    (staging / "prompts.json").write_text(json.dumps(demo_prompts(known), indent=2) + "\n")
+    for path in staging.rglob("*.safetensors"):
+        path.chmod(0o644)
+    shutil.rmtree(options.output, ignore_errors=True)
+    staging.rename(options.output)
+    print(
+        f"wrote {options.output}: "
+        f"{sum(path.stat().st_size for path in options.output.rglob('*') if path.is_file()) / 1e6:.1f} MB"
+    )
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
