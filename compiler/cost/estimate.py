@@ -8,9 +8,9 @@ both lanes on one time axis.
 The longer of the two decides, but where they are about as long a kernel hides neither wholly under the other: a
 quarter more when they are equal, as linears of 128 and 256 tokens show (docs/measurements/tune_h200.txt).
 Steps of the two lanes that run at once share the memory's bandwidth; a cuBLAS product needs whole SMs, so it runs while
-the other lane rests. kinds.py says what its constants are fitted to. docs/internals.md has the estimates of the
-ablation's changes next to what was measured; `docs/measurements/cost_check_h200.txt` has those of whole decode steps,
-`cost_model_h200.txt` those of an earlier release step by step (tools/dev/bench/cost_error.py writes both).
+the other lane is idle. kinds.py lists what its constants are fitted to. Estimates next to measurements, in
+docs/measurements: `estimated_changes.txt` for the changes of the ablation, `cost_check_h200.txt` for whole decode
+steps, `cost_model_h200.txt` step by step for an earlier release (tools/dev/bench/cost_error.py writes the last two).
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from .bytes_and_flops import DEFAULT, Assumptions, Work, link_bytes, must_read, 
 from .hardware import H200, Gpu
 from .kernel_costs import FULL_ROWS, LINK_REACHED, Kind, busy_sms, extra_seconds, kind_of, takes_whole_sms
 
-# cost_check_h200.txt; changes: docs/internals.md
+# cost_check_h200.txt; changes: estimated_changes.txt
 KNOWN_ERROR = (
     "2% on average, 5% at most, over whole decode steps of Llama-3.1-8B's shape on an H200, 1 to 256 sequences; of 147 "
     "changes that were measured 138 are within 15% or 2 us a layer"

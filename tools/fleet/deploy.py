@@ -16,7 +16,7 @@ examples:
   sidestream fleet deploy fleet.toml
   sidestream fleet deploy fleet.toml --check   check the file, and start nothing
 
-fleet.toml (all keys: docs/fleet.md):
+fleet.toml (all keys: docs/scaling.md):
   model = "models/llama"
   max-replicas = 4
   keys = "keys.toml"
