@@ -16,6 +16,8 @@ from sidestream.runtime.engine.options import MAX_NUM_SEQS
 from sidestream.runtime.engine.resolve import DEFAULT_MAX_MODEL_LEN, MAX_BATCHED_TOKENS
 from sidestream.runtime.worker.memory_budget import (
     RESERVE_BYTES,
+    SAMPLING_COPIES,
+    MemoryDemand,
     kv_specs,
     nbytes,
     plan_pages,
