@@ -8,7 +8,7 @@ both lanes on one time axis.
 The longer of the two decides, but where they are about as long a kernel hides neither wholly under the other: a
 quarter more when they are equal, as linears of 128 and 256 tokens show (docs/measurements/tune_h200.txt).
 Steps of the two lanes that run at once share the memory's bandwidth; a cuBLAS product needs whole SMs, so it runs while
-the other lane is idle. kinds.py lists what its constants are fitted to. Estimates next to measurements, in
+the other lane is idle. kernel_costs.py lists what its constants are fitted to. Estimates next to measurements, in
 docs/measurements: `estimated_changes.txt` for the changes of the ablation, `cost_check_h200.txt` for whole decode
 steps, `cost_model_h200.txt` step by step for an earlier release (tools/dev/bench/cost_error.py writes the last two).
 """

@@ -215,8 +215,8 @@ def whole_steps_text(found: Sequence[WholeStep], bench: dict[str, Any], context:
         "cached tokens a sequence.\n"
         "The estimate is of the program alone; the measurement also holds the choice of tokens, copies and the "
         "host's pauses between steps.\n"
-        "The constants were fitted to these rows together with the ablation's (compiler/cost/kernel_costs.py); how "
-        "well changes are estimated stands in docs/internals.md.\n"
+        "The constants were fitted to these rows together with the ablation's (compiler/cost/kernel_costs.py); "
+        "estimated changes: docs/measurements/estimated_changes.txt.\n"
         f"Mean error {mean:.1%}, largest {worst:+.1%}.\n\n{columns(rows, right=range(1, 7))}"
     )
 

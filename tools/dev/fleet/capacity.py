@@ -1,6 +1,6 @@
 """`python -m sidestream.tools.dev.fleet.capacity`: engines needed for a load, by cost model and router.
 
-Prints the table of docs/fleet.md: for each number of engines requests and tokens per second at a share of their
+Prints the table of docs/scaling.md: for each number of engines requests and tokens per second at a share of their
 capacity, and the number of adapters with which a request still finds its own on the GPU.
 """
 
