@@ -277,7 +277,7 @@ def paged_attention_launch(
     check_rows(q, context_lens, rows)
     if q.shape[2] not in HEAD_DIMS:
         raise ValueError(
-            f"the attention kernels support head_dim {HEAD_DIMS}, not {q.shape[2]}; run the reference on the CPU instead"
+            f"attention kernels support head_dim {HEAD_DIMS}, not {q.shape[2]}; run the reference on the CPU instead"
         )
     if q.shape[0] == 0:
         return

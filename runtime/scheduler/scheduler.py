@@ -22,7 +22,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from ..api.errors import RequestError
-from ..text.structured.filling import Filler, Memory
+from ..text.structured.mask_filling import MaskFiller, Memory
 from .batch_builder import Choice
 from .limits import SchedulerLimits, SchedulerStats
 from .masks import MasksOfStep
@@ -86,7 +86,7 @@ class Scheduler:
         self._issued: dict[int, Issued] = {}
         self._masked = -1  # the last step whose masks were made
         self._masks: MasksOfStep | None = None  # that are being made
-        self._filler = Filler()
+        self._filler = MaskFiller()
         self._drafts: StepDrafts | None = None  # the last ones that the device told
         self._void: dict[int, set[Sequence]] = {}  # of issued steps: the sequences whose tokens will be wrong
         self._loads: list[tuple[int, int]] = []  # for the plan that is being made

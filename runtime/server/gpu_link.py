@@ -29,7 +29,7 @@ from ..scheduler.step_codec import (
     unpack_result,
 )
 from ..scheduler.step_plan import StepDrafts, StepMasks, StepPlan, StepResult
-from ..text.adapter_chat import NO_CHAT, AdapterChat
+from ..text.chat_files import NO_CHAT, AdapterChat
 from .shared_masks import SharedMasks
 
 _log = logging.getLogger(__name__)

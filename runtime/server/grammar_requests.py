@@ -5,8 +5,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from ..api.structured_outputs import StructuredOutputsParams
-from ..text.encoder import Worker
-from ..text.structured.compiler import GrammarCompiler
+from ..text.encoder_thread import TextThread
+from ..text.structured.grammar_compiler import GrammarCompiler
 from ..text.tokenizer import Tokenizer
 from .gpu_link import Ready
 
@@ -18,7 +18,7 @@ class GrammarDesk:
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        self._worker = Worker("sidestream-grammars")
+        self._worker = TextThread("sidestream-grammars")
         self._compiler: GrammarCompiler | None = None
 
     def fileno(self) -> int:

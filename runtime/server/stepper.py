@@ -12,7 +12,7 @@ from ..engine.engine import Engine
 from ..processes.watch import AwakeClock, StepWatch
 from ..scheduler.scheduler import Scheduler, SchedulerLimits
 from ..scheduler.step_plan import AHEAD, StepDrafts, StepMasks, StepPlan, StepResult
-from ..text.adapter_chat import warn_of_tokens
+from ..text.chat_files import warn_of_tokens
 from ..text.tokenizer import Tokenizer
 from .gpu_link import BatcherEnd, Load, LoadDone, LoadedAdapter, Ready, Retire, StartLoad, Timing, Unload
 from .shared_masks import SharedMasks

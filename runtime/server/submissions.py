@@ -11,9 +11,8 @@ from ..api.request import Constraint, Continuation, Request
 from ..api.sampling_params import SamplingParams
 from ..api.structured_outputs import StructuredOutputsParams
 from ..protocol.messages import MAX_OPEN_REQUESTS, Accepted, Error, ErrorCode, Submit
-from ..text.bad_words import bad_word_ids
-from ..text.encoder import INLINE_CHARACTERS, Encoder
-from ..text.prompts import check_continues, check_request, too_long
+from ..text.encoder_thread import INLINE_CHARACTERS, Encoder
+from ..text.prompts import bad_word_ids, check_continues, check_request, too_long
 from ..text.tokenizer import Tokenizer, TooManyTokens
 from .connections import Client, Connections
 from .grammar_requests import GrammarDesk

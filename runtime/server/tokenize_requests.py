@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from ..protocol.messages import MAX_PROMPT_CHARACTERS, MAX_PROMPT_TOKENS, Detokenize, Error, Text, Tokenize, Tokens
-from ..text.encoder import Encoder
+from ..text.encoder_thread import Encoder
 from ..text.tokenizer import Tokenizer, TooManyTokens
 from .connections import Client, Connections
 from .submissions import OVERLOAD_RETRY

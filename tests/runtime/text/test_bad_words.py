@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 from sidestream.runtime.api.errors import RequestError
-from sidestream.runtime.text.bad_words import bad_word_ids
+from sidestream.runtime.text.prompts import bad_word_ids
 from sidestream.runtime.text.tokenizer import FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast

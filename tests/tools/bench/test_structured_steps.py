@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from sidestream.runtime.text.structured.filling import fill_threads
+from sidestream.runtime.text.structured.mask_filling import fill_threads
 from sidestream.tools.dev.bench import structured_steps
 from sidestream.tools.dev.bench.structured_steps import main
 

@@ -25,8 +25,8 @@ from ....runtime.engine.engine import Engine
 from ....runtime.scheduler.limits import SchedulerLimits
 from ....runtime.scheduler.scheduler import Scheduler
 from ....runtime.text.generation_config import eos_token_ids
-from ....runtime.text.structured.compiler import GrammarCompiler
-from ....runtime.text.structured.filling import fill_threads, use_threads
+from ....runtime.text.structured.grammar_compiler import GrammarCompiler
+from ....runtime.text.structured.mask_filling import fill_threads, use_threads
 from ....runtime.text.tokenizer import load_tokenizer
 from ...bench.latency import ENDLESS
 from ...bench.serving.simulated_gpu import HashRunner, TimedRunner

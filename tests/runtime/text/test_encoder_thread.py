@@ -9,8 +9,8 @@ import weakref
 from functools import partial
 
 import pytest
-from sidestream.runtime.text import encoder as module
-from sidestream.runtime.text.encoder import Encoder
+from sidestream.runtime.text import encoder_thread as module
+from sidestream.runtime.text.encoder_thread import Encoder
 
 
 class Slow:
@@ -97,7 +97,7 @@ def test_an_outcome_that_was_taken_is_kept_no_longer():
 MEASURE = """
 import random, re, sys, time
 from sidestream.runtime.demo_model import DEMO_MODEL
-from sidestream.runtime.text.encoder import Encoder
+from sidestream.runtime.text.encoder_thread import Encoder
 from sidestream.runtime.text.tokenizer import load_tokenizer
 
 def mib(name):

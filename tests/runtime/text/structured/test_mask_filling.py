@@ -15,10 +15,10 @@ import pytest
 from sidestream import LLM, SamplingParams, StructuredOutputsParams
 from sidestream.runtime.demo_model import DEMO_MODEL
 from sidestream.runtime.text.generation_config import eos_token_ids
-from sidestream.runtime.text.structured import compiler as compiling
-from sidestream.runtime.text.structured import filling
-from sidestream.runtime.text.structured.compiler import GrammarCompiler
-from sidestream.runtime.text.structured.filling import FEW, Filler, empty_masks, take_in, use_threads
+from sidestream.runtime.text.structured import grammar_compiler as compiling
+from sidestream.runtime.text.structured import mask_filling as filling
+from sidestream.runtime.text.structured.grammar_compiler import GrammarCompiler
+from sidestream.runtime.text.structured.mask_filling import FEW, MaskFiller, consume_outputs, empty_masks, use_threads
 from sidestream.runtime.text.structured.matcher import Grammar
 from sidestream.runtime.text.tokenizer import load_tokenizer
 from support.tiny import tiny_llama
@@ -49,7 +49,7 @@ def threads() -> list[str]:
 def test_masks_are_those_that_llguidance_makes_one_by_one() -> None:
     directory = Path(DEMO_MODEL)
     ends = eos_token_ids(directory)
-    compiler, filler, chance = GrammarCompiler(load_tokenizer(directory), 512, ends), Filler(), random.Random(0)
+    compiler, filler, chance = GrammarCompiler(load_tokenizer(directory), 512, ends), MaskFiller(), random.Random(0)
     kinds = [StructuredOutputsParams(json=LIST), StructuredOutputsParams(regex="[a-f]{1,3}(-[0-9é]+)*")]
     grammars = [compiler.compile(kinds[number % 2]) for number in range(COUNT)]
     assert len(set(grammars)) == 2 and {grammar.lexers for grammar in grammars} == {THREADS}
@@ -140,10 +140,10 @@ def test_a_token_that_does_not_fit_fails_its_completion_alone() -> None:
     compiler = GrammarCompiler(load_tokenizer(Path(DEMO_MODEL)), 512, eos_token_ids(Path(DEMO_MODEL)))
     grammar = compiler.compile(StructuredOutputsParams(regex="[a-d]{9}"))
     matchers = [grammar.matcher() for _ in range(COUNT)]
-    masks = Filler().begin(empty_masks(matchers, COUNT), matchers).wait()
+    masks = MaskFiller().begin(empty_masks(matchers, COUNT), matchers).wait()
     (right, *_), banned = np.flatnonzero(np.unpackbits(masks[0].view(np.uint8), bitorder="little")), 0
     assert not masks[0][0] & 1
-    take_in(matchers, [([banned if row == 3 else int(right)], 0) for row in range(COUNT)], in_parallel=True)
+    consume_outputs(matchers, [([banned if row == 3 else int(right)], 0) for row in range(COUNT)], in_parallel=True)
     assert [matcher.failed for matcher in matchers] == [row == 3 for row in range(COUNT)]
     assert "cannot be used" in matchers[3].problem()
     compiler.close()
@@ -243,7 +243,7 @@ def test_its_thread_ends_with_it(tmp_path: Path) -> None:
 
 def test_a_filler_that_is_closed_still_fills() -> None:
     compiler = GrammarCompiler(load_tokenizer(Path(DEMO_MODEL)), 512, eos_token_ids(Path(DEMO_MODEL)))
-    grammar, filler = compiler.compile(StructuredOutputsParams(json=json.dumps(LIST))), Filler()
+    grammar, filler = compiler.compile(StructuredOutputsParams(json=json.dumps(LIST))), MaskFiller()
     matchers = [grammar.matcher() for _ in range(COUNT)]
     during = filler.begin(empty_masks(matchers, COUNT), matchers).wait()
     filler.close()

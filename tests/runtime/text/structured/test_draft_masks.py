@@ -13,10 +13,12 @@ import torch
 from sidestream import LLM, RequestOutput, SamplingParams
 from sidestream.ops.spec_decode.draft_ngram import LONGEST
 from sidestream.runtime.api.structured_outputs import StructuredOutputsParams
-from sidestream.runtime.text.structured import drafted, filling, matcher
-from sidestream.runtime.text.structured.compiler import GrammarCompiler
-from sidestream.runtime.text.structured.drafted import fill_drafted
-from sidestream.runtime.text.structured.filling import take_in
+from sidestream.runtime.text.structured import draft_masks as drafted
+from sidestream.runtime.text.structured import mask_filling as filling
+from sidestream.runtime.text.structured import matcher
+from sidestream.runtime.text.structured.draft_masks import fill_drafted
+from sidestream.runtime.text.structured.grammar_compiler import GrammarCompiler
+from sidestream.runtime.text.structured.mask_filling import consume_outputs
 from sidestream.runtime.text.tokenizer import load_tokenizer
 from sidestream.tools.bench.injected_drafts import InjectedDrafts
 from support.tiny import AdapterSpec, TinyBase, tiny_adapters, tiny_llama
@@ -101,7 +103,7 @@ def test_masks_after_drafts_are_what_the_pattern_allows(base: TinyBase, pattern:
         right = list(some_text(20)) if not text else [chance.choice(sorted(allowed(text)))]
         drafts.append([*right[: 3 + number % 4], *([END, 97] if number % 3 else [])][:7])
     for _ in range(2):  # the second time from where the first one has left the matchers
-        take_in(matchers, [(list(text), 0) for text in texts], in_parallel=False)
+        consume_outputs(matchers, [(list(text), 0) for text in texts], in_parallel=False)
         of, places, words = fill_drafted(matchers, drafts, lambda going, *_: [True] * len(going))
         bits = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=1, bitorder="little")
         found = {

@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import tokenizers
 from sidestream.runtime.api.errors import RequestError
-from sidestream.runtime.text.chat import KEPT, ChatRenderer
-from sidestream.runtime.text.chat_files import ChatTemplateError, ChatTemplates, read_chat_templates
+from sidestream.runtime.text.chat_files import ChatTemplateError, ChatTemplates, SingleChatTemplate, read_chat_templates
 from sidestream.runtime.text.chat_messages import as_conversations
-from sidestream.runtime.text.chat_template import ChatWords
-from sidestream.runtime.text.prompts import without_special_tokens
-from sidestream.runtime.text.requests import make_requests
+from sidestream.runtime.text.chat_renderer import KEPT, ChatRenderer
+from sidestream.runtime.text.prompts import make_requests, without_special_tokens
 from sidestream.runtime.text.tokenizer import load_tokenizer
 from support.tiny_tokenizers import byte_level, metaspace
 from transformers import PreTrainedTokenizerFast
@@ -24,7 +22,7 @@ TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</end>\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{{ mood }}{% endif %}"
 )
-WORDS = ChatWords(TEMPLATE, "<s>", "</s>")
+WORDS = SingleChatTemplate(TEMPLATE, "<s>", "</s>")
 TALK = [{"role": "system", "content": "brief"}, {"role": "user", "content": " hello "}]
 
 
@@ -143,7 +141,7 @@ def test_child_processes_are_kept_and_ended(renderer: ChatRenderer) -> None:
     renderer.prompts(WORDS, TALK)
     assert children() == [first]
     for number in range(KEPT):
-        renderer.prompts(ChatWords(f"other {number}"), TALK)
+        renderer.prompts(SingleChatTemplate(f"other {number}"), TALK)
     others = children()
     assert first not in others and len(others) == KEPT
     renderer.close()
@@ -215,7 +213,7 @@ def test_no_value_of_a_variable_ends_the_process(renderer: ChatRenderer, given: 
 def test_a_caller_variable_does_not_decide_which_contents_a_template_reads(renderer: ChatRenderer) -> None:
     """The first request's variables make the template fail; the second request is rendered all the same."""
     walks = "{% for m in messages %}{% for p in m.content %}{{ p.text + mood }}{% endfor %}{% endfor %}"
-    words = ChatWords("{% set mood = mood or '' %}" + walks)
+    words = SingleChatTemplate("{% set mood = mood or '' %}" + walks)
     with pytest.raises(ChatTemplateError):
         renderer.prompts(words, TALK, chat_template_kwargs={"mood": 1})
     assert renderer.prompts(words, TALK) == ["brief hello "]
