@@ -122,16 +122,9 @@ def launch(
     else:
         starts = _starts(q, query_start, rows)
         paged_attention_launch(
-            *operands,
-            starts,
-            softmax_scale,
-            quantize_q=False,
-            decode=False,
-            window=window,
-            rows=rows,
-            out=(attended,),
+            *operands, starts, softmax_scale, quantize_q=False, decode=False, window=window, rows=rows, out=(attended,),
             pdl=pdl,
-        )
+        )  # fmt: skip
     quantize_blocks_launch(attended, dtype, out=out, pdl=pdl)
 
 
