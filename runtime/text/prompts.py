@@ -237,7 +237,7 @@ def make_requests(
         if chosen[index] is not None and chosen[index] not in adapters:
             known = ", ".join(sorted(adapters)) or "none"
             raise RequestError(
-                f"{where}adapter {chosen[index]!r} is unknown (available: {known}); pass it to LLM(adapters=...) or "
+                f"{where}adapter {chosen[index]!r} is not known (known: {known}); pass it to LLM(adapters=...) or "
                 "call add_adapter first"
             )
         banned = bad_word_ids(params[index].banned_words, tokenizer, vocabulary, where)

@@ -71,8 +71,8 @@ def test_a_file_for_the_command_line(tmp_path: Path) -> None:
     assert read_template_file(tmp_path / "t.jinja") == "é"
     (tmp_path / "b.jinja").write_bytes(b"\xff")
     (tmp_path / "l.jinja").write_text("x" * (1 << 19))
-    for name, said in {"no": "No such file", "b": "not UTF-8", "l": "characters"}.items():
-        with pytest.raises(ChatTemplateError, match=said):
+    for name, expected in {"no": "No such file", "b": "not UTF-8", "l": "characters"}.items():
+        with pytest.raises(ChatTemplateError, match=expected):
             read_template_file(tmp_path / f"{name}.jinja")
 
 

@@ -99,7 +99,7 @@ def test_one_conversation_or_several_and_text_in_parts(renderer: ChatRenderer) -
 
 
 @pytest.mark.parametrize(
-    ("messages", "options", "said"),
+    ("messages", "options", "expected"),
     [
         ("hello", {}, "messages must be a list"),
         ({"role": "user", "content": "x"}, {}, "not dict"),
@@ -119,9 +119,9 @@ def test_one_conversation_or_several_and_text_in_parts(renderer: ChatRenderer) -
     ids=str,
 )
 def test_what_is_no_conversation_is_refused(
-    renderer: ChatRenderer, messages: object, options: dict[str, object], said: str
+    renderer: ChatRenderer, messages: object, options: dict[str, object], expected: str
 ) -> None:
-    with pytest.raises(RequestError, match=said):
+    with pytest.raises(RequestError, match=expected):
         renderer.prompts(WORDS, messages, **options)  # type: ignore[arg-type]
 
 
@@ -164,7 +164,7 @@ RESERVED = (
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "expected"),
     [
         *(({name: None}, name) for name in RESERVED),
         ({"documents": "text"}, "documents must be a list of objects"),
@@ -174,8 +174,8 @@ RESERVED = (
     ],
     ids=str,
 )
-def test_reserved_variables_are_refused_by_name(renderer: ChatRenderer, given: Any, said: str) -> None:
-    with pytest.raises(RequestError, match=f"chat_template_kwargs.*{said}") as refusal:
+def test_reserved_variables_are_refused_by_name(renderer: ChatRenderer, given: Any, expected: str) -> None:
+    with pytest.raises(RequestError, match=f"chat_template_kwargs.*{expected}") as refusal:
         renderer.prompts(WORDS, TALK, chat_template_kwargs=given)
     assert getattr(refusal.value, "param", None) == "chat_template_kwargs"
 

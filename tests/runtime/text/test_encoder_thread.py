@@ -1,4 +1,4 @@
-"""Long prompts are encoded in turns, and only while somebody wants them."""
+"""Long prompts are encoded in turns, and dropped if their outcome is no longer needed."""
 
 import gc
 import subprocess
@@ -104,13 +104,13 @@ def mib(name):
     return int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) // 1024
 
 encoder, source = Encoder(load_tokenizer(DEMO_MODEL)), random.Random(0)
-begun, text = mib("VmRSS"), "".join(source.choice("abcdefgh ") for _ in range(1_000_000))
+before, text = mib("VmRSS"), "".join(source.choice("abcdefgh ") for _ in range(1_000_000))
 for key in "abc":
     encoder.put(key, text, 0, True, int(sys.argv[1]))
     while not encoder.take():
         time.sleep(0.01)
 encoder.close()
-print(mib("VmHWM") - begun, mib("VmRSS") - begun)
+print(mib("VmHWM") - before, mib("VmRSS") - before)
 """
 
 

@@ -14,8 +14,7 @@ from sidestream import LLM, RequestOutput, SamplingParams
 from sidestream.ops.spec_decode.draft_ngram import LONGEST
 from sidestream.runtime.api.structured_outputs import StructuredOutputsParams
 from sidestream.runtime.text.structured import draft_masks as drafted
-from sidestream.runtime.text.structured import mask_filling as filling
-from sidestream.runtime.text.structured import matcher
+from sidestream.runtime.text.structured import mask_filling, matcher
 from sidestream.runtime.text.structured.draft_masks import fill_drafted
 from sidestream.runtime.text.structured.grammar_compiler import GrammarCompiler
 from sidestream.runtime.text.structured.mask_filling import consume_outputs
@@ -56,7 +55,7 @@ def llm(base: TinyBase, adapters: dict[str, str]) -> LLM:
     return LLM(base.path, adapters, precision="fp32", speculation=7, max_loras=2, **OPTIONS)
 
 
-def told(outputs: list[RequestOutput]) -> list[Any]:
+def results_of(outputs: list[RequestOutput]) -> list[Any]:
     return [
         (each.token_ids, each.text, each.logprobs, each.finish_reason, each.stop_reason)
         for output in outputs
@@ -75,9 +74,9 @@ def told_drafts(*drafts: int) -> Any:
 
 def recorded(llm: LLM, outputs: list[RequestOutput], acceptance: float) -> Any:
     """The same: what these outputs say, each token with this probability."""
-    said = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
+    answers = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
     key = min(len(output.prompt_token_ids) for output in outputs)
-    return InjectedDrafts(said, acceptance, llm.config.vocab_size, key, llm.device).draft
+    return InjectedDrafts(answers, acceptance, llm.config.vocab_size, key, llm.device).draft
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -153,7 +152,7 @@ def test_the_same_tokens_with_drafts(llm: LLM, ahead: int, injected: float | Non
         outputs = llm.generate(prompts, params, names, use_tqdm=False)
     finally:
         histories.draft, llm.engine._depth = ngrams, 0
-    assert told(outputs) == told(plain)
+    assert results_of(outputs) == results_of(plain)
     accepted = [output.num_accepted_tokens for output in outputs]
     drafts = [output.num_draft_tokens for output in outputs]
     assert all(drafts[:7]) and sum(held > 0 for held in accepted[:7]) > 4 and sum(accepted) < sum(drafts)
@@ -171,7 +170,7 @@ def test_it_survives_preemption_and_aborts(base: TinyBase) -> None:
         stream = llm.stream(prompts[0], params)
         next(stream)
         stream.close()
-        found.append(told(llm.generate(prompts, params, use_tqdm=False)))
+        found.append(results_of(llm.generate(prompts, params, use_tqdm=False)))
     stats = llm.engine.scheduler.stats()
     assert found[0] == found[1] and stats.preemptions > 0 and stats.accepted > 0 and stats.pages_used == 0
 
@@ -186,7 +185,7 @@ def test_the_demo_model_with_its_adapters_under_auto() -> None:
     ]
     outputs = llm.generate(prompts, params, names * 2, use_tqdm=False)
     off = [replace(each, speculation="off") for each in params]
-    assert told(outputs) == told(llm.generate(prompts, off, names * 2, use_tqdm=False))
+    assert results_of(outputs) == results_of(llm.generate(prompts, off, names * 2, use_tqdm=False))
     complete = [each.outputs[0].text for each in outputs if each.outputs[0].finish_reason == "stop"]
     for text in complete:
         jsonschema.validate(json.loads(text), PERSON)
@@ -207,7 +206,7 @@ def test_drafts_are_cut_where_they_leave_the_grammar(llm: LLM, monkeypatch: pyte
     params = SamplingParams(temperature=0, max_tokens=24, structured_outputs={"regex": "(ab|ba|cc)*"})
     (output,) = llm.generate(["abzabzabz"], params, use_tqdm=False)
     (plain,) = llm.generate(["abzabzabz"], replace(params, speculation="off"), use_tqdm=False)
-    assert told([output]) == told([plain])
+    assert results_of([output]) == results_of([plain])
     # after "b" the draft "a" completes a pair, and then "b" begins one
     assert {tuple(each) for each in places} <= {(0,), (0, 1), (0, 1, 2)} and [0, 1, 2] in places
     assert output.num_accepted_tokens <= 2 * output.num_draft_tokens / 7
@@ -218,10 +217,10 @@ def test_masks_that_come_too_late_cut_drafts_and_change_no_token(llm: LLM, monke
     plain = llm.generate(["abc"], replace(params, speculation="off"), use_tqdm=False)
     monkeypatch.setattr(llm.engine.runner.histories, "draft", recorded(llm, plain, 1.0))
     (right,) = llm.generate(["abc"], params, use_tqdm=False)
-    assert told([right]) == told(plain) and right.num_accepted_tokens > 20
+    assert results_of([right]) == results_of(plain) and right.num_accepted_tokens > 20
     monkeypatch.setattr(drafted, "DRAFT_SECONDS", -1.0)
     (late,) = llm.generate(["abc"], params, use_tqdm=False)
-    assert told([late]) == told(plain) and late.num_accepted_tokens == 0 < late.num_draft_tokens
+    assert results_of([late]) == results_of(plain) and late.num_accepted_tokens == 0 < late.num_draft_tokens
 
 
 @pytest.mark.parametrize("few", [0, 8])
@@ -229,7 +228,7 @@ def test_slow_masks_end_a_request_as_soon_as_without_drafts(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, few: int
 ) -> None:
     """Filled by several threads or by one."""
-    monkeypatch.setattr(filling, "FEW", few)
+    monkeypatch.setattr(mask_filling, "FEW", few)
     monkeypatch.setattr(drafted, "FEW", few)
     monkeypatch.setattr(matcher, "SLOW_SECONDS", -1.0)
     params = SamplingParams(temperature=0, max_tokens=30, structured_outputs={"regex": "[a-d]{30}"})
@@ -238,6 +237,6 @@ def test_slow_masks_end_a_request_as_soon_as_without_drafts(
         llm.generate(["abc", "abd", "free"], [replace(each, speculation=option) for each in (params, params, free)])
         for option in ("off", None)
     ]
-    assert told(outputs[0]) == told(outputs[1])
-    assert [each[3] for each in told(outputs[1])] == ["error", "error", "length"]
-    assert "takes more than" in told(outputs[1])[0][4]
+    assert results_of(outputs[0]) == results_of(outputs[1])
+    assert [each[3] for each in results_of(outputs[1])] == ["error", "error", "length"]
+    assert "takes more than" in results_of(outputs[1])[0][4]

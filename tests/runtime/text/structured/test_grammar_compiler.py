@@ -115,14 +115,14 @@ def test_plain_schemas_need_no_trial_and_others_have_one(model, monkeypatch):
 def test_hopeless_constraints_are_one_error(model, monkeypatch):
     compiler, _, _ = model
     monkeypatch.setattr(trial, "TRIAL_SECONDS", 0.5)
-    for constraint, said in (
+    for constraint, expected in (
         ({"json": {"type": "integer", "multipleOf": 999983}}, "it takes more than 0.5 s to compile"),
         ({"json": {"type": "string", "allOf": [{"pattern": f"a{n}.*b{n}"} for n in range(20)]}}, "to compile|too much"),
         ({"regex": "("}, "unclosed group"),
         ({"grammar": "start: x"}, "x"),
     ):
         (kind,) = constraint
-        with pytest.raises(RequestError, match=f"structured_outputs.{kind} cannot be used: .*({said})"):
+        with pytest.raises(RequestError, match=f"structured_outputs.{kind} cannot be used: .*({expected})"):
             compiler.compile(StructuredOutputsParams(**constraint))
     assert compiler.compile(StructuredOutputsParams(regex="a+b")), "the child process was started again"
 
@@ -152,15 +152,15 @@ ODD = [
 ]
 
 
-@pytest.mark.parametrize(("constraint", "said"), ODD, ids=[str(constraint) for constraint, _ in ODD])
-def test_whatever_llguidance_raises_on_is_an_error_with_its_reason(model, constraint, said):
+@pytest.mark.parametrize(("constraint", "expected"), ODD, ids=[str(constraint) for constraint, _ in ODD])
+def test_whatever_llguidance_raises_on_is_an_error_with_its_reason(model, constraint, expected):
     compiler, _, _ = model
     with pytest.raises(
-        RequestError, match=f"structured_outputs.{next(iter(constraint))} cannot be used: .*{said}"
-    ) as told:
+        RequestError, match=f"structured_outputs.{next(iter(constraint))} cannot be used: .*{expected}"
+    ) as error:
         compiler.compile(StructuredOutputsParams(**constraint))
-    assert trial.is_refusal(str(told.value))
-    assert not re.search("non-verbose|NoExtensionBias|coerce_one_of|\n", str(told.value))
+    assert trial.is_refusal(str(error.value))
+    assert not re.search("non-verbose|NoExtensionBias|coerce_one_of|\n", str(error.value))
 
 
 @pytest.mark.parametrize("text", ["null", "[1,{}]", '{"a":[true,"b"]}', "-1.5"])

@@ -16,7 +16,7 @@ from sidestream import LLM, SamplingParams, StructuredOutputsParams
 from sidestream.runtime.demo_model import DEMO_MODEL
 from sidestream.runtime.text.generation_config import eos_token_ids
 from sidestream.runtime.text.structured import grammar_compiler as compiling
-from sidestream.runtime.text.structured import mask_filling as filling
+from sidestream.runtime.text.structured import mask_filling
 from sidestream.runtime.text.structured.grammar_compiler import GrammarCompiler
 from sidestream.runtime.text.structured.mask_filling import FEW, MaskFiller, consume_outputs, empty_masks, use_threads
 from sidestream.runtime.text.structured.matcher import Grammar
@@ -57,18 +57,18 @@ def test_masks_are_those_that_llguidance_makes_one_by_one() -> None:
     assert len({matcher.lexer for matcher in matchers}) == 2 * THREADS, "completions are spread over the lexers"
     first, tokens = {id(grammar): grammar.begin()[1] for grammar in grammars}, list[list[int]]([[] for _ in matchers])
     for _ in range(30):
-        outputs = [(said, 0) for said in tokens]
+        outputs = [(output, 0) for output in tokens]
         masks = filler.begin(empty_masks(matchers, COUNT), matchers, outputs).wait()
         expected = np.zeros_like(masks)
-        for row, said in enumerate(tokens):
+        for row, output in enumerate(tokens):
             fresh = first[id(grammars[row])].deep_copy()
-            assert fresh.consume_tokens(said)
+            assert fresh.consume_tokens(output)
             llguidance.numpy.fill_next_token_bitmask(fresh, expected, row)
             choices = np.flatnonzero(np.unpackbits(expected[row].view(np.uint8), bitorder="little"))
-            said.append(int(chance.choice(sorted(set(choices.tolist()) - ends) or [min(ends)])))
+            output.append(int(chance.choice(sorted(set(choices.tolist()) - ends) or [min(ends)])))
         assert np.array_equal(masks, expected)
-        for row, said in enumerate(tokens):
-            if said[-1] in ends:
+        for row, output in enumerate(tokens):
+            if output[-1] in ends:
                 matchers[row], tokens[row] = grammars[row].matcher(), []
     filler.close()
     compiler.close()
@@ -102,7 +102,7 @@ def test_constraints_that_come_again_share_a_bounded_number_of_lexers(monkeypatc
 
 
 class Broken:
-    """A state whose mask cannot be made."""
+    """A state that raises when its mask is computed."""
 
     def consume_token(self, token: int) -> bool:
         return True
@@ -119,11 +119,11 @@ def test_a_fault_ends_the_request_that_it_belongs_to(llm: LLM, monkeypatch: pyte
     prompts, params = requests(llm)
     monkeypatch.setattr(llm.engine, "_depth", ahead)
     expected = llm.generate(prompts, params, use_tqdm=False)
-    begin, begun = Grammar.begin, list[int]()
+    begin, restarts = Grammar.begin, list[int]()
 
     def broken(grammar: Grammar) -> tuple[int, Any]:
-        begun.append(1)
-        return (0, Broken()) if len(begun) == 5 else begin(grammar)
+        restarts.append(1)
+        return (0, Broken()) if len(restarts) == 5 else begin(grammar)
 
     monkeypatch.setattr(Grammar, "begin", broken)
     outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -165,8 +165,8 @@ def test_a_fault_while_tokens_are_taken_in_together_loses_none(llm: LLM, monkeyp
             self._threads.consume_token_par(jobs[: len(faults) % len(jobs)])
             raise ValueError("no tokens")
 
-    executor = filling.executor
-    monkeypatch.setattr(filling, "executor", Faulty)
+    executor = mask_filling.executor
+    monkeypatch.setattr(mask_filling, "executor", Faulty)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert len(faults) > 5
     assert [each.outputs[0].token_ids for each in outputs] == [each.outputs[0].token_ids for each in expected]
