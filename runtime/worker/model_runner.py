@@ -120,7 +120,7 @@ class ModelRunner:
                 for bound in self.trained.bound_chains() if self.trained is not None else ():
                     ahead.add(bound)
                 # a step must not wait for these: at a start from the cache the model would have to be captured first
-                rest = self.compiled.unkept(self.buckets.later_buckets())
+                rest = self.compiled.missing_programs(self.buckets.later_buckets())
                 for bucket in progress(rest, "making programs of more sequences", "program", show_progress):
                     self.compiled.keep(bucket)
             for bucket in mixed if self.captures else [*mixed, *decode]:
