@@ -162,7 +162,7 @@ class CompileOptions:
     )
     disable: tuple[str, ...] = option(
         (),
-        "leave a compiler pass out by its name, as `sidestream dump` lists them",
+        "leave a compiler pass out by its name, as `sidestream inspect dump` lists them",
         more="`sidestream.compiler.pipeline.PASSES` has them",
         keyword="disable_passes",
     )
@@ -172,6 +172,7 @@ class CompileOptions:
         more="serial: on the main stream; side_stream: next to the base GEMMs; auto: on the side stream in decode "
         "programs, on the main stream in prompt programs, in int8 with its second half inside other launches where "
         "that gains (passes fuse_lora_silu_mul, fuse_lora_expand)",
+        keyword="_lora_lowering",
     )
     lora_dtype: LoraDtype = option(
         "auto",
@@ -183,6 +184,7 @@ class CompileOptions:
         "auto",
         "input of a LoRA shrink: the eight-bit rows of the linear next to it, or the rows before quantization",
         unset="the adapters' dtype",
+        keyword="_lora_input",
     )
     lora_sm_share: float | None = option(
         None,

@@ -35,7 +35,9 @@ def read_dump(directory: str | Path) -> Dump:
     root = Path(directory)
     path = root / "summary.json"
     if not path.is_file():
-        raise DumpError(f"{root} holds no dump: there is no {path.name}; write one with `sidestream dump -o {root}`")
+        raise DumpError(
+            f"{root} holds no dump: there is no {path.name}; write one with `sidestream inspect dump -o {root}`"
+        )
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
         passes = {entry["name"]: entry for entry in summary["passes"]}

@@ -276,7 +276,7 @@ def _wrap(line: str) -> str:
 def as_text(facts: Mapping[str, Any], records: Sequence[PassRecord]) -> str:
     """Return `explain`'s values as text."""
     refused = sum(len(record.rejected) for record in records)
-    note = f"{refused} near-misses were refused; `sidestream dump` writes the reasons to rejected.txt\n"
+    note = f"{refused} near-misses were refused; `sidestream inspect dump` writes the reasons to rejected.txt\n"
     parts = [pass_table(records) + (note if refused else "")]
     gpu = facts["gpu"]
     source = (

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
-from ..engine.spelling import with_server_flags
+from ..engine.flag_spelling import with_server_flags
 from ..protocol.framing import FrameError, encode
 from ..protocol.messages import (
     HEARTBEAT_SECONDS,

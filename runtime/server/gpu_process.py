@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, NoReturn
 import msgspec
 import zmq
 
-from ..engine.spelling import with_server_flags
+from ..engine.flag_spelling import with_server_flags
 from ..processes.channel import Channel, ChannelClosed
 from ..processes.garbage import collect_seldom
 from ..processes.memory import out_of_memory

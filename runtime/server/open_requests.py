@@ -8,7 +8,7 @@ from msgspec import structs
 from ..api.outputs import CompletionOutput, Logprob, RequestOutput
 from ..api.request import Delta
 from ..protocol.messages import MAX_CHUNK_TOKENS, Chunk, Error, ErrorCode, TokenLogprob, Usage
-from ..scheduler.masks import NOTHING_LEFT
+from ..scheduler.token_masks import NOTHING_LEFT
 from ..text.structured.trial import is_refusal
 from .connections import Client, Connections
 

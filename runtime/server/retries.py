@@ -29,7 +29,7 @@ class Retries:
         one is at fault.
         """
         inside = stepper.requests_of(step)
-        self._suspects = (inside | stepper.scheduler.choice.suspects.request_ids) - (
+        self._suspects = (inside | stepper.scheduler.batch_builder.suspects.request_ids) - (
             inside if len(inside) == 1 else set()
         )
         return next(iter(inside)) if len(inside) == 1 else None

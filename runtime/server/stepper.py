@@ -137,7 +137,7 @@ class Stepper:
             plan = self.engine.plan()
             if plan is None:
                 return
-            self._brief = plan.num_tokens <= BRIEF_TOKENS and not self.scheduler.holds_back
+            self._brief = plan.num_tokens <= BRIEF_TOKENS and not self.scheduler.waits_for_results
             self._continuing[plan.step] = continuing or self.in_flight > 0
             self._remote.submit(plan)
             self.watch.shipped(plan.step)

@@ -1,4 +1,4 @@
-"""`sidestream bench throughput`: workloads B (balanced) and P (prefill).
+"""`sidestream bench throughput`: whole requests (workloads B and P).
 
 B(C): C requests of 1024 prompt tokens and 128 outputs start at once: output tokens per second, and the time to each
 request's first token. P: 16 requests of 2048 prompt tokens and one output: prompt tokens per second, and the share of
@@ -41,7 +41,7 @@ examples:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; a workload or a GPU that has no such figure leaves it 0. Times in milliseconds."""
+    """One line of the table; figures that a workload or a GPU does not have are 0. Times in milliseconds."""
 
     workload: str
     concurrency: int
@@ -54,7 +54,7 @@ class Row:
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds the bench to the `sidestream bench` parser."""
+    """Add the bench to the `sidestream bench` parser."""
     parser = commands.add_parser(
         "throughput",
         help="time whole requests: prompts with answers, and prompts alone",
@@ -113,7 +113,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(options: argparse.Namespace) -> int:
-    """Builds the engine once, measures every line, prints the table and writes the JSON."""
+    """Build the engine once, measure every line, print the table and write the JSON."""
     check_output("--output-json", options.output_json)
     config, directory = model_fields(options)
     jobs = [("B", count, BALANCED[0], BALANCED[1]) for count in options.concurrency] if "B" in options.workloads else []
@@ -176,7 +176,7 @@ def measure_row(
     output: int,
     peak: float | None,
 ) -> Row:
-    """One line of the table: the median run, after one that warms up. `peak`: FP8 operations a second of the GPU."""
+    """Return the median run after a warm-up. `peak`: FP8 operations per second of the GPU."""
     from ...runtime.api.sampling_params import SamplingParams
 
     source = random.Random(options.seed)
@@ -185,7 +185,7 @@ def measure_row(
     params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False)
     runs = []
     for _ in range(options.num_iters + 1):
-        for sequence in prompts:  # other tokens each time: nothing may come from a prefix cache
+        for sequence in prompts:  # other tokens each time, so that no prefix is cached
             sequence[0] = source.randrange(config["vocab_size"])
         runs.append(timed(llm, prompts, params, chosen))
     seconds, first = sorted(runs[1:], key=lambda run: run[0])[(options.num_iters - 1) // 2]
@@ -205,7 +205,7 @@ def measure_row(
 def timed(
     llm: Any, prompts: Sequence[Sequence[int]], params: Any, adapters: Sequence[str | None]
 ) -> tuple[float, list[float]]:
-    """(seconds of the whole run, seconds to the first token of each prompt)."""
+    """Return (seconds of the whole run, seconds to the first token of each prompt)."""
     first: dict[int, float] = {}
     begin = time.perf_counter()
     for chunk in llm.stream(prompts, params, adapter=list(adapters)):
@@ -215,14 +215,15 @@ def timed(
 
 
 def percentile(values: Sequence[float], share_below: float) -> float:
-    """The value below which `share_below` of the values lie (nearest rank)."""
+    """Return the value that a share of the values is below (nearest rank)."""
     ordered = sorted(values)
     return ordered[min(int(share_below * len(ordered)), len(ordered) - 1)]
 
 
 def prompt_flops(config: dict[str, Any], count: int, prompt: int) -> float:
-    """Floating-point operations of `count` prompts: two per weight and token (embedding and unread logits apart),
-    and causal attention.
+    """Return floating-point operations of `count` prompts: two per weight and token, and causal attention.
+
+    Embedding and unused logits are left out.
     """
     widths, layers = projection_widths(config), config["num_hidden_layers"]
     weights = layers * sum(inputs * outputs for inputs, outputs in widths.values())

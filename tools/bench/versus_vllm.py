@@ -1,7 +1,7 @@
 """Workloads A and P on vLLM and on Sidestream, in turn: `python -m sidestream.tools.bench.versus_vllm`.
 
-Each engine runs in a process of its own, once without adapters and once with them, so that neither pays for the other
-or for adapters that nobody asked for. `engine_run` is what such a process runs.
+Each engine runs `engine_run` in a process of its own, once without and once with adapters, so that neither pays for
+the other or for unused adapters.
 """
 
 import argparse
@@ -45,11 +45,11 @@ examples:
 
 
 class EngineRunError(Exception):
-    """An engine's process did not come to its end; the text says why."""
+    """An engine's process failed; the message has the reason."""
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """A JSON object, for argparse."""
+    """Parse a JSON object."""
     try:
         found = json.loads(text)
     except ValueError as error:
@@ -60,7 +60,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Return the command line's parser."""
     parser = argparse.ArgumentParser(
         prog="python -m sidestream.tools.bench.versus_vllm",
         description=DESCRIPTION,
@@ -107,7 +107,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raises ValueError for what cannot be measured, before anything starts."""
+    """Raise ValueError for options that cannot be measured, before anything starts."""
     if options.output_len <= SHORT_OUTPUT:
         raise ValueError(f"--output-len {options.output_len} must be above {SHORT_OUTPUT}")
     check_output("--output-json", options.output_json)
@@ -125,7 +125,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def loads(options: argparse.Namespace, kind: str) -> list[dict[str, Any]]:
-    """What an engine is asked; `kind` says how requests choose adapters."""
+    """Return the loads of an engine; `kind`: adapters of the requests."""
     wanted = [("A", count, options.input_len, options.output_len) for count in options.concurrency]
     wanted = [each for each in wanted if "A" in options.workloads]
     if "P" in options.workloads:
@@ -152,7 +152,7 @@ def job(
     adapters: Sequence[str],
     vocabulary: int,
 ) -> dict[str, Any]:
-    """What `engine_run` reads: the same for both engines, but for how each spells its precision."""
+    """Return the job for `engine_run`; engines differ only in the spelling of the precision."""
     asked = loads(options, kind)
     arguments: dict[str, Any] = {
         "model": str(model),
@@ -185,8 +185,8 @@ def job(
 
 
 def run_job(python: str, work: dict[str, Any], scratch: Path) -> list[dict[str, Any]]:
-    """What the engine's process said: its start, then each load. Raises EngineRunError."""
-    place = scratch / "run"  # of its own: Python would import what lies next to the file
+    """Run an engine's process, and return its start and its loads. Raises EngineRunError."""
+    place = scratch / "run"  # in a directory of its own: Python would import modules next to the file
     place.mkdir(exist_ok=True)
     file, log = place / "job.json", place / "log.txt"
     file.write_text(json.dumps(work))
@@ -204,7 +204,7 @@ def run_job(python: str, work: dict[str, Any], scratch: Path) -> list[dict[str, 
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """A line for each load: both engines side by side, and how many times as fast Sidestream is."""
+    """Return a line for each load: both engines, and the speed of Sidestream relative to vLLM."""
     from ...compiler.pass_records import columns
 
     cells: list[tuple[str, ...]] = [
@@ -223,7 +223,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
-    """Runs every engine with every choice of adapters; {"engines": starts and arguments, "rows": figures}."""
+    """Run every engine with every choice of adapters; return {"engines": starts and arguments, "rows": figures}."""
     rows: list[dict[str, Any]] = []
     engines: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="sidestream-bench-") as place:
@@ -262,7 +262,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures, prints the table and writes the JSON; 2 for a mistake, which is said in one line."""
+    """Measure, print the table and write the JSON; return 2 for a user's mistake."""
     options = build_parser().parse_args(arguments)
     try:
         check(options)

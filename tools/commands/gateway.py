@@ -1,4 +1,4 @@
-"""`sidestream gateway`: HTTP as OpenAI spells it, before engines that run."""
+"""`sidestream gateway`: OpenAI-compatible HTTP for running engines."""
 
 import argparse
 import sys
@@ -23,7 +23,7 @@ examples:
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Adds the command to the `sidestream` parser."""
+    """Add the command to the `sidestream` parser."""
     parser = commands.add_parser(
         "gateway",
         help="answer HTTP before engines that run",
@@ -43,7 +43,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     group.add_argument(
         "--engine-keys",
         metavar="DIR",
-        help="a client's folder of `sidestream keygen`; for engines on other machines",
+        help="a client's folder of `sidestream keys curve`; for engines on other machines",
     )
     group.add_argument(
         "--config",
@@ -63,7 +63,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serves; returns 0 after SIGTERM."""
+    """Serve; return 0 after SIGTERM."""
     from msgspec.structs import replace
 
     from ...runtime.gateway.serving.process import listen, serve

@@ -1,4 +1,4 @@
-"""`sidestream run-batch`: a file of requests, as OpenAI's batches spell them, answered by a running server."""
+"""`sidestream run-batch`: a file of requests in OpenAI's batch format, answered by a running server."""
 
 import argparse
 import errno
@@ -34,7 +34,7 @@ REQUEST_SECONDS = 3600.0
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Adds the command to the `sidestream` parser."""
+    """Add the command to the `sidestream` parser."""
     parser = commands.add_parser(
         "run-batch",
         help="answer a file of requests through a running server",
@@ -61,7 +61,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def read_requests(path: Path) -> dict[str, tuple[str, bytes]]:
-    """custom_id -> (path, body) of every line. Raises ValueError naming the line that is no request."""
+    """Return custom_id -> (path, body) of every line. Raises ValueError for a line that is no request."""
     import msgspec
 
     class Line(msgspec.Struct):
@@ -93,7 +93,7 @@ def read_requests(path: Path) -> dict[str, tuple[str, bytes]]:
 
 
 def answered(path: Path) -> set[str]:
-    """The requests whose answers a file has. A last line that an interruption cut short is taken off it."""
+    """Return the answered requests of a file; an incomplete last line is removed from it."""
     import msgspec
 
     if not path.exists():
@@ -113,7 +113,7 @@ def answered(path: Path) -> set[str]:
 
 
 class Server:
-    """Where requests are sent. Used by many threads; each call makes a connection of its own."""
+    """An HTTP client for many threads; each call opens a connection."""
 
     def __init__(self, url: str, key: str, retries: int) -> None:
         parts = urlsplit(url)
@@ -122,7 +122,7 @@ class Server:
         self.url, self._parts, self._key, self._retries = url, parts, key, retries
 
     def ask(self, path: str, body: bytes) -> tuple[int, str, Any]:
-        """(status, request id, body) of the answer. Raises OSError when there is none after all retries."""
+        """Return (status, request id, body). Raises OSError if all retries fail."""
         for left in range(self._retries, -1, -1):
             pause = 1.0
             try:
@@ -171,7 +171,7 @@ def _decoded(data: bytes) -> Any:
 def answers(
     server: Server, requests: dict[str, tuple[str, bytes]], concurrency: int
 ) -> Iterator[tuple[str, tuple[int, str, Any]]]:
-    """(custom_id, answer) as they come. Raises OSError when the server is gone; what is open is given up then."""
+    """Yield (custom_id, answer) as they arrive. Raises OSError when the server is lost; open requests are dropped."""
     with ThreadPoolExecutor(concurrency) as pool:
         waiting = iter(requests.items())
         open_: dict[Future[tuple[int, str, Any]], str] = {}
@@ -188,7 +188,7 @@ def answers(
 
 
 def run(options: argparse.Namespace) -> int:
-    """Answers what is not answered yet; 0 when all is, 1 when the server was lost on the way."""
+    """Answer the remaining requests; return 0 when all are answered, 1 when the server was lost."""
     import msgspec
     from tqdm import tqdm
 

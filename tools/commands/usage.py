@@ -1,4 +1,4 @@
-"""`sidestream usage`: who used what, from a gateway's usage log."""
+"""`sidestream usage`: sums of a gateway's usage log."""
 
 import argparse
 import re
@@ -23,7 +23,7 @@ _UNITS = {"m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 
 def moment(text: str) -> float:
-    """`90m`, `12h`, `1d` or `2w` ago, or a date with or without a time (UTC); seconds since the epoch, for argparse."""
+    """Parse `90m`, `12h`, `1d` or `2w` ago, or a date with or without a time (UTC), into seconds since the epoch."""
     if re.fullmatch(r"\d{1,6}[mhdw]", text):
         return time.time() - int(text[:-1]) * _UNITS[text[-1]]
     try:
@@ -36,7 +36,7 @@ def moment(text: str) -> float:
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Adds the command to the `sidestream` parser."""
+    """Add the command to the `sidestream` parser."""
     parser = commands.add_parser(
         "usage",
         help="sum up a gateway's usage log",
@@ -62,7 +62,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the sums."""
+    """Print the sums."""
     from ...runtime.gateway.auth.usage_report import as_csv, as_json, as_table, report
     from ...runtime.gateway.auth.usage_schema import default_path
 

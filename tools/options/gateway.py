@@ -1,4 +1,4 @@
-"""Options that `serve` and `gateway` share: where HTTP is answered, for whom, and what is written down."""
+"""Options that `serve` and `gateway` share: HTTP address, keys and logs."""
 
 import argparse
 import os
@@ -12,7 +12,7 @@ API_KEY_VARIABLE = "SIDESTREAM_API_KEY"
 
 
 def add_gateway_options(parser: argparse.ArgumentParser, keys_flags: list[str]) -> None:
-    """Adds them as groups. `keys_flags`: how the file of API keys is called."""
+    """Add the options in groups. `keys_flags`: flags of the file of API keys."""
     from ...runtime.gateway.settings import HOST, PORT
 
     group = parser.add_argument_group("HTTP")
@@ -65,7 +65,7 @@ def add_gateway_options(parser: argparse.ArgumentParser, keys_flags: list[str]) 
 
 
 def port(text: str) -> int:
-    """A port, for argparse."""
+    """Parse a port."""
     value = int(text)
     if not 0 <= value <= 65535:
         raise argparse.ArgumentTypeError(f"{text} must be from 0 to 65535")
@@ -73,9 +73,9 @@ def port(text: str) -> int:
 
 
 def gateway_settings(options: argparse.Namespace) -> Any:
-    """The parsed options as `GatewaySettings`, without engines.
+    """Return the options as `GatewaySettings`, without engines.
 
-    Raises ValueError for what contradicts itself, or would let everyone in from other machines.
+    Raises ValueError for contradictory options, and for access from other machines without keys.
     """
     from ...runtime.gateway.auth.keys import parse, read_bytes
     from ...runtime.gateway.metrics.tracing import check_endpoint
@@ -123,7 +123,7 @@ def gateway_settings(options: argparse.Namespace) -> Any:
 
 
 def _usage_log(given: str | None) -> str | None:
-    """Where the usage log lies. Where the default place cannot be written, as in many containers, there is none."""
+    """Return the path of the usage log; None if the default place cannot be written, as in many containers."""
     from ...runtime.gateway.auth.usage_schema import default_path
 
     if given is not None:

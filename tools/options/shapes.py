@@ -1,4 +1,4 @@
-"""config.json of models of other families at the sizes that people serve, for --shape."""
+"""config.json of models of other families at common sizes, for --shape."""
 
 from typing import Any
 

@@ -106,7 +106,7 @@ def test_the_arguments_of_a_launch_decide_its_machine_code(program: Program) -> 
 
 def test_the_command_shows_them_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config_directory(tmp_path / "model", num_hidden_layers=1)
-    arguments = ["dump", str(tmp_path / "model"), "--bucket", "8", "--max-loras", "4"]
+    arguments = ["inspect", "dump", str(tmp_path / "model"), "--bucket", "8", "--max-loras", "4"]
     assert cli.main([*arguments, "-o", str(tmp_path / "plain")]) == 0
     assert cli.main([*arguments, "-o", str(tmp_path / "shown"), "--resources"]) == 0
     shown, plain = (data_of((tmp_path / name / "index.html").read_text()) for name in ("shown", "plain"))

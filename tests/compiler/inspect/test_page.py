@@ -308,7 +308,7 @@ def test_two_processes_write_the_same_bytes(tmp_path: Path) -> None:
     """A child, whose hashes have a seed of its own, and this one."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({**FIELDS, "num_hidden_layers": 2}))
-    arguments = ["dump", str(tmp_path / "model"), "--max-loras", "2", "--bucket", "4", "mixed:16", "-o"]
+    arguments = ["inspect", "dump", str(tmp_path / "model"), "--max-loras", "2", "--bucket", "4", "mixed:16", "-o"]
     environment = {**os.environ, "PYTHONHASHSEED": "1"}
     command = [sys.executable, "-m", "sidestream.tools.cli", *arguments, str(tmp_path / "a")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)

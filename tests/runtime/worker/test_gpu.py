@@ -217,7 +217,7 @@ def test_fp32_tokens_are_those_of_transformers_and_peft(base: TinyBase, adapters
         {"kv_dtype": "int8"},
         {"kv_dtype": "bf16"},
         {"precision": "bf16"},
-        {"lora_lowering": "serial"},
+        {"_lora_lowering": "serial"},
         {"hadamard": False},
     ],
     ids=lambda options: "-".join(map(str, options.values())) or "default",

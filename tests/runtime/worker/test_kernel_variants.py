@@ -1,4 +1,4 @@
-"""No step of an engine compiles a kernel: what its later programs launch, the programs of its start launch too."""
+"""No step compiles a kernel: the programs of the start launch all kernels of later programs."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -1,6 +1,4 @@
-"""`sidestream bench serve`: workloads S (open-loop traffic) and C (cold starts of adapters) against a running
-server.
-"""
+"""`sidestream bench serve`: open-loop traffic (workload S) and cold starts of adapters (C) on a running server."""
 
 import argparse
 from pathlib import Path
@@ -32,7 +30,7 @@ examples:
 
 
 def rate(text: str) -> float:
-    """Requests per second, for argparse."""
+    """Parse requests per second."""
     value = float(text)
     if not 0 < value <= 10_000:
         raise argparse.ArgumentTypeError(f"{text} must be above 0 and at most 10000 requests per second")
@@ -40,7 +38,7 @@ def rate(text: str) -> float:
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Adds the bench to the `sidestream bench` parser."""
+    """Add the bench to the `sidestream bench` parser."""
     parser = commands.add_parser(
         "serve",
         help="traffic and cold starts against a running server",
@@ -154,7 +152,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raises ValueError for options that cannot be measured, before anything is sent."""
+    """Raise ValueError for options that cannot be measured, before anything is sent."""
     for name in ("input_len", "output_len"):
         low, high = getattr(options, name)
         if low > high:
@@ -167,7 +165,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures, prints the table, writes the JSON. Returns 1 when no request was complete."""
+    """Measure, print the table, write the JSON; return 1 if no request was complete."""
     check(options)
     import asyncio
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ...quality.adapter_training import PeftModel
 from ..bench.drafts.questions import questions
+from ..train.adapter_training import PeftModel
 from .head import Batch
 
 PROMPT_WEIGHT = 0.2

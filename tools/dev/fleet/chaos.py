@@ -23,8 +23,8 @@ from typing import Any
 from msgspec import structs
 
 from ....runtime.fleet.options import FleetOptions
-from ...fleet.places import own_places
 from .http_clients import Clients, Seen, ask, questions, statuses
+from .places import own_places
 
 QUESTIONS = 24
 UP_SECONDS = 1800.0

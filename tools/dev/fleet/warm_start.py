@@ -22,7 +22,7 @@ from msgspec import structs
 from ....runtime.fleet.engine_process import EngineProcess
 from ....runtime.fleet.options import FleetOptions, read_options, serve_settings
 from ....runtime.server.settings import ServeSettings
-from ...fleet.places import own_places
+from .places import own_places
 
 STARTS = ("first, cold", "second next to it, warm", "first again, warm")
 

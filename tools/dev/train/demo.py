@@ -1,6 +1,6 @@
 """Trains the demo model and its adapters: `python -m sidestream.tools.dev.train.demo [-o DIR]`.
 
-A tiny Llama learns the facts of `demo_corpus` by heart, its weights are rounded to bfloat16, and then each adapter
+A tiny Llama learns the facts of `eval.demo_facts` by heart, its weights are rounded to bfloat16, and then each adapter
 learns to word the same answers in its own way. Seeded, on the CPU, in about ten minutes on two cores. It needs the
 `train` extra: transformers and peft write the files, so the demo model is in the formats that users have.
 """
@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from ...quality.adapter_training import (
+from ...eval.demo_facts import STYLES, Fact, facts
+from .adapter_training import (
     ALL_LINEAR,
     ATTENTION,
     AdapterRecipe,
@@ -27,7 +28,6 @@ from ...quality.adapter_training import (
     save_adapter,
     save_base,
 )
-from ...quality.demo_corpus import STYLES, Fact, facts
 from .chat import save_chat
 
 VOCABULARY = 512

@@ -20,7 +20,7 @@ from sidestream.runtime.quantization.calibration import (
     TREATMENTS,
     Calibration,
     CalibrationError,
-    LayerFigures,
+    LayerStatistics,
     fingerprint,
 )
 from support.compiled import CompiledRunner
@@ -51,7 +51,7 @@ def calibration_of(base: TinyBase) -> Calibration:
     """One that measured nothing."""
     config = LlamaConfig.from_directory(base.path)
     keys = {(dtype, *each): 0.0 for dtype in KV_DTYPES for each in TREATMENTS}
-    figures = LayerFigures(keys, {(dtype, rotated): 0.0 for dtype in KV_DTYPES for rotated in (False, True)})
+    figures = LayerStatistics(keys, {(dtype, rotated): 0.0 for dtype in KV_DTYPES for rotated in (False, True)})
     centers = [torch.zeros(config.num_key_value_heads, config.head_dim) for _ in range(config.num_hidden_layers)]
     return Calibration(fingerprint(config, Checkpoint(base.path)), [figures] * len(centers), centers)
 

@@ -15,9 +15,9 @@ from .....runtime.demo_model import DEMO_MODEL
 from .....runtime.text.chat import ChatRenderer
 from .....runtime.text.chat_files import read_chat_templates
 from .....runtime.text.prompts import without_special_tokens
-from ....quality.corpus import documents
-from ....quality.suite import SEED, Limits, demo_suite, file_suite
-from ....quality.tasks import TASKS, Split
+from ....eval.corpus import documents
+from ....eval.suite import SEED, Limits, demo_suite, file_suite
+from ...eval30m.tasks import TASKS, Split
 
 HELD_OUT = 64
 """Of the demo's facts, for each adapter: those that a draft is not trained on."""
@@ -54,9 +54,9 @@ def questions(
     Raises ValueError for adapters of which no task is known, where no file is given.
     """
     if file is not None:
-        return _of_suite(file_suite(file, Limits(count, 0, 0, 1 << 30), tokenizer.encode, adapters), file.name)
+        return _of_suite(file_suite(file, Limits(count, 0, 1 << 30), tokenizer.encode, adapters), file.name)
     if directory.resolve() == Path(DEMO_MODEL).resolve():
-        asked = _of_suite(demo_suite(Limits(1 << 30, 0, 0, 1 << 30), tokenizer.encode, adapters), "facts")
+        asked = _of_suite(demo_suite(Limits(1 << 30, 0, 1 << 30), tokenizer.encode, adapters), "facts")
         mine = slice(0, min(count, HELD_OUT)) if split == "test" else slice(HELD_OUT, HELD_OUT + count)
         return [Load(load.adapter, load.task, load.prompts[mine]) for load in asked]
     unknown = sorted(set(adapters) - set(TASKS))

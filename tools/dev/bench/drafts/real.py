@@ -168,7 +168,7 @@ class Bench:
         params = SamplingParams(**self.params, speculation=drafts if isinstance(drafts, int) else None)
         total = Row(arm, drafts, concurrency, "all", Counts())
         for label, prompts, adapters in self._asked(concurrency):
-            llm.engine.scheduler.states.rings.empty_all()  # the same questions were answered for another line
+            llm.engine.scheduler.states.answers.clear_all()  # the same questions were answered for another line
             outputs, seconds = answer(llm, prompts, adapters, params, concurrency)
             row = Row(arm, drafts, concurrency, label, counts(outputs, seconds))
             if arm == OFF:
@@ -284,7 +284,7 @@ def subject(model: Path | None, adapters: Path | None) -> tuple[Path, dict[str, 
     if model is None:
         return Path(DEMO_MODEL), {name: str(path) for name, path in demo_adapters().items()}
     if model.is_file():
-        from ....quality.real.checkpoint import real_model
+        from ....eval.real.checkpoint import real_model
 
         model = real_model(model)
     if not (model / "config.json").is_file():
