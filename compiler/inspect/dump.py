@@ -149,7 +149,7 @@ def summary_text(
 def summary(
     records: Sequence[PassRecord], programs: Sequence[Program], options: CompileOptions | None
 ) -> dict[str, Any]:
-    """Return the summary for `sidestream inspect diff`: options, passes with op counts and refusals, names of programs."""
+    """Return the summary for `sidestream inspect diff`: options, passes with op counts and refusals, programs."""
     fields = ("name", "tier", "matches", "rejected", "ops_before", "ops_after")
     passes = [{name: getattr(record, name) for name in fields} for record in records]
     return {
