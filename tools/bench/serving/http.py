@@ -81,8 +81,8 @@ def server(options: argparse.Namespace, directory: Path) -> Iterator[Server]:
     address, log = f"ipc://{directory}/engine.sock", directory / "log"
     command = [sys.executable, "-m", "sidestream.tools.cli", "serve", *model_arguments(options, directory)]
     command += ["--bind", address, "--port", "0", "--max-num-seqs", str(options.concurrency)]
-    with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
     try:
         until = time.monotonic() + START_SECONDS
         while "serving at" not in (output := log.read_text()) or "answering HTTP at" not in output:
