@@ -22,7 +22,7 @@ from .pipeline import PASSES, Optimized, Pass, check_disabled, optimize
 from .program.cache import ProgramCache
 from .program.layers import HEAD, TAIL
 from .program.program import Bucket, Program
-from .program.sizes import bucket_inputs
+from .program.sizes import bucket_inputs, placeholders
 from .run.bound_program import BoundProgram
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class CompiledModel:
         self._from_cache: set[Bucket] = set()
         self._weights: dict[str, torch.Tensor] = {}
         if cache is None:
-            _ = self._optimized  # what can't be compiled is told now
+            _ = self._optimized  # report errors of the compilation now
 
     @cached_property
     def _optimized(self) -> Optimized:
@@ -122,9 +122,7 @@ class CompiledModel:
         return self._optimized.records
 
     def _placeholders(self, kind: str) -> list[fx.Node]:
-        return [
-            node for node in self.graph_module.graph.nodes if node.op == "placeholder" and node.meta["kind"] == kind
-        ]
+        return [node for node in placeholders(self.graph_module.graph) if node.meta["kind"] == kind]
 
     @property
     def recipes(self) -> dict[str, Recipe]:
@@ -148,9 +146,8 @@ class CompiledModel:
 
     def tensor_specs(self, bucket: Bucket) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return name -> (shape, dtype) of every input, weight and adapter stack at the sizes of `bucket`."""
-        return {
-            name: spec for name, spec in bucket_inputs(self.graph_module, bucket).items() if isinstance(spec, tuple)
-        }
+        specs = bucket_inputs(self.graph_module, bucket)
+        return {name: spec for name, spec in specs.items() if isinstance(spec, tuple)}
 
     def program(self, bucket: Bucket) -> Program:
         """Return the program for `bucket`, from the cache if it is there."""
@@ -163,8 +160,8 @@ class CompiledModel:
             self.programs[bucket] = program
         return self.programs[bucket]
 
-    def unkept(self, buckets: Iterable[Bucket]) -> list[Bucket]:
-        """Return the buckets whose program is neither in this process nor in the cache."""
+    def missing_programs(self, buckets: Iterable[Bucket]) -> list[Bucket]:
+        """Return the buckets with a program neither in this process nor in the cache."""
         made = [bucket for bucket in buckets if bucket not in self.programs]
         return made if self._cache is None else [bucket for bucket in made if not self._cache.has(bucket)]
 
@@ -203,14 +200,9 @@ class CompiledModel:
         Pass a quantized KV cache as `kv_caches` in `options.cache_dtype`, and its scales as `kv_scales=[...]`.
         """
         inputs = self._flatten(args, kwargs)
-        key = tuple(
-            (name, tuple(value.shape), value.dtype, value.device)
-            for name, value in inputs.items()
-            if isinstance(value, torch.Tensor)
-        )
-        device = next(
-            (value.device for value in inputs.values() if isinstance(value, torch.Tensor)), torch.device("cpu")
-        )
+        given = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+        key = tuple((name, tuple(value.shape), value.dtype, value.device) for name, value in given.items())
+        device = next((value.device for value in given.values()), torch.device("cpu"))
         tensors = {**self._module_weights(device), **inputs}
         if key not in self._by_shape:
             self._by_shape[key] = build_program(self.graph_module, tensors, self.options)
@@ -243,38 +235,30 @@ class CompiledModel:
         """Write graphs before and after each pass, programs, schedules, traces and `index.html`; return the directory.
 
         Same model, options and version, same bytes, except `timings.json`. `buckets`: default: the programs made so
-        far.
-        `layers`: write the graphs of these layers only. `timings`: measured steps and compiled kernels, for
-        timings.json and,
-        with `show_timings` or `show_resources`, for the page. `ledger`: pass name -> relative error, for the page.
-        `gpu`: GPU of
-        the estimates.
+        far. `layers`: write the graphs of these layers only. `timings`: measured steps and compiled kernels, for
+        timings.json and, with `show_timings` or `show_resources`, for the page. `ledger`: pass name -> relative error,
+        for the page. `gpu`: GPU of the estimates.
         """
         from .inspect.dump import dump
 
         records = self.records if self._text else self._make(True).records
         programs = [self.program(bucket) for bucket in buckets] or list(self.programs.values())
-        target, count = (
-            Path(directory),
-            len({line.layer for record in records[:1] for line in record.lines_before} - {HEAD, TAIL}),
-        )
-        title = (
-            f"{'A graph' if self._module is None else type(self._module).__name__}, {count} layer{'s' * (count != 1)}"
-        )
-        shown = {"show_timings": show_timings, "show_resources": show_resources}
+        count = len({line.layer for record in records[:1] for line in record.lines_before} - {HEAD, TAIL})
+        name = "A graph" if self._module is None else type(self._module).__name__
         dump(
-            target,
+            Path(directory),
             records,
             programs,
             options=self.options,
-            title=title,
+            title=f"{name}, {count} layer{'s' * (count != 1)}",
             layers=layers,
             timings=timings,
+            show_timings=show_timings,
+            show_resources=show_resources,
             ledger=ledger,
             gpu=gpu,
-            **shown,
         )
-        return target
+        return Path(directory)
 
     def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return call arguments by placeholder name."""
@@ -304,9 +288,7 @@ class CompiledModel:
     def _module_weights(self, device: torch.device) -> dict[str, torch.Tensor]:
         if not self._weights:
             if self._module is None:
-                raise RuntimeError(
-                    "this model was compiled without its module's weights; use bind() with tensors of your own"
-                )
+                raise RuntimeError("this model was compiled without its module; use bind() with tensors of your own")
             state = {**self.constants, **dict(self._module.named_buffers()), **dict(self._module.named_parameters())}
             if any(value.is_meta for value in state.values()):
                 raise RuntimeError(

@@ -63,15 +63,15 @@ class _Entry:
     def __init__(
         self, graph_module: fx.GraphModule, names: list[str], options: CompileOptions, inputs: Sequence[Any]
     ) -> None:
-        self.parameters = {
-            place: names[place] for place, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter)
-        }
+        weights = [place for place, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter)]
+        self.parameters = {place: names[place] for place in weights}
         captured = capture_callable(fx.Interpreter(graph_module).run, inputs, self.parameters)
         self.compiled = CompiledModel(lambda _: optimize(captured, options, list(self.parameters.values())), options)
-        places = {
-            name: place for place, name in enumerate(captured.user_inputs) if isinstance(inputs[place], torch.Tensor)
+        self.positions = {
+            name: place
+            for place, name in enumerate(captured.user_inputs)
+            if isinstance(inputs[place], torch.Tensor) and name in self.compiled.input_names
         }
-        self.positions = {name: place for name, place in places.items() if name in self.compiled.input_names}
         self.program = build_program(self.compiled.graph_module, self._specs(inputs), options)
         self.versions: tuple[Any, ...] = ()
         self.weights: dict[str, torch.Tensor] = {}
@@ -93,9 +93,6 @@ class _Entry:
         for node in self.compiled.graph_module.graph.nodes:
             if node.op == "placeholder":
                 value = node.meta["val"]
-                specs[node.name] = (
-                    (tuple(int(size) for size in value.shape), value.dtype)
-                    if isinstance(value, torch.Tensor)
-                    else value
-                )
+                is_tensor = isinstance(value, torch.Tensor)
+                specs[node.name] = (tuple(map(int, value.shape)), value.dtype) if is_tensor else value
         return specs | {name: inputs[place] for name, place in self.positions.items()}

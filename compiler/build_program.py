@@ -26,8 +26,8 @@ def build_program(
     """Specialize, run static passes, lower, schedule and plan the memory of one program.
 
     `sizes`: a bucket, or placeholder name -> (shape, dtype), example tensor or integer. LoRA gets its own stream where
-    `options.lora_lowering` says so (`auto`: in buckets of decode steps and of steps with drafts).
-    Raises ProgramError (SpecializeError) when the graph does not fit these sizes.
+    `options.lora_lowering` says so (`auto`: in buckets of decode steps and of steps with drafts). Raises ProgramError
+    (SpecializeError) when the graph does not fit these sizes.
     """
     options = options or CompileOptions()
     bucket = sizes if isinstance(sizes, Bucket) else None

@@ -96,9 +96,8 @@ class Expectation:
     @property
     def clean(self) -> bool:
         """Whether only semantic ops are between projections and their consumers: packed, and LoRA (if any) lifted."""
-        return (self.on("pack_projections") or self.shape.packed) and (
-            self.on("lift_lora") or not self.shape.lora_linears
-        )
+        lifted = self.on("lift_lora") or not self.shape.lora_linears
+        return (self.on("pack_projections") or self.shape.packed) and lifted
 
     def count(self, name: str) -> int | None:
         """Return the number of matches expected of pass `name`, or None where no number is implied."""

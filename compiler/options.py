@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 Precision = Literal["int8", "fp8", "bf16", "fp32"]
 KvDtype = Literal["auto", "fp8_e4m3", "int8", "bf16", "fp32"]
-Layers = bool | tuple[int, ...]  # in every layer, in none, or in those that are named
+Layers = bool | tuple[int, ...]  # all layers, none, or these
 LoraLowering = Literal["auto", "serial", "side_stream"]
 LoraDtype = Literal["auto", "bf16", "int8", "fp8"]
 WholeLayer = Literal["auto", "on", "off"]
 TENSOR_PARALLEL = (1, 2, 4, 8)
-LAYERED = ("hadamard", "center_keys", "balance_keys", "rotate_values")  # options that are chosen by layer
+LAYERED = ("hadamard", "center_keys", "balance_keys", "rotate_values")  # options chosen by layer
 NORM_ROTATIONS = (8, 16, 32, 64, 128)
 EIGHT_BITS = ("int8", "fp8")  # precisions that quantize
 DEFAULT_PRECISION: Precision = "int8"
 # kv_dtype="auto" where nothing was calibrated
 DEFAULT_KV_DTYPE: dict[str, KvDtype] = {"int8": "int8", "fp8": "fp8_e4m3", "bf16": "bf16", "fp32": "fp32"}
-# lora_dtype="auto": e4m3 is faster, and answers less as 16 bits do
+# lora_dtype="auto": e4m3 is faster, and less accurate
 DEFAULT_LORA_DTYPE: dict[str, LoraDtype] = {"int8": "int8", "fp8": "bf16"}
 
 
@@ -83,8 +83,7 @@ class CompileOptions:
     """Options of `sidestream.compile` and of `LLM`.
 
     Metadata of a field: `keyword` is its name in `LLM` where that differs (None: not in LLM); `decided_later`: the
-    model, its
-    calibration or the device decides if LLM does not get it.
+    model, its calibration or the device decides if LLM does not get it.
     """
 
     precision: Precision = option(
@@ -96,31 +95,31 @@ class CompileOptions:
         decided_later=True,
     )
     kv_dtype: KvDtype = option(
-        "auto", "what the KV cache holds", unset="int8 in int8 mode, fp8_e4m3 in fp8 mode, else the model's dtype"
+        "auto", "dtype of the KV cache", unset="int8 in int8 mode, fp8_e4m3 in fp8 mode, else the model's dtype"
     )
     hadamard: Layers = option(
         True,
-        "where Q and K are rotated before K is quantized",
+        "layers in which Q and K are rotated before K is quantized",
         unset="as calibrated, else on",
         more="by a Walsh-Hadamard transform, for quantized caches only",
         decided_later=True,
     )
     center_keys: Layers = option(
         False,
-        "where a calibrated constant is subtracted from K before it is quantized",
+        "layers in which a calibrated constant is subtracted from K before it is quantized",
         unset="as calibrated, else off",
         more="per channel, for quantized caches only; softmax does not see it",
         decided_later=True,
     )
     balance_keys: Layers = option(
         True,
-        "where K and Q are brought to one size",
+        "layers in which K and Q are scaled to equal magnitudes",
         unset="on",
         more="each RoPE pair of K is scaled up or down, and of Q by the same",
     )
     rotate_values: Layers = option(
         False,
-        "where V is rotated by its weights",
+        "layers in which V is rotated by its weights",
         unset="as the rounded weights have them, else off",
         more="by a Walsh-Hadamard transform of each head that is folded into W_v, W_o and the adapters",
     )
@@ -149,18 +148,17 @@ class CompileOptions:
         keyword=None,
     )
     lm_head: Literal["auto", "bf16"] = option(
-        "auto", "whether the output projection is quantized as the other linears are, or stays in bf16"
+        "auto", "auto: quantize the output projection as the other linears; bf16: keep it in bf16"
     )
     finer_logits: bool = option(
         True,
-        "in int8 mode, give the logits of a bf16 model in fp16, whose steps are eight times finer",
-        more="torch.compile, whose caller expects the model's own dtype, leaves it out",
+        "in int8 mode, return the logits of a bf16 model in fp16, with eight times finer steps",
+        more="off in torch.compile, which must return the model's own dtype",
     )
     finer_residual: bool = option(
         True,
-        "in int8 mode, hold the residual stream of a bf16 model as sixteenths in fp16, whose steps are eight times "
-        "finer",
-        more="values beyond 1,048,064 are cut off there",
+        "in int8 mode, hold the residual stream of a bf16 model as sixteenths in fp16, with eight times finer steps",
+        more="values beyond 1,048,064 are clamped",
     )
     disable: tuple[str, ...] = option(
         (),
@@ -178,13 +176,13 @@ class CompileOptions:
     )
     lora_dtype: LoraDtype = option(
         "auto",
-        "what adapters are kept in on the device: 16 bits, or eight as the precision has them",
+        "dtype of adapters on the device: 16 bits, or eight as the precision",
         unset="int8 with precision int8, else bf16",
         more="eight bits have one scale a row of A and B, and are faster",
     )
     lora_input: LoraDtype = option(
         "auto",
-        "what a LoRA shrink reads: the same eight-bit rows as the linear next to it, or the rows before quantization",
+        "input of a LoRA shrink: the eight-bit rows of the linear next to it, or the rows before quantization",
         unset="the adapters' dtype",
         keyword="_lora_input",
     )
@@ -205,7 +203,7 @@ class CompileOptions:
         keyword="tensor_parallel_size",
         more="heads and intermediate_size must divide; KV heads that are fewer are held by several ranks",
     )
-    tensor_parallel_rank: int = option(0, "whose part of the weights the programs read", keyword=None)
+    tensor_parallel_rank: int = option(0, "tensor-parallel rank of the programs", keyword=None)
     gather_logits: bool = option(
         True, "with tensor_parallel: whether programs return all logits, or a rank its part of them", keyword=None
     )
@@ -231,12 +229,10 @@ class CompileOptions:
         if type(self.tensor_parallel) is not int or self.tensor_parallel not in TENSOR_PARALLEL:
             raise OptionError(f"tensor_parallel={self.tensor_parallel!r} must be one of {TENSOR_PARALLEL}")
         if self.tensor_parallel_rank not in range(self.tensor_parallel):
-            raise OptionError(
-                f"tensor_parallel_rank={self.tensor_parallel_rank!r} must lie between 0 and tensor_parallel - 1"
-            )
+            raise OptionError(f"tensor_parallel_rank={self.tensor_parallel_rank!r} must be below tensor_parallel")
         if self.lora_sm_share is not None and not 0.0 < self.lora_sm_share < 1.0:
             raise OptionError(
-                f"lora_sm_share={self.lora_sm_share} must lie between 0 and 1; 0.25 gives LoRA a quarter of the SMs"
+                f"lora_sm_share={self.lora_sm_share} must be between 0 and 1; 0.25 gives LoRA a quarter of the SMs"
             )
         if self.lora_dtype in EIGHT_BITS and self.precision != self.lora_dtype:
             remedy = f"use precision={self.lora_dtype!r} or lora_dtype='auto'"

@@ -42,8 +42,7 @@ class GraphLine:
 @dataclass(frozen=True)
 class PassRecord:
     """The result of one pass: matches, reasons of near-misses, kernel counts and graphs before and after (as text, and
-    line by
-    line), wall seconds; `about` is the first paragraph of its docstring.
+    line by line), wall seconds; `about` is the first paragraph of its docstring.
     """
 
     name: str
@@ -93,11 +92,8 @@ def graph_lines(graph: fx.GraphModule | fx.Graph) -> tuple[GraphLine, ...]:
             share = f", {node.meta['sm_share']:.0%} of the SMs" if lane and "sm_share" in node.meta else ""
             text = f"{node.name} = {_expression(node)}  # {shape}{lane}{share}"
         module = next((path for path, _ in reversed(node.meta.get("nn_module_stack", {}).values())), "")
-        lines.append(
-            GraphLine(
-                text, layers[node], node.op == "placeholder", module, source_line(node.meta.get("stack_trace") or "")
-            )
-        )
+        trace = node.meta.get("stack_trace") or ""
+        lines.append(GraphLine(text, layers[node], node.op == "placeholder", module, source_line(trace)))
     return tuple(lines)
 
 
@@ -200,7 +196,7 @@ def _lines(parts: Sequence[str], width: int) -> list[str]:
     return lines
 
 
-def said_once(reasons: Iterable[str]) -> list[str]:
+def merge_reasons(reasons: Iterable[str]) -> list[str]:
     """Merge reasons that differ only in numbers (one refusal per layer): `silu_1 is also used by mul_3  x 32`."""
     groups: dict[str, list[str]] = {}
     for reason in reasons:
@@ -210,7 +206,7 @@ def said_once(reasons: Iterable[str]) -> list[str]:
 
 def refusals(records: Iterable[PassRecord]) -> str:
     """Return each pass's near-misses with their reasons, a line each."""
-    return "".join(f"{record.name}: {reason}\n" for record in records for reason in said_once(record.rejected))
+    return "".join(f"{record.name}: {reason}\n" for record in records for reason in merge_reasons(record.rejected))
 
 
 def columns(rows: Sequence[Sequence[str]], right: Container[int] = (), width: int | None = None, keys: int = 1) -> str:

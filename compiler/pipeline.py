@@ -161,9 +161,7 @@ def insert_pass(
     """
     names, new = [each.name for each in passes], Pass(run, tier)
     if bool(after) == bool(before):
-        raise OptionError(
-            f"say where {new.name!r} goes: after=PASS or before=PASS, one of the two; passes: {', '.join(names)}"
-        )
+        raise OptionError(f"give one of after=PASS and before=PASS for {new.name!r}; passes: {', '.join(names)}")
     if new.name in names:
         raise OptionError(f"there is a pass named {new.name!r} already; give the function another name")
     if (after or before) not in names:
@@ -209,9 +207,8 @@ def optimize(
     """Run the passes over a captured graph, in place. Raises PassCountError for an unexpected number of matches.
 
     `names`: the module's parameters and buffers, which determine the expected counts. `observe` is called after each
-    pass,
-    while the graph is as that pass left it. Without `text` records hold no graphs: writing them takes longer than the
-    passes.
+    pass, while the graph is as that pass left it. Without `text` records hold no graphs: writing them takes longer than
+    the passes.
     """
     targets = [node.target for node in captured.graph_module.graph.nodes]
     paged = any(getattr(target, "_opname", "") in ATTENTION_OPS for target in targets)

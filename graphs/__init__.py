@@ -7,7 +7,7 @@ head_layout         checkpoints' narrower heads, zero-padded to the kernels' hea
 rotary              rotary position embedding: frequencies and rotation
 config              config.json: shapes, constants, refused fields
 families            supported architectures and their differences from Llama
-quantization_config checkpoints whose projections are stored in eight bits
+quantization_config checkpoints with projections in eight bits
 config_fields       checks of single fields of config.json; types of RoPE
 
 Files:

@@ -72,13 +72,11 @@ def load_adapter(
 ) -> Adapter:
     """Read the PEFT adapter in directory `path` for the base of `config`.
 
-    `max_rank`: the largest rank allowed. `lenient`: ignore unknown fields of adapter_config.json. `recall`: returns
-    the known
-    content hash of a `source`, or None; with a known hash the values are not checked again and `tensors` is empty.
-    `roots`:
-    resolved directories, one of which must contain every file after all links; None: anywhere. `describe`: reads the
-    config
-    and the weights' header. Raises AdapterError as `describe_adapter`, and for NaN, infinity and huge values.
+    `max_rank`: the largest rank allowed. `lenient`: ignore unknown fields of adapter_config.json. `recall`: returns the
+    known content hash of a `source`, or None; with a known hash the values are not checked again and `tensors` is
+    empty. `roots`: resolved directories, one of which must contain every file after all links; None: anywhere.
+    `describe`: reads the config and the weights' header. Raises AdapterError as `describe_adapter`, and for NaN,
+    infinity and huge values.
     """
     directory = Path(path)
     found = describe(directory, config, max_rank, lenient, roots)

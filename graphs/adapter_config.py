@@ -22,8 +22,7 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Known fields that do not change what a plain LoRA layer computes (or that only mattered while training), whatever
-# their value.
+# fields that do not change the computation of a plain LoRA layer, whatever their value
 _HARMLESS = _words(
     """
     peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode lora_dropout megatron_core
@@ -70,7 +69,7 @@ _PEFT_TYPES = _words(
 )
 _EMBEDDINGS = ("embed_tokens", "lm_head")
 MAX_CONFIG_BYTES = 256 << 10
-"""A rank for each module of a large model is 30 kB; JSON is parsed without giving the interpreter away."""
+"""A rank for each module of a large model is 30 kB. JSON is parsed while holding the GIL."""
 MAX_NAMES = 4096
 MAX_ALPHA = 1e6
 

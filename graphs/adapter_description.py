@@ -25,7 +25,7 @@ MERGE = "merge the adapter into its base (merge_and_unload) and serve that"
 _TENSORS_PER_MODULE = 3  # A and B, and room for what is refused by name
 _KEY = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.(?P<adapter>[A-Za-z0-9_-]{1,128}))?\.weight")
 _WRAPPERS = re.compile(r"(?<![^.])(?:base_model\.model|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
-"""What PEFT, torch.compile and FSDP put into the names of the modules that they wrap, once or several times."""
+"""Prefixes that PEFT, torch.compile and FSDP add to module names, once or several times."""
 _OTHER_BASE = "the adapter was trained on another base; use that one"
 _PROJECTIONS = (*ATTENTION_MODULES, *MLP_MODULES, *PACKED_MODULES)
 _EMBEDDINGS = ("embed_tokens", "lm_head")
@@ -63,7 +63,7 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if _check_shapes(self.layout, module, names, config) > max_rank:
                 raise ValueError("a rank above the limit")
             if not all(self.layout.lies_inside(name) for name in names):
-                raise ValueError("a tensor that does not lie in the file")
+                raise ValueError("a tensor outside of the file")
         if not self.pairs or self.scaling.keys() != self.pairs.keys() or 2 * len(self.pairs) != len(self.layout.places):
             raise ValueError("modules and tensors that do not belong together")
         if not all(math.isfinite(scale) for scale in self.scaling.values()):
@@ -77,16 +77,14 @@ def describe_adapter(
 
     `max_rank`: the largest rank allowed. `lenient`: ignore unknown fields of adapter_config.json. `roots`: resolved
     directories, one of which must contain every file after all links; None: anywhere. Only regular safetensors files
-    are
-    read. Raises AdapterError with the field or tensor and the remedy; it quotes nothing else of a file.
+    are read. Raises AdapterError with the field or tensor and the remedy; it quotes nothing else of a file.
     """
     try:
         reason = None if os.path.lexists(directory / CONFIG) else why_no_adapter(directory)
         only_a_pickle = not (directory / WEIGHTS).exists() and (directory / "adapter_model.bin").exists()
     except OSError as problem:
-        raise AdapterError(
-            f"its directory cannot be read ({problem.strerror}): check the path's length and permissions"
-        ) from None
+        remedy = "check the path's length and permissions"
+        raise AdapterError(f"its directory cannot be read ({problem.strerror}): {remedy}") from None
     if reason is not None:
         raise AdapterError(reason)
     settings = AdapterConfig.from_directory(directory, lenient, roots)
@@ -170,9 +168,7 @@ def _why_foreign(key: str, module: str | None, config: LlamaConfig) -> str:
         )
     layer = re.match(r"model\.layers\.(\d+)\.", module or "")
     if layer and int(layer[1]) >= config.num_hidden_layers:
-        return (
-            f"tensor {name_of(key)} is for layer {layer[1]}, but the base has {config.num_hidden_layers}: {_OTHER_BASE}"
-        )
+        return f"tensor {name_of(key)} is for layer {layer[1]} of {config.num_hidden_layers}: {_OTHER_BASE}"
     projection = (module or "").rpartition(".")[2]
     if layer and projection in _PROJECTIONS:
         own = dict.fromkeys(stored.rpartition(".")[2] for stored in config.stored_modules())
@@ -199,9 +195,7 @@ def _check_rank(
             f"do not belong together; {AGAIN}"
         )
     if rank > max_rank:
-        raise AdapterError(
-            f"{module} has rank {rank}, above the limit of {max_rank}: start with max_lora_rank={rank} or more"
-        )
+        raise AdapterError(f"{module} has rank {rank}, above the limit of {max_rank}: start with max_lora_rank={rank}")
     return rank
 
 

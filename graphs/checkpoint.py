@@ -23,6 +23,7 @@ INDEX = "model.safetensors.index.json"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 _AGAIN = "download or copy it again"
+_OWN_CONFIG = "use the config.json that came with the weights"
 _MAX_INDEX_BYTES = 64 << 20
 _BYTES = {"F32": 4, "I8": 1, "F8_E4M3": 1}
 _PIECE_ROWS = 4096
@@ -38,8 +39,7 @@ class Checkpoint:
     """The tensors of a checkpoint directory, by name.
 
     Opening reads headers only, so that missing and truncated files are reported before any weight is read; `tensor`
-    reads
-    through a memory map. With a `config`, packed tensors appear as their parts, and heads in the graph's layout
+    reads through a memory map. With a `config`, packed tensors appear as their parts, and heads in the graph's layout
     (`head_layout`).
     """
 
@@ -84,10 +84,8 @@ class Checkpoint:
             file = self._home.pop(name)
             rows, wanted = file.shapes[name][:1], parts[-1][2]
             if rows != (wanted,):
-                raise CheckpointError(
-                    f"{file.path.name}: tensor {name!r} has shape {list(file.shapes[name])}, config.json implies "
-                    f"{wanted} rows: use the config.json that came with the weights"
-                )
+                shapes = f"has shape {list(file.shapes[name])}, config.json implies {wanted} rows"
+                raise CheckpointError(f"{file.path.name}: tensor {name!r} {shapes}: {_OWN_CONFIG}")
             for part, row, end in parts:
                 self._home[f"{part}.{kind}"] = file
                 self._parts[f"{part}.{kind}"] = (name, row, end)
@@ -104,9 +102,7 @@ class Checkpoint:
         shards = sorted(set(weight_map.values()))
         for shard in shards:
             if Path(shard).name != shard or not shard.endswith(".safetensors"):
-                raise CheckpointError(
-                    f"{INDEX} names {shard!r}, which is not a safetensors file of this directory: {_AGAIN}"
-                )
+                raise CheckpointError(f"{INDEX} names {shard!r}, which is no safetensors file there: {_AGAIN}")
         missing = [shard for shard in shards if not (self.directory / shard).exists()]
         if missing:
             lost = next(name for name, shard in weight_map.items() if shard == missing[0])
@@ -118,7 +114,7 @@ class Checkpoint:
         for name, shard in weight_map.items():
             if name not in files[shard].shapes:
                 raise CheckpointError(
-                    f"{shard} lacks tensor {name!r}, which {INDEX} expects there: the shards are of different "
+                    f"{shard} has no tensor {name!r}, which {INDEX} expects there: the shards are of different "
                     f"downloads; {_AGAIN}"
                 )
         return list(files.values())
@@ -205,18 +201,14 @@ class Checkpoint:
                 raise CheckpointError(f"tensor {name!r} is missing from {self._where()}: {hint}")
             file = self._home[name]
             if self.shape(name) != tuple(shape):
-                which = f"{file.path.name}: tensor {name!r} has shape {list(self.shape(name))}"
-                raise CheckpointError(
-                    f"{which}, config.json implies {list(shape)}: use the config.json that came with the weights"
-                )
+                shapes = f"has shape {list(self.shape(name))}, config.json implies {list(shape)}"
+                raise CheckpointError(f"{file.path.name}: tensor {name!r} {shapes}: {_OWN_CONFIG}")
             found = file.dtypes[self._stored(name)]
             if f"{name}_scale" not in expected:
                 file.check_floating(self._stored(name))
             elif found != FILE_DTYPES[self._format]:
-                raise CheckpointError(
-                    f"{file.path.name}: tensor {name!r} has dtype {found}, quantization_config says "
-                    f"{FILE_DTYPES[self._format]}: use the config.json that came with the weights"
-                )
+                dtypes = f"has dtype {found}, quantization_config says {FILE_DTYPES[self._format]}"
+                raise CheckpointError(f"{file.path.name}: tensor {name!r} {dtypes}: {_OWN_CONFIG}")
         for name in self._home:
             if name in expected or _HARMLESS.fullmatch(name):
                 continue
@@ -249,8 +241,7 @@ def checkpoint_config(directory: Path) -> LlamaConfig:
     """Return the config of a model directory.
 
     A tied config with another output head in the files is served with that head, as by transformers 5 (logged once).
-    Raises
-    ConfigError; unreadable weights are reported when they are loaded.
+    Raises ConfigError; unreadable weights are reported when they are loaded.
     """
     config = LlamaConfig.from_directory(directory)
     if not config.tie_word_embeddings:

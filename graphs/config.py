@@ -40,7 +40,7 @@ class LlamaConfig:
     plain_projections     full names of projections that such a checkpoint stores in 16 bits
     packed_checkpoint     q/k/v and gate/up are one tensor each in checkpoints and adapters
     sliding_window        newest tokens that attention reads, the query's own included; None: all
-    full_layers           layers whose attention reads all tokens nevertheless
+    full_layers           layers in which attention reads all tokens nevertheless
     stored_head_dim       dimensions of a head in checkpoints and adapters, at most `head_dim` (`head_layout.py`)
     rotary_dim            number of dimensions that RoPE rotates, the first ones
     """
@@ -106,7 +106,7 @@ class LlamaConfig:
         hidden = integer(fields, "hidden_size")
         if fields.get("head_dim") is None and hidden % heads:
             raise ConfigError(
-                f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}: give head_dim in config.json"
+                f"hidden_size {hidden} is no multiple of num_attention_heads {heads}: add head_dim to config.json"
             )
         positions = integer(fields, "max_position_embeddings", 2048)
         width = integer(fields, "head_dim", hidden // heads)
@@ -117,9 +117,7 @@ class LlamaConfig:
         eos = fields.get("eos_token_id")
         dtype = str(fields.get("dtype") or fields.get("torch_dtype") or "bfloat16").removeprefix("torch.")
         if dtype not in _DTYPES:
-            raise ConfigError(
-                f"dtype {dtype!r} is not supported: use a checkpoint saved in one of {', '.join(_DTYPES)}"
-            )
+            raise ConfigError(f"dtype {dtype!r} is not supported: use a checkpoint in one of {', '.join(_DTYPES)}")
         config = cls(
             vocab_size=integer(fields, "vocab_size"),
             hidden_size=hidden,
@@ -149,9 +147,8 @@ class LlamaConfig:
     @classmethod
     def from_directory(cls, directory: str | Path) -> "LlamaConfig":
         """Read `directory`/config.json; without a dtype there, take the weights'. See also `checkpoint_config`."""
-        fields = read_json_object(
-            Path(directory) / "config.json", ConfigError, "point at a directory with a Hugging Face checkpoint"
-        )
+        remedy = "point at a directory with a Hugging Face checkpoint"
+        fields = read_json_object(Path(directory) / "config.json", ConfigError, remedy)
         dtype = fields.get("dtype") or fields.get("torch_dtype") or stored_dtype(Path(directory))
         return cls.from_dict(fields if dtype is None else {**fields, "dtype": dtype})
 
@@ -160,7 +157,7 @@ class LlamaConfig:
         return self._shape(module, self.head_dim)
 
     def stored_shape(self, module: str) -> tuple[int, int]:
-        """Return the same in checkpoints and adapters, whose heads may be narrower."""
+        """Return the same in checkpoints and adapters, with possibly narrower heads."""
         return self._shape(module, self.stored_head_dim)
 
     def _shape(self, module: str, head_dim: int) -> tuple[int, int]:
@@ -250,16 +247,12 @@ def _refuse_foreign(fields: Mapping[str, Any]) -> None:
     """Raise ConfigError for another activation."""
     activation = fields.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise ConfigError(
-            f"hidden_act {activation!r} is not supported: only 'silu' is; use a checkpoint that was trained with it"
-        )
+        raise ConfigError(f"hidden_act {activation!r} is not supported: use a checkpoint with 'silu'")
 
 
 def _kernels_head_dim(stored: int) -> int:
     """Return the graph's head dimension: the smallest of HEAD_DIMS that holds the checkpoint's."""
     wide = next((width for width in HEAD_DIMS if width >= stored), None)
     if wide is None or stored % 2:
-        raise ConfigError(
-            f"head_dim {stored} is not supported: even ones up to {HEAD_DIMS[-1]} are; use a model that has such heads"
-        )
+        raise ConfigError(f"head_dim {stored} is not supported: use a model with even ones up to {HEAD_DIMS[-1]}")
     return wide

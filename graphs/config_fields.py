@@ -119,12 +119,10 @@ def rotary_dim(fields: Mapping[str, Any], head_dim: int, partial: bool) -> int:
     if turned == head_dim:
         return turned
     if not partial:
-        raise ConfigError(
-            "partial_rotary_factor is not supported: whole heads are rotated here; use a checkpoint without it"
-        )
+        raise ConfigError("partial_rotary_factor is not supported for this family: use a checkpoint without it")
     if turned % 2 or not 0 < turned < head_dim:
         raise ConfigError(
-            f"partial_rotary_factor {factor} turns {turned} of {head_dim} dimensions: correct config.json"
+            f"partial_rotary_factor {factor} gives {turned} of {head_dim} dimensions: correct config.json"
         )
     return turned
 
@@ -145,11 +143,7 @@ def rope_scaling(fields: Mapping[str, Any], positions: int, turned: int) -> tupl
     `turned`: rotated dimensions of a head.
     """
     source, table = _rope_table(fields)
-    theta = (
-        number(table, "rope_theta", None)
-        if table.get("rope_theta") is not None
-        else number(fields, "rope_theta", 10000.0)
-    )
+    theta = number(fields if table.get("rope_theta") is None else table, "rope_theta", 10000.0)
     kind = table.get("rope_type", table.get("type", "default"))
     if kind == "default":
         return theta, RopeScaling()

@@ -37,12 +37,19 @@ PACKED_MODULES = {"qkv_proj": ATTENTION_MODULES[:3], "gate_up_proj": MLP_MODULES
 """Projections that a checkpoint may hold in one tensor, one below the other."""
 
 
-def _llama(fields: Fields) -> dict[str, Any]:
-    return {"biases": _biases(fields)}
+def _biases(fields: Fields) -> tuple[str, ...]:
+    """Return the projections with a bias, by the flags for attention and MLP."""
+    attention = ATTENTION_MODULES if flag(fields, "attention_bias") else ()
+    return (*attention, *(MLP_MODULES if flag(fields, "mlp_bias") else ()))
 
 
-def _mistral(fields: Fields) -> dict[str, Any]:
-    return _window(fields)
+def _window(fields: Fields) -> dict[str, Any]:
+    """Return the sliding window of every layer, if any."""
+    return {"sliding_window": None if fields.get("sliding_window") is None else integer(fields, "sliding_window")}
+
+
+def _phi3(fields: Fields) -> dict[str, Any]:
+    return {"packed_checkpoint": True, **_window(fields)}
 
 
 def _qwen2(fields: Fields) -> dict[str, Any]:
@@ -70,13 +77,11 @@ def _granite(fields: Fields) -> dict[str, Any]:
     return {"biases": _biases(fields), **{name: number(fields, name, 1.0) for name in names}}
 
 
-def _phi3(fields: Fields) -> dict[str, Any]:
-    return {"packed_checkpoint": True, **_window(fields)}
-
-
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family("llama", "Llama 2, 3, 3.1, 3.2, 3.3, SmolLM2, TinyLlama", _llama),
-    "MistralForCausalLM": Family("mistral", "Mistral 7B, Mistral Nemo", _mistral, {"sliding_window": 4096}),
+    "LlamaForCausalLM": Family(
+        "llama", "Llama 2, 3, 3.1, 3.2, 3.3, SmolLM2, TinyLlama", lambda fields: {"biases": _biases(fields)}
+    ),
+    "MistralForCausalLM": Family("mistral", "Mistral 7B, Mistral Nemo", _window, {"sliding_window": 4096}),
     "Qwen2ForCausalLM": Family("qwen2", "Qwen2, Qwen2.5", _qwen2, {"sliding_window": 4096}),
     "Qwen3ForCausalLM": Family("qwen3", "Qwen3", _qwen3, {"head_dim": 128, "sliding_window": 4096}),
     "SmolLM3ForCausalLM": Family(
@@ -138,17 +143,6 @@ def family_of(fields: Fields) -> Family:
     raise ConfigError(f"architecture {found} (model_type {kind!r}) is not supported: serve one of {served}")
 
 
-def _biases(fields: Fields) -> tuple[str, ...]:
-    """Return the projections with a bias, by the flags for attention and MLP."""
-    attention = ATTENTION_MODULES if flag(fields, "attention_bias") else ()
-    return (*attention, *(MLP_MODULES if flag(fields, "mlp_bias") else ()))
-
-
-def _window(fields: Fields) -> dict[str, Any]:
-    """Return the sliding window of every layer, if any."""
-    return {"sliding_window": None if fields.get("sliding_window") is None else integer(fields, "sliding_window")}
-
-
 def _window_of_late_layers(fields: Fields) -> dict[str, Any]:
     """Return Qwen's window: if enabled, of the layers from max_window_layers on."""
     first = fields.get("max_window_layers", 28)
@@ -171,7 +165,7 @@ def _switched_window(fields: Fields, windowed: Sequence[int]) -> dict[str, Any]:
     ):
         raise ConfigError(
             "layer_types must hold 'full_attention' or 'sliding_attention' for each layer: correct config.json, or "
-            "serve a model whose layers are of these kinds"
+            "serve a model with layers of these kinds"
         )
     full = tuple(layer for layer in layers if kinds[layer] == "full_attention")
     return {**_window(fields), "full_layers": full}

@@ -1,9 +1,8 @@
 """Heads of a checkpoint in the graph's layout: zero-padded to the kernels' head dimension, rotated as a whole.
 
 Phi-3 mini's heads of 96 dimensions become heads of 128. Zeros in q and k add nothing to a score, and zeros in v meet
-zero
-columns in o. RoPE pairs dimension i of a head's first half with dimension i of the second. So rotated dimensions begin
-each half, and the others (Phi-4-mini's last 32) follow in both halves, where the frequencies are zero.
+zero columns in o. RoPE pairs dimension i of a head's first half with dimension i of the second. So rotated dimensions
+begin each half, and the others (Phi-4-mini's last 32) follow in both halves, where the frequencies are zero.
 """
 
 import torch

@@ -1,6 +1,5 @@
 """Llama as a plain module, with the additions of other families (see `LlamaConfig`). The compiler captures it, and
-eager runs
-with the reference ops check it.
+eager runs with the reference ops check it.
 
 Tokens of all sequences are flattened in one dimension T; keys and values are in pages of a paged cache.
 """
@@ -20,7 +19,18 @@ from .rotary import apply_rotary, inverse_frequencies
 
 INV_FREQ = "model.rotary_emb.inv_freq"
 STORED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-"""Of projections in a checkpoint of each `weight_format`."""
+"""Dtype of stored projections by `weight_format`."""
+TOKENS, SEQUENCES, PAGES, BLOCKS = Dim("tokens"), Dim("sequences"), Dim("pages"), Dim("blocks")
+STEP_SHAPES: dict[str, Any] = {
+    "input_ids": {0: TOKENS},
+    "positions": {0: TOKENS},
+    "slot_mapping": {0: TOKENS},
+    "adapter_index": {0: TOKENS},
+    "block_table": {0: SEQUENCES, 1: BLOCKS},
+    "context_lens": {0: SEQUENCES},
+    "query_start": {0: SEQUENCES + 1},
+}
+"""Symbolic dimensions of the arguments of every step."""
 
 
 def times(x: torch.Tensor, factor: float) -> torch.Tensor:
@@ -180,9 +190,8 @@ class Decoder(nn.Module):
         self.embedding_multiplier = config.embedding_multiplier
         self.logits_scaling = config.logits_scaling
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, device)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, layer, lora, dtype, device) for layer in range(config.num_hidden_layers)
-        )
+        layers = range(config.num_hidden_layers)
+        self.layers = nn.ModuleList(DecoderLayer(config, layer, lora, dtype, device) for layer in layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
         self.rotary_emb = RotaryEmbedding(config, device)
 
@@ -212,8 +221,8 @@ class Llama(nn.Module):
     """A Llama with stacks for `lora.slots` adapters (`lora=None`: none).
 
     `dtype` of weights, activations and caches; None: the checkpoint's. Parameters are uninitialised: load them, or
-    build on
-    the meta device to capture. `features`: numbers of layers (at least 1) after which hidden states are returned too.
+    build on the meta device to capture. `features`: numbers of layers (at least 1) after which hidden states are
+    returned too.
     """
 
     def __init__(
@@ -247,8 +256,7 @@ class Llama(nn.Module):
         kv_caches: list[torch.Tensor],
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Run one step over T tokens of B sequences -> logits [B, V] of the tokens in `logits_indices`; with `features`
-        a tuple of
-        these and the hidden states [T, H] after each of its layers.
+        a tuple of these and the hidden states [T, H] after each of its layers.
 
         input_ids, positions [T] int64 or int32; slot_mapping [T] int32 (page * 64 + offset, -1 = padding);
         adapter_index [T] int32 (-1 = no adapter); block_table [B, P], context_lens [B] (this step's tokens included),
@@ -295,18 +303,8 @@ class Llama(nn.Module):
 
     def dynamic_shapes(self) -> dict[str, Any]:
         """Return the symbolic dimensions of `example_inputs`, for `torch.export.export(..., strict=False)`."""
-        tokens, sequences, pages, blocks = Dim("tokens"), Dim("sequences"), Dim("pages"), Dim("blocks")
-        return {
-            "input_ids": {0: tokens},
-            "positions": {0: tokens},
-            "slot_mapping": {0: tokens},
-            "adapter_index": {0: tokens},
-            "block_table": {0: sequences, 1: blocks},
-            "context_lens": {0: sequences},
-            "query_start": {0: sequences + 1},
-            "logits_indices": {0: sequences},
-            "kv_caches": [{0: pages} for _ in range(self.config.num_hidden_layers)],
-        }
+        caches = [{0: PAGES} for _ in range(self.config.num_hidden_layers)]
+        return {**STEP_SHAPES, "logits_indices": {0: SEQUENCES}, "kv_caches": caches}
 
 
 def _projection(

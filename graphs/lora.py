@@ -45,8 +45,8 @@ class LoRALinear(nn.Module):
     """y = x W^T (+ b), plus (x A^T) B^T of each token's adapter.
 
     weight [N, K], bias [N] or None; with adapters lora_a [S, R, K] and lora_b [S, N, R] (with alpha / rank in B).
-    `lora`:
-    None for a projection without stacks. `stored`: eight-bit values with a scale [N, 1] (fp32) for each output channel.
+    `lora`: None for a projection without stacks. `stored`: eight-bit values with a scale [N, 1] (fp32) for each output
+    channel.
     """
 
     lora_a: torch.Tensor
@@ -63,9 +63,8 @@ class LoRALinear(nn.Module):
         stored: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(
-            torch.empty(out_features, in_features, dtype=stored or dtype, device=device), requires_grad=False
-        )
+        weight = torch.empty(out_features, in_features, dtype=stored or dtype, device=device)
+        self.weight = nn.Parameter(weight, requires_grad=False)
         self.weight_scale: nn.Parameter | None = None
         if stored is not None:
             scales = torch.empty(out_features, 1, dtype=torch.float32, device=device)

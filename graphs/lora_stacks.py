@@ -18,10 +18,9 @@ def lora_shape_for(
     """Return stacks for `max_loras` adapters at a time, these and later ones; None without adapters and
     `max_lora_rank`.
 
-    The rank is `max_lora_rank` or the adapters' largest, padded to a multiple of 16. The targets are
-    `target_modules` or all
-    that occur (without adapters: all), with q/k/v and gate/up together. Raises ValueError for an adapter that does
-    not fit.
+    The rank is `max_lora_rank` or the adapters' largest, padded to a multiple of 16. The targets are `target_modules`
+    or all that occur (without adapters: all), with q/k/v and gate/up together. Raises ValueError for an adapter that
+    does not fit.
     """
     known = list(adapters)
     if not known and max_lora_rank is None:

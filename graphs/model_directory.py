@@ -25,7 +25,7 @@ def model_directory(model: str | Path) -> Path:
     try:
         path = Path(model).expanduser()
         is_directory = path.is_dir()
-    except (OSError, RuntimeError) as problem:  # too long, not to be entered, or `~name` of nobody
+    except (OSError, RuntimeError) as problem:  # too long, no permission, or an unknown `~name`
         shown = str(model) if len(str(model)) <= SHOWN else f"{str(model)[:SHOWN]}..."
         reason = getattr(problem, "strerror", None) or problem
         raise ConfigError(f"model {shown!r} cannot be read ({reason}); name a directory or a hub id") from None
@@ -53,7 +53,7 @@ def adapter_directory(named: str | Path) -> Path:
         path = without_file_name(path)
         if not os.path.lexists(path / CONFIG):
             raise AdapterError(why_no_adapter(path))
-    except (OSError, RuntimeError) as problem:  # RuntimeError: `~name` of nobody
+    except (OSError, RuntimeError) as problem:  # RuntimeError: an unknown `~name`
         reason = getattr(problem, "strerror", None) or problem
         raise AdapterError(f"adapter directory {str(named)[:200]} cannot be read ({reason}): {_NEEDED}") from None
     return path
@@ -81,7 +81,7 @@ def why_no_adapter(path: Path) -> str:
     if (path / "config.json").is_file():
         return f"{path} holds a model (config.json), not an adapter: {_NEEDED}; serve this directory as the model"
     if (path / WEIGHTS).exists():
-        return f"{path} has {WEIGHTS}, but no {CONFIG}: copy that file there too; it says how the weights are scaled"
+        return f"{path} has {WEIGHTS}, but no {CONFIG}: copy that file there too; it has the scaling of the weights"
     return f"{path / CONFIG} does not exist: {_NEEDED}"
 
 
@@ -103,15 +103,14 @@ def cached_snapshot(name: str, kind: str, config: str, error: type[ValueError]) 
     try:
         found = Path(snapshot_download(name, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError):
-        raise error(
-            f"{kind} {name!r} is neither a directory nor in the local hub cache (nothing is downloaded): {remedy}"
-        ) from None
+        where = "neither a directory nor in the local hub cache (nothing is downloaded)"
+        raise error(f"{kind} {name!r} is {where}: {remedy}") from None
     except (OSError, UnicodeDecodeError) as problem:
         raise error(
             f"{kind} {name!r} cannot be read from the local hub cache ({problem}): check its permissions, or {remedy}"
         ) from None
     if not (found / config).is_file():
-        raise error(f"{kind} {name!r} lies in the local hub cache without its {config}: {remedy}")
+        raise error(f"{kind} {name!r} is in the local hub cache without its {config}: {remedy}")
     return found
 
 
@@ -133,7 +132,7 @@ def _refuse_gguf(directory: Path, files: list[Path]) -> None:
     if not files or (directory / "config.json").is_file():
         return
     raise ConfigError(
-        f"{files[0].name} is GGUF, whose blocks of four to eight bits are not served: convert it with "
+        f"{files[0].name} is GGUF (blocks of four to eight bits), which is not served: convert it with "
         f'`python -c "{_in_quotes(gguf_conversion(directory, files[0].name))}"` (pip install transformers gguf) and '
         "name the directory `converted`"
     )

@@ -1,11 +1,9 @@
 """PEFT's matching of module names, for rank_pattern, alpha_pattern, target_modules and exclude_modules
-(peft.utils.other,
-peft.tuners.tuners_utils).
+(peft.utils.other, peft.tuners.tuners_utils).
 
 Patterns come from untrusted files, and Python's `re` can be made to run for hours while it holds the interpreter. So
 RE2 matches them in linear time. It has no look-around and no backreferences, and agrees with `re` on module names
-except
-for the spellings in `_OTHER_MEANING`.
+except for the spellings in `_OTHER_MEANING`.
 """
 
 import re
@@ -126,9 +124,7 @@ def _compile(pattern: str, groups: bool) -> Any:
     try:
         compiled = re2.compile(pattern, options)
     except re2.error as problem:
-        raise PatternError(
-            f"a pattern is no regular expression that is supported ({_reason(problem)}): {_REMEDY}"
-        ) from None
+        raise PatternError(f"a pattern is no supported regular expression ({_reason(problem)}): {_REMEDY}") from None
     if compiled.programsize > MAX_PROGRAM:
         raise PatternError(f"a pattern has too many repeats: {_REMEDY}")
     return compiled

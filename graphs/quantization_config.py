@@ -24,8 +24,7 @@ _REMEDY = "use the bf16 original, Sidestream quantizes it while loading"
 
 def stored_dtype(directory: Path) -> str | None:
     """Return the dtype of a checkpoint's first floating-point tensor, as transformers does without one in config.json;
-    None
-    without readable weights.
+    None without readable weights.
     """
     single = directory / "model.safetensors"
     for path in [single] if single.exists() else sorted(directory.glob("model*.safetensors"))[:1]:
@@ -48,7 +47,7 @@ def stored_format(fields: Mapping[str, Any]) -> str:
     method = config.get("quant_method") if isinstance(config, Mapping) else None
     if not isinstance(config, Mapping) or method != "compressed-tensors":
         raise ConfigError(
-            f"quantization_config: quant_method {method!r} is not served (compressed-tensors is): {_REMEDY}"
+            f"quantization_config: quant_method {method!r} is not served, only compressed-tensors: {_REMEDY}"
         )
     groups = config.get("config_groups")
     group = next(iter(groups.values())) if isinstance(groups, Mapping) and len(groups) == 1 else None
@@ -99,14 +98,12 @@ def _ignored(config: Mapping[str, Any], modules: Iterable[str]) -> frozenset[str
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
         raise ConfigError(f"quantization_config: ignore must be a list of names, not {entries!r}: correct config.json")
     names = {entry for entry in entries if not entry.startswith(_PATTERN)}
-    patterns = PeftPatterns()  # they are somebody else's, and RE2 matches them in linear time
+    patterns = PeftPatterns()  # untrusted, matched by RE2 in linear time
     try:
         compiled = [patterns.compile(entry.removeprefix(_PATTERN)) for entry in entries if entry.startswith(_PATTERN)]
     except PatternError as problem:
         raise ConfigError(f"quantization_config: ignore: {problem}") from None
-    return frozenset(
-        module for module in modules if module in names or any(pattern.match(module) for pattern in compiled)
-    )
+    return frozenset(each for each in modules if each in names or any(pattern.match(each) for pattern in compiled))
 
 
 def _expect(found: Any, part: str, wanted: Mapping[str, Any]) -> None:

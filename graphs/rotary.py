@@ -19,8 +19,7 @@ def _stretched(plain: torch.Tensor, config: LlamaConfig) -> torch.Tensor:
     """Scale the frequencies by the config's RoPE type.
 
     llama3: wavelengths below original_context / high_freq_factor stay, above original_context / low_freq_factor are
-    scaled by
-    `factor`, and those in between are interpolated.
+    scaled by `factor`, and those in between are interpolated.
     """
     scaling = config.rope_scaling
     if scaling.kind == "default":

@@ -1,8 +1,7 @@
 """Open files from untrusted users, and limit what errors quote of them.
 
-Only regular files in allowed directories are opened: a name may link to an endless device, a pipe that never
-answers, or
-a private file. Kind and location are checked before and after opening. Errors quote names that look like names, and
+Only regular files in allowed directories are opened: a name may link to an endless device, a pipe that never answers,
+or a private file. Kind and location are checked before and after opening. Errors quote names that look like names, and
 values that are known words or numbers; everything else is only described, so that no message leaks a file's text.
 """
 
@@ -16,7 +15,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,159}")
 _LARGEST = 10**12
 _LFS = b"version https://git-lfs.github.com/spec/"
 LFS_POINTER = "is a pointer of Git LFS, not the file itself: run `git lfs pull` there, or download the file"
-"""What an error says of a file that `is_lfs_pointer`."""
+"""Error text for `is_lfs_pointer`."""
 
 
 class FileRefusedError(ValueError):
@@ -27,8 +26,7 @@ def open_regular(path: Path, roots: Sequence[Path] | None = None) -> int:
     """Return a file descriptor for reading the regular file `path`; never blocks.
 
     `roots`: resolved directories, one of which must contain the file after all links; None: anywhere. Raises
-    FileRefusedError
-    and OSError.
+    FileRefusedError and OSError.
     """
     real = os.path.realpath(path)
     _check_place(real, roots)

@@ -25,14 +25,12 @@ from .engine.llm_keywords import LLMKeywords
 from .engine.options import keyword_docs, with_keywords
 from .engine.vllm_keywords import without_vllm_keywords
 from .scheduler.scheduler import Scheduler
-from .text.adapter_chat import warn_of_tokens
-from .text.chat import ChatRenderer
-from .text.chat_files import read_chat_templates
+from .text.chat_files import read_chat_templates, warn_of_tokens
 from .text.chat_messages import as_conversations
+from .text.chat_renderer import ChatRenderer
 from .text.generation_config import describe, sampling_defaults
-from .text.prompts import one_for_each, without_special_tokens
-from .text.requests import make_requests
-from .text.structured.compiler import GrammarCompiler
+from .text.prompts import make_requests, one_for_each, without_special_tokens
+from .text.structured.grammar_compiler import GrammarCompiler
 from .text.tokenizer import Tokenizer, load_tokenizer
 from .worker.model_loader import find_model
 from .worker.progress import print_line

@@ -1,9 +1,7 @@
-"""What a step has to move and to compute, from its shapes alone: bytes, and multiply-adds by the width of their
-operands.
+"""Bytes, and multiply-adds by width of their operands, of a step, from its shapes.
 
-Tables of which a step touches a part count with that part: embedding rows by token, KV pages by context, adapter stacks
-by active adapters. How long contexts are and how many adapters are active is no part of a bucket; `Assumptions` says
-it.
+Of large tables only the accessed part counts: embedding rows by token, KV pages by context, adapter stacks by active
+adapters. A bucket does not determine contexts and active adapters: see `Assumptions`.
 """
 
 from collections import Counter
@@ -25,18 +23,18 @@ PAGE_AXIS = 3  # tokens of a page in [pages, kv heads, 2, tokens, ...]
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What a step's cost depends on besides its shapes.
+    """Properties besides shapes that determine a step's cost.
 
-    context   cached tokens of each sequence, this step's included; None: half of what the bucket's block table reaches,
-              at least the step's own tokens
-    adapters  different adapters in the batch; None: as many as there are slots and sequences
+    context   cached tokens of each sequence, this step's included; None: half of the block table's reach, at least the
+              step's own tokens
+    adapters  different adapters in the batch; None: the minimum of slots and sequences
     """
 
     context: int | None = None
     adapters: int | None = None
 
     def context_of(self, program: Program) -> int:
-        """Cached tokens of each sequence in `program`; 0 when nothing tells how many there may be."""
+        """Return the cached tokens of each sequence in `program`; 0 if unknown."""
         bucket = program.bucket
         if bucket is None:
             table = program.by_name.get("block_table")
@@ -46,7 +44,7 @@ class Assumptions:
         return min(reach, max(own, reach // 2 if self.context is None else self.context))
 
     def adapters_of(self, program: Program, slots: int) -> int:
-        """Active ones of `slots` adapters."""
+        """Return the number of active adapters of `slots`."""
         if program.bucket is None:
             return slots if self.adapters is None else min(slots, self.adapters)
         most = min(slots, program.bucket.sequences)
@@ -58,9 +56,8 @@ DEFAULT = Assumptions()
 
 @dataclass(frozen=True)
 class Work:
-    """`bytes` read and written; `flops` by bytes of an operand's element: {1:
-
-    FP8 multiply-adds times two, 2: 16-bit ones, 4: fp32 ones}. `link_bytes`: what comes from other GPUs.
+    """`bytes` read and written; `flops` by bytes of an operand's element (1: FP8, 2: 16-bit, 4: fp32 multiply-adds
+    times two); `link_bytes` from other GPUs.
     """
 
     bytes: int
@@ -74,20 +71,18 @@ class Work:
 
 
 def work(program: Program, step: Step, assume: Assumptions = DEFAULT) -> Work:
-    """Bytes and FLOPs of a step; each tensor counts once, whatever is read again from caches is free."""
+    """Return bytes and FLOPs of a step; each tensor counts once, since caches serve repeated reads."""
     return Work(step_bytes(program, step, assume), _flops(program, step, assume), link_bytes(program, step))
 
 
 def step_bytes(program: Program, step: Step, assume: Assumptions = DEFAULT) -> int:
-    """Bytes that a step reads and writes, each tensor once, of tables, caches and adapter stacks the part that the
-    step touches.
-    """
+    """Return the bytes that a step reads and writes, each tensor once; of tables, caches and stacks the used part."""
     total = sum(int(_view_bytes(program, view) * _written(program, step, view, assume)) for view in step.outs)
     return total + sum(moved for _, moved in argument_bytes(program, step, assume))
 
 
 def link_bytes(program: Program, step: Step) -> int:
-    """Bytes that a collective reads from the other ranks' GPUs; 0 for other steps."""
+    """Return the bytes that a collective reads from the other ranks' GPUs; 0 for other steps."""
     if traits_of(step.op).family != "collective":
         return 0
     arguments = dict(named_arguments(step))
@@ -100,12 +95,12 @@ def link_bytes(program: Program, step: Step) -> int:
 
 
 def part_and_world(program: Program, step: Step) -> tuple[int, int]:
-    """Bytes of what a rank brings to a collective, and the number of ranks."""
+    """Return the bytes of a rank's operand of a collective, and the number of ranks."""
     return _view_bytes(program, next(step.inputs())), world_of(dict(named_arguments(step))["group"])
 
 
 def argument_bytes(program: Program, step: Step, assume: Assumptions = DEFAULT) -> Iterator[tuple[View, int]]:
-    """Each tensor that a step reads or changes in place, with the bytes of it that move."""
+    """Yield each tensor that a step reads or changes in place, with its bytes moved."""
     seen: set[View] = set()
     for name, value in named_arguments(step):
         for view in views_in(value):
@@ -115,14 +110,14 @@ def argument_bytes(program: Program, step: Step, assume: Assumptions = DEFAULT) 
 
 
 def must_read(program: Program, step: Step, assume: Assumptions = DEFAULT) -> Iterator[tuple[str, int]]:
-    """(buffer, bytes) of what no fusion saves a step from reading: weights, adapter stacks, the KV cache."""
+    """Yield (buffer, bytes) of weights, adapter stacks and KV cache, which no fusion saves from reading."""
     for view, moved in argument_bytes(program, step, assume):
         if program.by_name[view.buffer].kind in ("weight", "adapter") or _is_cache(view):
             yield view.buffer, moved
 
 
 def named_arguments(step: Step) -> list[tuple[str, Any]]:
-    """A step's arguments with the names that its op's schema gives them ("" for further ones)."""
+    """Return a step's arguments with the names of its op's schema ("" for further ones)."""
     names = _argument_names(step.op)
     return [*zip((*names, *("" for _ in step.args[len(names) :])), step.args, strict=False), *step.kwargs]
 
@@ -133,13 +128,13 @@ def _argument_names(op: str) -> tuple[str, ...]:
 
 
 def windows_of(program: Program) -> dict[int, int]:
-    """Window of attention -> how many of the program's steps have it; without those that see whole contexts."""
+    """Return window of attention -> number of the program's steps with it."""
     found = Counter(dict(named_arguments(step)).get("window", 0) for step in program.steps)
     return {window: count for window, count in sorted(found.items()) if window}
 
 
 def _view_bytes(program: Program, view: View) -> int:
-    """Bytes of the elements; what a stride of 0 repeats lies in memory once."""
+    """Return the bytes of the elements; elements repeated by a stride of 0 count once."""
     elements = 1
     for size, stride in zip(view.shape, view.stride, strict=True):
         elements *= size if stride or not size else 1
@@ -147,7 +142,7 @@ def _view_bytes(program: Program, view: View) -> int:
 
 
 def itemsize(program: Program, view: View) -> int:
-    """Bytes of an element of the view."""
+    """Return the bytes of an element of the view."""
     return (view.dtype or program.by_name[view.buffer].dtype).itemsize
 
 
@@ -156,25 +151,25 @@ def _is_cache(view: View) -> bool:
 
 
 def _written(program: Program, step: Step, view: View, assume: Assumptions) -> float:
-    """The part of a result that the step writes."""
+    """Return the part of a result that the step writes."""
     return _widened(program, step, assume) / _wide_tokens(view) if traits_of(step.op).kind == "widen_kv" else 1.0
 
 
 def _wide_tokens(view: View) -> int:
-    """How many tokens' keys and values a result of widen_kv holds."""
+    """Return the number of tokens in a result of widen_kv."""
     return max(1, view.shape[0] * view.shape[PAGE_AXIS])
 
 
 def _widened(program: Program, step: Step, assume: Assumptions) -> int:
-    """Cached tokens that are widened, where a step makes or reads the result of widen_kv: all that it has room for."""
+    """Return the cached tokens that widen_kv converts, where a step makes or reads its result: all that fit."""
     wide = step.outs[0] if traits_of(step.op).kind == "widen_kv" else dict(named_arguments(step)).get("wide")
-    return (
-        min(_wide_tokens(wide), _sequences(program, step) * assume.context_of(program)) if isinstance(wide, View) else 0
-    )
+    if not isinstance(wide, View):
+        return 0
+    return min(_wide_tokens(wide), _sequences(program, step) * assume.context_of(program))
 
 
 def _touched(program: Program, step: Step, name: str, view: View, assume: Assumptions) -> float:
-    """The part of a tensor that the step touches."""
+    """Return the part of a tensor that the step accesses."""
     names = _argument_names(step.op)
     rows = max(1, view.shape[0]) if view.shape else 1
     if name and name == traits_of(step.op).gathers:
@@ -195,7 +190,7 @@ def _touched(program: Program, step: Step, name: str, view: View, assume: Assump
 
 
 def _read_context(program: Program, step: Step, assume: Assumptions) -> float:
-    """Cached tokens of each sequence that an attention reads: all, or what the windows of its queries reach."""
+    """Return the cached tokens of each sequence that attention reads: all, or those in the windows of its queries."""
     context, arguments = assume.context_of(program), dict(named_arguments(step))
     if not arguments.get("window"):
         return context
@@ -217,7 +212,7 @@ def _sequences(program: Program, step: Step) -> int:
 
 
 def _flops(program: Program, step: Step, assume: Assumptions) -> dict[int, float]:
-    """Two for each multiply-add of a matrix product; element-wise arithmetic costs nothing more than its bytes."""
+    """Return two per multiply-add of a matrix product; element-wise arithmetic is covered by its bytes."""
     arguments = dict(named_arguments(step))
     if "block_table" in arguments:
         return _attention_flops(program, step, arguments, assume)
@@ -241,7 +236,7 @@ def _flops(program: Program, step: Step, assume: Assumptions) -> dict[int, float
 def _attention_flops(
     program: Program, step: Step, arguments: Mapping[str, Any], assume: Assumptions
 ) -> dict[int, float]:
-    """Scores and their product with V: each query sees its context, in prefill half of the step's own tokens."""
+    """Return the FLOPs of scores and their product with V; in prefill a query reads half of the step's own tokens."""
     query = arguments.get("q")
     if not isinstance(query, View):
         return {}

@@ -1,16 +1,14 @@
-"""About how long a program takes, and why: each step's bytes and FLOPs at the GPU's ceilings, what a launch costs, and
-both lanes on one time axis.
+"""Estimate the time of a program: each step's bytes and FLOPs at the GPU's ceilings, launch costs, and both lanes.
 
     seconds of a step = launch + latency of its kind of kernel + cbrt(moving^3 + computing^3)
-    moving = bytes / reached bandwidth (or what comes over NVLink, if that takes longer),
+    moving = bytes / reached bandwidth (or NVLink time, if longer),
     computing = FLOPs / reached rate
 
-The longer of the two decides, but where they are about as long a kernel hides neither wholly under the other: a
-quarter more when they are equal, as linears of 128 and 256 tokens show (docs/measurements/tune_h200.txt).
-Steps of the two lanes that run at once share the memory's bandwidth; a cuBLAS product needs whole SMs, so it runs while
-the other lane is idle. kernel_costs.py lists what its constants are fitted to. Estimates next to measurements, in
-docs/measurements: `estimated_changes.txt` for the changes of the ablation, `cost_check_h200.txt` for whole decode
-steps, `cost_model_h200.txt` step by step for an earlier release (tools/dev/bench/cost_error.py writes the last two).
+The longer of the two dominates; equal ones add a quarter, since a kernel overlaps them only partly (linears of 128 and
+256 tokens, docs/measurements/tune_h200.txt). Concurrent steps of the two lanes share the memory's bandwidth; a cuBLAS
+product needs whole SMs, so the other lane idles. docs/measurements compares estimates with
+measurements: `estimated_changes.txt` with the ablation, `cost_check_h200.txt` with whole decode steps,
+`cost_model_h200.txt` step by step for an earlier release (tools/dev/bench/cost_error.py writes the last two).
 """
 
 from collections.abc import Sequence
@@ -23,7 +21,7 @@ from .bytes_and_flops import DEFAULT, Assumptions, Work, link_bytes, must_read, 
 from .hardware import H200, Gpu
 from .kernel_costs import FULL_ROWS, LINK_REACHED, Kind, busy_sms, extra_seconds, kind_of, takes_whole_sms
 
-# cost_check_h200.txt; changes: estimated_changes.txt
+# cost_check_h200.txt; changes: docs/internals.md
 KNOWN_ERROR = (
     "2% on average, 5% at most, over whole decode steps of Llama-3.1-8B's shape on an H200, 1 to 256 sequences; of 147 "
     "changes that were measured 138 are within 15% or 2 us a layer"
@@ -32,11 +30,13 @@ KNOWN_ERROR = (
 
 @dataclass(frozen=True)
 class StepCost:
-    """What one step costs when nothing runs at the same time.
+    """Cost of one step that runs alone.
 
-    `floor`: seconds that its bytes and FLOPs take at the whole GPU's ceilings; `fixed`: launch and latency; `seconds`:
-    the estimate; `bound`: what decides it ("launch", "bytes", "NVLink" or "flops"); `whole`: it takes whole SMs, so
-    nothing of the other lane runs meanwhile.
+    floor    seconds of its bytes and FLOPs at the whole GPU's ceilings
+    fixed    seconds of launch and latency
+    seconds  the estimate
+    bound    limiting part: "launch", "bytes", "NVLink" or "flops"
+    whole    it takes whole SMs, so the other lane idles
     """
 
     work: Work
@@ -54,14 +54,14 @@ class StepCost:
 
 @dataclass(frozen=True)
 class Placed:
-    """A step on the estimated time axis, in seconds."""
+    """Start and end of a step in seconds."""
 
     start: float
     end: float
 
 
 def step_costs(program: Program, assume: Assumptions = DEFAULT, gpu: Gpu = H200) -> list[StepCost]:
-    """Each step's cost, in order."""
+    """Return each step's cost, in order."""
     return [_cost(program, step, assume, gpu) for step in program.steps]
 
 
@@ -85,7 +85,7 @@ def _cost(program: Program, step: Step, assume: Assumptions, gpu: Gpu) -> StepCo
 
 
 def moving_and_computing(done: Work, kind: Kind, sms: float | None, gpu: Gpu = H200) -> tuple[float, float]:
-    """Seconds that the memory and that `sms` SMs (None: all) need for a step's bytes and FLOPs."""
+    """Return the seconds of a step's bytes, and of its FLOPs on `sms` SMs (None: all)."""
     moving = done.bytes / min(gpu.bytes_per_second() * kind.reached, gpu.bytes_per_second(sms))
     computing = sum(flops / gpu.flops_per_second(width, sms) for width, flops in done.flops.items())
     taking = done.bytes / (kind.sm_rate * (sms or gpu.sms)) if kind.sm_rate else 0.0
@@ -100,23 +100,22 @@ def _rows(step: Step) -> int:
 def estimate(
     program: Program, assume: Assumptions = DEFAULT, gpu: Gpu = H200, costs: Sequence[StepCost] | None = None
 ) -> list[Placed]:
-    """Start and end of each step: as early as its lane and its waits allow; where both lanes stream, they share the
-    memory's bandwidth.
+    """Return start and end of each step, as early as its lane and its waits allow; streaming lanes share the bandwidth.
 
-    `costs`: use these instead of `step_costs(...)` (measured ones, say).
+    `costs`: use these (such as measured ones) instead of `step_costs(...)`.
     """
     costs = step_costs(program, assume, gpu) if costs is None else costs
     return _Lanes(program, costs, gpu).run()
 
 
 def total_seconds(placed: Sequence[Placed]) -> float:
-    """When the last step ends."""
+    """Return the end of the last step."""
     return max((each.end for each in placed), default=0.0)
 
 
 def floor_seconds(program: Program, assume: Assumptions = DEFAULT, gpu: Gpu = H200) -> float:
-    """What no schedule and no fusion goes below: weights, active adapters and cached tokens read once, all FLOPs at the
-    GPU's peak, or what comes from other GPUs.
+    """Return the lower bound for any schedule and fusion: weights, active adapters and cached tokens read once, all
+    FLOPs at the GPU's peak, or the bytes from other GPUs.
     """
     needed: dict[str, int] = {}
     computing = linking = 0.0
@@ -131,9 +130,7 @@ def floor_seconds(program: Program, assume: Assumptions = DEFAULT, gpu: Gpu = H2
 
 
 def critical_path(program: Program, placed: Sequence[Placed]) -> list[int]:
-    """The steps that decide when the program ends, in order: from the last one back, each time to what it waited for
-    longest.
-    """
+    """Return the steps that determine the program's end, in order: each time the latest predecessor."""
     if not placed:
         return []
     before = predecessors(program)
@@ -144,7 +141,7 @@ def critical_path(program: Program, placed: Sequence[Placed]) -> list[int]:
 
 
 def predecessors(program: Program) -> list[list[int]]:
-    """For each step the one before it in its lane, and those it waits for."""
+    """Return for each step the one before it in its lane, and its waits."""
     last: dict[str, int] = {}
     result = []
     for step in program.steps:
@@ -155,9 +152,7 @@ def predecessors(program: Program) -> list[list[int]]:
 
 @dataclass
 class _Running:
-    """A step under way: seconds of launch and latency left, then seconds of streaming left (were it alone), and the
-    bandwidth it streams with.
-    """
+    """A running step: remaining seconds of launch and latency, then of streaming (alone), and its bandwidth."""
 
     index: int
     start: float
@@ -167,7 +162,7 @@ class _Running:
 
 
 class _Lanes:
-    """Plays a program on two lanes, from one completion to the next."""
+    """Simulate a program on two lanes, from one completion to the next."""
 
     def __init__(self, program: Program, costs: Sequence[StepCost], gpu: Gpu) -> None:
         self.program, self.costs, self.gpu = program, costs, gpu
@@ -185,9 +180,7 @@ class _Lanes:
         return [self.placed[step.index] for step in self.program.steps]
 
     def _begin(self) -> None:
-        """Start what may start: its lane is free, what it waits for has ended, and of two lanes only one runs when a
-        step takes whole SMs.
-        """
+        """Start steps with a free lane and finished waits; only one lane runs when a step takes whole SMs."""
         # where both could start, the smaller kernel is on the SMs first
         for lane in sorted(self.queues, key=self._whole):
             if not self._ready(lane) or any(
@@ -198,12 +191,11 @@ class _Lanes:
             cost, waits = self.costs[index], self.program.steps[index].waits
             streaming = cost.seconds - cost.fixed
             demand = cost.work.bytes / streaming if streaming > 0 else 0.0
-            self.running[lane] = _Running(
-                index, self.now, cost.fixed + self._crossing(lane, index, waits), streaming, demand
-            )
+            fixed = cost.fixed + self._crossing(lane, index, waits)
+            self.running[lane] = _Running(index, self.now, fixed, streaming, demand)
 
     def _crossing(self, lane: str, index: int, waits: Sequence[int]) -> float:
-        """What a wait for the other lane adds before the kernel starts."""
+        """Return the seconds that a wait for the other lane adds before the kernel starts."""
         if not waits:
             return 0.0
         if lane == "side":
@@ -214,17 +206,14 @@ class _Lanes:
 
     def _ready(self, lane: str) -> bool:
         queue = self.queues[lane]
-        return (
-            lane not in self.running
-            and bool(queue)
-            and all(wait in self.placed for wait in self.program.steps[queue[0]].waits)
-        )
+        waits = self.program.steps[queue[0]].waits if queue else ()
+        return lane not in self.running and bool(queue) and all(wait in self.placed for wait in waits)
 
     def _whole(self, lane: str) -> bool:
         return bool(self.queues[lane]) and self.costs[self.queues[lane][0]].whole
 
     def _advance(self) -> None:
-        """To the next moment at which a step ends or begins to stream."""
+        """Advance to the next moment at which a step ends or starts to stream."""
         wanted = sum(step.demand for step in self.running.values() if step.fixed <= 0)
         speed = 1.0 if wanted <= self.peak else self.peak / wanted
         span = min(step.fixed if step.fixed > 0 else step.streaming / speed for step in self.running.values())

@@ -1,8 +1,8 @@
-"""What is known of kernels by their kind: a few constants each.
+"""Constants of each kind of kernel, and corrections for a step's arguments.
 
-Where no file of docs/measurements is named, they are fitted to the changes that bench_ablation_h200.json measured (8,
-32 and 64 sequences), together with the decode steps of bench_latency_h200.json and the layers of
-bench_layer_int8_h200.json. `tools/dev/bench/estimated_changes.py` holds the changes against the estimates.
+Unless a file of docs/measurements is named, constants are fitted to the changes in bench_ablation_h200.json (8, 32 and
+64 sequences), the decode steps of bench_latency_h200.json and the layers of bench_layer_int8_h200.json.
+`tools/dev/bench/estimated_changes.py` compares the changes with the estimates.
 """
 
 from collections.abc import Mapping
@@ -35,16 +35,16 @@ FULL_ROWS = 64  # rows of activations with which what grows by row has grown
 
 @dataclass(frozen=True)
 class Kind:
-    """Kernels that are about as fast as each other; an op names its kind when it is registered.
+    """Kernels of about equal speed; an op is registered with its kind.
 
-    latency       seconds beyond the launch that a small instance takes: dependency wait, first loads, the last CTA's
-                  end
-    reached       share of the memory's bandwidth in its inner loop, above 1 where the rows still lie in the L2 cache
+    latency       seconds beyond the launch of a small instance: dependency wait, first loads, the last CTA's end
+    reached       share of the memory's bandwidth in its inner loop, above 1 where rows are still in the L2 cache
     reached_flops share of the tensor cores' rate
     per_rows      further seconds at 64 rows of activations and more, below in proportion
-    early         seconds of what it does before it waits for its predecessor (barriers, descriptors, first weights) and
-                  while that one ends: with programmatic dependent launch they are hidden, without it they are added
-    sm_rate       bytes a second that one SM takes through its tensor cores; 0: more than the memory brings
+    early         seconds before it waits for its predecessor (barriers, descriptors, first weights), hidden with
+    programmatic
+                  dependent launch, added without
+    sm_rate       bytes per second of one SM's tensor cores; 0: more than the memory's bandwidth
     """
 
     latency: float
@@ -61,7 +61,7 @@ KINDS: dict[str, Kind] = {
     "decoder_block": Kind(11.59e-6, 0.93, per_rows=13.61e-6, early=0.5e-6),
     # FLOPs: near what 256 and 512 tokens reach (tune_h200.txt)
     "linear": Kind(1.27e-6, 1.00, 0.78, per_rows=0.55e-6, early=1.34e-6, sm_rate=67e9),
-    "plan": Kind(0.6e-6, 0.5),  # what is worked out once a step
+    "plan": Kind(0.6e-6, 0.5),  # once a step
     "widen_kv": Kind(1.2e-6, 0.8),
     "lora_shrink": Kind(2.64e-6, 0.58),
     "lora_round": Kind(0.4e-6, 0.58, early=ROWS_EARLY),
@@ -74,21 +74,19 @@ KINDS: dict[str, Kind] = {
     # torch's two-shot sums of two H200 inside a CUDA graph: 6.5 us for 16 KiB, 9.9 for 1 MiB, 19.9 for 4 MiB
     "collective": Kind(5.3e-6, 0.7),
     "collective_norm": Kind(6.25e-6, 0.7),  # not measured: a collective, and a norm's latency
-    "rows": Kind(0.22e-6, 0.7, early=ROWS_EARLY),  # what names no other kind: small, or once a step
+    "rows": Kind(0.22e-6, 0.7, early=ROWS_EARLY),  # all other ops: small, or once a step
     "product": Kind(2.13e-6, 0.89),  # ATen's linears
     "foreign": Kind(0.35e-6, 0.7),  # all else of ATen's
 }
 
 
 class Extra:
-    """Seconds that a step's arguments add to the latency of its kind (launches.py says when). They are measured
-    corrections: nothing in bytes and launches explains them.
-    """
+    """Seconds that a step's arguments add to the latency of its kind: measured corrections."""
 
-    # the largest value of a row must be known before its first number is written
+    # the maximum of a row is needed before its first value is written
     QUANTIZES: Final = 0.97e-6
     ROTATES: Final = 0.40e-6
-    # a linear whose programs share tiles waits for the partial sums of the others; at 64 rows these are larger
+    # programs of a linear that share tiles wait for each other's partial sums, which are larger at 64 rows
     SPLITS: Final = 0.37e-6
     SPLITS_ROWS: Final = 1.39e-6
     # a linear of a shape that no table holds runs with a configuration that was never measured
@@ -96,7 +94,7 @@ class Extra:
     UNTUNED_ROWS: Final = 1.30e-6
     # a share of the SMs cuts a table's tiles unevenly: the longest wait for sums is longer, and they grow by row
     UNEVEN_ROWS: Final = 2.97e-6
-    # a LoRA kernel whose programs loop over their pieces of work; each further round, and each plane that it adds up
+    # programs of a LoRA kernel loop over pieces of work; each further round, and each plane that they sum
     LOOPS: Final = 0.77e-6
     ROUND: Final = 0.90e-6
     PLANE: Final = 0.07e-6
@@ -110,12 +108,12 @@ class Extra:
 
 
 def kind_of(op: str) -> Kind:
-    """The entry of KINDS for an op's name."""
+    """Return the entry of KINDS for an op's name."""
     return KINDS[traits_of(op).kind]
 
 
 def takes_whole_sms(program: Program, step: Step, rows: int, gpu: Gpu) -> bool:
-    """Whether a linear is cuBLAS's or the large kernel's, which find no room while smaller CTAs lie on the SMs.
+    """Whether a linear is cuBLAS's or the large kernel's, which do not fit next to smaller CTAs.
 
     See docs/measurements/workload_g_h200_trace_lora.json.gz.
     """
@@ -127,10 +125,10 @@ def takes_whole_sms(program: Program, step: Step, rows: int, gpu: Gpu) -> bool:
 
 
 def busy_sms(program: Program, step: Step, rows: int, gpu: Gpu) -> float | None:
-    """The SMs that a step's programs keep busy under its budget; None: as many as without one.
+    """Return the SMs that a step's programs use under its budget; None: as many as without one.
 
-    A budget is a number of programs. It takes nothing from a linear that has fewer, and a LoRA kernel's programs go
-    round once more (`_rounds`).
+    A budget is a number of programs. It does not change a linear with fewer, and a LoRA kernel loops instead
+    (`_rounds`).
     """
     if step.sm_budget is None or step.op != "sidestream.linear_8bit":
         return None
@@ -139,7 +137,7 @@ def busy_sms(program: Program, step: Step, rows: int, gpu: Gpu) -> float | None:
 
 
 def extra_seconds(program: Program, step: Step, rows: int, gpu: Gpu, assume: Assumptions) -> float:
-    """What a step's arguments add to the latency of its kind: the entries of `Extra` that apply."""
+    """Return the sum of the entries of `Extra` that apply to a step."""
     share, arguments, seconds = min(rows, FULL_ROWS) / FULL_ROWS, dict(named_arguments(step)), 0.0
     if step.op.endswith("_quant"):
         seconds += Extra.QUANTIZES
@@ -171,9 +169,7 @@ def extra_seconds(program: Program, step: Step, rows: int, gpu: Gpu, assume: Ass
 
 
 def _rounds(program: Program, step: Step, arguments: Mapping[str, Any], gpu: Gpu, assume: Assumptions) -> int:
-    """How many pieces of work a program of a LoRA kernel does one after the other; 0: the launch has a program for each
-    piece.
-    """
+    """Return the loop count of a LoRA kernel's programs; 0: the launch has a program for each piece of work."""
     if step.op == "sidestream.lora_shrink" and step.sm_budget is not None:
         slots, ranks, k = arguments["a"].shape
         splits = arguments["splits"]
@@ -198,9 +194,8 @@ def _split(program: Program, step: Step, rows: int, gpu: Gpu, sms: int) -> WorkS
 
 
 def _weight(program: Program, step: Step) -> View:
-    return next(
-        view for view in step.inputs() if program.by_name[view.buffer].kind == "weight" and len(view.shape) == 2
-    )
+    weights = (view for view in step.inputs() if program.by_name[view.buffer].kind == "weight")
+    return next(view for view in weights if len(view.shape) == 2)
 
 
 def _is_int8(program: Program, step: Step) -> bool:
@@ -216,6 +211,6 @@ def _config(program: Program, step: Step, rows: int, gpu: Gpu) -> LinearConfig:
 
 
 def _tuned(program: Program, step: Step, rows: int) -> bool:
-    """Whether a table of measured configurations has the linear's shape (int8 takes e4m3's where it has none)."""
+    """Whether a table of measured configurations has the linear's shape (int8 falls back to e4m3's)."""
     place = (*_weight(program, step).shape, padded_tokens(rows))
     return any(place in tuned_table(table_op("linear_8bit", int8)) for int8 in {False, _is_int8(program, step)})

@@ -1,7 +1,6 @@
-"""What the kernels of programs take of a GPU, read from their machine code: each different launch is compiled ahead of
-time and not run.
+"""Registers, shared memory and warps of programs' kernels, from machine code compiled ahead of time.
 
-Strides of the tensors are the program's; their addresses count as aligned, as the arena's are.
+Strides of the tensors are the program's; addresses count as aligned, as the arena's are.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,9 +29,9 @@ Found = TypeVar("Found")
 class Resources:
     """Registers and spilled registers a thread, bytes of shared memory a CTA, and warps.
 
-    target    what was compiled for ("sm_90"); "" when nothing was
+    target    compilation target ("sm_90"); "" when nothing was compiled
     variants  (kernel such as `ops.elementwise.rms_norm._rms_norm_kernel`, its figures): each different specialisation
-    launches  program name -> for each step the numbers of the variants that it launches, in order
+    launches  program name -> for each step the indices of its variants, in launch order
     refused   op -> why a launch of it was not compiled
 
     A step without launches calls another library (cuBLAS in `linear_8bit` of many tokens).
@@ -55,16 +54,13 @@ class Resources:
 
 
 def program_resources(programs: Sequence[Program], wrap: Wrap = iter) -> Resources:
-    """Compiles what the steps of `programs` launch, for the GPU at hand or else for sm_90. `wrap`: shows progress over
-    the different launches.
+    """Compile the launches of `programs` for the GPU at hand or sm_90. `wrap` shows progress over the different
+    launches.
 
-    A launch that can't be compiled is named in `refused`, the others are not affected. Steps of other libraries launch
-    nothing of ours.
+    A launch that can't be compiled is in `refused`. Steps of other libraries have none.
     """
     if INTERPRETED:
-        raise RuntimeError(
-            "the kernels' resources can't be read while TRITON_INTERPRET=1: nothing is compiled then; unset it"
-        )
+        raise RuntimeError("nothing is compiled while TRITON_INTERPRET=1; unset it to read the kernels' resources")
     keys, first = _different_launches(programs)
     target = target_here()
     variants: dict[tuple[str, tuple[tuple[str, int], ...]], int] = {}
@@ -89,8 +85,9 @@ def program_resources(programs: Sequence[Program], wrap: Wrap = iter) -> Resourc
 
 
 def launched_kernels(programs: Sequence[Program]) -> dict[str, list[list[str]]]:
-    """Program name -> for each step the kernels that it launches on Hopper, in order, named as `Resources` names them.
-    Nothing is compiled. A step whose launch needs a device to decide has none, as those of other libraries.
+    """Return program name -> for each step its kernels on Hopper, in order, named as in `Resources`, without compiling.
+
+    Steps of other libraries, and launches that need a device to decide, have none.
     """
     if INTERPRETED:
         return {program.name: [[] for _ in program.steps] for program in programs}
@@ -108,7 +105,7 @@ def launched_kernels(programs: Sequence[Program]) -> dict[str, list[list[str]]]:
 def _different_launches(
     programs: Sequence[Program],
 ) -> tuple[dict[tuple[str, int], str], dict[str, tuple[Op, Program, Step]]]:
-    """(program name, index of a step) -> its key, for ops of ours; key -> the first step that has it."""
+    """Return (program name, step index) -> key, for our ops; and key -> the first step with it."""
     keys: dict[tuple[str, int], str] = {}
     first: dict[str, tuple[Op, Program, Step]] = {}
     for program in programs:
@@ -121,7 +118,7 @@ def _different_launches(
 
 
 def _on_meta(call: Callable[..., list[Found]], op: Op, program: Program, step: Step) -> list[Found]:
-    """`call` (compile_launch or name_launches) of a step's launch, with meta tensors for arguments."""
+    """Apply `call` (compile_launch or name_launches) to a step's launch with meta tensors."""
     args, outs = [_value(program, value) for value in step.args], tuple(_meta(program, view) for view in step.outs)
     # cuBLAS brings kernels of its own; meta tensors can't call it
     with patch.object(torch, "_scaled_mm", lambda *_, out, **__: out):
@@ -129,9 +126,9 @@ def _on_meta(call: Callable[..., list[Found]], op: Op, program: Program, step: S
 
 
 def _figures(code: MachineCode) -> tuple[str, tuple[tuple[str, int], ...]]:
-    """A kernel's name and figures.
+    """Return a kernel's name and figures.
 
-    Words of the stack count as spilled registers where instructions move them: a frame may also be merely reserved.
+    Stack words count as spilled registers only if instructions move them: a frame may also be merely reserved.
     """
     spills = -(-code.local_bytes // 4) if code.local_bytes and code.spills else 0
     figures = (
@@ -144,7 +141,7 @@ def _figures(code: MachineCode) -> tuple[str, tuple[tuple[str, int], ...]]:
 
 
 def _key(program: Program, step: Step) -> str:
-    """Equal for launches that compile to the same machine code."""
+    """Return a key that is equal for launches with the same machine code."""
     parts = [_described(program, value) for value in (*step.args, *step.outs)]
     return f"{step.op}({', '.join(parts)}) {step.sm_budget} {step.pdl}"
 
@@ -164,6 +161,5 @@ def _value(program: Program, value: Any) -> Any:
 
 
 def _meta(program: Program, view: View) -> torch.Tensor:
-    return torch.empty_strided(
-        view.shape, view.stride, dtype=view.dtype or program.by_name[view.buffer].dtype, device="meta"
-    )
+    dtype = view.dtype or program.by_name[view.buffer].dtype
+    return torch.empty_strided(view.shape, view.stride, dtype=dtype, device="meta")

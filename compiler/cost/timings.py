@@ -1,6 +1,4 @@
-"""What was found out about a compilation by running or compiling its kernels, apart from what is the same
-everywhere: seconds, registers, shared memory.
-"""
+"""Results of running or compiling a program's kernels, as a file: seconds, registers, shared memory."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,9 +19,9 @@ class Timings:
     """The content of `timings.json`.
 
     passes     pass name -> seconds
-    steps      program name -> (start, end) of each step in seconds, by index: one replay of `profile.capture_profile`
-    resources  what the kernels take of the GPU
-    device     on which the steps were measured: "cpu", or a GPU's name; "" when they were not, or it is not known
+    steps      program name -> (start, end) of each step in seconds, in one replay of `profile.capture_profile`
+    resources  resources of the kernels
+    device     device of the steps: "cpu", or a GPU's name; "" if unknown
     """
 
     passes: Mapping[str, float] = field(default_factory=dict)
@@ -32,7 +30,7 @@ class Timings:
     device: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         steps = {name: [list(place) for place in places] for name, places in self.steps.items()}
         return {
             "passes": dict(self.passes),

@@ -18,7 +18,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from .nodes import last_placeholder
+from .nodes import fake_mode_of, last_placeholder
 from .recipe import param
 
 ADAPTER_SUFFIXES = (".lora_a", ".lora_b")
@@ -86,9 +86,7 @@ def capture_module(
         node = placeholders[spec.arg.name]
         kind = KINDS.get(spec.kind)
         if kind is None:
-            raise CaptureError(
-                f"{type(module).__name__} has an input of kind {spec.kind}, which Sidestream doesn't know"
-            )
+            raise CaptureError(f"{type(module).__name__} has an input of kind {spec.kind}, which is not supported")
         if kind == "weight" and spec.target is not None:
             node.meta["recipe"] = param(spec.target)
             if spec.target.endswith(ADAPTER_SUFFIXES):
@@ -121,8 +119,8 @@ def _import_tracer() -> None:
     """Import torch's tracer, which takes seconds; a start from cached programs does not need it.
 
     The import calls tempfile.gettempdir(), which writes a file. On a full disk the import would fail half-way, and
-    again
-    later, since torch cannot register its ops twice. So a directory is set here; the tracer itself writes no file.
+    again later, since torch cannot register its ops twice. So a directory is set here; the tracer itself writes no
+    file.
     """
     try:
         tempfile.gettempdir()
@@ -152,9 +150,8 @@ def _constants_to_inputs(graph_module: fx.GraphModule, constants: dict[str, torc
             new = graph.placeholder(node.name + "_constant")
         new.meta.update(node.meta, kind="weight", recipe=param(name))
         if "val" not in new.meta:
-            mode = next(
-                other.meta["val"].fake_mode for other in graph.nodes if hasattr(other.meta.get("val"), "fake_mode")
-            )
+            mode = fake_mode_of(graph)
+            assert mode is not None
             new.meta["val"] = mode.from_tensor(value)
         node.replace_all_uses_with(new)
         graph.erase_node(node)

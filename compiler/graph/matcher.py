@@ -82,7 +82,6 @@ class Name(Pattern):
     kind: str
 
     def match(self, value: Any, state: Match, miss: Mismatch) -> Iterator[Match]:
-        """Bind the name to `value`, or compare with its earlier binding."""
         if self.name in state.bound:
             if state.bound[self.name] is value or (not isinstance(value, fx.Node) and state.bound[self.name] == value):
                 yield state
@@ -106,7 +105,6 @@ class Call(Pattern):
     name: str | None = None
 
     def match(self, value: Any, state: Match, miss: Mismatch) -> Iterator[Match]:
-        """Match a call of one of the targets with matching arguments, in either order if commutative."""
         if not isinstance(value, fx.Node) or value.op != "call_function" or value.target not in self.targets:
             wanted = " or ".join(str(target) for target in self.targets)
             miss.note(state, f"expected {wanted}, found {describe(value)}")
@@ -131,7 +129,6 @@ class Through(Pattern):
     inner: Pattern
 
     def match(self, value: Any, state: Match, miss: Mismatch) -> Iterator[Match]:
-        """Match `value` itself, or the source of any number of these calls."""
         if isinstance(value, fx.Node) and value.op == "call_function" and value.target in self.targets:
             found = state._copy()
             found.nodes.append(value)
@@ -146,7 +143,6 @@ class Either(Pattern):
     choices: tuple[Pattern, ...]
 
     def match(self, value: Any, state: Match, miss: Mismatch) -> Iterator[Match]:
-        """Yield the matches of each choice."""
         for choice in self.choices:
             yield from choice.match(value, state, miss)
 
@@ -234,8 +230,7 @@ def find(
     """Return all matches of `pattern`, and a reason for each near-miss.
 
     A near-miss is an unmatched node with the target `anchor`, the op that identifies the idiom. `where` may return a
-    reason
-    to refuse a match. Matches don't overlap: the first in the graph wins.
+    reason to refuse a match. Matches don't overlap: the first in the graph wins.
     """
     matches: list[Match] = []
     taken: set[fx.Node] = set()

@@ -20,11 +20,8 @@ def quantize_weight(
     """weight [..., K] -> (values [..., K] of `dtype`, fp32 scale [...]), as `ops.quantize_rowwise`, block by block."""
     values = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
     scales = torch.empty(weight.shape[:-1], dtype=torch.float32, device=weight.device)
-    rows, flat_values, flat_scales = (
-        weight.reshape(-1, weight.shape[-1]),
-        values.view(-1, weight.shape[-1]),
-        scales.view(-1),
-    )
+    rows, width = weight.reshape(-1, weight.shape[-1]), weight.shape[-1]
+    flat_values, flat_scales = values.view(-1, width), scales.view(-1)
     for first in range(0, rows.shape[0], ROWS_AT_ONCE):
         part = slice(first, first + ROWS_AT_ONCE)
         flat_values[part], flat_scales[part] = quantize_rowwise_reference(rows[part], dtype, rotate)
@@ -98,20 +95,13 @@ def _evaluate(
         memo[recipe] = quantize_weight(first, getattr(torch, attrs["dtype"]), attrs["rotate"])
         return memo[recipe]
     if recipe.op == "cat":
-        device = next(
-            (operand.device for operand, arg in zip(operands, recipe.args, strict=True) if arg.op != "zeros"),
-            first.device,
-        )
+        devices = [operand.device for operand, arg in zip(operands, recipe.args, strict=True) if arg.op != "zeros"]
+        device = devices[0] if devices else first.device
         return torch.cat([operand.to(device) for operand in operands], dim=attrs["dim"])
     if recipe.op == "pad":
         missing = attrs["size"] - first.shape[attrs["dim"]]
-        return torch.cat(
-            [
-                first,
-                first.new_zeros([missing if dim == attrs["dim"] else size for dim, size in enumerate(first.shape)]),
-            ],
-            dim=attrs["dim"],
-        )
+        shape = [missing if dim == attrs["dim"] else size for dim, size in enumerate(first.shape)]
+        return torch.cat([first, first.new_zeros(shape)], dim=attrs["dim"])
     if recipe.op == "slice":
         return _slice(first, **attrs)
     if recipe.op == "unsqueeze":
@@ -135,9 +125,8 @@ def _evaluate(
             shape[0] = exponents.shape[0]
         return first * torch.exp2(attrs["sign"] * exponents).to(first.dtype).view(shape)
     if recipe.op == "key_balance":
-        return key_balance_factors(
-            first, operands[1], operands[2], attrs["kv_heads"], attrs["width"], tuple(operands[3:])
-        )
+        query, key, gain, *biases = operands
+        return key_balance_factors(query, key, gain, attrs["kv_heads"], attrs["width"], tuple(biases))
     if recipe.op == "norm_balance":
         energies = [weight.float().square().view(2, -1).mean(0) for weight in operands]
         return balance_of(*energies).expand(attrs["kv_heads"], -1)

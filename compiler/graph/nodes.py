@@ -71,9 +71,8 @@ def _parameters(target: Any) -> dict[str, Any]:
     if target.namespace == NAMESPACE:  # the schema writes a dtype as a number, the signature as a dtype
         own = signature(OPS[target._opname].reference).parameters
         return {name: _REQUIRED if each.default is each.empty else each.default for name, each in own.items()}
-    return {
-        each.name: each.default_value if each.has_default_value() else _REQUIRED for each in target._schema.arguments
-    }
+    arguments = target._schema.arguments
+    return {each.name: each.default_value if each.has_default_value() else _REQUIRED for each in arguments}
 
 
 class Bound:
@@ -131,7 +130,7 @@ def set_operands(node: fx.Node, **values: Any) -> None:
     node.args, node.kwargs = tuple(args), kwargs
 
 
-def carried(node: fx.Node, op: Op, **more: Any) -> tuple[Any, ...]:
+def operands_for(node: fx.Node, op: Op, **more: Any) -> tuple[Any, ...]:
     """Return arguments for a call of `op` in place of the call `node`: from `more`, else from the node, else the
     default.
 

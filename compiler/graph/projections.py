@@ -51,22 +51,21 @@ def _sum_of(node: fx.Node) -> fx.Node | None:
     return users[0] if len(users) == 1 and is_call(users[0], aten.add.Tensor) else None
 
 
-def made_by(value: Any, changed: str) -> list[tuple[fx.Node, int]]:
+def producing_weights(value: Any, changed: str) -> list[tuple[fx.Node, int]]:
     """Return the weights that produce a value's channels, each with the dimension of the channels.
 
     These are its projection's weight, its bias, and B of its adapters. `changed`: what happens to them, for the
-    reasons.
-    Raises Refused for a value with another producer or more than one reader.
+    reasons. Raises Refused for a value with another producer or more than one reader.
     """
     if isinstance(value, fx.Node) and len(value.users) != 1:
         raise Refused(f"{value.name} is read by {len(value.users)} nodes")
     base, bias = split_bias(value) if isinstance(value, fx.Node) else (value, None)
     if bias is not None:
-        return [*made_by(through_views(base), changed), (loaded(bias, changed), 0)]
+        return [*producing_weights(through_views(base), changed), (loaded(bias, changed), 0)]
     if is_call(value, aten.add.Tensor):
         parts = [through_views(part) for part in (bind(value).self, bind(value).other)]
         parts.sort(key=lambda part: is_call(part, lora))
-        return [found for part in parts for found in made_by(part, changed)]
+        return [found for part in parts for found in producing_weights(part, changed)]
     if is_call(value, lora):
         return [(loaded(bind(value).b, changed), 1)]
     if is_call(value, aten.linear.default) and bind(value).bias is None:
@@ -76,12 +75,11 @@ def made_by(value: Any, changed: str) -> list[tuple[fx.Node, int]]:
     )
 
 
-def read_by(value: fx.Node, changed: str) -> list[tuple[fx.Node, int]]:
+def reading_weights(value: fx.Node, changed: str) -> list[tuple[fx.Node, int]]:
     """Return the weights that read a value's channels, each with the dimension of the channels.
 
-    These are the projections' weights and A of their adapters. `changed`: as in `made_by`. Raises Refused for
-    any other
-    reader.
+    These are the projections' weights and A of their adapters. `changed`: as in `producing_weights`. Raises Refused for
+    any other reader.
     """
     found, waiting = [], [value]
     while waiting:

@@ -62,9 +62,7 @@ class Recipe:
             raise RecipeError(f"unknown recipe op {self.op!r}; known: {', '.join(sorted(_SHAPES))}")
         count, names = _SHAPES[self.op]
         if not all(isinstance(arg, Recipe) for arg in self.args):
-            raise RecipeError(
-                f"recipe {self.op!r} takes recipes as operands, got {[type(arg).__name__ for arg in self.args]}"
-            )
+            raise RecipeError(f"recipe {self.op!r} takes recipes, got {[type(arg).__name__ for arg in self.args]}")
         if len(self.args) != count if count is not None else not self.args:
             raise RecipeError(
                 f"recipe {self.op!r} takes {count if count is not None else 'one or more'} operands, got "
@@ -160,9 +158,8 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Recipe:
 def hadamard(recipe: Recipe, dim: int, width: int) -> Recipe:
     """Apply a normalised Walsh-Hadamard transform to each block of `width` (a power of two) along `dim`.
 
-    Computed in fp32, rounded once to the tensor's dtype. Rotating the outputs of one weight (W_v, B_v) and the
-    inputs of its
-    consumer (W_o, A_o) leaves the product unchanged.
+    Computed in fp32, rounded once to the tensor's dtype. Rotating the outputs of one weight (W_v, B_v) and the inputs
+    of its consumer (W_o, A_o) leaves the product unchanged.
     """
     return Recipe("hadamard", (recipe,), {"dim": dim, "width": width})
 
@@ -186,12 +183,9 @@ def key_balance(
     """fp32 [kv_heads, width / 2]: factor of the keys for each RoPE pair of each KV head (`rope_append`).
 
     query [HQ * width, K], key [kv_heads * width, K], gain [K] of the norm before both; `biases` of q and k. A pair's
-    size is
-    the norm of its rows times the gain, and of its biases. sqrt(size in q / size in k) makes both equal, which
-    minimises
-    |q| |k| and so the error of a score. Rounded to a power of two, so that only the quantizer's rounding changes; 1
-    where a
-    pair is zero.
+    size is the norm of its rows times the gain, and of its biases. sqrt(size in q / size in k) makes both equal, which
+    minimises |q| |k| and so the error of a score. Rounded to a power of two, so that only the quantizer's rounding
+    changes; 1 where a pair is zero.
     """
     return Recipe("key_balance", (query, key, gain, *biases), {"kv_heads": kv_heads, "width": width})
 
@@ -252,8 +246,7 @@ def rounded(values: Recipe, index: int) -> Recipe:
     part.
 
     The tensor's name is `rounded_name`. The operand is what was rounded; it is not evaluated. The whole weight was
-    rounded: a
-    slice of it takes a slice of the values, and a slice of columns the scales of the whole rows.
+    rounded: a slice of it takes a slice of the values, and a slice of columns the scales of the whole rows.
     """
     (packed,) = values.args
     parts = packed.args if packed.op == "cat" and packed.attrs["dim"] == 0 else (packed,)

@@ -1,6 +1,6 @@
-"""What changed between two dumps: options, passes, kernels, bytes, estimated time.
+"""Differences of two dumps: options, passes, kernels, bytes, estimated time.
 
-Reads `summary.json` and each `program.json`, nothing else.
+Reads `summary.json` and each `program.json`.
 """
 
 import json
@@ -17,7 +17,7 @@ from ..program.program import Program
 
 
 class DumpError(ValueError):
-    """A directory that holds no dump, or a damaged one."""
+    """A directory without a dump, or with a damaged one."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,7 @@ class Dump:
 
 
 def read_dump(directory: str | Path) -> Dump:
-    """Reads what `dump` wrote.
-
-    Raises DumpError for a directory without a dump or with a malformed one, ProgramError for a malformed program.
-    """
+    """Read a directory of `dump`. Raises DumpError, and ProgramError for a malformed program."""
     root = Path(directory)
     path = root / "summary.json"
     if not path.is_file():
@@ -47,17 +44,16 @@ def read_dump(directory: str | Path) -> Dump:
         names = list(summary["programs"])
         places = [root / "program.json"] if len(names) == 1 else [root / name / "program.json" for name in names]
         programs = [Program.load(place) for place in places]
-        return Dump(
-            summary["version"], summary["options"] or {}, passes, {program.name: program for program in programs}
-        )
+        by_name = {program.name: program for program in programs}
+        return Dump(summary["version"], summary["options"] or {}, passes, by_name)
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise DumpError(
-            f"{path} is no summary of a dump ({type(error).__name__}: {error}); dump again with this release"
+            f"{path} is no summary ({type(error).__name__}: {error}); dump again with this release"
         ) from error
 
 
 def difference(first: Dump, second: Dump) -> dict[str, Any]:
-    """What `second` has otherwise than `first`, as plain values; what is the same is left out."""
+    """Return the differences as plain values; equal parts are left out."""
     return {
         "version": None if first.version == second.version else [first.version, second.version],
         "options": {
@@ -84,10 +80,8 @@ def _pass(first: Mapping[str, Any] | None, second: Mapping[str, Any] | None) -> 
     found: dict[str, Any] = {}
     if first["matches"] != second["matches"]:
         found["matches"] = [first["matches"], second["matches"]]
-    gone, new = (
-        Counter(first["rejected"]) - Counter(second["rejected"]),
-        Counter(second["rejected"]) - Counter(first["rejected"]),
-    )
+    old, now = Counter(first["rejected"]), Counter(second["rejected"])
+    gone, new = old - now, now - old
     if gone or new:
         found["rejected"] = {"gone": sorted(gone.elements()), "new": sorted(new.elements())}
     changes = [_moves(entry) for entry in (first, second)]
@@ -97,7 +91,7 @@ def _pass(first: Mapping[str, Any] | None, second: Mapping[str, Any] | None) -> 
 
 
 def _moves(entry: Mapping[str, Any]) -> dict[str, int]:
-    """op -> how many more (fewer) a pass left."""
+    """Return op -> calls that a pass added (or removed)."""
     change = Counter(entry["ops_after"])
     change.subtract(entry["ops_before"])
     return {op: count for op, count in sorted(change.items()) if count}
@@ -134,7 +128,7 @@ def _figures(program: Program) -> dict[str, float]:
 
 
 def as_text(found: Mapping[str, Any]) -> str:
-    """`difference`'s values for a terminal."""
+    """Return `difference`'s values as text."""
     parts = []
     if found["version"]:
         parts.append("version: {} -> {}\n".format(*found["version"]))
@@ -165,10 +159,8 @@ def _pass_text(change: Mapping[str, Any]) -> str:
     if "matches" in change:
         words.append("{} -> {} matches".format(*change["matches"]))
     if "kernels" in change:
-        sides = [
-            ", ".join(f"{count:+d} {op}" for op, count in side.items()) or "no change" for side in change["kernels"]
-        ]
-        words.append(f"kernels {sides[0]} -> {sides[1]}")
+        sides = (", ".join(f"{count:+d} {op}" for op, count in side.items()) for side in change["kernels"])
+        words.append(f"kernels {' -> '.join(side or 'no change' for side in sides)}")
     lines = [
         f"\n  {word} refused: {reason}"
         for word, key in (("no longer", "gone"), ("newly", "new"))

@@ -1,6 +1,4 @@
-"""A program's schedule as a picture: time runs down, main stream left, side stream right, waits as arrows between
-them.
-"""
+"""A program's schedule as SVG: time runs down, main stream left, side stream right, waits as arrows."""
 
 from collections.abc import Sequence
 from html import escape
@@ -37,15 +35,14 @@ COLOURS = {
 
 
 def schedule_svg(program: Program, timing: Sequence[Placed]) -> str:
-    """The schedule as SVG text; `timing` (from `cost.estimate`) is shown with each step."""
+    """Return the schedule as SVG text; `timing` (from `estimate`) is shown with each step."""
     lanes = ["main", "side"] if any(step.stream == "side" for step in program.steps) else ["main"]
     left = {"main": MARGIN, "side": MARGIN + WIDTH + GAP}
     width = MARGIN * 2 + WIDTH * len(lanes) + GAP * (len(lanes) - 1)
     height = HEAD + ROW * len(program.steps) + MARGIN
     total = max((placed.end for placed in timing), default=0.0) * 1e6
-    headline = (
-        f"{program.name}: {len(program.steps)} steps, about {total:.1f} us, arena {program.arena_bytes / 2**20:.2f} MiB"
-    )
+    arena = f"arena {program.arena_bytes / 2**20:.2f} MiB"
+    headline = f"{program.name}: {len(program.steps)} steps, about {total:.1f} us, {arena}"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">',
         f"<style>{STYLE}</style>",

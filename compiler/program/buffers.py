@@ -35,8 +35,7 @@ class Buffer:
     """Named memory.
 
     `temp` buffers are in the arena at byte `offset`; other kinds are tensors of their own (offset None). `life`: the
-    first
-    and last step that access it (-1, -1: none). `stride` in elements, None = contiguous.
+    first and last step that access it (-1, -1: none). `stride` in elements, None = contiguous.
     """
 
     name: str
@@ -117,7 +116,7 @@ def describe_view(view: View, buffers: Mapping[str, Buffer]) -> str:
     return f"{short_dtype(view.dtype or buffers[view.buffer].dtype)}[{', '.join(map(str, view.shape))}]"
 
 
-# JSON: views, dtypes and the like are objects with one telling key; numbers, strings, booleans and None stand for
+# JSON: views, dtypes and the like are objects with one key; numbers, strings, booleans and None encode
 # themselves.
 
 

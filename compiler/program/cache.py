@@ -1,8 +1,8 @@
 """Programs kept on disk between runs, so that a restart neither captures the model nor runs the passes.
 
 The key is a hash of the releases, the sources, the model's config, the options, the pass list and the bucket. The
-number
-of KV pages depends on free memory, so it is not in the key and is set on load. Deleting the directory is always safe.
+number of KV pages depends on free memory, so it is not in the key and is set on load. Deleting the directory is always
+safe.
 """
 
 import hashlib
@@ -94,7 +94,7 @@ class ProgramStore:
         return self.path(key)
 
 
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 def _name(key: str) -> str:
@@ -123,8 +123,8 @@ class ProgramCache:
         try:
             self.store.save(self._key(bucket), with_pages(program, 1))
         except OSError as error:
-            if str(error) not in _told:  # one line a reason: of the other programs the same is true
-                _told.add(str(error))
+            if str(error) not in _warned:  # one line a reason, not one a program
+                _warned.add(str(error))
                 log.warning(
                     "the program %s is not kept for the next start: %s; free space there, or set SIDESTREAM_CACHE",
                     bucket.name,
@@ -157,11 +157,9 @@ def _with_pages(program: dict[str, Any], pages: int) -> dict[str, Any]:
         return tuple(map(resized, value)) if isinstance(value, tuple) else value
 
     def step(each: Step) -> Step:
-        return (
-            replace(each, args=resized(each.args), kwargs=resized(each.kwargs))
-            if concerned((each.args, each.kwargs))
-            else each
-        )
+        if not concerned((each.args, each.kwargs)):
+            return each
+        return replace(each, args=resized(each.args), kwargs=resized(each.kwargs))
 
     buffers = tuple(
         replace(buffer, shape=(pages, *buffer.shape[1:])) if buffer.name in caches else buffer

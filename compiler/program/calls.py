@@ -71,10 +71,9 @@ def out_overload(name: str) -> tuple[torch._ops.OpOverload, tuple[str, ...]] | N
     packet = overload.overloadpacket
     for variant in packet.overloads():
         candidate = getattr(packet, variant)
-        outs = [argument.name for argument in candidate._schema.arguments if argument.is_out]
-        others = [
-            (argument.name, str(argument.type)) for argument in candidate._schema.arguments if not argument.is_out
-        ]
+        arguments = candidate._schema.arguments
+        outs = [argument.name for argument in arguments if argument.is_out]
+        others = [(argument.name, str(argument.type)) for argument in arguments if not argument.is_out]
         missing = {name for name, _ in wanted} - {name for name, _ in others}
         if len(outs) != len(overload._schema.returns) or not missing <= FROM_OUT:
             continue

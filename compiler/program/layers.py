@@ -73,10 +73,8 @@ def spans(layers: Iterable[int]) -> str:
 def _own_layer(node: fx.Node) -> int | None:
     if node.op == "placeholder":
         return _layer_of_sources(node.name, node.meta.get("recipe"))
-    found = [
-        layer for path, _ in node.meta.get("nn_module_stack", {}).values() if (layer := layer_of_name(path)) is not None
-    ]
-    return found[-1] if found else None
+    layers = [layer_of_name(path) for path, _ in node.meta.get("nn_module_stack", {}).values()]
+    return next((layer for layer in reversed(layers) if layer is not None), None)
 
 
 def _layer_of_sources(name: str, recipe: Recipe | None) -> int | None:

@@ -1,8 +1,8 @@
 """Lower a static graph to operations on buffers: views fold away, every result gets memory."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ def lower(graph: fx.Graph) -> Draft:
 class _Lowering:
     def __init__(self) -> None:
         self.draft = Draft()
-        self.homes: dict[int, str] = {}  # a meta tensor's storage -> the buffer that stands for it
+        self.homes: dict[int, str] = {}  # a meta tensor's storage -> its buffer
 
     def run(self, graph: fx.Graph) -> Draft:
         for node in graph.nodes:
@@ -105,16 +105,11 @@ class _Lowering:
         if not isinstance(node.target, torch._ops.OpOverload):
             raise ProgramError(f"{node.name} calls {op_name(node)}, which is not a registered op")
         if fresh and len(fresh) != len(results):
-            raise ProgramError(
-                f"{node.name} = {op_name(node)}(...) returns new tensors and views of its arguments at once"
-            )
+            raise ProgramError(f"{node.name} = {op_name(node)}(...) returns both new tensors and views of arguments")
         args, kwargs = _by_schema(node)
         arguments = tuple(self._argument(value) for value in args)
         keywords = tuple((name, self._argument(value)) for name, value in kwargs.items())
-        inputs = frozenset(
-            self.homes[_storage(value)] for source in node.all_input_nodes for value in _tensors(source.meta["val"])
-        )
-        writes = {self.homes[_storage(value)] for source in written for value in _tensors(source.meta["val"])}
+        inputs, writes = self._buffers_of(node.all_input_nodes), self._buffers_of(written)
         self._place(node.name, fresh)
         outs = tuple(self._view(value) for value in fresh)
         writes.update(view.buffer for view in outs)
@@ -126,12 +121,15 @@ class _Lowering:
                 arguments,
                 keywords,
                 outs,
-                inputs,
+                frozenset(inputs),
                 frozenset(writes),
                 side,
                 node.meta.get("sm_share"),
             )
         )
+
+    def _buffers_of(self, nodes: Iterable[fx.Node]) -> set[str]:
+        return {self.homes[_storage(value)] for node in nodes for value in _tensors(node.meta["val"])}
 
     def _place(self, name: str, fresh: list[torch.Tensor]) -> None:
         """Add a buffer for each new storage: of the tensor's shape if it is the whole storage, else flat."""
@@ -154,10 +152,7 @@ class _Lowering:
         outputs = tuple(self._argument(value) for value in values)
         for view in outputs:
             if isinstance(view, View) and self.draft.buffers[view.buffer].kind == "temp":
-                buffer = self.draft.buffers[view.buffer]
-                self.draft.buffers[view.buffer] = Buffer(
-                    buffer.name, "output", buffer.shape, buffer.dtype, stride=buffer.stride
-                )
+                self.draft.buffers[view.buffer] = replace(self.draft.buffers[view.buffer], kind="output")
         self.draft.outputs = outputs
 
 

@@ -31,8 +31,7 @@ def plan_memory(buffers: Mapping[str, Buffer], steps: Sequence[Step]) -> tuple[t
     """Return buffers with offsets (multiples of 256) and lives, and the arena's size in bytes.
 
     Largest first, each at the lowest offset without a conflict; buffers conflict unless all accesses of one happen
-    before
-    the other's.
+    before the other's.
     """
     used = accesses(steps)
     placed = {

@@ -107,8 +107,7 @@ class Step:
 @dataclass(frozen=True)
 class Program:
     """A compiled step. `steps` are in an order that is valid on one stream too; `outputs` are views or plain values.
-    `passes` is
-    a report about the static passes.
+    `passes` is a report about the static passes.
 
     Raises ProgramError for inconsistent names, indices or offsets.
     """
@@ -195,11 +194,8 @@ _MOST_VALUES = 1 << 16
 def _decode_program(text: bytes, edit: Edit | None = None) -> Program:
     try:
         sections = _SECTIONS.decode(text)
-        plain = {
-            name: msgspec.json.decode(raw)
-            for name, raw in sections.items()
-            if name not in ("buffers", "steps", "recipes")
-        }
+        large = ("buffers", "steps", "recipes")
+        plain = {name: msgspec.json.decode(raw) for name, raw in sections.items() if name not in large}
     except msgspec.ValidationError as error:
         raise ProgramError(f"a program is a JSON object ({error})") from error
     except msgspec.DecodeError as error:
@@ -248,9 +244,8 @@ def _recipe(text: bytes) -> Recipe:
 
 def _encode_fields(item: Any) -> dict[str, Any]:
     values = {entry.name: getattr(item, entry.name) for entry in fields(item)}
-    return {
-        name: dtype_name(value) if isinstance(value, torch.dtype) else encode(value) for name, value in values.items()
-    }
+    dtypes = {name: dtype_name(value) for name, value in values.items() if isinstance(value, torch.dtype)}
+    return {name: dtypes[name] if name in dtypes else encode(value) for name, value in values.items()}
 
 
 def _validate(program: Program) -> None:
@@ -260,12 +255,9 @@ def _validate(program: Program) -> None:
             raise ProgramError(f"two buffers are named {buffer.name!r}")
         if buffer.kind not in KINDS:
             raise ProgramError(f"buffer {buffer.name!r} has the unknown kind {buffer.kind!r}")
-        if any(not isinstance(size, int) or size < 0 for size in buffer.shape) or len(buffer.strides) != len(
-            buffer.shape
-        ):
-            raise ProgramError(
-                f"buffer {buffer.name!r} has the impossible shape {buffer.shape} with strides {buffer.strides}"
-            )
+        sizes = all(isinstance(size, int) and size >= 0 for size in buffer.shape)
+        if not sizes or len(buffer.strides) != len(buffer.shape):
+            raise ProgramError(f"buffer {buffer.name!r} has the shape {buffer.shape} with strides {buffer.strides}")
         if (buffer.kind == "temp") != isinstance(buffer.offset, int):
             raise ProgramError(
                 f"buffer {buffer.name!r}: exactly the temp buffers have an offset in the arena, this {buffer.kind} "
@@ -273,7 +265,7 @@ def _validate(program: Program) -> None:
             )
         if buffer.offset is not None and (buffer.offset < 0 or buffer.offset + buffer.nbytes > program.arena_bytes):
             raise ProgramError(
-                f"buffer {buffer.name!r} at {buffer.offset} + {buffer.nbytes} bytes lies outside the arena of "
+                f"buffer {buffer.name!r} at {buffer.offset} + {buffer.nbytes} bytes is outside the arena of "
                 f"{program.arena_bytes} bytes"
             )
         buffers[buffer.name] = buffer
@@ -315,10 +307,8 @@ def _fits(view: View, buffer: Buffer) -> bool:
         return True  # most are whole buffers
     if len(view.shape) != len(view.stride) or view.offset < 0:
         return False
-    return (
-        0 in view.shape
-        or (view.offset + span(view.shape, view.stride)) * (view.dtype or buffer.dtype).itemsize <= buffer.nbytes
-    )
+    end = (view.offset + span(view.shape, view.stride)) * (view.dtype or buffer.dtype).itemsize
+    return 0 in view.shape or end <= buffer.nbytes
 
 
 def _misfit(view: View, buffer: Buffer | None, where: str) -> ProgramError:

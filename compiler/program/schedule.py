@@ -112,7 +112,7 @@ def schedule(
     sm_count     SMs of the GPU
     side_share   share of the SMs for side steps (their own `sm_share` first); concurrent main steps get the rest.
     None: no
-                 limits, the fastest for LoRA, whose many small CTAs fit next to those of the base GEMMs
+                 limits, the fastest for LoRA: its many small CTAs fit next to those of the base GEMMs
     pdl          programmatic dependent launch after a kernel of the same stream (not at a fork, where it is slower)
     """
     needed = dependencies(operations)
@@ -128,9 +128,7 @@ def schedule(
     state = [(0, 0), (0, 0)]
     for position, index in enumerate(order):
         lane, other = lanes[position], 1 - lanes[position]
-        last = max(
-            (place[dependency] for dependency in needed[index] if lanes[place[dependency]] == other), default=None
-        )
+        last = max((place[each] for each in needed[index] if lanes[place[each]] == other), default=None)
         now = list(state[lane])
         now[lane] = positions[position]
         if last is not None and positions[last] >= now[other]:
@@ -162,11 +160,8 @@ def _steps(
     recorded = {wait for entry in waits for wait in entry}
     side = [position for position, lane in enumerate(timing.lane) if lane == SIDE]
     shares = {position: operations[position].sm_share or side_share for position in side}
-    budgets = {
-        position: max(1, min(sm_count - 1, round(share * sm_count)))
-        for position, share in shares.items()
-        if share is not None
-    }
+    limited = {position: share for position, share in shares.items() if share is not None}
+    budgets = {position: max(1, min(sm_count - 1, round(share * sm_count))) for position, share in limited.items()}
     previous: list[Operation | None] = [None, None]
     steps = []
     for position, operation in enumerate(operations):
@@ -175,9 +170,8 @@ def _steps(
         own = is_kernel(operation)
         budget = budgets.get(position) if lane == SIDE else _main_budget(position, timing, side, budgets, sm_count)
         before = previous[lane]
-        chained = (
-            pdl and own and before is not None and is_kernel(before) and not (lane == SIDE and bool(waits[position]))
-        )
+        forks = lane == SIDE and bool(waits[position])
+        chained = pdl and own and before is not None and is_kernel(before) and not forks
         steps.append(
             Step(
                 index=position,

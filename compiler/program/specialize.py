@@ -38,12 +38,10 @@ def specialize(
     """Return a copy of the graph with static shapes in `meta["val"]` (meta tensors) and without unused inputs.
 
     `sizes`: a bucket, or placeholder name -> (shape, dtype), example tensor or integer. `decode` (default: the
-    bucket's): set
-    attention's decode flag and drop the identity selection of logits rows, which steps with drafts drop too.
-    `lora=False`
-    (default: the bucket's, else True): remove LoRA ops. `size_independent`: LoRA's shrinks make one plane and
-    queries stay
-    unquantized, whatever the bucket. Raises SpecializeError with the node that can't be made static.
+    bucket's): set attention's decode flag and drop the identity selection of logits rows, which steps with drafts drop
+    too. `lora=False` (default: the bucket's, else True): remove LoRA ops. `size_independent`: LoRA's shrinks make one
+    plane and queries stay unquantized, whatever the bucket. Raises SpecializeError with the node that can't be made
+    static.
     """
     bucket = sizes if isinstance(sizes, Bucket) else None
     specs = bucket_inputs(graph_module, sizes) if isinstance(sizes, Bucket) else dict(sizes)
@@ -81,11 +79,8 @@ def propagate(graph: fx.Graph) -> None:
 
 def is_own(node: fx.Node) -> bool:
     """Whether a node calls one of Sidestream's ops."""
-    return (
-        node.op == "call_function"
-        and isinstance(node.target, torch._ops.OpOverload)
-        and node.target.namespace == NAMESPACE
-    )
+    overload = node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
+    return overload and node.target.namespace == NAMESPACE  # type: ignore[union-attr]
 
 
 def own_name(node: fx.Node) -> str:
@@ -101,7 +96,7 @@ def erase_lora(graph: fx.Graph) -> None:
             erased.add(node)
             continue
         gone = [source for source in node.all_input_nodes if source in erased]
-        # a size is known without the values; the op that makes them dies when it is folded
+        # a size does not depend on values; its operand is erased when the size is folded
         if not gone or node.target is aten.sym_size.int:
             continue
         if node.target in SUMS:
@@ -255,9 +250,8 @@ def _call(node: fx.Node) -> Any:
             return args[0].size(args[1])
         return node.target(*args, **kwargs)  # type: ignore[operator]
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        shapes = ", ".join(
-            f"{source.name}: {tuple(getattr(source.meta['val'], 'shape', ()))}" for source in node.all_input_nodes
-        )
+        values = ((source.name, source.meta["val"]) for source in node.all_input_nodes)
+        shapes = ", ".join(f"{name}: {tuple(getattr(value, 'shape', ()))}" for name, value in values)
         raise SpecializeError(f"{node.name} = {op_name(node)}(...) fails at these sizes ({shapes}): {error}") from error
 
 

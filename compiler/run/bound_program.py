@@ -1,8 +1,7 @@
 """A program bound to tensors: run step by step, or captured as one CUDA graph with the side stream's forks and joins.
 
 Views, callables and events are resolved once, so that a run is a loop over closures. Without a GPU the steps run the
-ops'
-references into the same planned memory, which also tests the plan.
+ops' references into the same planned memory, which also tests the plan.
 """
 
 import time
@@ -23,7 +22,7 @@ from .cuda_graph import capture, capture_stream, first_runs
 from .profiler_ranges import SWITCH, named, ranged, replay_range, step_range
 
 OnStep = Callable[[Step, tuple[torch.Tensor, ...]], None]
-# on a CPU these stand for torch's own, the bits of which depend on the number of rows
+# replace torch's own on a CPU, where results depend on the number of rows
 CPU_PRODUCTS: Mapping[str, Callable[..., torch.Tensor]] = {"aten.linear.default": linear, "aten.mm.default": mm}
 
 
@@ -67,8 +66,8 @@ class BoundProgram:
     def run(self, *, synchronize: bool = False, on_step: OnStep | None = None) -> tuple[Any, ...]:
         """Run every step now; return the outputs (the same tensors at each run).
 
-        `synchronize` waits after each step, so that errors name their step. `on_step(step, outs)` is called after
-        each step.
+        `synchronize` waits after each step, so that errors name their step. `on_step(step, outs)` is called after each
+        step.
         """
         calls = self._calls if SWITCH.recording is None else self._named_calls()
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
@@ -93,8 +92,7 @@ class BoundProgram:
         """Run every kind of step that this process has not run yet (GPU only, see `first_runs`), and wait.
 
         This compiles and loads kernels. Results are meaningless: most steps are left out. Set slot_mapping to -1, or
-        the caches
-        are written.
+        the caches are written.
         """
         if self.device.type != "cuda":
             return
@@ -108,9 +106,8 @@ class BoundProgram:
         """Record the run as a CUDA graph; `pool` shares its memory with other captures. On the CPU `replay` runs the
         steps.
 
-        Steps run first as in `prepare`: set slot_mapping to -1, or the caches are written. Other threads may wait
-        for events and
-        launch on other streams meanwhile, but must not touch this stream.
+        Steps run first as in `prepare`: set slot_mapping to -1, or the caches are written. Other threads may wait for
+        events and launch on other streams meanwhile, but must not touch this stream.
         """
         if self.device.type != "cuda":
             return self
@@ -153,7 +150,7 @@ class BoundProgram:
         return self._buffers
 
     def buffer(self, name: str) -> torch.Tensor:
-        """Return the tensor of a buffer (temporaries too, whose bytes may have been reused)."""
+        """Return the tensor of a buffer (also of temporaries, but their bytes may have been reused)."""
         return self._buffers[name]
 
     def step_times(self, repeats: int = 10) -> list[float]:
@@ -180,10 +177,8 @@ class BoundProgram:
         """Return each step's call within a profiler range of its name."""
         if SWITCH.recording is not None:
             SWITCH.recording.bound[self.program.name] = self
-        return [
-            ranged(step_range(self.program, step), call)
-            for step, call in zip(self.program.steps, self._calls, strict=True)
-        ]
+        names = [step_range(self.program, step) for step in self.program.steps]
+        return list(map(ranged, names, self._calls))
 
     def _run_two_streams(
         self, side: "_Side", calls: list[Callable[[], None]], synchronize: bool, on_step: OnStep | None
@@ -229,9 +224,7 @@ class BoundProgram:
             or not _same_device(arena.device, self.device)
         ):
             found = f"{arena.dtype} {tuple(arena.shape)} on {arena.device}"
-            raise ProgramError(
-                f"the arena must be a uint8 row of at least {nbytes} bytes on {self.device}, got {found}"
-            )
+            raise ProgramError(f"the arena must be a uint8 row of {nbytes} bytes or more on {self.device}, got {found}")
         return arena
 
     def _typed_arena(self, dtype: torch.dtype) -> torch.Tensor:
@@ -250,7 +243,7 @@ class BoundProgram:
             first, size = buffer.offset or 0, buffer.dtype.itemsize
             if first % size:
                 raise ProgramError(
-                    f"temp {buffer.name!r} lies at byte {first} of the arena, which is no multiple of its dtype's "
+                    f"temp {buffer.name!r} is at byte {first} of the arena, which is no multiple of its dtype's "
                     f"{size} bytes"
                 )
             return self._typed_arena(buffer.dtype).as_strided(buffer.shape, buffer.strides, first // size)
@@ -261,10 +254,8 @@ class BoundProgram:
         tensor = tensors[buffer.name]
         if tensor.shape != buffer.shape or tensor.dtype != buffer.dtype or not _same_device(tensor.device, self.device):
             found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-            raise ProgramError(
-                f"{buffer.kind} {buffer.name!r} must be {buffer.dtype} {list(buffer.shape)} on {self.device}, got "
-                f"{found}"
-            )
+            wanted = f"{buffer.dtype} {list(buffer.shape)} on {self.device}"
+            raise ProgramError(f"{buffer.kind} {buffer.name!r} must be {wanted}, got {found}")
         have = tensor.stride()
         if (
             have != buffer.strides
@@ -370,16 +361,13 @@ def _resolve_device(
     program: Program, tensors: Mapping[str, torch.Tensor], device: torch.device | str | None
 ) -> torch.device:
     if device is None:
-        bound = [
-            tensors[buffer.name].device
-            for buffer in program.of_kind("input", "weight", "adapter")
-            if buffer.name in tensors
-        ]
+        names = [buffer.name for buffer in program.of_kind("input", "weight", "adapter")]
+        bound = [tensors[name].device for name in names if name in tensors]
         return bound[0] if bound else torch.device("cpu")
     chosen = torch.device(device)
-    return (
-        torch.device("cuda", torch.cuda.current_device()) if chosen.type == "cuda" and chosen.index is None else chosen
-    )
+    if chosen.type == "cuda" and chosen.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return chosen
 
 
 def _same_device(first: torch.device, second: torch.device) -> bool:

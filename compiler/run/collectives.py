@@ -19,11 +19,9 @@ from ..program.program import Program, Step
 def places_of(program: Program) -> dict[str, int]:
     """Return temp buffer -> place of an Exchange that it may use, which saves the collective a copy.
 
-    A peer may read a place until the next collective has ended. So consecutive collectives have different places,
-    also across
-    runs: each program's first is 0, its last is not. Excluded are parts with a delta, and parts accessed before the
-    previous
-    collective has ended, on another lane, or after their own collective.
+    A peer may read a place until the next collective has ended. So consecutive collectives have different places, also
+    across runs: each program's first is 0, its last is not. Excluded are parts with a delta, and parts accessed before
+    the previous collective has ended, on another lane, or after their own collective.
     """
     sums = [step for step in program.steps if _part(step) is not None]
     places: dict[str, int] = {}
@@ -75,9 +73,8 @@ def _may_lie_apart(program: Program, step: Step, part: View, before: int) -> boo
         return False
     if dict(named_arguments(step)).get("delta") is not None:
         return False
-    return all(
-        other.stream == "main" and before < other.index <= step.index for other in _touching(program, buffer.name)
-    )
+    touching = _touching(program, buffer.name)
+    return all(other.stream == "main" and before < other.index <= step.index for other in touching)
 
 
 def _touching(program: Program, name: str) -> Iterator[Step]:

@@ -14,9 +14,8 @@ from ..program.program import Program, Step
 def capture(device: torch.device, prepare: Callable[[], object], run: Callable[[], object], pool: Any = None) -> Any:
     """Return the CUDA graph of `run`; `pool` shares its memory with other captures.
 
-    `prepare` runs first on the same stream, to compile and load kernels. Other threads may wait for events and
-    launch on
-    other streams meanwhile, but must not touch this stream.
+    `prepare` runs first on the same stream, to compile and load kernels. Other threads may wait for events and launch
+    on other streams meanwhile, but must not touch this stream.
     """
     stream = capture_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -47,13 +46,10 @@ _made: set[Hashable] = set()
 def first_runs(program: Program, buffers: Mapping[str, torch.Tensor], place: Hashable) -> list[int]:
     """Return indices of the steps to run before `program` is captured; they count as run from now on.
 
-    A kernel's first launch compiles it, loads it and may allocate scratch memory, which must not happen in a
-    capture. All of
-    that depends on the op, its plain arguments, and its tensors' shapes, strides, dtypes and alignment, so one
-    launch stands
-    for all equal ones. `buffers`: tensors by buffer name. `place`: device and stream; libraries have scratch memory
-    for each.
-    Steps that write 32- or 64-bit integers always run: others may use them as addresses.
+    A kernel's first launch compiles it, loads it and may allocate scratch memory, which must not happen in a capture.
+    All of that depends on the op, its plain arguments, and its tensors' shapes, strides, dtypes and alignment, so one
+    launch stands for all equal ones. `buffers`: tensors by buffer name. `place`: device and stream; libraries have
+    scratch memory for each. Steps that write 32- or 64-bit integers always run: others may use them as addresses.
     """
     aligned = {name: tensor.data_ptr() % ALIGNMENT for name, tensor in buffers.items()}
     dtypes = {buffer.name: buffer.dtype for buffer in program.buffers}

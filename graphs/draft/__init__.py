@@ -6,6 +6,5 @@ steps     programs of an engine: the first pass over a step's rows, and a row of
 weights   its .safetensors file, validated before it is read
 
 An adapter may have its own LoRA for the head, in its subdirectory `draft`; `load_adapter` and `slot_tensors` read it
-with
-an `EagleConfig`.
+with an `EagleConfig`.
 """

@@ -41,8 +41,8 @@ class EagleConfig(LlamaConfig):
         found = fields.get("architectures")
         if not isinstance(found, list) or len(found) != 1 or found[0] not in ARCHITECTURES:
             raise ConfigError(
-                f"the draft's architecture {found} is not supported: name the directory of an EAGLE-3 head whose "
-                f"config.json says {ARCHITECTURES[0]}"
+                f"the draft's architecture {found} is not supported: name the directory of an EAGLE-3 head with "
+                f"{ARCHITECTURES[0]} in its config.json"
             )
         plain = LlamaConfig.from_dict({**fields, "architectures": ["LlamaForCausalLM"], "model_type": "llama"})
         _refuse_foreign(fields, plain)
@@ -125,7 +125,7 @@ def _refuse_foreign(fields: Mapping[str, Any], plain: LlamaConfig) -> None:
         raise ConfigError(f"a draft of {plain.num_hidden_layers} layers is not supported: use a head of one layer")
     if plain.stored_head_dim != plain.head_dim:
         raise ConfigError(
-            f"a draft with heads of {plain.stored_head_dim} is not supported: use a head whose head_dim is "
+            f"a draft with heads of {plain.stored_head_dim} is not supported: use a head with head_dim "
             f"{plain.head_dim}, or train one for this model"
         )
     if plain.biases or plain.weight_format:

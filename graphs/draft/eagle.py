@@ -1,8 +1,7 @@
 """EagleDraft: an EAGLE-3 head as a plain module over the paged cache.
 
-A row at position j reads the token at j + 1 and the target's hidden states at j, and predicts the token at j + 2.
-The next
-row of a chain reads that token and the previous row's hidden states.
+A row at position j reads the token at j + 1 and the target's hidden states at j, and predicts the token at j + 2. The
+next row of a chain reads that token and the previous row's hidden states.
 """
 
 from typing import Any
@@ -25,7 +24,7 @@ MAPPING = "d2t"
 
 
 class EagleLayer(nn.Module):
-    """A Llama layer whose attention reads a token's embedding and a hidden state, each normed."""
+    """A Llama layer with attention over a token's embedding and a hidden state, each normed."""
 
     def __init__(
         self, config: EagleConfig, lora: LoraShape | None, dtype: torch.dtype, device: torch.device | None
@@ -52,9 +51,8 @@ class EagleLayer(nn.Module):
 class EagleDraft(nn.Module):
     """A head with stacks for `lora.slots` adapters (`lora=None`: none). `embed_tokens` is the target's embedding.
 
-    `dtype` of weights, activations and cache; None: the checkpoint's. Parameters are uninitialised: load them, or
-    build on
-    the meta device to capture.
+    `dtype` of weights, activations and cache; None: the checkpoint's. Parameters are uninitialised: load them, or build
+    on the meta device to capture.
     """
 
     d2t: torch.Tensor
@@ -93,14 +91,11 @@ class EagleDraft(nn.Module):
         logits_indices: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run one step over T rows of B sequences -> hidden states [T, H] for the chain's next rows, and logits over
-        the draft's
-        vocabulary: [T, V'], or [B, V'] of the rows in `logits_indices`.
+        the draft's vocabulary: [T, V'], or [B, V'] of the rows in `logits_indices`.
 
-        input_ids [T]: the token after each row's position. features_or_hidden [T, 3 * H]: the target's hidden states
-        at the
-        position, in the order of `config.feature_layers`; or [T, H]: the previous row's output. kv_cache [pages, kv
-        heads, 2, 64,
-        D], written in place. adapter_index [T] or None: no adapters. The rest is as in `Llama.forward`.
+        input_ids [T]: the token after each row's position. features_or_hidden [T, 3 * H]: the target's hidden states at
+        the position, in the order of `config.feature_layers`; or [T, H]: the previous row's output. kv_cache [pages, kv
+        heads, 2, 64, D], written in place. adapter_index [T] or None: no adapters. The rest is as in `Llama.forward`.
         """
         hidden_states = features_or_hidden
         if hidden_states.shape[-1] != self.config.hidden_size:

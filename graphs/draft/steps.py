@@ -6,12 +6,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.export import Dim
 
-from ..llama import StepInputs
+from ..llama import PAGES, SEQUENCES, STEP_SHAPES, TOKENS, StepInputs
 from .eagle import EagleDraft
-
-TOKENS, SEQUENCES, PAGES, BLOCKS = Dim("tokens"), Dim("sequences"), Dim("pages"), Dim("blocks")
 
 
 class _Step(EagleDraft):
@@ -37,15 +34,11 @@ class _Step(EagleDraft):
     def fused(self, features: list[torch.Tensor]) -> torch.Tensor:
         """Apply `fc` to three hidden states [T, H] side by side, as a sum of three products.
 
-        Their magnitudes differ so much that one scale per row would serve the last one only. So each is multiplied
-        by a slice of
-        the weight, which the compiler does not quantize.
+        Their magnitudes differ so much that one scale per row would serve the last one only. So each is multiplied by a
+        slice of the weight, which the compiler does not quantize.
         """
-        width = self.config.hidden_size
-        parts = [
-            F.linear(feature, self.fc.weight[:, place * width : (place + 1) * width])
-            for place, feature in enumerate(features)
-        ]
+        width, weight = self.config.hidden_size, self.fc.weight
+        parts = [F.linear(each, weight[:, place * width : (place + 1) * width]) for place, each in enumerate(features)]
         return parts[0] + parts[1] + parts[2]
 
     def drafted(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -57,18 +50,6 @@ class _Step(EagleDraft):
         found = EagleDraft.example_inputs(self, tokens, sequences, pages, blocks)
         found["kv_caches"] = [found.pop("kv_cache")]
         return found
-
-    def _dimensions(self) -> dict[str, Any]:
-        return {
-            "input_ids": {0: TOKENS},
-            "positions": {0: TOKENS},
-            "slot_mapping": {0: TOKENS},
-            "adapter_index": {0: TOKENS},
-            "block_table": {0: SEQUENCES, 1: BLOCKS},
-            "context_lens": {0: SEQUENCES},
-            "query_start": {0: SEQUENCES + 1},
-            "kv_caches": [{0: PAGES}],
-        }
 
 
 class FirstPass(_Step):
@@ -88,8 +69,7 @@ class FirstPass(_Step):
         kv_caches: list[torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """T rows of B sequences -> drafted tokens [B] int64 and hidden states [B, H] of the rows `chosen_rows` [B]
-        int32, those of
-        the last accepted tokens.
+        int32, those of the last accepted tokens.
 
         input_ids [T]: the token after each row's. features: the target's three hidden states [T, H]. The rest is as in
         `Llama.forward`.
@@ -111,7 +91,7 @@ class FirstPass(_Step):
 
     def dynamic_shapes(self) -> dict[str, Any]:
         """See `Llama.dynamic_shapes`."""
-        return self._dimensions() | {"features": [{0: TOKENS}] * 3, "chosen_rows": {0: SEQUENCES}}
+        return STEP_SHAPES | {"kv_caches": [{0: PAGES}], "features": [{0: TOKENS}] * 3, "chosen_rows": {0: SEQUENCES}}
 
 
 class ChainStep(_Step):
@@ -130,8 +110,7 @@ class ChainStep(_Step):
         kv_caches: list[torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """input_ids [B]: the last drafted tokens; hidden_states [B, H]: of their rows -> the same two of these rows.
-        The rest is as
-        in `Llama.forward`, of a decode step.
+        The rest is as in `Llama.forward`, of a decode step.
         """
         hidden_states = self.rows(
             *(input_ids, hidden_states, positions, slot_mapping, adapter_index),
@@ -150,4 +129,4 @@ class ChainStep(_Step):
 
     def dynamic_shapes(self) -> dict[str, Any]:
         """See `Llama.dynamic_shapes`."""
-        return self._dimensions() | {"hidden_states": {0: TOKENS}}
+        return STEP_SHAPES | {"kv_caches": [{0: PAGES}], "hidden_states": {0: TOKENS}}

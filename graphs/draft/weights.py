@@ -17,20 +17,17 @@ from .eagle import EMBEDDING, MAPPING, EagleDraft
 _AGAIN = "download or save the draft again"
 _NO_HEAD = "the draft is no plain EAGLE-3 head; use one that is"
 _IGNORED = ("t2d", EMBEDDING)
-"""What published heads may hold and nothing here reads: `t2d` says what `d2t` says, and the embedding is the
-target's."""
+"""Tensors of published heads that are not read: `t2d` follows from `d2t`, the embedding is the target's."""
 _MOST_TENSORS = 64
 _MAPPING_DTYPES = {"I64": torch.int64, "I32": torch.int32}
 
 
 def read_eagle_tensors(directory: str | Path, config: EagleConfig) -> dict[str, torch.Tensor]:
     """Return the head's tensors by name: those of `EagleDraft.checkpoint_tensors` as stored, and `d2t` [draft
-    vocabulary] int64,
-    the offset from a drafted id to the target's.
+    vocabulary] int64, the offset from a drafted id to the target's.
 
-    Raises CheckpointError for irregular files, pickles, unexpected names and shapes, NaN, infinity and huge values,
-    and a
-    `d2t` outside of the vocabulary.
+    Raises CheckpointError for irregular files, pickles, unexpected names and shapes, NaN, infinity and huge values, and
+    a `d2t` outside of the vocabulary.
     """
     path = Path(directory) / SINGLE
     _check_there(path)
@@ -64,7 +61,7 @@ def _check_layout(layout: Layout, expected: dict[str, tuple[int, ...]], config: 
     """Check names, shapes and dtypes of the header."""
     for name, shape in expected.items():
         if name not in layout.places:
-            raise CheckpointError(f"{SINGLE}: the draft lacks tensor {name!r}: it is no EAGLE-3 head; {_AGAIN}")
+            raise CheckpointError(f"{SINGLE}: the draft has no tensor {name!r}: it is no EAGLE-3 head; {_AGAIN}")
         place = layout.places[name]
         if place.shape != shape:
             raise CheckpointError(
@@ -80,15 +77,13 @@ def _check_layout(layout: Layout, expected: dict[str, tuple[int, ...]], config: 
         if config.draft_vocab_size == config.vocab_size:
             return
         raise CheckpointError(
-            f"{SINGLE}: the draft lacks {MAPPING!r}, and drafts {config.draft_vocab_size} of {config.vocab_size} "
+            f"{SINGLE}: the draft has no {MAPPING!r}, and drafts {config.draft_vocab_size} of {config.vocab_size} "
             f"tokens: {_AGAIN}"
         )
     dtype, shape, first, last = layout.places[MAPPING]
     fits = dtype in _MAPPING_DTYPES and last - first == math.prod(shape) * _MAPPING_DTYPES[dtype].itemsize
     if not fits or shape != (config.draft_vocab_size,):
-        raise CheckpointError(
-            f"{SINGLE}: {MAPPING!r} must be an integer for each of {config.draft_vocab_size} tokens: {_AGAIN}"
-        )
+        raise CheckpointError(f"{SINGLE}: {MAPPING!r} must hold {config.draft_vocab_size} integers: {_AGAIN}")
 
 
 def _read(path: Path, layout: Layout, names: list[str]) -> dict[str, torch.Tensor]:
@@ -118,6 +113,6 @@ def _mapping(stored: torch.Tensor | None, config: EagleConfig) -> torch.Tensor:
     own = torch.arange(len(offsets))
     if not bool(((offsets >= -own) & (offsets < config.vocab_size - own)).all()):
         raise CheckpointError(
-            f"{SINGLE}: {MAPPING!r} names a token outside of the {config.vocab_size} of the vocabulary: {_AGAIN}"
+            f"{SINGLE}: {MAPPING!r} has an entry outside of the vocabulary of {config.vocab_size}: {_AGAIN}"
         )
     return offsets

@@ -277,7 +277,7 @@ def paged_attention_launch(
     check_rows(q, context_lens, rows)
     if q.shape[2] not in HEAD_DIMS:
         raise ValueError(
-            f"the attention kernels support head_dim {HEAD_DIMS}, not {q.shape[2]}; run the reference on the CPU instead"
+            f"attention kernels support head_dim {HEAD_DIMS}, not {q.shape[2]}; run the reference on the CPU instead"
         )
     if q.shape[0] == 0:
         return
@@ -344,22 +344,9 @@ def paged_attention_quant_launch(
         nbytes = tokens * width * q.element_size()
         o = workspace(q.device, "paged_attention_quant", nbytes)[:nbytes].view(q.dtype).view(tokens, width)
     paged_attention_launch(
-        q,
-        kv_cache,
-        kv_scales,
-        block_table,
-        context_lens,
-        query_start,
-        softmax_scale,
-        quantize_q,
-        decode,
-        wide,
-        plan,
-        window,
-        rows,
-        out=(o,),
-        pdl=pdl,
-    )
+        q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, quantize_q, decode, wide, plan,
+        window, rows, out=(o,), pdl=pdl,
+    )  # fmt: skip
     quantize_rowwise_launch(o, dtype, rotate, out=(quantized, scale), sm_budget=sm_budget, pdl=pdl)
 
 

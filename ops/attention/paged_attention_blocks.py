@@ -105,7 +105,7 @@ def launch(
     check_rows(q, context_lens, rows)
     if q.shape[2] not in HEAD_DIMS:
         raise ValueError(
-            f"the attention kernels support head_dim {HEAD_DIMS}, not {q.shape[2]}; run the reference on the CPU instead"
+            f"attention kernels support head_dim {HEAD_DIMS}, not {q.shape[2]}; run the reference on the CPU instead"
         )
     tokens, width = out[0].shape
     if tokens == 0:
@@ -122,16 +122,9 @@ def launch(
     else:
         starts = _starts(q, query_start, rows)
         paged_attention_launch(
-            *operands,
-            starts,
-            softmax_scale,
-            quantize_q=False,
-            decode=False,
-            window=window,
-            rows=rows,
-            out=(attended,),
+            *operands, starts, softmax_scale, quantize_q=False, decode=False, window=window, rows=rows, out=(attended,),
             pdl=pdl,
-        )
+        )  # fmt: skip
     quantize_blocks_launch(attended, dtype, out=out, pdl=pdl)
 
 

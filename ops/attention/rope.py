@@ -81,20 +81,9 @@ def rope_launch(
     tokens, heads, width = x.shape
     group = min(next_power_of_2(heads), 8)
     _rope_kernel[(tokens, cdiv(heads, group))](
-        x,
-        cos,
-        sin,
-        out[0],
-        x.stride(0),
-        x.stride(1),
-        cos.stride(0),
-        sin.stride(0),
-        HEADS=heads,
-        D=width,
-        GROUP=group,
-        num_warps=1,
-        **pdl_options(pdl),
-    )
+        x, cos, sin, out[0], x.stride(0), x.stride(1), cos.stride(0), sin.stride(0), HEADS=heads, D=width, GROUP=group,
+        num_warps=1, **pdl_options(pdl),
+    )  # fmt: skip
 
 
 def _kernel_fits(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
@@ -152,16 +141,9 @@ def rope_angles_launch(
         return
     grid = (positions.shape[0],)
     _rope_angles_kernel[grid](
-        positions,
-        inv_freq,
-        out[0],
-        out[1],
-        HALF=inv_freq.shape[0],
-        BLOCK=next_power_of_2(inv_freq.shape[0]),
-        num_warps=1,
-        enable_fp_fusion=False,
-        **pdl_options(pdl),
-    )
+        positions, inv_freq, out[0], out[1], HALF=inv_freq.shape[0], BLOCK=next_power_of_2(inv_freq.shape[0]),
+        num_warps=1, enable_fp_fusion=False, **pdl_options(pdl),
+    )  # fmt: skip
 
 
 rope_angles = register(

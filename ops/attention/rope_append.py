@@ -225,15 +225,9 @@ def launch(
     """Fill `out` = (q,) and the cache; a program has one token and up to eight heads. Ignores `sm_budget`."""
     check_cache(kv_cache, kv_scales)
     require_contiguous(
-        "rope_append",
-        kv_cache=kv_cache,
-        kv_scales=kv_scales,
-        slot_mapping=slot_mapping,
-        key_center=key_center,
-        key_balance=key_balance,
-        bias=bias,
-        head_norm=head_norm,
-    )
+        "rope_append", kv_cache=kv_cache, kv_scales=kv_scales, slot_mapping=slot_mapping, key_center=key_center,
+        key_balance=key_balance, bias=bias, head_norm=head_norm,
+    )  # fmt: skip
     width = kv_cache.shape[-1]
     if qkv.shape[1] != (num_heads + 2 * num_kv_heads) * width or width != next_power_of_2(width):
         raise ValueError(

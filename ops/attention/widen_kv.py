@@ -139,23 +139,10 @@ def widen_plan_launch(
     require_contiguous("widen_plan", block_table=block_table, context_lens=context_lens, query_start=query_start)
     sequences, num_blocks = block_table.shape
     _plan_kernel[(sequences + 1,)](
-        block_table,
-        context_lens,
-        query_start,
-        plan,
-        pages,
-        sequences,
-        num_blocks,
-        steps,
-        TILE=tile,
-        FEWEST=FEWEST_TILES,
-        SEQUENCES=max(PLANNED_SEQUENCES, next_power_of_2(sequences + 1)),
-        STEP=STEP_TOKENS,
-        PAGE=PAGE_SIZE,
-        CHUNK=256,
-        num_warps=4,
-        **pdl_options(pdl),
-    )
+        block_table, context_lens, query_start, plan, pages, sequences, num_blocks, steps, TILE=tile,
+        FEWEST=FEWEST_TILES, SEQUENCES=max(PLANNED_SEQUENCES, next_power_of_2(sequences + 1)), STEP=STEP_TOKENS,
+        PAGE=PAGE_SIZE, CHUNK=256, num_warps=4, **pdl_options(pdl),
+    )  # fmt: skip
 
 
 widen_plan = register("widen_plan", widen_plan_reference, widen_plan_fake, widen_plan_launch, kind="plan")
@@ -277,18 +264,9 @@ def widen_kv_launch(
         return
     sms = multiprocessors(kv_cache.device)
     _widen_kernel[(min(units, PROGRAMS_AN_SM * min(sms, sm_budget or sms)),)](
-        kv_cache,
-        kv_scales,
-        pages,
-        out[0],
-        units,
-        LARGEST.value / QUANTIZED_MAX[torch.int8],
-        HK=heads,
-        D=dim,
-        PAGE=PAGE_SIZE,
-        num_warps=4,
-        **pdl_options(pdl),
-    )
+        kv_cache, kv_scales, pages, out[0], units, LARGEST.value / QUANTIZED_MAX[torch.int8], HK=heads, D=dim,
+        PAGE=PAGE_SIZE, num_warps=4, **pdl_options(pdl),
+    )  # fmt: skip
 
 
 widen_kv = register("widen_kv", widen_kv_reference, widen_kv_fake, widen_kv_launch, kind="widen_kv")

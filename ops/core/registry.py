@@ -17,7 +17,7 @@ _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 class Traits:
     """Properties of an op for cost estimates and drawings.
 
-    kind     a key of the cost model's table: kernels of a kind have about the same efficiency (`compiler/cost/estimate.py`)
+    kind     a key of the cost model's table (`compiler/cost/estimate.py`): kernels of a kind are about as efficient
     family   the op's colour in drawings
     gathers  argument that a call reads in part, such as an embedding table, by name; "" for none
     """

@@ -233,19 +233,10 @@ def launch(
         raise ValueError(f"decoder_block: {objection}; compile with whole_layer='off'")
     block_t = max(16, next_power_of_2(tokens))
     launch_config(
-        CONFIGS[block_t],
-        block_t,
-        attention,
-        attention_scale,
-        residual,
-        (o_weight, gate_up_weight, down_weight, qkv_weight),
-        (o_scale, gate_up_scale, down_scale, qkv_scale),
-        (norm_weight, next_norm_weight),
-        eps,
-        norm_rotation,
-        out,
-        pdl,
-    )
+        CONFIGS[block_t], block_t, attention, attention_scale, residual,
+        (o_weight, gate_up_weight, down_weight, qkv_weight), (o_scale, gate_up_scale, down_scale, qkv_scale),
+        (norm_weight, next_norm_weight), eps, norm_rotation, out, pdl,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

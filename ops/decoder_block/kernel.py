@@ -112,18 +112,9 @@ def _compute(
         gate = gl.convert_layout(gate_acc, STORE) * gate_scale[:, None] * token_scale[None, :]
         up = gl.convert_layout(up_acc, STORE) * up_scale[:, None] * token_scale[None, :]
         store_quantized(
-            gate / (1.0 + gl.exp(-gate)) * up,
-            down_q,
-            down_q_scale,
-            program,
-            row,
-            token,
-            tokens,
-            GATE_TILES * 128,
-            PADDED,
-            SILU_ROTATES,
-            STORE,
-        )
+            gate / (1.0 + gl.exp(-gate)) * up, down_q, down_q_scale, program, row, token, tokens, GATE_TILES * 128,
+            PADDED, SILU_ROTATES, STORE,
+        )  # fmt: skip
         cta_barrier()
         gl.atomic_add(counters + GATE_UP_DONE + 32 * (program // (GATE_TILES // SPLIT)), 1, sem="release")
     row_scale, own_gain, old = residual_inputs(

@@ -164,16 +164,6 @@ def bring_rows(
             fence_before_tma(program)
             half = (program - QKV_FIRST) % 2
             bring(
-                qkv_rows,
-                qkv_scales,
-                rows,
-                scales,
-                ready,
-                empty,
-                filled,
-                half * (STEPS_H // 2),
-                STEPS_H // 2,
-                BLOCK_T,
-                PADDED,
-                SLOTS,
-            )
+                qkv_rows, qkv_scales, rows, scales, ready, empty, filled, half * (STEPS_H // 2), STEPS_H // 2, BLOCK_T,
+                PADDED, SLOTS,
+            )  # fmt: skip

@@ -108,22 +108,10 @@ def launch(
     ids = workspace(device, "argmax_ids", rows * MAX_PIECES * 4).view(torch.int32)
     arrivals = workspace(device, "argmax_arrivals", rows * 4, zero=True).view(torch.int32)
     _argmax_kernel[(pieces, rows)](
-        logits,
-        logits if masks is None else masks,
-        logits if mask_rows is None else mask_rows,
-        out[0],
-        values,
-        ids,
-        arrivals,
-        vocabulary,
-        span,
-        pieces,
-        MAX_PIECES=MAX_PIECES,
-        BLOCK=BLOCK,
-        MASKED=masks is not None,
-        num_warps=8,
+        logits, logits if masks is None else masks, logits if mask_rows is None else mask_rows, out[0], values, ids,
+        arrivals, vocabulary, span, pieces, MAX_PIECES=MAX_PIECES, BLOCK=BLOCK, MASKED=masks is not None, num_warps=8,
         **pdl_options(pdl),
-    )
+    )  # fmt: skip
 
 
 argmax = register("argmax", reference, fake, launch)

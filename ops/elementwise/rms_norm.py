@@ -237,19 +237,9 @@ def add_rms_norm_quant_launch(
     """Fill `out` = (y, q, scale, new_residual)."""
     y, q, scale, new_residual = out
     _launch(
-        "add_rms_norm_quant",
-        x,
-        residual,
-        delta,
-        weight,
-        eps,
-        pdl,
-        y=y if keep else None,
-        q=q,
-        scale=scale,
-        new_residual=new_residual,
-        rotate=rotate,
-    )
+        "add_rms_norm_quant", x, residual, delta, weight, eps, pdl, y=y if keep else None, q=q, scale=scale,
+        new_residual=new_residual, rotate=rotate,
+    )  # fmt: skip
 
 
 rms_norm = register("rms_norm", rms_norm_reference, rms_norm_fake, rms_norm_launch, kind="norm", family="norm")

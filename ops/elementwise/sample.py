@@ -337,25 +337,10 @@ def launch(
     widest = 8192 if masks is None else 4096  # 1,024 threads have 64 registers each, too few with masks
     block = min(widest, max(128, next_power_of_2(vocabulary)))
     sample_kernel[(rows if sm_budget is None else min(rows, sm_budget),)](
-        logits,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        seeds,
-        steps,
-        logits if masks is None else masks,
-        logits if mask_rows is None else mask_rows,
-        out[0],
-        rows,
-        vocabulary,
-        GREEDY=GREEDY_BELOW,
-        BLOCK=block,
-        SHIFT=_UNUSED_BITS[logits.dtype],
-        MASKED=masks is not None,
-        num_warps=max(4, block // 256),
-        **pdl_options(pdl),
-    )
+        logits, temperature, top_k, top_p, min_p, seeds, steps, logits if masks is None else masks,
+        logits if mask_rows is None else mask_rows, out[0], rows, vocabulary, GREEDY=GREEDY_BELOW, BLOCK=block,
+        SHIFT=_UNUSED_BITS[logits.dtype], MASKED=masks is not None, num_warps=max(4, block // 256), **pdl_options(pdl),
+    )  # fmt: skip
 
 
 sample = register("sample", reference, fake, launch)

@@ -266,20 +266,10 @@ def silu_mul_quant_launch(
     if not quarters and (rows <= H200_SMS or width > 8192):
         warps = min(2 * warps, 32)
     _silu_mul_quant_kernel[(rows,)](
-        gate_up,
-        delta,
-        h if keep else None,
-        q,
-        scale,
-        HAS_DELTA=delta is not None,
-        KEEP=keep,
-        ROTATE=rotated,
-        WIDTH=width,
-        BLOCK=block,
-        num_warps=warps,
-        maxnreg=MOST_REGISTERS if quarters and delta is not None and not keep else None,
-        **pdl_options(pdl),
-    )
+        gate_up, delta, h if keep else None, q, scale, HAS_DELTA=delta is not None, KEEP=keep, ROTATE=rotated,
+        WIDTH=width, BLOCK=block, num_warps=warps,
+        maxnreg=MOST_REGISTERS if quarters and delta is not None and not keep else None, **pdl_options(pdl),
+    )  # fmt: skip
 
 
 silu_mul = register("silu_mul", silu_mul_reference, silu_mul_fake, silu_mul_launch, kind="silu_mul", family="silu")

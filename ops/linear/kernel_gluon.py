@@ -84,37 +84,17 @@ def _produce(
         gdc_wait()
     for i in range(filled):
         _load_tokens(
-            q_desc,
-            scale_desc,
-            tokens_ring,
-            scales,
-            ready,
-            i,
-            begin + i,
-            steps,
-            token_tiles,
-            BLOCK_T,
-            BLOCK_K,
+            q_desc, scale_desc, tokens_ring, scales, ready, i, begin + i, steps, token_tiles, BLOCK_T, BLOCK_K,
             SCALE_BOX > 0,
-        )
+        )  # fmt: skip
     for i in range(filled, end - begin):
         slot = i % STAGES
         mbarrier.wait(empty.index(slot), (i // STAGES & 1) ^ 1)
         _load_weights(weight_desc, weights, ready, slot, begin + i, steps, token_tiles, BYTES, BLOCK_N, BLOCK_K)
         _load_tokens(
-            q_desc,
-            scale_desc,
-            tokens_ring,
-            scales,
-            ready,
-            slot,
-            begin + i,
-            steps,
-            token_tiles,
-            BLOCK_T,
-            BLOCK_K,
+            q_desc, scale_desc, tokens_ring, scales, ready, slot, begin + i, steps, token_tiles, BLOCK_T, BLOCK_K,
             SCALE_BOX > 0,
-        )
+        )  # fmt: skip
 
 
 @gluon.jit

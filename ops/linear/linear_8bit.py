@@ -199,15 +199,9 @@ def launch_config(
         )
     if config.kernel == "scaled_mm":
         launch_scaled_mm(
-            q,
-            scale,
-            weight,
-            weight_scale,
-            delta,
-            residual,
-            out,
+            q, scale, weight, weight_scale, delta, residual, out,
             sms_left_free=0 if sm_budget is None else sms - sm_budget,
-        )
+        )  # fmt: skip
         return
     if config.kernel == "large" and (delta is not None or residual is not None):
         config = with_addends(config)

@@ -226,17 +226,9 @@ def launch(
     if objection:
         raise ValueError(f"linear_8bit_lora: {objection}; compile with other ops for LoRA")
     require_contiguous(
-        "linear_8bit_lora",
-        q=q,
-        scale=scale,
-        weight=weight,
-        weight_scale=weight_scale,
-        planes=planes,
-        b=b,
-        b_scale=b_scale,
-        adapter_index=adapter_index,
-        active=active,
-    )
+        "linear_8bit_lora", q=q, scale=scale, weight=weight, weight_scale=weight_scale, planes=planes, b=b,
+        b_scale=b_scale, adapter_index=adapter_index, active=active,
+    )  # fmt: skip
     sms = multiprocessors(q.device)
     config = config or lora_config(tokens, k, slices, rank, sms)
     split = work_split(config, tokens, n, k, min(sms, sm_budget or sms))

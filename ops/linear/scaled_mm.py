@@ -80,12 +80,6 @@ def launch_scaled_mm(
         )
     if delta is not None or residual is not None:
         _add_in_place[(cdiv(out.numel(), ADD_BLOCK),)](
-            out,
-            out if delta is None else delta,
-            out if residual is None else residual,
-            out.numel(),
-            HAS_DELTA=delta is not None,
-            HAS_RESIDUAL=residual is not None,
-            BLOCK=ADD_BLOCK,
-            num_warps=8,
-        )
+            out, out if delta is None else delta, out if residual is None else residual, out.numel(),
+            HAS_DELTA=delta is not None, HAS_RESIDUAL=residual is not None, BLOCK=ADD_BLOCK, num_warps=8,
+        )  # fmt: skip

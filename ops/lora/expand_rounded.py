@@ -105,16 +105,9 @@ def lora_round_launch(
         return
     rows, rank = planes.shape[1] * parts, planes.shape[2] // parts
     lora_round_kernel[(cdiv(rows, ROWS),)](
-        planes,
-        *out,
-        rows,
-        SPLITS=planes.shape[0],
-        RANK=rank,
-        RANKS=next_power_of_2(rank),
-        ROWS=ROWS,
-        num_warps=WARPS,
+        planes, *out, rows, SPLITS=planes.shape[0], RANK=rank, RANKS=next_power_of_2(rank), ROWS=ROWS, num_warps=WARPS,
         **pdl_options(pdl),
-    )
+    )  # fmt: skip
 
 
 lora_round = register(
@@ -349,37 +342,18 @@ def lora_expand_rounded_launch(
     if objection:
         raise ValueError(f"lora_expand_rounded: {objection}; use lora_expand")
     require_contiguous(
-        "lora_expand_rounded",
-        ranks=ranks,
-        rank_step=rank_step,
-        b=b,
-        b_scale=b_scale,
-        token_order=token_order,
+        "lora_expand_rounded", ranks=ranks, rank_step=rank_step, b=b, b_scale=b_scale, token_order=token_order,
         tiles=tiles,
-    )
+    )  # fmt: skip
     if ranks.numel() == 0:
         return
     widths = [*slices, 0, 0][:3]
     warps = min(WARPS, next_power_of_2(cdiv(max(slices), 32)))
     blocks, groups = sum(cdiv(width, 32 * warps) for width in slices), cdiv(tile, TOKENS)
     expand_rounded_kernel[(tiles.shape[0] * groups * blocks,)](
-        ranks,
-        rank_step,
-        b,
-        b_scale,
-        token_order,
-        tiles,
-        out[0],
-        blocks,
-        groups,
-        *widths,
-        LINEARS=len(slices),
-        RANK=rank,
-        RANKS=max(32, next_power_of_2(rank)),
-        WARPS=warps,
-        num_warps=warps,
-        **pdl_options(pdl),
-    )
+        ranks, rank_step, b, b_scale, token_order, tiles, out[0], blocks, groups, *widths, LINEARS=len(slices),
+        RANK=rank, RANKS=max(32, next_power_of_2(rank)), WARPS=warps, num_warps=warps, **pdl_options(pdl),
+    )  # fmt: skip
 
 
 lora_expand_rounded = register(

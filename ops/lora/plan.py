@@ -166,19 +166,9 @@ def lora_plan_launch(
     blocks = cdiv(tiles.shape[0], rows) + cdiv(tokens, 32)
     chunk = max(32, min(256, next_power_of_2(tokens)))
     plan_kernel[(blocks if sm_budget is None else min(blocks, sm_budget),)](
-        adapter_index,
-        token_order,
-        tiles,
-        tokens,
-        tiles.shape[0],
-        TILE=tile,
-        GROUPS=groups,
-        ROWS=rows,
-        TOKENS=32,
-        CHUNK=chunk,
-        num_warps=4,
-        **pdl_options(pdl),
-    )
+        adapter_index, token_order, tiles, tokens, tiles.shape[0], TILE=tile, GROUPS=groups, ROWS=rows, TOKENS=32,
+        CHUNK=chunk, num_warps=4, **pdl_options(pdl),
+    )  # fmt: skip
 
 
 lora_plan = register("lora_plan", lora_plan_reference, lora_plan_fake, lora_plan_launch, kind="plan", family="lora")
@@ -238,15 +228,9 @@ def lora_active_launch(
     if tokens == 0:
         return
     _active_kernel[(cdiv(tokens, LIST_TOKENS),)](
-        adapter_index,
-        out[0],
-        tokens,
-        num_slots,
-        SLOTS=max(16, next_power_of_2(num_slots)),
-        TILE=LIST_TOKENS,
-        num_warps=4,
-        **pdl_options(pdl),
-    )
+        adapter_index, out[0], tokens, num_slots, SLOTS=max(16, next_power_of_2(num_slots)), TILE=LIST_TOKENS,
+        num_warps=4, **pdl_options(pdl),
+    )  # fmt: skip
 
 
 lora_active = register(

@@ -253,19 +253,9 @@ def shrink_kernel(
                     else:  # FP8 tensor cores keep 14 bits of a running sum: sum across steps in fp32
                         acc += _product(a_part, x_part, tl.zeros([RANKS, TILE], tl.float32))
             _store(
-                planes,
-                acc,
-                a_scale,
-                None if SCALES else x_scale,
-                slot,
-                split,
-                token,
-                rank,
-                lane,
-                count,
-                num_tokens,
+                planes, acc, a_scale, None if SCALES else x_scale, slot, split, token, rank, lane, count, num_tokens,
                 ranks,
-            )
+            )  # fmt: skip
             item += tl.num_programs(0)
 
 
@@ -346,43 +336,18 @@ def launch(
         work = tiles.shape[0] * splits * rank_blocks
         if work <= programs:
             shrink_once_kernel[(work,)](
-                *tensors,
-                tokens,
-                k,
-                ranks,
-                width,
-                rank_blocks,
-                splits,
-                TILE=tile,
-                RANKS=rank_block,
-                BLOCK_K=block_k,
-                ORDER=max(32, next_power_of_2(tokens)),
-                EVEN=k == splits * width and width == block_k,
-                SCALES=scales,
-                num_warps=warps,
-                **pdl_options(pdl),
-            )
+                *tensors, tokens, k, ranks, width, rank_blocks, splits, TILE=tile, RANKS=rank_block, BLOCK_K=block_k,
+                ORDER=max(32, next_power_of_2(tokens)), EVEN=k == splits * width and width == block_k, SCALES=scales,
+                num_warps=warps, **pdl_options(pdl),
+            )  # fmt: skip
             return
     rank_block, block_k = loop_block(ranks, tile, x.element_size())
     rank_blocks = cdiv(ranks, rank_block)
     shrink_kernel[(min(programs, tiles.shape[0] * splits * rank_blocks),)](
-        *tensors,
-        tokens,
-        k,
-        ranks,
-        width,
-        tiles.shape[0],
-        rank_blocks,
-        splits,
-        TILE=tile,
-        RANKS=rank_block,
-        BLOCK_K=block_k,
-        STAGES=4,
-        EVEN=k % block_k == 0 and ranks % rank_block == 0,
-        SCALES=scales,
-        num_warps=4,
+        *tensors, tokens, k, ranks, width, tiles.shape[0], rank_blocks, splits, TILE=tile, RANKS=rank_block,
+        BLOCK_K=block_k, STAGES=4, EVEN=k % block_k == 0 and ranks % rank_block == 0, SCALES=scales, num_warps=4,
         **pdl_options(pdl),
-    )
+    )  # fmt: skip
 
 
 lora_shrink = register("lora_shrink", reference, fake, launch, kind="lora_shrink", family="lora")

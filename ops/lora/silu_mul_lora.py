@@ -224,15 +224,9 @@ def launch(
     if objection:
         raise ValueError(f"silu_mul_lora: {objection}; use lora_expand and silu_mul")
     require_contiguous(
-        "silu_mul_lora",
-        gate_up=gate_up,
-        ranks=ranks,
-        rank_step=rank_step,
-        b=b,
-        b_scale=b_scale,
-        token_order=token_order,
-        tiles=tiles,
-    )
+        "silu_mul_lora", gate_up=gate_up, ranks=ranks, rank_step=rank_step, b=b, b_scale=b_scale,
+        token_order=token_order, tiles=tiles,
+    )  # fmt: skip
     tokens, width, rank = gate_up.shape[0], gate_up.shape[1] // 2, b.shape[2]
     if gate_up.numel() == 0:
         return

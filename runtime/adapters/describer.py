@@ -14,8 +14,7 @@ from ...graphs.adapter_description import Description
 from ...graphs.config import LlamaConfig
 from ...graphs.draft.config import EagleConfig
 from ..processes.helper_process import HelperProcess
-from ..text.adapter_chat import AdapterChat
-from ..text.chat_files import ChatTemplateError
+from ..text.chat_files import AdapterChat, ChatTemplateError
 
 TIMEOUT_SECONDS = 20.0
 MAX_RESPONSE_BYTES = 4 << 20

@@ -17,9 +17,9 @@ from ..protocol.addresses import AddressError, check_keys, default_address, pars
 from ..protocol.chat_templates import adapter_templates, welcome_templates
 from ..protocol.curve_keys import ClientKeys, load_client_keys
 from ..protocol.messages import AdapterInfo, Chunk, Health, Message, Welcome
-from ..text.chat import ChatRenderer
 from ..text.chat_files import ChatTemplates
 from ..text.chat_messages import as_conversations
+from ..text.chat_renderer import ChatRenderer
 from ..text.prompts import Prompt, as_list, one_for_each, without_special_tokens
 from .connection import Connection
 from .lora_requests import LoraRequests

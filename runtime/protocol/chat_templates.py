@@ -1,7 +1,6 @@
 """Chat templates in messages: drop what exceeds the limits, and read them back."""
 
-from ..text.chat_files import DEFAULT, ChatTemplates
-from ..text.chat_template import ChatWords
+from ..text.chat_files import DEFAULT, ChatTemplates, SingleChatTemplate
 from .messages import MAX_SHORT, MAX_SPECIAL_TOKENS, MAX_TEMPLATE_CHARACTERS, MAX_TEMPLATES, ChatTemplatesFound, Welcome
 
 MAX_BYTES = 1 << 20
@@ -25,7 +24,7 @@ def within_limits(templates: ChatTemplates) -> ChatTemplates:
 
 
 def welcome_templates(welcome: Welcome) -> ChatTemplates:
-    single = ChatWords(welcome.chat_template, welcome.bos_token, welcome.eos_token)
+    single = SingleChatTemplate(welcome.chat_template, welcome.bos_token, welcome.eos_token)
     return ChatTemplates(welcome.chat_templates or single.templates, welcome.special_tokens or single.tokens)
 
 

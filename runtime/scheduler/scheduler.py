@@ -17,7 +17,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from ..api.errors import RequestError
-from ..text.structured.filling import Filler, Memory
+from ..text.structured.mask_filling import MaskFiller, Memory
 from .batch_builder import BatchBuilder
 from .failed_steps import STEP_FAULT, IssuedStep, find_lost
 from .limits import SchedulerLimits, SchedulerStats
@@ -79,7 +79,7 @@ class Scheduler:
         self._issued: dict[int, IssuedStep] = {}
         self._masked = -1  # last step with complete masks
         self._masks: StepMaskBuilder | None = None
-        self._filler = Filler()
+        self._filler = MaskFiller()
         self._drafts: StepDrafts | None = None  # the last ones from the device
         self._void: dict[int, set[Sequence]] = {}  # issued step -> sequences with invalid tokens
         self._loads: list[tuple[int, int]] = []  # for the next plan

@@ -5,8 +5,8 @@ from typing import cast
 
 import numpy as np
 
-from ..text.structured.drafted import fill_drafted
-from ..text.structured.filling import Filler, Filling
+from ..text.structured.draft_masks import fill_drafted
+from ..text.structured.mask_filling import MaskFiller, PendingMasks
 from ..text.structured.matcher import Matcher
 from .sequence import Sequence
 from .step_plan import Int32, StepDrafts, StepMasks, StepPlan
@@ -29,14 +29,14 @@ class StepMaskBuilder:
     """
 
     def __init__(
-        self, plan: StepPlan, sequences: list[Sequence], void: Collection[Sequence], end: End, filler: Filler
+        self, plan: StepPlan, sequences: list[Sequence], void: Collection[Sequence], end: End, filler: MaskFiller
     ) -> None:
         self._plan, self._end = plan, end
         self._rows: list[int] = []
         self._places: list[int] = []  # places of `_rows` in the plan's `masked_rows`
         self._sequences: list[Sequence] = []
         self._matchers: list[Matcher] = []
-        self._filling: Filling | None = None
+        self._filling: PendingMasks | None = None
         for place, row in enumerate(plan.masked_rows.tolist()):
             sequence = sequences[row]
             if sequence.finished or sequence in void:

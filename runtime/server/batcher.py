@@ -30,7 +30,7 @@ from ..protocol.curve_keys import load_server_keys
 from ..protocol.messages import INSTANCE_BYTES
 from ..scheduler.step_plan import StepDrafts
 from ..text.chat_files import read_chat_templates
-from ..text.encoder import Encoder, keep_large_blocks_apart
+from ..text.encoder_thread import Encoder, keep_large_blocks_apart
 from ..text.generation_config import AUTO, describe, sampling_defaults
 from ..text.tokenizer import load_tokenizer
 from .adapter_requests import AdapterRequests

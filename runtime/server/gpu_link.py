@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from ..scheduler import step_codec as codec
 from ..scheduler.step_plan import StepDrafts, StepMasks, StepPlan, StepResult
-from ..text.adapter_chat import NO_CHAT, AdapterChat
+from ..text.chat_files import NO_CHAT, AdapterChat
 from .shared_masks import SharedMasks
 
 _log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from ..protocol.chat_templates import within_limits
 from ..protocol.framing import FrameError, decode_from_client
 from ..protocol.messages import MAX_PROMPT_CHARACTERS, MAX_PROMPT_TOKENS, MAX_SHORT, NO_INSTANCE
 from ..text.chat_files import DEFAULT, ChatTemplates
-from ..text.encoder import Encoder
+from ..text.encoder_thread import Encoder
 from ..text.tokenizer import Tokenizer, TooManyTokens
 from .adapter_requests import AdapterRequests
 from .connections import MAX_BAD_FRAMES, ClientConnection, Connections

@@ -10,7 +10,7 @@ from ..engine.engine import Engine
 from ..processes.watchdog import AwakeClock, StepWatchdog
 from ..scheduler.scheduler import Scheduler, SchedulerLimits
 from ..scheduler.step_plan import AHEAD, StepDrafts, StepMasks, StepPlan, StepResult
-from ..text.adapter_chat import warn_of_tokens
+from ..text.chat_files import warn_of_tokens
 from ..text.tokenizer import Tokenizer
 from .gpu_link import BatcherLink, LoadDone, LoadedAdapter, Ready, Retire, StartLoad, Timing
 from .shared_masks import SharedMasks

@@ -13,10 +13,9 @@ from ..api.request import Constraint, Continuation, Request
 from ..api.sampling_params import SamplingParams
 from ..api.structured_outputs import StructuredOutputsParams
 from ..protocol.messages import MAX_OPEN_REQUESTS, Accepted, Error, ErrorCode, Submit
-from ..text.bad_words import bad_word_ids
-from ..text.encoder import INLINE_CHARACTERS, Encoder, Worker
-from ..text.prompts import check_continues, check_request, too_long
-from ..text.structured.compiler import GrammarCompiler
+from ..text.encoder_thread import INLINE_CHARACTERS, Encoder, TextThread
+from ..text.prompts import bad_word_ids, check_continues, check_request, too_long
+from ..text.structured.grammar_compiler import GrammarCompiler
 from ..text.tokenizer import Tokenizer, TooManyTokens
 from .connections import ClientConnection, Connections
 from .gpu_link import Ready
@@ -51,7 +50,7 @@ def missing_adapter(stepper: Stepper, name: str | None, content: str) -> tuple[E
     return None
 
 
-class GrammarQueue(Worker):
+class GrammarQueue(TextThread):
     """Compiles constraints in a thread, apart from the batcher's loop."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:

@@ -119,7 +119,7 @@ class ModelRunner:
                 for bound in self.trained_draft.bound_chains() if self.trained_draft is not None else ():
                     ahead.add(bound)
                 # stored now: after a start from the cache a step would first have to trace the model
-                rest = self.compiled.unkept(self.buckets.later_buckets())
+                rest = self.compiled.missing_programs(self.buckets.later_buckets())
                 for bucket in progress(rest, "making programs of more sequences", "program", show_progress):
                     self.compiled.keep(bucket)
             for bucket in mixed if self.captures else [*mixed, *decode]:

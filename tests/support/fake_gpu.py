@@ -13,7 +13,7 @@ from sidestream.runtime.scheduler.step_plan import AHEAD, StepPlan, StepResult
 from sidestream.runtime.server import gpu_process
 from sidestream.runtime.server.gpu_link import LoadedAdapter, Ready
 from sidestream.runtime.server.settings import ServeSettings
-from sidestream.runtime.text.adapter_chat import read_adapter_chat
+from sidestream.runtime.text.chat_files import read_adapter_chat
 from sidestream.tools.bench.serving.simulated_gpu import SimulatedSizes, TimedRunner
 
 from support.fake_runner import FakeRunner

@@ -128,8 +128,8 @@ def run(tokens: Sequence[int], rank: int, slots: int, repeats: int, output_json:
         json.dumps({"ablation": [asdict(row) for row in rows], "environment": collect()}, indent=2) + "\n"
     )
     print(
-        "\nus/layer: a decode layer of Llama-3.1-8B's shape, 256 cached tokens a sequence; adds: what the change "
-        f"costs\nwrote {output_json}"
+        "\nus/layer: a decode layer of Llama-3.1-8B's shape, 256 cached tokens per sequence; adds: the difference"
+        f"\nwrote {output_json}"
     )
     return 0
 

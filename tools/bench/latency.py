@@ -83,8 +83,8 @@ examples:
   sidestream bench latency --shape llama-3.1-70b --tensor-parallel-size 2        one model over two GPUs
   sidestream bench latency --concurrency 64 --lora zipf --disable-pass pack_projections
   sidestream bench latency --speculate 7 --concurrency 1 --acceptance 0 0.5 0.8
-  sidestream bench latency --speculate auto --concurrency 1 64           what the engine's own choice gains or costs
-  sidestream bench latency --ablate --concurrency 8 64                   what each optimisation is worth
+  sidestream bench latency --speculate auto --concurrency 1 64           as many drafts as the engine chooses
+  sidestream bench latency --ablate --concurrency 8 64                   one optimisation off at a time
   sidestream bench latency demo --output-len 40 --concurrency 2          the demo model, to see the format"""
 
 
@@ -261,7 +261,7 @@ def run(options: argparse.Namespace) -> int:
     if options.speculate:
         count = "as many drafts as the engine chooses" if options.speculate == "auto" else f"{options.speculate} drafts"
         print(f"@P: {count} a request and step, each right with the injected probability P")
-        print("times: as fast as the line without drafts, prompts left out")
+        print("times: speed relative to the line without drafts, without prompts")
     print(floor_note(gpu, on_gpu, ranks_of(options)))
     write(options, config, rows, start_up, gpu)
     print(f"wrote {options.output_json}")

@@ -93,8 +93,8 @@ def start_in_a_process(caches: Path) -> dict[str, float]:
         check=False,
     )
     if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise StartError(f"the start failed: {said[-1].removeprefix('sidestream: error: ')}")
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise StartError(f"the start failed: {lines[-1].removeprefix('sidestream: error: ')}")
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 

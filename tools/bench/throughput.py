@@ -122,7 +122,7 @@ def run(options: argparse.Namespace) -> int:
                     flush=True,
                 )
         llm.close()
-    shown = f"{gpu.fp8_tflops:.0f} TFLOP/s ({gpu.name})" if peak else f"not known of {gpu.name}"
+    shown = f"{gpu.fp8_tflops:.0f} TFLOP/s ({gpu.name})" if peak else f"unknown for {gpu.name}"
     if on_gpu:
         print(f"FP8 peak: {shown}")
     else:

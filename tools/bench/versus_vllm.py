@@ -191,8 +191,8 @@ def run_job(python: str, work: dict[str, Any], scratch: Path) -> list[dict[str, 
         lines = [line for line in process.stdout or () if line.startswith(RESULT)]
     found = [json.loads(line.removeprefix(RESULT)) for line in lines]
     if process.returncode or len(found) != len(work["loads"]) + 1:
-        said = log.read_text(errors="replace").strip().splitlines() or [f"exit code {process.returncode}"]
-        raise EngineRunError(f"{work['engine']} ended early: {said[-1]}")
+        lines = log.read_text(errors="replace").strip().splitlines() or [f"exit code {process.returncode}"]
+        raise EngineRunError(f"{work['engine']} ended early: {lines[-1]}")
     return found
 
 

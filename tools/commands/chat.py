@@ -10,8 +10,8 @@ from ..options.client import add_connection_options, add_sampling_options, conne
 if TYPE_CHECKING:
     from ...runtime.api.sampling_params import SamplingParams
     from ...runtime.client.client import Client
-    from ...runtime.text.chat import ChatRenderer
     from ...runtime.text.chat_files import ChatTemplates
+    from ...runtime.text.chat_renderer import ChatRenderer
     from ...runtime.text.prompts import Prompt
 
 DESCRIPTION = """\
@@ -161,7 +161,7 @@ class Conversation:
 
 def run(options: argparse.Namespace) -> int:
     """Run the chat."""
-    from ...runtime.text.chat import ChatRenderer
+    from ...runtime.text.chat_renderer import ChatRenderer
 
     params = sampling_params(options)
     with connect(options) as client:

@@ -24,30 +24,26 @@ GAIN = 0.98  # largest share of the time of two launches for one launch instead 
 SECONDS_EACH = 0.05  # approximate time for compiling (several at a time), checking and timing one configuration
 
 DESCRIPTION = """\
-Find the fastest way to run each linear of a model on this GPU, and write it down.
+Find the fastest kernels for the linears of a model on this GPU, and write them to a table.
 
-A linear in eight bits (int8 or FP8) can run on several kernels, with tiles of several sizes, its work shared out in
-several ways. Which is fastest depends on its shape and on how many tokens a step has. This command tries what is worth
-trying for each shape and token count. A configuration counts only if its results equal the reference's on fresh random
-data, and are the same bits twice. It is timed after another kernel and with cold weights, as in a real step, in turns
-with the others on the same weights. Of those within 3% of the fastest the most exact one is kept.
+A linear in eight bits (int8 or FP8) runs on one of several kernels, tile sizes and ways to divide its work; the fastest
+depends on its shape and on the tokens of a step. A configuration counts only if its results on fresh random data equal
+the reference's, and are the same bits twice. It is timed after another kernel and with cold weights, as in a step, in
+turns with the others. Of those within 3% of the fastest the most exact one is kept.
 
-The table is small and readable JSON: look at it, edit it, commit it. Shapes that it lacks run on a heuristic; entries
-for other shapes and for the other dtype are left as they are, with --missing all entries that are there. A linear that
-was measured in FP8 alone runs in int8 as it does there, where int8 has that kernel. The token counts are powers of two:
-a step of 100 tokens uses the entry for 128."""
+The table is readable JSON, to edit and to commit. Shapes without an entry use a heuristic. Entries for other shapes and
+for the other dtype are kept; with --missing all existing entries. A linear that was measured in FP8 only runs in int8
+like that, if int8 has the kernel. Token counts are powers of two: a step of 100 tokens uses the entry for 128."""
 
 EXAMPLES = """\
 examples:
-  sidestream tune --dry-run                              what would be measured for Llama-3.1-8B's shape; needs no GPU
-  sidestream tune                                        measure it (a minute or two), and write the table inside the
-                                                         package
-  sidestream tune --dtype fp8                            the same for --precision fp8
-  sidestream tune models/my-llama -o my-gpu.json         another model's shapes, into a file of your own
-  sidestream tune qwen3-8b mistral-7b --missing          missing entries of two models
-  sidestream tune --layers gate_up down --tokens 256     only some entries; the others stay
-  sidestream tune --in-layers --layers o --tokens 128    what is best in whole decode layers with adapters and without,
-                                                         not alone"""
+  sidestream tune --dry-run                            the entries of Llama-3.1-8B's shape; needs no GPU
+  sidestream tune                                      measure them (a minute or two) into the package's table
+  sidestream tune --dtype fp8                          the same for --precision fp8
+  sidestream tune models/my-llama -o my-gpu.json       another model, another file
+  sidestream tune qwen3-8b mistral-7b --missing        missing entries of two models
+  sidestream tune --layers gate_up down --tokens 256   some entries only
+  sidestream tune --in-layers --layers o --tokens 128  choose by whole decode layers with adapters and without"""
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:

@@ -1,6 +1,6 @@
-"""What the page shows, as plain JSON values.
+"""The page's data as plain JSON values, and its HTML.
 
-Each different line of a graph is stored once, whichever passes' graphs hold it.
+Each different line of a graph is stored once.
 """
 
 import html
@@ -40,10 +40,9 @@ def page_data(
     ledger: Mapping[str, float] | None = None,
     gpu: Gpu = H200,
 ) -> dict[str, Any]:
-    """Everything on the page, with times estimated for `gpu`.
+    """Return the page's data, with times estimated for `gpu`.
 
-    `timings`: measured times to show; `ledger`: pass -> the relative error that it added; `layers`: whose graphs to
-    show.
+    `timings`: measured times; `ledger`: pass -> relative error; `layers`: layers of the graphs to show.
     """
     timings, ledger = timings or Timings(), ledger or {}
     lines = _Lines(layers)
@@ -87,12 +86,12 @@ def page_data(
 
 
 def layer_key(layer: int) -> str:
-    """`start`, `0`, `1` ..., `end`."""
+    """Return `start`, `0`, `1` ..., or `end`."""
     return {HEAD: "start", TAIL: "end"}.get(layer, str(layer))
 
 
 class _Lines:
-    """Different lines, modules and sources by number, and graphs as numbers of lines for each layer."""
+    """Numbered distinct lines, modules and sources, and graphs as line numbers for each layer."""
 
     def __init__(self, only: Container[int] | None) -> None:
         self.only = only
@@ -104,7 +103,7 @@ class _Lines:
         self._known: dict[int, tuple[int, Sequence[GraphLine]]] = {}  # id of a sequence (kept alive here) -> its graph
 
     def graph(self, lines: Sequence[GraphLine]) -> int:
-        """The number of a graph; neighbours share theirs, as one pass's after is the next one's before."""
+        """Return the number of a graph; one pass's result is the next one's input."""
         known = self._known.get(id(lines))
         if known is not None:
             return known[0]
@@ -133,7 +132,7 @@ def _passes(
     ledger: Mapping[str, float],
     options: CompileOptions | None,
 ) -> list[dict[str, Any]]:
-    """The passes that ran, and in their places those that an option left out."""
+    """Return the passes that ran, with the disabled ones in their places."""
     shown = [_pass(record, lines, timings, ledger) for record in records]
     if options is None:
         return shown
@@ -148,21 +147,10 @@ def _passes(
         place = earlier[-1] + 1 if earlier else 0
         graph = shown[place - 1]["after"] if place else shown[0]["before"]
         count = shown[place - 1]["kernels"][1] if place else shown[0]["kernels"][0]
-        shown.insert(
-            place,
-            {
-                "name": each.name,
-                "tier": each.tier,
-                "about": each.about,
-                "matches": 0,
-                "rejected": [],
-                "kernels": [count, count],
-                "changes": [],
-                "before": graph,
-                "after": graph,
-                "off": why_off(each.name, options),
-            },
-        )
+        about = {"name": each.name, "tier": each.tier, "about": each.about}
+        unchanged = {"kernels": [count, count], "changes": [], "before": graph, "after": graph}
+        off = why_off(each.name, options)
+        shown.insert(place, {**about, "matches": 0, "rejected": [], **unchanged, "off": off})
     return shown
 
 
@@ -264,12 +252,11 @@ def _program(program: Program, timings: Timings, kernels: Sequence[Sequence[int]
 
 
 def _settings(step: Step) -> str:
-    """The arguments that are no tensors, by name."""
+    """Return the arguments that are no tensors, by name."""
     names = [argument.name for argument in overload_of(step.op)._schema.arguments]
     given = [*zip(names, step.args, strict=False), *step.kwargs]
-    return ", ".join(
-        f"{name}={describe(value)}" for name, value in given if value is not None and not list(views_in(value))
-    )
+    shown = [(name, value) for name, value in given if value is not None and not list(views_in(value))]
+    return ", ".join(f"{name}={describe(value)}" for name, value in shown)
 
 
 def _us(seconds: float) -> float:
@@ -280,7 +267,7 @@ _QUANTIZING = ("quantize_linears", "fuse_quantize")
 
 
 def why_off(name: str, options: CompileOptions) -> str:
-    """The reason for which the pass `name` does nothing with these options, as `option=value`; "" when it is on."""
+    """Return the option that disables the pass `name`, as `option=value`; "" when it is on."""
     if name in options.disable:
         return f"disable_passes={name}"
     if name in LAYERED and getattr(options, name) is False:
@@ -309,7 +296,7 @@ SCRIPTS = (
 
 
 def render(data: Mapping[str, Any]) -> str:
-    """`data` (from `page_data`) as HTML text."""
+    """Return `page_data`'s values as HTML text."""
     # `</script>` can't end the element
     text = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=False).replace("<", "\\u003c")
     scripts = "\n".join(part(name) for name in SCRIPTS)
@@ -326,5 +313,5 @@ def render(data: Mapping[str, Any]) -> str:
 
 @cache
 def part(name: str) -> str:
-    """One of the files that the page is put together from."""
+    """Return one of the page's files."""
     return files(__package__).joinpath(name).read_text(encoding="utf-8")

@@ -1,6 +1,4 @@
-"""The source text of ops: the reference that specifies an op, its launch, and every Triton or Gluon function
-that the launch reaches.
-"""
+"""Source text of ops: an op's reference, its launch, and the Triton and Gluon functions that the launch reaches."""
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @dataclass
 class Sources:
-    """`functions`: qualified name -> what the page shows of it; `ops`: op -> names of its functions (`reference`,
-    `launch`, then `kernels`, then `helpers`).
+    """`functions`: qualified name -> entry on the page; `ops`: op -> names of its functions (`reference`, `launch`,
+    `kernels`, `helpers`).
     """
 
     functions: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -27,9 +25,9 @@ class Sources:
 
 
 def kernel_sources(ops: Iterable[str], resources: Mapping[str, Mapping[str, Any]] | None = None) -> Sources:
-    """Sources of `ops` (names as in a program; those of other libraries have none).
+    """Return the sources of `ops` (names as in a program; other libraries' have none).
 
-    `resources`: kernel name -> registers and the like, where known.
+    `resources`: kernel name -> registers and the like, if known.
     """
     sources = Sources()
     for name in sorted(set(ops)):
@@ -37,10 +35,8 @@ def kernel_sources(ops: Iterable[str], resources: Mapping[str, Mapping[str, Any]
         if op is None:
             continue
         reached = list(_reached(op.launch))
-        kernels = [_add(sources, function, "kernel", resources) for function, launched in reached if launched]
-        helpers = [
-            _add(sources, function, "device function", resources) for function, launched in reached if not launched
-        ]
+        kernels = [_add(sources, each, "kernel", resources) for each, launched in reached if launched]
+        helpers = [_add(sources, each, "device function", resources) for each, launched in reached if not launched]
         sources.ops[name] = {
             "reference": _add(sources, op.reference, "reference"),
             "launch": _add(sources, op.launch, "launch"),
@@ -51,9 +47,7 @@ def kernel_sources(ops: Iterable[str], resources: Mapping[str, Mapping[str, Any]
 
 
 def _reached(launch: Any) -> Iterator[tuple[Any, bool]]:
-    """(device function, whether Python launches it) of what a launch's code names, directly or through this
-    package's functions, each once.
-    """
+    """Yield (device function, whether Python launches it) for functions reachable from a launch's code, each once."""
     queue, seen = [(launch, True)], {id(launch)}
     while queue:
         function, on_host = queue.pop(0)
@@ -73,13 +67,11 @@ def _named_by(function: Any) -> Iterator[Any]:
     for name in names:
         value = plain.__globals__.get(name)
         if isinstance(value, ModuleType):
-            candidates = (
-                [vars(value)[other] for other in names if other in vars(value)] if _ours(value.__name__) else []
-            )
+            own = vars(value) if _ours(value.__name__) else {}
+            candidates = [own[other] for other in names if other in own]
         elif value is OPS:  # a launch that ends with another op's: OPS["quantize_rowwise"].launch
-            candidates = [
-                OPS[name].launch for name in plain.__code__.co_consts if isinstance(name, str) and name in OPS
-            ]
+            constants = plain.__code__.co_consts
+            candidates = [OPS[each].launch for each in constants if isinstance(each, str) and each in OPS]
         else:
             candidates = [value]
         for candidate in candidates:
@@ -96,7 +88,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _plain(value: Any) -> Any:
-    """The Python function inside a jitted or cached one."""
+    """Return the Python function inside a jitted or cached one."""
     for _ in range(4):
         if isinstance(value, FunctionType):
             return getattr(value, "__wrapped__", value)

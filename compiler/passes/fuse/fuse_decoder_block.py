@@ -44,8 +44,8 @@ def fuse_decoder_block(graph: fx.Graph, context: Context) -> PassReport:
 
     After the last layer there is no q/k/v: the block ends with the residual, the final norm stays. Activations have one
     scale per token and 128 columns. Matches attention of one token per sequence, or a few in steps with drafts. Leaves
-    layers with LoRA, results with other readers, sizes that the kernel does not take, and with whole_layer="auto"
-    sizes without a gain.
+    layers with LoRA, results with other readers, sizes that the kernel does not take, and with whole_layer="auto" sizes
+    without a gain.
     """
     if context.options.whole_layer == "off":
         return PassReport(0)

@@ -9,10 +9,10 @@ from ....ops.core.registry import Op
 from ....ops.elementwise.quantize import quantize_rowwise
 from ....ops.elementwise.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
 from ....ops.elementwise.silu_mul import silu_mul, silu_mul_quant
-from ...graph.nodes import bind, calls, carried, insert_call, insert_picks, is_call, picks_of, replace_picks
+from ...graph.nodes import bind, calls, insert_call, insert_picks, is_call, operands_for, picks_of, replace_picks
 from ..base import Context, PassReport, Refused, rewrite_each
 
-# producer -> its quantizing form, whose results are (y, q, scale) and then whatever else the producer returned
+# producer -> its quantizing form, with results (y, q, scale) and then the producer's other results
 FORMS: dict[str, tuple[Op, Op]] = {
     "norm": (rms_norm, rms_norm_quant),
     "add_norm": (add_rms_norm, add_rms_norm_quant),
@@ -40,7 +40,7 @@ def fuse_quantize(graph: fx.Graph, context: Context) -> PassReport:
             raise Refused(f"{producer.name} has no quantizing form")
         keep = any(user is not node for user in value.users)
         with graph.inserting_before(producer):
-            operands = carried(producer, forms[1], keep=keep, dtype=quantized.dtype, rotate=quantized.rotate)
+            operands = operands_for(producer, forms[1], keep=keep, dtype=quantized.dtype, rotate=quantized.rotate)
             new = insert_call(graph, forms[1], operands, like=producer)
             y, q, scale = insert_picks(graph, new, (0, 1, 2), like=producer)
         for place, pick in picks_of(producer):

@@ -47,8 +47,8 @@ def fuse_rope_append(graph: fx.Graph, context: Context) -> PassReport:
             o = paged_attention(q, kv_cache, ...)
 
     The constant of center_keys, the projection's bias and the norms of q's and k's heads (Qwen3) become the op's last
-    arguments. The op takes the append's place in the graph, which orders the mutation. Leaves appends whose q, k and v
-    are not the three parts of one packed projection, with equal norms and the same angles (or none).
+    arguments. The op takes the append's place in the graph, which orders the mutation. Leaves appends if q, k and v are
+    not the three parts of one packed projection, with equal norms and the same angles (or none).
     """
 
     def fuse(append: fx.Node) -> None:

@@ -32,7 +32,7 @@ def fuse_silu_mul(graph: fx.Graph, context: Context) -> PassReport:
     before  add = linear + lora; silu = aten.silu(add[..., :14336]); mul = silu * add[..., 14336:]
     after   silu_mul = sidestream.silu_mul(linear, lora)
 
-    Leaves products whose gate and up are not the two halves of one tensor, as pack_projections makes them.
+    Leaves products if gate and up are not the two halves of one tensor, as pack_projections makes them.
     """
 
     def where(match: Match) -> str | None:

@@ -19,7 +19,7 @@ def pack_projections(graph: fx.Graph, context: Context) -> PassReport:
             add = linear_3 + lora_3; slice = add[..., :4096]; slice_1 = add[..., 4096:5120]; ...
 
     Biases (split by `lift_bias`) are packed too. Members without LoRA or bias get zeros. Leaves linears with computed
-    weights, and groups whose LoRA branches read different adapter indices.
+    weights, and groups with LoRA branches on different adapter indices.
     """
     report = PassReport(0)
     groups: dict[fx.Node, list[fx.Node]] = defaultdict(list)
@@ -53,15 +53,10 @@ def _refusal(branches: list[Branch]) -> str | None:
 def _pack(graph: fx.Graph, x: fx.Node, branches: list[Branch]) -> None:
     weights = [branch.weight for branch in branches]
     widths = [branch.width for branch in branches]
-    packed = insert_placeholder(
-        graph,
-        _joined_name(weights),
-        "weight",
-        (sum(widths), int(shape_of(weights[0])[1])),
-        weights[0].meta["val"].dtype,
-        after=weights[0],
-        recipe=cat(0, [weight.meta["recipe"] for weight in weights]),
-    )
+    shape, dtype = (sum(widths), int(shape_of(weights[0])[1])), weights[0].meta["val"].dtype
+    recipe = cat(0, [weight.meta["recipe"] for weight in weights])
+    name = _joined_name(weights)
+    packed = insert_placeholder(graph, name, "weight", shape, dtype, after=weights[0], recipe=recipe)
     first = branches[0].linear
     with graph.inserting_before(first):
         joined = insert_call(graph, aten.linear.default, (x, packed), like=first)
@@ -105,17 +100,10 @@ def _packed_lora(graph: fx.Graph, branches: list[Branch], linear: fx.Node) -> fx
             parts_b.append(pad(bind(branch.lora).b.meta["recipe"], 2, rank))
     widths = [branch.width for branch in branches]
     names = _joined_name([delta.a for delta in deltas]), _joined_name([delta.b for delta in deltas])
-    packed_a = insert_placeholder(
-        graph,
-        names[0],
-        "adapter",
-        (slots, rank * len(branches), width_in),
-        dtype,
-        after=first.a,
-        recipe=cat(1, parts_a),
-    )
-    packed_b = insert_placeholder(
-        graph, names[1], "adapter", (slots, sum(widths), rank), dtype, after=first.b, recipe=cat(1, parts_b)
+    shapes = (slots, rank * len(branches), width_in), (slots, sum(widths), rank)
+    packed_a, packed_b = (
+        insert_placeholder(graph, name, "adapter", shape, dtype, after=after, recipe=cat(1, parts))
+        for name, shape, after, parts in zip(names, shapes, (first.a, first.b), (parts_a, parts_b), strict=True)
     )
     delta = insert_call(graph, lora, (first.x, packed_a, packed_b, first.adapter_index, widths), like=nodes[0])
     return delta if len(shape_of(linear)) == 2 else insert_call(graph, aten.view.default, (delta, [*shape_of(linear)]))
@@ -128,13 +116,7 @@ def _joined_name(nodes: list[fx.Node]) -> str:
     parts = [node.name.split("_") for node in nodes]
     first = parts[0]
     front = next(place for place, words in enumerate(zip(*parts, strict=False)) if len(set(words)) > 1)
-    back = next(
-        place for place, words in enumerate(zip(*(part[::-1] for part in parts), strict=False)) if len(set(words)) > 1
-    )
-    return "_".join(
-        [
-            *first[:front],
-            *(word for part in parts for word in part[front : len(part) - back]),
-            *first[len(first) - back :],
-        ]
-    )
+    ends = zip(*(part[::-1] for part in parts), strict=False)
+    back = next(place for place, words in enumerate(ends) if len(set(words)) > 1)
+    middle = [word for part in parts for word in part[front : len(part) - back]]
+    return "_".join([*first[:front], *middle, *first[len(first) - back :]])

@@ -10,7 +10,7 @@ from ....ops.elementwise.silu_mul import silu_mul_quant
 from ....ops.elementwise.silu_mul_blocks import silu_mul_blocks
 from ....ops.linear.linear_8bit import linear_8bit
 from ....ops.lora.shrink import lora_shrink
-from ...graph.nodes import bind, calls, carried, insert_call, insert_picks, is_call, picks_of, replace_picks
+from ...graph.nodes import bind, calls, insert_call, insert_picks, is_call, operands_for, picks_of, replace_picks
 from ..base import Context, PassReport, Refused, rewrite_each
 
 # elsewhere the launches that are saved do not make up for what linears and shrinks take longer (H200)
@@ -51,7 +51,7 @@ def blocks_arguments(attention: fx.Node) -> tuple[object, ...]:
     """Return the arguments of `paged_attention_blocks` in place of a `paged_attention_quant` with few rows."""
     made = bind(attention)
     few = {"query_start": None, "rows": 1} if made.decode else {}
-    return carried(attention, paged_attention_blocks, dtype=made.dtype, **few)
+    return operands_for(attention, paged_attention_blocks, dtype=made.dtype, **few)
 
 
 def has_few_rows(attention: fx.Node) -> bool:

@@ -94,7 +94,7 @@ def _unlifted(graph: fx.Graph) -> list[str]:
     """Return near-misses: inputs called lora_a that another op than a lifted one reads."""
     stacks = [node for node in graph.nodes if node.op == "placeholder" and "lora_a" in node.name.lower()]
     return [
-        f"{user.name}: reads {node.name} in a form that no LoRA pattern knows"
+        f"{user.name}: reads {node.name} in a form without a LoRA pattern"
         for node in stacks
         for user in node.users
         if not is_call(user, lora) and not _is_dead(user)

@@ -24,11 +24,9 @@ def lift_rms_norm(graph: fx.Graph, context: Context) -> PassReport:
 
     def where(match: Match) -> str | None:
         weight, x = shape_of(match["weight"]), shape_of(match["x"])
-        return (
-            None
-            if len(weight) == 1 and weight[0] == x[-1]
-            else f"{match['weight'].name} is not a vector over the last dimension of {match['x'].name}"
-        )
+        if len(weight) == 1 and weight[0] == x[-1]:
+            return None
+        return f"{match['weight'].name} is not a vector over the last dimension of {match['x'].name}"
 
     matches, rejected = find(graph, RMS_NORM, anchor=aten.rsqrt.default, where=where)
     for match in matches:

@@ -30,11 +30,9 @@ def lift_rope(graph: fx.Graph, context: Context) -> PassReport:
         sources = {lower[0], upper[0]}
         if lower[1:] != (0, width // 2) or upper[1:] != (width // 2, width) or len(sources) > 1:
             return f"{match['lower'].name} and {match['upper'].name} are not the two halves of {match['x'].name}"
-        return (
-            None
-            if sources <= {match["x"], *match.nodes}
-            else f"the halves are of {lower[0].name}, not of {match['x'].name}"
-        )
+        if sources <= {match["x"], *match.nodes}:
+            return None
+        return f"the halves are of {lower[0].name}, not of {match['x'].name}"
 
     matches, rejected = find(graph, ROPE, anchor=aten.neg.default, where=where)
     for match in matches:

@@ -20,8 +20,7 @@ def normalize(graph: fx.Graph, context: Context) -> PassReport:
     after   (users read x)
 
     No-ops are casts to the same dtype, full slices, `+ 0`, dropout in evaluation, empty parts of concatenations and
-    metadata
-    checks. Leaves casts between devices.
+    metadata checks. Leaves casts between devices.
     """
     removed = 0
     for node in list(graph.nodes):

@@ -24,8 +24,8 @@ def fuse_lora_expand(graph: fx.Graph, context: Context) -> PassReport:
             h = silu_mul(y, None, ...)
 
     `active` lists the adapters of each 128 tokens, once a step (`lora_active`). For static sizes of many tokens, in
-    int8. Leaves deltas with several readers or in a plain sum, sizes that the kernel does not take, and everything
-    with lora_lowering="serial" or "side_stream".
+    int8. Leaves deltas with several readers or in a plain sum, sizes that the kernel does not take, and everything with
+    lora_lowering="serial" or "side_stream".
     """
     active: dict[fx.Node, fx.Node] = {}
 
@@ -61,9 +61,8 @@ def _joined(expand: fx.Node, lowering: str) -> tuple[fx.Node, fx.Node]:
     reader = next(iter(expand.users))
     if is_call(reader, aten.add.Tensor):
         raise Refused(f"{reader.name} is a sum, which can't go without it")
-    linears = [
-        value for value in reader.all_input_nodes if is_call(value, linear_8bit) and shape_of(value) == shape_of(expand)
-    ]
+    shape, operands = shape_of(expand), reader.all_input_nodes
+    linears = [each for each in operands if is_call(each, linear_8bit) and shape_of(each) == shape]
     if len(linears) != 1 or len(linears[0].users) != 1:
         raise Refused(f"{reader.name} doesn't add it to a linear without other readers")
     product = bind(linears[0])

@@ -19,7 +19,7 @@ def fuse_all_reduce_norm(graph: fx.Graph, context: Context) -> PassReport:
     after   _, q, s, r = sidestream.all_reduce_add_rms_norm_quant(linear, residual, lora, weight, ..., "tp2", ...)
 
     The sum is not rounded before the residual is added. `spread` lets a rank keep its own rows of the new residual,
-    where only such norms read it. Leaves sums with other readers, such as the last, whose rows are selected.
+    where only such norms read it. Leaves sums with other readers, such as the last (rows are selected).
     """
 
     def fuse(node: fx.Node) -> None:

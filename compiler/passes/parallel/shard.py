@@ -65,13 +65,11 @@ def shard(graph: fx.Graph, context: Context) -> PassReport:
             A); all_reduce = sidestream.all_reduce(o, "tp2"); all_reduce_1 = sidestream.all_reduce(down, "tp2"); ...
             all_gather = sidestream.all_gather(logits, "tp2", 128256), unless gather_logits is off
 
-    A column-parallel LoRA delta needs all of A. A row-parallel one needs all of B, is a partial sum like the
-    linear's, and is
-    reduced with it. Rank 0 adds a row-parallel bias. With fewer KV heads than ranks, several ranks have the same.
-    Recipes
-    cut first, so that a rank reads only its share of the checkpoint. Runs with tensor_parallel above 1, and counts
-    collectives: two a layer, and one for the logits. Leaves the whole graph if it has an unknown projection. Raises
-    OptionError for sizes that `tensor_parallel` does not divide.
+    A column-parallel LoRA delta needs all of A. A row-parallel one needs all of B, is a partial sum like the linear's,
+    and is reduced with it. Rank 0 adds a row-parallel bias. With fewer KV heads than ranks, several ranks have the
+    same. Recipes cut first, so that a rank reads only its share of the checkpoint. Runs with tensor_parallel above 1,
+    and counts collectives: two a layer, and one for the logits. Leaves the whole graph if it has an unknown projection.
+    Raises OptionError for sizes that `tensor_parallel` does not divide.
     """
     report, options = PassReport(0), context.options
     world = options.tensor_parallel
@@ -321,7 +319,6 @@ def _exchange(graph: fx.Graph, reader: fx.Node, argument: str, dim: int, part: t
     if len(whole.users) == 1:
         whole.meta.update(val=value.new_empty(shape), recipe=recipe)
         return
-    own = insert_placeholder(
-        graph, f"{whole.name}_share", whole.meta["kind"], shape, value.dtype, after=whole, recipe=recipe
-    )
+    name, kind = f"{whole.name}_share", whole.meta["kind"]
+    own = insert_placeholder(graph, name, kind, shape, value.dtype, after=whole, recipe=recipe)
     set_operands(reader, **{argument: own})

@@ -49,11 +49,9 @@ def _balance(graph: fx.Graph, append: fx.Node) -> None:
         query, key, _ = _parts(_weight(packed), 3)
         biases = () if bound.bias is None else _parts(bound.bias, 3)[:2]
         balance = key_balance(query, key, _gain(packed), kv_heads, width, biases)
-    layer = layer_of_name(cache.name)
-    shape = (kv_heads, width // 2)
-    factors = insert_placeholder(
-        graph, f"key_balance_{layer}", "weight", shape, torch.float32, after=bound.kv_scales, recipe=balance
-    )
+    name, shape = f"key_balance_{layer_of_name(cache.name)}", (kv_heads, width // 2)
+    after = bound.kv_scales
+    factors = insert_placeholder(graph, name, "weight", shape, torch.float32, after=after, recipe=balance)
     if center is not None:
         center.meta["recipe"] = _scaled(center.meta["recipe"], cat(1, (balance, balance)))
     set_operands(append, key_balance=factors)

@@ -9,7 +9,7 @@ from ..base import Context, PassReport, Refused, rewrite_each
 
 
 def finer_logits(graph: fx.Graph, context: Context) -> PassReport:
-    """Return int8 logits in fp16, whose steps are eight times finer than those of bf16.
+    """Return int8 logits in fp16, with eight times finer steps than bf16.
 
     before  logits = sidestream.linear_8bit(q, scale, weight_int8, weight_scale, None, None, torch.bfloat16)
     after   logits = sidestream.linear_8bit(q, scale, weight_int8, weight_scale, None, None, torch.float16)

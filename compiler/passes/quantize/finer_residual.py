@@ -16,7 +16,7 @@ NEW_RESIDUAL = 1  # the place of the new residual among the results of `add_rms_
 
 
 def finer_residual(graph: fx.Graph, context: Context) -> PassReport:
-    """Keep the residual stream of an int8 model in sixteenths in fp16, whose steps are eight times finer than bf16's.
+    """Keep the residual stream of an int8 model in sixteenths in fp16, with eight times finer steps than bf16.
 
     before  x = sidestream.embedding(input_ids, weight); y = sidestream.rms_norm(x, gain, 1e-05); ...
             y, r = sidestream.add_rms_norm(o, x, None, gain, 1e-05)

@@ -33,7 +33,7 @@ def quantize_linears(graph: fx.Graph, context: Context) -> PassReport:
             linear_8bit = sidestream.linear_8bit(q, scale, weight_int8, weight_scale, None, None, torch.bfloat16)
 
     In int8 mode x and the weight's rows are rotated first in blocks of columns (128 after SiLU, `norm_rotation` after a
-    norm), which spreads outliers and keeps the product; not after attention, whose heads `rotate_values` rotates for
+    norm), which spreads outliers and keeps the product; not after attention, where `rotate_values` rotates heads for
     free. Weights that a checkpoint stores in this dtype are used unchanged. Leaves linears with a computed weight, with
     a bias, with columns that are no multiple of 16, and the last linear with `lm_head="bf16"`.
     """

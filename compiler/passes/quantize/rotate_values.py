@@ -5,7 +5,7 @@ from torch import fx
 from ....ops.attention.append_kv import append_kv
 from ....ops.attention.paged_attention import paged_attention
 from ...graph.nodes import bind, calls, is_call, shape_of, through_views
-from ...graph.projections import made_by, read_by
+from ...graph.projections import producing_weights, reading_weights
 from ...graph.recipe import hadamard
 from ...program.layers import layer_of_name
 from ..base import Context, PassReport, Refused, rewrite_each
@@ -37,7 +37,10 @@ def rotate_values(graph: fx.Graph, context: Context) -> PassReport:
         width = int(shape_of(value)[-1])
         if width & (width - 1):
             raise Refused(f"heads of {width} are no power of two")
-        for weight, dim in [*made_by(through_views(value), "rotated"), *read_by(attentions[0], "rotated")]:
+        for weight, dim in [
+            *producing_weights(through_views(value), "rotated"),
+            *reading_weights(attentions[0], "rotated"),
+        ]:
             weight.meta["recipe"] = hadamard(weight.meta["recipe"], dim, width)
 
     return rewrite_each(filter(applies, calls(graph, append_kv)), rotate)

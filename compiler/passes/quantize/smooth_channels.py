@@ -19,7 +19,7 @@ from ...graph.nodes import (
     shape_of,
     through_views,
 )
-from ...graph.projections import made_by, read_by
+from ...graph.projections import producing_weights, reading_weights
 from ...graph.recipe import calibrated, smooth
 from ..base import Context, PassReport, Refused, rewrite_each
 from ..fuse.fuse_silu_mul import GATED
@@ -87,7 +87,7 @@ def _smooth(graph: fx.Graph, norm: fx.Node) -> None:
 
 def _smooth_product(product: fx.Node, up: fx.Node) -> None:
     """Smooth SiLU * mul by dividing `up`, which divides the product."""
-    makers, readers = made_by(through_views(up), "smoothed"), read_by(product, "smoothed")
+    makers, readers = producing_weights(through_views(up), "smoothed"), reading_weights(product, "smoothed")
     weights = [weight for weight, dim in readers if dim == 1]
     names = weights[0].meta["recipe"].sources() if len(weights) == 1 else ()
     if len(names) != 1:

@@ -22,7 +22,7 @@ from support.checks import EXACT, bits, check_kernel, poison
 from support.gluon_threads import kernels_in_threads
 from support.sm90 import MachineCode, compile_launch
 
-BATCHES = {  # name -> (cached tokens, of which new) of each sequence
+BATCHES = {  # name -> (cached tokens, new ones among them) of each sequence
     "one": ((300, 300),),
     "with history": ((200, 130), (640, 140), (129, 129)),
     "mixed": ((40, 1), (300, 290), (700, 1), (130, 130), (64, 64), (5, 5)),

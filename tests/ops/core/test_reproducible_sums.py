@@ -43,9 +43,9 @@ def test_results_are_the_same_with_the_kernels_of_other_processors() -> None:
         chosen = {name: value for name, value in variables.items() if value != "avx512" or has_avx512}
         command = [sys.executable, str(NUMERICS)]
         runs.append(subprocess.run(command, env=kept | chosen, capture_output=True, text=True))
-    told = "\n".join(f"{run.stdout}{run.stderr}" for run in runs)
-    assert all(run.returncode == 0 for run in runs), told
-    assert len({run.stdout.splitlines()[0] for run in runs}) == 1, told
+    output = "\n".join(f"{run.stdout}{run.stderr}" for run in runs)
+    assert all(run.returncode == 0 for run in runs), output
+    assert len({run.stdout.splitlines()[0] for run in runs}) == 1, output
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -144,7 +144,7 @@ def test_tuned_configurations_compile_without_spills(dtype: torch.dtype, shape: 
     config = chosen(*shape, dtype)
     code = compiled(config, *shape, dtype)
     assert code.spills == 0, config
-    # whole tiles of the Triton kernel wait for nobody: as many programs are on an SM as fit
+    # whole tiles of the Triton kernel need no other program: as many run on an SM as fit
     resident = 1 if config.kernel == "triton" and not config.split else config.ctas_per_sm
     assert code.shared_bytes * resident <= SHARED, config
     assert code.sass["IGMMA" if dtype == INT8 else "QGMMA"] > 0

@@ -14,7 +14,7 @@ from support.samples import lora_expand_rounded_inputs
 from support.sm90 import launched
 
 BF16, INT8 = torch.bfloat16, torch.int8
-# one step of bf16 where a product lies on an edge: the kernel's steps have 22 bits
+# one step of bf16 where a product is on a rounding edge: the kernel's steps have 22 bits
 NEAR = {0: Tolerance(2.0**-7, 1e-6, differing=0.02)}
 
 

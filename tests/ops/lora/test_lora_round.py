@@ -22,7 +22,7 @@ CASES = [
 
 
 def planes_of(splits: int, tokens: int, parts: int, rank: int, device: str = "cpu") -> torch.Tensor:
-    """Random planes whose rows, and each row's parts, are of different sizes."""
+    """Random planes with rows, and parts of rows, of different magnitudes."""
     size = torch.logspace(-3, 3, tokens * parts, device=device).view(tokens, parts, 1)
     return (torch.randn(splits, tokens, parts, rank, device=device) * size).flatten(2)
 

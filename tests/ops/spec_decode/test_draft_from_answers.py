@@ -1,4 +1,4 @@
-"""Former answers in a ring: what is kept of them, and what is drafted from them, each told in plain Python too."""
+"""Ring buffers of earlier answers: which tokens are stored and drafted, compared with plain Python."""
 
 import random
 
@@ -28,7 +28,7 @@ def recalled_of(tokens: list[int], ring: list[int], own: int, count: int) -> lis
 
 
 def recall(tokens: list[int], ring: list[int], own: int = 0, count: int = 3, end: int = 0) -> list[int] | None:
-    """What the op makes of one sequence and one ring, whose newest token lies before the place `end`."""
+    """Return the op's result for one sequence and one ring; the newest token is before `end`."""
     rings = torch.full((1, 40), 77, dtype=torch.int32)
     rings[0, (end - len(ring) + torch.arange(len(ring))) % 40] = int32(*ring)
     drafts = torch.full((1, count), -7, dtype=torch.int32)

@@ -14,7 +14,7 @@ import pytest
 from sidestream.runtime.protocol import messages as protocol
 from sidestream.runtime.text import chat_files
 from sidestream.runtime.text.chat_files import ChatTemplateError
-from sidestream.runtime.text.chat_template import ChatTemplate
+from sidestream.runtime.text.chat_renderer import ChatTemplate
 from sidestream.tools import cli
 from sidestream.tools.options.client import printable
 from support.wire_server import WireServer

@@ -24,13 +24,12 @@ from .report import engine_figures
 
 DESCRIPTION = """\
 Stream completions through one gateway process from an engine with a simulated GPU, and count the events that arrive.
-The same bytes from a bare starlette application under the same uvicorn are the limit, twice: unpaced, as fast as the
-client takes them, and paced, an event to each stream at every step. Unpaced, many events are under way at once, and
-one look at the sockets serves all that are ready; paced, it is woken as often as the gateway.
+A bare starlette application under the same uvicorn sends the same bytes for comparison, twice: unpaced, as fast as the
+client reads, and paced, an event to each stream at every step. Unpaced, one poll of the sockets serves many events;
+paced, the process wakes up as often as the gateway.
 
-Events per second of the process's own CPU time tell what one process can do, whatever else the machine does. The same
-streams without the gateway, over ZeroMQ, tell what it costs the engine: each round has both, and they are compared
-pair by pair, so that what else the machine does falls on both."""
+Events per second of the process's CPU time do not depend on other load of the machine. The same streams without the
+gateway, over ZeroMQ, show its cost for the engine: each round has both, and they are compared pair by pair."""
 
 PROMPT, OUTPUT = [7] * 64, 4096
 ADAPTERS = 4
@@ -53,7 +52,7 @@ class Figures:
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the bench to `sidestream bench`."""
-    parser = commands.add_parser("gateway", help="what the HTTP front costs", description=DESCRIPTION)
+    parser = commands.add_parser("gateway", help="measure the cost of the HTTP front", description=DESCRIPTION)
     add_value(parser, "--streams", 32, "streams at once")
     add_value(parser, "--step-ms", 3.0, "time of a simulated step", float, "MS")
     add_value(parser, "--seconds", 10.0, "seconds per measurement", float, "S")
@@ -119,11 +118,11 @@ def measure(
         async with target as start:
             tasks = [asyncio.create_task(start(counts)) for _ in range(streams)]
             await asyncio.sleep(min(2.0, seconds / 2))
-            told = await asyncio.to_thread(stats)
+            counters = await asyncio.to_thread(stats)
             before, cpu, began = counts[0], cpu_seconds(process), time.monotonic()
             await asyncio.sleep(seconds)
             events, taken, used = counts[0] - before, time.monotonic() - began, cpu_seconds(process) - cpu
-            figures = Figures(events, taken, used, engine_figures(told, await asyncio.to_thread(stats)))
+            figures = Figures(events, taken, used, engine_figures(counters, await asyncio.to_thread(stats)))
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -186,7 +185,7 @@ def compare(address: str, url: str, gateway: int, stats: Any, options: argparse.
             for name, limit in bare.items():
                 found = one(over_http(limit.url, body), limit.process)
                 shares[name].append((through.events / through.cpu_seconds) / (found.events / found.cpu_seconds))
-                print(f"  bare, {name:8}{found}   the gateway has {100 * shares[name][-1]:.1f}%, by CPU time")
+                print(f"  bare, {name:8}{found}   the gateway reaches {100 * shares[name][-1]:.1f}%, by CPU time")
             pairs.append((through.engine, alone.engine))
             for name, figures in (("with", through.engine), ("without", alone.engine)):
                 print(f"  engine {name + ' gateway':16} {engine_line(figures)}", flush=True)
@@ -210,15 +209,15 @@ def engine_line(figures: dict[str, float]) -> str:
 def engine_summary(pairs: Sequence[tuple[dict[str, float], dict[str, float]]]) -> list[str]:
     """Return lines of the engine's figures with the gateway minus without it: median and range of the pairs."""
 
-    def told(name: str, unit: str, factor: float) -> str:
+    def change(name: str, unit: str, factor: float) -> str:
         changes = [factor * (through[name] - alone[name]) for through, alone in pairs]
         return f"{median(changes):+.2f} {unit} ({min(changes):+.2f} to {max(changes):+.2f})"
 
     return [
         "the engine with the gateway, next to without it:",
-        f"  late plans   {told('late_plans_share', 'points', 100)}",
-        f"  GPU idle     {told('gpu_idle_us_per_step', 'us a step', 1)}",
-        f"  batcher CPU  {told('batcher_cpu_ms_per_step', 'us a step', 1e3)}",
+        f"  late plans   {change('late_plans_share', 'points', 100)}",
+        f"  GPU idle     {change('gpu_idle_us_per_step', 'us a step', 1)}",
+        f"  batcher CPU  {change('batcher_cpu_ms_per_step', 'us a step', 1e3)}",
     ]
 
 

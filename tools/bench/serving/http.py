@@ -23,12 +23,12 @@ from .http_report import HEAD, line, row, summary, summary_lines
 from .report import engine_figures
 
 DESCRIPTION = """\
-Measure what the HTTP front costs its clients: the same closed loop of streams over ZeroMQ, as `sidestream bench serve`
-sends them, and over HTTP, in turn, first to the base model and then to adapters in turn.
+Measure the cost of the HTTP front for clients: the same closed loop of streams over ZeroMQ, as in `sidestream bench
+serve`, and over HTTP, in turn, first to the base model and then to adapters in turn.
 
-Without --engine and --http a server is started for it. Its clients are several processes. Where the machine has cores
-enough, the clients get some of their own, which the server does not use. Each measurement has other random prompts, so
-that no prompt is found in the prefix cache."""
+Without --engine and --http a server is started. Clients are several processes; if the machine has enough cores, they
+run on cores that the server does not use. Each measurement has other random prompts, so that none is in the prefix
+cache."""
 
 EXAMPLES = """\
 examples:
@@ -46,14 +46,14 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the bench to `sidestream bench`."""
     parser = commands.add_parser(
         "http",
-        help="what clients get over HTTP, next to ZeroMQ",
+        help="compare HTTP with ZeroMQ for clients",
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_bench_model(parser)
     add_shape(parser)
-    parser.add_argument("--engine", metavar="ADDRESS", help="a server that runs, of which HTTP is answered at --http")
+    parser.add_argument("--engine", metavar="ADDRESS", help="a running server, with HTTP at --http")
     parser.add_argument("--http", metavar="URL", help="its front, http://host:port")
     add_value(parser, "--concurrency", 64, "streams at once", metavar="C")
     add_value(parser, "--input-len", 128, "prompt tokens")
@@ -81,15 +81,15 @@ def server(options: argparse.Namespace, directory: Path) -> Iterator[Server]:
     address, log = f"ipc://{directory}/engine.sock", directory / "log"
     command = [sys.executable, "-m", "sidestream.tools.cli", "serve", *model_arguments(options, directory)]
     command += ["--bind", address, "--port", "0", "--max-num-seqs", str(options.concurrency)]
-    with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
     try:
         until = time.monotonic() + START_SECONDS
-        while "serving at" not in (said := log.read_text()) or "answering HTTP at" not in said:
+        while "serving at" not in (output := log.read_text()) or "answering HTTP at" not in output:
             if process.poll() is not None or time.monotonic() > until:
-                raise ValueError(f"the server did not start: {said[-2000:]}")
+                raise ValueError(f"the server did not start: {output[-2000:]}")
             time.sleep(0.2)
-        url = next(line.split()[-1] for line in said.splitlines() if "answering HTTP at" in line)
+        url = next(line.split()[-1] for line in output.splitlines() if "answering HTTP at" in line)
         yield Server(address, url, gateway_of(process.pid))
     finally:
         process.terminate()
@@ -173,7 +173,7 @@ class Clients:
         assert process.stdout is not None  # a pipe, as requested
         line = process.stdout.readline()
         if not line:
-            raise ValueError("a client process ended; what it said is above")
+            raise ValueError("a client process ended; its output is above")
         return line
 
 
@@ -245,10 +245,10 @@ def run(options: argparse.Namespace) -> int:
     if (options.engine is None) != (options.http is None):
         raise ValueError("--engine and --http go together; give both, or none to have a server started")
     cores = split_cores(options.processes)
-    told = "clients and server share all cores" if cores is None else f"clients on cores {cores.clients}"
+    cores_text = "clients and server share all cores" if cores is None else f"clients on cores {cores.clients}"
     print(
         f"{options.concurrency} streams of {options.input_len} prompt and {options.output_len} output tokens, "
-        f"{options.processes} client processes; {told}"
+        f"{options.processes} client processes; {cores_text}"
     )
     with tempfile.TemporaryDirectory(prefix="ssb-") as name, ExitStack() as stack:
         with on_cores(None if cores is None else cores.clients):

@@ -14,8 +14,8 @@ Measure a running server, at any address.
   --workload S   requests arrive as a Poisson process and do not wait for one another; prompt and output lengths are
                  log-uniform, each request picks an adapter with p(k) ~ 1/k among the first --num-adapters that the
                  server lists
-  --workload C   time to the first token of requests whose adapter is in host memory or on disk, minus that of a
-                 resident one, while --background others decode; and the longest gap of the others meanwhile
+  --workload C   time to the first token of requests with an adapter in host memory or on disk, minus that of a resident
+                 one, while --background others decode; and the longest gap of the others
 
 Prompts are random token ids and end-of-sequence is ignored. The client measures the times: run it
 on the server's machine, or they include the network."""

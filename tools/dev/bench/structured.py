@@ -19,9 +19,9 @@ from ....runtime.api.structured_outputs import StructuredOutputsParams
 from ....runtime.demo_model import DEMO_MODEL
 from ....runtime.scheduler.step_plan import Int32
 from ....runtime.text.generation_config import eos_token_ids
-from ....runtime.text.structured.compiler import GrammarCompiler
-from ....runtime.text.structured.drafted import fill_drafted
-from ....runtime.text.structured.filling import FEW, fill_masks, fill_threads, take_in
+from ....runtime.text.structured.draft_masks import fill_drafted
+from ....runtime.text.structured.grammar_compiler import GrammarCompiler
+from ....runtime.text.structured.mask_filling import FEW, consume_outputs, fill_masks, fill_threads
 from ....runtime.text.structured.matcher import Matcher
 from ....runtime.text.tokenizer import load_tokenizer
 
@@ -51,7 +51,7 @@ def big_schema(number: int) -> dict[str, Any]:
 def step(matchers: list[Matcher], outputs: list[list[int]], ends: set[int], chance: random.Random) -> float:
     """Return seconds of one step's masks; then each answer gets a token that its mask allows, or restarts."""
     begin = time.perf_counter()
-    take_in(matchers, [(output, 0) for output in outputs], in_parallel=len(matchers) > FEW)
+    consume_outputs(matchers, [(output, 0) for output in outputs], in_parallel=len(matchers) > FEW)
     masks = fill_masks(matchers)
     seconds = time.perf_counter() - begin
     for row, mask in enumerate(masks):
@@ -68,9 +68,9 @@ def guess(matcher: Matcher, count: int, chance: random.Random) -> list[int]:
     tokens: list[int] = []
     for _ in range(count):
         tokens.append(chance.choice(allowed(fill_masks([matcher])[0])))
-        if tokens[-1] in matcher.grammar.eos_ids or not matcher.follow(tokens[-1]):
+        if tokens[-1] in matcher.grammar.eos_ids or not matcher.try_draft(tokens[-1]):
             break
-    matcher.go_back()
+    matcher.rollback()
     return tokens
 
 

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from .....runtime.api.outputs import RequestOutput
 from .....runtime.api.sampling_params import MAX_LOGPROBS, SamplingParams
-from .....runtime.text.requests import make_requests
+from .....runtime.text.prompts import make_requests
 
 
 @dataclass

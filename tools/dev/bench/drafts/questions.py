@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from .....runtime.demo_model import DEMO_MODEL
-from .....runtime.text.chat import ChatRenderer
 from .....runtime.text.chat_files import read_chat_templates
+from .....runtime.text.chat_renderer import ChatRenderer
 from .....runtime.text.prompts import without_special_tokens
 from ....eval.corpus import documents
 from ....eval.suite import SEED, Limits, demo_suite, file_suite

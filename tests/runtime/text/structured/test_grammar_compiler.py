@@ -16,10 +16,10 @@ from sidestream import RequestError, StructuredOutputsParams
 from sidestream.runtime.demo_model import DEMO_MODEL
 from sidestream.runtime.text.generation_config import eos_token_ids
 from sidestream.runtime.text.structured import trial, trial_worker
-from sidestream.runtime.text.structured.compiler import GrammarCompiler
-from sidestream.runtime.text.structured.filling import fill_masks, take_in
+from sidestream.runtime.text.structured.grammar_compiler import GrammarCompiler
+from sidestream.runtime.text.structured.mask_filling import consume_outputs, fill_masks
 from sidestream.runtime.text.structured.matcher import Matcher
-from sidestream.runtime.text.structured.plain import is_plain
+from sidestream.runtime.text.structured.trial import is_plain
 from sidestream.runtime.text.tokenizer import load_tokenizer
 from support.pieces import sentencepiece_model
 
@@ -53,7 +53,7 @@ def walk(matcher: Matcher, ends: frozenset[int], seed: int, most: int = 300) -> 
     """Tokens drawn from the masks until the answer may end."""
     chance, tokens = random.Random(seed), []
     for _ in range(most):
-        take_in([matcher], [(tokens, 0)], in_parallel=False)
+        consume_outputs([matcher], [(tokens, 0)], in_parallel=False)
         (mask,) = fill_masks([matcher])
         choices = allowed_in(mask)
         assert choices and not matcher.failed
@@ -85,13 +85,13 @@ def test_a_state_follows_from_the_tokens(model):
     tokens = walk(followed, ends, 3)
     again = grammar.matcher()
     for count in (len(tokens) // 2, len(tokens)):
-        take_in([again], [([7, 7, *tokens[:count]], 2)], in_parallel=False)
+        consume_outputs([again], [([7, 7, *tokens[:count]], 2)], in_parallel=False)
     fresh = [grammar.matcher() for _ in range(3)]
-    take_in(fresh, [(tokens, 0)] * 3, in_parallel=True)
+    consume_outputs(fresh, [(tokens, 0)] * 3, in_parallel=True)
     masks = fill_masks([followed, again, *fresh])
     assert (masks == masks[0]).all() and followed.accepting
     wrong = grammar.matcher()
-    take_in([wrong], [([tokens[-1]] * 9, 0)], in_parallel=False)
+    consume_outputs([wrong], [([tokens[-1]] * 9, 0)], in_parallel=False)
     assert wrong.failed and "cannot be used" in wrong.problem()
 
 
@@ -115,14 +115,14 @@ def test_plain_schemas_need_no_trial_and_others_have_one(model, monkeypatch):
 def test_hopeless_constraints_are_one_error(model, monkeypatch):
     compiler, _, _ = model
     monkeypatch.setattr(trial, "TRIAL_SECONDS", 0.5)
-    for constraint, said in (
+    for constraint, expected in (
         ({"json": {"type": "integer", "multipleOf": 999983}}, "it takes more than 0.5 s to compile"),
         ({"json": {"type": "string", "allOf": [{"pattern": f"a{n}.*b{n}"} for n in range(20)]}}, "to compile|too much"),
         ({"regex": "("}, "unclosed group"),
         ({"grammar": "start: x"}, "x"),
     ):
         (kind,) = constraint
-        with pytest.raises(RequestError, match=f"structured_outputs.{kind} cannot be used: .*({said})"):
+        with pytest.raises(RequestError, match=f"structured_outputs.{kind} cannot be used: .*({expected})"):
             compiler.compile(StructuredOutputsParams(**constraint))
     assert compiler.compile(StructuredOutputsParams(regex="a+b")), "the child process was started again"
 
@@ -152,15 +152,15 @@ ODD = [
 ]
 
 
-@pytest.mark.parametrize(("constraint", "said"), ODD, ids=[str(constraint) for constraint, _ in ODD])
-def test_whatever_llguidance_raises_on_is_an_error_with_its_reason(model, constraint, said):
+@pytest.mark.parametrize(("constraint", "expected"), ODD, ids=[str(constraint) for constraint, _ in ODD])
+def test_whatever_llguidance_raises_on_is_an_error_with_its_reason(model, constraint, expected):
     compiler, _, _ = model
     with pytest.raises(
-        RequestError, match=f"structured_outputs.{next(iter(constraint))} cannot be used: .*{said}"
-    ) as told:
+        RequestError, match=f"structured_outputs.{next(iter(constraint))} cannot be used: .*{expected}"
+    ) as error:
         compiler.compile(StructuredOutputsParams(**constraint))
-    assert trial.is_refusal(str(told.value))
-    assert not re.search("non-verbose|NoExtensionBias|coerce_one_of|\n", str(told.value))
+    assert trial.is_refusal(str(error.value))
+    assert not re.search("non-verbose|NoExtensionBias|coerce_one_of|\n", str(error.value))
 
 
 @pytest.mark.parametrize("text", ["null", "[1,{}]", '{"a":[true,"b"]}', "-1.5"])
@@ -169,7 +169,7 @@ def test_true_is_any_json(model, text):
     matcher = compiler.compile(StructuredOutputsParams(json="true", disable_any_whitespace=True)).matcher()
     mark = "\u2402"  # takes the space that a text's first word gets
     tokens = tokenizer.encode(mark + text, False)[len(tokenizer.encode(mark, False)) :]
-    take_in([matcher], [(tokens, 0)], in_parallel=False)
+    consume_outputs([matcher], [(tokens, 0)], in_parallel=False)
     assert matcher.accepting
 
 
@@ -220,5 +220,5 @@ def test_what_fits_a_schema_is_allowed(model, name, age):
     matcher = compiler.compile(StructuredOutputsParams(json=PERSON)).matcher()
     before = tokenizer.encode("\n", False)  # after it no space is put before the text
     tokens = tokenizer.encode("\n" + text, False)[len(before) :]
-    take_in([matcher], [(tokens, 0)], in_parallel=False)
+    consume_outputs([matcher], [(tokens, 0)], in_parallel=False)
     assert matcher.accepting

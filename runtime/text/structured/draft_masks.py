@@ -1,43 +1,37 @@
-"""Masks along drafts: what may come next in a completion, and after each of its drafts, as far as they stay within its
-grammar.
-"""
+"""Masks of a step with drafts: allowed next tokens of each completion, and after each of its valid drafts."""
 
 import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from .filling import FEW, Filling, empty_masks, fill
+from .mask_filling import FEW, PendingMasks, empty_masks, fill
 from .matcher import Int32, Matcher
 
+# Compute no further draft masks after this time: the device would wait for them, and one slow constraint must not delay
+# all other sequences.
 DRAFT_SECONDS = 0.01
-"""No mask of a draft is begun when a step's masks have taken so long: the device would wait for it, and a constraint
-whose masks are slow must not cost all others several of them a step.
-"""
-WAKING_SECONDS = 0.0003
-"""Where the masks after so many drafts took longer than this, those after the next draft are for several threads."""
+WAKING_SECONDS = 0.0003  # use several threads if the masks of the previous draft took longer
 Judge = Callable[[list[int], int, Int32], list[bool]]
 
 
 def fill_drafted(
-    matchers: Sequence[Matcher], drafts: Sequence[Sequence[int]], judge: Judge, filling: Filling | None = None
+    matchers: Sequence[Matcher], drafts: Sequence[Sequence[int]], judge: Judge, filling: PendingMasks | None = None
 ) -> tuple[Int32, Int32, Int32]:
-    """The masks of a step: (of which matcher [N], after how many of its drafts [N], words [N, W]), first those without
-    a draft, of every matcher.
+    """Return the masks of a step: (matcher index [N], number of its preceding drafts [N], words [N, W]).
 
-    drafts  of each matcher: the tokens that may come next. There is no mask after one that its grammar, or `judge`,
-            does not allow, after one that ends the text, nor where a mask could not be made in time: from there on
-            drafts are to be cut
-    judge   (which matchers, drafts before each one's mask, these masks' words [N, W]) -> whether each completion can go
-            on there. It may take tokens out of the masks; one with drafts before it is left out where the completion
-            cannot go on
-    filling the first ones, which no draft precedes, on their way into `empty_masks` that have room for all; None: they
-            are filled here
+    Masks without preceding drafts come first, one per matcher.
 
-    Matchers come back to where they were.
+    drafts   candidate tokens of each matcher. There is no mask after a draft that its grammar or `judge` does not
+             allow, after one that ends the text, or after the time limit: drafts are to be cut there
+    judge    (matcher indices, number of preceding drafts, words [N, W]) -> whether each completion can continue. It may
+             clear bits of the masks; a mask after drafts is dropped if the completion cannot continue
+    filling  the masks without drafts, in progress, in `empty_masks` with room for all; None: fill them here
+
+    Restores the matchers' state.
     """
     if filling is None:
-        filling = Filling(empty_masks(matchers, len(matchers) + sum(map(len, drafts))), matchers)
+        filling = PendingMasks(empty_masks(matchers, len(matchers) + sum(map(len, drafts))), matchers)
         filling.run(len(matchers) > FEW)
     masks, width = filling.wait(), matchers[0].grammar.words
     of: list[int] = []
@@ -67,7 +61,7 @@ def fill_drafted(
         if not going or time.monotonic() - begin > DRAFT_SECONDS:
             break
     for matcher in matchers:
-        matcher.go_back()
+        matcher.rollback()
     words = masks[:used] if len(kept) == used else masks[kept]
     return np.array(of, np.int32), np.array(places, np.int32), words[:, :width]
 
@@ -75,7 +69,7 @@ def fill_drafted(
 def _follow(matcher: Matcher, words: Int32, draft: int) -> bool:
     if matcher.suspicious or draft in matcher.grammar.eos_ids or not _allows(words, draft):
         return False
-    return matcher.follow(draft)
+    return matcher.try_draft(draft)
 
 
 def _allows(words: Int32, token: int) -> bool:

@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import tokenizers
 from sidestream.runtime.api.errors import RequestError
-from sidestream.runtime.text.chat import KEPT, ChatRenderer
-from sidestream.runtime.text.chat_files import ChatTemplateError, ChatTemplates, read_chat_templates
+from sidestream.runtime.text.chat_files import ChatTemplateError, ChatTemplates, SingleChatTemplate, read_chat_templates
 from sidestream.runtime.text.chat_messages import as_conversations
-from sidestream.runtime.text.chat_template import ChatWords
-from sidestream.runtime.text.prompts import without_special_tokens
-from sidestream.runtime.text.requests import make_requests
+from sidestream.runtime.text.chat_renderer import KEPT, ChatRenderer
+from sidestream.runtime.text.prompts import make_requests, without_special_tokens
 from sidestream.runtime.text.tokenizer import load_tokenizer
 from support.tiny_tokenizers import byte_level, metaspace
 from transformers import PreTrainedTokenizerFast
@@ -24,7 +22,7 @@ TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</end>\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{{ mood }}{% endif %}"
 )
-WORDS = ChatWords(TEMPLATE, "<s>", "</s>")
+WORDS = SingleChatTemplate(TEMPLATE, "<s>", "</s>")
 TALK = [{"role": "system", "content": "brief"}, {"role": "user", "content": " hello "}]
 
 
@@ -101,7 +99,7 @@ def test_one_conversation_or_several_and_text_in_parts(renderer: ChatRenderer) -
 
 
 @pytest.mark.parametrize(
-    ("messages", "options", "said"),
+    ("messages", "options", "expected"),
     [
         ("hello", {}, "messages must be a list"),
         ({"role": "user", "content": "x"}, {}, "not dict"),
@@ -121,9 +119,9 @@ def test_one_conversation_or_several_and_text_in_parts(renderer: ChatRenderer) -
     ids=str,
 )
 def test_what_is_no_conversation_is_refused(
-    renderer: ChatRenderer, messages: object, options: dict[str, object], said: str
+    renderer: ChatRenderer, messages: object, options: dict[str, object], expected: str
 ) -> None:
-    with pytest.raises(RequestError, match=said):
+    with pytest.raises(RequestError, match=expected):
         renderer.prompts(WORDS, messages, **options)  # type: ignore[arg-type]
 
 
@@ -143,7 +141,7 @@ def test_child_processes_are_kept_and_ended(renderer: ChatRenderer) -> None:
     renderer.prompts(WORDS, TALK)
     assert children() == [first]
     for number in range(KEPT):
-        renderer.prompts(ChatWords(f"other {number}"), TALK)
+        renderer.prompts(SingleChatTemplate(f"other {number}"), TALK)
     others = children()
     assert first not in others and len(others) == KEPT
     renderer.close()
@@ -166,7 +164,7 @@ RESERVED = (
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "expected"),
     [
         *(({name: None}, name) for name in RESERVED),
         ({"documents": "text"}, "documents must be a list of objects"),
@@ -176,8 +174,8 @@ RESERVED = (
     ],
     ids=str,
 )
-def test_reserved_variables_are_refused_by_name(renderer: ChatRenderer, given: Any, said: str) -> None:
-    with pytest.raises(RequestError, match=f"chat_template_kwargs.*{said}") as refusal:
+def test_reserved_variables_are_refused_by_name(renderer: ChatRenderer, given: Any, expected: str) -> None:
+    with pytest.raises(RequestError, match=f"chat_template_kwargs.*{expected}") as refusal:
         renderer.prompts(WORDS, TALK, chat_template_kwargs=given)
     assert getattr(refusal.value, "param", None) == "chat_template_kwargs"
 
@@ -215,7 +213,7 @@ def test_no_value_of_a_variable_ends_the_process(renderer: ChatRenderer, given: 
 def test_a_caller_variable_does_not_decide_which_contents_a_template_reads(renderer: ChatRenderer) -> None:
     """The first request's variables make the template fail; the second request is rendered all the same."""
     walks = "{% for m in messages %}{% for p in m.content %}{{ p.text + mood }}{% endfor %}{% endfor %}"
-    words = ChatWords("{% set mood = mood or '' %}" + walks)
+    words = SingleChatTemplate("{% set mood = mood or '' %}" + walks)
     with pytest.raises(ChatTemplateError):
         renderer.prompts(words, TALK, chat_template_kwargs={"mood": 1})
     assert renderer.prompts(words, TALK) == ["brief hello "]

@@ -1,4 +1,4 @@
-"""The masks of many completions at once, filled by llguidance's threads; also while the caller does other things."""
+"""Masks of many completions, filled by llguidance's threads, also while the caller does other work."""
 
 import logging
 import os
@@ -18,26 +18,22 @@ from .matcher import Int32, Matcher, is_fault
 from .vocabulary import import_llguidance
 
 _log = logging.getLogger(__name__)
-FEW = 8
-"""So many masks are filled sooner than other threads wake up."""
-MOST_THREADS = 16
-"""More would have few of a step's masks each, and the lexers that they need take memory."""
+FEW = 8  # up to this many masks are filled before other threads would wake up
+MOST_THREADS = 16  # more threads would have few masks of a step each, and their lexers take memory
 _chosen: int | None = None
-Memory = Callable[[int, int], Int32 | None]
-"""(how many masks, words of each) -> where to fill them; None where there is no room for so many."""
-Output = tuple[list[int], int]
-"""A completion's tokens, its prompt's first, and where its output begins."""
+Memory = Callable[[int, int], Int32 | None]  # (number of masks, words of each) -> buffer, None if there is no room
+Output = tuple[list[int], int]  # a completion's tokens, prompt first, and the index of its first output token
 
 
 def empty_masks(matchers: Sequence[Matcher], count: int) -> Int32:
-    """Zeros for so many masks of these matchers, of which there is at least one: as wide as llguidance writes them."""
+    """Return zeros for `count` masks of these (one or more) matchers, as wide as llguidance writes them."""
     return np.zeros((count, max(matcher.grammar.words_known for matcher in matchers)), np.int32)
 
 
 def fill_masks(matchers: Sequence[Matcher]) -> Int32:
-    """Which tokens may come next in each completion: [M, W] words of 32 bits, lowest bit first.
+    """Return the allowed next tokens of each completion: [M, W] words of 32 bits, lowest bit first.
 
-    A matcher that takes too long fails (`failed`); so may any other that goes beyond llguidance's limits.
+    A matcher that takes too long, or exceeds llguidance's limits, has `failed`.
     """
     if not matchers:
         return np.zeros((0, 0), np.int32)
@@ -47,12 +43,12 @@ def fill_masks(matchers: Sequence[Matcher]) -> Int32:
 
 
 def fill(masks: Int32, matchers: Sequence[Matcher], in_parallel: bool) -> None:
-    """The same into `empty_masks` of as many. Python's lock is free most of the time."""
+    """Fill masks in `empty_masks` of as many matchers. The GIL is released most of the time."""
     apart = [row for row, matcher in enumerate(matchers) if matcher.suspicious]
     together = [row for row, matcher in enumerate(matchers) if not matcher.suspicious]
     begin = time.monotonic()
     if in_parallel and len(together) > 1:
-        together.sort(key=lambda row: matchers[row].lexer)  # each thread begins with a part of them
+        together.sort(key=lambda row: matchers[row].lexer)  # each thread starts with a part of them
         jobs = [(matchers[row].state, row) for row in together]
         try:
             _threads_for([matchers[row] for row in together]).unsafe_compute_mask_ptr(
@@ -61,7 +57,7 @@ def fill(masks: Int32, matchers: Sequence[Matcher], in_parallel: bool) -> None:
         except BaseException as error:
             if not is_fault(error):
                 raise
-            _log.exception("a fault while masks were filled together; each is filled by itself")
+            _log.exception("filling masks together failed; filling each alone")
             apart, together = list(range(len(matchers))), []
     else:
         for row in together:
@@ -71,16 +67,16 @@ def fill(masks: Int32, matchers: Sequence[Matcher], in_parallel: bool) -> None:
         matchers[row].fill(masks[row])
 
 
-def take_in(matchers: Sequence[Matcher], outputs: Sequence[Output], in_parallel: bool) -> None:
-    """Let each matcher know its completion's output so far. One that this does not fit has `failed`."""
+def consume_outputs(matchers: Sequence[Matcher], outputs: Sequence[Output], in_parallel: bool) -> None:
+    """Advance each matcher by its completion's new output tokens. A matcher that rejects them has `failed`."""
     begin = time.monotonic()
-    usual: list[tuple[int, int]] = []  # with the one token that a step has
+    usual: list[tuple[int, int]] = []  # with one new token
     for row, (matcher, output) in enumerate(zip(matchers, outputs, strict=True)):
-        fresh = matcher.unseen(*output)
+        fresh = matcher.new_tokens(*output)
         if in_parallel and len(fresh) == 1 and not matcher.suspicious:
             usual.append((row, fresh[0]))
         else:
-            matcher.take_in(fresh)
+            matcher.consume(fresh)
     if usual:
         usual.sort(key=lambda each: matchers[each[0]].lexer)
         jobs = [(matchers[row].state, token) for row, token in usual]
@@ -89,10 +85,10 @@ def take_in(matchers: Sequence[Matcher], outputs: Sequence[Output], in_parallel:
         except BaseException as error:
             if not is_fault(error):
                 raise
-            _log.exception("a fault while tokens were taken in together; each completion's are taken in by themselves")
+            _log.exception("consuming tokens together failed; consuming each completion's alone")
             for row, _ in usual:
                 tokens, start = outputs[row]
-                matchers[row].begin_again(tokens[start:])
+                matchers[row].restart(tokens[start:])
     suspect_slow(matchers, time.monotonic() - begin)
 
 
@@ -101,91 +97,89 @@ def _threads_for(matchers: Sequence[Matcher]) -> Any:
 
 
 def suspect_slow(matchers: Sequence[Matcher], seconds: float) -> None:
-    """Work on all of these took so long: if that is too long, each is timed by itself the next time."""
+    """Mark the matchers for individual timing if their common work took too long."""
     if seconds > matching.SLOW_SECONDS:
         for matcher in matchers:
             matcher.suspicious = True
 
 
 def fill_threads() -> int:
-    """How many threads are to fill masks on this machine."""
+    """Return the number of threads that fill masks on this machine."""
     return _chosen or max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // 2))
 
 
 def use_threads(count: int | None) -> None:
-    """Have so many from now on, for constraints that are compiled from now on; None: as many as fit this machine."""
+    """Set the number of threads, for constraints compiled from now on; None: as many as fit this machine."""
     global _chosen
     _chosen = count
 
 
 @lru_cache(maxsize=MOST_THREADS)
 def executor(threads: int) -> Any:
-    """So many threads that fill masks in parallel, one set a process."""
+    """Return the thread pool of `threads` threads, one per process."""
     return import_llguidance().LLExecutor(threads)
 
 
-class Filling:
-    """Masks while they are filled. Until `wait` has returned nobody else may touch the matchers.
+class PendingMasks:
+    """Masks in progress. Do not use the matchers until `wait` has returned.
 
-    outputs   what the completions have by now, for matchers that do not know it yet
-    seconds   how long it took
+    outputs   completions' outputs to consume first
+    seconds   duration of the work
     """
 
     def __init__(self, masks: Int32, matchers: Sequence[Matcher], outputs: Sequence[Output] = ()) -> None:
         self.seconds = 0.0
         self._masks, self._matchers, self._outputs = masks, matchers, outputs
-        self._begun, self._done = threading.Event(), threading.Event()
+        self._started, self._done = threading.Event(), threading.Event()
         self._problem: BaseException | None = None
 
     def run(self, in_parallel: bool) -> None:
-        """Fill them now."""
+        """Fill the masks now."""
         begin = time.monotonic()
-        self._begun.set()
+        self._started.set()
         try:
             if self._outputs:
-                take_in(self._matchers, self._outputs, in_parallel)
+                consume_outputs(self._matchers, self._outputs, in_parallel)
             fill(self._masks, self._matchers, in_parallel)
         except BaseException as error:
-            self._problem = error  # for the thread that waits
+            self._problem = error  # raised in the waiting thread
         self.seconds = time.monotonic() - begin
         self._done.set()
 
-    def wait_begun(self) -> None:
-        """Let the other thread have Python's lock until it works without."""
-        self._begun.wait()
+    def wait_started(self) -> None:
+        """Block until the other thread has started, so that it gets the GIL until it works without it."""
+        self._started.wait()
 
     def wait(self) -> Int32:
-        """The masks, of which those of matchers that have `failed` mean nothing. Raises what ends the process."""
+        """Return the masks; those of matchers that have `failed` are undefined. Raises the run's error."""
         self._done.wait()
         if self._problem is not None:
             raise self._problem
         return self._masks
 
 
-class Filler:
-    """A thread that has masks filled while the caller goes on. It starts when there is work for it, and ends with
-    `close` or when nothing refers to this any more.
+class MaskFiller:
+    """A thread that fills masks while the caller does other work.
 
-    memory   where the masks of a step lie, if they are to lie in a certain place
+    It starts on demand, and ends with `close` or when this object is garbage. `memory` allocates the masks of a step in
+    caller-provided buffers.
     """
 
     def __init__(self) -> None:
         self.memory: Memory | None = None
-        self._work: SimpleQueue[Filling | None] = SimpleQueue()
+        self._work: SimpleQueue[PendingMasks | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
 
     def room(self, matchers: Sequence[Matcher], count: int) -> Int32:
-        """Room for so many masks of these matchers, of which there is at least one. What is there means nothing."""
+        """Return an uninitialised buffer for `count` masks of these (one or more) matchers."""
         words = max(matcher.grammar.words_known for matcher in matchers)
         placed = None if self.memory is None else self.memory(count, words)
         return np.empty((count, words), np.int32) if placed is None else placed
 
-    def begin(self, masks: Int32, matchers: Sequence[Matcher], outputs: Sequence[Output] = ()) -> Filling:
-        """Begin to fill these, which are as wide as llguidance writes them; a few are filled at once, in the caller's
-        thread. `outputs`: see `Filling`.
-        """
-        filling = Filling(masks, matchers, outputs)
+    def begin(self, masks: Int32, matchers: Sequence[Matcher], outputs: Sequence[Output] = ()) -> PendingMasks:
+        """Start filling the masks, as wide as llguidance writes them; a few masks are filled in the caller's thread."""
+        filling = PendingMasks(masks, matchers, outputs)
         if len(matchers) <= FEW or self._closed:
             filling.run(len(matchers) > FEW)
             return filling
@@ -194,11 +188,11 @@ class Filler:
             self._thread = start_thread(_work, self._work, name="sidestream-masks", stop=stop)
             weakref.finalize(self, stop).atexit = False
         self._work.put(filling)
-        filling.wait_begun()
+        filling.wait_started()
         return filling
 
     def close(self) -> None:
-        """End the thread after what it has begun. May be called twice; later masks are filled by the caller."""
+        """End the thread after its current work; later masks are filled by the caller. May be called twice."""
         self._closed = True
         if self._thread is not None:
             self._work.put(None)
@@ -206,7 +200,7 @@ class Filler:
             self._thread = None
 
 
-def _work(line: "SimpleQueue[Filling | None]") -> None:
+def _work(line: "SimpleQueue[PendingMasks | None]") -> None:
     while (filling := line.get()) is not None:
         filling.run(in_parallel=True)
-        del filling  # else its matchers' memory stays until there is more work
+        del filling  # release its matchers before the next wait

@@ -1,4 +1,4 @@
-"""Long prompts are encoded in turns, and only while somebody wants them."""
+"""Long prompts are encoded in turns, and dropped if their outcome is no longer needed."""
 
 import gc
 import subprocess
@@ -9,8 +9,8 @@ import weakref
 from functools import partial
 
 import pytest
-from sidestream.runtime.text import encoder as module
-from sidestream.runtime.text.encoder import Encoder
+from sidestream.runtime.text import encoder_thread as module
+from sidestream.runtime.text.encoder_thread import Encoder
 
 
 class Slow:
@@ -97,20 +97,20 @@ def test_an_outcome_that_was_taken_is_kept_no_longer():
 MEASURE = """
 import random, re, sys, time
 from sidestream.runtime.demo_model import DEMO_MODEL
-from sidestream.runtime.text.encoder import Encoder
+from sidestream.runtime.text.encoder_thread import Encoder
 from sidestream.runtime.text.tokenizer import load_tokenizer
 
 def mib(name):
     return int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) // 1024
 
 encoder, source = Encoder(load_tokenizer(DEMO_MODEL)), random.Random(0)
-begun, text = mib("VmRSS"), "".join(source.choice("abcdefgh ") for _ in range(1_000_000))
+before, text = mib("VmRSS"), "".join(source.choice("abcdefgh ") for _ in range(1_000_000))
 for key in "abc":
     encoder.put(key, text, 0, True, int(sys.argv[1]))
     while not encoder.take():
         time.sleep(0.01)
 encoder.close()
-print(mib("VmHWM") - begun, mib("VmRSS") - begun)
+print(mib("VmHWM") - before, mib("VmRSS") - before)
 """
 
 

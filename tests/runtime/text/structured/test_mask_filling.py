@@ -15,10 +15,10 @@ import pytest
 from sidestream import LLM, SamplingParams, StructuredOutputsParams
 from sidestream.runtime.demo_model import DEMO_MODEL
 from sidestream.runtime.text.generation_config import eos_token_ids
-from sidestream.runtime.text.structured import compiler as compiling
-from sidestream.runtime.text.structured import filling
-from sidestream.runtime.text.structured.compiler import GrammarCompiler
-from sidestream.runtime.text.structured.filling import FEW, Filler, empty_masks, take_in, use_threads
+from sidestream.runtime.text.structured import grammar_compiler as compiling
+from sidestream.runtime.text.structured import mask_filling
+from sidestream.runtime.text.structured.grammar_compiler import GrammarCompiler
+from sidestream.runtime.text.structured.mask_filling import FEW, MaskFiller, consume_outputs, empty_masks, use_threads
 from sidestream.runtime.text.structured.matcher import Grammar
 from sidestream.runtime.text.tokenizer import load_tokenizer
 from support.tiny import tiny_llama
@@ -49,7 +49,7 @@ def threads() -> list[str]:
 def test_masks_are_those_that_llguidance_makes_one_by_one() -> None:
     directory = Path(DEMO_MODEL)
     ends = eos_token_ids(directory)
-    compiler, filler, chance = GrammarCompiler(load_tokenizer(directory), 512, ends), Filler(), random.Random(0)
+    compiler, filler, chance = GrammarCompiler(load_tokenizer(directory), 512, ends), MaskFiller(), random.Random(0)
     kinds = [StructuredOutputsParams(json=LIST), StructuredOutputsParams(regex="[a-f]{1,3}(-[0-9é]+)*")]
     grammars = [compiler.compile(kinds[number % 2]) for number in range(COUNT)]
     assert len(set(grammars)) == 2 and {grammar.lexers for grammar in grammars} == {THREADS}
@@ -57,18 +57,18 @@ def test_masks_are_those_that_llguidance_makes_one_by_one() -> None:
     assert len({matcher.lexer for matcher in matchers}) == 2 * THREADS, "completions are spread over the lexers"
     first, tokens = {id(grammar): grammar.begin()[1] for grammar in grammars}, list[list[int]]([[] for _ in matchers])
     for _ in range(30):
-        outputs = [(said, 0) for said in tokens]
+        outputs = [(output, 0) for output in tokens]
         masks = filler.begin(empty_masks(matchers, COUNT), matchers, outputs).wait()
         expected = np.zeros_like(masks)
-        for row, said in enumerate(tokens):
+        for row, output in enumerate(tokens):
             fresh = first[id(grammars[row])].deep_copy()
-            assert fresh.consume_tokens(said)
+            assert fresh.consume_tokens(output)
             llguidance.numpy.fill_next_token_bitmask(fresh, expected, row)
             choices = np.flatnonzero(np.unpackbits(expected[row].view(np.uint8), bitorder="little"))
-            said.append(int(chance.choice(sorted(set(choices.tolist()) - ends) or [min(ends)])))
+            output.append(int(chance.choice(sorted(set(choices.tolist()) - ends) or [min(ends)])))
         assert np.array_equal(masks, expected)
-        for row, said in enumerate(tokens):
-            if said[-1] in ends:
+        for row, output in enumerate(tokens):
+            if output[-1] in ends:
                 matchers[row], tokens[row] = grammars[row].matcher(), []
     filler.close()
     compiler.close()
@@ -102,7 +102,7 @@ def test_constraints_that_come_again_share_a_bounded_number_of_lexers(monkeypatc
 
 
 class Broken:
-    """A state whose mask cannot be made."""
+    """A state that raises when its mask is computed."""
 
     def consume_token(self, token: int) -> bool:
         return True
@@ -119,11 +119,11 @@ def test_a_fault_ends_the_request_that_it_belongs_to(llm: LLM, monkeypatch: pyte
     prompts, params = requests(llm)
     monkeypatch.setattr(llm.engine, "_depth", ahead)
     expected = llm.generate(prompts, params, use_tqdm=False)
-    begin, begun = Grammar.begin, list[int]()
+    begin, restarts = Grammar.begin, list[int]()
 
     def broken(grammar: Grammar) -> tuple[int, Any]:
-        begun.append(1)
-        return (0, Broken()) if len(begun) == 5 else begin(grammar)
+        restarts.append(1)
+        return (0, Broken()) if len(restarts) == 5 else begin(grammar)
 
     monkeypatch.setattr(Grammar, "begin", broken)
     outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -140,10 +140,10 @@ def test_a_token_that_does_not_fit_fails_its_completion_alone() -> None:
     compiler = GrammarCompiler(load_tokenizer(Path(DEMO_MODEL)), 512, eos_token_ids(Path(DEMO_MODEL)))
     grammar = compiler.compile(StructuredOutputsParams(regex="[a-d]{9}"))
     matchers = [grammar.matcher() for _ in range(COUNT)]
-    masks = Filler().begin(empty_masks(matchers, COUNT), matchers).wait()
+    masks = MaskFiller().begin(empty_masks(matchers, COUNT), matchers).wait()
     (right, *_), banned = np.flatnonzero(np.unpackbits(masks[0].view(np.uint8), bitorder="little")), 0
     assert not masks[0][0] & 1
-    take_in(matchers, [([banned if row == 3 else int(right)], 0) for row in range(COUNT)], in_parallel=True)
+    consume_outputs(matchers, [([banned if row == 3 else int(right)], 0) for row in range(COUNT)], in_parallel=True)
     assert [matcher.failed for matcher in matchers] == [row == 3 for row in range(COUNT)]
     assert "cannot be used" in matchers[3].problem()
     compiler.close()
@@ -165,8 +165,8 @@ def test_a_fault_while_tokens_are_taken_in_together_loses_none(llm: LLM, monkeyp
             self._threads.consume_token_par(jobs[: len(faults) % len(jobs)])
             raise ValueError("no tokens")
 
-    executor = filling.executor
-    monkeypatch.setattr(filling, "executor", Faulty)
+    executor = mask_filling.executor
+    monkeypatch.setattr(mask_filling, "executor", Faulty)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert len(faults) > 5
     assert [each.outputs[0].token_ids for each in outputs] == [each.outputs[0].token_ids for each in expected]
@@ -243,7 +243,7 @@ def test_its_thread_ends_with_it(tmp_path: Path) -> None:
 
 def test_a_filler_that_is_closed_still_fills() -> None:
     compiler = GrammarCompiler(load_tokenizer(Path(DEMO_MODEL)), 512, eos_token_ids(Path(DEMO_MODEL)))
-    grammar, filler = compiler.compile(StructuredOutputsParams(json=json.dumps(LIST))), Filler()
+    grammar, filler = compiler.compile(StructuredOutputsParams(json=json.dumps(LIST))), MaskFiller()
     matchers = [grammar.matcher() for _ in range(COUNT)]
     during = filler.begin(empty_masks(matchers, COUNT), matchers).wait()
     filler.close()

@@ -1,6 +1,4 @@
-"""Text to token ids, and back, next to the batcher's loop: a long prompt takes milliseconds, and those belong to no
-other request.
-"""
+"""A thread that encodes and decodes texts: long prompts take milliseconds, which would delay other requests."""
 
 import ctypes
 import os
@@ -14,29 +12,22 @@ from typing import Any
 from ..api.errors import RequestError
 from .tokenizer import Tokenizer
 
-INLINE_CHARACTERS = 2048
-"""Texts up to this length are encoded at once."""
-MAX_CHARACTERS = 64 << 20
-"""What may wait, of all owners together."""
+INLINE_CHARACTERS = 2048  # texts up to this length are encoded inline
+MAX_CHARACTERS = 64 << 20  # limit of pending work, of all owners
+# Encoding takes some 250 bytes per character: memory is returned to the system after longer texts, and again after
+# SETTLED_SECONDS without work, when all holders have dropped the text and its outcome.
 LARGE_CHARACTERS = 1 << 16
-"""A text from here on takes so much memory while it is encoded (some 250 bytes a character) that it is given back."""
-
-
 SETTLED_SECONDS = 1.0
-"""After so long without work, the text and the outcome of a large one have been dropped by all that had them."""
 
-
-LARGE_BLOCK = 128 << 10
-"""Where glibc begins."""
-MOST_ARENAS = 2
-"""The loop's and one for the threads next to it."""
+LARGE_BLOCK = 128 << 10  # glibc's initial value
+MOST_ARENAS = 2  # one for the loop, one for the threads next to it
 _MMAP_THRESHOLD, _ARENA_MAX = -3, -8  # mallopt's names for them (malloc.h)
 
 
-class Worker:
-    """A thread that does work on texts. Owners take turns, one piece of work each; an owner's work keeps its order.
+class TextThread:
+    """A thread that does work on texts. Owners alternate, one item each; an owner's items keep their order.
 
-    `fileno` is readable when outcomes can be taken.
+    `fileno` is readable when outcomes are ready.
     """
 
     def __init__(self, name: str) -> None:
@@ -51,16 +42,17 @@ class Worker:
         self._thread.start()
 
     def fileno(self) -> int:
-        """For polling."""
+        """Return the file descriptor for polling."""
         return self._event
 
     def has_room_for(self, characters: int) -> bool:
-        """Whether `put_work` may be called with so many."""
+        """Return whether `put_work` may be called with this many characters."""
         return self._characters + characters <= MAX_CHARACTERS
 
     def put_work(self, key: str, work: Callable[[], Any], characters: int, owner: Hashable) -> None:
-        """Have `work` done in its turn; its outcome will carry `key`, which no other waiting work has. `characters`:
-        how much it holds.
+        """Enqueue `work`; its outcome will have `key`, which must be unique among pending work.
+
+        characters  size of the item
         """
         with self._changed:
             self._work[key] = work, characters
@@ -69,12 +61,12 @@ class Worker:
             self._changed.notify()
 
     def discard(self, key: str) -> None:
-        """Nobody wants this outcome any more."""
+        """Drop pending work."""
         with self._changed:
             self._characters -= self._work.pop(key, (None, 0))[1]
 
     def take(self) -> list[tuple[str, Any]]:
-        """(key, what the work returned or raised) of what is done."""
+        """Return (key, result or exception) of finished work."""
         try:
             os.eventfd_read(self._event)
         except BlockingIOError:
@@ -93,9 +85,7 @@ class Worker:
         os.close(self._event)
 
     def _next(self, seconds: float | None) -> tuple[str, Callable[[], Any], int] | None:
-        """The next work with its key and size, waited for; None at the end. Raises TimeoutError if none comes for so
-        long.
-        """
+        """Wait for the next work with its key and size; None at the end. Raises TimeoutError after `seconds`."""
         with self._changed:
             while not self._closed:
                 if not self._lines:
@@ -119,14 +109,14 @@ class Worker:
             try:
                 entry = self._next(SETTLED_SECONDS if was_large else None)
             except TimeoutError:
-                give_back_memory()  # once more: others have freed their part of it since
+                give_back_memory()  # again: other threads have freed memory since
                 was_large = False
                 continue
             if entry is None:
                 return
             characters = entry[2]
             self._do(*entry[:2])
-            del entry  # while the next one is waited for, nothing of this one is kept
+            del entry  # keep no reference during the wait for the next item
             if characters >= LARGE_CHARACTERS:
                 give_back_memory()
                 was_large = True
@@ -135,35 +125,34 @@ class Worker:
         try:
             outcome = work()
         except RequestError as error:
-            outcome = error.with_traceback(None)  # which would keep what the work had made
-        except Exception as error:  # handed to the request that it belongs to
+            outcome = error.with_traceback(None)  # which would keep references to the work's objects
+        except Exception as error:  # passed to its request
             outcome = error
         self._outcomes.append((key, outcome))
         os.eventfd_write(self._event, 1)
 
 
-class Encoder(Worker):
-    """A worker that encodes texts."""
+class Encoder(TextThread):
+    """A thread that encodes texts."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         super().__init__("sidestream-encoder")
 
     def has_room(self, text: str) -> bool:
-        """Whether `put` may be called with this text."""
+        """Return whether `put` may be called with this text."""
         return self.has_room_for(len(text))
 
     def put(self, key: str, text: str, owner: Hashable, add_special_tokens: bool, most: int) -> None:
-        """Encode `text`: the outcome are its ids, or TooManyTokens for more than `most`."""
+        """Encode `text`: the outcome is a list of ids, or TooManyTokens for more than `most`."""
         self.put_work(key, partial(self._tokenizer.encode, text, add_special_tokens, most), len(text), owner)
 
 
 def keep_large_blocks_apart() -> None:
-    """Blocks from LARGE_BLOCK on have a mapping of their own in this process from now on, and go back to the system
-    when they are freed (with glibc). To be called before other threads start.
+    """Make glibc map blocks from LARGE_BLOCK on separately, so that freeing returns them to the system.
 
-    By itself glibc raises this bound to whatever was freed last, up to 32 MiB: large prompts then come and go within
-    the arenas, and the small pieces that are left between them pin more and more pages.
+    Call it before other threads start. By default glibc raises this threshold to the largest freed block, up to 32 MiB:
+    large prompts are then allocated in the arenas, and small blocks between them pin more and more pages.
     """
     with suppress(AttributeError):
         _libc().mallopt(_MMAP_THRESHOLD, LARGE_BLOCK)
@@ -171,9 +160,9 @@ def keep_large_blocks_apart() -> None:
 
 
 def give_back_memory() -> None:
-    """What was freed goes back to the system (with glibc).
+    """Return freed memory to the system (glibc).
 
-    An arena shrinks from its end alone: one small piece that stays there would keep hundreds of MiB.
+    An arena shrinks only at its end: one small block there would keep hundreds of MiB.
     """
     with suppress(AttributeError):
         _libc().malloc_trim(0)
@@ -181,5 +170,5 @@ def give_back_memory() -> None:
 
 @cache
 def _libc() -> ctypes.CDLL:
-    """One for all: each makes classes of its own."""
+    """Return the C library, cached because each instance creates classes."""
     return ctypes.CDLL(None)

@@ -1,4 +1,4 @@
-"""From `StructuredOutputsParams` to a `Grammar`: what is plain is compiled at once, all else after a trial."""
+"""Compiles `StructuredOutputsParams` to a `Grammar`: plain schemas at once, all else after a trial."""
 
 import json
 import time
@@ -10,23 +10,19 @@ from typing import Any
 from ...api.errors import RequestError
 from ...api.structured_outputs import StructuredOutputsParams
 from ..tokenizer import Tokenizer
-from .filling import fill_threads
+from .mask_filling import fill_threads
 from .matcher import Grammar, is_fault
-from .plain import is_plain
-from .trial import LIMITS, Trial, refusal
+from .trial import LIMITS, Trial, is_plain, refusal
 from .vocabulary import grammar_vocabulary, import_llguidance
 
 KEPT = 64
-MOST_LEXERS = 2 * KEPT
-"""Of all kept constraints together: each may grow to a hundred megabytes."""
-LIGHT_SECONDS = 0.1
-"""A constraint that took longer is compiled once only: others may take as much memory as time."""
-WHITESPACE = r"[ \n\r\t]{0,32}"
-"""Between JSON's tokens: a model that prints nothing but white space would never end."""
+MOST_LEXERS = 2 * KEPT  # of all cached constraints: each may grow to a hundred megabytes
+LIGHT_SECONDS = 0.1  # slower constraints are compiled only once: they may take as much memory as time
+WHITESPACE = r"[ \n\r\t]{0,32}"  # between JSON tokens: bounded, so that a text of white space ends
 
 
 class GrammarCompiler:
-    """Compiles for one model, one constraint at a time, and keeps the last ones. Thread-safe.
+    """Compiles one constraint at a time for one model, and caches the last ones. Thread-safe.
 
     tokenizer, vocabulary, eos_ids   as for `grammar_vocabulary`
     """
@@ -39,7 +35,7 @@ class GrammarCompiler:
         self._kept: OrderedDict[StructuredOutputsParams, Grammar] = OrderedDict()
 
     def prepare(self) -> None:
-        """Read the model's tokens, which takes a second where there are many. Raises RequestError."""
+        """Build the model's vocabulary, which takes a second if it is large. Raises RequestError."""
         with self._lock:
             self._prepare()
 
@@ -49,16 +45,16 @@ class GrammarCompiler:
         return self._tokens
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
-        """The constraint, compiled.
+        """Return the compiled constraint.
 
-        Raises RequestError for one that cannot be, with llguidance's reason, and where the package is missing.
+        Raises RequestError with llguidance's reason if it is invalid, and if the package is missing.
         """
         with self._lock:
             grammar = self._kept.get(params)
             if grammar is not None:
                 lexers = sum(each.lexers for each in self._kept.values())
                 if grammar.lexers < grammar.most_lexers and lexers < MOST_LEXERS:
-                    grammar.add_lexer()  # it is asked for again: several threads are to fill its masks
+                    grammar.add_lexer()  # used again: let several threads fill its masks
             else:
                 grammar = self._compile(params)
                 self._kept[params] = grammar
@@ -90,7 +86,7 @@ class GrammarCompiler:
         light = time.thread_time() - begin < LIGHT_SECONDS
         first = matcher.deep_copy()
         if not matcher.is_error():
-            first.compute_bitmask()  # a constraint that no text fits compiles, and fails at its first mask
+            first.compute_bitmask()  # an unsatisfiable constraint fails at its first mask
         if first.is_error():
             raise RequestError(refusal(params.kind, first.get_error()))
         grammar = Grammar(compiled, matcher, tokens.vocab_size, self._vocabulary, tokens.eos_tokens, params.kind)
@@ -99,7 +95,7 @@ class GrammarCompiler:
         return grammar
 
     def _source(self, params: StructuredOutputsParams) -> str:
-        """llguidance's form of the constraint. Raises RequestError."""
+        """Return llguidance's form of the constraint. Raises RequestError."""
         text, kind = params.text, params.kind
         if kind in ("json", "json_object"):
             options = self._json_options(params)
@@ -108,7 +104,7 @@ class GrammarCompiler:
                 return str(matcher.grammar_from_json_schema(text, defaults=options))
             return self._trial.grammar("json", text, options)
         if params.choice is not None:
-            # DEL is the one character that JSON may have in a string and Lark may not
+            # JSON strings may contain DEL, Lark strings may not
             texts = (json.dumps(choice, ensure_ascii=False).replace("\x7f", r"\u007f") for choice in params.choice)
             lark = "start: " + " | ".join(texts)
             return str(import_llguidance().LLMatcher.grammar_from_lark(lark))

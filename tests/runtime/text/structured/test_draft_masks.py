@@ -13,10 +13,11 @@ import torch
 from sidestream import LLM, RequestOutput, SamplingParams
 from sidestream.ops.spec_decode.draft_ngram import LONGEST
 from sidestream.runtime.api.structured_outputs import StructuredOutputsParams
-from sidestream.runtime.text.structured import drafted, filling, matcher
-from sidestream.runtime.text.structured.compiler import GrammarCompiler
-from sidestream.runtime.text.structured.drafted import fill_drafted
-from sidestream.runtime.text.structured.filling import take_in
+from sidestream.runtime.text.structured import draft_masks as drafted
+from sidestream.runtime.text.structured import mask_filling, matcher
+from sidestream.runtime.text.structured.draft_masks import fill_drafted
+from sidestream.runtime.text.structured.grammar_compiler import GrammarCompiler
+from sidestream.runtime.text.structured.mask_filling import consume_outputs
 from sidestream.runtime.text.tokenizer import load_tokenizer
 from sidestream.tools.bench.injected_drafts import InjectedDrafts
 from support.tiny import AdapterSpec, TinyBase, tiny_adapters, tiny_llama
@@ -54,7 +55,7 @@ def llm(base: TinyBase, adapters: dict[str, str]) -> LLM:
     return LLM(base.path, adapters, precision="fp32", speculation=7, max_loras=2, **OPTIONS)
 
 
-def told(outputs: list[RequestOutput]) -> list[Any]:
+def results_of(outputs: list[RequestOutput]) -> list[Any]:
     return [
         (each.token_ids, each.text, each.logprobs, each.finish_reason, each.stop_reason)
         for output in outputs
@@ -73,9 +74,9 @@ def told_drafts(*drafts: int) -> Any:
 
 def recorded(llm: LLM, outputs: list[RequestOutput], acceptance: float) -> Any:
     """The same: what these outputs say, each token with this probability."""
-    said = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
+    answers = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
     key = min(len(output.prompt_token_ids) for output in outputs)
-    return InjectedDrafts(said, acceptance, llm.config.vocab_size, key, llm.device).draft
+    return InjectedDrafts(answers, acceptance, llm.config.vocab_size, key, llm.device).draft
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -101,7 +102,7 @@ def test_masks_after_drafts_are_what_the_pattern_allows(base: TinyBase, pattern:
         right = list(some_text(20)) if not text else [chance.choice(sorted(allowed(text)))]
         drafts.append([*right[: 3 + number % 4], *([END, 97] if number % 3 else [])][:7])
     for _ in range(2):  # the second time from where the first one has left the matchers
-        take_in(matchers, [(list(text), 0) for text in texts], in_parallel=False)
+        consume_outputs(matchers, [(list(text), 0) for text in texts], in_parallel=False)
         of, places, words = fill_drafted(matchers, drafts, lambda going, *_: [True] * len(going))
         bits = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=1, bitorder="little")
         found = {
@@ -143,15 +144,15 @@ def requests() -> tuple[list[str], list[SamplingParams], list[str | None]]:
 def test_the_same_tokens_with_drafts(llm: LLM, ahead: int, injected: float | None) -> None:
     prompts, params, names = requests()
     plain = llm.generate(prompts, [replace(each, speculation="off") for each in params], names, use_tqdm=False)
-    history = llm.engine.runner.token_history
-    ngrams, llm.engine._depth = history.draft_op, ahead
+    histories = llm.engine.runner.histories
+    ngrams, llm.engine._depth = histories.draft, ahead
     if injected is not None:
-        history.draft_op = recorded(llm, plain, injected)
+        histories.draft = recorded(llm, plain, injected)
     try:
         outputs = llm.generate(prompts, params, names, use_tqdm=False)
     finally:
-        history.draft_op, llm.engine._depth = ngrams, 0
-    assert told(outputs) == told(plain)
+        histories.draft, llm.engine._depth = ngrams, 0
+    assert results_of(outputs) == results_of(plain)
     accepted = [output.num_accepted_tokens for output in outputs]
     drafts = [output.num_draft_tokens for output in outputs]
     assert all(drafts[:7]) and sum(held > 0 for held in accepted[:7]) > 4 and sum(accepted) < sum(drafts)
@@ -169,7 +170,7 @@ def test_it_survives_preemption_and_aborts(base: TinyBase) -> None:
         stream = llm.stream(prompts[0], params)
         next(stream)
         stream.close()
-        found.append(told(llm.generate(prompts, params, use_tqdm=False)))
+        found.append(results_of(llm.generate(prompts, params, use_tqdm=False)))
     stats = llm.engine.scheduler.stats()
     assert found[0] == found[1] and stats.preemptions > 0 and stats.accepted > 0 and stats.pages_used == 0
 
@@ -184,7 +185,7 @@ def test_the_demo_model_with_its_adapters_under_auto() -> None:
     ]
     outputs = llm.generate(prompts, params, names * 2, use_tqdm=False)
     off = [replace(each, speculation="off") for each in params]
-    assert told(outputs) == told(llm.generate(prompts, off, names * 2, use_tqdm=False))
+    assert results_of(outputs) == results_of(llm.generate(prompts, off, names * 2, use_tqdm=False))
     complete = [each.outputs[0].text for each in outputs if each.outputs[0].finish_reason == "stop"]
     for text in complete:
         jsonschema.validate(json.loads(text), PERSON)
@@ -201,11 +202,11 @@ def test_drafts_are_cut_where_they_leave_the_grammar(llm: LLM, monkeypatch: pyte
         constrain(handle, masks)
 
     monkeypatch.setattr(llm.engine.runner, "constrain", noted)
-    monkeypatch.setattr(llm.engine.runner.token_history, "draft_op", told_drafts(*b"abz"))
+    monkeypatch.setattr(llm.engine.runner.histories, "draft", told_drafts(*b"abz"))
     params = SamplingParams(temperature=0, max_tokens=24, structured_outputs={"regex": "(ab|ba|cc)*"})
     (output,) = llm.generate(["abzabzabz"], params, use_tqdm=False)
     (plain,) = llm.generate(["abzabzabz"], replace(params, speculation="off"), use_tqdm=False)
-    assert told([output]) == told([plain])
+    assert results_of([output]) == results_of([plain])
     # after "b" the draft "a" completes a pair, and then "b" begins one
     assert {tuple(each) for each in places} <= {(0,), (0, 1), (0, 1, 2)} and [0, 1, 2] in places
     assert output.num_accepted_tokens <= 2 * output.num_draft_tokens / 7
@@ -214,12 +215,12 @@ def test_drafts_are_cut_where_they_leave_the_grammar(llm: LLM, monkeypatch: pyte
 def test_masks_that_come_too_late_cut_drafts_and_change_no_token(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(temperature=0, max_tokens=30, structured_outputs={"regex": "[a-d]{30}"})
     plain = llm.generate(["abc"], replace(params, speculation="off"), use_tqdm=False)
-    monkeypatch.setattr(llm.engine.runner.token_history, "draft_op", recorded(llm, plain, 1.0))
+    monkeypatch.setattr(llm.engine.runner.histories, "draft", recorded(llm, plain, 1.0))
     (right,) = llm.generate(["abc"], params, use_tqdm=False)
-    assert told([right]) == told(plain) and right.num_accepted_tokens > 20
+    assert results_of([right]) == results_of(plain) and right.num_accepted_tokens > 20
     monkeypatch.setattr(drafted, "DRAFT_SECONDS", -1.0)
     (late,) = llm.generate(["abc"], params, use_tqdm=False)
-    assert told([late]) == told(plain) and late.num_accepted_tokens == 0 < late.num_draft_tokens
+    assert results_of([late]) == results_of(plain) and late.num_accepted_tokens == 0 < late.num_draft_tokens
 
 
 @pytest.mark.parametrize("few", [0, 8])
@@ -227,7 +228,7 @@ def test_slow_masks_end_a_request_as_soon_as_without_drafts(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, few: int
 ) -> None:
     """Filled by several threads or by one."""
-    monkeypatch.setattr(filling, "FEW", few)
+    monkeypatch.setattr(mask_filling, "FEW", few)
     monkeypatch.setattr(drafted, "FEW", few)
     monkeypatch.setattr(matcher, "SLOW_SECONDS", -1.0)
     params = SamplingParams(temperature=0, max_tokens=30, structured_outputs={"regex": "[a-d]{30}"})
@@ -236,6 +237,6 @@ def test_slow_masks_end_a_request_as_soon_as_without_drafts(
         llm.generate(["abc", "abd", "free"], [replace(each, speculation=option) for each in (params, params, free)])
         for option in ("off", None)
     ]
-    assert told(outputs[0]) == told(outputs[1])
-    assert [each[3] for each in told(outputs[1])] == ["error", "error", "length"]
-    assert "takes more than" in told(outputs[1])[0][4]
+    assert results_of(outputs[0]) == results_of(outputs[1])
+    assert [each[3] for each in results_of(outputs[1])] == ["error", "error", "length"]
+    assert "takes more than" in results_of(outputs[1])[0][4]
