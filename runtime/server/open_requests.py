@@ -63,9 +63,13 @@ class OpenRequests:
         self._connections = connections
         self._open: dict[str, OpenRequest] = {}
         self._num_opened = 0
-        self.counts = dict.fromkeys(
-            ("requests_total", "finished_total", "aborted_total", "failed_total", "refused_total"), 0
-        )
+        self.counts = {
+            "requests_total": 0,
+            "finished_total": 0,
+            "aborted_total": 0,
+            "failed_total": 0,
+            "refused_total": 0,
+        }
 
     def __len__(self) -> int:
         return len(self._open)

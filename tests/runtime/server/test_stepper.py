@@ -65,7 +65,7 @@ def test_the_scheduler_uses_the_speculation_settings_of_the_gpu_process() -> Non
     ready = msgspec.convert(msgspec.to_builtins(sent), Ready)
     limits = Stepper(ready, Link(), None).scheduler.limits  # type: ignore[arg-type]
     assert (limits.speculation, limits.step_times) == ("auto", ((1, 1, 0.5), (1, 2, 0.75)))
-    assert limits.remembered == 300 and replace(limits, speculation="off").remembered == 0
+    assert limits.ring_tokens == 300 and replace(limits, speculation="off").ring_tokens == 0
 
 
 def test_the_step_limit_is_ten_times_the_longest_step_of_the_gpu_process() -> None:
