@@ -125,7 +125,8 @@ def _evaluate(
             shape[0] = exponents.shape[0]
         return first * torch.exp2(attrs["sign"] * exponents).to(first.dtype).view(shape)
     if recipe.op == "key_balance":
-        return key_balance_factors(*operands[:3], attrs["kv_heads"], attrs["width"], tuple(operands[3:]))
+        query, key, gain, *biases = operands
+        return key_balance_factors(query, key, gain, attrs["kv_heads"], attrs["width"], tuple(biases))
     if recipe.op == "norm_balance":
         energies = [weight.float().square().view(2, -1).mean(0) for weight in operands]
         return balance_of(*energies).expand(attrs["kv_heads"], -1)
