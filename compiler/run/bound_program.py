@@ -224,7 +224,7 @@ class BoundProgram:
             or not _same_device(arena.device, self.device)
         ):
             found = f"{arena.dtype} {tuple(arena.shape)} on {arena.device}"
-            raise ProgramError(f"the arena must be a uint8 row of {nbytes} bytes or more on {self.device}, got {found}")
+            raise ProgramError(f"the arena must be uint8 of at least {nbytes} bytes on {self.device}, got {found}")
         return arena
 
     def _typed_arena(self, dtype: torch.dtype) -> torch.Tensor:

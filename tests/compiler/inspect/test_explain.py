@@ -155,7 +155,8 @@ def test_a_pass_goes_where_it_is_told() -> None:
 
 
 @pytest.mark.parametrize(("place", "message"), [
-    ({}, "after=PASS or before=PASS"), ({"after": "normalize", "before": "lift_rope"}, "one of the two"),
+    ({}, "one of after=PASS and before=PASS"),
+    ({"after": "normalize", "before": "lift_rope"}, "one of after=PASS and before=PASS"),
     ({"after": "lift_ropes"}, "can't go after 'lift_ropes'"),
     ({"before": "nothing"}, "can't go before 'nothing'"),
 ])  # fmt: skip
