@@ -16,11 +16,10 @@ from support.excerpts import same_torch, shown
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "internals.md"
-ELSEWHERE = {"changes"}  # tests/tools/bench/test_estimated_changes.py has made this table already
 
 
 @same_torch
-@pytest.mark.parametrize("name", [name for name in EXCERPTS if name not in ELSEWHERE])
+@pytest.mark.parametrize("name", EXCERPTS)
 def test_the_excerpt_is_up_to_date(name: str) -> None:
     text = shown(name)
     assert text is None or text == EXCERPTS[name](), "run `python -m sidestream.tools.dev.pages.tables --write`"

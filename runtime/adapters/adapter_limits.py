@@ -9,7 +9,7 @@ from ...graphs.adapter import Describe
 from ...graphs.config import LlamaConfig
 from ...graphs.draft.config import read_eagle_config
 from ...graphs.lora import LoraShape
-from ...graphs.stack import lora_shape_for
+from ...graphs.lora_stacks import lora_shape_for
 from ..engine.options import DEFAULT_MAX_LORAS, MAX_RANK, EngineOptions
 from .disk_cache import AdapterDiskCache
 from .registry import AdapterRegistry

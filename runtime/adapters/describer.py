@@ -13,9 +13,8 @@ from ...graphs.adapter_config import AdapterError
 from ...graphs.adapter_description import Description
 from ...graphs.config import LlamaConfig
 from ...graphs.draft.config import EagleConfig
-from ..processes.helper_process import ChildProcess
-from ..text.adapter_chat import AdapterChat
-from ..text.chat_files import ChatTemplateError
+from ..processes.helper_process import HelperProcess
+from ..text.chat_files import AdapterChat, ChatTemplateError
 
 TIMEOUT_SECONDS = 20.0
 MAX_RESPONSE_BYTES = 4 << 20
@@ -48,7 +47,9 @@ class AdapterDescriber:
 
     def __init__(self, seconds: float = TIMEOUT_SECONDS) -> None:
         # -P keeps the working directory off sys.path
-        self._child = ChildProcess([sys.executable, "-P", "-m", f"{__package__}.describer_process"], MAX_RESPONSE_BYTES)
+        self._child = HelperProcess(
+            [sys.executable, "-P", "-m", f"{__package__}.describer_process"], MAX_RESPONSE_BYTES
+        )
         self._seconds = seconds
         self._lock = threading.Lock()
 

@@ -10,8 +10,7 @@ import msgspec
 
 from ...graphs.adapter_config import AdapterError
 from ...graphs.adapter_description import describe_adapter
-from ..text.adapter_chat import read_adapter_chat
-from ..text.chat_files import ChatTemplateError
+from ..text.chat_files import ChatTemplateError, read_adapter_chat
 from .describer import DescribeRequest, DescribeResponse
 
 MEMORY_BYTES = 1 << 30

@@ -14,7 +14,7 @@ from ...compiler.graph.recipe import Recipe
 from ...graphs.adapter import Adapter
 from ...graphs.draft.config import LAYER
 from ...graphs.lora import LoraShape
-from ...graphs.stack import check_fits, slot_tensor
+from ...graphs.lora_stacks import check_fits, slot_tensor
 from .disk_cache import packing_key, slot_key
 from .host_memory import Block
 from .packing import Packer

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from ...compiler.graph.recipe import Recipe, materialize
+from ...compiler.graph.materialize import materialize
+from ...compiler.graph.recipe import Recipe
 
 GROUP_ELEMENTS = 1 << 21  # 8 MiB in fp32: intermediate copies stay within the CPU's caches
 PACKING_THREADS = 8

@@ -17,11 +17,10 @@ from ...graphs.adapter_description import describe_adapter
 from ...graphs.config import LlamaConfig
 from ...graphs.draft.config import LORA_DIRECTORY, EagleConfig
 from ...graphs.lora import LoraShape
+from ...graphs.lora_stacks import check_fits
 from ...graphs.model_directory import WEIGHTS, adapter_directory, without_file_name
-from ...graphs.stack import check_fits
 from ..api.errors import RequestError
-from ..text.adapter_chat import NO_CHAT, AdapterChat, read_adapter_chat
-from ..text.chat_files import ChatTemplateError
+from ..text.chat_files import NO_CHAT, AdapterChat, ChatTemplateError, read_adapter_chat
 from .describer import AdapterDescriber
 from .disk_cache import AdapterDiskCache
 

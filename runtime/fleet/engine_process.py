@@ -10,7 +10,7 @@ from ..processes.child import Child, status_text
 from ..server.settings import ServeSettings
 
 _SERVING = "serving at "
-_COMMAND = ("-m", "sidestream.runtime.server.replicas.engine")
+_COMMAND = ("-m", "sidestream.runtime.server.replica_process")
 
 
 class EngineProcess:

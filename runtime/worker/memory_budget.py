@@ -9,7 +9,7 @@ import torch
 from ...compiler.options import CompileOptions
 from ...compiler.program.program import Program
 from ...graphs.config import LlamaConfig
-from ...ops.collectives.group import group_named, tensor_parallel_group
+from ...ops.collectives.tensor_parallel_group import group_named, tensor_parallel_group
 from ...ops.core.kv_layout import PAGE_SIZE, pages_for
 from ..api.errors import CapacityError
 from ..engine.options import EngineOptions

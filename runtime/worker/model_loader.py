@@ -35,8 +35,8 @@ from ..engine.resolve import EngineSizes, LoadOptions, check_layers, load_option
 from ..quantization.calibration import Calibration, calibrated
 from ..quantization.rounded_weights import Rounding, find_rounding
 from ..scheduler.limits import SchedulerLimits
-from ..scheduler.runner_protocol import Runner
-from ..scheduler.speculation import most_drafts
+from ..scheduler.speculation import max_drafts
+from ..scheduler.step_plan import Runner
 from ..text.generation_config import eos_token_ids
 from .bound_programs import estimate_longest_step
 from .buckets import Buckets
@@ -278,7 +278,7 @@ def _build(
             sizes.blocks,
             lora is not None,
             rounded=device.type == "cpu",
-            drafts=most_drafts(engine.speculation),
+            drafts=max_drafts(engine.speculation),
         )
         largest = compiled.program(buckets.largest())
         draft = None

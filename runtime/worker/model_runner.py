@@ -10,12 +10,11 @@ from typing import Any
 import torch
 
 from ...compiler.api import BIND_ERRORS, CompiledModel
-from ...compiler.program.collectives import check_same_order
 from ...compiler.program.program import Bucket, Program
-from ...compiler.run.ahead import KernelsAhead
-from ...compiler.run.compilations import Compilations
-from ...compiler.run.emit import BoundProgram
-from ...ops.collectives.group import group_named, tensor_parallel_group
+from ...compiler.run.bound_program import BoundProgram
+from ...compiler.run.collectives import check_same_order
+from ...compiler.run.kernel_compilation import Compilations, KernelsAhead
+from ...ops.collectives.tensor_parallel_group import group_named, tensor_parallel_group
 from ..adapters.slot_loader import LoadReport, SlotLoader
 from ..scheduler.step_plan import StepDrafts, StepMasks, StepPlan, StepResult
 from .bound_programs import BoundPrograms, measure_programs
@@ -120,7 +119,7 @@ class ModelRunner:
                 for bound in self.trained_draft.bound_chains() if self.trained_draft is not None else ():
                     ahead.add(bound)
                 # stored now: after a start from the cache a step would first have to trace the model
-                rest = self.compiled.unkept(self.buckets.later_buckets())
+                rest = self.compiled.missing_programs(self.buckets.later_buckets())
                 for bucket in progress(rest, "making programs of more sequences", "program", show_progress):
                     self.compiled.keep(bucket)
             for bucket in mixed if self.captures else [*mixed, *decode]:

@@ -8,9 +8,9 @@ and log-probabilities gather all logits. Each rank gets the tokens that one proc
 import torch
 
 from ...ops.collectives.all_gather import all_gather
-from ...ops.collectives.group import RankGroup
-from ...ops.elementwise.best_of_part import best_of_part, tokens_of, values_of
+from ...ops.collectives.tensor_parallel_group import RankGroup
 from ...ops.elementwise.sample import GREEDY_BELOW
+from ...ops.elementwise.vocab_parallel_argmax import best_of_part, tokens_of, values_of
 from ..scheduler.step_plan import SamplingPlan, StepMasks, StepPlan
 from .sampler import DeviceSamples, Sampler, edits_logits, needs_logprobs
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...compiler.program.program import Bucket
-from ...compiler.run.captured import capture
+from ...compiler.run.cuda_graph import capture
 from ...ops.elementwise.argmax import argmax
 from ..scheduler.step_plan import Int32, StepMasks, StepPlan
 from .sampler import PARAMETERS, draw

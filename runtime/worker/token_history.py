@@ -9,10 +9,10 @@ import torch
 
 from ...compiler.program.program import Bucket
 from ...ops.spec_decode.accept_drafts import accept_drafts
+from ...ops.spec_decode.draft_from_answers import draft_recalled
 from ...ops.spec_decode.draft_ngram import draft_ngram
-from ...ops.spec_decode.draft_recalled import draft_recalled
-from ...ops.spec_decode.keep_answers import keep_answers
 from ...ops.spec_decode.place_drafts import place_drafts
+from ...ops.spec_decode.store_answers import keep_answers
 from ..scheduler.step_plan import FORMER_ANSWERS, OWN_TOKENS, RINGS, TRAINED_DRAFT, Int32, StepMasks, StepPlan
 from .staging import Staging
 from .step_inputs import ExtraInput
@@ -169,14 +169,14 @@ class TokenHistory:
         return self._limits.device["counts"][: plan.num_sequences]
 
     def _write_rows(self, plan: StepPlan) -> None:
-        if not len(plan.told_rows):
+        if not len(plan.start_rows):
             return
-        starts = np.cumsum(plan.told_lengths) - plan.told_lengths
-        offsets = plan.told_rows.astype(np.int64) * self._tokens.shape[1] - starts
-        places = np.repeat(offsets, plan.told_lengths) + np.arange(len(plan.told_tokens))
+        starts = np.cumsum(plan.start_lengths) - plan.start_lengths
+        offsets = plan.start_rows.astype(np.int64) * self._tokens.shape[1] - starts
+        places = np.repeat(offsets, plan.start_lengths) + np.arange(len(plan.start_tokens))
         count = len(places)
-        indices = self._upload(np.concatenate((places, plan.told_rows.astype(np.int64))))
-        values = self._upload(np.concatenate((plan.told_tokens, plan.told_lengths)))
+        indices = self._upload(np.concatenate((places, plan.start_rows.astype(np.int64))))
+        values = self._upload(np.concatenate((plan.start_tokens, plan.start_lengths)))
         self._tokens.view(-1).index_copy_(0, indices[:count], values[:count])
         self._lengths.index_copy_(0, indices[count:], values[count:])
 

@@ -20,7 +20,7 @@ from ...compiler.options import CompileOptions, OptionError
 from ...compiler.pipeline import Pass
 from ...compiler.program.cache import ProgramCache
 from ...compiler.program.program import Bucket, Program
-from ...compiler.run.emit import BoundProgram
+from ...compiler.run.bound_program import BoundProgram
 from ...graphs.draft.config import EagleConfig
 from ...graphs.draft.eagle import EMBEDDING, MAPPING
 from ...graphs.draft.steps import ChainStep, FirstPass

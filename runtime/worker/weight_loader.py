@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from ...compiler.graph.recipe import Recipe, materialize
+from ...compiler.graph.materialize import materialize
+from ...compiler.graph.recipe import Recipe
 from ...graphs.checkpoint import Checkpoint
 from ...graphs.config import LlamaConfig
 from .progress import progress

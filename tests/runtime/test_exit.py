@@ -131,7 +131,7 @@ def test_an_exit_stops_threads_that_start_meanwhile_and_waits_no_longer_than_it_
     script.write_text(
         textwrap.dedent("""
             import atexit, threading, time
-            from sidestream.runtime import threads
+            from sidestream.runtime.processes import threads
 
             def begin_another():
                 stop.wait()

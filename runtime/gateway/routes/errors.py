@@ -34,7 +34,7 @@ _STATUS = {
 }
 _HTTP_WORDS = {
     "replace=True": '"load_inplace": true',
-    "list_adapters tells which are": "/v1/models lists all",
+    "list_adapters lists": "/v1/models lists",
 }
 """How HTTP spells what the engine's messages name as Python does."""
 _encoder = msgspec.json.Encoder()

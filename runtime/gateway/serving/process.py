@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from ...processes.channel import Channel, ChannelClosed
-from ...processes.watch import HEARTBEAT_SECONDS
+from ...processes.watchdog import HEARTBEAT_SECONDS
 from ..settings import KEEP_ALIVE_SECONDS, MAX_HEADER_BYTES, GatewaySettings
 from .app import build_app
 from .bounds import ConnectionCount, bounded
@@ -39,7 +39,7 @@ def check_exposure(settings: GatewaySettings) -> None:
     if not settings.host.startswith(LOOPBACK_HOSTS) and not guarded:
         raise ValueError(
             f"--host {settings.host} can be reached from other machines, and everyone there could ask for anything; "
-            "give keys (`sidestream keys add`, then the file), --api-key, or --insecure if the network is trusted"
+            "give keys (`sidestream keys http add`, then the file), --api-key, or --insecure if the network is trusted"
         )
 
 
@@ -132,7 +132,7 @@ async def _serve(
                 told = True
                 say(url)
             if channel is not None:
-                channel.beat()
+                channel.send_heartbeat()
             await asyncio.sleep(HEARTBEAT_SECONDS if told else 0.02)
 
     def read() -> None:

@@ -25,9 +25,8 @@ from ....graphs.llama import Llama
 from ...engine.resolve import LoadOptions
 from ...quantization import error_compensation
 from ...quantization.calibration import Calibration, fingerprint
-from ...quantization.defaults import FIGURE_TOKENS, LENGTH, ROUND_TOKENS, ROUNDED_FOR
-from ...quantization.figures import calibrate
-from ...quantization.file_names import AUTO, FILE_NAME, OFF, file_name
+from ...quantization.defaults import AUTO, FIGURE_TOKENS, FILE_NAME, LENGTH, OFF, ROUND_TOKENS, ROUNDED_FOR, file_name
+from ...quantization.model_statistics import calibrate
 from ...quantization.rounded_weights import checkpoint_digest
 from ...quantization.texts import CHARACTERS_A_TOKEN, documents, standard_text
 from ...text.tokenizer import Tokenizer, load_tokenizer

@@ -37,7 +37,7 @@ from .scorer import Chunk, Document, Scorer, plan, step_sizes
 PRODUCT_BYTES = 4 << 30
 ROW_ELEMENTS = 1 << 26  # of rows that are rounded together: 256 MiB in fp32
 # otherwise a linear that adds its adapters has another op or stream
-ONE_OP: Mapping[str, Any] = {"lora_lowering": "serial", "disable_passes": ("fuse_lora_expand",)}
+ONE_OP: Mapping[str, Any] = {"_lora_lowering": "serial", "disable_passes": ("fuse_lora_expand",)}
 Progress = Callable[[str], None]
 
 

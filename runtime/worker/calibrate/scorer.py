@@ -7,10 +7,10 @@ from itertools import chain
 import torch
 from torch import fx
 
-from ....compiler.build import build_program
+from ....compiler.build_program import build_program
 from ....compiler.graph.nodes import aten, bind, is_call
 from ....compiler.program.program import Bucket
-from ....compiler.run.emit import BoundProgram, OnStep
+from ....compiler.run.bound_program import BoundProgram, OnStep
 from ....ops.core.kv_layout import PAGE_SIZE
 from ..model_loader import Model
 
@@ -23,7 +23,7 @@ class Document:
     """A text as token ids for an adapter (None: the base model).
 
     group   label of its results instead of the adapter
-    kinds   kind of each predicted token, see `tools.quality.teacher_forced`; b"": all are text
+    kinds   kind of each predicted token, see `tools.eval.teacher_forced`; b"": all are text
     """
 
     tokens: Sequence[int]

@@ -14,14 +14,13 @@ from ....graphs.adapter import Describe
 from ....graphs.adapter_config import AdapterError
 from ....graphs.adapter_description import describe_adapter
 from ....graphs.checkpoint import CheckpointError
-from ....ops.collectives.group import RankGroup
+from ....ops.collectives.tensor_parallel_group import RankGroup
 from ...adapters.registry import RegisteredAdapter
 from ...api.errors import CapacityError
 from ...engine.resolve import LoadOptions
 from ...quantization.rounded_weights import RoundingError
-from ...scheduler.runner_protocol import Runner
 from ...scheduler.step_codec import pack_masks, pack_plan
-from ...scheduler.step_plan import StepDrafts, StepMasks, StepPlan, StepResult
+from ...scheduler.step_plan import Runner, StepDrafts, StepMasks, StepPlan, StepResult
 from ..calibrate.first_start import calibrate_at_first_start
 from ..model_loader import Model, ModelSource, load_model
 from ..sleep import Sleeper, check_level, tags_of

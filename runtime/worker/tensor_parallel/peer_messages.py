@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from ....compiler.options import OptionError
-from ...quantization.file_names import AUTO, OFF
+from ...quantization.defaults import AUTO, OFF
 
 ONE_PROCESS_OPTIONS = ("passes",)
 

@@ -14,13 +14,13 @@ from msgspec import structs
 
 from ...processes.channel import ChannelClosed
 from ...processes.child import Child, status_text
-from ...processes.watch import (
-    LOOK_AT_STOPPED_SECONDS,
-    LOOK_SECONDS,
+from ...processes.watchdog import (
+    POLL_SECONDS,
     SILENCE_SECONDS,
     START_SILENCE_SECONDS,
+    STOPPED_POLL_SECONDS,
     AwakeClock,
-    StopWatch,
+    StoppedProcesses,
 )
 from .peer_messages import Order, PeerSettings, encode_order
 from .plan_ring import PlanRing
@@ -59,7 +59,7 @@ class Peers:
                 self._clock.seconds,
                 [self._ring.fd, self.store_fd],
                 own_session=False,
-                keep_words=True,
+                keep_stderr=True,
             )
             for tp_rank in range(1, settings.tp_size)
         }
@@ -73,7 +73,7 @@ class Peers:
 
     def end_after(self, error: Exception) -> RankError:
         """End the group after an error of rank 0, and return the error with its cause: no rank can continue alone."""
-        self._watcher.join(LOOK_SECONDS)  # if a peer has died, the watcher reports it as the cause
+        self._watcher.join(POLL_SECONDS)  # if a peer has died, the watcher reports it as the cause
         self._end(f"rank 0 of {self.tp_size}: {type(error).__name__}: {error}")
         return RankError(self._failure)
 
@@ -123,13 +123,13 @@ class Peers:
         self._ring.close()
 
     def _watch(self) -> None:
-        stops = StopWatch()
+        stops = StoppedProcesses()
         while not self._closing.is_set():
             with selectors.DefaultSelector() as selector:
                 for tp_rank, child in self._children.items():
                     selector.register(child.channel, selectors.EVENT_READ, tp_rank)
-                ready = [key.data for key, _ in selector.select(LOOK_AT_STOPPED_SECONDS)]
-            self._clock.look()
+                ready = [key.data for key, _ in selector.select(STOPPED_POLL_SECONDS)]
+            self._clock.update()
             for tp_rank in ready:
                 try:
                     for message in self._children[tp_rank].channel.receive():
@@ -137,19 +137,19 @@ class Peers:
                 except ChannelClosed:
                     self._children[tp_rank].process.wait()
                     self._end(f"rank {tp_rank} of {self.tp_size} died")
-            stopped = stops.look(child.process.pid for child in self._children.values())
+            stopped = stops.find(child.process.pid for child in self._children.values())
             for child in self._children.values():
                 if child.process.pid in stopped:
                     self._end(f"{child.name} of {self.tp_size} is stopped by a signal (SIGSTOP)")
                 limit = SILENCE_SECONDS if child.started else START_SILENCE_SECONDS
-                if self._clock.seconds - child.heard > limit:
+                if self._clock.seconds - child.last_message > limit:
                     self._end(f"{child.name} of {self.tp_size} gave no sign of life for {limit:g} s")
             if self._failure is not None:
                 return
 
     def _handle(self, tp_rank: int, message: dict[str, Any]) -> None:
         child = self._children[tp_rank]
-        child.heard = self._clock.seconds
+        child.last_message = self._clock.seconds
         event = message["event"]
         if event == "failed":
             self._end(f"rank {tp_rank} of {self.tp_size}: {message['message']}", tp_rank)
@@ -167,8 +167,9 @@ class Peers:
             status = child.process.poll()
             if status is not None and tp_rank != reporter:
                 failure = f"rank {tp_rank} of {self.tp_size} died ({status_text(status)}), and the group with it"
-                if not child.started and child.words is not None and (words := child.words.line(LOOK_SECONDS)):
-                    failure += f"; its last output: {words}"
+                tail = None if child.started else child.stderr_tail
+                if tail is not None and (line := tail.last_line(POLL_SECONDS)):
+                    failure += f"; its last output: {line}"
                 break
         self._failure = failure
         self._kill()

@@ -10,7 +10,7 @@ from torch import distributed
 
 from ....compiler.options import OptionError
 from ....ops.collectives.exchange import open_exchange
-from ....ops.collectives.group import RankGroup, forget_group, register_group, tensor_parallel_group
+from ....ops.collectives.tensor_parallel_group import RankGroup, forget_group, register_group, tensor_parallel_group
 
 TIMEOUT_SECONDS = 120.0
 POLL_SECONDS = 0.01

@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 import msgspec
 
 from ...processes.channel import Channel, ChannelClosed
-from ...processes.garbage import collect_seldom
-from ...processes.watch import Pulse
+from ...processes.garbage_collection import raise_gc_thresholds
+from ...processes.watchdog import HeartbeatThread
 from ...scheduler.step_codec import unpack_masks, unpack_plan
 from ...scheduler.step_plan import AHEAD
 from .peer_messages import (
@@ -159,14 +159,14 @@ class _RankProcess:
 
 def main() -> NoReturn:
     """Run the process; end it without the interpreter's clean-up, as other threads may be running tensor operations."""
-    collect_seldom()
+    raise_gc_thresholds()
     channel_fd, plans_fd, store_fd = map(int, sys.argv[1:4])
     channel = Channel.from_fd(channel_fd)
     try:
         (first, *_) = channel.receive(block=True)
         settings = msgspec.convert(first["settings"], PeerSettings)
         logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {settings.tp_rank} %(message)s")
-        with Pulse(channel.beat, lambda: None):
+        with HeartbeatThread(channel.send_heartbeat, lambda: None):
             try:
                 _RankProcess(channel, settings, PlanRing(plans_fd, settings.tp_size - 1), store_fd).run()
             except ChannelClosed:

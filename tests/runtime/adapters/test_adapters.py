@@ -14,13 +14,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from sidestream.compiler.graph.recipe import cat, item, param, quantize, quantize_weight
+from sidestream.compiler.graph.materialize import quantize_weight
+from sidestream.compiler.graph.recipe import cat, item, param, quantize
 from sidestream.compiler.options import OptionError
 from sidestream.graphs.adapter import AdapterError, load_adapter
 from sidestream.graphs.adapter_file import AdapterFile
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.lora import LoraShape
-from sidestream.graphs.stack import slot_tensors
+from sidestream.graphs.lora_stacks import slot_tensors
 from sidestream.runtime.adapters import registry as adapter_registry
 from sidestream.runtime.adapters.host_store import Block
 from sidestream.runtime.adapters.registry import AdapterRegistry

@@ -100,7 +100,7 @@ class FullEngines(FakeEngines):
         await super().load_adapter(name, path, replace)
 
     async def unload_adapter(self, name: str) -> None:
-        refused = RequestError(f"adapter {name!r} is not known; list_adapters tells which are")
+        refused = RequestError(f"adapter {name!r} is not known; list_adapters lists all")
         refused.code = "unknown_adapter"
         raise refused
 

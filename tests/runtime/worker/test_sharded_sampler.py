@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from sidestream.ops.collectives.group import RankGroup
+from sidestream.ops.collectives.tensor_parallel_group import RankGroup
 from sidestream.runtime.scheduler.step_plan import SamplingPlan, StepMasks
 from sidestream.runtime.worker.sampler import Sampler
 from sidestream.runtime.worker.sharded_sampler import ShardedSampler, needs_all_logits

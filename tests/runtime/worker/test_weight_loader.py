@@ -1,7 +1,8 @@
 """Weights are read in file order, each once, and a recipe's intermediate results are freed before the next one."""
 
 import torch
-from sidestream.compiler.graph.recipe import cat, item, param, quantize, quantize_weight, unsqueeze
+from sidestream.compiler.graph.materialize import quantize_weight
+from sidestream.compiler.graph.recipe import cat, item, param, quantize, unsqueeze
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.lora import LoraShape
 from sidestream.runtime.adapters.registry import AdapterRegistry

@@ -7,13 +7,14 @@ from functools import cache
 from typing import Any
 
 from ....compiler.api import CompiledModel, compile_model
-from ....compiler.cost.cost import critical_path, estimate, step_bytes
+from ....compiler.cost.bytes_and_flops import step_bytes
+from ....compiler.cost.estimate import critical_path, estimate
+from ....compiler.pass_records import columns
 from ....compiler.program.buffers import short_dtype
 from ....compiler.program.layers import step_layers
 from ....compiler.program.program import Bucket, Program
-from ....compiler.records import columns
-from ....compiler.run.captured import capture
-from ....compiler.run.emit import BoundProgram
+from ....compiler.run.bound_program import BoundProgram
+from ....compiler.run.cuda_graph import capture
 from ....graphs.config import LlamaConfig
 from ....graphs.llama import Attention, DecoderLayer, Llama, RMSNorm
 from ....graphs.lora import LoRALinear, LoraShape

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from ....compiler.api import CompiledModel, compile_model
-from ....compiler.cost.cost import estimate, total_seconds
-from ....compiler.cost.work import Assumptions
+from ....compiler.cost.bytes_and_flops import Assumptions
+from ....compiler.cost.estimate import estimate, total_seconds
 from ....compiler.options import CompileOptions
 from ....compiler.program.program import Bucket
 from ....graphs.config import LlamaConfig

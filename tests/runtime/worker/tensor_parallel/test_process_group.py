@@ -9,7 +9,7 @@ import pytest
 import torch
 from sidestream import LLM
 from sidestream.ops.collectives.exchange import open_exchange
-from sidestream.ops.collectives.group import GroupError, RankGroup, group_named
+from sidestream.ops.collectives.tensor_parallel_group import GroupError, RankGroup, group_named
 from sidestream.runtime.worker.tensor_parallel import parallel_model, peers, process_group
 from sidestream.runtime.worker.tensor_parallel.peers import Peers, RankError
 from sidestream.runtime.worker.tensor_parallel.process_group import create_store_file, join_group

@@ -118,7 +118,7 @@ def test_nothing_stays_behind(server: Served) -> None:
 def test_several_engines_of_several_ranks_behind_one_address() -> None:
     with serving("--data-parallel-size", "2", "--tensor-parallel-size", "2") as served:
         wait_until(lambda: served.log.count("serving at") == 2, "an engine does not serve")
-        engines = children_of(served.process.pid, "replicas.engine")
+        engines = children_of(served.process.pid, "replica_process")
         assert len(engines) == 2
         ranks = [ranks_of(engine) for engine in engines]
         assert all(map(all, ranks)) and len({process for pair in ranks for process in pair}) == 4
