@@ -141,7 +141,7 @@ class AdapterDiskCache:
         except OSError as error:
             if not self._warned:
                 _log.warning(
-                    "packed adapters are not cached for the next start: %s; free space there, or set SIDESTREAM_CACHE",
+                    "packed adapters are not kept for the next start: %s; free space there, or set SIDESTREAM_CACHE",
                     error,
                 )
             self._warned = True

@@ -26,9 +26,9 @@ NO_DRAFT_LORA = Adapter(0, {}, {}, (), "")
 class HostStore:
     """LRU cache of at most `max_adapters` adapters; thread-safe.
 
-    recipes      stack name -> how an adapter's own A and B become its slot
-    constants    a calibration's tensors, which recipes may name too
-    device_calls held while memory is page-locked, in chunks while `steps_running`
+    recipes       stack name -> how an adapter's own A and B become its slot
+    constants     a calibration's tensors, which recipes may name too
+    device_calls  held while memory is page-locked, in chunks while `steps_running`
 
     Blocks are reused; one with users is never given to another adapter.
     """

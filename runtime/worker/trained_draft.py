@@ -266,10 +266,10 @@ class TrainedDraft:
     ) -> None:
         """Run the first pass over a sampled step.
 
-        staged    `extra_inputs` and query_start
-        input_ids of the target's program
-        sampled   as `StepResult.tokens`
-        accepted  [B]: numbers of accepted drafts
+        staged     `extra_inputs` and query_start
+        input_ids  of the target's program
+        sampled    as `StepResult.tokens`
+        accepted   [B]: numbers of accepted drafts
         """
         tokens, count = plan.num_tokens, plan.num_sequences
         last_rows = staged["last_rows"][:count]

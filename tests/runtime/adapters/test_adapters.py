@@ -208,7 +208,7 @@ def test_roots_names_and_counts(config, paths, tmp_path):
         with pytest.raises(RequestError, match="letters, digits"):
             registry.add(name, root / "inside")
     registry.add("second", root / "inside")
-    with pytest.raises(RequestError, match="more than the 2"):
+    with pytest.raises(RequestError, match="maximum of 2 adapters"):
         registry.add("third", root / "inside")
     with pytest.raises(RequestError, match="already exists"):
         registry.add("second", root / "inside")

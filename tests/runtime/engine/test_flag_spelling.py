@@ -69,4 +69,4 @@ def test_a_client_of_a_server_is_told_flags_and_a_caller_of_python_keywords() ->
     registry = AdapterRegistry.__new__(AdapterRegistry)
     registry.numbers, registry.max_adapters = {"sql": 0}, 9
     with pytest.raises(RequestError, match="or give replace=True"):
-        registry._check_room("sql", False)
+        registry._check_capacity("sql", False)
