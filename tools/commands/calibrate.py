@@ -263,7 +263,7 @@ def as_text(calibration: Any, precision: str) -> str:
 
 def _choice(calibration: Any, precision: str) -> str:
     """What a mode gets, in words, and whether rotated values are worth their while."""
-    from ...runtime.quantization.calibration import WORTH_DTYPE
+    from ...runtime.quantization.calibration import MAX_DTYPE_ERROR
 
     kv_dtype = calibration.kv_dtype(precision)
     treated = [layer.treatment(kv_dtype) for layer in calibration.layers]
@@ -275,7 +275,7 @@ def _choice(calibration: Any, precision: str) -> str:
     plain, rotated = calibration.value_error(kv_dtype, False), calibration.value_error(kv_dtype, True)
     advice = (
         f"; --rotate-values on brings the values' error from {plain:.1e} to {rotated:.1e}"
-        if rotated < WORTH_DTYPE * plain
+        if rotated < MAX_DTYPE_ERROR * plain
         else ""
     )
     return ", ".join(words) + advice
