@@ -6,7 +6,7 @@ The names below load on first use, so that `import sidestream` takes millisecond
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _HOME = {
     "LLM": "runtime.llm",

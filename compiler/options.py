@@ -1,6 +1,6 @@
-"""What a user may ask of the compiler; every field is part of a saved program's key.
+"""CompileOptions: options of the compiler. Every field is part of a saved program's key.
 
-Commands make their flags of the fields, so this module does without torch until a dtype is asked for.
+Commands make their flags of the fields, so torch is imported only when a dtype is needed.
 """
 
 import inspect
@@ -36,25 +36,25 @@ class OptionError(ValueError):
 
 
 def option(default: Any, doc: str, *, unset: str = "", more: str = "", **metadata: Any) -> Any:
-    """A dataclass field that says what it is.
+    """Return a dataclass field with its documentation.
 
-    doc     what it does, in a few words: also the help text of a command's flag
-    unset   what the default comes to, where the default alone does not say it
-    more    what a reader of Python needs beyond that
+    doc     a short description, also the help text of a command's flag
+    unset   the effective default, where the field's default does not show it
+    more    details for Python's docstring
     Further metadata is kept with the field.
     """
     return field(default=default, metadata={"doc": doc, "unset": unset, "more": more, **metadata})
 
 
 def documented(options: type[Options]) -> type[Options]:
-    """Adds what each field says of itself to the class's docstring."""
+    """Add the fields' documentation to the class's docstring."""
     lines = [describe(each.name, each) for each in fields(options)]  # type: ignore[arg-type]
     options.__doc__ = "\n".join([f"{inspect.cleandoc(options.__doc__ or '')}\n", *lines])
     return options
 
 
 def describe(name: str, option: "Field[Any]", default: Any = MISSING) -> str:
-    """A field in a docstring, `name` being what it is called there."""
+    """Return the docstring entry of a field under `name`."""
     doc, unset, more = (option.metadata[part] for part in ("doc", "unset", "more"))
     values = " or ".join((", ".join(map(repr, found[:-1])), repr(found[-1]))) if (found := choices(option)) else ""
     if option.type == Layers:
@@ -65,12 +65,12 @@ def describe(name: str, option: "Field[Any]", default: Any = MISSING) -> str:
 
 
 def choices(option: "Field[Any]") -> tuple[str, ...]:
-    """The values that a field may have, where it is one of a few."""
+    """Return the allowed values of a Literal field, else ()."""
     return get_args(option.type) if get_origin(option.type) is Literal else ()
 
 
 def check_choices(options: Any) -> None:
-    """Raises OptionError for a field of a few values that has another one."""
+    """Raise OptionError for a Literal field with another value."""
     for each in fields(options):
         allowed, value = choices(each), getattr(options, each.name)
         if allowed and value not in allowed:
@@ -80,10 +80,11 @@ def check_choices(options: Any) -> None:
 @documented
 @dataclass(frozen=True)
 class CompileOptions:
-    """Options of `sidestream.compile`, and of `LLM`.
+    """Options of `sidestream.compile` and of `LLM`.
 
-    A field's metadata says what `LLM` calls it where that is another name (`keyword`; None: LLM does not take it), and
-    whether the model, its calibration or the device decides where LLM is not given it (`decided_later`).
+    Metadata of a field: `keyword` is its name in `LLM` where that differs (None: not in LLM); `decided_later`: the
+    model, its
+    calibration or the device decides if LLM does not get it.
     """
 
     precision: Precision = option(
@@ -163,7 +164,7 @@ class CompileOptions:
     )
     disable: tuple[str, ...] = option(
         (),
-        "leave a compiler pass out by its name, as `sidestream dump` lists them",
+        "leave a compiler pass out by its name, as `sidestream inspect dump` lists them",
         more="`sidestream.compiler.pipeline.PASSES` has them",
         keyword="disable_passes",
     )
@@ -258,7 +259,7 @@ class CompileOptions:
 
     @property
     def model_dtype(self) -> "torch.dtype":
-        """The dtype of activations and of what is not quantized."""
+        """The dtype of activations and unquantized weights."""
         return torch_dtype("fp32" if self.precision == "fp32" else "bf16")
 
     @property
@@ -268,7 +269,7 @@ class CompileOptions:
 
     @property
     def cache_dtype(self) -> "torch.dtype":
-        """The dtype that the KV cache holds."""
+        """The dtype of the KV cache."""
         return torch_dtype(self._cache)
 
     @property
@@ -277,11 +278,11 @@ class CompileOptions:
 
     @property
     def quantizes_kv(self) -> bool:
-        """Whether the KV cache is quantized (and so has scales)."""
+        """Whether the KV cache is quantized (and has scales)."""
         return self._cache in ("fp8_e4m3", "int8")
 
     def applies(self, name: str, layer: int | None) -> bool:
-        """Whether the option `name` (one of `LAYERED`) is on in a layer; None: a layer whose number is not known."""
+        """Whether the option `name` (one of `LAYERED`) is on in a layer; `layer` None: its number is unknown."""
         chosen = getattr(self, name)
         return chosen if isinstance(chosen, bool) else layer in chosen
 
@@ -299,12 +300,12 @@ class CompileOptions:
         return self.quantizes_lora and self.lora_input != "bf16"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return asdict(self)
 
 
 def _layers(name: str, value: Any) -> Layers:
-    """True, False, or layer numbers in ascending order, each once."""
+    """Return True, False, or sorted distinct layer numbers."""
     if isinstance(value, bool):
         return value
     numbers = tuple(value) if isinstance(value, (tuple, list, set, frozenset, range)) else None
@@ -316,7 +317,7 @@ def _layers(name: str, value: Any) -> Layers:
 
 
 def torch_dtype(name: str) -> "torch.dtype":
-    """The dtype that an option calls `name`."""
+    """Return the dtype of an option's value."""
     import torch
 
     return {

@@ -1,6 +1,4 @@
-"""Checkpoint: the weights of a model in safetensors form, one file or shards with an index; validated before
-anything is loaded, read lazily.
-"""
+"""A model's weights in safetensors form, one file or shards with an index; validated before loading, read lazily."""
 
 import logging
 import re
@@ -16,8 +14,8 @@ from torch import nn
 from .config import LlamaConfig
 from .config_fields import read_json_object
 from .head_layout import arranged, arranged_shape
+from .quantization_config import FILE_DTYPES
 from .safetensors_file import SafetensorsFile
-from .stored_weights import FILE_DTYPES
 
 _log = logging.getLogger(__name__)
 SINGLE = "model.safetensors"
@@ -33,15 +31,16 @@ _HARMLESS = re.compile(r"(?:.*\.)?rotary_emb\.inv_freq")  # old Llama checkpoint
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be loaded: names the file, the tensor and the remedy."""
+    """A checkpoint that cannot be loaded; the message has the file, the tensor and the remedy."""
 
 
 class Checkpoint:
     """The tensors of a checkpoint directory, by name.
 
-    Opening reads headers only, so that a missing shard or a truncated file is reported before any weight is touched;
-    `tensor` reads through a memory map. With a `config` whose family packs projections, the parts of a packed tensor
-    are there under the names of a plain model, and heads as the graph has them (`head_layout`).
+    Opening reads headers only, so that missing and truncated files are reported before any weight is read; `tensor`
+    reads
+    through a memory map. With a `config`, packed tensors appear as their parts, and heads in the graph's layout
+    (`head_layout`).
     """
 
     def __init__(self, directory: str | Path, config: LlamaConfig | None = None) -> None:
@@ -77,7 +76,7 @@ class Checkpoint:
             self._parts[EMBEDDING] = (HEAD, 0, (*self._home[EMBEDDING].shapes[HEAD], 0)[0])
 
     def _take_apart(self, config: LlamaConfig) -> None:
-        """Show the projections that a packed tensor holds instead of it, so that nobody else has to know."""
+        """Replace packed tensors by the projections in them."""
         for module, kind in product(config.stored_modules(), ("weight", "weight_scale")):
             parts, name = config.parts_of(module), f"{module}.{kind}"
             if len(parts) == 1 or name not in self._home:
@@ -94,7 +93,7 @@ class Checkpoint:
                 self._parts[f"{part}.{kind}"] = (name, row, end)
 
     def _open_shards(self, index: Path) -> list[SafetensorsFile]:
-        """The shards that the index names, in name order, each proved to hold what the index says."""
+        """Open the shards of the index, in name order, and check that each holds its tensors."""
         weight_map = read_json_object(index, CheckpointError, _AGAIN, _MAX_INDEX_BYTES).get("weight_map")
         if (
             not isinstance(weight_map, dict)
@@ -125,7 +124,7 @@ class Checkpoint:
         return list(files.values())
 
     def _why_nothing(self) -> str:
-        """The message for a directory without safetensors."""
+        """Return the message for a directory without safetensors."""
         pickles = sorted(path.name for path in self.directory.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
         if pickles:
             return (
@@ -135,14 +134,14 @@ class Checkpoint:
         return f"{self.directory} has neither {SINGLE} nor {INDEX}: point at a Hugging Face checkpoint"
 
     def names(self) -> list[str]:
-        """Every tensor's name, in shard order."""
+        """Return every tensor's name, in shard order."""
         return list(self._home)
 
     def __contains__(self, name: object) -> bool:
         return name in self._home
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of one tensor, from the header."""
+        """Return the shape of one tensor, from the header."""
         file = self._file(name)
         if name not in self._parts:
             shape = file.shapes[name]
@@ -153,8 +152,8 @@ class Checkpoint:
         return shape if self._arrange is None else arranged_shape(self._arrange, module, kind, shape)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor as stored (bf16, fp16, fp32 or eight bits), a view of the memory map unless its heads are
-        arranged: read-only by convention.
+        """Return one tensor as stored (bf16, fp16, fp32 or eight bits): a view of the memory map, unless heads are
+        rearranged.
         """
         file = self._file(name)
         if name not in self._parts:
@@ -166,7 +165,7 @@ class Checkpoint:
         return tensor if self._arrange is None else arranged(self._arrange, module, kind, tensor)
 
     def nbytes(self, names: Iterable[str] | None = None) -> int:
-        """Bytes that the named tensors (None: all) take in the files."""
+        """Return the bytes of the named tensors (None: all) in the files."""
         total = 0
         for name in self._home if names is None else names:
             count = 1
@@ -176,16 +175,14 @@ class Checkpoint:
         return total
 
     def stream(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) for the named tensors (None: all), shard after shard and in file order, so that each file
-        is read once from front to back.
-        """
+        """Yield (name, tensor) for the named tensors (None: all) in file order, so that each file is read once."""
         wanted = None if names is None else set(names)
         for name in self._home:
             if wanted is None or name in wanted:
                 yield name, self.tensor(name)
 
     def has_own_head(self) -> bool:
-        """Return whether there are both an embedding and an output head, and the two differ."""
+        """Whether there are both an embedding and an output head, and they differ."""
         if HEAD not in self or EMBEDDING not in self:
             return False
         head, embedding = self.tensor(HEAD), self.tensor(EMBEDDING)
@@ -196,10 +193,9 @@ class Checkpoint:
         return not all(torch.equal(ours.to(dtype), theirs.to(dtype)) for ours, theirs in pieces)
 
     def validate(self, expected: Mapping[str, tuple[int, ...]], tied: bool = False) -> None:
-        """Compares names, shapes and dtypes with what the model expects (`Llama.checkpoint_tensors()`); raises
-        CheckpointError at the first difference.
+        """Compare names, shapes and dtypes with `expected` (`Llama.checkpoint_tensors()`). Raises CheckpointError.
 
-        `tied`: the output head is the embedding, and a stored copy of it is superfluous.
+        `tied`: the output head is the embedding, and a stored copy of it is allowed.
         """
         for name, shape in expected.items():
             if name not in self._home:
@@ -237,7 +233,7 @@ class Checkpoint:
             )
 
     def _stored(self, name: str) -> str:
-        """The tensor in the file."""
+        """Return the name of the tensor in the file."""
         return self._parts[name][0] if name in self._parts else name
 
     def _where(self) -> str:
@@ -252,10 +248,9 @@ class Checkpoint:
 def checkpoint_config(directory: Path) -> LlamaConfig:
     """Return the config of a model directory.
 
-    Where config.json ties the output head and the files hold another one, the model is not tied: it is served with that
-    head, as by transformers 5, which is logged once.
-
-    Raises ConfigError. Files that cannot be read are left to what loads them.
+    A tied config with another output head in the files is served with that head, as by transformers 5 (logged once).
+    Raises
+    ConfigError; unreadable weights are reported when they are loaded.
     """
     config = LlamaConfig.from_directory(directory)
     if not config.tie_word_embeddings:
@@ -281,9 +276,7 @@ def _report_own_head(directory: Path) -> None:
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Copies a validated checkpoint into a plain model's parameters (for eager runs; the compiler streams and
-    quantizes instead).
-    """
+    """Copy a validated checkpoint into a plain model's parameters (for eager runs)."""
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, tensor in checkpoint.stream(parameters):

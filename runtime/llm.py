@@ -34,10 +34,10 @@ from .text.prompts import one_for_each, without_special_tokens
 from .text.requests import make_requests
 from .text.structured.compiler import GrammarCompiler
 from .text.tokenizer import Tokenizer, load_tokenizer
-from .worker.model import find_model
-from .worker.progress import say
-from .worker.sleep import Sleeps
-from .worker.tensor_parallel.shared_model import load_shared
+from .worker.model_loader import find_model
+from .worker.progress import print_line
+from .worker.sleep import SleepControl
+from .worker.tensor_parallel.parallel_model import load_parallel_model
 
 
 class StreamChunk(NamedTuple):
@@ -98,17 +98,17 @@ class LLM:
         given, model = without_vllm_keywords(keywords, bool(adapters)), DEMO_MODEL if model is None else model
         source, options = find_model(model, **given)
         self.tokenizer = load_tokenizer(source.directory)
-        self.model = loaded = load_shared(model, source, adapters or {}, options, given)
+        self.model = loaded = load_parallel_model(model, source, adapters or {}, options, given)
         self._end = weakref.finalize(self, loaded.close)
         self._defaults = sampling_defaults(source.directory, options.engine.generation_config)
-        say(line := describe(self._defaults), options.engine.show_progress and bool(line))
+        print_line(line := describe(self._defaults), options.engine.show_progress and bool(line))
         self.options, self.device, self.config = options.engine, options.device, source.config
         self.calibration, self.compiled, self.registry = loaded.calibration, loaded.compiled, loaded.registry
         self.num_pages, self.seconds = loaded.limits.num_pages, loaded.seconds
         scheduler = Scheduler(loaded.limits, loaded.registry.numbers, loaded.registry.hashes, asynchronous_loads=True)
         self.engine = Engine(
             scheduler,
-            loaded.executes,
+            loaded.executor,
             self.tokenizer,
             loaded.eos_ids,
             options.engine.seed,
@@ -256,8 +256,8 @@ class LLM:
         self._check_open()
         return self.model.sleeper is not None and bool(self._sleeper().asleep)
 
-    def _sleeper(self) -> Sleeps:
-        sleeper = self.model.sleeps
+    def _sleeper(self) -> SleepControl:
+        sleeper = self.model.sleep_control
         if sleeper is None:
             raise RequestError("this LLM cannot sleep; make it with enable_sleep_mode=True")
         return sleeper

@@ -76,7 +76,7 @@ class Gpu:
         return rate * 1e12 * (1.0 if sms is None else min(1.0, sms / self.sms))
 
 
-# fitted with compiler/cost/kinds.py; bare kernels of a second stream measure 0.3 to 0.6 us for a fork and a join
+# fitted with compiler/cost/kernel_costs.py; bare kernels of a second stream measure 0.3 to 0.6 us for a fork and a join
 FORK, JOIN, JOIN_LAUNCH = 0.60e-6, 0.15e-6, 1.25e-6
 H200 = Gpu(
     name="H200",

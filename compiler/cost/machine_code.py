@@ -76,32 +76,6 @@ class MachineCode:
         """
         return sum(count for name, count in self.ptx.items() if name.startswith(prefix))
 
-    def summary(self) -> str:
-        """One line for a person."""
-        notable = (
-            "QGMMA",
-            "HGMMA",
-            "IGMMA",
-            "HMMA",
-            "IMMA",
-            "UTMALDG",
-            "LDGSTS",
-            "LDG",
-            "STG",
-            "LDS",
-            "STS",
-            "SHFL",
-            "BAR",
-            "MUFU",
-            "F2FP",
-        )
-        counts = " ".join(f"{word}={self.sass[word]}" for word in notable if self.sass[word])
-        return (
-            f"{self.name}: warps={self.num_warps} registers={self.registers} spills={self.spills} "
-            f"local={self.local_bytes}B "
-            f"shared={self.shared_bytes}B instructions={self.instructions} {counts}"
-        )
-
 
 class _CompileOnly:
     """Stands in for Triton's driver: a device that only compiles."""
@@ -175,10 +149,10 @@ def _function(kernel: Any) -> str:
 
 
 def _read(kernel: Any, function: str) -> MachineCode:
-    told = _on_cubin(kernel.asm["cubin"], "cuobjdump", "-res-usage")
-    found = _RESOURCES.search(told)
+    usage = _on_cubin(kernel.asm["cubin"], "cuobjdump", "-res-usage")
+    found = _RESOURCES.search(usage)
     if found is None:
-        raise RuntimeError(f"cuobjdump reported no resource usage for {kernel.metadata.name}: {told.strip()[:200]}")
+        raise RuntimeError(f"cuobjdump reported no resource usage for {kernel.metadata.name}: {usage.strip()[:200]}")
     registers, stack, static_shared, _ = map(int, found.groups())
     meta = kernel.metadata
     return MachineCode(

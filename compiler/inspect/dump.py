@@ -13,19 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from ..cost.cost import estimate, step_bytes
+from ..cost.bytes_and_flops import step_bytes
+from ..cost.estimate import estimate
 from ..cost.hardware import H200, Gpu
 from ..cost.timings import Timings
 from ..options import CompileOptions
+from ..pass_records import PassRecord, columns, pass_table, refusals, text_of
 from ..program.buffers import describe_view, short_dtype
 from ..program.calls import describe
 from ..program.memory import unshared_bytes
 from ..program.program import Program
-from ..records import PassRecord, columns, pass_table, refusals, text_of
 from .chrome_trace import trace
-from .page.data import page_data
-from .page.render import render
-from .svg import schedule_svg
+from .page.index_html import page_data, render
+from .schedule_svg import schedule_svg
 
 
 def dump(
@@ -156,7 +156,7 @@ def summary_text(
 def summary(
     records: Sequence[PassRecord], programs: Sequence[Program], options: CompileOptions | None
 ) -> dict[str, Any]:
-    """The same for machines (`sidestream diff` reads it): options, passes with their op counts and refusals, the
+    """The same for machines (`sidestream inspect diff` reads it): options, passes with their op counts and refusals, the
     programs' names.
     """
     fields = ("name", "tier", "matches", "rejected", "ops_before", "ops_after")

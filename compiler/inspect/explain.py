@@ -11,17 +11,17 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from torch import fx
 
-from ..accounting import PassCountError
-from ..build import build_program
-from ..cost.cost import KNOWN_ERROR, critical_path, estimate, floor_seconds, step_costs, total_seconds
+from ..build_program import build_program
+from ..cost.bytes_and_flops import DEFAULT, Assumptions, windows_of
+from ..cost.estimate import KNOWN_ERROR, critical_path, estimate, floor_seconds, step_costs, total_seconds
 from ..cost.hardware import H200, Gpu
-from ..cost.work import DEFAULT, Assumptions, windows_of
+from ..expected_matches import PassCountError
 from ..graph.capture import Captured
 from ..options import CompileOptions, OptionError
+from ..pass_records import WIDTH, PassRecord, columns, pass_table
 from ..pipeline import ALWAYS_ON, PASSES, STATIC_PASSES, Pass, optimize
 from ..program.layers import HEAD, TAIL, step_layers
 from ..program.program import Bucket, Program
-from ..records import WIDTH, PassRecord, columns, pass_table
 
 TOP_OPS = 12
 SAME = 0.0005  # relative differences below are none
@@ -291,7 +291,7 @@ def as_text(facts: Mapping[str, Any], records: Sequence[PassRecord]) -> str:
     parts = [
         pass_table(records)
         + (
-            f"{refused} near-misses were refused; `sidestream dump` writes the reasons to rejected.txt\n"
+            f"{refused} near-misses were refused; `sidestream inspect dump` writes the reasons to rejected.txt\n"
             if refused
             else ""
         )

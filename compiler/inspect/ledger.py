@@ -18,21 +18,22 @@ from torch.utils import _pytree as pytree
 
 from ...ops.collectives.all_reduce_add_rms_norm_quant import all_reduce_add_rms_norm_quant
 from ...ops.core.device import H200_SMS
+from ...ops.core.dtypes import residual_in_fp32
 from ...ops.core.kv_layout import PAGE_SIZE
-from ...ops.core.residual_stream import residual_in_fp32
 from ...ops.elementwise.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
-from ..build import build_program
+from ..build_program import build_program
 from ..graph.capture import Captured
+from ..graph.materialize import materialize
 from ..graph.nodes import CASTS, aten, bind, has_operand, is_call, is_check
-from ..graph.recipe import Recipe, materialize
+from ..graph.recipe import Recipe
 from ..options import CompileOptions
+from ..pass_records import WIDTH, PassRecord, columns
 from ..pipeline import DECODE_PASSES, PASSES, Pass, optimize, run_static_passes
 from ..program.layers import HEAD, TAIL, graph_layers, layer_name
 from ..program.program import Bucket
 from ..program.sizes import dimensions_of, placeholders
 from ..program.specialize import specialize
-from ..records import WIDTH, PassRecord, columns
-from ..run.emit import BoundProgram
+from ..run.bound_program import BoundProgram
 
 CAPTURE, PROGRAM, DECODE, DECODE_LORA = "(capture)", "(program)", " (decode)", " (decode, adapters)"
 # which result of the op is the residual stream

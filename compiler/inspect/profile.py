@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from ..cost.cost import Placed, predecessors
+from ..cost.estimate import Placed, predecessors
 from ..program.program import Program
-from ..run.emit import BoundProgram
-from ..run.ranges import REPLAY_RANGE, STEP_RANGE, step_ranges
+from ..run.bound_program import BoundProgram
+from ..run.profiler_ranges import REPLAY_RANGE, STEP_RANGE, step_ranges
 
 KERNEL_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")

@@ -1,4 +1,4 @@
-"""A static graph as operations on buffers: views fold away, every result gets memory, reads and writes are known."""
+"""Lower a static graph to operations on buffers: views fold away, every result gets memory."""
 
 import math
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from .buffers import KINDS, Buffer, ProgramError, View, contiguous_strides
 
 @dataclass
 class Operation:
-    """A step before it has a place in time: what it calls, and which buffers it reads and writes."""
+    """A step before scheduling: the op, its arguments, and the buffers that it reads and writes."""
 
     name: str
     op: str
@@ -30,9 +30,7 @@ class Operation:
 
 @dataclass
 class Draft:
-    """What `lower` makes of a graph: operations in graph order, buffers without offsets, outputs, recipes of weights
-    and adapters.
-    """
+    """Result of `lower`: operations in graph order, buffers without offsets, outputs, recipes."""
 
     buffers: dict[str, Buffer] = field(default_factory=dict)
     operations: list[Operation] = field(default_factory=list)
@@ -42,7 +40,7 @@ class Draft:
 
 
 def lower(graph: fx.Graph) -> Draft:
-    """Operations and buffers of a graph from `specialize`. Raises ProgramError naming the node that has no lowering."""
+    """Lower a graph from `specialize`. Raises ProgramError with the node that has no lowering."""
     return _Lowering().run(graph)
 
 
@@ -136,7 +134,7 @@ class _Lowering:
         )
 
     def _place(self, name: str, fresh: list[torch.Tensor]) -> None:
-        """A buffer for each new storage; one whole tensor keeps its shape, anything else is a flat row of elements."""
+        """Add a buffer for each new storage: of the tensor's shape if it is the whole storage, else flat."""
         for index, value in enumerate(fresh):
             if _storage(value) in self.homes:
                 continue
@@ -174,7 +172,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _written_arguments(node: fx.Node) -> list[fx.Node]:
-    """The nodes that the op writes in place."""
+    """Return the nodes that the op writes in place."""
     if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
         return []
     written: list[fx.Node] = []
@@ -185,7 +183,7 @@ def _written_arguments(node: fx.Node) -> list[fx.Node]:
 
 
 def _by_schema(node: fx.Node) -> tuple[list[Any], Mapping[str, Any]]:
-    """Arguments in the schema's order, defaults filled in up to the last one that is given; keyword-only ones apart."""
+    """Return arguments in the schema's order, with defaults up to the last given one, and keyword-only arguments."""
     arguments = node.target._schema.arguments  # type: ignore[union-attr]
     positional = [argument for argument in arguments if not argument.kwarg_only]
     args, kwargs = list(node.args), dict(node.kwargs)

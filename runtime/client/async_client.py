@@ -42,7 +42,7 @@ class AsyncClient:
 
     address          `ipc://...` or `tcp://host:port`; None: $SIDESTREAM_ADDRESS, or where `sidestream serve` listens by
                      default
-    keys             this client's folder of `sidestream keygen`; needed for tcp beyond the loopback
+    keys             this client's folder of `sidestream keys curve`; needed for tcp beyond the loopback
     connect_timeout  seconds to wait for a server that is not there, or still loads, before EngineDeadError
     call_timeout     seconds to wait for the answer to a call (adapters, stats, health) before TimeoutError
     silence_seconds  after so many seconds without a sign of life the engine counts as dead; None: what the server

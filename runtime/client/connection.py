@@ -184,7 +184,7 @@ class Connection:
         if self.keys is None:
             return "; start `sidestream serve` there, and if it has keys, name this client's folder with --keys"
         return (
-            "; if a server runs there, its keys do not go with these: use the client's folder that `sidestream keygen` "
+            "; if a server runs there, its keys do not go with these: use the client's folder that `sidestream keys curve` "
             "made together with the server's"
         )
 

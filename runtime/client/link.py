@@ -139,13 +139,13 @@ class ClientLink:
                 self._connected = True
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 lost = ServerError(
-                    "the engine does not admit this client's key; add it with `sidestream keygen` on the engine's side",
+                    "the engine does not admit this client's key; add it with `sidestream keys curve` on the engine's side",
                     "forbidden",
                 )
             elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                 lost = ServerError(
                     "the other side does not speak this protocol, or needs (other) keys; give this client's folder "
-                    "of `sidestream keygen`",
+                    "of `sidestream keys curve`",
                     "forbidden",
                 )
             elif event == zmq.EVENT_DISCONNECTED and self._connected:

@@ -56,7 +56,7 @@ def connect(start: bool) -> bool:
     if address is None:
         if not start:
             raise ClusterError(
-                "no Ray runs on this machine; `sidestream deploy` starts one, or name one with RAY_ADDRESS"
+                "no Ray runs on this machine; `sidestream fleet deploy` starts one, or name one with RAY_ADDRESS"
             )
         start_local()
         address, started = local_address(), True

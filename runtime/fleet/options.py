@@ -54,12 +54,12 @@ class FleetOptions(Struct, frozen=True, kw_only=True, rename="kebab", forbid_unk
     ingresses          processes that answer it
     ingress_resources  what each of them takes of a node's resources in Ray, such as {"stable": 1}: to keep them off
                        machines that come and go
-    keys               TOML file of hashed keys (`sidestream keys add`), on every host that answers HTTP
+    keys               TOML file of hashed keys (`sidestream keys http add`), on every host that answers HTTP
     insecure           answer other machines without keys
     allowed_origins    pages of these origins may call it ("*": of all); None: those of the loopback
     usage_log          SQLite file of what was used, on each host that answers HTTP; None: none
     metrics_compat     "vllm": /metrics also has vLLM's names
-    engine_keys        directory of `sidestream keygen`, on every host: for a fleet on several hosts, whose engines are
+    engine_keys        directory of `sidestream keys curve`, on every host: for a fleet on several hosts, whose engines are
                        reached over tcp; None: over a socket file, so all on one host
     """
 

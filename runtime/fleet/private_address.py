@@ -26,7 +26,7 @@ def private_address(name: str, keys: bool) -> str:
     if len(hosts) > 1:
         raise ValueError(
             f"the cluster has {len(hosts)} hosts, and engines are reached from other hosts with keys only: make them "
-            "with `sidestream keygen DIR --client gateway`, put DIR on every host, and name it as engine-keys"
+            "with `sidestream keys curve DIR --client gateway`, put DIR on every host, and name it as engine-keys"
         )
     folder = parse(default_address()).path
     directory = folder.parent if folder is not None else Path(f"/tmp/sidestream-{os.getuid()}")

@@ -74,7 +74,7 @@ def look(name: str, seconds: float = 10.0) -> FleetStatus:
 
     found = serve.status().applications.get(name)
     if found is None:
-        raise ValueError(f"there is no fleet {name!r} in this Ray; `sidestream deploy` starts one")
+        raise ValueError(f"there is no fleet {name!r} in this Ray; `sidestream fleet deploy` starts one")
     replicas = {each: dict(told.replica_states) for each, told in found.deployments.items()}
     told: dict[str, Any] = {}
     if replicas.get("ingress", {}).get("RUNNING"):

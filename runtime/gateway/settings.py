@@ -16,7 +16,7 @@ class GatewaySettings(Struct, frozen=True, kw_only=True):
 
     host, port               where it listens; port 0 takes a free one
     engines                  the engines' addresses
-    engine_keys              this client's folder of `sidestream keygen`; None: no CURVE
+    engine_keys              this client's folder of `sidestream keys curve`; None: no CURVE
     api_key                  the one key that may ask for everything; "": none
     keys                     TOML file of hashed keys; None: none
     insecure                 listen beyond the loopback without keys

@@ -118,7 +118,7 @@ def check_keys(address: Address, keys: bool, flag: str = "--keys") -> None:
     """
     if not address.local and not keys:
         raise AddressError(
-            f"{address} can be reached from other machines, so it needs keys: make them with `sidestream keygen DIR` "
+            f"{address} can be reached from other machines, so it needs keys: make them with `sidestream keys curve DIR` "
             f"and give them with {flag}; "
             "or use an ipc address or tcp://127.0.0.1:PORT"
         )

@@ -1,6 +1,6 @@
 """CURVE keys: who may speak with an engine over tcp, and how both sides know each other.
 
-`sidestream keygen DIR` makes one folder for each side, which is all that this side needs:
+`sidestream keys curve DIR` makes one folder for each side, which is all that this side needs:
 
     DIR/server/        server.secret   allowed/NAME.public      stays with the engine: `sidestream serve --keys
                        DIR/server`
@@ -120,7 +120,7 @@ def load_server_keys(directory: str | Path) -> ServerKeys:
     if not [_read(path) for path in directory.glob("allowed/*.public")]:
         raise KeyFileError(
             f"{directory / 'allowed'} holds no NAME.public, so nobody could connect; add a client with `sidestream "
-            "keygen DIR --client NAME`"
+            "keys curve DIR --client NAME`"
         )
     return ServerKeys(zmq.curve_public(secret), secret, directory / "allowed")
 
@@ -192,11 +192,11 @@ def _read(path: Path) -> bytes:
             key = file.read(64).rstrip(b"\r\n")
     except OSError as error:
         raise KeyFileError(
-            f"{path}: {error.strerror}; make keys with `sidestream keygen DIR` and name the folder of this side"
+            f"{path}: {error.strerror}; make keys with `sidestream keys curve DIR` and name the folder of this side"
         ) from None
     if not _KEY.fullmatch(key):
         raise KeyFileError(
-            f"{path} is no key: it must hold 40 characters of Z85; make a new one with `sidestream keygen DIR`"
+            f"{path} is no key: it must hold 40 characters of Z85; make a new one with `sidestream keys curve DIR`"
         )
     return key
 
@@ -206,7 +206,7 @@ def _read_secret(path: Path) -> bytes:
         mode = stat.S_IMODE(path.stat().st_mode)
     except OSError as error:
         raise KeyFileError(
-            f"{path}: {error.strerror}; make keys with `sidestream keygen DIR` and name the folder of this side"
+            f"{path}: {error.strerror}; make keys with `sidestream keys curve DIR` and name the folder of this side"
         ) from None
     if mode & 0o077:
         raise KeyFileError(

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...ops.core.eight_bits import QUANTIZED_MAX
+from ...ops.core.dtypes import QUANTIZED_MAX
 from ...ops.elementwise.quantize import to_steps
 
 DAMPING = 0.01  # of the mean diagonal, added to it, so that rare directions of the text count little

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
-from ...compiler.graph.recipe import key_balance_factors
+from ...compiler.graph.materialize import key_balance_factors
 from ...compiler.passes.quantize.smooth_channels import channel_exponents_name
 from ...ops.attention.append_kv import append_kv
 from ...ops.attention.paged_attention import paged_attention

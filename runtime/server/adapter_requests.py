@@ -86,7 +86,7 @@ class AdapterDesk:
                 "--max-lora-rank R",
             )
         if known and not message.replace:
-            text = f"adapter {message.name!r} is there already; choose another name, or give replace=True"
+            text = f"adapter {message.name!r} already exists; choose another name, or give replace=True"
             return "adapter_in_use", text
         if not within(message.path, self._roots):
             return "forbidden", _outside(message.path)

@@ -54,20 +54,20 @@ class ServedModel:
 
     def __init__(self, settings: ServeSettings) -> None:
         # here, because a GPU process that only simulates a model needs no torch
-        from ..adapters.describing import AdapterDescriber
-        from ..adapters.room import readable_adapters
-        from ..worker.model import find_model
-        from ..worker.tensor_parallel.shared_model import load_shared
+        from ..adapters.adapter_limits import readable_adapters
+        from ..adapters.describer import AdapterDescriber
+        from ..worker.model_loader import find_model
+        from ..worker.tensor_parallel.parallel_model import load_parallel_model
 
         source, options = find_model(settings.model, **settings.llm)
         describe = AdapterDescriber()
         adapters, refused = dict[str, str | Path](settings.adapters), dict[str, Exception]()
         if settings.generation:  # they could be read once
             adapters, refused = readable_adapters(source.config, adapters, options.engine, describe)
-        self._model = model = load_shared(settings.model, source, adapters, options, settings.llm, describe)
-        self.runner: Runner = model.executes
-        model.when_lost(_end_process)
-        model.runner.build_aside()
+        self._model = model = load_parallel_model(settings.model, source, adapters, options, settings.llm, describe)
+        self.runner: Runner = model.executor
+        model.on_lost(_end_process)
+        model.runner.build_in_background()
         # for what clients load; the adapters of the start may lie anywhere
         model.restrict_adapters(settings.adapter_roots)
         limits = model.limits

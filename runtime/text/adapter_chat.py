@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...graphs.regular_file import read_bounded, read_start
+from ...graphs.untrusted_files import read_bounded, read_start
 from ..api.errors import RequestError
 from .chat_files import ChatTemplateError, ChatTemplates, templates_of
 from .special_tokens import CONFIG, TokenFiles, read_object

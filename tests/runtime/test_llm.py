@@ -199,7 +199,7 @@ def test_adapters_come_and_go(llm, base, adapters):
         base, adapters["first"], ids, 10
     )
     llm.remove_adapter("later")
-    with pytest.raises(RequestError, match="is there already"):
+    with pytest.raises(RequestError, match="already exists"):
         llm.add_adapter("first", adapters["third"])
     with pytest.raises(RequestError, match="letters, digits"):
         llm.add_adapter("a/b", adapters["third"])

@@ -1,5 +1,6 @@
-"""Flags of `vllm serve` that are no flags here: taken with the effect that they have there, taken without one and said
-so, or refused with what to do instead. One table with the keywords of `LLM`: `runtime/engine/vllm_keywords.py`.
+"""Flags of `vllm serve` that are no flags here: mapped, accepted without effect, or refused with a remedy.
+
+Their table, with the keywords of `LLM`, is in `runtime/engine/vllm_keywords.py`.
 """
 
 import argparse
@@ -21,11 +22,11 @@ _PRECISIONS = {
     "dtype": {"auto": None, "bfloat16": "bf16", "float32": "fp32", "float": "fp32"},
     "quantization": {"fp8": "fp8", "none": None, "None": None},
 }
-"""Flag -> its value -> --precision; None leaves it as it is."""
+"""Flag -> its value -> --precision; None leaves the precision as it is."""
 
 
 def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
-    """Add what `parser` does not have of vLLM's flags. To be called after all others are added."""
+    """Add vLLM's flags that `parser` does not have. Call it after all others are added."""
     parser.add_argument("--enable-lora", action="store_true", help=argparse.SUPPRESS)
     for name in _PRECISIONS:
         parser.add_argument(_flag(name), action=_Precision, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
@@ -49,7 +50,7 @@ def _flag(name: str) -> str:
 
 
 class _Precision(argparse.Action):
-    """--dtype and --quantization, as far as they are a --precision."""
+    """--dtype and --quantization with values that are a --precision."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any) -> None:
         name, known = self.dest, _PRECISIONS[self.dest]
@@ -61,7 +62,7 @@ class _Precision(argparse.Action):
 
 
 def _foreign(name: str, foreign: Unsupported) -> type[argparse.Action]:
-    """The action of one flag: it says that it has no effect, or ends the command with the remedy."""
+    """Return the action of one flag: it reports that it has no effect, or ends the command with the remedy."""
 
     class Action(argparse.Action):
         def __call__(
@@ -85,7 +86,7 @@ def _foreign(name: str, foreign: Unsupported) -> type[argparse.Action]:
 
 
 def _read(text: str) -> Any:
-    """A flag's value as Python's keyword would have it."""
+    """Return a flag's value as a Python value."""
     try:
         return json.loads(text)
     except ValueError:

@@ -1,31 +1,30 @@
-"""Projections of the same activation become one: q/k/v and gate/up."""
+"""Linears that read the same activation -> one linear: q/k/v and gate/up."""
 
 from collections import defaultdict
 
 from torch import fx
 
 from ....ops.lora.lora import lora
-from ...graph.branches import Branch, branch_of
-from ...graph.nodes import aten, bind, insert_call, insert_placeholder, is_call, shape_of
+from ...graph.nodes import aten, bind, calls, insert_call, insert_placeholder, shape_of
+from ...graph.projections import Branch, branch_of
 from ...graph.recipe import cat, pad, zeros
 from ..base import Context, PassReport
 
 
 def pack_projections(graph: fx.Graph, context: Context) -> PassReport:
-    """One GEMM, one shrink and one expand where several linears read the same activation.
+    """Pack linears that read the same activation (q/k/v, gate/up) into one GEMM, with one LoRA shrink and expand.
 
     before  linear = aten.linear(x, q); linear_1 = aten.linear(x, k); linear_2 = aten.linear(x, v)  # + lora of each
     after   linear_3 = aten.linear(x, q_k_v); lora_3 = sidestream.lora(x, a, b, adapter_index, [4096, 1024, 1024])
             add = linear_3 + lora_3; slice = add[..., :4096]; slice_1 = add[..., 4096:5120]; ...
 
-    Matches groups of two or more linears whose weights are loaded; biases (`lift_bias` took them apart) are packed too.
-    A member without LoRA or bias among members with it gets zeros. Leaves a linear that has its input to itself, and
-    groups whose LoRA branches read different adapter indices.
+    Biases (split by `lift_bias`) are packed too. Members without LoRA or bias get zeros. Leaves linears with computed
+    weights, and groups whose LoRA branches read different adapter indices.
     """
     report = PassReport(0)
     groups: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-    for node in graph.nodes:
-        if is_call(node, aten.linear.default) and bind(node).weight.meta.get("kind") == "weight":
+    for node in calls(graph, aten.linear.default):
+        if bind(node).weight.meta.get("kind") == "weight":
             groups[bind(node).input].append(node)
     for x, linears in groups.items():
         if len(linears) < 2:
@@ -78,7 +77,7 @@ def _pack(graph: fx.Graph, x: fx.Node, branches: list[Branch]) -> None:
 
 
 def _packed_bias(graph: fx.Graph, branches: list[Branch]) -> fx.Node:
-    """The biases of all members in one vector."""
+    """Insert the biases of all members as one vector."""
     nodes = [branch.bias for branch in branches if branch.bias is not None]
     dtype = nodes[0].meta["val"].dtype
     parts = [
@@ -89,7 +88,7 @@ def _packed_bias(graph: fx.Graph, branches: list[Branch]) -> fx.Node:
 
 
 def _packed_lora(graph: fx.Graph, branches: list[Branch], linear: fx.Node) -> fx.Node:
-    """One LoRA branch over the stacked A and B of all members, in the shape of the packed linear."""
+    """Insert one LoRA branch over the stacked A and B of all members, in the shape of the packed linear."""
     nodes = [branch.lora for branch in branches if branch.lora is not None]
     deltas = [bind(node) for node in nodes]
     first = deltas[0]
@@ -123,7 +122,7 @@ def _packed_lora(graph: fx.Graph, branches: list[Branch], linear: fx.Node) -> fx
 
 
 def _joined_name(nodes: list[fx.Node]) -> str:
-    """`layers_0_self_attn_q_proj_weight`, `..._k_proj_weight` -> `layers_0_self_attn_q_k_proj_weight`."""
+    """Join names: `layers_0_self_attn_q_proj_weight`, `..._k_proj_weight` -> `layers_0_self_attn_q_k_proj_weight`."""
     if len(nodes) == 1:
         return f"{nodes[0].name}_packed"
     parts = [node.name.split("_") for node in nodes]

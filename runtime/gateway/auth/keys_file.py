@@ -19,9 +19,7 @@ from typing import Any
 
 from .keys import LIMITS, MAX_FILE_BYTES, Key, KeysFileError, hash_of, new_key, parse, read_bytes
 
-_HEADER = (
-    "# API keys of a Sidestream gateway: hashes, never keys. `sidestream keys add|list|revoke` change it; so may you.\n"
-)
+_HEADER = "# API keys of a Sidestream gateway: hashes, never keys. `sidestream keys http add|list|revoke` change it; so may you.\n"
 MAX_LISTED = 10
 _TABLE = re.compile(r"\s*\[")
 
@@ -75,7 +73,7 @@ def _name_of(asked: str, keys: dict[str, Key], path: Path) -> str:
     there = f"its keys are {', '.join(shown)}" if shown else "it has none"
     raise KeysFileError(
         f"{path} has no key {asked!r}, and no owner of that name; {there}{', ...' if len(keys) > MAX_LISTED else ''} "
-        f"(`sidestream keys list {path}`)"
+        f"(`sidestream keys http list {path}`)"
     )
 
 

@@ -9,5 +9,5 @@ live.js         the tab of figures, pictures and tables
 playground.js   the tab that streams one prompt to two adapters
 begin.js        title, key, tabs, and the clock
 
-look.css, dom.js and tabs.js are those of `sidestream dump`'s page (compiler/inspect/page), read as files.
+look.css, dom.js and tabs.js are those of `sidestream inspect dump`'s page (compiler/inspect/page), read as files.
 """

@@ -33,7 +33,7 @@ class Router:
     """Engines of one model at `addresses`, as `Engines`; they are called engine-0, engine-1 and so on. `add` and
     `remove` change which ones there are.
 
-    keys              this client's folder of `sidestream keygen`
+    keys              this client's folder of `sidestream keys curve`
     patience_seconds  how long a request waits for an engine to come (back) while there is none
     summon            asks for an engine, which `add` brings later; called again and again while a request waits and
                       there is none, so it must bear that. None: those that are there are all

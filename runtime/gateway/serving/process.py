@@ -39,7 +39,7 @@ def check_exposure(settings: GatewaySettings) -> None:
     if not settings.host.startswith(LOOPBACK_HOSTS) and not guarded:
         raise ValueError(
             f"--host {settings.host} can be reached from other machines, and everyone there could ask for anything; "
-            "give keys (`sidestream keys add`, then the file), --api-key, or --insecure if the network is trusted"
+            "give keys (`sidestream keys http add`, then the file), --api-key, or --insecure if the network is trusted"
         )
 
 

@@ -9,7 +9,7 @@ from sidestream.ops.attention import decode as attention_decode
 from sidestream.ops.attention.paged_attention import paged_attention, paged_attention_quant
 from sidestream.ops.attention.paged_attention import paged_attention_reference as reference
 from sidestream.ops.attention.paged_attention_blocks import paged_attention_blocks
-from sidestream.ops.core.eight_bits import QUANTIZED_MAX
+from sidestream.ops.core.dtypes import QUANTIZED_MAX
 from sidestream.ops.core.kv_layout import kv_cache_shape, kv_scales_shape
 from sidestream.ops.core.triton_support import INTERPRETED
 from sidestream.ops.elementwise.quantize_blocks import dequantize_blocks

@@ -14,7 +14,7 @@ from sidestream.ops.attention.paged_attention import (
     paged_attention_quant,
 )
 from sidestream.ops.attention.paged_attention import paged_attention_reference as reference
-from sidestream.ops.core.eight_bits import QUANTIZED_MAX
+from sidestream.ops.core.dtypes import QUANTIZED_MAX
 from sidestream.ops.core.kv_layout import KEY, PAGE_SIZE, VALUE, kv_cache_shape, kv_scales_shape
 from sidestream.ops.core.triton_support import INTERPRETED
 from sidestream.ops.elementwise.quantize import reference as quantize_rowwise_reference

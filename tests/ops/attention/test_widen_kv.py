@@ -11,7 +11,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from sidestream.ops.attention import prefill_gluon, prefill_gluon_pieces, prefill_wide_gluon
+from sidestream.ops.attention import prefill_gluon, prefill_wide_gluon
+from sidestream.ops.attention import prefill_gluon_softmax as prefill_gluon_pieces
 from sidestream.ops.attention.paged_attention import paged_attention, paged_attention_quant, paged_attention_reference
 from sidestream.ops.attention.widen_kv import FEWEST_TILES, widen_kv, widen_plan
 from sidestream.ops.core import gluon_support

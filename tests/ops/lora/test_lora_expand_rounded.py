@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 from sidestream.ops.lora.expand import lora_expand
+from sidestream.ops.lora.expand_rounded import lora_expand_rounded, lora_round
 from sidestream.ops.lora.plan import lora_plan_fake, lora_tile
-from sidestream.ops.lora.rounded import lora_expand_rounded, lora_round
 from sidestream.ops.lora.shrink import reference as lora_shrink_reference
 from support.checks import Tolerance, assert_near, check_kernel, poison
 from support.lora import LoraCase, lora_case

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from sidestream.ops.core.registry import OPS
-from sidestream.ops.lora.rounded import lora_round
+from sidestream.ops.lora.expand_rounded import lora_round
 from support.checks import assert_near, check_kernel, poison
 from support.lora import lora_case
 from support.sm90 import launched

@@ -431,7 +431,7 @@ def test_curve_end_to_end(tmp_path: Path) -> None:
 
 
 def test_beyond_the_loopback_a_client_needs_keys() -> None:
-    with pytest.raises(ValueError, match="keygen"):
+    with pytest.raises(ValueError, match="keys curve"):
         AsyncClient("tcp://gpu-host:5757")
 
 

@@ -98,9 +98,9 @@ def test_keygen_writes_private_secrets_and_keeps_what_is_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     keys = tmp_path / "keys"
-    assert cli.main(["keygen", str(keys), "--client", "alice"]) == 0
+    assert cli.main(["keys", "curve", str(keys), "--client", "alice"]) == 0
     before = (keys / "server" / "server.secret").read_bytes()
-    assert cli.main(["keygen", str(keys), "--client", "bob"]) == 0
+    assert cli.main(["keys", "curve", str(keys), "--client", "bob"]) == 0
     shown = capsys.readouterr().out
     assert "--keys" in shown and str(keys / "client-bob") in shown
     assert (keys / "server" / "server.secret").read_bytes() == before
@@ -113,8 +113,8 @@ def test_keygen_writes_private_secrets_and_keeps_what_is_there(
     for path in secrets:
         assert path.read_text().strip() not in shown
         assert path.read_text().strip() not in repr(curve.load_server_keys(keys / "server"))
-    assert cli.main(["keygen", str(keys), "--client", "alice"]) == 2, "nothing is overwritten"
-    assert cli.main(["keygen", str(keys), "--client", "../alice"]) == 2
+    assert cli.main(["keys", "curve", str(keys), "--client", "alice"]) == 2, "nothing is overwritten"
+    assert cli.main(["keys", "curve", str(keys), "--client", "../alice"]) == 2
 
 
 @pytest.mark.parametrize("damage", ["open", "short", "missing", "binary", "nobody"])
@@ -160,7 +160,7 @@ def test_beyond_the_loopback_keys_are_needed(text: str, local: bool) -> None:
     if local:
         addresses.check_keys(address, keys=False)
     else:
-        with pytest.raises(AddressError, match="keygen"):
+        with pytest.raises(AddressError, match="keys curve"):
             addresses.check_keys(address, keys=False)
 
 

@@ -1,5 +1,5 @@
-"""`sidestream keygen`, `serve` and `complete` as one types them, on a machine whose disk is full, and processes that
-are stopped for a while.
+"""`keys curve`, `serve` and `generate --server` on a machine with a full disk, and processes that are stopped for a
+while.
 """
 
 import json
@@ -34,7 +34,7 @@ def served(tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("served")
     write_model(folder / "model", TINY, 2, 4)
-    assert command("keygen", str(folder / "keys"), "--client", "alice").returncode == 0
+    assert command("keys", "curve", str(folder / "keys"), "--client", "alice").returncode == 0
     with free_port() as port:
         yield from serving(folder, port)
 
@@ -87,8 +87,8 @@ def serving(folder, port):
 def test_who_has_keys_is_answered_and_others_are_not(served):
     address, folder, _ = served
     arguments = [
-        "complete",
-        "--address",
+        "generate",
+        "--server",
         address,
         "-p",
         "Hello",
@@ -120,7 +120,7 @@ def test_who_has_keys_is_answered_and_others_are_not(served):
     )
     without = command(*arguments, "--connect-timeout", "1")
     assert without.returncode != 0 and "Traceback" not in without.stderr
-    assert command("keygen", str(folder / "others"), "--client", "eve").returncode == 0
+    assert command("keys", "curve", str(folder / "others"), "--client", "eve").returncode == 0
     (folder / "others" / "client-eve" / "server.public").write_bytes(
         (folder / "keys" / "client-alice" / "server.public").read_bytes()
     )

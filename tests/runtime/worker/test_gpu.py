@@ -10,7 +10,7 @@ import sidestream
 import torch
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.program.program import Bucket, Step
-from sidestream.compiler.run.emit import BoundProgram
+from sidestream.compiler.run.bound_program import BoundProgram
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import LoraShape

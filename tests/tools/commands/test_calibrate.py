@@ -336,14 +336,16 @@ def test_options_that_cannot_be_met_are_refused(base: TinyBase, options: dict[st
 def test_flags_name_layers(base: TinyBase, written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [layers(text) for text in ("on", "off", "3", "0,3-5,4")] == [True, False, (3,), (0, 3, 4, 5)]
     parse = cli.build_parser().parse_args
-    assert compile_arguments(parse(["explain", "--hadamard", "0,2-3", "--rotate-values", "on"]))["hadamard"] == (
+    assert compile_arguments(parse(["inspect", "explain", "--hadamard", "0,2-3", "--rotate-values", "on"]))[
+        "hadamard"
+    ] == (
         0,
         2,
         3,
     )
-    assert compile_arguments(parse(["explain", "--no-hadamard"]))[
+    assert compile_arguments(parse(["inspect", "explain", "--no-hadamard"]))[
         "hadamard"
-    ] is False and "hadamard" not in compile_arguments(parse(["explain"]))
+    ] is False and "hadamard" not in compile_arguments(parse(["inspect", "explain"]))
     llm = settings_of(parse(["serve", str(base.path), "--calibration", str(written), "--center-keys", "1"])).llm
     assert llm["calibration"] == str(written) and llm["center_keys"] == (1,) and "hadamard" not in llm
     (tmp_path / "server.toml").write_text(f'calibration = "{written}"\nhadamard = "0-1"\n')

@@ -119,7 +119,7 @@ def test_a_file_is_checked_like_the_command_line(model, tmp_path, capsys, line, 
 def test_addresses_that_others_could_reach_need_keys(model, tmp_path):
     from sidestream.runtime.server.supervisor import serve
 
-    with pytest.raises(AddressError, match="keygen"):
+    with pytest.raises(AddressError, match="keys curve"):
         serve(settings(str(model), "--bind", "tcp://0.0.0.0:5757"))
     with pytest.raises(AddressError, match="absolute path"):
         settings(str(model), "--bind", "ipc://relative.sock")

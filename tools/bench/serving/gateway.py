@@ -1,4 +1,4 @@
-"""`sidestream bench gateway`: what the HTTP front costs, before an engine whose GPU only takes its time."""
+"""`sidestream bench gateway`: the cost of the HTTP front, with an engine whose GPU is simulated."""
 
 import argparse
 import asyncio
@@ -18,9 +18,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ...options.engine import positive
+from ...options.engine import add_value
 from ...options.environment import version_text
-from .batcher import compare as engine_figures
+from .report import engine_figures
 
 DESCRIPTION = """\
 Stream completions through one gateway process from an engine with a simulated GPU, and count the events that arrive.
@@ -38,7 +38,7 @@ ADAPTERS = 4
 
 @dataclass
 class Figures:
-    """Events that arrived in `seconds`, the CPU time that the process took for them, and what the engine counted."""
+    """Received events, CPU seconds of the measured process, and the engine's figures, over `seconds`."""
 
     events: int
     seconds: float
@@ -52,17 +52,17 @@ class Figures:
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Adds the bench to `sidestream bench`."""
+    """Add the bench to `sidestream bench`."""
     parser = commands.add_parser("gateway", help="what the HTTP front costs", description=DESCRIPTION)
-    parser.add_argument("--streams", type=positive, default=32, metavar="N", help="streams at once (default: 32)")
-    parser.add_argument("--step-ms", type=float, default=3.0, metavar="MS", help="of the simulated GPU (default: 3)")
-    parser.add_argument("--seconds", type=float, default=10.0, metavar="S", help="of each measurement (default: 10)")
-    parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="of each in turn (default: 3)")
+    add_value(parser, "--streams", 32, "streams at once")
+    add_value(parser, "--step-ms", 3.0, "time of a simulated step", float, "MS")
+    add_value(parser, "--seconds", 10.0, "seconds per measurement", float, "S")
+    add_value(parser, "--rounds", 3, "rounds")
     parser.set_defaults(run=run)
 
 
 async def stream(url: str, body: bytes, counts: list[int]) -> None:
-    """One stream after another on connections of their own; counts the events."""
+    """Run one stream after another on new connections, and count the events."""
     host, port = url.removeprefix("http://").split(":")
     request = (
         f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
@@ -82,18 +82,18 @@ async def stream(url: str, body: bytes, counts: list[int]) -> None:
 
 
 Streams = AbstractAsyncContextManager[Callable[[list[int]], Coroutine[Any, Any, None]]]
-"""Where streams go: what each of them does with a count of its events."""
+"""A context that returns a coroutine function: a stream that counts its events."""
 
 
 @asynccontextmanager
 async def over_http(url: str, body: bytes) -> AsyncIterator[Any]:
-    """Streams to an HTTP server, each with connections of its own."""
+    """Stream from an HTTP server."""
     yield lambda counts: stream(url, body, counts)
 
 
 @asynccontextmanager
 async def over_zeromq(address: str) -> AsyncIterator[Any]:
-    """Streams to the engine on one connection, as the gateway's are."""
+    """Stream from the engine on one connection, as the gateway does."""
     from ....runtime.api.sampling_params import SamplingParams
     from ....runtime.client.async_client import AsyncClient
 
@@ -112,7 +112,7 @@ async def over_zeromq(address: str) -> AsyncIterator[Any]:
 def measure(
     target: Streams, process: int, streams: int, seconds: float, stats: Callable[[], dict[str, float]]
 ) -> Figures:
-    """Load a server for a while. `process`: whose CPU time counts."""
+    """Load a server for a while; `process` is that of the CPU time."""
 
     async def load() -> Figures:
         counts = [0]
@@ -133,13 +133,13 @@ def measure(
 
 
 def cpu_seconds(process: int) -> float:
-    """What a process has computed so far, all its threads together."""
+    """Return the CPU seconds of a process and its threads."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def first_event(url: str, body: bytes) -> str:
-    """An event as the gateway sends it, for the bare application."""
+    """Return an event of the gateway, for the bare application."""
     import http.client
 
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
@@ -157,17 +157,17 @@ class Bare:
     def __init__(self, event: str, step_seconds: float) -> None:
         command = [sys.executable, "-m", "sidestream.tools.bench.serving.bare_app", event, str(step_seconds)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None  # a pipe was asked for
+        assert self._process.stdout is not None  # a pipe, as requested
         self.url, self.process = self._process.stdout.readline().strip(), self._process.pid
 
     def close(self) -> None:
-        """End it."""
+        """Stop it."""
         self._process.terminate()
         self._process.communicate()
 
 
 def compare(address: str, url: str, gateway: int, stats: Any, options: argparse.Namespace) -> None:
-    """All in turn: the shares of the limits that the gateway reaches, and what it costs the engine."""
+    """Measure all in turn, and print the gateway's share of both limits and its cost for the engine."""
     asked = {"prompt": PROMPT, "max_tokens": OUTPUT, "ignore_eos": True, "temperature": 0, "stream": True}
     body = json.dumps(asked).encode()
     event = first_event(url, body)
@@ -200,7 +200,7 @@ def compare(address: str, url: str, gateway: int, stats: Any, options: argparse.
 
 
 def engine_line(figures: dict[str, float]) -> str:
-    """What the engine counted."""
+    """Return a line of the engine's figures."""
     return (
         f"late plans {100 * figures['late_plans_share']:6.2f}%   GPU idle {figures['gpu_idle_us_per_step']:7.1f} us a "
         f"step   batcher CPU {1e3 * figures['batcher_cpu_ms_per_step']:6.1f} us a step"
@@ -208,7 +208,7 @@ def engine_line(figures: dict[str, float]) -> str:
 
 
 def engine_summary(pairs: Sequence[tuple[dict[str, float], dict[str, float]]]) -> list[str]:
-    """With the gateway against without it, in the median of the pairs, and their range."""
+    """Return lines of the engine's figures with the gateway minus without it: median and range of the pairs."""
 
     def told(name: str, unit: str, factor: float) -> str:
         changes = [factor * (through[name] - alone[name]) for through, alone in pairs]
@@ -223,7 +223,7 @@ def engine_summary(pairs: Sequence[tuple[dict[str, float], dict[str, float]]]) -
 
 
 def run(options: argparse.Namespace) -> int:
-    """Starts the engine and the gateway, and measures."""
+    """Start the engine and the gateway, and measure."""
     from ....runtime.client.client import Client
     from ....runtime.gateway.serving.process import listen, url_of
     from ....runtime.gateway.settings import GatewaySettings
@@ -268,12 +268,12 @@ def run(options: argparse.Namespace) -> int:
                     if gateway is None:
                         raise RuntimeError("the gateway did not start")
                     compare(settings.bind, url, gateway.process.pid, client.stats, options)
-            except BaseException as error:  # told when the processes have ended
+            except BaseException as error:  # raised when the processes have ended
                 problem.append(error)
             finally:
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(0.1)
-                os.kill(os.getpid(), signal.SIGTERM)  # does not wait for what is open
+                os.kill(os.getpid(), signal.SIGTERM)  # does not wait for open requests
 
         threading.Thread(target=load, daemon=True).start()
         supervisor.run()
