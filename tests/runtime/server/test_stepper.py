@@ -66,7 +66,7 @@ def test_the_scheduler_goes_by_what_the_gpu_process_says_of_speculation() -> Non
     ready = msgspec.convert(msgspec.to_builtins(told), Ready)
     limits = Stepper(ready, Link(), None).scheduler.limits  # type: ignore[arg-type]
     assert (limits.speculation, limits.step_times) == ("auto", ((1, 1, 0.5), (1, 2, 0.75)))
-    assert limits.remembered == 300 and replace(limits, speculation="off").remembered == 0
+    assert limits.ring_tokens == 300 and replace(limits, speculation="off").ring_tokens == 0
 
 
 def test_a_step_may_take_ten_times_what_the_gpu_process_says_of_the_longest() -> None:
