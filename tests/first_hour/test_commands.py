@@ -173,7 +173,7 @@ def test_the_demo_ends_with_where_the_command_is_and_three_things_to_try(
     calls = [each.strip().removeprefix(".venv/bin/sidestream ") for each in said if each.startswith("    .venv/bin/")]
     assert [shlex.split(call)[0] for call in calls] == ["generate", "serve", "chat", "explain"]
     for call in calls:
-        cli.build_parser().parse_args(shlex.split(call))
+        cli.build_parser().parse_args(cli.with_new_name(shlex.split(call)))
     assert len([each for each in said if each.endswith(":") and each.startswith("  ")]) == 3
 
 

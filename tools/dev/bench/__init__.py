@@ -4,6 +4,5 @@ batcher            the batcher's time per step, with a simulated GPU
 cost_error         the cost model compared with measured times
 estimated_changes  the cost model's estimate for each arm of the ablation
 structured         CPU time of token masks
-first_traffic      first requests after a cold start
 drafts/            acceptance and speed of real drafts
 """
