@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     """Serves; returns 0 after SIGTERM."""
     from msgspec.structs import replace
 
-    from ...runtime.gateway.serving.process import listen, serve
+    from ...runtime.gateway.server_process import listen, serve
     from ...runtime.protocol.addresses import check_keys, default_address, parse
 
     engines = options.engine or [default_address()]

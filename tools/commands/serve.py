@@ -244,7 +244,7 @@ def front_of(options: argparse.Namespace, settings: Any) -> Any:
     """
     from msgspec.structs import replace
 
-    from ...runtime.gateway.serving.process import listen
+    from ...runtime.gateway.server_process import listen
     from ...runtime.protocol.curve_keys import load_client_keys
     from ...runtime.server.front import Front
 
@@ -255,7 +255,7 @@ def front_of(options: argparse.Namespace, settings: Any) -> Any:
     if options.engine_keys is not None:
         load_client_keys(options.engine_keys)
     listener = listen(gateway.host, gateway.port)
-    command = [sys.executable, "-m", "sidestream.runtime.gateway.serving.process"]
+    command = [sys.executable, "-m", "sidestream.runtime.gateway.server_process"]
     keys = options.engine_keys and str(Path(options.engine_keys).resolve())
     return Front(command, lambda addresses: replace(gateway, engines=addresses, engine_keys=keys), listener)
 

@@ -54,10 +54,10 @@ def run(options: argparse.Namespace) -> int:
 
     if connect(start=True):
         _say("started a Ray that only this machine can reach; `ray stop` ends it")
-    from ...runtime.fleet.application import deploy, lacking
+    from ...runtime.fleet.application import deploy, missing_resources
 
     _say(f"deploying {fleet.name}")
-    if why := lacking(fleet):
+    if why := missing_resources(fleet):
         _say(why)
     deploy(fleet)
     _say(f"answering HTTP at http://{fleet.host}:{fleet.port}")

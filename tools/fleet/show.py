@@ -40,8 +40,8 @@ def run(options: argparse.Namespace) -> int:
 
         serve.delete(options.name)
         return 0
-    from ...runtime.fleet.status import look, text
+    from ...runtime.fleet.status import fleet_status, format_status
 
-    found = look(options.name)
-    print(msgspec.json.encode(found).decode() if options.json else text(found))
+    found = fleet_status(options.name)
+    print(msgspec.json.encode(found).decode() if options.json else format_status(found))
     return 0 if found.state == "RUNNING" else 1

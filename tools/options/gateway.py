@@ -79,8 +79,8 @@ def gateway_settings(options: argparse.Namespace) -> Any:
     """
     from ...runtime.gateway.auth.keys import parse, read_bytes
     from ...runtime.gateway.metrics.tracing import check_endpoint
-    from ...runtime.gateway.serving.origins import parse_origins
-    from ...runtime.gateway.serving.process import check_exposure
+    from ...runtime.gateway.middleware import parse_origins
+    from ...runtime.gateway.server_process import check_exposure
     from ...runtime.gateway.settings import GatewaySettings
 
     if options.api_key == "":
@@ -124,7 +124,7 @@ def gateway_settings(options: argparse.Namespace) -> Any:
 
 def _usage_log(given: str | None) -> str | None:
     """Where the usage log lies. Where the default place cannot be written, as in many containers, there is none."""
-    from ...runtime.gateway.auth.usage_schema import default_path
+    from ...runtime.gateway.auth.usage_database import default_path
 
     if given is not None:
         return None if given == "none" else str(Path(given).resolve())

@@ -14,11 +14,11 @@ from typing import Any
 
 import httpx
 import pytest
-from sidestream.runtime.gateway.auth import usage_schema
+from sidestream.runtime.gateway.auth import usage_database as usage_schema
+from sidestream.runtime.gateway.auth.usage_database import UsageLogError, open_to_write, tokens_since
 from sidestream.runtime.gateway.auth.usage_log import UsageLog
 from sidestream.runtime.gateway.auth.usage_report import report
-from sidestream.runtime.gateway.auth.usage_schema import UsageLogError, open_to_write, tokens_since
-from sidestream.runtime.gateway.contracts import UsageRecord
+from sidestream.runtime.gateway.interfaces import UsageRecord
 from sidestream.tools.cli import main
 
 NOON = 1_900_000_000.0
