@@ -6,7 +6,7 @@ The names below load on first use, so that `import sidestream` takes millisecond
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _HOME = {
     "LLM": "runtime.llm",
@@ -66,12 +66,8 @@ if TYPE_CHECKING:
     from .compiler.api import CompiledModel
     from .compiler.api import compile_model as compile
     from .compiler.options import CompileOptions, OptionError
-    from .runtime.client.async_client import AsyncClient
-    from .runtime.client.client import Client
-    from .runtime.engine.options import EngineOptions
-    from .runtime.llm import LLM
-    from .runtime.requests.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-    from .runtime.requests.errors import (
+    from .runtime.api.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+    from .runtime.api.errors import (
         CapacityError,
         DeadlineError,
         EngineDeadError,
@@ -79,10 +75,14 @@ if TYPE_CHECKING:
         RequestError,
         ServerError,
     )
-    from .runtime.requests.lora_request import LoRARequest
-    from .runtime.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-    from .runtime.requests.sampling_params import SamplingParams
-    from .runtime.requests.structured_outputs import StructuredOutputsParams
+    from .runtime.api.lora_request import LoRARequest
+    from .runtime.api.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from .runtime.api.sampling_params import SamplingParams
+    from .runtime.api.structured_outputs import StructuredOutputsParams
+    from .runtime.client.async_client import AsyncClient
+    from .runtime.client.client import Client
+    from .runtime.engine.options import EngineOptions
+    from .runtime.llm import LLM
 else:  # a type checker reports names that there are not
 
     def __getattr__(name: str) -> Any:

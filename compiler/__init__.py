@@ -1,17 +1,17 @@
-"""From a module to programs that run: the front doors, and the one ordered list of passes.
+"""Compile a module into programs: ordered graph passes, static launches, CUDA graphs.
 
-api              `sidestream.compile`: a module in, a CompiledModel out
-backend          `torch.compile(model, backend="sidestream")`, in front of the same pipeline
-options          what a user may ask of the compiler
-pipeline         which passes run, in which order, and the driver that runs them
-accounting       how often each pass must match, told from the model's shape
-build            one program: specialize, static passes, lower, schedule, plan memory
-records          what is kept of each pass: a graph as text, op counts, refusals
+api               `sidestream.compile`: a module in, a CompiledModel out
+backend           `torch.compile(model, backend="sidestream")`
+options           CompileOptions
+pipeline          the ordered lists of passes, and the driver that runs them
+expected_matches  number of matches that a model's shape implies for each pass
+build_program     one program: specialize, static passes, lower, schedule, plan memory
+pass_records      records of passes: graphs as text, op counts, refusals, tables
 
-graph/           FX graphs: how they are made, read and changed
-passes/          the passes, one idea a file
-program/         from a graph and a bucket to a Program
-run/             a Program on a device
-cost/            what a step should take
-inspect/         what people read; nothing below imports it
+graph/            FX graphs: capture, match, rewrite; recipes of weights
+passes/           the passes, one idea a file
+program/          from a graph and a bucket to a Program
+run/              a Program on a device
+cost/             estimated time of a step
+inspect/          dump, explain, diff, ledger, profile; nothing below imports it
 """

@@ -1,4 +1,4 @@
-"""`sidestream.compile`: a module in, a CompiledModel out, which makes a Program for each bucket and runs it."""
+"""`sidestream.compile`: compile a module into a CompiledModel, which builds and runs a Program for each bucket."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,19 +10,20 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from .build import build_program
+from .build_program import build_program
 from .cost.hardware import H200, Gpu, gpu_here
 from .cost.timings import Timings
 from .graph.capture import Captured, capture_module
-from .graph.recipe import Recipe, materialize
+from .graph.materialize import materialize
+from .graph.recipe import Recipe
 from .options import CompileOptions
+from .pass_records import PassRecord, pass_table
 from .pipeline import PASSES, Optimized, Pass, check_disabled, optimize
 from .program.cache import ProgramCache
 from .program.layers import HEAD, TAIL
 from .program.program import Bucket, Program
-from .program.sizes import bucket_inputs
-from .records import PassRecord, pass_table
-from .run.emit import BoundProgram
+from .program.sizes import bucket_inputs, placeholders
+from .run.bound_program import BoundProgram
 
 log = logging.getLogger(__name__)
 BIND_ERRORS = (ValueError, TypeError, LookupError, AttributeError)
@@ -39,19 +40,18 @@ def compile_model(
     cache: ProgramCache | None = None,
     text: bool = True,
 ) -> "CompiledModel":
-    """Capture `module`, run the passes, and hand back what makes programs of it.
+    """Capture `module`, run the passes, and return the CompiledModel.
 
-    `module`         our Llama (also on the meta device: nothing is loaded), or any module that torch.export can trace,
-                     such as transformers' Llama with peft.
-    `example_inputs` keyword (mapping) or positional arguments for the capture; our Llama knows its own.
-    `dynamic_shapes` symbolic dimensions as torch.export takes them; without them each shape is captured as it is.
-    `passes`         the pass list, for those who add or replace one.
-    `cache`          where programs are kept between runs; capture and passes then wait until a program is missing
-                     there.
-    `text`           False: records hold no graphs until `dump` wants them; the passes take a third less time.
+    `module`         our Llama (also on the meta device), or any module that torch.export can trace, such as
+    transformers'
+                     Llama with peft
+    `example_inputs` keyword (mapping) or positional arguments for the capture; our Llama has its own
+    `dynamic_shapes` symbolic dimensions as torch.export takes them; without them every shape is static
+    `passes`         the ordered list of passes
+    `cache`          programs kept between runs; capture and passes run only when a program is missing there
+    `text`           False: records hold no graphs until `dump` is called; the passes take a third less time
 
-    Raises CaptureError, OptionError, or PassCountError when a pattern matches another number of times than the model's
-    layers imply.
+    Raises CaptureError, OptionError, or PassCountError when a pass matches another number of times than expected.
     """
     options = options or CompileOptions()
     own: Any = module
@@ -79,10 +79,9 @@ def compile_model(
 
 
 class CompiledModel:
-    """An optimized graph, and the programs made from it. Capture and passes run when they are first needed: with a warm
-    cache, never.
+    """An optimized graph and its programs. Capture and passes run on first use: never, when all programs are cached.
 
-    options          what it was compiled with
+    options          the options of the compilation
     programs         the programs made so far, by bucket
     """
 
@@ -102,7 +101,7 @@ class CompiledModel:
         self._from_cache: set[Bucket] = set()
         self._weights: dict[str, torch.Tensor] = {}
         if cache is None:
-            _ = self._optimized  # what can't be compiled is told now
+            _ = self._optimized  # report errors of the compilation now
 
     @cached_property
     def _optimized(self) -> Optimized:
@@ -123,18 +122,16 @@ class CompiledModel:
         return self._optimized.records
 
     def _placeholders(self, kind: str) -> list[fx.Node]:
-        return [
-            node for node in self.graph_module.graph.nodes if node.op == "placeholder" and node.meta["kind"] == kind
-        ]
+        return [node for node in placeholders(self.graph_module.graph) if node.meta["kind"] == kind]
 
     @property
     def recipes(self) -> dict[str, Recipe]:
-        """Buffer name -> how the weight comes from the checkpoint's tensors."""
+        """Buffer name -> recipe of the weight."""
         return {node.name: node.meta["recipe"] for node in self._placeholders("weight")}
 
     @property
     def adapter_recipes(self) -> dict[str, Recipe]:
-        """Buffer name -> how the LoRA stack comes from an adapter's tensors."""
+        """Buffer name -> recipe of the LoRA stack."""
         return {node.name: node.meta["recipe"] for node in self._placeholders("adapter")}
 
     @property
@@ -144,17 +141,16 @@ class CompiledModel:
 
     @property
     def constants(self) -> dict[str, torch.Tensor]:
-        """Tensors that live in the module but in no checkpoint, under the names that recipes use."""
+        """Tensors of the module that no checkpoint holds, by the names that recipes use."""
         return self._captured.constants
 
     def tensor_specs(self, bucket: Bucket) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Name -> (shape, dtype) of every input, weight and adapter stack at the sizes of `bucket`."""
-        return {
-            name: spec for name, spec in bucket_inputs(self.graph_module, bucket).items() if isinstance(spec, tuple)
-        }
+        """Return name -> (shape, dtype) of every input, weight and adapter stack at the sizes of `bucket`."""
+        specs = bucket_inputs(self.graph_module, bucket)
+        return {name: spec for name, spec in specs.items() if isinstance(spec, tuple)}
 
     def program(self, bucket: Bucket) -> Program:
-        """The program for `bucket`: made once, or taken from the cache."""
+        """Return the program for `bucket`, from the cache if it is there."""
         if bucket not in self.programs:
             program = None if self._cache is None else self._cache.load(bucket)
             if program is None:
@@ -164,22 +160,20 @@ class CompiledModel:
             self.programs[bucket] = program
         return self.programs[bucket]
 
-    def unkept(self, buckets: Iterable[Bucket]) -> list[Bucket]:
-        """Those whose program neither this process nor the cache has."""
+    def missing_programs(self, buckets: Iterable[Bucket]) -> list[Bucket]:
+        """Return the buckets with a program neither in this process nor in the cache."""
         made = [bucket for bucket in buckets if bucket not in self.programs]
         return made if self._cache is None else [bucket for bucket in made if not self._cache.has(bucket)]
 
     def keep(self, bucket: Bucket) -> None:
-        """Make the program for `bucket` and put it into the cache: what needs it later reads it from there."""
+        """Make the program for `bucket` and save it in the cache."""
         if self._cache is None:
             self.program(bucket)
         else:
             self._build(bucket)
 
     def rebuilt(self, bucket: Bucket, problem: Exception) -> Program:
-        """The program for `bucket` made again, as one from the cache could not be bound. Raises `problem` for a program
-        that did not come from there.
-        """
+        """Make the program for `bucket` again after binding a cached one failed; for others raise `problem`."""
         if bucket not in self._from_cache:
             raise problem
         log.warning("the kept program %s cannot be bound and is made again: %s", bucket.name, problem)
@@ -194,28 +188,21 @@ class CompiledModel:
         return program
 
     def bind(self, bucket: Bucket, tensors: Mapping[str, torch.Tensor], **options: Any) -> BoundProgram:
-        """The program for `bucket` bound to tensors by buffer name; see BoundProgram for `options`."""
+        """Bind the program for `bucket` to tensors by buffer name; see BoundProgram for `options`."""
         try:
             return BoundProgram(self.program(bucket), tensors, **options)
         except BIND_ERRORS as problem:
             return BoundProgram(self.rebuilt(bucket, problem), tensors, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run on the module's own weights with the arguments that the module takes; a program is made for each new set
-        of shapes.
+        """Run on the module's own weights with the module's arguments; new shapes make a new program.
 
-        A quantized KV cache is passed as the options say (`kv_caches` in `options.cache_dtype`), its scales as
-        `kv_scales=[...]`.
+        Pass a quantized KV cache as `kv_caches` in `options.cache_dtype`, and its scales as `kv_scales=[...]`.
         """
         inputs = self._flatten(args, kwargs)
-        key = tuple(
-            (name, tuple(value.shape), value.dtype, value.device)
-            for name, value in inputs.items()
-            if isinstance(value, torch.Tensor)
-        )
-        device = next(
-            (value.device for value in inputs.values() if isinstance(value, torch.Tensor)), torch.device("cpu")
-        )
+        given = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+        key = tuple((name, tuple(value.shape), value.dtype, value.device) for name, value in given.items())
+        device = next((value.device for value in given.values()), torch.device("cpu"))
         tensors = {**self._module_weights(device), **inputs}
         if key not in self._by_shape:
             self._by_shape[key] = build_program(self.graph_module, tensors, self.options)
@@ -223,13 +210,11 @@ class CompiledModel:
         return pytree.tree_unflatten(list(results), self._captured.out_spec)
 
     def report(self) -> str:
-        """The pass table: matches, kernels before and after, what was refused and why."""
+        """Return the pass table."""
         return pass_table(self.records)
 
     def explain(self, buckets: Sequence[Bucket] = ()) -> str:
-        """Where the time of a step goes in each program (those made so far, or `buckets`), estimated;
-        `compiler.inspect.explain` has the same as values.
-        """
+        """Return where the estimated time of a step goes, as text, for `buckets` or the programs made so far."""
         from .inspect.explain import as_text, explain
 
         programs = [self.program(bucket) for bucket in buckets] or list(self.programs.values())
@@ -247,42 +232,36 @@ class CompiledModel:
         ledger: Mapping[str, float] | None = None,
         gpu: Gpu = H200,
     ) -> Path:
-        """Write graphs before and after each pass, programs (those made so far, or `buckets`), schedules, traces and
-        `index.html`; returns the directory.
+        """Write graphs before and after each pass, programs, schedules, traces and `index.html`; return the directory.
 
-        Same model, options and version, same bytes, but for `timings.json`. `layers`: whose graphs to write, default
-        all. `timings`: steps measured on a GPU and what `program_resources` says of the kernels, for timings.json, and
-        with `show_timings` or `show_resources` for the page. `ledger`: pass name -> relative error that it added, for
-        the page. `gpu`: times are estimated for it.
+        Same model, options and version, same bytes, except `timings.json`. `buckets`: default: the programs made so
+        far. `layers`: write the graphs of these layers only. `timings`: measured steps and compiled kernels, for
+        timings.json and, with `show_timings` or `show_resources`, for the page. `ledger`: pass name -> relative error,
+        for the page. `gpu`: GPU of the estimates.
         """
         from .inspect.dump import dump
 
         records = self.records if self._text else self._make(True).records
         programs = [self.program(bucket) for bucket in buckets] or list(self.programs.values())
-        target, count = (
-            Path(directory),
-            len({line.layer for record in records[:1] for line in record.lines_before} - {HEAD, TAIL}),
-        )
-        title = (
-            f"{'A graph' if self._module is None else type(self._module).__name__}, {count} layer{'s' * (count != 1)}"
-        )
-        shown = {"show_timings": show_timings, "show_resources": show_resources}
+        count = len({line.layer for record in records[:1] for line in record.lines_before} - {HEAD, TAIL})
+        name = "A graph" if self._module is None else type(self._module).__name__
         dump(
-            target,
+            Path(directory),
             records,
             programs,
             options=self.options,
-            title=title,
+            title=f"{name}, {count} layer{'s' * (count != 1)}",
             layers=layers,
             timings=timings,
+            show_timings=show_timings,
+            show_resources=show_resources,
             ledger=ledger,
             gpu=gpu,
-            **shown,
         )
-        return target
+        return Path(directory)
 
     def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Call arguments by placeholder name."""
+        """Return call arguments by placeholder name."""
         spec, names = self._captured.in_spec, self._captured.user_inputs
         extra = {name: value for name, value in kwargs.items() if name == "kv_scales"}
         kwargs = {name: value for name, value in kwargs.items() if name not in extra}
@@ -309,9 +288,7 @@ class CompiledModel:
     def _module_weights(self, device: torch.device) -> dict[str, torch.Tensor]:
         if not self._weights:
             if self._module is None:
-                raise RuntimeError(
-                    "this model was compiled without its module's weights; use bind() with tensors of your own"
-                )
+                raise RuntimeError("this model was compiled without its module; use bind() with tensors of your own")
             state = {**self.constants, **dict(self._module.named_buffers()), **dict(self._module.named_parameters())}
             if any(value.is_meta for value in state.values()):
                 raise RuntimeError(
@@ -325,7 +302,7 @@ class CompiledModel:
 def materialize_all(
     recipes: Mapping[str, Recipe], state: Mapping[str, torch.Tensor], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Every recipe's tensor from `state`, on `device`."""
+    """Return every recipe's tensor from `state`, on `device`."""
     memo: dict[Recipe, Any] = {}
     lookup = partial(_detached, state)
     return {name: materialize(recipe, lookup, memo).to(device).contiguous() for name, recipe in recipes.items()}

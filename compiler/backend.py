@@ -1,8 +1,7 @@
-"""`torch.compile(model, backend="sidestream")`: a thin adaptor in front of the same pipeline.
+"""`torch.compile(model, backend="sidestream")`, registered by the `torch_dynamo_backends` entry point.
 
-Registered by the `torch_dynamo_backends` entry point alone. Dynamo keeps guarding shapes and control flow; each call
-then runs a Program made for its concrete shapes. The engine itself calls Programs directly: Dynamo's guards cost
-0.1-0.5 ms a call.
+Dynamo guards shapes and control flow; each call runs a Program for its concrete shapes. The engine calls Programs
+directly: Dynamo's guards cost 0.1 to 0.5 ms a call.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,18 +11,17 @@ import torch
 from torch import fx
 
 from .api import CompiledModel, materialize_all
-from .build import build_program
+from .build_program import build_program
 from .graph.capture import capture_callable
 from .options import CompileOptions, OptionError
 from .pipeline import optimize
-from .run.emit import BoundProgram
+from .run.bound_program import BoundProgram
 
 
 def sidestream_backend(
     graph_module: fx.GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any] | None = None, **_: Any
 ) -> Callable[..., Any]:
-    """Dynamo's backend. `options` (torch.compile's) are CompileOptions by name; the default precision is the model's
-    own.
+    """Compile a Dynamo graph. `options` are CompileOptions by name; the default precision is the model's own.
 
     Raises OptionError for an unknown option.
     """
@@ -42,9 +40,7 @@ def sidestream_backend(
 
 
 class _ByShape:
-    """One compiled graph for each set of input shapes; traced when these shapes are first seen, so symbolic sizes
-    need no special case.
-    """
+    """One compiled graph for each set of input shapes, traced on first use."""
 
     def __init__(self, graph_module: fx.GraphModule, options: CompileOptions) -> None:
         self.graph_module, self.options = graph_module, options
@@ -62,22 +58,20 @@ class _ByShape:
 
 
 class _Entry:
-    """The program for one set of shapes, bound to the weights of the first call (again when one was changed or
-    replaced).
-    """
+    """The program for one set of shapes, bound to the weights of the first call; bound again when a weight changes."""
 
     def __init__(
         self, graph_module: fx.GraphModule, names: list[str], options: CompileOptions, inputs: Sequence[Any]
     ) -> None:
-        self.parameters = {
-            place: names[place] for place, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter)
-        }
+        weights = [place for place, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter)]
+        self.parameters = {place: names[place] for place in weights}
         captured = capture_callable(fx.Interpreter(graph_module).run, inputs, self.parameters)
         self.compiled = CompiledModel(lambda _: optimize(captured, options, list(self.parameters.values())), options)
-        places = {
-            name: place for place, name in enumerate(captured.user_inputs) if isinstance(inputs[place], torch.Tensor)
+        self.positions = {
+            name: place
+            for place, name in enumerate(captured.user_inputs)
+            if isinstance(inputs[place], torch.Tensor) and name in self.compiled.input_names
         }
-        self.positions = {name: place for name, place in places.items() if name in self.compiled.input_names}
         self.program = build_program(self.compiled.graph_module, self._specs(inputs), options)
         self.versions: tuple[Any, ...] = ()
         self.weights: dict[str, torch.Tensor] = {}
@@ -99,9 +93,6 @@ class _Entry:
         for node in self.compiled.graph_module.graph.nodes:
             if node.op == "placeholder":
                 value = node.meta["val"]
-                specs[node.name] = (
-                    (tuple(int(size) for size in value.shape), value.dtype)
-                    if isinstance(value, torch.Tensor)
-                    else value
-                )
+                is_tensor = isinstance(value, torch.Tensor)
+                specs[node.name] = (tuple(map(int, value.shape)), value.dtype) if is_tensor else value
         return specs | {name: inputs[place] for name, place in self.positions.items()}

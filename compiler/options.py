@@ -1,6 +1,6 @@
-"""What a user may ask of the compiler; every field is part of a saved program's key.
+"""CompileOptions: options of the compiler. Every field is part of a saved program's key.
 
-Commands make their flags of the fields, so this module does without torch until a dtype is asked for.
+Commands make their flags of the fields, so torch is imported only when a dtype is needed.
 """
 
 import inspect
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 Precision = Literal["int8", "fp8", "bf16", "fp32"]
 KvDtype = Literal["auto", "fp8_e4m3", "int8", "bf16", "fp32"]
-Layers = bool | tuple[int, ...]  # in every layer, in none, or in those that are named
+Layers = bool | tuple[int, ...]  # all layers, none, or these
 LoraLowering = Literal["auto", "serial", "side_stream"]
 LoraDtype = Literal["auto", "bf16", "int8", "fp8"]
 WholeLayer = Literal["auto", "on", "off"]
 TENSOR_PARALLEL = (1, 2, 4, 8)
-LAYERED = ("hadamard", "center_keys", "balance_keys", "rotate_values")  # options that are chosen by layer
+LAYERED = ("hadamard", "center_keys", "balance_keys", "rotate_values")  # options chosen by layer
 NORM_ROTATIONS = (8, 16, 32, 64, 128)
 EIGHT_BITS = ("int8", "fp8")  # precisions that quantize
 DEFAULT_PRECISION: Precision = "int8"
 # kv_dtype="auto" where nothing was calibrated
 DEFAULT_KV_DTYPE: dict[str, KvDtype] = {"int8": "int8", "fp8": "fp8_e4m3", "bf16": "bf16", "fp32": "fp32"}
-# lora_dtype="auto": e4m3 is faster, and answers less as 16 bits do
+# lora_dtype="auto": e4m3 is faster, and less accurate
 DEFAULT_LORA_DTYPE: dict[str, LoraDtype] = {"int8": "int8", "fp8": "bf16"}
 
 
@@ -36,25 +36,25 @@ class OptionError(ValueError):
 
 
 def option(default: Any, doc: str, *, unset: str = "", more: str = "", **metadata: Any) -> Any:
-    """A dataclass field that says what it is.
+    """Return a dataclass field with its documentation.
 
-    doc     what it does, in a few words: also the help text of a command's flag
-    unset   what the default comes to, where the default alone does not say it
-    more    what a reader of Python needs beyond that
+    doc     a short description, also the help text of a command's flag
+    unset   the effective default, where the field's default does not show it
+    more    details for Python's docstring
     Further metadata is kept with the field.
     """
     return field(default=default, metadata={"doc": doc, "unset": unset, "more": more, **metadata})
 
 
 def documented(options: type[Options]) -> type[Options]:
-    """Adds what each field says of itself to the class's docstring."""
+    """Add the fields' documentation to the class's docstring."""
     lines = [describe(each.name, each) for each in fields(options)]  # type: ignore[arg-type]
     options.__doc__ = "\n".join([f"{inspect.cleandoc(options.__doc__ or '')}\n", *lines])
     return options
 
 
 def describe(name: str, option: "Field[Any]", default: Any = MISSING) -> str:
-    """A field in a docstring, `name` being what it is called there."""
+    """Return the docstring entry of a field under `name`."""
     doc, unset, more = (option.metadata[part] for part in ("doc", "unset", "more"))
     values = " or ".join((", ".join(map(repr, found[:-1])), repr(found[-1]))) if (found := choices(option)) else ""
     if option.type == Layers:
@@ -65,12 +65,12 @@ def describe(name: str, option: "Field[Any]", default: Any = MISSING) -> str:
 
 
 def choices(option: "Field[Any]") -> tuple[str, ...]:
-    """The values that a field may have, where it is one of a few."""
+    """Return the allowed values of a Literal field, else ()."""
     return get_args(option.type) if get_origin(option.type) is Literal else ()
 
 
 def check_choices(options: Any) -> None:
-    """Raises OptionError for a field of a few values that has another one."""
+    """Raise OptionError for a Literal field with another value."""
     for each in fields(options):
         allowed, value = choices(each), getattr(options, each.name)
         if allowed and value not in allowed:
@@ -80,10 +80,10 @@ def check_choices(options: Any) -> None:
 @documented
 @dataclass(frozen=True)
 class CompileOptions:
-    """Options of `sidestream.compile`, and of `LLM`.
+    """Options of `sidestream.compile` and of `LLM`.
 
-    A field's metadata says what `LLM` calls it where that is another name (`keyword`; None: LLM does not take it), and
-    whether the model, its calibration or the device decides where LLM is not given it (`decided_later`).
+    Metadata of a field: `keyword` is its name in `LLM` where that differs (None: not in LLM); `decided_later`: the
+    model, its calibration or the device decides if LLM does not get it.
     """
 
     precision: Precision = option(
@@ -95,31 +95,31 @@ class CompileOptions:
         decided_later=True,
     )
     kv_dtype: KvDtype = option(
-        "auto", "what the KV cache holds", unset="int8 in int8 mode, fp8_e4m3 in fp8 mode, else the model's dtype"
+        "auto", "dtype of the KV cache", unset="int8 in int8 mode, fp8_e4m3 in fp8 mode, else the model's dtype"
     )
     hadamard: Layers = option(
         True,
-        "where Q and K are rotated before K is quantized",
+        "layers in which Q and K are rotated before K is quantized",
         unset="as calibrated, else on",
         more="by a Walsh-Hadamard transform, for quantized caches only",
         decided_later=True,
     )
     center_keys: Layers = option(
         False,
-        "where a calibrated constant is subtracted from K before it is quantized",
+        "layers in which a calibrated constant is subtracted from K before it is quantized",
         unset="as calibrated, else off",
         more="per channel, for quantized caches only; softmax does not see it",
         decided_later=True,
     )
     balance_keys: Layers = option(
         True,
-        "where K and Q are brought to one size",
+        "layers in which K and Q are scaled to equal magnitudes",
         unset="on",
         more="each RoPE pair of K is scaled up or down, and of Q by the same",
     )
     rotate_values: Layers = option(
         False,
-        "where V is rotated by its weights",
+        "layers in which V is rotated by its weights",
         unset="as the rounded weights have them, else off",
         more="by a Walsh-Hadamard transform of each head that is folded into W_v, W_o and the adapters",
     )
@@ -148,22 +148,21 @@ class CompileOptions:
         keyword=None,
     )
     lm_head: Literal["auto", "bf16"] = option(
-        "auto", "whether the output projection is quantized as the other linears are, or stays in bf16"
+        "auto", "auto: quantize the output projection as the other linears; bf16: keep it in bf16"
     )
     finer_logits: bool = option(
         True,
-        "in int8 mode, give the logits of a bf16 model in fp16, whose steps are eight times finer",
-        more="torch.compile, whose caller expects the model's own dtype, leaves it out",
+        "in int8 mode, return the logits of a bf16 model in fp16, with eight times finer steps",
+        more="off in torch.compile, which must return the model's own dtype",
     )
     finer_residual: bool = option(
         True,
-        "in int8 mode, hold the residual stream of a bf16 model as sixteenths in fp16, whose steps are eight times "
-        "finer",
-        more="values beyond 1,048,064 are cut off there",
+        "in int8 mode, hold the residual stream of a bf16 model as sixteenths in fp16, with eight times finer steps",
+        more="values beyond 1,048,064 are clamped",
     )
     disable: tuple[str, ...] = option(
         (),
-        "leave a compiler pass out by its name, as `sidestream dump` lists them",
+        "leave a compiler pass out by its name, as `sidestream inspect dump` lists them",
         more="`sidestream.compiler.pipeline.PASSES` has them",
         keyword="disable_passes",
     )
@@ -173,17 +172,19 @@ class CompileOptions:
         more="serial: on the main stream; side_stream: next to the base GEMMs; auto: on the side stream in decode "
         "programs, on the main stream in prompt programs, in int8 with its second half inside other launches where "
         "that gains (passes fuse_lora_silu_mul, fuse_lora_expand)",
+        keyword="_lora_lowering",
     )
     lora_dtype: LoraDtype = option(
         "auto",
-        "what adapters are kept in on the device: 16 bits, or eight as the precision has them",
+        "dtype of adapters on the device: 16 bits, or eight as the precision",
         unset="int8 with precision int8, else bf16",
         more="eight bits have one scale a row of A and B, and are faster",
     )
     lora_input: LoraDtype = option(
         "auto",
-        "what a LoRA shrink reads: the same eight-bit rows as the linear next to it, or the rows before quantization",
+        "input of a LoRA shrink: the eight-bit rows of the linear next to it, or the rows before quantization",
         unset="the adapters' dtype",
+        keyword="_lora_input",
     )
     lora_sm_share: float | None = option(
         None,
@@ -202,7 +203,7 @@ class CompileOptions:
         keyword="tensor_parallel_size",
         more="heads and intermediate_size must divide; KV heads that are fewer are held by several ranks",
     )
-    tensor_parallel_rank: int = option(0, "whose part of the weights the programs read", keyword=None)
+    tensor_parallel_rank: int = option(0, "tensor-parallel rank of the programs", keyword=None)
     gather_logits: bool = option(
         True, "with tensor_parallel: whether programs return all logits, or a rank its part of them", keyword=None
     )
@@ -228,12 +229,10 @@ class CompileOptions:
         if type(self.tensor_parallel) is not int or self.tensor_parallel not in TENSOR_PARALLEL:
             raise OptionError(f"tensor_parallel={self.tensor_parallel!r} must be one of {TENSOR_PARALLEL}")
         if self.tensor_parallel_rank not in range(self.tensor_parallel):
-            raise OptionError(
-                f"tensor_parallel_rank={self.tensor_parallel_rank!r} must lie between 0 and tensor_parallel - 1"
-            )
+            raise OptionError(f"tensor_parallel_rank={self.tensor_parallel_rank!r} must be below tensor_parallel")
         if self.lora_sm_share is not None and not 0.0 < self.lora_sm_share < 1.0:
             raise OptionError(
-                f"lora_sm_share={self.lora_sm_share} must lie between 0 and 1; 0.25 gives LoRA a quarter of the SMs"
+                f"lora_sm_share={self.lora_sm_share} must be between 0 and 1; 0.25 gives LoRA a quarter of the SMs"
             )
         if self.lora_dtype in EIGHT_BITS and self.precision != self.lora_dtype:
             remedy = f"use precision={self.lora_dtype!r} or lora_dtype='auto'"
@@ -256,7 +255,7 @@ class CompileOptions:
 
     @property
     def model_dtype(self) -> "torch.dtype":
-        """The dtype of activations and of what is not quantized."""
+        """The dtype of activations and unquantized weights."""
         return torch_dtype("fp32" if self.precision == "fp32" else "bf16")
 
     @property
@@ -266,7 +265,7 @@ class CompileOptions:
 
     @property
     def cache_dtype(self) -> "torch.dtype":
-        """The dtype that the KV cache holds."""
+        """The dtype of the KV cache."""
         return torch_dtype(self._cache)
 
     @property
@@ -275,11 +274,11 @@ class CompileOptions:
 
     @property
     def quantizes_kv(self) -> bool:
-        """Whether the KV cache is quantized (and so has scales)."""
+        """Whether the KV cache is quantized (and has scales)."""
         return self._cache in ("fp8_e4m3", "int8")
 
     def applies(self, name: str, layer: int | None) -> bool:
-        """Whether the option `name` (one of `LAYERED`) is on in a layer; None: a layer whose number is not known."""
+        """Whether the option `name` (one of `LAYERED`) is on in a layer; `layer` None: its number is unknown."""
         chosen = getattr(self, name)
         return chosen if isinstance(chosen, bool) else layer in chosen
 
@@ -297,12 +296,12 @@ class CompileOptions:
         return self.quantizes_lora and self.lora_input != "bf16"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return asdict(self)
 
 
 def _layers(name: str, value: Any) -> Layers:
-    """True, False, or layer numbers in ascending order, each once."""
+    """Return True, False, or sorted distinct layer numbers."""
     if isinstance(value, bool):
         return value
     numbers = tuple(value) if isinstance(value, (tuple, list, set, frozenset, range)) else None
@@ -314,7 +313,7 @@ def _layers(name: str, value: Any) -> Layers:
 
 
 def torch_dtype(name: str) -> "torch.dtype":
-    """The dtype that an option calls `name`."""
+    """Return the dtype of an option's value."""
     import torch
 
     return {

@@ -1,20 +1,20 @@
-"""The pipeline: which passes run, in which order. Read it from top to bottom.
+"""The ordered lists of passes, and the driver that runs them.
 
-The driver, not the passes, removes dead code, checks the graph, counts matches against the model's shape, and keeps
-before and after.
+The driver removes dead code, lints the graph, compares match counts with the model's shape, and records each pass.
 """
 
 import difflib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import fx
 
-from .accounting import Expectation, model_shape
+from .expected_matches import Expectation, model_shape
 from .graph.capture import Captured
 from .graph.nodes import aten, erase_unused
 from .options import CompileOptions, OptionError
+from .pass_records import PassRecord, graph_lines, op_counts, text_of
 from .passes.base import Context, PassReport
 from .passes.fuse.fuse_add_rms_norm import fuse_add_rms_norm
 from .passes.fuse.fuse_decoder_block import fuse_decoder_block
@@ -29,8 +29,7 @@ from .passes.lift.lift_bias import lift_bias
 from .passes.lift.lift_embedding import lift_embedding
 from .passes.lift.lift_lora import lift_lora
 from .passes.lift.lift_rms_norm import lift_rms_norm
-from .passes.lift.lift_rope import lift_rope
-from .passes.lift.lift_rope_angles import lift_rope_angles
+from .passes.lift.lift_rope import lift_rope, lift_rope_angles
 from .passes.lift.lift_stored_weights import lift_stored_weights
 from .passes.lift.normalize import normalize
 from .passes.lora.fuse_lora_expand import fuse_lora_expand
@@ -50,13 +49,12 @@ from .passes.quantize.rotate_values import rotate_values
 from .passes.quantize.smooth_channels import smooth_channels
 from .passes.quantize.use_rounded_weights import use_rounded_weights
 from .program.program import Bucket
-from .records import PassRecord, graph_lines, op_counts, text_of
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A pass and its tier: "keeps" leaves numerics as they are (up to where a sum is rounded), "quantizes" doesn't,
-    "lowers" chooses kernels.
+    """A pass and its tier: "keeps" changes no values (up to where sums are rounded), "quantizes" does, "lowers" picks
+    kernels.
     """
 
     run: Callable[[fx.Graph, Context], PassReport]
@@ -64,12 +62,12 @@ class Pass:
 
     @property
     def name(self) -> str:
-        """The name by which it is switched off."""
+        """The name for `disable`."""
         return self.run.__name__
 
     @property
     def about(self) -> str:
-        """What it does: the first paragraph of its docstring, as one line."""
+        """The first paragraph of the pass's docstring, as one line."""
         return " ".join((self.run.__doc__ or "").strip().partition("\n\n")[0].split())
 
 
@@ -130,9 +128,9 @@ ATTENTION_OPS = ("paged_attention", "paged_attention_quant")
 
 
 def static_passes(bucket: Bucket | None, options: CompileOptions) -> tuple[Pass, ...]:
-    """The passes that run on the static graph of a bucket's program; none where only sizes are known, not a bucket.
+    """Return the passes for the static graph of a bucket's program; none without a bucket.
 
-    With `size_independent` only those that change no value; whole_layer="on" has its pass all the same.
+    With `size_independent` only those that change no value, and fuse_decoder_block if whole_layer="on".
     """
     if bucket is None:
         return ()
@@ -144,7 +142,7 @@ def static_passes(bucket: Bucket | None, options: CompileOptions) -> tuple[Pass,
 
 
 def pass_names() -> tuple[str, ...]:
-    """All passes in order, each once."""
+    """Return the names of all passes in order, each once."""
     return tuple(dict.fromkeys(each.name for each in (*PASSES, *STATIC_PASSES)))
 
 
@@ -156,16 +154,14 @@ def insert_pass(
     tier: str = "keeps",
     passes: tuple[Pass, ...] = PASSES,
 ) -> tuple[Pass, ...]:
-    """The pass list with `run` after the pass named `after`, or before the one named `before`; hand it to
-    `compile(..., passes=...)`.
+    """Return the list with `run` inserted after the pass named `after` or before the one named `before`, for
+    `compile(passes=)`.
 
-    The new pass goes by its function's name. Raises OptionError when there is no such place, or the name is taken.
+    The new pass has its function's name. Raises OptionError for an unknown place or a name that is used already.
     """
     names, new = [each.name for each in passes], Pass(run, tier)
     if bool(after) == bool(before):
-        raise OptionError(
-            f"say where {new.name!r} goes: after=PASS or before=PASS, one of the two; passes: {', '.join(names)}"
-        )
+        raise OptionError(f"give one of after=PASS and before=PASS for {new.name!r}; passes: {', '.join(names)}")
     if new.name in names:
         raise OptionError(f"there is a pass named {new.name!r} already; give the function another name")
     if (after or before) not in names:
@@ -178,7 +174,7 @@ def insert_pass(
 
 
 def check_disabled(options: CompileOptions, passes: tuple[Pass, ...] = PASSES) -> None:
-    """Raises OptionError for a name in `options.disable` that is no pass, or one that can't be left out."""
+    """Raise OptionError for a name in `options.disable` that is no pass, or is always on."""
     names = list(dict.fromkeys(each.name for each in (*passes, *STATIC_PASSES)))
     for name in options.disable:
         if name not in names:
@@ -194,7 +190,7 @@ def check_disabled(options: CompileOptions, passes: tuple[Pass, ...] = PASSES) -
 
 @dataclass(frozen=True)
 class Optimized:
-    """A captured graph after the passes, and what each pass did."""
+    """A captured graph after the passes, and their records."""
 
     captured: Captured
     records: list[PassRecord]
@@ -208,11 +204,11 @@ def optimize(
     observe: Callable[[PassRecord], None] | None = None,
     text: bool = True,
 ) -> Optimized:
-    """Run the passes over a captured graph, in place; `names` (of parameters and buffers) tell how often each must
-    match. Raises PassCountError when one matches another number of times.
+    """Run the passes over a captured graph, in place. Raises PassCountError for an unexpected number of matches.
 
-    `observe` is called after each pass, while the graph is as that pass left it. Without `text` the records hold no
-    graphs: writing them takes longer than the passes.
+    `names`: the module's parameters and buffers, which determine the expected counts. `observe` is called after each
+    pass, while the graph is as that pass left it. Without `text` records hold no graphs: writing them takes longer than
+    the passes.
     """
     targets = [node.target for node in captured.graph_module.graph.nodes]
     paged = any(getattr(target, "_opname", "") in ATTENTION_OPS for target in targets)
@@ -229,47 +225,16 @@ def run_passes(
     observe: Callable[[PassRecord], None] | None = None,
     text: bool = True,
 ) -> list[PassRecord]:
-    """Rewrites `graph_module` in place, pass by pass; one record each. Raises PassCountError when a count isn't what
-    the model implies.
-
-    `observe` is called after each pass, while the graph is as that pass left it. Without `text` the records hold no
-    graphs: writing them takes longer than the passes.
-    """
+    """Rewrite `graph_module` in place, pass by pass, and return one record each; see `optimize`."""
     check_disabled(options, passes)
-    graph, context = graph_module.graph, Context(options)
+    clean_up(graph_module.graph)
     records: list[PassRecord] = []
-    clean_up(graph)
-    lines, counts = graph_lines(graph_module) if text else (), op_counts(graph_module)
-    source = text_of(lines) if text else ""
-    for each in passes:
-        if each.name in options.disable:
-            continue
-        start = time.perf_counter()
-        report = each.run(graph, context)
-        graph.lint()
-        clean_up(graph)
-        seconds = time.perf_counter() - start
-        new_lines, new_counts = graph_lines(graph_module) if text else (), op_counts(graph_module)
-        new_source = text_of(new_lines) if text else ""
-        found = (
-            each.name,
-            each.tier,
-            report.matches,
-            report.rejected,
-            counts,
-            new_counts,
-            source,
-            new_source,
-            seconds,
-            lines,
-            new_lines,
-        )
-        records.append(PassRecord(*found, about=each.about))
-        lines, source, counts = new_lines, new_source, new_counts
+    for record in _run(graph_module.graph, Context(options), passes, clean_up, text):
+        records.append(record)
         if expectation is not None and options.check_counts:
-            expectation.check(each.name, report.matches, report.rejected)
+            expectation.check(record.name, record.matches, record.rejected)
         if observe is not None:
-            observe(records[-1])
+            observe(record)
     graph_module.recompile()
     return records
 
@@ -277,39 +242,38 @@ def run_passes(
 def run_static_passes(
     graph: fx.Graph, options: CompileOptions, sm_count: int, passes: tuple[Pass, ...]
 ) -> list[PassRecord]:
-    """Rewrites a program's static graph in place; one record (without the graphs' text) for each of `passes` that is
-    switched on.
-    """
-    context, records = Context(options, sm_count), []
+    """Rewrite a program's static graph in place; return one record, without text, for each enabled pass."""
+    return list(_run(graph, Context(options, sm_count), passes, erase_unused, text=False))
+
+
+def _run(
+    graph: fx.Graph, context: Context, passes: Iterable[Pass], clean: Callable[[fx.Graph], None], text: bool
+) -> Iterator[PassRecord]:
+    """Run each enabled pass, lint and `clean` the graph, and yield the pass's record."""
+    lines, counts = graph_lines(graph) if text else (), op_counts(graph)
+    source = text_of(lines) if text else ""
     for each in passes:
-        if each.name in options.disable:
+        if each.name in context.options.disable:
             continue
-        start, counts = time.perf_counter(), op_counts(graph)
+        old_lines, old_counts, old_source, start = lines, counts, source, time.perf_counter()
         report = each.run(graph, context)
         graph.lint()
-        erase_unused(graph)
+        clean(graph)
         seconds = time.perf_counter() - start
-        records.append(
-            PassRecord(
-                each.name,
-                each.tier,
-                report.matches,
-                report.rejected,
-                counts,
-                op_counts(graph),
-                "",
-                "",
-                seconds,
-                about=each.about,
-            )
+        lines, counts = graph_lines(graph) if text else (), op_counts(graph)
+        source = text_of(lines) if text else ""
+        yield PassRecord(
+            each.name,
+            each.tier,
+            report.matches,
+            report.rejected,
+            *(old_counts, counts, old_source, source, seconds, old_lines, lines),
+            about=each.about,
         )
-    return records
 
 
 def clean_up(graph: fx.Graph) -> None:
-    """Removes dead nodes, and weights and adapter stacks that nothing reads any more; inputs stay, they are the
-    caller's contract.
-    """
+    """Remove dead nodes, and weights and adapter stacks without a reader; inputs stay, since callers pass them."""
     erase_unused(graph)
     for node in list(graph.nodes):
         if node.op == "placeholder" and not node.users and node.meta.get("kind") in ("weight", "adapter"):

@@ -1,33 +1,32 @@
-"""What is compiled, and what is read from disk for it: Llama and LoRA as plain modules, checkpoints, PEFT adapters.
+"""Models, checkpoints and PEFT adapters.
 
 The model:
-llama             Llama (and what differs from it) as readable PyTorch, with the parameter names of its checkpoints
-lora              a linear layer with LoRA stacks, and the stacks' shape
-head_layout       heads that are narrower than the kernels', filled up with zeros
-rotary            rotary position embedding: frequencies and rotation
-config            config.json: shapes, constants, and what is refused
-families          which architectures are served, and in what each differs from Llama
-stored_weights    projections that a checkpoint stores in eight bits already
-config_fields     the fields of config.json, checked one by one; the types of RoPE
+llama               Llama and what other families add, as readable PyTorch with the parameter names of its checkpoints
+lora                a linear layer with LoRA stacks, and the stacks' shape
+head_layout         checkpoints' narrower heads, zero-padded to the kernels' head dimension
+rotary              rotary position embedding: frequencies and rotation
+config              config.json: shapes, constants, refused fields
+families            supported architectures and their differences from Llama
+quantization_config checkpoints with projections in eight bits
+config_fields       checks of single fields of config.json; types of RoPE
 
 Files:
-checkpoint        a model's weights: one file or shards, validated before they are loaded
-model_directory   where a model or an adapter lies that was named: a directory, or a hub id in the local cache
-safetensors_file  one .safetensors file through a memory map
-regular_file      opening what somebody else put there: regular files, under the directories that are allowed; what an
-                  error may say of them
+checkpoint          a model's weights: one file or shards, validated before they are loaded
+model_directory     directory of a named model or adapter: a path, or a hub id in the local cache
+safetensors_file    one .safetensors file through a memory map; reading and checking bytes
+safetensors_header  header of an adapter's .safetensors file, validated
+untrusted_files     open only regular files in allowed directories; names and values that errors may quote
 
 PEFT adapters:
-adapter           one adapter, read from its directory and checked against the base
-adapter_config    adapter_config.json: what is honoured, harmless, refused
-adapter_description  what an adapter's config and header say, checked against the base; needs no torch
-tensor_layout     where the tensors lie in its .safetensors file
-adapter_file      the adapter's .safetensors file, read once and whole
-peft_patterns     how PEFT matches module names, in linear time
-stack             an adapter as one slot of the stacks that the graph reads
+adapter             one adapter, read from its directory and checked against the base
+adapter_config      adapter_config.json: honoured, harmless and refused fields
+adapter_description an adapter's config and header, checked against the base; needs no torch
+adapter_file        an adapter's .safetensors file, read once and whole
+peft_patterns       PEFT's matching of module names, in linear time
+lora_stacks         an adapter as one slot of the stacks that the graph reads
 
-Drafts:
-draft             the wing of trained drafts: EAGLE-3 heads
+draft/              trained drafts: EAGLE-3 heads
 
-A module imports those of its own group and of the groups above `adapter` only; none imports `adapter` but `stack`.
+A module imports those of its own group and of the groups above `adapter` only; none imports `adapter` but
+`lora_stacks`.
 """

@@ -1,6 +1,4 @@
-"""Adapter: one PEFT LoRA adapter read from disk, checked against its config and against the base; what cannot be
-served exactly is refused by name.
-"""
+"""One PEFT LoRA adapter, read from disk and checked against its config and the base; unsupported parts are refused."""
 
 import hashlib
 import logging
@@ -25,7 +23,7 @@ Recall = Callable[[str], str | None]
 
 
 class Describe(Protocol):
-    """`describe_adapter`, or another process that does it."""
+    """Signature of `describe_adapter`, which may run in another process."""
 
     def __call__(
         self, directory: Path, config: LlamaConfig, max_rank: int, lenient: bool, roots: Sequence[Path] | None, /
@@ -36,14 +34,16 @@ class Describe(Protocol):
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter, nameless. Per module (`model.layers.0.self_attn.q_proj`): `tensors` A [r, in] and B [out, r] as
-    stored (heads as the graph has them), and the `scaling` of B A.
+    """A LoRA adapter without a name.
 
-    `rank` is the largest r; `targets` the projections that occur (`q_proj`, ...), in Llama's order. `content_hash`
-    (sha256, hex) covers everything that affects outputs: same hash, same outputs. `differences` says where the tensors
-    and adapter_config.json disagree (the tensors are what is served). `source` (sha256, hex) covers everything that was
-    read, the file's layout included: same source, same `content_hash`. `draft`: the adapter that it has for a trained
-    draft, which changes no output; its content counts in the hash all the same.
+    rank          the largest r
+    scaling       module (`model.layers.0.self_attn.q_proj`) -> factor of B A
+    tensors       module -> A [r, in] and B [out, r] as stored, with the graph's head layout
+    targets       projections that occur (`q_proj`, ...), in Llama's order
+    content_hash  sha256 (hex) of everything that affects outputs
+    differences   disagreements of the tensors and adapter_config.json (the tensors are served)
+    source        sha256 (hex) of everything that was read: same source, same content_hash
+    draft         its adapter for a trained draft, which changes no output but counts in the hash
     """
 
     rank: int
@@ -70,13 +70,13 @@ def load_adapter(
     roots: Sequence[Path] | None = None,
     describe: Describe = describe_adapter,
 ) -> Adapter:
-    """Reads the PEFT adapter in directory `path` for the base that `config` describes.
+    """Read the PEFT adapter in directory `path` for the base of `config`.
 
-    `max_rank`: the largest rank allowed. `lenient`: unknown fields of adapter_config.json are ignored instead of
-    refused. `recall`: given a `source`, the content hash that an earlier call found for it, or None; where it knows
-    one, the values are not looked at again and `tensors` stays empty. `roots`: resolved directories under one of which
-    every file must lie, after all links; None: anywhere. `describe`: who reads the config and the weights' header.
-    Raises AdapterError as `describe_adapter` does, and for values that are no numbers.
+    `max_rank`: the largest rank allowed. `lenient`: ignore unknown fields of adapter_config.json. `recall`: returns the
+    known content hash of a `source`, or None; with a known hash the values are not checked again and `tensors` is
+    empty. `roots`: resolved directories, one of which must contain every file after all links; None: anywhere.
+    `describe`: reads the config and the weights' header. Raises AdapterError as `describe_adapter`, and for NaN,
+    infinity and huge values.
     """
     directory = Path(path)
     found = describe(directory, config, max_rank, lenient, roots)
@@ -110,7 +110,7 @@ def load_adapter(
 
 
 def _content_hash(file: AdapterFile, found: Description) -> str:
-    """One digest a module, made on some threads, and the digest of those."""
+    """Return the digest of the modules' digests, which threads compute."""
 
     def digest(module: str) -> bytes:
         digest = hashlib.sha256(f"{module} {found.scaling[module]!r}\n".encode())

@@ -1,4 +1,4 @@
-"""adapter_config.json of PEFT: what is honoured, what is harmless, and what is refused with its remedy."""
+"""adapter_config.json of PEFT: honoured, harmless and refused fields."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -8,52 +8,32 @@ from typing import Any
 
 from .config_fields import read_json_object
 from .peft_patterns import MAX_PATTERNS, LookAroundError, PatternError, PeftPatterns
-from .regular_file import name_of, value_of
+from .untrusted_files import name_of, value_of
 
 CONFIG = "adapter_config.json"
 _AGAIN = "save the adapter again with peft's save_pretrained"
 
 
 class AdapterError(ValueError):
-    """An adapter that cannot be served: names the field or tensor and the remedy."""
+    """An adapter that cannot be served; the message has the field or tensor and the remedy."""
 
 
-# Known fields that do not change what a plain LoRA layer computes (or that only mattered while training), whatever
-# their value.
-_HARMLESS = frozenset(
-    {
-        "peft_type",
-        "auto_mapping",
-        "peft_version",
-        "base_model_name_or_path",
-        "revision",
-        "inference_mode",
-        "lora_dropout",
-        "megatron_core",
-        "eva_config",
-        "runtime_config",
-        "qalora_group_size",
-        "ensure_weight_tying",
-        "loftq_config",
-        "corda_config",
-        "lora_ga_config",
-    }
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# fields that do not change the computation of a plain LoRA layer, whatever their value
+_HARMLESS = _words(
+    """
+    peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode lora_dropout megatron_core
+    eva_config runtime_config qalora_group_size ensure_weight_tying loftq_config corda_config lora_ga_config
+    """
 )
-_HONOURED = frozenset(
-    {
-        "r",
-        "lora_alpha",
-        "use_rslora",
-        "rank_pattern",
-        "alpha_pattern",
-        "target_modules",
-        "exclude_modules",
-        "layers_to_transform",
-        "layers_pattern",
-        "bias",
-        "init_lora_weights",
-        "task_type",
-    }
+_HONOURED = _words(
+    """
+    r lora_alpha use_rslora rank_pattern alpha_pattern target_modules exclude_modules layers_to_transform
+    layers_pattern bias init_lora_weights task_type
+    """
 )
 _MERGE = "merge the adapter into its base (merge_and_unload) and serve that, or train plain LoRA"
 _REFUSED = {
@@ -81,34 +61,15 @@ _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _INITS = (*_CHANGED_BASE, *(f"pissa_niter_{count}" for count in range(1, 65)), "mica", "true", "True")
 _BIASES = ("all", "lora_only")
 _TASKS = ("SEQ_CLS", "SEQ_2_SEQ_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION")
-_PEFT_TYPES = (
-    "ADALORA",
-    "ADAPTION_PROMPT",
-    "BOFT",
-    "C3A",
-    "FOURIERFT",
-    "HRA",
-    "IA3",
-    "LN_TUNING",
-    "LOHA",
-    "LOKR",
-    "MISS",
-    "MULTITASK_PROMPT_TUNING",
-    "OFT",
-    "POLY",
-    "PREFIX_TUNING",
-    "PROMPT_TUNING",
-    "P_TUNING",
-    "RANDLORA",
-    "SHIRA",
-    "TRAINABLE_TOKENS",
-    "VBLORA",
-    "VERA",
-    "XLORA",
+_PEFT_TYPES = _words(
+    """
+    ADALORA ADAPTION_PROMPT BOFT C3A FOURIERFT HRA IA3 LN_TUNING LOHA LOKR MISS MULTITASK_PROMPT_TUNING OFT POLY
+    PREFIX_TUNING PROMPT_TUNING P_TUNING RANDLORA SHIRA TRAINABLE_TOKENS VBLORA VERA XLORA
+    """
 )
 _EMBEDDINGS = ("embed_tokens", "lm_head")
 MAX_CONFIG_BYTES = 256 << 10
-"""A rank for each module of a large model is 30 kB; JSON is parsed without giving the interpreter away."""
+"""A rank for each module of a large model is 30 kB. JSON is parsed while holding the GIL."""
 MAX_NAMES = 4096
 MAX_ALPHA = 1e6
 
@@ -133,14 +94,14 @@ class AdapterConfig:
     def from_directory(
         cls, directory: Path, lenient: bool = False, roots: Sequence[Path] | None = None
     ) -> "AdapterConfig":
-        """Reads `directory`/adapter_config.json, which must lie under one of `roots` if given. Raises AdapterError."""
+        """Read `directory`/adapter_config.json, which must be under one of `roots` if given. Raises AdapterError."""
         remedy = "give the directory that peft's save_pretrained wrote"
         fields = read_json_object(directory / CONFIG, AdapterError, remedy, MAX_CONFIG_BYTES, roots, CONFIG)
         return cls.from_dict(fields, lenient)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any], lenient: bool = False) -> "AdapterConfig":
-        """Checks every field. `lenient` lets unknown fields pass. Raises AdapterError."""
+        """Check every field. `lenient` ignores unknown fields. Raises AdapterError."""
         if fields.get("peft_type") != "LORA":
             raise AdapterError(
                 f"peft_type {value_of(fields.get('peft_type'), _PEFT_TYPES)} is not supported: only LORA is; {_MERGE}"
@@ -170,16 +131,16 @@ class AdapterConfig:
         )
 
     def rank_of(self, module: str) -> int:
-        """The rank that the config gives `module`."""
+        """Return the rank that the config gives `module`."""
         return self._pattern(self.rank_pattern, "rank_pattern", module, self.r)
 
     def scaling(self, module: str, rank: int) -> float:
-        """The factor of B A: alpha / rank, or alpha / sqrt(rank) with use_rslora."""
+        """Return the factor of B A: alpha / rank, or alpha / sqrt(rank) with use_rslora."""
         alpha = self._pattern(self.alpha_pattern, "alpha_pattern", module, self.lora_alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def targets_module(self, module: str) -> bool:
-        """Whether the config applies LoRA to `module`. Raises LookAroundError for a pattern that cannot tell."""
+        """Whether the config applies LoRA to `module`. Raises LookAroundError for an undecidable pattern."""
         try:
             return self._patterns.targeted(
                 module, self.target_modules, self.exclude_modules, self.layers_to_transform, self.layers_pattern
@@ -190,10 +151,9 @@ class AdapterConfig:
             raise AdapterError(f"{CONFIG}: target_modules, exclude_modules or layers_pattern: {problem}") from None
 
     def check_biases(self, biased: Sequence[str]) -> None:
-        """Raise AdapterError if training changed a bias of the base (`bias` is lora_only); `biased`: its modules that
-        have one.
+        """Raise AdapterError if training changed a bias of the base; `biased`: its modules with a bias.
 
-        Such an adapter without its biases is another model, so that it is refused whether they are in its file or not.
+        Without its biases such an adapter is another model, so it is refused even if its file lacks them.
         """
         if self.bias == "none":
             return
@@ -216,7 +176,7 @@ class AdapterConfig:
 
 
 def _check_choices(fields: Mapping[str, Any]) -> None:
-    """Raises for values of bias, init_lora_weights and task_type that mean another computation."""
+    """Raise AdapterError for values of bias, init_lora_weights and task_type that mean another computation."""
     bias = fields.get("bias", "none")
     if bias not in ("none", "lora_only"):  # lora_only saves biases of the targets, where the base has any
         raise AdapterError(
@@ -262,7 +222,7 @@ def _alpha(name: str, value: Any) -> float:
 
 
 def _table(fields: Mapping[str, Any], name: str, checked: Callable[[str, Any], Any]) -> dict[str, Any]:
-    """pattern -> checked value."""
+    """Return pattern -> checked value."""
     table = _typed(fields, name, dict, {})
     if len(table) > MAX_PATTERNS:
         raise AdapterError(f"{CONFIG}: {name} has {len(table)} patterns, more than {MAX_PATTERNS}: use fewer")
@@ -270,7 +230,7 @@ def _table(fields: Mapping[str, Any], name: str, checked: Callable[[str, Any], A
 
 
 def _without_embeddings(names: Any) -> Any:
-    """The names as they are. Raises for a list that names the embedding or the output head."""
+    """Return the names. Raises AdapterError for a list with the embedding or the output head."""
     for name in () if isinstance(names, str) else names:
         if name.rpartition(".")[2] in _EMBEDDINGS:
             raise AdapterError(
@@ -281,7 +241,7 @@ def _without_embeddings(names: Any) -> Any:
 
 
 def _names(fields: Mapping[str, Any], name: str) -> Any:
-    """None, one string or a tuple of strings."""
+    """Return None, one string or a tuple of strings."""
     value = fields.get(name)
     if value is None or isinstance(value, str):
         return value
@@ -297,7 +257,7 @@ def _check_length(name: str, value: list[Any]) -> None:
 
 
 def _layers(value: Any) -> Any:
-    """None, one layer or a list of layers."""
+    """Return None, one layer or a list of layers."""
     entries = value if isinstance(value, list) else [] if value is None else [value]
     if any(isinstance(entry, bool) or not isinstance(entry, int) for entry in entries):
         raise AdapterError(f"{CONFIG}: layers_to_transform must be layer numbers, not {value_of(value)}: {_AGAIN}")

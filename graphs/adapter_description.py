@@ -1,7 +1,6 @@
-"""What the two files of a PEFT adapter say, read and checked against the base: all that is needed to take its tensors
-from the file without parsing it again. What cannot be served exactly is refused by name.
+"""Config and header of a PEFT adapter, checked against the base: all that is needed to read its tensors.
 
-Needs no torch, so that a small process of its own can do it for one that drives a GPU.
+Needs no torch, so that a separate small process can do it for one that drives a GPU.
 """
 
 import hashlib
@@ -18,15 +17,15 @@ from .config import LlamaConfig
 from .families import ATTENTION_MODULES, MLP_MODULES, PACKED_MODULES
 from .model_directory import WEIGHTS, why_no_adapter
 from .peft_patterns import LookAroundError
-from .regular_file import name_of, value_of
 from .safetensors_header import ITEM_BYTES, Layout, read_layout
+from .untrusted_files import name_of, value_of
 
 AGAIN = "save the adapter again with peft's save_pretrained"
 MERGE = "merge the adapter into its base (merge_and_unload) and serve that"
 _TENSORS_PER_MODULE = 3  # A and B, and room for what is refused by name
 _KEY = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.(?P<adapter>[A-Za-z0-9_-]{1,128}))?\.weight")
 _WRAPPERS = re.compile(r"(?<![^.])(?:base_model\.model|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
-"""What PEFT, torch.compile and FSDP put into the names of the modules that they wrap, once or several times."""
+"""Prefixes that PEFT, torch.compile and FSDP add to module names, once or several times."""
 _OTHER_BASE = "the adapter was trained on another base; use that one"
 _PROJECTIONS = (*ATTENTION_MODULES, *MLP_MODULES, *PACKED_MODULES)
 _EMBEDDINGS = ("embed_tokens", "lm_head")
@@ -36,11 +35,13 @@ _DTYPES = ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "I16", "U16", "I32", "U32",
 class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An adapter without its values.
 
-    pairs         module as it is stored (`model.layers.0.self_attn.q_proj`; of packed checkpoints `...qkv_proj`) ->
-                  (tensor of A, tensor of B), in the model's order
-    scaling       module -> the factor of B A
-    settings_sum  sha256 (hex) of what adapter_config.json sets
-    differences   where the tensors and adapter_config.json disagree (the tensors are what is served)
+    layout        header of the weights' file
+    pairs         stored module (`model.layers.0.self_attn.q_proj`; in packed checkpoints `...qkv_proj`) -> (tensor
+    of A,
+                  tensor of B), in the model's order
+    scaling       module -> factor of B A
+    settings_sum  sha256 (hex) of adapter_config.json's settings
+    differences   disagreements of the tensors and adapter_config.json (the tensors are served)
     """
 
     layout: Layout
@@ -50,11 +51,11 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     differences: tuple[str, ...] = ()
 
     def rank(self, module: str) -> int:
-        """Rows of the module's A."""
+        """Return the rows of the module's A."""
         return self.layout.places[self.pairs[module][0]].shape[0]
 
     def check(self, config: LlamaConfig, max_rank: int) -> None:
-        """Raises ValueError unless this describes an adapter of the base; it may come from anywhere."""
+        """Raise ValueError unless this describes an adapter of the base; for descriptions from another process."""
         modules = set(config.stored_modules())
         for module, names in self.pairs.items():
             if module not in modules or not all(name in self.layout.places for name in names):
@@ -62,7 +63,7 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if _check_shapes(self.layout, module, names, config) > max_rank:
                 raise ValueError("a rank above the limit")
             if not all(self.layout.lies_inside(name) for name in names):
-                raise ValueError("a tensor that does not lie in the file")
+                raise ValueError("a tensor outside of the file")
         if not self.pairs or self.scaling.keys() != self.pairs.keys() or 2 * len(self.pairs) != len(self.layout.places):
             raise ValueError("modules and tensors that do not belong together")
         if not all(math.isfinite(scale) for scale in self.scaling.values()):
@@ -72,20 +73,18 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def describe_adapter(
     directory: Path, config: LlamaConfig, max_rank: int, lenient: bool = False, roots: Sequence[Path] | None = None
 ) -> Description:
-    """Reads adapter_config.json and the weights' header in `directory`, for the base that `config` describes.
+    """Read adapter_config.json and the weights' header in `directory`, for the base of `config`.
 
-    `max_rank`: the largest rank allowed. `lenient`: unknown fields of adapter_config.json are ignored instead of
-    refused. `roots`: resolved directories under one of which every file must lie, after all links; None: anywhere.
-    Only safetensors are read, and only regular files. Raises AdapterError naming the field or tensor and the remedy; it
-    quotes nothing else of a file.
+    `max_rank`: the largest rank allowed. `lenient`: ignore unknown fields of adapter_config.json. `roots`: resolved
+    directories, one of which must contain every file after all links; None: anywhere. Only regular safetensors files
+    are read. Raises AdapterError with the field or tensor and the remedy; it quotes nothing else of a file.
     """
     try:
         reason = None if os.path.lexists(directory / CONFIG) else why_no_adapter(directory)
         only_a_pickle = not (directory / WEIGHTS).exists() and (directory / "adapter_model.bin").exists()
     except OSError as problem:
-        raise AdapterError(
-            f"its directory cannot be read ({problem.strerror}): check the path's length and permissions"
-        ) from None
+        remedy = "check the path's length and permissions"
+        raise AdapterError(f"its directory cannot be read ({problem.strerror}): {remedy}") from None
     if reason is not None:
         raise AdapterError(reason)
     settings = AdapterConfig.from_directory(directory, lenient, roots)
@@ -110,7 +109,7 @@ def describe_adapter(
 
 
 def _pairs(layout: Layout, config: LlamaConfig) -> dict[str, tuple[str, str]]:
-    """module -> (key of A, key of B), in the model's order. Every key must belong to such a pair."""
+    """Return module -> (key of A, key of B), in the model's order. Every key must belong to such a pair."""
     sides: dict[tuple[str, str], str] = {}
     modules = config.stored_modules()
     known = set(modules)
@@ -143,7 +142,7 @@ def _pairs(layout: Layout, config: LlamaConfig) -> dict[str, tuple[str, str]]:
 
 
 def _why_foreign(key: str, module: str | None, config: LlamaConfig) -> str:
-    """Why a tensor is none of ours."""
+    """Return why a tensor does not belong to an adapter of this base."""
     if any(name in key for name in _EMBEDDINGS) and ".lora_" not in key:
         return (
             f"tensor {name_of(key)} is a copy of the embedding or the output head, which an adapter cannot change "
@@ -169,9 +168,7 @@ def _why_foreign(key: str, module: str | None, config: LlamaConfig) -> str:
         )
     layer = re.match(r"model\.layers\.(\d+)\.", module or "")
     if layer and int(layer[1]) >= config.num_hidden_layers:
-        return (
-            f"tensor {name_of(key)} is for layer {layer[1]}, but the base has {config.num_hidden_layers}: {_OTHER_BASE}"
-        )
+        return f"tensor {name_of(key)} is for layer {layer[1]} of {config.num_hidden_layers}: {_OTHER_BASE}"
     projection = (module or "").rpartition(".")[2]
     if layer and projection in _PROJECTIONS:
         own = dict.fromkeys(stored.rpartition(".")[2] for stored in config.stored_modules())
@@ -190,7 +187,7 @@ def _check_rank(
     settings: AdapterConfig,
     max_rank: int,
 ) -> int:
-    """The module's rank, once its tensors fit the base, its config and the limit."""
+    """Return the module's rank, checked against the base, the config and the limit."""
     rank, stated = _check_shapes(layout, module, names, config), settings.rank_of(module)
     if rank != stated:
         raise AdapterError(
@@ -198,14 +195,12 @@ def _check_rank(
             f"do not belong together; {AGAIN}"
         )
     if rank > max_rank:
-        raise AdapterError(
-            f"{module} has rank {rank}, above the limit of {max_rank}: start with max_lora_rank={rank} or more"
-        )
+        raise AdapterError(f"{module} has rank {rank}, above the limit of {max_rank}: start with max_lora_rank={rank}")
     return rank
 
 
 def _check_shapes(layout: Layout, module: str, names: tuple[str, str], config: LlamaConfig) -> int:
-    """The module's rank, once its shapes fit the base and its dtypes can be served."""
+    """Return the module's rank, once its shapes fit the base and its dtypes are supported."""
     outputs, inputs = config.stored_shape(module)
     shape_a, shape_b = (layout.places[name].shape for name in names)
     if len(shape_a) != 2 or len(shape_b) != 2 or shape_a[0] != shape_b[1]:
@@ -229,7 +224,7 @@ def _check_shapes(layout: Layout, module: str, names: tuple[str, str], config: L
 
 
 def _differences(settings: AdapterConfig, config: LlamaConfig, present: set[str]) -> tuple[str, ...]:
-    """Where adapter_config.json's choice of modules disagrees with the tensors."""
+    """Return where adapter_config.json's modules disagree with the tensors."""
     try:
         chosen = {module for module in config.stored_modules() if settings.targets_module(module)}
     except LookAroundError as problem:

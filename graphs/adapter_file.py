@@ -1,8 +1,7 @@
-"""The .safetensors file of one adapter, read into memory once and whole: in large pieces, hashed on the way and checked
-for NaN and overflow, on some threads. Where its tensors lie is known before (`tensor_layout`).
+"""One adapter's .safetensors file, read into memory once: in large pieces, hashed and checked on several threads.
 
-What is hashed is what is used, whatever is written to the file meanwhile. While a piece is read, hashed or checked,
-other threads run Python.
+The bytes that are hashed are the bytes that are used, even if the file changes meanwhile. Other threads can run Python
+while a piece is read, hashed or checked.
 """
 
 import hashlib
@@ -17,46 +16,27 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .regular_file import name_of
-from .safetensors_file import FLOATING
+from .safetensors_file import FLOATING, LARGEST, in_range, read_fully
 from .safetensors_header import Layout, damaged, open_file
+from .untrusted_files import name_of
 
 PIECE = 16 << 20
 READERS = 8
 _CHANGED = "it was written to meanwhile"
-LARGEST = 1 << 16
-"""Magnitudes are below this, as in fp16: no trained weight comes near, and larger ones overflow in the model."""
-_EXPONENT = {
-    torch.bfloat16: (np.uint16, np.int16, 0x4780),
-    torch.float16: (np.uint16, np.int16, 0x7C00),
-    torch.float32: (np.uint32, np.int32, 0x47800000),
-}
 
 
 @cache
 def readers() -> ThreadPoolExecutor:
-    """Threads for what needs the interpreter only now and then: reading, hashing, checking. numpy's operations,
-    unlike torch's, start none of their own.
-    """
+    """Return the threads for reading, hashing and checking. numpy, unlike torch, starts no threads of its own."""
     return ThreadPoolExecutor(READERS, "adapter-content")
 
 
-def read_fully(handle: int, target: NDArray[np.uint8], offset: int) -> None:
-    """Fills `target` from a file descriptor's bytes at `offset`. Raises EOFError when the file ends before, OSError."""
-    done = 0
-    while done < target.size:
-        count = os.preadv(handle, [target[done:].data], offset + done)
-        if not count:
-            raise EOFError("it has become shorter")
-        done += count
-
-
 class AdapterFile:
-    """An open file whose tensors lie as `layout` says; the contents are there when `read` was called.
+    """An open file with the tensors of `layout`; `read` loads its contents.
 
     digest   hash of the whole file (hex), after `read`
 
-    `roots`: directories under one of which it must lie. Every fault is raised as `error`, with `remedy`.
+    `roots`: directories, one of which must contain it. Every fault is raised as `error`, with `remedy`.
     """
 
     def __init__(
@@ -98,7 +78,7 @@ class AdapterFile:
         self.digest = hashlib.sha256(b"".join(digests)).hexdigest()
 
     def check_values(self) -> None:
-        """Raises for NaN, infinity and values outside the range in what was read."""
+        """Raise for NaN, infinity and values outside the range."""
         start, places = self._layout.header, self._layout.places
         kinds = {place.dtype for place in places.values()}
         if len(kinds) == 1 and not start % 4:  # in large pieces, whatever the tensors
@@ -118,28 +98,15 @@ class AdapterFile:
                 )
 
     def data(self, name: str) -> NDArray[np.uint8]:
-        """A tensor's bytes, once they are read."""
+        """Return a tensor's bytes, after `read`."""
         dtype, _, first, last = self._layout.places[name]
         found = self._memory[first:last]
         return found.copy() if first % FLOATING[dtype].itemsize else found
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor, a view of the contents."""
+        """Return one tensor, a view of the contents."""
         dtype, shape, *_ = self._layout.places[name]
         return torch.from_numpy(self.data(name)).view(FLOATING[dtype]).view(shape)
 
     def _damaged(self, problem: object) -> ValueError:
         return damaged(self._path, self._error, self._remedy, problem)
-
-
-def in_range(data: NDArray[np.uint8], dtype: torch.dtype) -> bool:
-    """Whether every value of `dtype` among these bytes is a number of a magnitude below LARGEST.
-
-    As integers all others are the largest: from `exponent` on, and with a sign from there on in unsigned ones. So two
-    maxima tell, and nothing is stored.
-    """
-    unsigned, signed, exponent = _EXPONENT[dtype]
-    sign = 1 << (8 * dtype.itemsize - 1)
-    return not data.size or (
-        int(data.view(signed).max()) < exponent and int(data.view(unsigned).max()) < sign + exponent
-    )

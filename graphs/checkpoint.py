@@ -1,6 +1,4 @@
-"""Checkpoint: the weights of a model in safetensors form, one file or shards with an index; validated before
-anything is loaded, read lazily.
-"""
+"""A model's weights in safetensors form, one file or shards with an index; validated before loading, read lazily."""
 
 import logging
 import re
@@ -16,8 +14,8 @@ from torch import nn
 from .config import LlamaConfig
 from .config_fields import read_json_object
 from .head_layout import arranged, arranged_shape
+from .quantization_config import FILE_DTYPES
 from .safetensors_file import SafetensorsFile
-from .stored_weights import FILE_DTYPES
 
 _log = logging.getLogger(__name__)
 SINGLE = "model.safetensors"
@@ -25,6 +23,7 @@ INDEX = "model.safetensors.index.json"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 _AGAIN = "download or copy it again"
+_OWN_CONFIG = "use the config.json that came with the weights"
 _MAX_INDEX_BYTES = 64 << 20
 _BYTES = {"F32": 4, "I8": 1, "F8_E4M3": 1}
 _PIECE_ROWS = 4096
@@ -33,15 +32,15 @@ _HARMLESS = re.compile(r"(?:.*\.)?rotary_emb\.inv_freq")  # old Llama checkpoint
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be loaded: names the file, the tensor and the remedy."""
+    """A checkpoint that cannot be loaded; the message has the file, the tensor and the remedy."""
 
 
 class Checkpoint:
     """The tensors of a checkpoint directory, by name.
 
-    Opening reads headers only, so that a missing shard or a truncated file is reported before any weight is touched;
-    `tensor` reads through a memory map. With a `config` whose family packs projections, the parts of a packed tensor
-    are there under the names of a plain model, and heads as the graph has them (`head_layout`).
+    Opening reads headers only, so that missing and truncated files are reported before any weight is read; `tensor`
+    reads through a memory map. With a `config`, packed tensors appear as their parts, and heads in the graph's layout
+    (`head_layout`).
     """
 
     def __init__(self, directory: str | Path, config: LlamaConfig | None = None) -> None:
@@ -77,7 +76,7 @@ class Checkpoint:
             self._parts[EMBEDDING] = (HEAD, 0, (*self._home[EMBEDDING].shapes[HEAD], 0)[0])
 
     def _take_apart(self, config: LlamaConfig) -> None:
-        """Show the projections that a packed tensor holds instead of it, so that nobody else has to know."""
+        """Replace packed tensors by the projections in them."""
         for module, kind in product(config.stored_modules(), ("weight", "weight_scale")):
             parts, name = config.parts_of(module), f"{module}.{kind}"
             if len(parts) == 1 or name not in self._home:
@@ -85,16 +84,14 @@ class Checkpoint:
             file = self._home.pop(name)
             rows, wanted = file.shapes[name][:1], parts[-1][2]
             if rows != (wanted,):
-                raise CheckpointError(
-                    f"{file.path.name}: tensor {name!r} has shape {list(file.shapes[name])}, config.json implies "
-                    f"{wanted} rows: use the config.json that came with the weights"
-                )
+                shapes = f"has shape {list(file.shapes[name])}, config.json implies {wanted} rows"
+                raise CheckpointError(f"{file.path.name}: tensor {name!r} {shapes}: {_OWN_CONFIG}")
             for part, row, end in parts:
                 self._home[f"{part}.{kind}"] = file
                 self._parts[f"{part}.{kind}"] = (name, row, end)
 
     def _open_shards(self, index: Path) -> list[SafetensorsFile]:
-        """The shards that the index names, in name order, each proved to hold what the index says."""
+        """Open the shards of the index, in name order, and check that each holds its tensors."""
         weight_map = read_json_object(index, CheckpointError, _AGAIN, _MAX_INDEX_BYTES).get("weight_map")
         if (
             not isinstance(weight_map, dict)
@@ -105,9 +102,7 @@ class Checkpoint:
         shards = sorted(set(weight_map.values()))
         for shard in shards:
             if Path(shard).name != shard or not shard.endswith(".safetensors"):
-                raise CheckpointError(
-                    f"{INDEX} names {shard!r}, which is not a safetensors file of this directory: {_AGAIN}"
-                )
+                raise CheckpointError(f"{INDEX} names {shard!r}, which is no safetensors file there: {_AGAIN}")
         missing = [shard for shard in shards if not (self.directory / shard).exists()]
         if missing:
             lost = next(name for name, shard in weight_map.items() if shard == missing[0])
@@ -119,13 +114,13 @@ class Checkpoint:
         for name, shard in weight_map.items():
             if name not in files[shard].shapes:
                 raise CheckpointError(
-                    f"{shard} lacks tensor {name!r}, which {INDEX} expects there: the shards are of different "
+                    f"{shard} has no tensor {name!r}, which {INDEX} expects there: the shards are of different "
                     f"downloads; {_AGAIN}"
                 )
         return list(files.values())
 
     def _why_nothing(self) -> str:
-        """The message for a directory without safetensors."""
+        """Return the message for a directory without safetensors."""
         pickles = sorted(path.name for path in self.directory.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
         if pickles:
             return (
@@ -135,14 +130,14 @@ class Checkpoint:
         return f"{self.directory} has neither {SINGLE} nor {INDEX}: point at a Hugging Face checkpoint"
 
     def names(self) -> list[str]:
-        """Every tensor's name, in shard order."""
+        """Return every tensor's name, in shard order."""
         return list(self._home)
 
     def __contains__(self, name: object) -> bool:
         return name in self._home
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of one tensor, from the header."""
+        """Return the shape of one tensor, from the header."""
         file = self._file(name)
         if name not in self._parts:
             shape = file.shapes[name]
@@ -153,8 +148,8 @@ class Checkpoint:
         return shape if self._arrange is None else arranged_shape(self._arrange, module, kind, shape)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor as stored (bf16, fp16, fp32 or eight bits), a view of the memory map unless its heads are
-        arranged: read-only by convention.
+        """Return one tensor as stored (bf16, fp16, fp32 or eight bits): a view of the memory map, unless heads are
+        rearranged.
         """
         file = self._file(name)
         if name not in self._parts:
@@ -166,7 +161,7 @@ class Checkpoint:
         return tensor if self._arrange is None else arranged(self._arrange, module, kind, tensor)
 
     def nbytes(self, names: Iterable[str] | None = None) -> int:
-        """Bytes that the named tensors (None: all) take in the files."""
+        """Return the bytes of the named tensors (None: all) in the files."""
         total = 0
         for name in self._home if names is None else names:
             count = 1
@@ -176,16 +171,14 @@ class Checkpoint:
         return total
 
     def stream(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) for the named tensors (None: all), shard after shard and in file order, so that each file
-        is read once from front to back.
-        """
+        """Yield (name, tensor) for the named tensors (None: all) in file order, so that each file is read once."""
         wanted = None if names is None else set(names)
         for name in self._home:
             if wanted is None or name in wanted:
                 yield name, self.tensor(name)
 
     def has_own_head(self) -> bool:
-        """Return whether there are both an embedding and an output head, and the two differ."""
+        """Whether there are both an embedding and an output head, and they differ."""
         if HEAD not in self or EMBEDDING not in self:
             return False
         head, embedding = self.tensor(HEAD), self.tensor(EMBEDDING)
@@ -196,10 +189,9 @@ class Checkpoint:
         return not all(torch.equal(ours.to(dtype), theirs.to(dtype)) for ours, theirs in pieces)
 
     def validate(self, expected: Mapping[str, tuple[int, ...]], tied: bool = False) -> None:
-        """Compares names, shapes and dtypes with what the model expects (`Llama.checkpoint_tensors()`); raises
-        CheckpointError at the first difference.
+        """Compare names, shapes and dtypes with `expected` (`Llama.checkpoint_tensors()`). Raises CheckpointError.
 
-        `tied`: the output head is the embedding, and a stored copy of it is superfluous.
+        `tied`: the output head is the embedding, and a stored copy of it is allowed.
         """
         for name, shape in expected.items():
             if name not in self._home:
@@ -209,18 +201,14 @@ class Checkpoint:
                 raise CheckpointError(f"tensor {name!r} is missing from {self._where()}: {hint}")
             file = self._home[name]
             if self.shape(name) != tuple(shape):
-                which = f"{file.path.name}: tensor {name!r} has shape {list(self.shape(name))}"
-                raise CheckpointError(
-                    f"{which}, config.json implies {list(shape)}: use the config.json that came with the weights"
-                )
+                shapes = f"has shape {list(self.shape(name))}, config.json implies {list(shape)}"
+                raise CheckpointError(f"{file.path.name}: tensor {name!r} {shapes}: {_OWN_CONFIG}")
             found = file.dtypes[self._stored(name)]
             if f"{name}_scale" not in expected:
                 file.check_floating(self._stored(name))
             elif found != FILE_DTYPES[self._format]:
-                raise CheckpointError(
-                    f"{file.path.name}: tensor {name!r} has dtype {found}, quantization_config says "
-                    f"{FILE_DTYPES[self._format]}: use the config.json that came with the weights"
-                )
+                dtypes = f"has dtype {found}, quantization_config says {FILE_DTYPES[self._format]}"
+                raise CheckpointError(f"{file.path.name}: tensor {name!r} {dtypes}: {_OWN_CONFIG}")
         for name in self._home:
             if name in expected or _HARMLESS.fullmatch(name):
                 continue
@@ -237,7 +225,7 @@ class Checkpoint:
             )
 
     def _stored(self, name: str) -> str:
-        """The tensor in the file."""
+        """Return the name of the tensor in the file."""
         return self._parts[name][0] if name in self._parts else name
 
     def _where(self) -> str:
@@ -252,10 +240,8 @@ class Checkpoint:
 def checkpoint_config(directory: Path) -> LlamaConfig:
     """Return the config of a model directory.
 
-    Where config.json ties the output head and the files hold another one, the model is not tied: it is served with that
-    head, as by transformers 5, which is logged once.
-
-    Raises ConfigError. Files that cannot be read are left to what loads them.
+    A tied config with another output head in the files is served with that head, as by transformers 5 (logged once).
+    Raises ConfigError; unreadable weights are reported when they are loaded.
     """
     config = LlamaConfig.from_directory(directory)
     if not config.tie_word_embeddings:
@@ -281,9 +267,7 @@ def _report_own_head(directory: Path) -> None:
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Copies a validated checkpoint into a plain model's parameters (for eager runs; the compiler streams and
-    quantizes instead).
-    """
+    """Copy a validated checkpoint into a plain model's parameters (for eager runs)."""
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, tensor in checkpoint.stream(parameters):

@@ -1,6 +1,6 @@
-"""LlamaConfig: what the graph needs to know from a checkpoint's config.json, as transformers 4 or 5 writes it.
+"""LlamaConfig: shapes and constants from a checkpoint's config.json, as transformers 4 or 5 writes it.
 
-Everything that would change the arithmetic and that the graph does not do is refused by name; other fields are ignored.
+Fields that would change the arithmetic and are not supported are refused by name; other fields are ignored.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from .config_fields import (
     token_ids,
 )
 from .families import ATTENTION_MODULES, MLP_MODULES, PACKED_MODULES, family_of
-from .stored_weights import modules_in_16_bits, stored_dtype, stored_format
+from .quantization_config import modules_in_16_bits, stored_dtype, stored_format
 
 HEAD_DIMS = (64, 128)
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -27,23 +27,22 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Shapes and constants of one Llama, or of a model that differs from a Llama in what the last fields say
-    (`families.py` reads them).
+    """Shapes and constants of a Llama, or of another family (`families.py` sets the last fields).
 
     Field names are those of config.json; `dtype` is the checkpoint's, as torch spells it.
-    biases                names of the projections that have a bias
+    biases                names of the projections with a bias
     head_norms            each head of q and of k is normed before RoPE
     unrotated_layers      layers without RoPE
-    embedding_multiplier, residual_multiplier  factors of the embedding, and of what each layer adds to the residual
+    embedding_multiplier, residual_multiplier  factors of the embedding, and of each layer's addition to the residual
     attention_multiplier  the softmax scale; None: head_dim ** -0.5
-    logits_scaling        what logits are divided by
-    weight_format         "int8" or "fp8" where a checkpoint's projections are stored so, with a scale for each channel
-    plain_projections     full names of projections that such a checkpoint stores in 16 bits nevertheless
+    logits_scaling        divisor of the logits
+    weight_format         "int8" or "fp8" for projections stored in eight bits with a scale for each channel
+    plain_projections     full names of projections that such a checkpoint stores in 16 bits
     packed_checkpoint     q/k/v and gate/up are one tensor each in checkpoints and adapters
-    sliding_window        how many tokens attention sees, the newest ones and a query's own; None: all of them
-    full_layers           layers whose attention sees all of them nevertheless
-    stored_head_dim       dimensions of a head in checkpoints and adapters, `head_dim` or less (`head_layout.py`)
-    rotary_dim            how many of them RoPE turns, the first ones
+    sliding_window        newest tokens that attention reads, the query's own included; None: all
+    full_layers           layers in which attention reads all tokens nevertheless
+    stored_head_dim       dimensions of a head in checkpoints and adapters, at most `head_dim` (`head_layout.py`)
+    rotary_dim            number of dimensions that RoPE rotates, the first ones
     """
 
     vocab_size: int
@@ -99,7 +98,7 @@ class LlamaConfig:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "LlamaConfig":
-        """Reads config.json's fields. Raises ConfigError for anything that this engine would compute differently."""
+        """Read config.json's fields. Raises ConfigError for unsupported arithmetic."""
         family = family_of(fields)
         fields = {**family.defaults, **fields}
         _refuse_foreign(fields)
@@ -107,7 +106,7 @@ class LlamaConfig:
         hidden = integer(fields, "hidden_size")
         if fields.get("head_dim") is None and hidden % heads:
             raise ConfigError(
-                f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}: give head_dim in config.json"
+                f"hidden_size {hidden} is no multiple of num_attention_heads {heads}: add head_dim to config.json"
             )
         positions = integer(fields, "max_position_embeddings", 2048)
         width = integer(fields, "head_dim", hidden // heads)
@@ -118,9 +117,7 @@ class LlamaConfig:
         eos = fields.get("eos_token_id")
         dtype = str(fields.get("dtype") or fields.get("torch_dtype") or "bfloat16").removeprefix("torch.")
         if dtype not in _DTYPES:
-            raise ConfigError(
-                f"dtype {dtype!r} is not supported: use a checkpoint saved in one of {', '.join(_DTYPES)}"
-            )
+            raise ConfigError(f"dtype {dtype!r} is not supported: use a checkpoint in one of {', '.join(_DTYPES)}")
         config = cls(
             vocab_size=integer(fields, "vocab_size"),
             hidden_size=hidden,
@@ -149,22 +146,18 @@ class LlamaConfig:
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> "LlamaConfig":
-        """Read `directory`/config.json; `dtype` is that of the weights where it names none.
-
-        `checkpoint_config` looks at the weights of the head too.
-        """
-        fields = read_json_object(
-            Path(directory) / "config.json", ConfigError, "point at a directory with a Hugging Face checkpoint"
-        )
+        """Read `directory`/config.json; without a dtype there, take the weights'. See also `checkpoint_config`."""
+        remedy = "point at a directory with a Hugging Face checkpoint"
+        fields = read_json_object(Path(directory) / "config.json", ConfigError, remedy)
         dtype = fields.get("dtype") or fields.get("torch_dtype") or stored_dtype(Path(directory))
         return cls.from_dict(fields if dtype is None else {**fields, "dtype": dtype})
 
     def module_shape(self, module: str) -> tuple[int, int]:
-        """(output, input) features of a projection, e.g. module_shape("q_proj") or its full name."""
+        """Return (output, input) features of a projection: module_shape("q_proj") or its full name."""
         return self._shape(module, self.head_dim)
 
     def stored_shape(self, module: str) -> tuple[int, int]:
-        """The same in checkpoints and adapters, whose heads may be narrower."""
+        """Return the same in checkpoints and adapters, with possibly narrower heads."""
         return self._shape(module, self.stored_head_dim)
 
     def _shape(self, module: str, head_dim: int) -> tuple[int, int]:
@@ -183,14 +176,15 @@ class LlamaConfig:
         return shapes[module.rpartition(".")[2]]
 
     def window_of(self, layer: int) -> int:
-        """How many tokens the attention of a layer sees; 0: all. A window as long as the longest context is none."""
+        """Return the tokens that a layer's attention reads; 0: all, also if the window exceeds the longest context."""
         if self.sliding_window is None or self.sliding_window >= self.max_position_embeddings:
             return 0
         return 0 if layer in self.full_layers else self.sliding_window
 
     def up_to(self, tokens: int) -> Self:
-        """The same model for contexts of at most so many tokens, which need no window that is as long. With longrope
-        all frequencies follow from it, also those of short texts: what is cached of a text stays while it grows.
+        """Return the config for contexts of at most `tokens`, without a longer window.
+
+        With longrope all frequencies depend on it, so that the cached keys of a text stay valid while it grows.
         """
         config = self
         if self.sliding_window is not None and self.sliding_window >= tokens:
@@ -201,20 +195,18 @@ class LlamaConfig:
 
     @property
     def usual_context(self) -> int:
-        """Tokens of the longest context that is served unless a longer one is asked for."""
+        """Tokens of the longest context by default."""
         if self.rope_scaling.kind != "longrope":
             return self.max_position_embeddings
         return min(self.max_position_embeddings, self.rope_scaling.original_max_position_embeddings)
 
     @property
     def rearranges_heads(self) -> bool:
-        """Whether heads in checkpoints and adapters are others than those of the graph."""
+        """Whether heads in checkpoints and adapters differ from those of the graph."""
         return not self.head_dim == self.stored_head_dim == self.rotary_dim
 
     def softmax_scale_of(self, layer: int) -> float:
-        """What scores of a layer are multiplied by. RoPE's `attention_factor` is that of queries and of keys, and so of
-        scores twice.
-        """
+        """Return the factor of a layer's scores. RoPE's `attention_factor` applies to queries and keys, so twice."""
         scale = self.attention_multiplier or self.stored_head_dim**-0.5
         return scale if layer in self.unrotated_layers else scale * self.rope_scaling.attention_factor**2
 
@@ -224,16 +216,16 @@ class LlamaConfig:
         return ATTENTION_MODULES + MLP_MODULES
 
     def linear_modules(self) -> list[str]:
-        """Full names of every projection that may carry a LoRA adapter, layer by layer."""
+        """Return full names of every projection that may have a LoRA adapter, layer by layer."""
         return self._in_each_layer((*ATTENTION_MODULES, *MLP_MODULES))
 
     def stored_modules(self) -> list[str]:
-        """The same as checkpoints and adapters name them."""
+        """Return the same as checkpoints and adapters name them."""
         packed = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
         return self._in_each_layer(packed) if self.packed_checkpoint else self.linear_modules()
 
     def parts_of(self, module: str) -> list[tuple[str, int, int]]:
-        """(projection, first row, end) of what a stored module holds: of `...qkv_proj` three, of others themselves."""
+        """Return (projection, first row, end) of the parts of a stored module: three of `...qkv_proj`."""
         home, dot, name = module.rpartition(".")
         found, row = [], 0
         for part in PACKED_MODULES.get(name, (name,)):
@@ -252,19 +244,15 @@ class LlamaConfig:
 
 
 def _refuse_foreign(fields: Mapping[str, Any]) -> None:
-    """Raises for variants of a family that compute something else."""
+    """Raise ConfigError for another activation."""
     activation = fields.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise ConfigError(
-            f"hidden_act {activation!r} is not supported: only 'silu' is; use a checkpoint that was trained with it"
-        )
+        raise ConfigError(f"hidden_act {activation!r} is not supported: use a checkpoint with 'silu'")
 
 
 def _kernels_head_dim(stored: int) -> int:
-    """The width of heads in the graph: the narrowest of HEAD_DIMS that holds one of the checkpoint's."""
+    """Return the graph's head dimension: the smallest of HEAD_DIMS that holds the checkpoint's."""
     wide = next((width for width in HEAD_DIMS if width >= stored), None)
     if wide is None or stored % 2:
-        raise ConfigError(
-            f"head_dim {stored} is not supported: even ones up to {HEAD_DIMS[-1]} are; use a model that has such heads"
-        )
+        raise ConfigError(f"head_dim {stored} is not supported: use a model with even ones up to {HEAD_DIMS[-1]}")
     return wide

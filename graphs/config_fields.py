@@ -1,4 +1,4 @@
-"""Fields of config.json, each checked before it is used: an error names the field and says what to do about it."""
+"""Checks of single fields of config.json; an error has the field and the remedy."""
 
 import json
 import math
@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .regular_file import LFS_POINTER, FileRefusedError, is_lfs_pointer, read_bounded
+from .untrusted_files import LFS_POINTER, FileRefusedError, is_lfs_pointer, read_bounded
 
 _MAX_CONFIG_BYTES = 1 << 20
 
 
 class ConfigError(ValueError):
-    """A config.json that cannot be served: says which field, and what to do about it."""
+    """A config.json that cannot be served; the message has the field and the remedy."""
 
 
 def read_json_object(
@@ -24,8 +24,9 @@ def read_json_object(
     roots: Sequence[Path] | None = None,
     called: str | None = None,
 ) -> dict[str, Any]:
-    """The JSON object in the regular file `path`, under one of `roots` if given; whatever is wrong with the file is
-    raised as `error`, naming it (by its path, or as it is `called`) and none of its content.
+    """Return the JSON object in the regular file `path`, under one of `roots` if given.
+
+    Faults are raised as `error`. Messages have the file's path (or the name `called`) and none of its content.
     """
     name = called or path
     try:
@@ -49,7 +50,7 @@ def read_json_object(
 
 
 def integer(fields: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    """A positive integer below 2**31; `default` where the field is missing or null. Raises ConfigError."""
+    """Return a positive integer below 2**31; `default` for a missing or null field. Raises ConfigError."""
     value = fields.get(name)
     value = default if value is None else value
     if value is None:
@@ -60,7 +61,7 @@ def integer(fields: Mapping[str, Any], name: str, default: int | None = None) ->
 
 
 def number(fields: Mapping[str, Any], name: str, default: float | None) -> float:
-    """A positive number below 1e30; `default` where the field is missing or null. Raises ConfigError."""
+    """Return a positive number below 1e30; `default` for a missing or null field. Raises ConfigError."""
     value = fields.get(name)
     value = default if value is None else value
     if value is None:
@@ -71,7 +72,7 @@ def number(fields: Mapping[str, Any], name: str, default: float | None) -> float
 
 
 def token_ids(fields: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    """The ids of a field that holds one token id or a list of them. Raises ConfigError."""
+    """Return the ids of a field with one token id or a list of them. Raises ConfigError."""
     value = fields[name]
     ids = value if isinstance(value, list) else [value]
     if not ids or any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
@@ -80,7 +81,7 @@ def token_ids(fields: Mapping[str, Any], name: str) -> tuple[int, ...]:
 
 
 def flag(fields: Mapping[str, Any], name: str) -> bool:
-    """Whether a field is true; a field that is missing or null is false."""
+    """Return whether a field is true; missing and null are false."""
     value = fields.get(name)
     if value is not None and not isinstance(value, bool):
         raise ConfigError(f"{name} must be true or false, not {value!r}: correct config.json")
@@ -89,13 +90,14 @@ def flag(fields: Mapping[str, Any], name: str) -> bool:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched; `kind` is "default" (not at all), "linear", "llama3", "longrope" or "yarn".
+    """Scaling of rotary frequencies; `kind` is "default" (none), "linear", "llama3", "longrope" or "yarn".
 
-    low_freq_factor, high_freq_factor  (llama3, yarn) turns within `original_max_position_embeddings`: frequencies of
-                      fewer are stretched, those of more are not
-    factors           (longrope) what each frequency is divided by
-    long_factors      (longrope) the same where contexts may be longer than `original_max_position_embeddings`
-    attention_factor  (longrope, yarn) of rotated queries and of rotated keys
+    low_freq_factor, high_freq_factor  (llama3, yarn) rotations within `original_max_position_embeddings`:
+    frequencies with
+                      fewer are scaled, with more are not
+    factors           (longrope) divisor of each frequency
+    long_factors      (longrope) the same for contexts longer than `original_max_position_embeddings`
+    attention_factor  (longrope, yarn) factor of rotated queries and keys
     """
 
     kind: str = "default"
@@ -110,25 +112,23 @@ class RopeScaling:
 
 
 def rotary_dim(fields: Mapping[str, Any], head_dim: int, partial: bool) -> int:
-    """How many dimensions of a head RoPE turns; all of them unless the family has `partial` ones."""
+    """Return the number of dimensions of a head that RoPE rotates; all of them unless the family allows `partial`."""
     _, table = _rope_table(fields)
     factor = number(table if "partial_rotary_factor" in table else fields, "partial_rotary_factor", 1.0)
     turned = int(head_dim * factor)
     if turned == head_dim:
         return turned
     if not partial:
-        raise ConfigError(
-            "partial_rotary_factor is not supported: whole heads are rotated here; use a checkpoint without it"
-        )
+        raise ConfigError("partial_rotary_factor is not supported for this family: use a checkpoint without it")
     if turned % 2 or not 0 < turned < head_dim:
         raise ConfigError(
-            f"partial_rotary_factor {factor} turns {turned} of {head_dim} dimensions: correct config.json"
+            f"partial_rotary_factor {factor} gives {turned} of {head_dim} dimensions: correct config.json"
         )
     return turned
 
 
 def _rope_table(fields: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """(name, fields) of the object about RoPE."""
+    """Return (name, fields) of the object about RoPE."""
     source = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
     table = fields.get(source) or {}
     if not isinstance(table, Mapping):
@@ -137,15 +137,13 @@ def _rope_table(fields: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
 
 
 def rope_scaling(fields: Mapping[str, Any], positions: int, turned: int) -> tuple[float, RopeScaling]:
-    """(theta, scaling) from transformers 5's `rope_parameters` or transformers 4's `rope_theta` and `rope_scaling`;
-    `turned`: dimensions of a head.
+    """Return (theta, scaling) from transformers 5's `rope_parameters` or transformers 4's `rope_theta` and
+    `rope_scaling`.
+
+    `turned`: rotated dimensions of a head.
     """
     source, table = _rope_table(fields)
-    theta = (
-        number(table, "rope_theta", None)
-        if table.get("rope_theta") is not None
-        else number(fields, "rope_theta", 10000.0)
-    )
+    theta = number(fields if table.get("rope_theta") is None else table, "rope_theta", 10000.0)
     kind = table.get("rope_type", table.get("type", "default"))
     if kind == "default":
         return theta, RopeScaling()

@@ -1,7 +1,6 @@
-"""Which families of models are served, by the architecture that config.json names, and in what each differs from Llama.
+"""Supported families of models, by the architecture in config.json, and their differences from Llama.
 
-A family is a function from config.json's fields to the fields of LlamaConfig that it changes. What is not here is
-refused; what people are likely to try is refused by name.
+A family maps config.json's fields to changed fields of LlamaConfig. All others are refused, common ones with a reason.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,11 +19,11 @@ Fields = Mapping[str, Any]
 class Family:
     """One architecture.
 
-    model_type   as config.json spells it
-    served       well-known models of it
-    differences  config.json's fields -> LlamaConfig's fields in which such a model differs from a plain Llama
-    defaults     fields that config.json may lack, with transformers' default where Llama's is another
-    partial_rotary  whether RoPE may turn a part of each head only
+    model_type      as config.json spells it
+    served          well-known models
+    differences     config.json's fields -> LlamaConfig's fields that differ from a plain Llama
+    defaults        transformers' defaults of missing fields, where they differ from Llama's
+    partial_rotary  RoPE may rotate a part of each head
     """
 
     model_type: str
@@ -38,12 +37,19 @@ PACKED_MODULES = {"qkv_proj": ATTENTION_MODULES[:3], "gate_up_proj": MLP_MODULES
 """Projections that a checkpoint may hold in one tensor, one below the other."""
 
 
-def _llama(fields: Fields) -> dict[str, Any]:
-    return {"biases": _biases(fields)}
+def _biases(fields: Fields) -> tuple[str, ...]:
+    """Return the projections with a bias, by the flags for attention and MLP."""
+    attention = ATTENTION_MODULES if flag(fields, "attention_bias") else ()
+    return (*attention, *(MLP_MODULES if flag(fields, "mlp_bias") else ()))
 
 
-def _mistral(fields: Fields) -> dict[str, Any]:
-    return _window(fields)
+def _window(fields: Fields) -> dict[str, Any]:
+    """Return the sliding window of every layer, if any."""
+    return {"sliding_window": None if fields.get("sliding_window") is None else integer(fields, "sliding_window")}
+
+
+def _phi3(fields: Fields) -> dict[str, Any]:
+    return {"packed_checkpoint": True, **_window(fields)}
 
 
 def _qwen2(fields: Fields) -> dict[str, Any]:
@@ -71,13 +77,11 @@ def _granite(fields: Fields) -> dict[str, Any]:
     return {"biases": _biases(fields), **{name: number(fields, name, 1.0) for name in names}}
 
 
-def _phi3(fields: Fields) -> dict[str, Any]:
-    return {"packed_checkpoint": True, **_window(fields)}
-
-
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family("llama", "Llama 2, 3, 3.1, 3.2, 3.3, SmolLM2, TinyLlama", _llama),
-    "MistralForCausalLM": Family("mistral", "Mistral 7B, Mistral Nemo", _mistral, {"sliding_window": 4096}),
+    "LlamaForCausalLM": Family(
+        "llama", "Llama 2, 3, 3.1, 3.2, 3.3, SmolLM2, TinyLlama", lambda fields: {"biases": _biases(fields)}
+    ),
+    "MistralForCausalLM": Family("mistral", "Mistral 7B, Mistral Nemo", _window, {"sliding_window": 4096}),
     "Qwen2ForCausalLM": Family("qwen2", "Qwen2, Qwen2.5", _qwen2, {"sliding_window": 4096}),
     "Qwen3ForCausalLM": Family("qwen3", "Qwen3", _qwen3, {"head_dim": 128, "sliding_window": 4096}),
     "SmolLM3ForCausalLM": Family(
@@ -111,7 +115,7 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_n
 
 
 def _why_refused(kind: Any, fields: Fields) -> tuple[str, str] | None:
-    """(reason, remedy) for a model type that is not served: as it is known for, or as its fields give it away."""
+    """Return (reason, remedy) for an unsupported model type: by its name, or by its fields."""
     if isinstance(kind, str) and kind in REFUSED:
         return REFUSED[kind]
     if any(isinstance(fields.get(name), Mapping) for name in ("vision_config", "audio_config")):
@@ -122,7 +126,7 @@ def _why_refused(kind: Any, fields: Fields) -> tuple[str, str] | None:
 
 
 def family_of(fields: Fields) -> Family:
-    """The family of a config.json. Raises ConfigError for one that is not served, with the reason where it is known."""
+    """Return the family of a config.json. Raises ConfigError for an unsupported one, with a reason if known."""
     found = fields.get("architectures")
     kind = fields.get("model_type")
     named = found[0] if isinstance(found, list) and len(found) == 1 and isinstance(found[0], str) else None
@@ -139,19 +143,8 @@ def family_of(fields: Fields) -> Family:
     raise ConfigError(f"architecture {found} (model_type {kind!r}) is not supported: serve one of {served}")
 
 
-def _biases(fields: Fields) -> tuple[str, ...]:
-    """The projections that have a bias, where config.json says so for attention and MLP as a whole."""
-    attention = ATTENTION_MODULES if flag(fields, "attention_bias") else ()
-    return (*attention, *(MLP_MODULES if flag(fields, "mlp_bias") else ()))
-
-
-def _window(fields: Fields) -> dict[str, Any]:
-    """A window of every layer, where there is one."""
-    return {"sliding_window": None if fields.get("sliding_window") is None else integer(fields, "sliding_window")}
-
-
 def _window_of_late_layers(fields: Fields) -> dict[str, Any]:
-    """Qwen's: where it is switched on, of the layers from max_window_layers on."""
+    """Return Qwen's window: if enabled, of the layers from max_window_layers on."""
     first = fields.get("max_window_layers", 28)
     if isinstance(first, bool) or not isinstance(first, int) or first < 0:
         raise ConfigError(f"max_window_layers must be a number of layers, not {first!r}: correct config.json")
@@ -159,9 +152,7 @@ def _window_of_late_layers(fields: Fields) -> dict[str, Any]:
 
 
 def _switched_window(fields: Fields, windowed: Sequence[int]) -> dict[str, Any]:
-    """The window of families that have one in the config and seldom use it: of the layers that layer_types names, or
-    else of those `windowed`.
-    """
+    """Return the window if enabled, of the layers in layer_types, or else of `windowed`."""
     if not flag(fields, "use_sliding_window"):
         return {}
     layers, kinds = range(integer(fields, "num_hidden_layers")), fields.get("layer_types")
@@ -174,7 +165,7 @@ def _switched_window(fields: Fields, windowed: Sequence[int]) -> dict[str, Any]:
     ):
         raise ConfigError(
             "layer_types must hold 'full_attention' or 'sliding_attention' for each layer: correct config.json, or "
-            "serve a model whose layers are of these kinds"
+            "serve a model with layers of these kinds"
         )
     full = tuple(layer for layer in layers if kinds[layer] == "full_attention")
     return {**_window(fields), "full_layers": full}

@@ -1,9 +1,8 @@
-"""Heads of a checkpoint in the layout of the graph: as wide as the attention kernels have them, and turned as a whole.
+"""Heads of a checkpoint in the graph's layout: zero-padded to the kernels' head dimension, rotated as a whole.
 
-Phi-3 mini's heads of 96 dimensions become heads of 128, with zeros where the checkpoint has nothing: zeros in q and k
-add nothing to a score, and zeros in v meet columns of zeros in o. RoPE turns dimension i of a head's first half with
-dimension i of the second. So dimensions that are turned begin each half; those that are not (Phi-4-mini's last 32)
-follow in both halves, where the frequencies are zero.
+Phi-3 mini's heads of 96 dimensions become heads of 128. Zeros in q and k add nothing to a score, and zeros in v meet
+zero columns in o. RoPE pairs dimension i of a head's first half with dimension i of the second. So rotated dimensions
+begin each half, and the others (Phi-4-mini's last 32) follow in both halves, where the frequencies are zero.
 """
 
 import torch
@@ -14,7 +13,7 @@ ROWS = ("q_proj", "k_proj", "v_proj")
 
 
 def heads_axis(module: str, kind: str) -> int | None:
-    """Along which axis a tensor of a projection holds heads, None: it holds none.
+    """Return the axis of a projection's tensor that holds heads, or None.
 
     kind: "weight" [N, K], "bias" [N], "weight_scale" [N, 1], "lora_a" [r, K] or "lora_b" [N, r].
     """
@@ -25,7 +24,7 @@ def heads_axis(module: str, kind: str) -> int | None:
 
 
 def arranged_shape(config: LlamaConfig, module: str, kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape that `arranged` gives a tensor of this shape; the same for one that does not fit the config."""
+    """Return the shape after `arranged`; unchanged if it does not fit the config."""
     axis = heads_axis(module, kind)
     if axis is None or axis >= len(shape) or shape[axis] % config.stored_head_dim:
         return shape
@@ -33,10 +32,10 @@ def arranged_shape(config: LlamaConfig, module: str, kind: str, shape: tuple[int
 
 
 def arranged(config: LlamaConfig, module: str, kind: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor as stored -> with the heads of the graph: itself where these are the checkpoint's.
+    """Return a stored tensor with the heads of the graph; the tensor itself if they are equal.
 
-    RoPE's `attention_factor` is part of the softmax scale, which counts for all dimensions: q's that are not turned are
-    divided by it, in fp32, in which such a tensor is returned.
+    RoPE's `attention_factor` is in the softmax scale, which applies to all dimensions. So q's unrotated dimensions are
+    divided by it; the result is then in fp32.
     """
     shape, axis = tuple(tensor.shape), heads_axis(module, kind)
     if axis is None or not config.rearranges_heads or shape[axis] % config.stored_head_dim:
@@ -56,7 +55,7 @@ def arranged(config: LlamaConfig, module: str, kind: str, tensor: torch.Tensor) 
 
 
 def _without_factor(config: LlamaConfig, module: str, unturned: torch.Tensor) -> torch.Tensor:
-    """Eight-bit values stay as they are: their scales have the factor."""
+    """Divide by the factor; eight-bit values stay, since their scales have it."""
     if not _has_factor(config, module) or unturned.element_size() == 1:
         return unturned
     return unturned / config.rope_scaling.attention_factor**2

@@ -1,11 +1,10 @@
-"""Llama as a plain module, with what other families add to it (`LlamaConfig` says which): what the compiler captures,
-and, run eagerly with the reference ops, what it is compared with.
+"""Llama as a plain module, with the additions of other families (see `LlamaConfig`). The compiler captures it, and
+eager runs with the reference ops check it.
 
-Tokens of all sequences lie flattened in one dimension T; each sequence's keys and values live in pages of a paged
-cache.
+Tokens of all sequences are flattened in one dimension T; keys and values are in pages of a paged cache.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,12 +19,35 @@ from .rotary import apply_rotary, inverse_frequencies
 
 INV_FREQ = "model.rotary_emb.inv_freq"
 STORED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-"""Of projections in a checkpoint of each `weight_format`."""
+"""Dtype of stored projections by `weight_format`."""
+TOKENS, SEQUENCES, PAGES, BLOCKS = Dim("tokens"), Dim("sequences"), Dim("pages"), Dim("blocks")
+STEP_SHAPES: dict[str, Any] = {
+    "input_ids": {0: TOKENS},
+    "positions": {0: TOKENS},
+    "slot_mapping": {0: TOKENS},
+    "adapter_index": {0: TOKENS},
+    "block_table": {0: SEQUENCES, 1: BLOCKS},
+    "context_lens": {0: SEQUENCES},
+    "query_start": {0: SEQUENCES + 1},
+}
+"""Symbolic dimensions of the arguments of every step."""
 
 
 def times(x: torch.Tensor, factor: float) -> torch.Tensor:
-    """x times a factor of the config, which in most families is one."""
+    """Return x times a factor, which is 1 in most families."""
     return x if factor == 1.0 else x * factor
+
+
+class StepInputs(NamedTuple):
+    """The tensors of a step that every layer reads: cos, sin [T, 1, D]; `Llama.forward` has the other shapes."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    slot_mapping: torch.Tensor
+    adapter_index: torch.Tensor
+    block_table: torch.Tensor
+    context_lens: torch.Tensor
+    query_start: torch.Tensor
 
 
 class RMSNorm(nn.Module):
@@ -75,7 +97,7 @@ class RotaryEmbedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over the paged cache, to which it first appends this step's keys and values."""
+    """Grouped-query attention over the paged cache."""
 
     def __init__(
         self, config: LlamaConfig, layer: int, lora: LoraShape | None, dtype: torch.dtype, device: torch.device | None
@@ -96,40 +118,22 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype, device)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype, device)
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        adapter_index: torch.Tensor,
-        block_table: torch.Tensor,
-        context_lens: torch.Tensor,
-        query_start: torch.Tensor,
-        kv_cache: torch.Tensor,
-    ) -> torch.Tensor:
-        """hidden_states [T, H] -> [T, H]; see `Llama.forward` for the rest."""
-        q = self.q_proj(hidden_states, adapter_index).view(self.query_shape)
-        k = self.k_proj(hidden_states, adapter_index).view(self.key_shape)
-        v = self.v_proj(hidden_states, adapter_index).view(self.key_shape)
+    def forward(self, hidden_states: torch.Tensor, step: StepInputs, kv_cache: torch.Tensor) -> torch.Tensor:
+        """hidden_states [T, H] -> [T, H]; appends this step's keys and values to kv_cache."""
+        q = self.q_proj(hidden_states, step.adapter_index).view(self.query_shape)
+        k = self.k_proj(hidden_states, step.adapter_index).view(self.key_shape)
+        v = self.v_proj(hidden_states, step.adapter_index).view(self.key_shape)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotates:
-            q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
-        torch.ops.sidestream.append_kv(k, v, kv_cache, None, slot_mapping)
+            q, k = apply_rotary(q, step.cos, step.sin), apply_rotary(k, step.cos, step.sin)
+        torch.ops.sidestream.append_kv(k, v, kv_cache, None, step.slot_mapping)
         output = torch.ops.sidestream.paged_attention(
-            q,
-            kv_cache,
-            None,
-            block_table,
-            context_lens,
-            query_start,
-            self.softmax_scale,
-            False,
-            False,
+            *(q, kv_cache, None, step.block_table, step.context_lens, step.query_start),
+            *(self.softmax_scale, False, False),
             window=self.window,
         )
-        return self.o_proj(output, adapter_index)
+        return self.o_proj(output, step.adapter_index)
 
 
 class MLP(nn.Module):
@@ -150,7 +154,7 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each after its norm and added to its residual."""
+    """Attention and MLP, each after its norm and added to the residual."""
 
     def __init__(
         self, config: LlamaConfig, layer: int, lora: LoraShape | None, dtype: torch.dtype, device: torch.device | None
@@ -162,32 +166,11 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        adapter_index: torch.Tensor,
-        block_table: torch.Tensor,
-        context_lens: torch.Tensor,
-        query_start: torch.Tensor,
-        kv_cache: torch.Tensor,
-    ) -> torch.Tensor:
-        """hidden_states [T, H] -> [T, H]; the other arguments as in `Attention.forward`, which writes the KV cache."""
-        attended = self.self_attn(
-            self.input_layernorm(hidden_states),
-            cos,
-            sin,
-            slot_mapping,
-            adapter_index,
-            block_table,
-            context_lens,
-            query_start,
-            kv_cache,
-        )
+    def forward(self, hidden_states: torch.Tensor, step: StepInputs, kv_cache: torch.Tensor) -> torch.Tensor:
+        """hidden_states [T, H] -> [T, H]; appends this step's keys and values to kv_cache."""
+        attended = self.self_attn(self.input_layernorm(hidden_states), step, kv_cache)
         hidden_states = hidden_states + times(attended, self.residual_multiplier)
-        update = self.mlp(self.post_attention_layernorm(hidden_states), adapter_index)
+        update = self.mlp(self.post_attention_layernorm(hidden_states), step.adapter_index)
         return hidden_states + times(update, self.residual_multiplier)
 
 
@@ -207,9 +190,8 @@ class Decoder(nn.Module):
         self.embedding_multiplier = config.embedding_multiplier
         self.logits_scaling = config.logits_scaling
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, device)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, layer, lora, dtype, device) for layer in range(config.num_hidden_layers)
-        )
+        layers = range(config.num_hidden_layers)
+        self.layers = nn.ModuleList(DecoderLayer(config, layer, lora, dtype, device) for layer in layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
         self.rotary_emb = RotaryEmbedding(config, device)
 
@@ -224,26 +206,23 @@ class Decoder(nn.Module):
         query_start: torch.Tensor,
         kv_caches: list[torch.Tensor],
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """input_ids [T] -> hidden states [T, H], over `logits_scaling`, and those after each layer of `features`; see
-        `Llama.forward` for the rest.
-        """
+        """input_ids [T] -> hidden states [T, H] / `logits_scaling`, and those after each layer in `features`."""
         hidden_states = times(self.embed_tokens(input_ids), self.embedding_multiplier)
         cos, sin = self.rotary_emb(positions)
+        step = StepInputs(cos, sin, slot_mapping, adapter_index, block_table, context_lens, query_start)
         after = []
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            hidden_states = layer(
-                hidden_states, cos, sin, slot_mapping, adapter_index, block_table, context_lens, query_start, kv_cache
-            )
+            hidden_states = layer(hidden_states, step, kv_cache)
             after.append(hidden_states)
         return times(self.norm(hidden_states), 1 / self.logits_scaling), [after[count - 1] for count in self.features]
 
 
 class Llama(nn.Module):
-    """A Llama with room for `lora.slots` adapters (`lora=None`: none).
+    """A Llama with stacks for `lora.slots` adapters (`lora=None`: none).
 
-    `dtype` is the dtype of weights, activations and caches; None takes the checkpoint's. Parameters are uninitialised:
-    load them, or build on the meta device to capture. `features`: after how many layers hidden states are returned too,
-    each at least 1.
+    `dtype` of weights, activations and caches; None: the checkpoint's. Parameters are uninitialised: load them, or
+    build on the meta device to capture. `features`: numbers of layers (at least 1) after which hidden states are
+    returned too.
     """
 
     def __init__(
@@ -276,8 +255,8 @@ class Llama(nn.Module):
         logits_indices: torch.Tensor,
         kv_caches: list[torch.Tensor],
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """One step over T tokens of B sequences -> logits [B, V] of the tokens that `logits_indices` names; with
-        `features` a tuple of these and of the hidden states [T, H] after each of its layers.
+        """Run one step over T tokens of B sequences -> logits [B, V] of the tokens in `logits_indices`; with `features`
+        a tuple of these and the hidden states [T, H] after each of its layers.
 
         input_ids, positions [T] int64 or int32; slot_mapping [T] int32 (page * 64 + offset, -1 = padding);
         adapter_index [T] int32 (-1 = no adapter); block_table [B, P], context_lens [B] (this step's tokens included),
@@ -293,19 +272,15 @@ class Llama(nn.Module):
         return (logits, *features) if features else logits
 
     def checkpoint_tensors(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of each tensor that a checkpoint must hold."""
+        """Return name -> shape of each tensor of a checkpoint."""
         return {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
 
     def derived_tensors(self) -> dict[str, torch.Tensor]:
-        """Name -> value (on the CPU) of the buffers that come from the config rather than from a checkpoint; real on
-        a meta model too.
-        """
+        """Return name -> value (on the CPU) of the buffers that follow from the config; real on a meta model too."""
         return {INV_FREQ: inverse_frequencies(self.config)}
 
     def example_inputs(self, tokens: int = 24, sequences: int = 6, pages: int = 16, blocks: int = 4) -> dict[str, Any]:
-        """Keyword arguments of `forward` for capture, on the model's device; sizes that differ from each other keep
-        the dimensions apart.
-        """
+        """Return keyword arguments of `forward` for capture; distinct sizes keep the dimensions apart."""
         device = self.model.norm.weight.device
 
         def integers(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -327,25 +302,15 @@ class Llama(nn.Module):
         }
 
     def dynamic_shapes(self) -> dict[str, Any]:
-        """Which dimensions of `example_inputs` are symbolic, for `torch.export.export(..., strict=False)`."""
-        tokens, sequences, pages, blocks = Dim("tokens"), Dim("sequences"), Dim("pages"), Dim("blocks")
-        return {
-            "input_ids": {0: tokens},
-            "positions": {0: tokens},
-            "slot_mapping": {0: tokens},
-            "adapter_index": {0: tokens},
-            "block_table": {0: sequences, 1: blocks},
-            "context_lens": {0: sequences},
-            "query_start": {0: sequences + 1},
-            "logits_indices": {0: sequences},
-            "kv_caches": [{0: pages} for _ in range(self.config.num_hidden_layers)],
-        }
+        """Return the symbolic dimensions of `example_inputs`, for `torch.export.export(..., strict=False)`."""
+        caches = [{0: PAGES} for _ in range(self.config.num_hidden_layers)]
+        return {**STEP_SHAPES, "logits_indices": {0: SEQUENCES}, "kv_caches": caches}
 
 
 def _projection(
     module: str, config: LlamaConfig, lora: LoraShape | None, dtype: torch.dtype, device: torch.device | None
 ) -> LoRALinear:
-    """`module`: its full name."""
+    """Return the linear of `module`, a full name."""
     name = module.rpartition(".")[2]
     outputs, inputs = config.module_shape(name)
     stacks = lora if lora is not None and name in lora.targets else None

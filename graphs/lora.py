@@ -1,4 +1,4 @@
-"""LoRALinear: a projection whose tokens may each add their own low-rank update."""
+"""LoRALinear: a linear layer with a low-rank update for each token's adapter."""
 
 from dataclasses import dataclass
 
@@ -15,10 +15,10 @@ RANK_MULTIPLE = 16
 
 @dataclass(frozen=True)
 class LoraShape:
-    """How much room the model keeps for adapters.
+    """The model's LoRA stacks.
 
-    `slots` adapters at once, each of at most `rank` (a multiple of 16), on the projections named in `targets`. Targets
-    that one GEMM computes together (q/k/v, gate/up) are there together: naming one adds the others.
+    `slots` adapters at once, of at most `rank` (a multiple of 16), on the projections in `targets`. Targets of one GEMM
+    (q/k/v, gate/up) are completed: one adds the others.
     """
 
     slots: int
@@ -42,11 +42,11 @@ class LoraShape:
 
 
 class LoRALinear(nn.Module):
-    """y = x W^T (+ b), plus (x A^T) B^T of the adapter that each token names.
+    """y = x W^T (+ b), plus (x A^T) B^T of each token's adapter.
 
-    weight [N, K], bias [N] or None; with adapters lora_a [S, R, K] and lora_b [S, N, R] (alpha / rank is folded into
-    B). `lora` is None when this projection has none. `stored`: the checkpoint has eight-bit values and a scale [N, 1]
-    (fp32) for each output channel.
+    weight [N, K], bias [N] or None; with adapters lora_a [S, R, K] and lora_b [S, N, R] (with alpha / rank in B).
+    `lora`: None for a projection without stacks. `stored`: eight-bit values with a scale [N, 1] (fp32) for each output
+    channel.
     """
 
     lora_a: torch.Tensor
@@ -63,9 +63,8 @@ class LoRALinear(nn.Module):
         stored: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(
-            torch.empty(out_features, in_features, dtype=stored or dtype, device=device), requires_grad=False
-        )
+        weight = torch.empty(out_features, in_features, dtype=stored or dtype, device=device)
+        self.weight = nn.Parameter(weight, requires_grad=False)
         self.weight_scale: nn.Parameter | None = None
         if stored is not None:
             scales = torch.empty(out_features, 1, dtype=torch.float32, device=device)

@@ -1,6 +1,4 @@
-"""The directory of a model or an adapter that was named: a path, or a hub id whose files lie in the local hub cache.
-Nothing is downloaded.
-"""
+"""Directory of a named model or adapter: a path, or a hub id in the local hub cache. Nothing is downloaded."""
 
 import os
 import re
@@ -20,14 +18,14 @@ _MOST_LISTED = 5
 
 
 def model_directory(model: str | Path) -> Path:
-    """Where the files of a model lie: the path itself (`~` is the user's home), or the hub cache's directory. Raises
-    ConfigError, which says how to download or convert, for a hub id that is not there, for GGUF, and for a file or an
-    adapter in place of a model.
+    """Return the directory of a model: the path (`~` is the user's home), or its place in the hub cache.
+
+    Raises ConfigError, with the command to download or convert it, for a missing hub id, GGUF, a file or an adapter.
     """
     try:
         path = Path(model).expanduser()
         is_directory = path.is_dir()
-    except (OSError, RuntimeError) as problem:  # too long, not to be entered, or `~name` of nobody
+    except (OSError, RuntimeError) as problem:  # too long, no permission, or an unknown `~name`
         shown = str(model) if len(str(model)) <= SHOWN else f"{str(model)[:SHOWN]}..."
         reason = getattr(problem, "strerror", None) or problem
         raise ConfigError(f"model {shown!r} cannot be read ({reason}); name a directory or a hub id") from None
@@ -43,10 +41,10 @@ def model_directory(model: str | Path) -> Path:
 
 
 def adapter_directory(named: str | Path) -> Path:
-    """Return the directory that someone on this machine means: `~` is their home, a file of an adapter stands for its
-    directory, and a hub id for its files in the local hub cache (nothing is downloaded).
+    """Return the directory of an adapter: a path (`~` is the user's home), the directory of its file, or a cached hub
+    id.
 
-    Raises AdapterError for a directory that holds no adapter.
+    Raises AdapterError for a directory without an adapter.
     """
     try:
         path = Path(named).expanduser()
@@ -55,19 +53,19 @@ def adapter_directory(named: str | Path) -> Path:
         path = without_file_name(path)
         if not os.path.lexists(path / CONFIG):
             raise AdapterError(why_no_adapter(path))
-    except (OSError, RuntimeError) as problem:  # RuntimeError: `~name` of nobody
+    except (OSError, RuntimeError) as problem:  # RuntimeError: an unknown `~name`
         reason = getattr(problem, "strerror", None) or problem
         raise AdapterError(f"adapter directory {str(named)[:200]} cannot be read ({reason}): {_NEEDED}") from None
     return path
 
 
 def without_file_name(path: Path) -> Path:
-    """Return the directory of an adapter's file, and any other path as it is."""
+    """Return the directory of an adapter's file; other paths unchanged."""
     return path.parent if path.name in (CONFIG, WEIGHTS) and not path.is_dir() else path
 
 
 def why_no_adapter(path: Path) -> str:
-    """Return the error for a path that has no adapter_config.json. It quotes nothing of a file."""
+    """Return the error for a path without adapter_config.json. It quotes nothing of a file."""
     if not path.exists():
         return f"adapter directory {path} does not exist: {_NEEDED}"
     if not path.is_dir():
@@ -83,19 +81,19 @@ def why_no_adapter(path: Path) -> str:
     if (path / "config.json").is_file():
         return f"{path} holds a model (config.json), not an adapter: {_NEEDED}; serve this directory as the model"
     if (path / WEIGHTS).exists():
-        return f"{path} has {WEIGHTS}, but no {CONFIG}: copy that file there too; it says how the weights are scaled"
+        return f"{path} has {WEIGHTS}, but no {CONFIG}: copy that file there too; it has the scaling of the weights"
     return f"{path / CONFIG} does not exist: {_NEEDED}"
 
 
 def is_hub_id(named: str | Path) -> bool:
-    """Whether this may be the name of a repository of the hub. A path of the same form goes first, where it exists."""
+    """Whether this may be a repository of the hub; an existing path of the same form takes precedence."""
     return isinstance(named, str) and _HUB_ID.fullmatch(named) is not None and not Path(named).exists()
 
 
 def cached_snapshot(name: str, kind: str, config: str, error: type[ValueError]) -> Path:
-    """The newest files of a hub id in the local cache ($HF_HUB_CACHE, $HF_HOME/hub or ~/.cache/huggingface/hub).
+    """Return the newest files of a hub id in the local cache ($HF_HUB_CACHE, $HF_HOME/hub or ~/.cache/huggingface/hub).
 
-    `kind`: what it is the name of, whose file `config` must be there. Raises `error`, which says how to download it.
+    `kind`: "model" or "adapter"; `config`: a file that must exist. Raises `error`, with the command to download it.
     """
     from huggingface_hub import snapshot_download  # comes with tokenizers; a start from a directory does without it
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -105,20 +103,19 @@ def cached_snapshot(name: str, kind: str, config: str, error: type[ValueError]) 
     try:
         found = Path(snapshot_download(name, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError):
-        raise error(
-            f"{kind} {name!r} is neither a directory nor in the local hub cache (nothing is downloaded): {remedy}"
-        ) from None
+        where = "neither a directory nor in the local hub cache (nothing is downloaded)"
+        raise error(f"{kind} {name!r} is {where}: {remedy}") from None
     except (OSError, UnicodeDecodeError) as problem:
         raise error(
             f"{kind} {name!r} cannot be read from the local hub cache ({problem}): check its permissions, or {remedy}"
         ) from None
     if not (found / config).is_file():
-        raise error(f"{kind} {name!r} lies in the local hub cache without its {config}: {remedy}")
+        raise error(f"{kind} {name!r} is in the local hub cache without its {config}: {remedy}")
     return found
 
 
 def _refuse_adapter(directory: Path) -> None:
-    """Raises for an adapter in place of a model."""
+    """Raise ConfigError for an adapter in place of a model."""
     if (directory / "config.json").is_file() or not (directory / CONFIG).is_file():
         return
     config = read_json_object(directory / CONFIG, ConfigError, "download it again")
@@ -131,19 +128,21 @@ def _refuse_adapter(directory: Path) -> None:
 
 
 def _refuse_gguf(directory: Path, files: list[Path]) -> None:
-    """Raises for a model that is there as GGUF only."""
+    """Raise ConfigError for a model that exists as GGUF only."""
     if not files or (directory / "config.json").is_file():
         return
     raise ConfigError(
-        f"{files[0].name} is GGUF, whose blocks of four to eight bits are not served: convert it with "
+        f"{files[0].name} is GGUF (blocks of four to eight bits), which is not served: convert it with "
         f'`python -c "{_in_quotes(gguf_conversion(directory, files[0].name))}"` (pip install transformers gguf) and '
         "name the directory `converted`"
     )
 
 
 def gguf_conversion(directory: Path, file: str) -> str:
-    """Python code that writes a GGUF file as a checkpoint, `converted`: with transformers 4, which always unpacks the
-    blocks, and with 5, which does it when it is asked to and then saves such a model only as an ordinary one.
+    """Return Python code that converts a GGUF file to a checkpoint, `converted`.
+
+    transformers 4 always unpacks the blocks; 5 does it on request, and saves the model after its quantization_config is
+    removed.
     """
     return (
         f"import transformers as t; d, g = {str(directory)!r}, dict(gguf_file={file!r}); "
@@ -155,5 +154,5 @@ def gguf_conversion(directory: Path, file: str) -> str:
 
 
 def _in_quotes(code: str) -> str:
-    """The code as a shell reads it between double quotes."""
+    """Escape code for a shell's double quotes."""
     return re.sub(r'(["$`\\])', r"\\\1", code)

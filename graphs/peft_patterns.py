@@ -1,10 +1,9 @@
-"""How PEFT matches module names, for rank_pattern, alpha_pattern, target_modules and exclude_modules (peft.utils.other,
-peft.tuners.tuners_utils).
+"""PEFT's matching of module names, for rank_pattern, alpha_pattern, target_modules and exclude_modules
+(peft.utils.other, peft.tuners.tuners_utils).
 
-The patterns come from a file that somebody else wrote, and Python's `re` can be made to run for hours while it holds
-the interpreter. They are therefore matched by RE2, whose time is linear in the name's length whatever the pattern. RE2
-has no look-around and no backreferences; what it has agrees with `re` on module names, but for the few spellings in
-`_OTHER_MEANING`.
+Patterns come from untrusted files, and Python's `re` can be made to run for hours while it holds the interpreter. So
+RE2 matches them in linear time. It has no look-around and no backreferences, and agrees with `re` on module names
+except for the spellings in `_OTHER_MEANING`.
 """
 
 import re
@@ -25,24 +24,22 @@ _REMEDY = "list the modules by name"
 
 
 class PatternError(ValueError):
-    """A pattern that cannot be used, with the reason. It does not quote the pattern."""
+    """A pattern that cannot be used, with the reason but without the pattern."""
 
 
 class LookAroundError(PatternError):
-    """A pattern that `re` takes and a linear matcher cannot: it looks ahead or back."""
+    """A pattern with look-ahead or look-behind, which `re` accepts and RE2 does not."""
 
 
 class PeftPatterns:
-    """The patterns of one adapter_config.json: each is compiled once, and they are bounded together."""
+    """The patterns of one adapter_config.json, each compiled once and limited in total."""
 
     def __init__(self) -> None:
         self._compiled: dict[tuple[str, bool], Any] = {}
         self._instructions = 0
 
     def first_match(self, patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-        """The value of the first pattern that matches a dotted suffix of `module`, in the order of the file; else
-        `default`.
-        """
+        """Return the value of the first pattern that matches a dotted suffix of `module`, else `default`."""
         for pattern, value in patterns.items():
             if self.compile(rf"(.*\.)?({pattern})$").match(module):
                 return value
@@ -51,10 +48,7 @@ class PeftPatterns:
     def targeted(
         self, module: str, target_modules: Any, exclude_modules: Any, layers: Any, layers_pattern: Any
     ) -> bool:
-        """Whether an adapter_config.json applies LoRA to `module`, a projection of a Llama layer.
-
-        Raises PatternError.
-        """
+        """Whether an adapter_config.json applies LoRA to `module`, a projection of a layer. Raises PatternError."""
         if exclude_modules and self._named(module, exclude_modules):
             return False
         if isinstance(target_modules, str):
@@ -69,10 +63,10 @@ class PeftPatterns:
         return index is not None and index in ([layers] if isinstance(layers, int) else layers)
 
     def compile(self, pattern: str, groups: bool = False) -> Any:
-        """The pattern as an RE2 object with re's `match` and `fullmatch`; `groups`: its groups are wanted.
+        """Return the pattern as an RE2 object with `match` and `fullmatch`; `groups`: keep its groups.
 
-        Raises PatternError for what RE2 cannot do, for what it would read differently from `re`, and for patterns that
-        are too long or too many.
+        Raises PatternError for patterns that RE2 lacks or reads differently from `re`, and for too long or too many
+        ones.
         """
         found = self._compiled.get((pattern, groups))
         if found is None:
@@ -103,7 +97,7 @@ class PeftPatterns:
 
 
 def _suffixes(module: str) -> Iterator[str]:
-    """`a.b.c`, `b.c`, `c`."""
+    """Yield `a.b.c`, `b.c`, `c`."""
     yield module
     while "." in module:
         _, _, module = module.partition(".")
@@ -130,15 +124,13 @@ def _compile(pattern: str, groups: bool) -> Any:
     try:
         compiled = re2.compile(pattern, options)
     except re2.error as problem:
-        raise PatternError(
-            f"a pattern is no regular expression that is supported ({_reason(problem)}): {_REMEDY}"
-        ) from None
+        raise PatternError(f"a pattern is no supported regular expression ({_reason(problem)}): {_REMEDY}") from None
     if compiled.programsize > MAX_PROGRAM:
         raise PatternError(f"a pattern has too many repeats: {_REMEDY}")
     return compiled
 
 
 def _reason(problem: Exception) -> str:
-    """RE2's own words, without the part of the pattern that follows them."""
+    """Return RE2's message without the part of the pattern in it."""
     text = problem.args[0] if problem.args else b""
     return str(text.decode("ascii", "replace") if isinstance(text, bytes) else text).partition(":")[0]

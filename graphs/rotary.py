@@ -1,4 +1,4 @@
-"""Rotary position embedding: the frequencies of each rope type, and the rotation as Hugging Face spells it."""
+"""Rotary position embedding: frequencies of each RoPE type, and the rotation in Hugging Face's form."""
 
 import math
 
@@ -8,9 +8,7 @@ from .config import LlamaConfig
 
 
 def inverse_frequencies(config: LlamaConfig) -> torch.Tensor:
-    """fp32 [D/2]: radians per position of each pair of dimensions, on the CPU whatever the default device. The last
-    pairs of heads that are wider than what is turned have none.
-    """
+    """fp32 [D/2]: radians per position of each pair of dimensions, on the CPU; zero for unrotated pairs."""
     width = config.rotary_dim
     exponents = torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width
     found = _stretched(1.0 / config.rope_theta**exponents, config)
@@ -18,10 +16,10 @@ def inverse_frequencies(config: LlamaConfig) -> torch.Tensor:
 
 
 def _stretched(plain: torch.Tensor, config: LlamaConfig) -> torch.Tensor:
-    """The same, stretched as the config's rope type says.
+    """Scale the frequencies by the config's RoPE type.
 
-    Llama 3.1's rule (`llama3`): wavelengths shorter than original_context / high_freq_factor stay, longer than
-    original_context / low_freq_factor are stretched by `factor`, and those in between are blended.
+    llama3: wavelengths below original_context / high_freq_factor stay, above original_context / low_freq_factor are
+    scaled by `factor`, and those in between are interpolated.
     """
     scaling = config.rope_scaling
     if scaling.kind == "default":
@@ -39,7 +37,7 @@ def _stretched(plain: torch.Tensor, config: LlamaConfig) -> torch.Tensor:
 
 
 def _ramp(config: LlamaConfig) -> torch.Tensor:
-    """YaRN's share of each frequency that is stretched: 0 for the fast ones, 1 for the slow ones."""
+    """Return YaRN's share of each frequency that is scaled: 0 for fast ones, 1 for slow ones."""
     scaling, width = config.rope_scaling, config.rotary_dim
 
     def pair_that_turns(times: float) -> float:

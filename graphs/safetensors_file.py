@@ -1,19 +1,27 @@
-"""Reading one .safetensors file: headers first, data lazily through a memory map, every fault under the caller's
-error class.
-"""
+"""Read one .safetensors file: the header first, data through a memory map; or bytes, with a check of their values."""
 
+import os
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from .regular_file import LFS_POINTER, is_lfs_pointer
+from .untrusted_files import LFS_POINTER, is_lfs_pointer
 
 FLOATING = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+LARGEST = 1 << 16
+"""Magnitudes are below this, as in fp16: no trained weight comes near, and larger ones overflow in the model."""
+_EXPONENT = {
+    torch.bfloat16: (np.uint16, np.int16, 0x4780),
+    torch.float16: (np.uint16, np.int16, 0x7C00),
+    torch.float32: (np.uint32, np.int32, 0x47800000),
+}
 
 
 class SafetensorsFile:
-    """The tensors of one file. Opening reads the header only and proves that the file is as long as the header says."""
+    """The tensors of one file. Opening reads the header only and checks the file's length against it."""
 
     def __init__(self, path: Path, error: type[ValueError], remedy: str) -> None:
         self.path = path
@@ -35,16 +43,38 @@ class SafetensorsFile:
             raise error(f"{path.name} is damaged or truncated ({problem}): {remedy}") from None
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor, a view of the memory map: pages are read when touched. Do not write to it."""
+        """Return one tensor, a view of the memory map: read when touched, not to be written."""
         try:
             return self._handle.get_tensor(name)
         except (OSError, SafetensorError) as problem:
             raise self.error(f"{self.path.name}: tensor {name!r} cannot be read ({problem}): {self.remedy}") from None
 
     def check_floating(self, name: str) -> None:
-        """Raises unless the tensor is bf16, fp16 or fp32."""
+        """Raise unless the tensor is bf16, fp16 or fp32."""
         if self.dtypes[name] not in FLOATING:
             raise self.error(
                 f"{self.path.name}: tensor {name!r} has dtype {self.dtypes[name]}, expected one of "
                 f"{', '.join(FLOATING)}: save it unquantized"
             )
+
+
+def read_fully(handle: int, target: NDArray[np.uint8], offset: int) -> None:
+    """Fill `target` from a file descriptor's bytes at `offset`. Raises EOFError for a shorter file, and OSError."""
+    done = 0
+    while done < target.size:
+        count = os.preadv(handle, [target[done:].data], offset + done)
+        if not count:
+            raise EOFError("it has become shorter")
+        done += count
+
+
+def in_range(data: NDArray[np.uint8], dtype: torch.dtype) -> bool:
+    """Whether every value of `dtype` among these bytes is a number of a magnitude below LARGEST.
+
+    As integers all other values are the largest: from `exponent` on, or with a sign as unsigned. So two maxima decide.
+    """
+    unsigned, signed, exponent = _EXPONENT[dtype]
+    sign = 1 << (8 * dtype.itemsize - 1)
+    return not data.size or (
+        int(data.view(signed).max()) < exponent and int(data.view(unsigned).max()) < sign + exponent
+    )

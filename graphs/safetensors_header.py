@@ -1,4 +1,4 @@
-"""Where the tensors lie in one adapter's .safetensors file: its header, proven to describe all of the file."""
+"""Header of an adapter's .safetensors file, validated to describe the whole file."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from .regular_file import LFS_POINTER, FileRefusedError, is_lfs_pointer, name_of, open_regular
+from .untrusted_files import LFS_POINTER, FileRefusedError, is_lfs_pointer, name_of, open_regular
 
 ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 """Of the dtypes that adapters may have, spelled as in the file."""
@@ -30,7 +30,7 @@ class Place(NamedTuple):
 
 
 class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file of `size` bytes, of which the first `header` are not data; `header_sum` is their sha256 (hex)."""
+    """A file of `size` bytes with `header` bytes before the data; `header_sum` is their sha256 (hex)."""
 
     size: int
     header: int
@@ -38,9 +38,9 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     places: dict[str, Place]
 
     def lies_inside(self, name: str) -> bool:
-        """Whether the tensor has a floating dtype, and bytes of the file's data that are as many as its shape says.
+        """Whether the tensor has a floating dtype and the right number of bytes inside the file's data.
 
-        True of what `read_layout` returns; to be asked of what another process says.
+        True after `read_layout`; for layouts from another process.
         """
         dtype, shape, first, last = self.places[name]
         return (
@@ -52,7 +52,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def open_file(path: Path, error: type[ValueError], remedy: str, roots: Sequence[Path] | None = None) -> int:
-    """A file descriptor for reading. `roots`: directories under one of which the file must lie.
+    """Return a file descriptor for reading. `roots`: directories, one of which must contain the file.
 
     Every fault is raised as `error`, with `remedy`.
     """
@@ -67,20 +67,20 @@ def open_file(path: Path, error: type[ValueError], remedy: str, roots: Sequence[
 
 
 def damaged(path: Path, error: type[ValueError], remedy: str, problem: object) -> ValueError:
-    """The error for a file that is not what its header says."""
+    """Return the error for a file that contradicts its header."""
     return error(f"{path.name} is damaged or truncated ({problem}): {remedy}")
 
 
 class _TooManyTensorsError(ValueError):
-    """A header of more tensors than the file may have."""
+    """A header with more tensors than allowed."""
 
 
 def read_layout(
     path: Path, error: type[ValueError], remedy: str, most: int, roots: Sequence[Path] | None = None, *, foreign: str
 ) -> Layout:
-    """Read the header. `most`: tensors that the file may have, which bounds the header before it is read.
+    """Read the header. `most`: allowed number of tensors, which limits the header's size.
 
-    Every fault is raised as `error`: more tensors with the reason and remedy in `foreign`, anything else with `remedy`.
+    Faults are raised as `error`: too many tensors with the text `foreign`, all others with `remedy`.
     """
     handle = open_file(path, error, remedy, roots)
     try:
@@ -96,7 +96,7 @@ def read_layout(
 
 
 def _parse(handle: int, size: int, most: int) -> Layout:
-    """Raises ValueError for what is no safetensors file, _TooManyTensorsError for one with more than `most` tensors."""
+    """Raise ValueError for other files, _TooManyTensorsError for more than `most` tensors."""
     length = int.from_bytes(_read(handle, 8, 0), "little")
     longest = _HEADER_BYTES + _HEADER_BYTES_PER_TENSOR * most
     if length > size - 8 or (length > longest and _read(handle, 1, 8) != b"{"):

@@ -1,14 +1,14 @@
-"""Floor 1: one file an op, each with its schema, fake, reference (the specification), kernel and launch.
+"""Floor 1: one file per op, each with its schema, fake, reference (the specification), kernel and launch.
 
 all_ops          registers every op as `torch.ops.sidestream.<name>`
-core             what every op needs: registry, KV layout, workspace, Triton's spellings
+core             shared by all ops: registry, KV layout, dtypes, workspaces, Triton helpers
 attention        paged attention, and every op that reads or writes the KV cache
-linear           linears in eight bits, their kernels, and the tables that choose among them
+linear           8-bit linears, their kernels, and the tables that choose among them
 lora             LoRA of mixed adapters: plan, shrink, expand
-rows             one row at a time: norms, SiLU * mul, quantizers, embedding, sampling
-speculate        drafts: made from a sequence's own tokens, placed in a step's inputs, accepted
+elementwise      one row at a time: norms, SiLU * mul, quantizers, embedding, sampling
+spec_decode      drafts: make them from past tokens, place them in a step's inputs, accept them
 decoder_block    a decode layer between two attentions as one launch
-collectives      what the ranks of a tensor-parallel group do together
+collectives      collectives of a tensor-parallel group
 
 Importing this package imports nothing: processes that only count pages (`core/kv_layout.py`) start without torch.
 """

@@ -1,4 +1,4 @@
-"""Importing this module registers every op as `torch.ops.sidestream.<name>`."""
+"""Register every op as `torch.ops.sidestream.<name>` on import."""
 
 from . import (  # noqa: F401
     attention,

@@ -1,4 +1,4 @@
-"""`LLM`: a model with many adapters, in this process."""
+"""`LLM`: a model with many LoRA adapters in this process."""
 
 import contextlib
 import gc
@@ -21,29 +21,32 @@ from .api.sampling_params import SamplingParams
 from .demo_model import DEMO_MODEL, demo_adapters
 from .engine.beam_search import beam_search
 from .engine.engine import Engine
-from .engine.keywords import LLMKeywords
+from .engine.llm_keywords import LLMKeywords
 from .engine.options import keyword_docs, with_keywords
 from .engine.vllm_keywords import without_vllm_keywords
 from .scheduler.scheduler import Scheduler
-from .text.adapter_chat import warn_of_tokens
-from .text.chat import ChatRenderer
-from .text.chat_files import read_chat_templates
+from .text.chat_files import read_chat_templates, warn_of_tokens
 from .text.chat_messages import as_conversations
+from .text.chat_renderer import ChatRenderer
 from .text.generation_config import describe, sampling_defaults
-from .text.prompts import one_for_each, without_special_tokens
-from .text.requests import make_requests
-from .text.structured.compiler import GrammarCompiler
+from .text.prompts import make_requests, one_for_each, without_special_tokens
+from .text.structured.grammar_compiler import GrammarCompiler
 from .text.tokenizer import Tokenizer, load_tokenizer
-from .worker.model import find_model
-from .worker.progress import say
-from .worker.sleep import Sleeps
-from .worker.tensor_parallel.shared_model import load_shared
+from .worker.model_loader import find_model
+from .worker.progress import print_line
+from .worker.sleep import SleepControl
+from .worker.tensor_parallel.parallel_model import load_parallel_model
 
 
 class StreamChunk(NamedTuple):
-    """What a step added to one prompt's answer: which prompt (its place in the list), the new text and token ids;
-    `finish_reason` comes with the last chunk. `logprobs`, where asked for: those of the new token; `prompt_logprobs`:
-    those of the prompt's next tokens, from its second on, in chunks before the first token.
+    """New output of one prompt from one step.
+
+    prompt_index     index of the prompt in the list
+    text, token_ids  new text and token ids
+    finish_reason    set in the last chunk
+    completion       index of the completion, for n > 1
+    logprobs         of the new token, if requested
+    prompt_logprobs  of the prompt's next tokens, from its second on, if requested; in chunks before the first token
     """
 
     prompt_index: int
@@ -57,27 +60,29 @@ class StreamChunk(NamedTuple):
 
 
 class LLM:
-    """A Llama and its LoRA adapters, compiled for this machine and run in this process.
+    """Run a Llama and its LoRA adapters in this process.
 
         llm = LLM("path/to/llama", adapters={"poetry": "path/to/adapter"})
         outputs = llm.generate(["To be"], SamplingParams(max_tokens=32), adapter="poetry")
 
-    `close` gives the memory back, as does the end of `with LLM(...) as llm:`. Not thread-safe.
+    `close` frees the memory, as does the end of `with LLM(...) as llm:`. Not thread-safe.
 
-    model            directory in the Hugging Face format (None: the demo model with its adapters); with
-                     load_format="dummy" also config.json's fields as a dict
+    model            directory in the Hugging Face format; None: the demo model with its adapters. With
+                     load_format="dummy" also the fields of config.json as a dict
     adapters         name -> directory of a PEFT adapter
-    Every other option is a keyword: a field of EngineOptions or of CompileOptions, as listed at the end. vLLM's others
-    are refused with the remedy, unless they ask for what happens anyway; `enable_lora=True` makes room for adapters.
 
-    Raises OptionError, ConfigError, CheckpointError or AdapterError before any weight is loaded, and CapacityError when
-    the device is too small. `generate` and `stream` raise RequestError, before anything runs, for a request that cannot
-    be served.
+    All other options are keywords, listed below. Other keywords of vLLM raise OptionError with a remedy, unless their
+    value has no effect. `enable_lora=True` reserves slots for adapters that are added later.
 
-    calibration   the Calibration that is in use, or None
-    compiled   the CompiledModel: its passes' report, programs and dump
-    registry   the adapters by name
-    seconds    where the start-up's time went
+    Raises OptionError, ConfigError, CheckpointError or AdapterError before weights are loaded, and CapacityError if the
+    device has too little memory. Methods raise RequestError, before anything runs, for a request that cannot be served.
+
+    Attributes:
+
+    calibration      the Calibration in use, or None
+    compiled         the CompiledModel: report of its passes, programs and dump
+    registry         the adapters by name
+    seconds          start-up times in seconds
     """
 
     def __init__(
@@ -91,17 +96,17 @@ class LLM:
         given, model = without_vllm_keywords(keywords, bool(adapters)), DEMO_MODEL if model is None else model
         source, options = find_model(model, **given)
         self.tokenizer = load_tokenizer(source.directory)
-        self.model = loaded = load_shared(model, source, adapters or {}, options, given)
+        self.model = loaded = load_parallel_model(model, source, adapters or {}, options, given)
         self._end = weakref.finalize(self, loaded.close)
         self._defaults = sampling_defaults(source.directory, options.engine.generation_config)
-        say(line := describe(self._defaults), options.engine.show_progress and bool(line))
+        print_line(line := describe(self._defaults), options.engine.show_progress and bool(line))
         self.options, self.device, self.config = options.engine, options.device, source.config
         self.calibration, self.compiled, self.registry = loaded.calibration, loaded.compiled, loaded.registry
         self.num_pages, self.seconds = loaded.limits.num_pages, loaded.seconds
         scheduler = Scheduler(loaded.limits, loaded.registry.numbers, loaded.registry.hashes, asynchronous_loads=True)
         self.engine = Engine(
             scheduler,
-            loaded.executes,
+            loaded.executor,
             self.tokenizer,
             loaded.eos_ids,
             options.engine.seed,
@@ -117,9 +122,10 @@ class LLM:
         self._grammars = GrammarCompiler(self.tokenizer, self.config.vocab_size, loaded.eos_ids)
 
     def close(self) -> None:
-        """Give all memory back and end the threads, each after its present job; open streams end. May be called twice.
+        """Free all memory, end open streams, and end the threads after their current jobs. May be called twice.
 
-        Every later call raises RequestError. Memory that the caller still refers to (`llm.engine`, `llm.model`) stays.
+        Later calls of other methods raise RequestError. Memory that the caller still refers to (`llm.engine`,
+        `llm.model`) is not freed.
         """
         if self._closed:
             return
@@ -134,7 +140,7 @@ class LLM:
             torch.cuda.synchronize(self.device)
         self._end()
         del self.engine, self.model, self.compiled, self.registry, self.calibration
-        gc.collect()  # programs and what they are bound to refer to each other; threads end with what they serve
+        gc.collect()  # programs and their tensors refer to each other; threads end with their owners
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -160,9 +166,9 @@ class LLM:
             raise RequestError("this LLM sleeps; call wake_up() first")
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer: `encode(text)` with the special tokens at the start, `decode(token_ids)`.
+        """Return the model's tokenizer: `encode(text)` adds the special tokens at the start, `decode(token_ids)`.
 
-        Raises RequestError for a model without one.
+        Raises RequestError if the model has none.
         """
         self._check_open()
         if self.tokenizer is None:
@@ -170,8 +176,8 @@ class LLM:
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The parameters of prompts without sampling_params: SamplingParams() with what the model's
-        generation_config.json sets, see the option `generation_config`.
+        """Return the default sampling parameters: those of the model's generation_config.json (see the option
+        `generation_config`), else of SamplingParams.
         """
         return self._defaults.params()
 
@@ -183,24 +189,22 @@ class LLM:
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens that a prompt and its output may come to."""
+        """Most tokens of a prompt and its output together."""
         self._check_open()
         return self.engine.scheduler.limits.max_model_len
 
     def prefetch_adapters(self) -> None:
-        """Wait until as many adapters as `max_cpu_loras` allows lie in host memory.
+        """Load adapters into host memory, up to `max_cpu_loras`, and wait for it.
 
-        Without it they get there while the first requests run.
+        Otherwise they are loaded while the first requests run.
         """
         self._check_open()
         self.model.prefetch_adapters()
 
     def add_adapter(self, name: str, path: str | Path, replace: bool = False) -> None:
-        """Make one more adapter usable, or (`replace`) give a name a new content: requests that are under way finish on
-        the former one.
+        """Add an adapter, or with `replace` load new content under its name; running requests finish with the old one.
 
-        Raises RequestError or AdapterError, and changes nothing, for one that does not fit what the engine was started
-        with.
+        Raises RequestError or AdapterError, and changes nothing, if the adapter exceeds the engine's limits.
         """
         self._check_open()
         former = self.registry.numbers.get(name)
@@ -209,25 +213,24 @@ class LLM:
             self.engine.scheduler.forget_adapter(former)
 
     def remove_adapter(self, name: str) -> None:
-        """Forget an adapter: no new request may use it; its slot and its host copy come free when those under way
-        are finished.
-        """
+        """Remove an adapter. New requests cannot use it; its memory is freed when running requests have finished."""
         self._check_open()
         self.engine.scheduler.forget_adapter(self.model.remove_adapter(name))
 
     def reset_prefix_cache(self) -> bool:
-        """Forget the keys and values of former prompts; False, and nothing is forgotten, while a stream is open."""
+        """Forget the keys and values of former prompts. Return False, without effect, while a stream is open."""
         self._check_open()
         return self.engine.scheduler.states.prefix_cache.reset()
 
     def sleep(self, level: int = 1) -> None:
-        """Give the memory of weights, adapter slots and KV cache back to the device until `wake_up`, for an LLM that
-        was made with enable_sleep_mode=True. Programs, CUDA graphs and what they compute in stay.
+        """Free the device memory of weights, adapter slots and KV cache until `wake_up`. Needs enable_sleep_mode=True.
 
-        level   1: the weights go to page-locked host memory; 2: they are read from the model's directory again, so
-                new files there are served. Host copies of adapters stay; prompts are computed again.
+        Programs, CUDA graphs and their buffers are kept, as are host copies of adapters. Cached prompts are lost.
 
-        Raises RequestError, and nothing sleeps, while a stream is open. Requests raise it until `wake_up`.
+        level   1: move the weights to page-locked host memory; 2: discard them, and read them from the model's
+                directory at `wake_up`, so that new files there are used
+
+        Raises RequestError, without effect, while a stream is open. Requests raise RequestError until `wake_up`.
         """
         self._check_idle()
         sleeper = self._sleeper()
@@ -236,23 +239,23 @@ class LLM:
         sleeper.sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take the memory again that `sleep` gave back; what is awake stays as it is.
+        """Allocate and fill again the memory that `sleep` freed.
 
-        tags   "weights", with the adapter slots, and "kv_cache"; None: both. Requests are served when both are awake.
+        tags   "weights" (includes adapter slots), "kv_cache"; None: both. Requests need both
 
-        Raises CapacityError where the device has too little memory left, and, after level 2, CheckpointError; what was
-        not brought back sleeps on.
+        Raises CapacityError if the device has too little free memory, and after level 2 CheckpointError; the parts that
+        failed still sleep.
         """
         self._check_open()
         self._sleeper().wake_up(tags)
 
     def is_sleeping(self) -> bool:
-        """Whether `sleep` was called and weights or KV cache were not brought back since."""
+        """Return whether weights or KV cache are still freed after `sleep`."""
         self._check_open()
         return self.model.sleeper is not None and bool(self._sleeper().asleep)
 
-    def _sleeper(self) -> Sleeps:
-        sleeper = self.model.sleeps
+    def _sleeper(self) -> SleepControl:
+        sleeper = self.model.sleep_control
         if sleeper is None:
             raise RequestError("this LLM cannot sleep; make it with enable_sleep_mode=True")
         return sleeper
@@ -267,16 +270,17 @@ class LLM:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Complete every prompt; outputs come in the prompts' order.
+        """Complete prompts; return their outputs in the same order.
 
-        prompts          text, token ids, a list of either, or dicts {"prompt": text} / {"prompt_token_ids": ids}
-        sampling_params  one for all or one a prompt; None: get_default_sampling_params()
-        adapter          an adapter's name for all, or one a prompt (None = the base model)
-        lora_request     instead of `adapter`: a LoRARequest for all, or one a prompt; an adapter that is not known is
-                         loaded from its path and stays
-        priority         one for all or one a prompt: lower is served sooner
+        prompts          text, token ids, a list of either, or dicts {"prompt": text} or {"prompt_token_ids": ids}
+        sampling_params  one for all or one per prompt; None: get_default_sampling_params()
+        adapter          adapter name for all or one per prompt; None: the base model
+        use_tqdm         show a progress bar
+        lora_request     instead of `adapter`: a LoRARequest for all or one per prompt; an unknown adapter is loaded
+                         from its path and kept
+        priority         one for all or one per prompt: lower is served sooner
         """
-        adapter = self._adapters_asked(adapter, lora_request)
+        adapter = self._adapter_names(adapter, lora_request)
         requests = self._make_requests(prompts, sampling_params, adapter, priority)
         outputs: dict[str, RequestOutput] = {}
         scores: dict[str, list[dict[int, Logprob] | None]] = {
@@ -299,13 +303,13 @@ class LLM:
             output.prompt_logprobs = scores.get(output.request_id)
         return ordered
 
-    def _adapters_asked(self, adapter: Any, lora_request: Any) -> Any:
-        """What `adapter` or `lora_request` names, one for all or one a prompt."""
+    def _adapter_names(self, adapter: Any, lora_request: Any) -> Any:
+        """Return adapter names, one for all or one per prompt."""
         if lora_request is None:
             return adapter
         self._check_open()
         if adapter is not None:
-            raise RequestError("adapter and lora_request name the same thing; give one of them")
+            raise RequestError("adapter and lora_request both name the adapter; give one of them")
         names = adapter_names(_for_each(lora_request, 1), self.registry, self.add_adapter)
         return names if isinstance(lora_request, Sequence) else names[0]
 
@@ -319,19 +323,19 @@ class LLM:
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """For each prompt the `params.beam_width` best continuations, best first.
+        """Return the `params.beam_width` best continuations of each prompt, best first.
 
-        prompts, adapter, lora_request   as for `generate`
-        params               how wide, how long, and how continuations are ranked
-        concurrency_limit    how many prompts are worked on at a time (None: all)
+        prompts, adapter, lora_request, use_tqdm   as for `generate`
+        params             beam width, length and ranking
+        concurrency_limit  most prompts at a time; None: all
 
-        A token of each continuation is one request, whose beginning the prefix cache holds.
+        Each token of each continuation is one request; the prefix cache holds what the requests have in common.
         """
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"params must be BeamSearchParams, not {type(params).__name__}")
         if concurrency_limit is not None and (not isinstance(concurrency_limit, int) or concurrency_limit < 1):
             raise RequestError(f"concurrency_limit={concurrency_limit!r} must be at least 1, or None")
-        requests = self._make_requests(prompts, params.sampling, self._adapters_asked(adapter, lora_request))
+        requests = self._make_requests(prompts, params.sampling, self._adapter_names(adapter, lora_request))
         for request in requests:
             if len(request.prompt_ids) + params.max_tokens > self.max_model_len:
                 raise RequestError(
@@ -369,25 +373,24 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or every one of a list of them; outputs come in their order, `prompt` is what the
-        model's chat template made.
+        """Answer conversations; return their outputs in the same order. `prompt` of an output is the formatted text.
 
-        messages                a list of messages as OpenAI's API has them, such as {"role": "user", "content": text},
-                                or a list of such lists; roles are system, developer, user, assistant and tool
-        sampling_params, adapter, lora_request   as for `generate`
-        chat_template           a Jinja template's text to use instead of the model's own (an adapter's, where its
-                                directory holds one), or the name of one of the model's templates
+        messages                messages as in OpenAI's API, such as [{"role": "user", "content": text}], or a list of
+                                such lists; roles: system, developer, user, assistant, tool
+        sampling_params, adapter, use_tqdm, lora_request   as for `generate`
+        chat_template           text of a Jinja template, or name of one of the model's templates. None: the adapter's
+                                own template, else the model's
         add_generation_prompt   end the prompt where the assistant's answer begins
-        continue_final_message  let the model go on with the last message; needs add_generation_prompt=False
-        tools, chat_template_kwargs   what else the template may use
+        continue_final_message  continue the last message; needs add_generation_prompt=False
+        tools, chat_template_kwargs   further variables of the template
 
-        The template is run in a child process, with limits on time, memory and output. Raises RequestError for messages
-        that are none, for a model without a template, and for what the template refuses (ChatTemplateError).
+        The template runs in a child process with limits on time, memory and output. Raises RequestError for invalid
+        messages and for a model without a template, and ChatTemplateError if the template raises an error.
         """
         self._check_open()
         conversations = as_conversations(messages)
         base = read_chat_templates(self.model.source.directory)
-        names = one_for_each("adapter", self._adapters_asked(adapter, lora_request), str, len(conversations), None)
+        names = one_for_each("adapter", self._adapter_names(adapter, lora_request), str, len(conversations), None)
         numbers = [self.registry.numbers.get(name) for name in names]
         own = [None if number is None else self.registry.by_number(number).chat.templates for number in numbers]
         if self._renderer is None:
@@ -410,7 +413,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         adapter: str | Sequence[str | None] | None = None,
     ) -> Iterator[StreamChunk]:
-        """The same, token by token: chunks of all prompts as they come. Leaving the loop early ends the requests."""
+        """Complete prompts like `generate`; yield new output after each step. Leaving the loop ends the requests."""
         requests = self._make_requests(prompts, sampling_params, adapter)
         index = {request.request_id: place for place, request in enumerate(requests)}
 
@@ -456,7 +459,7 @@ class LLM:
     def _run(
         self, requests: list[Request], stream: bool
     ) -> Generator[tuple[list[Any], list[RequestOutput]], None, None]:
-        """Steps of the engine until all requests are done; whatever interrupts this ends them."""
+        """Yield the engine's steps until all requests are finished; an interruption ends the requests."""
         self._check_ready()
         self._busy = True
         try:

@@ -1,6 +1,6 @@
 """docs/internals.md shows the code as it is, docs/custom_pass.md a program that runs.
 
-After a change of passes, programs or the cost model: `python -m sidestream.tools.dev.pages.internals --write`.
+After a change of passes, programs or the cost model: `python -m sidestream.tools.dev.pages.tables --write`.
 """
 
 import os
@@ -10,44 +10,35 @@ import sys
 from pathlib import Path
 
 import pytest
-from sidestream.tools.dev.pages.excerpts import BLOCK, ExcerptError, rewritten
-from sidestream.tools.dev.pages.internals import EXCERPTS, PAGE, main
+from sidestream.tools.dev.pages.excerpts import EXCERPTS
+from sidestream.tools.dev.pages.tables import blocks, main
 from support.excerpts import same_torch, shown
 
 ROOT = Path(__file__).parents[1]
-ELSEWHERE = {"changes"}  # tests/tools/bench/test_estimated_changes.py has made this table already
+PAGE = ROOT / "docs" / "internals.md"
 
 
 @same_torch
-@pytest.mark.parametrize("name", [name for name in EXCERPTS if name not in ELSEWHERE])
+@pytest.mark.parametrize("name", EXCERPTS)
 def test_the_excerpt_is_up_to_date(name: str) -> None:
     text = shown(name)
-    assert text is None or text == EXCERPTS[name](), "run `python -m sidestream.tools.dev.pages.internals --write`"
+    assert text is None or text == EXCERPTS[name](), "run `python -m sidestream.tools.dev.pages.tables --write`"
 
 
 def test_every_excerpt_but_spare_ones_is_shown_once_and_every_block_is_an_excerpt() -> None:
     text = PAGE.read_text()
-    names = [block["name"] for block in BLOCK.finditer(text)]
-    assert len(set(names)) == len(names) >= 15 and set(names) <= set(EXCERPTS)
+    names = blocks(text)
+    assert len(names) == text.count("<!-- excerpt: ") and set(names) <= set(EXCERPTS)
     assert len(re.findall(r"^```\w", text, re.MULTILINE)) == len(names), "a fenced block has no generator"
-
-
-def test_an_unknown_excerpt_is_refused() -> None:
-    with pytest.raises(ExcerptError, match="no excerpt 'nothing'"):
-        rewritten("<!-- excerpt: nothing -->\n```python\n```\n", EXCERPTS)
 
 
 @same_torch
 def test_a_stale_page_is_told_and_rewritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- excerpt: source of the norm -->\n```python\nold\n```\nafter\n")
-    assert main(["--page", str(page)]) == 1 and "-old" in capsys.readouterr().out
-    assert (
-        main(["--page", str(page), "--write"]) == 0
-        and "rsqrt" in page.read_text()
-        and page.read_text().endswith("after\n")
-    )
-    assert main(["--page", str(page)]) == 0
+    assert main([str(page)]) == 1 and "-old" in capsys.readouterr().out
+    assert main([str(page), "--write"]) == 0 and "rsqrt" in page.read_text() and page.read_text().endswith("after\n")
+    assert main([str(page)]) == 0
 
 
 def test_the_custom_pass_runs_and_is_the_one_on_its_page(tmp_path: Path) -> None:

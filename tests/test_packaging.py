@@ -97,7 +97,7 @@ def test_import_brings_the_standard_library_only() -> None:
         "runtime.server.batcher",
         "runtime.server.supervisor",
         "runtime.gateway.server_process",
-        "runtime.adapters.describe_worker",
+        "runtime.adapters.describer_process",
         "runtime.text.structured.trial_worker",
         "runtime.text.chat_worker",
     ],

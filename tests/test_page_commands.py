@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from sidestream.tools.cli import build_parser
+from sidestream.tools.cli import build_parser, with_new_name
 from support.page_commands import commands
 
 ROOT = Path(__file__).parents[1]
@@ -17,7 +17,7 @@ def test_a_command_of_a_page_is_one_that_the_parser_takes(page: str, line: str) 
     if line == "sidestream COMMAND --help":
         return
     try:
-        parsed = build_parser().parse_args(shlex.split(line)[1:])
+        parsed = build_parser().parse_args(with_new_name(shlex.split(line)[1:]))
     except SystemExit as leave:
         assert leave.code == 0, line  # --help
     else:

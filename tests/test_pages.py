@@ -14,7 +14,7 @@ FLOORS = ("ops", "graphs", "compiler", "runtime", "tools")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 PATH = re.compile(rf"(?<![\w/.<-])(?:{'|'.join(FLOORS)}|tests|docs)/(?:[\w.-]+/)*[\w.-]*\w/?")
-MADE_UP = re.compile(r"my_|WING")  # names that stand for the reader's own
+MADE_UP = re.compile(r"my_|FOLDER")  # names that stand for the reader's own
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 

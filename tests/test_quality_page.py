@@ -1,89 +1,108 @@
-"""docs/quality.md is what was measured, and its top says what the tables say."""
+"""The figures of docs/quality.md and of the README's accuracy are those of the raw output in docs/measurements."""
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
-from sidestream.tools.dev.pages.quality import DOCS, PAGE, PICTURE, main, measured, picture
-from sidestream.tools.quality.report import rounds_of
-from sidestream.tools.quality.summary import ARMS
+
+ROOT = Path(__file__).parents[1]
+MEASUREMENTS = ROOT / "docs" / "measurements"
+PAGE = (ROOT / "docs" / "quality.md").read_text()
+ARMS = {each["arm"]: each for each in json.loads((MEASUREMENTS / "real_model_h200.json").read_text())["arms"]}
+FORMS: dict[str, tuple[str, Callable[..., float]]] = {
+    "mean_kl": ("{:.4f}", max),
+    "top_1": ("{:.2%}", min),
+    "perplexity_ratio": ("{:.4f}", max),
+}
+LIMITS = {"mean KL": ("mean_kl", 0.004), "top-1": ("top_1", 0.96), "perplexity": ("perplexity_ratio", 1.003)}
 
 
-def test_the_page_is_what_was_measured() -> None:
-    assert PAGE.read_text() == measured(), "run `python -m sidestream.tools.dev.pages.quality --write`"
+def tables() -> list[list[list[str]]]:
+    """The tables of the page: rows of cells, without head and rule."""
+    found = re.findall(r"(?:^\|.*\n)+", PAGE, re.MULTILINE)
+    return [[[cell.strip() for cell in row.split("|")[1:-1]] for row in each.splitlines()[2:]] for each in found]
 
 
-def test_the_picture_is_what_was_measured() -> None:
-    assert PICTURE.read_text() == picture(), "run `python -m sidestream.tools.dev.pages.quality --write`"
+READERS, SERVED, PARTS, QUESTIONS, CONDITIONS = tables()
 
 
-def test_the_picture_shows_the_arms_of_the_summary_and_folds_the_others() -> None:
-    texts = [text.text or "" for text in ElementTree.fromstring(picture()).iter("{http://www.w3.org/2000/svg}text")]
-    arms, again = clean()
-    first = texts[texts.index("The model as it is") + 1 : texts.index("With outliers (injected)")]
-    names = [text for text in first if not re.fullmatch(r"[\d.e-]+", text)]
-    others = sum(not arm["control"] and name not in ARMS for name, arm in arms.items())
-    assert names == [
-        again["arm"],
-        "bf16-unfused",
-        "int8 (default of 0.1.0)",
-        "fp8",
-        "fp8-tensorwise",
-        f"{others} other arms",
-    ]
-    worst = max(one["mean_kl"][0] for one in arms["int8"]["divergences"])
-    assert first[first.index("int8 (default of 0.1.0)") + 1] == f"{worst:.3g}"
-    assert len(texts) < 60 and max(map(len, names)) < 25, "readable at the width of a page"
+def test_tables_are_short() -> None:
+    assert len(PAGE.splitlines()) <= 150
+    assert all(len(table) <= 12 for table in tables())
 
 
-def clean() -> tuple[dict[str, Any], dict[str, Any]]:
-    """The clean round's arms by name, and bf16 at another load."""
-    found = json.loads((DOCS / "measurements" / "quality_h200.json").read_text())["rounds"][0]
-    return {arm["arm"]: arm for arm in found["arms"]}, found["again"]
+def by_adapter(arm: str, figure: str) -> dict[str, float]:
+    """The figure of an arm of the real model, by adapter."""
+    return {each["adapter"]: each[figure][0] for each in ARMS[arm]["divergences"]}
 
 
-def flips(arm: dict[str, Any]) -> int:
-    return arm["pooled"]["worse"] + arm["pooled"]["better"]
+def test_the_default_has_its_raw_figures_and_misses_the_limits_that_are_named() -> None:
+    assert [row[0] for row in READERS] == list(by_adapter("int8-auto", "mean_kl"))
+    for reader, *cells, misses in READERS:
+        expected = [
+            form.format(by_adapter(arm, name)[reader])
+            for name, (form, _) in FORMS.items()
+            for arm in ("int8-auto", "bf16")
+        ]
+        assert cells == expected
+        missed = []
+        for title, (name, limit) in LIMITS.items():
+            figure = by_adapter("int8-auto", name)[reader]
+            missed += [title] * (figure < limit if name == "top_1" else figure > limit)
+        assert misses == (", ".join(missed) or "none")
 
 
-def figures(text: str) -> set[str]:
-    """The numbers in a text, spelled as they are there."""
-    return set(re.findall(r"\d+(?:[.,]\d+)*", text))
+@pytest.mark.parametrize("row", [*SERVED, *PARTS], ids=lambda row: row[0])
+def test_an_arm_of_the_real_model_has_its_raw_figures(row: list[str]) -> None:
+    arm = re.findall(r"`([^`]+)`", row[0])[0]
+    expected = []
+    for name in list(FORMS)[: (len(row) - 1) // 2]:
+        form, worst = FORMS[name]
+        figures = by_adapter(arm, name)
+        expected += [form.format(figures.pop("base")), form.format(worst(figures.values()))]
+    assert row[1:] == expected
 
 
-def summary() -> str:
-    """The part of the page before the details."""
-    return PAGE.read_text().partition("\n## What is compared")[0]
+def raw_rows(path: Path) -> dict[str, str]:
+    """The rows of the clean round's table of all arms, by arm; a table that goes on below is joined."""
+    part = path.read_text().partition("\nAll arms, clean\n")[2].partition("\nTeacher-forced")[0]
+    rows: dict[str, str] = {}
+    for line in part.splitlines():
+        arm, _, cells = line.partition("  ")
+        rows[arm] = f"{rows.get(arm, '')}  {cells}  "
+    return rows
 
 
-def test_the_summary_has_the_raw_figures() -> None:
-    arms, _ = clean()
-    default, limit = arms["int8"], 2 * flips(arms["bf16-unfused"])
-    assert {f"{flips(default):,}", f"{default['pooled']['items']:,}", str(limit)} <= figures(summary())
-    assert f"| int8 | {max(one['mean_kl'][0] for one in default['divergences']):.2e} |" in summary()
+@pytest.mark.parametrize("row", QUESTIONS, ids=lambda row: row[0])
+def test_an_arm_of_the_questions_has_its_raw_figures(row: list[str]) -> None:
+    arm, (link,) = re.findall(r"`([^`]+)`", row[0])[0], re.findall(r"\((\S+)\)", row[-1])
+    raw = raw_rows(ROOT / "docs" / link)[arm]
+    for cell in (each.replace(",", "") for each in row[1:-1] if each):
+        assert f"  {cell}  " in raw, cell
 
 
-def test_fp8_as_other_engines_serve_it_fails() -> None:
-    judged = rounds_of(json.loads((DOCS / "measurements" / "quality_h200.json").read_text()))[0].results
-    assert {"fp8", "fp8-tensorwise"} <= {result.arm for result in judged if result.failed}
+def test_the_conditions_have_the_default_s_raw_figures() -> None:
+    path = MEASUREMENTS / "quality_default_h200.txt"
+    text, rows = path.read_text(), raw_rows(path)
+    raw, bound = rows["int8"], max(map(float, re.findall(r"^int8 .*, ([\d.]+e-03)\]$", text, re.MULTILINE)))
+    figures = dict(
+        zip(("loss", "pooled", "flips", "kl", "top_1", "perplexity", "needle", "sample"), CONDITIONS, strict=True)
+    )
+    shown: dict[str, Any] = {name: row[-1] for name, row in figures.items()}
+    for name in ("loss", "pooled", "top_1", "perplexity", "needle"):
+        assert f"  {shown[name]}  " in raw, name
+    flips, own = (int(re.findall(r"(\d+) of 24500", rows[arm])[0]) for arm in ("int8", "bf16-unfused"))
+    assert shown["flips"] == f"{flips} of {2 * own}"
+    assert shown["kl"] == f"{bound:.2e}" and "identical to bf16" in raw
 
 
-def test_the_readme_has_the_raw_figures() -> None:
-    """Those of the default."""
-    raw = (DOCS / "measurements/quality_default_h200.txt").read_text()
-    row = r"{} +\S+ +\S+ +(\S+)% +(\S+)% +([\d,]+) of ([\d,]+) +\+([\d.]+)  identical to bf16"
-    [(reference, right, changed, items, loss)] = re.findall(row.format("\nint8"), raw)
-    [(*_, own, _, _)] = re.findall(row.format("\nbf16-unfused"), raw)
-    flipped = {changed, items, str(2 * int(own))}
-    assert flipped | {reference, right, loss} <= figures((DOCS.parent / "README.md").read_text())
-    assert flipped <= figures(summary())
-
-
-def test_a_changed_figure_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(PAGE.read_text().replace("1.95e-03", "0.00e+00"))
-    assert main(["--page", str(page)]) == 1 and "-| int8 | 0.00e+00" in capsys.readouterr().out
-    assert main(["--page", str(page), "--write"]) == 0 and page.read_text() == PAGE.read_text()
+def test_the_readme_has_the_raw_figures_of_the_default() -> None:
+    text = (ROOT / "README.md").read_text()
+    row = next(row for row in QUESTIONS if row[0] == "`int8`: the default")
+    served = {re.findall(r"`([^`]+)`", each[0])[0]: each[1] for each in SERVED}
+    figures = {row[3], row[4], *row[5].split(" of "), row[6].removeprefix("+"), CONDITIONS[2][2].split(" of ")[1]}
+    figures |= {served["bf16"], served["int8-auto"], served["peer-int8"]}
+    assert figures <= set(re.findall(r"\d+(?:[.,]\d+)*%?", text))

@@ -15,7 +15,7 @@ import sidestream
 import torch
 from sidestream.compiler.options import Layers
 from sidestream.compiler.pipeline import Pass
-from sidestream.runtime.engine.keywords import LLMKeywords
+from sidestream.runtime.engine.llm_keywords import LLMKeywords
 from sidestream.runtime.engine.options import keyword_default, keywords
 from sidestream.runtime.engine.vllm_keywords import ACCEPTED
 from sidestream.runtime.quantization.calibration import Calibration

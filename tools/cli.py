@@ -1,6 +1,4 @@
-"""The `sidestream` command: finds the command's module, hands the parsed options over, and turns a user's mistake
-into one line and exit code 2.
-"""
+"""The `sidestream` command: parse the command line, run the command, and print a user's mistake as one line."""
 
 import argparse
 import difflib
@@ -11,9 +9,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from ..runtime.engine.spelling import with_flags
-from ..runtime.processes.garbage import collect_seldom
-from ..runtime.processes.memory import out_of_memory
+from ..runtime.engine.flag_spelling import with_flags
+from ..runtime.processes.garbage_collection import raise_gc_thresholds
+from ..runtime.processes.out_of_memory import out_of_memory
 from .bench import kernels as bench_kernels
 from .bench import latency as bench_latency
 from .bench import startup as bench_startup
@@ -25,14 +23,12 @@ from .commands import (
     calibrate,
     chat,
     collect_env,
-    complete,
     demo,
     diff,
     dump,
     explain,
     gateway,
     generate,
-    keygen,
     keys,
     ledger,
     run_batch,
@@ -47,37 +43,43 @@ from .options.environment import version_text
 from .tuning import tune
 
 DESCRIPTION = """\
-Serve many LoRA fine-tunes of one base model from one GPU.
-
-MODEL is a directory in the Hugging Face format (config.json, *.safetensors, tokenizer.json). Leave it out and the small
-demo model inside the package is taken, with its four adapters, so every command can be tried at once, without a GPU."""
+Serve many LoRA adapters of one base model. MODEL is a Hugging Face directory;
+without MODEL a command uses the demo model and its four adapters, on any CPU."""
 
 EXAMPLES = """\
 examples:
-  sidestream demo                                                    see the whole pipeline on the demo model
-  sidestream generate -p "What is the capital of France?" -a pirate  one prompt, one adapter
-  sidestream dump -o dump/                                           write down what each compiler pass did
-  sidestream explain                                                 where a step's time goes, and what an option would
-                                                                     change
-  sidestream bench latency --concurrency 1 8 64                      decode steps next to the memory-bandwidth floor
-  sidestream chat --adapter pirate                                   talk with a server that runs
-  sidestream COMMAND --help                                          more examples"""
+  sidestream demo
+  sidestream generate -p "What is the capital of France?" -a pirate
+  sidestream COMMAND --help"""
 
+RENAMED = {
+    "dump": "inspect dump",
+    "explain": "inspect explain",
+    "diff": "inspect diff",
+    "ledger": "inspect ledger",
+    "complete": "generate --server",
+    "keygen": "keys curve",
+    "keys add": "keys http add",
+    "keys list": "keys http list",
+    "keys revoke": "keys http revoke",
+    "deploy": "fleet deploy",
+}
+"""Former names of commands, which the next release removes."""
 
 NEAR = 0.8
-"""How alike a flag must be to be suggested: --dtype is not --lora-dtype misspelled."""
+"""Similarity of a suggested flag: --dtype is not a misspelled --lora-dtype."""
 
 
 class Parser(ConfigParser):
-    """Says what is wrong with an option in one line, instead of printing every option there is."""
+    """A parser that reports an error on one line, without the usage."""
 
     def format_help(self) -> str:
-        """As argparse's, with the advanced group last."""
+        """Return the help with the advanced group last."""
         self._action_groups.sort(key=lambda group: group.title == ADVANCED)
         return super().format_help()
 
     def error(self, message: str) -> NoReturn:
-        """End with exit code 2 and one line; a choice that is nearly one of ours is named."""
+        """End with exit code 2 and one line; suggest a choice for a misspelled one."""
         choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
         if choice is not None:
             near = difflib.get_close_matches(choice[1], re.findall(r"'(.*?)'", choice[2]), 1)
@@ -87,19 +89,19 @@ class Parser(ConfigParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """As argparse's, but what this parser does not know is its own error, which names the nearest flag."""
-        found, rest = super().parse_known_args(args, namespace)
+        """Parse, and report unknown arguments with the nearest flag."""
+        options, rest = super().parse_known_args(args, namespace)
         if rest:
             shown = [
                 flag for action in self._actions if action.help != argparse.SUPPRESS for flag in action.option_strings
             ]
             near = difflib.get_close_matches(rest[0].partition("=")[0], shown, 1, NEAR)
             self.error(f"unrecognized arguments: {' '.join(rest)}" + (f"; did you mean {near[0]}?" if near else ""))
-        return found, rest
+        return options, rest
 
 
 class _Version(argparse.Action):
-    """Prints the versions and ends; they are looked up only here, since every other command does without."""
+    """Print the versions and exit; looking them up takes too long for other commands."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
         print(version_text())
@@ -107,59 +109,56 @@ class _Version(argparse.Action):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands; nothing heavy is imported for it."""
+    """Return the parser of all commands; it imports neither torch nor a tokenizer."""
     parser = Parser(
         prog="sidestream",
+        usage="%(prog)s COMMAND ...",
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the versions of sidestream, torch and triton")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (
-        demo,
-        generate,
-        serve,
-        gateway,
-        deploy,
-        show,
-        run_batch,
-        complete,
-        chat,
-        keygen,
-        keys,
-        usage,
-        dump,
-        explain,
-        diff,
-        ledger,
-        calibrate,
-        evaluation,
-        tune,
-        collect_env,
-    ):
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, prog="sidestream")
+    for module in (demo, generate, chat, run_batch, serve, gateway, keys, usage):
         module.add_parser(commands)
-    bench = commands.add_parser(
-        "bench", help="measure speed", description="Measure speed. `sidestream bench latency --help` says more."
-    )
-    benches = bench.add_subparsers(title="benches", metavar="BENCH", required=True)
-    for module in (
-        bench_latency,
-        bench_throughput,
-        bench_kernels,
-        bench_startup,
-        bench_serve,
-        bench_gateway,
-        bench_http,
-    ):
-        module.add_parser(benches)
+    _add_group(commands, "fleet", "run a fleet of engines on Ray Serve", deploy, show)
+    _add_group(commands, "inspect", "inspect compiled programs and passes", dump, diff, explain, ledger)
+    for module in (calibrate, evaluation, tune):
+        module.add_parser(commands)
+    benches = bench_latency, bench_throughput, bench_kernels, bench_startup, bench_serve, bench_gateway, bench_http
+    _add_group(commands, "bench", "measure speed", *benches, metavar="BENCH")
+    collect_env.add_parser(commands)
     return parser
 
 
+def _add_group(commands: Any, name: str, about: str, *modules: Any, metavar: str = "COMMAND") -> None:
+    """Add a command with the modules' commands below it."""
+    group = commands.add_parser(
+        name, help=about, description=f"{about.capitalize()}; see `sidestream {name} {metavar} --help`."
+    )
+    members = group.add_subparsers(title="commands", metavar=metavar, required=True)
+    for module in modules:
+        module.add_parser(members)
+
+
+def with_new_name(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with the present name of a renamed command, and print that name on stderr."""
+    for words in (2, 1):
+        old = " ".join(arguments[:words])
+        if old in RENAMED:
+            new = RENAMED[old]
+            print(f"sidestream: `{old}` is now `{new}`; the next release removes the old name", file=sys.stderr)
+            rest = list(arguments[words:])
+            if old == "complete":
+                rest = [re.sub(r"^--address(?==|$)", "--server", word) for word in rest]
+            return [*new.split(), *rest]
+    return list(arguments)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point: returns the exit code (0 done, 2 the user's mistake, 130 interrupted)."""
-    collect_seldom()
-    options = build_parser().parse_args(arguments)
+    """Run a command, and return the exit code: 0 done, 2 the user's mistake, 130 interrupted."""
+    raise_gc_thresholds()
+    options = build_parser().parse_args(with_new_name(sys.argv[1:] if arguments is None else arguments))
     try:
         return options.run(options)
     except KeyboardInterrupt:
@@ -180,18 +179,16 @@ ADVICE = {
     errno.ENOSPC: "free some, or write to another disk",
     errno.EDQUOT: "free some, or write to another disk",
     errno.EROFS: "write to another disk",
-    errno.ENOENT: "name one that is there",
+    errno.ENOENT: "name an existing one",
     errno.EACCES: "check its permissions",
     errno.EISDIR: "name a file",
     errno.ENOTDIR: "name a directory",
 }
-"""What to do about an operating system's error."""
+"""Remedies for errors of the operating system."""
 
 
 def is_clear(problem: Exception) -> bool:
-    """Whether the message alone says what is wrong (our own errors, wrong values, files); anything else is a fault
-    of ours and keeps its traceback.
-    """
+    """Return whether the message is enough (our errors, wrong values, files); other errors keep their traceback."""
     return (
         isinstance(problem, (ValueError, OSError, MemoryError))
         or type(problem).__module__.partition(".")[0] == "sidestream"
@@ -199,7 +196,7 @@ def is_clear(problem: Exception) -> bool:
 
 
 def one_line(problem: BaseException) -> str:
-    """The message of an exception on one line, never empty."""
+    """Return the message of an exception on one line, never empty."""
     if isinstance(problem, OSError) and problem.strerror:
         where = "" if problem.filename is None else f"{problem.filename}: "
         advice = ADVICE.get(problem.errno or 0)

@@ -1,11 +1,10 @@
-"""What a step should take.
+"""Estimated time of a step.
 
-cost             estimated time of a program on both lanes
-kinds            what is known of kernels by their kind, and what arguments add
-launches         which of that applies to a step
-work             bytes and multiply-adds of a step, from its shapes
-hardware         what is known of a GPU
-resources        registers and shared memory of a program's kernels
-machine_code     a launch compiled without being run
-timings          what was found out by running or compiling
+estimate         time of a program on both lanes
+kernel_costs     constants of each kind of kernel, and corrections by argument
+bytes_and_flops  bytes and multiply-adds of a step, from its shapes
+hardware         bandwidth, rates and fixed costs of GPUs
+kernel_resources registers and shared memory of a program's kernels
+machine_code     compile a launch without running it
+timings          measured times and compiled resources, as a file
 """

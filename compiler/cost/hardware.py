@@ -1,6 +1,4 @@
-"""Ceilings and fixed costs of GPUs: entries for measured ones, each figure with its source; for another GPU the figures
-that its driver reports.
-"""
+"""Ceilings and fixed costs of GPUs: a table of measured ones with sources; other GPUs from their driver's figures."""
 
 import re
 from dataclasses import dataclass, replace
@@ -12,25 +10,25 @@ import torch
 
 
 class UnknownGpu(ValueError):
-    """A GPU that the table has no entry for."""
+    """A GPU without an entry in the table."""
 
 
 @dataclass(frozen=True)
 class Gpu:
     """Ceilings and fixed costs of one GPU.
 
-    source         where the figures come from
-    drivers_name   pattern of the names that a driver gives this GPU
+    source         origin of the figures
+    drivers_name   pattern of this GPU's names in drivers
     sms            streaming multiprocessors
-    bandwidth      (SMs, TB/s) points: what a reading loop on so many SMs gets out of the memory; straight lines between
-                   them
+    bandwidth      (SMs, TB/s) points of a loop that reads memory, interpolated linearly
     fp8_tflops     dense tensor-core rate of 8-bit operands; f16_tflops of 16-bit ones; f32_tflops outside the tensor
-                   cores; known_rates: they are this GPU's, not scaled from another's
+                   cores; known_rates: False if scaled from another GPU's
     launch         seconds from a kernel's end to the next one's start inside a CUDA graph; launch_pdl with programmatic
-                   dependent launch (each in a chain of 320 kernels that do nothing)
+                   dependent launch (each in a chain of 320 empty kernels)
     fork           seconds from the main stream's event to the side stream's kernel
-    join           seconds from the side stream's event to a kernel of the main stream, where that was waiting for it;
-                   join_launch: what a join adds in any case to a kernel launched without PDL, whose edges are all whole
+    join           seconds from the side stream's event to a waiting kernel of the main stream; join_launch: seconds
+    that a
+                   join always adds to a kernel launched without PDL
     nvlink_gbs     GB/s that a kernel reads from other GPUs of the host
     copy_gbs       GB/s of a copy from pinned host memory; copy_latency its fixed seconds
     """
@@ -54,15 +52,15 @@ class Gpu:
     known_rates: bool = True
 
     def to_json(self) -> dict[str, Any]:
-        """Name, bytes per second and source, for files of measurements."""
+        """Return name, bytes per second and source, for files of measurements."""
         return {"name": self.name, "bytes_per_second": self.bytes_per_second(), "source": self.source}
 
     def describe_bandwidth(self) -> str:
-        """The bandwidth and the GPU's name, such as "3.03 TB/s (H100)"."""
+        """Return bandwidth and name: "3.03 TB/s (H100)"."""
         return f"{self.bytes_per_second() / 1e12:.2f} TB/s ({self.name})"
 
     def bytes_per_second(self, sms: float | None = None) -> float:
-        """What `sms` SMs (None = all) read in a second."""
+        """Return the bytes per second that `sms` SMs (None = all) read."""
         if sms is None or sms >= self.bandwidth[-1][0]:
             return self.bandwidth[-1][1] * 1e12
         for (low, slow), (high, fast) in pairwise(((0, 0.0), *self.bandwidth)):
@@ -71,12 +69,12 @@ class Gpu:
         return self.bandwidth[-1][1] * 1e12
 
     def flops_per_second(self, element_bytes: int, sms: float | None = None) -> float:
-        """Dense rate of `sms` SMs on operands of so many bytes (1: FP8, 2: 16 bit, 4: fp32)."""
+        """Return the dense rate of `sms` SMs on operands of so many bytes (1: FP8, 2: 16 bit, 4: fp32)."""
         rate = {1: self.fp8_tflops, 2: self.f16_tflops}.get(element_bytes, self.f32_tflops)
         return rate * 1e12 * (1.0 if sms is None else min(1.0, sms / self.sms))
 
 
-# fitted with compiler/cost/kinds.py; bare kernels of a second stream measure 0.3 to 0.6 us for a fork and a join
+# fitted with compiler/cost/kernel_costs.py; bare kernels of a second stream measure 0.3 to 0.6 us for a fork and a join
 FORK, JOIN, JOIN_LAUNCH = 0.60e-6, 0.15e-6, 1.25e-6
 H200 = Gpu(
     name="H200",
@@ -116,13 +114,13 @@ def gpu_named(name: str) -> Gpu:
         if re.fullmatch(gpu.drivers_name, name.strip(), re.IGNORECASE):
             return gpu
     raise UnknownGpu(
-        f"the cost model has no figures for {name!r}; it knows {', '.join(GPUS)} (compiler/cost/hardware.py)"
+        f"the cost model has no figures for {name!r}, only for {', '.join(GPUS)} (compiler/cost/hardware.py)"
     )
 
 
 def gpu_of(device: torch.device | str = "cuda") -> Gpu:
-    """Return the figures of a CUDA device: the entry with its name, or else one with the bandwidth that its driver
-    reports or that a copy reaches, and an H200's other figures (FLOP rates by the number of SMs).
+    """Return the figures of a CUDA device: its table entry, or else an H200's with this device's bandwidth (reported by
+    the driver, or measured by a copy) and FLOP rates scaled by the number of SMs.
     """
     found = torch.cuda.get_device_properties(device)
     try:
@@ -131,10 +129,8 @@ def gpu_of(device: torch.device | str = "cuda") -> Gpu:
         pass
     clock, width = getattr(found, "memory_clock_rate", 0), getattr(found, "memory_bus_width", 0)
     if clock and width:  # kHz and bits; two transfers a clock
-        peak, source = (
-            COPY_SHARE * 2 * clock * 1e3 * width / 8,
-            f"{COPY_SHARE:.0%} of the bandwidth that its driver reports",
-        )
+        peak = COPY_SHARE * 2 * clock * 1e3 * width / 8
+        source = f"{COPY_SHARE:.0%} of the bandwidth that its driver reports"
     else:
         peak, source = _copied_bytes_per_second(torch.device(device)), "bandwidth measured here by a copy"
     sms = found.multi_processor_count
@@ -155,7 +151,7 @@ def gpu_of(device: torch.device | str = "cuda") -> Gpu:
 
 
 def gpu_here(assumed: Gpu = H200) -> Gpu:
-    """Return the figures of the current CUDA device; without a GPU those of `assumed`, with a `source` that says so."""
+    """Return the figures of the current CUDA device; without a GPU those of `assumed`, with a note in `source`."""
     if torch.cuda.is_available():
         return gpu_of()
     return replace(assumed, source=f"assumed, as this machine has no GPU: {assumed.source}")
@@ -163,7 +159,7 @@ def gpu_here(assumed: Gpu = H200) -> Gpu:
 
 @cache
 def _copied_bytes_per_second(device: torch.device) -> float:
-    """Bytes that the fastest of some copies reads and writes in a second."""
+    """Return the bytes per second, read and written, of the fastest of some copies."""
     with torch.cuda.device(device):
         size = min(_COPIED_BYTES, torch.cuda.mem_get_info(device)[0] // 4)
         source = torch.empty(size, dtype=torch.uint8, device=device)

@@ -1,10 +1,8 @@
-"""The machine code that a launch becomes, without launching it and without a GPU: registers, shared memory, spills,
-instructions.
+"""Compile a launch without running it and without a GPU: registers, shared memory, spills, instructions.
 
-`compile_launch(function, *args)` calls `function` (an op's `launch`, or anything that launches kernels), but compiles
-each Triton or Gluon kernel in place of launching it: the very specialisation (constants, alignment, warps, stages) that
-the GPU would get. Arguments may be meta tensors, since shapes count and values do not. Triton's own cache keeps what
-was compiled, and the tools that read it are those which Triton ships.
+`compile_launch(function, *args)` calls `function` (such as an op's `launch`) and compiles each Triton or Gluon kernel
+in place of launching it, with the same specialisation as on the GPU (constants, alignment, warps, stages). Arguments
+may be meta tensors. Triton's cache keeps the results; the disassemblers are those that Triton ships.
 """
 
 import os
@@ -34,7 +32,7 @@ _PTX_LINE = re.compile(r"^\s*(?:@!?%\w+\s+)?([a-z]\w*(?:[.:]+\w+)*)", re.MULTILI
 
 @dataclass(frozen=True)
 class MachineCode:
-    """One compiled kernel; bytes of shared memory a CTA, of the stack (where spilled registers lie) a thread."""
+    """One compiled kernel; shared memory in bytes a CTA, stack (for spilled registers) in bytes a thread."""
 
     name: str
     function: str  # with its module: sidestream.ops.elementwise.rms_norm._rms_norm_kernel
@@ -71,40 +69,14 @@ class MachineCode:
         return self.sass.total()
 
     def ptx_count(self, prefix: str) -> int:
-        """PTX instructions whose name starts with `prefix`: "wgmma.mma_async", "cp.async.bulk.tensor",
-        "griddepcontrol".
+        """Return the count of PTX instructions that start with `prefix`, such as "wgmma.mma_async" or
+        "cp.async.bulk.tensor".
         """
         return sum(count for name, count in self.ptx.items() if name.startswith(prefix))
 
-    def summary(self) -> str:
-        """One line for a person."""
-        notable = (
-            "QGMMA",
-            "HGMMA",
-            "IGMMA",
-            "HMMA",
-            "IMMA",
-            "UTMALDG",
-            "LDGSTS",
-            "LDG",
-            "STG",
-            "LDS",
-            "STS",
-            "SHFL",
-            "BAR",
-            "MUFU",
-            "F2FP",
-        )
-        counts = " ".join(f"{word}={self.sass[word]}" for word in notable if self.sass[word])
-        return (
-            f"{self.name}: warps={self.num_warps} registers={self.registers} spills={self.spills} "
-            f"local={self.local_bytes}B "
-            f"shared={self.shared_bytes}B instructions={self.instructions} {counts}"
-        )
-
 
 class _CompileOnly:
-    """Stands in for Triton's driver: a device that only compiles."""
+    """Replacement for Triton's driver: a device that only compiles."""
 
     def __init__(self, target: GPUTarget) -> None:
         self.target = target
@@ -121,7 +93,7 @@ class _CompileOnly:
 
 
 def target_here() -> GPUTarget:
-    """The GPU at hand, else sm_90 (Hopper)."""
+    """Return the GPU at hand, else sm_90 (Hopper)."""
     if not torch.cuda.is_available():
         return HOPPER
     major, minor = torch.cuda.get_device_capability()
@@ -131,9 +103,8 @@ def target_here() -> GPUTarget:
 def compile_launch(
     function: Callable[..., Any], *args: Any, target: GPUTarget = HOPPER, **kwargs: Any
 ) -> list[MachineCode]:
-    """Call `function`, compiling for `target` every kernel that it would have launched; one entry a launch, in order.
-
-    Not for several threads at once.
+    """Call `function` and compile for `target` its kernels instead of launching them; one entry a launch. Not
+    thread-safe.
     """
     compiled: list[MachineCode] = []
     run = JITFunction.run
@@ -149,10 +120,7 @@ def compile_launch(
 
 
 def name_launches(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[str]:
-    """Call `function`, and only name every kernel that it would have launched on Hopper, in order; nothing is compiled.
-
-    Not for several threads at once.
-    """
+    """Call `function` and return the names of the kernels that it would launch on Hopper, in order. Not thread-safe."""
     names: list[str] = []
     with _launches_become(lambda self, *_, **__: names.append(_function(self)), HOPPER):
         function(*args, **kwargs)
@@ -175,10 +143,10 @@ def _function(kernel: Any) -> str:
 
 
 def _read(kernel: Any, function: str) -> MachineCode:
-    told = _on_cubin(kernel.asm["cubin"], "cuobjdump", "-res-usage")
-    found = _RESOURCES.search(told)
+    usage = _on_cubin(kernel.asm["cubin"], "cuobjdump", "-res-usage")
+    found = _RESOURCES.search(usage)
     if found is None:
-        raise RuntimeError(f"cuobjdump reported no resource usage for {kernel.metadata.name}: {told.strip()[:200]}")
+        raise RuntimeError(f"cuobjdump reported no resource usage for {kernel.metadata.name}: {usage.strip()[:200]}")
     registers, stack, static_shared, _ = map(int, found.groups())
     meta = kernel.metadata
     return MachineCode(
@@ -197,7 +165,6 @@ def _on_cubin(cubin: bytes, tool: str, *options: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        done = subprocess.run(
-            [os.path.join(_TOOLS, tool), *options, file.name], capture_output=True, text=True, check=True
-        )
+        command = [os.path.join(_TOOLS, tool), *options, file.name]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
     return done.stdout + done.stderr

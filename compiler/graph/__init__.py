@@ -1,10 +1,9 @@
-"""FX graphs: how they are made, read and changed.
+"""FX graphs: capture, query and rewrite.
 
-capture          a module becomes one graph in ATen's vocabulary
-nodes            small facts and moves about nodes
-branches         a linear with its bias and its LoRA branch
-channels         which weights make a value's channels, and which read them
-matcher          patterns that read like the maths; a near-miss says what differed
-recipe           how a program's weights come from a checkpoint's tensors
-slices           one rank's part of a recipe
+capture          a module as one graph of ATen ops
+nodes            queries and edits of nodes
+projections      a linear with its bias and LoRA branch; producers and readers of a value's channels
+matcher          patterns over nodes, with the reason of a near-miss
+recipe           recipes: expressions over a checkpoint's tensors, and their slices for tensor parallelism
+materialize      evaluate recipes: slice, pack and quantize weights
 """

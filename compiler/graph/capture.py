@@ -1,8 +1,8 @@
-"""Front doors: a module becomes one FX graph in ATen's vocabulary, whichever way it came in.
+"""Capture a module as one FX graph of ATen ops.
 
-`capture_module` (non-strict torch.export, for `sidestream.compile`) keeps a symbolic token count and parameters' names;
-it works on modules on the meta device. `capture_callable` (make_fx, for what torch.compile hands to a backend) traces
-concrete shapes. Neither functionalises: a mutation of the KV cache stays one node, and graph order is its meaning.
+`capture_module` (non-strict torch.export, for `sidestream.compile`) keeps a symbolic token count and parameters' names,
+and accepts modules on the meta device. `capture_callable` (make_fx, for torch.compile) traces concrete shapes. Neither
+functionalises: a mutation of the KV cache stays one node, ordered by the graph.
 """
 
 import os
@@ -18,7 +18,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from .nodes import last_placeholder
+from .nodes import fake_mode_of, last_placeholder
 from .recipe import param
 
 ADAPTER_SUFFIXES = (".lora_a", ".lora_b")
@@ -36,11 +36,11 @@ class CaptureError(RuntimeError):
 
 @dataclass
 class Captured:
-    """A graph whose placeholders carry `meta["kind"]` and, for weights, `meta["recipe"]`.
+    """A graph; placeholders carry `meta["kind"]` and, for weights, `meta["recipe"]`.
 
-    `constants` holds the tensors that live in the module but in no checkpoint, under the names that the recipes use.
-    `user_inputs` are the placeholders of the flattened call arguments in order; `in_spec` and `out_spec` tell how
-    arguments and results are nested.
+    constants    tensors of the module that no checkpoint holds, by the names that the recipes use
+    user_inputs  placeholders of the flattened call arguments, in order
+    in_spec, out_spec  nesting of arguments and results
     """
 
     graph_module: fx.GraphModule
@@ -50,7 +50,7 @@ class Captured:
     out_spec: Any = None
 
     def copy(self) -> "Captured":
-        """The same with a graph of its own, which passes may rewrite; its code is written when it is first called."""
+        """Return a copy with its own graph, which passes may rewrite; its code is generated on the first call."""
         graph = fx.Graph()
         graph.output(graph.graph_copy(self.graph_module.graph, {}))
         return replace(self, graph_module=_LazyGraphModule(self.graph_module, graph))
@@ -59,11 +59,10 @@ class Captured:
 def capture_module(
     module: torch.nn.Module, example_inputs: dict[str, Any] | Sequence[Any], dynamic_shapes: Any = None
 ) -> Captured:
-    """One graph of `module(**example_inputs)`, dimensions named in `dynamic_shapes` symbolic (as torch.export takes
-    them).
+    """Return the graph of `module(**example_inputs)`; dimensions in `dynamic_shapes` (torch.export's form) are
+    symbolic.
 
-    Raises CaptureError with torch's explanation when the module branches on data or calls what torch.export can't see
-    into.
+    Raises CaptureError with torch's explanation when the module branches on data or calls something opaque.
     """
     _import_tracer()
     from torch._dynamo.exc import TorchDynamoException
@@ -87,9 +86,7 @@ def capture_module(
         node = placeholders[spec.arg.name]
         kind = KINDS.get(spec.kind)
         if kind is None:
-            raise CaptureError(
-                f"{type(module).__name__} has an input of kind {spec.kind}, which Sidestream doesn't know"
-            )
+            raise CaptureError(f"{type(module).__name__} has an input of kind {spec.kind}, which is not supported")
         if kind == "weight" and spec.target is not None:
             node.meta["recipe"] = param(spec.target)
             if spec.target.endswith(ADAPTER_SUFFIXES):
@@ -101,10 +98,9 @@ def capture_module(
 
 
 def capture_callable(function: Callable[..., Any], inputs: Sequence[Any], parameters: dict[int, str]) -> Captured:
-    """One graph of `function(*inputs)` at the concrete shapes of `inputs`; `parameters` names the positions that hold
-    weights.
+    """Return the graph of `function(*inputs)` at the concrete shapes of `inputs`, with a placeholder for each position.
 
-    The graph keeps a placeholder for each position, so it is called with the same arguments.
+    `parameters`: position -> name of a weight.
     """
     with torch.no_grad():
         graph_module = make_fx(function, tracing_mode="fake", pre_dispatch=True)(*inputs)
@@ -120,11 +116,11 @@ def capture_callable(function: Callable[..., Any], inputs: Sequence[Any], parame
 
 
 def _import_tracer() -> None:
-    """Seconds of imports, that a start from kept programs does without.
+    """Import torch's tracer, which takes seconds; a start from cached programs does not need it.
 
-    torch's tracer asks for a temporary directory while it is imported, and that question writes a file. On a full disk
-    the import would fail half-way, and each later one would too: what torch has registered cannot be registered again.
-    So the answer is given here where nothing can be written; the tracer itself writes no file.
+    The import calls tempfile.gettempdir(), which writes a file. On a full disk the import would fail half-way, and
+    again later, since torch cannot register its ops twice. So a directory is set here; the tracer itself writes no
+    file.
     """
     try:
         tempfile.gettempdir()
@@ -137,7 +133,7 @@ def _import_tracer() -> None:
 
 
 def _constants_to_inputs(graph_module: fx.GraphModule, constants: dict[str, torch.Tensor]) -> None:
-    """Tensors that tracing baked into the graph become weight placeholders."""
+    """Replace tensors that tracing put into the graph by weight placeholders."""
     graph = graph_module.graph
     for node in list(graph.nodes):
         if node.op != "get_attr":
@@ -154,16 +150,15 @@ def _constants_to_inputs(graph_module: fx.GraphModule, constants: dict[str, torc
             new = graph.placeholder(node.name + "_constant")
         new.meta.update(node.meta, kind="weight", recipe=param(name))
         if "val" not in new.meta:
-            mode = next(
-                other.meta["val"].fake_mode for other in graph.nodes if hasattr(other.meta.get("val"), "fake_mode")
-            )
+            mode = fake_mode_of(graph)
+            assert mode is not None
             new.meta["val"] = mode.from_tensor(value)
         node.replace_all_uses_with(new)
         graph.erase_node(node)
 
 
 def _drop_unused_scalars(graph: fx.Graph) -> None:
-    """Inputs such as `use_cache=False`, whose value tracing has used up."""
+    """Remove inputs such as `use_cache=False`, which tracing has evaluated."""
     for node in list(graph.nodes):
         if node.op == "placeholder" and not isinstance(node.meta.get("val"), torch.Tensor) and not node.users:
             graph.erase_node(node)

@@ -1,14 +1,13 @@
-"""A small pattern matcher over FX nodes: patterns read like the maths, and a near-miss says what differed.
+"""A pattern matcher over FX nodes; a near-miss reports what differed.
 
     x, weight = any_("x"), any_("weight")
     wide = cast(x)
     RMS_NORM = weight * cast(wide * call(aten.rsqrt.default, call(aten.mean.dim, call(aten.pow.Tensor_Scalar, wide, 2),
     [-1], True) + const("eps")))
 
-`+` and `*` match in either order. `cast(p)` and `views(p)` look through any number of dtype conversions or pure views,
-none included. The same name must bind to the same node (or the same number) everywhere. A node inside a match, other
-than its root, must not be used outside it, because the match is going to be replaced; pure views and casts may (they
-cost nothing, or stay for their other users).
+`+` and `*` match in either order. `cast(p)` and `views(p)` match `p` through any number of dtype conversions or views.
+One name binds to one node (or number) everywhere. Nodes inside a match, except its root, must have no reader outside
+it, since the match will be replaced; views and casts may.
 """
 
 import operator
@@ -26,9 +25,8 @@ PRODUCTS = (aten.mul.Tensor, operator.mul)
 
 @dataclass
 class Match:
-    """What a pattern bound:
-
-    `root` is the node to replace, `match["x"]` what the name `x` stands for, `nodes` everything between.
+    """Result of a pattern: `root` is the node to replace, `match["x"]` the value of name `x`, `nodes` all nodes
+    between.
     """
 
     root: fx.Node
@@ -39,7 +37,7 @@ class Match:
         return self.bound[name]
 
     def get(self, name: str) -> Any:
-        """What `name` stands for, or None when an alternative without it matched."""
+        """Return the value of `name`, or None when an alternative without it matched."""
         return self.bound.get(name)
 
     def _copy(self) -> "Match":
@@ -47,7 +45,7 @@ class Match:
 
 
 class Mismatch:
-    """The furthest point that an attempt reached: how many nodes had matched, and what differed there."""
+    """The furthest point of an attempt: number of nodes matched, and what differed there."""
 
     def __init__(self) -> None:
         self.depth = -1
@@ -62,10 +60,10 @@ class Mismatch:
 
 
 class Pattern:
-    """Something that a node (or an argument) can be held against."""
+    """A pattern for a node or an argument."""
 
     def match(self, value: Any, state: Match, miss: Mismatch) -> Iterator[Match]:
-        """All ways in which `value` fits, as extended copies of `state`."""
+        """Yield all ways in which `value` matches, as extended copies of `state`."""
         raise NotImplementedError
 
     def __add__(self, other: Any) -> "Pattern":
@@ -77,14 +75,13 @@ class Pattern:
 
 @dataclass
 class Name(Pattern):
-    """Binds a name to any node (or to a number, for `const`)."""
+    """Bind a name to any node (or to a number, for `const`)."""
 
     name: str
     wants: Callable[[Any], bool]
     kind: str
 
     def match(self, value: Any, state: Match, miss: Mismatch) -> Iterator[Match]:
-        """Binds the name to `value`, or compares with what it is bound to."""
         if self.name in state.bound:
             if state.bound[self.name] is value or (not isinstance(value, fx.Node) and state.bound[self.name] == value):
                 yield state
@@ -100,9 +97,7 @@ class Name(Pattern):
 
 @dataclass
 class Call(Pattern):
-    """A call_function node with one of `targets`; `args` are patterns or literal values, `name` binds the node
-    itself.
-    """
+    """A call_function node with one of `targets`; `args` are patterns or literals, `name` binds the node itself."""
 
     targets: tuple[Any, ...]
     args: tuple[Any, ...]
@@ -110,7 +105,6 @@ class Call(Pattern):
     name: str | None = None
 
     def match(self, value: Any, state: Match, miss: Mismatch) -> Iterator[Match]:
-        """A call of one of the targets whose arguments match, in either order where it commutes."""
         if not isinstance(value, fx.Node) or value.op != "call_function" or value.target not in self.targets:
             wanted = " or ".join(str(target) for target in self.targets)
             miss.note(state, f"expected {wanted}, found {describe(value)}")
@@ -129,13 +123,12 @@ class Call(Pattern):
 
 @dataclass
 class Through(Pattern):
-    """Looks through as many nodes with one of `targets` as there are (their first argument counts), none included."""
+    """Match through any number of nodes with one of `targets`, along their first argument."""
 
     targets: frozenset[Any]
     inner: Pattern
 
     def match(self, value: Any, state: Match, miss: Mismatch) -> Iterator[Match]:
-        """`value` itself, or what it is made from by any number of these calls."""
         if isinstance(value, fx.Node) and value.op == "call_function" and value.target in self.targets:
             found = state._copy()
             found.nodes.append(value)
@@ -145,60 +138,59 @@ class Through(Pattern):
 
 @dataclass
 class Either(Pattern):
-    """The first of several spellings that fits."""
+    """Match the first of several spellings."""
 
     choices: tuple[Pattern, ...]
 
     def match(self, value: Any, state: Match, miss: Mismatch) -> Iterator[Match]:
-        """Whatever one of the choices matches."""
         for choice in self.choices:
             yield from choice.match(value, state, miss)
 
 
 def any_(name: str) -> Pattern:
-    """Any node, bound to `name`."""
+    """Match any node and bind it to `name`."""
     return Name(name, lambda value: isinstance(value, fx.Node), "a node")
 
 
 def const(name: str) -> Pattern:
-    """Any number written in the graph, bound to `name`."""
+    """Match any number in the graph and bind it to `name`."""
     return Name(name, lambda value: isinstance(value, int | float), "a number")
 
 
 def call(target: Any, *args: Any, name: str | None = None) -> Pattern:
-    """A call of `target` (or of one of several) with these leading arguments."""
+    """Match a call of `target` (or of one of several) with these leading arguments."""
     return Call(target if isinstance(target, tuple) else (target,), args, name=name)
 
 
 def cast(inner: Pattern) -> Pattern:
-    """`inner`, through any number of dtype conversions."""
+    """Match `inner` through any number of dtype conversions."""
     return Through(CASTS, inner)
 
 
 def views(inner: Pattern) -> Pattern:
-    """`inner`, through any number of pure views."""
+    """Match `inner` through any number of views."""
     return Through(VIEWS, inner)
 
 
 def either(*choices: Pattern) -> Pattern:
-    """The first of several spellings that fits."""
+    """Match the first of several spellings."""
     return Either(choices)
 
 
 def describe(value: Any) -> str:
-    """A node as `target (name)`, anything else as it prints."""
+    """Return a node as `target (name)`, anything else as its repr."""
     if not isinstance(value, fx.Node):
         return repr(value)
     return f"{value.op} {value.name}" if value.op != "call_function" else f"{value.target} ({value.name})"
 
 
 def _args(node: fx.Node) -> tuple[Any, ...]:
-    """The arguments by position, as a pattern has them; FX's own type for them is too wide to work with."""
+    """Return the positional arguments; FX's own type for them is too wide."""
     return node.args
 
 
 def _match_all(patterns: Any, values: Any, state: Match, miss: Mismatch) -> Iterator[Match]:
-    """Patterns against as many leading values, one after another."""
+    """Match patterns with as many leading values, one after another."""
     if not patterns:
         yield state
         return
@@ -221,9 +213,7 @@ def _match_value(pattern: Any, value: Any, state: Match, miss: Mismatch) -> Iter
 
 
 def outside_use(match: Match) -> str | None:
-    """Why a match can't be replaced: an inner node that somebody else uses ("unsqueeze_3 is also used by mul_10"),
-    or None.
-    """
+    """Return why a match can't be replaced ("unsqueeze_3 is also used by mul_10"), or None."""
     inside = set(match.nodes)
     for node in match.nodes:
         if node is match.root or node.target in VIEWS or node.target in CASTS:
@@ -237,11 +227,10 @@ def outside_use(match: Match) -> str | None:
 def find(
     graph: fx.Graph, pattern: Pattern, anchor: Any = None, where: Callable[[Match], str | None] = lambda match: None
 ) -> tuple[list[Match], list[str]]:
-    """All matches of `pattern`, and a reason for each near-miss.
+    """Return all matches of `pattern`, and a reason for each near-miss.
 
-    A near-miss is a node with the target `anchor` (the op that makes the idiom recognisable) which some attempt reached
-    or which nothing matched. `where` may refuse a match and say why. Matches don't overlap: one found earlier in the
-    graph wins.
+    A near-miss is an unmatched node with the target `anchor`, the op that identifies the idiom. `where` may return a
+    reason to refuse a match. Matches don't overlap: the first in the graph wins.
     """
     matches: list[Match] = []
     taken: set[fx.Node] = set()

@@ -1,9 +1,7 @@
-"""Small facts and moves about FX nodes that every pass needs: what is a view, how a node is replaced, how a new one
-gets its shape.
-"""
+"""Queries and edits of FX nodes: views, arguments by name, new nodes with fake values, replacement."""
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from inspect import signature
@@ -51,8 +49,12 @@ CHECKS = frozenset(
 )
 
 
+class Refused(Exception):
+    """A rewrite does not apply here; the message is the reason."""
+
+
 def is_check(node: fx.Node) -> bool:
-    """Whether a node only asserts what tracing has seen, and computes nothing."""
+    """Whether a node only asserts a property seen while tracing."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.split("::")[1] in CHECKS
 
 
@@ -61,7 +63,7 @@ _REQUIRED = object()  # the default of an argument that has none
 
 @cache
 def _parameters(target: Any) -> dict[str, Any]:
-    """Argument name -> default of an overload; of a pick of a result, its `source` and `place`."""
+    """Return argument name -> default of an overload; for a pick of a result, `source` and `place`."""
     if target is operator.getitem:
         return {"source": _REQUIRED, "place": _REQUIRED}
     if not isinstance(target, torch._ops.OpOverload):
@@ -69,15 +71,12 @@ def _parameters(target: Any) -> dict[str, Any]:
     if target.namespace == NAMESPACE:  # the schema writes a dtype as a number, the signature as a dtype
         own = signature(OPS[target._opname].reference).parameters
         return {name: _REQUIRED if each.default is each.empty else each.default for name, each in own.items()}
-    return {
-        each.name: each.default_value if each.has_default_value() else _REQUIRED for each in target._schema.arguments
-    }
+    arguments = target._schema.arguments
+    return {each.name: each.default_value if each.has_default_value() else _REQUIRED for each in arguments}
 
 
 class Bound:
-    """A call's arguments by the names of its op's schema, as attributes: `bind(norm).residual`; what is not given is
-    the schema's default.
-    """
+    """A call's arguments as attributes, by the names of its op's schema, with its defaults: `bind(norm).residual`."""
 
     def __init__(self, node: fx.Node) -> None:
         self._node, self._known = node, _parameters(node.target)
@@ -85,24 +84,24 @@ class Bound:
 
     def __getattr__(self, name: str) -> Any:
         if name not in self._known:
-            raise self.lacks(name)
+            raise self.unknown(name)
         value = self._given.get(name, self._known[name])
         if value is _REQUIRED:
-            raise AttributeError(f"{op_name(self._node)} ({self._node.name}) lacks its argument {name!r}")
+            raise AttributeError(f"{op_name(self._node)} ({self._node.name}) has no value for its argument {name!r}")
         return value
 
-    def lacks(self, name: str) -> AttributeError:
-        """The error for a name that the op does not know."""
+    def unknown(self, name: str) -> AttributeError:
+        """Return the error for an unknown argument name."""
         known = ", ".join(self._known) or "none that is known"
         return AttributeError(f"{op_name(self._node)} ({self._node.name}) has no argument {name!r}; it has {known}")
 
     def names_of(self, operand: fx.Node) -> list[str]:
-        """The arguments that are `operand`."""
+        """Return the names of the arguments that are `operand`."""
         return [name for name, value in self._given.items() if value is operand]
 
 
 def bind(node: fx.Node) -> Bound:
-    """The arguments of a call by name."""
+    """Return the arguments of a call by name."""
     return Bound(node)
 
 
@@ -112,15 +111,15 @@ def has_operand(node: fx.Node, name: str) -> bool:
 
 
 def set_operands(node: fx.Node, **values: Any) -> None:
-    """Replace arguments of a call by name; positions in between that are not given get their defaults.
+    """Replace arguments of a call by name; positions in between get their defaults.
 
-    Raises AttributeError for a name that the op lacks.
+    Raises AttributeError for an unknown name.
     """
     bound, names = bind(node), list(_parameters(node.target))
     args, kwargs = list(node.args), dict(node.kwargs)
     for name, value in values.items():
         if name not in names:
-            raise bound.lacks(name)
+            raise bound.unknown(name)
         if name in kwargs or _is_keyword(node.target, name):
             kwargs[name] = value
             continue
@@ -131,11 +130,12 @@ def set_operands(node: fx.Node, **values: Any) -> None:
     node.args, node.kwargs = tuple(args), kwargs
 
 
-def carried(node: fx.Node, op: Op, **more: Any) -> tuple[Any, ...]:
-    """Arguments for a call of `op` in place of the call `node`: what `more` has of this name, else what the node has,
-    else the default; of those after `more`'s, defaults at the end are left out.
+def operands_for(node: fx.Node, op: Op, **more: Any) -> tuple[Any, ...]:
+    """Return arguments for a call of `op` in place of the call `node`: from `more`, else from the node, else the
+    default.
 
-    Raises AttributeError for an argument that the node lacks and that has no default.
+    Trailing defaults after `more`'s arguments are left out. Raises AttributeError for a missing argument without a
+    default.
     """
     bound, own = bind(node), _parameters(node.target)
     names = list(_parameters(op.overload).items())
@@ -164,15 +164,20 @@ def is_call(node: Any, *targets: Any) -> bool:
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in wanted
 
 
+def calls(graph: fx.Graph, *targets: Any) -> Iterator[fx.Node]:
+    """Yield the calls of `targets` (overloads or registered ops); the graph may change meanwhile."""
+    return (node for node in list(graph.nodes) if is_call(node, *targets))
+
+
 def is_kernel(node: fx.Node) -> bool:
-    """Whether a node costs a kernel launch: a call that is neither a view nor a pick of a result, a check or a size."""
+    """Whether a node launches a kernel: a call that is no view, pick of a result, check or size."""
     if node.op != "call_function" or node.target in VIEWS or node.target is operator.getitem or is_check(node):
         return False
     return not isinstance(node.target, torch._ops.OpOverload) or "sym_" not in node.target.name()
 
 
 def op_name(node: fx.Node) -> str:
-    """`sidestream.rms_norm` or `aten.add.Tensor`."""
+    """Return the op's name: `sidestream.rms_norm` or `aten.add.Tensor`."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         name = str(target)
@@ -181,17 +186,17 @@ def op_name(node: fx.Node) -> str:
 
 
 def value_of(argument: Any) -> Any:
-    """The fake value of a node (or the nodes of a list); anything else unchanged."""
+    """Return the fake value of a node (or the nodes of a list); anything else unchanged."""
     return fx.map_arg(argument, lambda node: node.meta["val"])
 
 
 def shape_of(node: fx.Node) -> torch.Size:
-    """The (possibly symbolic) shape of a node's tensor."""
+    """Return the (possibly symbolic) shape of a node's tensor."""
     return node.meta["val"].shape
 
 
 def fake_mode_of(graph: fx.Graph) -> FakeTensorMode | None:
-    """The mode that the graph's fake tensors live in."""
+    """Return the mode of the graph's fake tensors."""
     for node in graph.nodes:
         value = node.meta.get("val")
         mode = getattr(value, "fake_mode", None)
@@ -201,7 +206,7 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode | None:
 
 
 def _value_mode(graph: fx.Graph) -> AbstractContextManager[Any]:
-    """Where new values are computed: among the graph's fake tensors, or on meta tensors in a specialized graph."""
+    """Return the context for new values: the graph's fake mode, or none for meta tensors of a specialized graph."""
     mode = fake_mode_of(graph)
     if mode is None and not any(
         isinstance(value := node.meta.get("val"), torch.Tensor) and value.is_meta for node in graph.nodes
@@ -211,9 +216,7 @@ def _value_mode(graph: fx.Graph) -> AbstractContextManager[Any]:
 
 
 def insert_call(graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.Node | None = None) -> fx.Node:
-    """Append a call at the graph's insertion point, its value computed on fake tensors; `like` gives source
-    information.
-    """
+    """Insert a call at the graph's insertion point and compute its fake value; copy source information from `like`."""
     if isinstance(target, Op):
         target = target.overload
     node = graph.create_node("call_function", target, args, name=getattr(target, "_opname", None))
@@ -227,8 +230,9 @@ def insert_call(graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.No
 
 
 def erase_unused(graph: fx.Graph) -> None:
-    """Removes calls without an effect whose value nothing reads. torch's `eliminate_dead_code` asks of every node
-    whether it has an effect, which takes as long as the passes do.
+    """Remove calls without effect and without a reader.
+
+    torch's `eliminate_dead_code` checks every node for effects, which takes as long as the passes.
     """
     for node in reversed(graph.nodes):
         if not node.users and not node.is_impure():
@@ -236,7 +240,7 @@ def erase_unused(graph: fx.Graph) -> None:
 
 
 def insert_picks(graph: fx.Graph, node: fx.Node, places: Iterable[int], like: fx.Node | None = None) -> list[fx.Node]:
-    """A pick of each of these results of a call, at the graph's insertion point."""
+    """Insert a pick of each of these results of a call."""
     return [insert_call(graph, operator.getitem, (node, place), like=like or node) for place in places]
 
 
@@ -246,19 +250,19 @@ def is_pick(node: Any, source: fx.Node, place: int) -> bool:
 
 
 def picks_of(node: fx.Node) -> list[tuple[int, fx.Node]]:
-    """(place, pick) of every pick of a call's results."""
+    """Return (place, pick) of every pick of a call's results."""
     return [(bind(user).place, user) for user in node.users if is_call(user, operator.getitem)]
 
 
 def replace_picks(node: fx.Node, values: Mapping[int, fx.Node]) -> None:
-    """Who reads result `place` of a call reads `values[place]` instead; other results stay."""
+    """Replace readers' result `place` of a call by `values[place]`; other results stay."""
     for place, pick in picks_of(node):
         if place in values:
             pick.replace_all_uses_with(values[place])
 
 
 def copy_marks(source: fx.Node, *nodes: fx.Node) -> None:
-    """The lane and the SM share of `source` for new nodes."""
+    """Copy the lane and SM share of `source` to new nodes."""
     for node in nodes:
         node.meta.update({key: source.meta[key] for key in ("stream", "sm_share") if key in source.meta})
 
@@ -266,9 +270,7 @@ def copy_marks(source: fx.Node, *nodes: fx.Node) -> None:
 def insert_placeholder(
     graph: fx.Graph, name: str, kind: str, shape: tuple[Any, ...], dtype: torch.dtype, after: fx.Node, **meta: Any
 ) -> fx.Node:
-    """A new graph input of `kind` ("input", "weight" or "adapter") after the placeholder `after`, with a fake value
-    of this shape.
-    """
+    """Insert a graph input of `kind` ("input", "weight" or "adapter") after the placeholder `after`."""
     mode = fake_mode_of(graph)
     if mode is None:
         raise ValueError("the graph holds no fake tensors; capture it first")
@@ -279,19 +281,19 @@ def insert_placeholder(
 
 
 def last_placeholder(graph: fx.Graph) -> fx.Node:
-    """The last of the graph's inputs."""
+    """Return the last of the graph's inputs."""
     return [node for node in graph.nodes if node.op == "placeholder"][-1]
 
 
 def through_views(node: Any) -> Any:
-    """The node that any number of pure reshapes start from."""
+    """Return the source of any number of reshapes."""
     while isinstance(node, fx.Node) and node.op == "call_function" and node.target in RESHAPES:
         node = bind(node).self
     return node
 
 
 def split_delta(value: fx.Node) -> tuple[fx.Node, fx.Node | None]:
-    """`linear + lora` as (linear, lora); any other node as (node, None).
+    """Split `linear + lora` into (linear, lora); any other node is (node, None).
 
     Consumers take the pair, so that a base GEMM never waits for the side stream.
     """
@@ -304,9 +306,7 @@ def split_delta(value: fx.Node) -> tuple[fx.Node, fx.Node | None]:
 
 
 def split_bias(value: fx.Node) -> tuple[fx.Node, fx.Node | None]:
-    """`linear + bias` as (linear, bias), where bias is a loaded vector over the last dimension; any other node as
-    (node, None).
-    """
+    """Split `linear + bias` into (linear, bias) for a loaded bias vector; any other node is (node, None)."""
     if is_call(value, aten.add.Tensor) and bind(value).alpha == 1:
         base, bias = bind(value).self, bind(value).other
         if isinstance(bias, fx.Node) and bias.meta.get("kind") == "weight" and len(shape_of(bias)) == 1:
@@ -315,8 +315,8 @@ def split_bias(value: fx.Node) -> tuple[fx.Node, fx.Node | None]:
 
 
 def slice_range(node: Any) -> tuple[fx.Node, int, int] | None:
-    """(source, start, end) when `node` is a slice of the last dimension with step 1, else None; the end is clipped
-    to the width.
+    """Return (source, start, end) of a slice of the last dimension with step 1, else None; `end` is clipped to the
+    width.
     """
     if not is_call(node, aten.slice.Tensor):
         return None

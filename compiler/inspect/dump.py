@@ -1,7 +1,7 @@
-"""Everything about a compilation as files that a person (or a diff) can read.
+"""Write everything about a compilation as readable, diffable files.
 
-The same inputs give the same bytes, so that two dumps can be compared; measured times are in `timings.json` (and on the
-page when asked for), all other durations are estimates from bytes and FLOPs.
+Equal inputs give equal bytes; only `timings.json` (and the page, on request) has measured times, all others are
+estimates.
 """
 
 import difflib
@@ -13,19 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from ..cost.cost import estimate, step_bytes
+from ..cost.bytes_and_flops import step_bytes
+from ..cost.estimate import estimate
 from ..cost.hardware import H200, Gpu
 from ..cost.timings import Timings
 from ..options import CompileOptions
+from ..pass_records import PassRecord, columns, pass_table, refusals, text_of
 from ..program.buffers import describe_view, short_dtype
 from ..program.calls import describe
 from ..program.memory import unshared_bytes
 from ..program.program import Program
-from ..records import PassRecord, columns, pass_table, refusals, text_of
 from .chrome_trace import trace
-from .page.data import page_data
-from .page.render import render
-from .svg import schedule_svg
+from .page.index_html import page_data, render
+from .schedule_svg import schedule_svg
 
 
 def dump(
@@ -45,13 +45,12 @@ def dump(
     """Write the dump and return the files written, in order.
 
     For pass number NN: `NN_pass.before.py`, `NN_pass.after.py`, `NN_pass.diff`; `passes.txt` (op counts of each pass),
-    `rejected.txt`, `summary.txt`, `summary.json`, `timings.json`, and `index.html` over all of it. For each program
-    `program.txt`, `program.json`, `schedule.svg` and `trace.json`: in `directory` when there is one program, else in a
-    folder named like its bucket. `layers`: whose lines of the graphs to write (default: all). `timings`: steps as
-    measured, kernels as compiled. The page has the steps' and passes' seconds only with `show_timings`, the kernels'
-    resources only with `show_resources` (or `show_timings`). `ledger`: pass -> relative error that it added. `gpu`:
-    durations are estimated for it.
-    Files of earlier dumps with the same names are replaced; pass files that no longer belong are removed.
+    `rejected.txt`, `summary.txt`, `summary.json`, `timings.json`, and `index.html`. For each program `program.txt`,
+    `program.json`, `schedule.svg` and `trace.json`: in `directory` for one program, else in a folder with its bucket's
+    name. `layers`: layers of the graphs to write (default: all). `timings`: measured steps and compiled kernels. The
+    page has the steps' and passes' seconds only with `show_timings`, the kernels' resources only with `show_resources`
+    (or `show_timings`). `ledger`: pass -> relative error. `gpu`: GPU of the estimates. Files of earlier dumps are
+    replaced or removed.
     """
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)
@@ -106,32 +105,26 @@ def dump(
 
 
 def pass_diff(record: PassRecord) -> str:
-    """A unified diff of the graph around one pass; empty when it changed nothing."""
-    lines = difflib.unified_diff(
-        record.before.splitlines(),
-        record.after.splitlines(),
-        f"before {record.name}",
-        f"after {record.name}",
-        n=2,
-        lineterm="",
-    )
+    """Return a unified diff of the graph around one pass; empty when nothing changed."""
+    before, after = record.before.splitlines(), record.after.splitlines()
+    names = f"before {record.name}", f"after {record.name}"
+    lines = difflib.unified_diff(before, after, *names, n=2, lineterm="")
     return "".join(f"{line}\n" for line in lines)
 
 
 def rejected_text(records: Sequence[PassRecord]) -> str:
-    """Near-misses with their reasons, by pass; what repeats in each layer once."""
+    """Return near-misses with their reasons, by pass."""
     return refusals(records) or "No pass refused anything.\n"
 
 
 def summary_text(
     records: Sequence[PassRecord], programs: Sequence[Program], options: CompileOptions | None, gpu: Gpu = H200
 ) -> str:
-    """Options, the pass table, one line for each program."""
+    """Return options, the pass table, and one line for each program."""
     parts = []
     if options is not None:
-        parts.append(
-            "options\n" + "".join(f"  {name} = {value!r}\n" for name, value in sorted(options.to_dict().items()))
-        )
+        values = sorted(options.to_dict().items())
+        parts.append("options\n" + "".join(f"  {name} = {value!r}\n" for name, value in values))
     parts.append(pass_table(records))
     if programs:
         rows = [("program", "steps", "main", "side", "waits", "arena MiB", "unshared MiB", "estimate us")]
@@ -156,9 +149,7 @@ def summary_text(
 def summary(
     records: Sequence[PassRecord], programs: Sequence[Program], options: CompileOptions | None
 ) -> dict[str, Any]:
-    """The same for machines (`sidestream diff` reads it): options, passes with their op counts and refusals, the
-    programs' names.
-    """
+    """Return the summary for `sidestream inspect diff`: options, passes with op counts and refusals, programs."""
     fields = ("name", "tier", "matches", "rejected", "ops_before", "ops_after")
     passes = [{name: getattr(record, name) for name in fields} for record in records]
     return {
@@ -170,14 +161,13 @@ def summary(
 
 
 def program_text(program: Program, gpu: Gpu = H200) -> str:
-    """A table of the steps, then one of the buffers."""
+    """Return a table of the steps and one of the buffers."""
     buffers, timing = program.by_name, estimate(program, gpu=gpu)
     rows = [("step", "lane", "op", "name", "results", "arguments", "waits", "rec", "SMs", "PDL", "bytes", "us")]
     for step, placed in zip(program.steps, timing, strict=True):
         outs = ", ".join(f"{view.buffer}: {describe_view(view, buffers)}" for view in step.outs) or "(in place)"
-        arguments = ", ".join(
-            [*map(describe, step.args), *(f"{name}={describe(value)}" for name, value in step.kwargs)]
-        )
+        keywords = (f"{name}={describe(value)}" for name, value in step.kwargs)
+        arguments = ", ".join([*map(describe, step.args), *keywords])
         rows.append(
             (
                 str(step.index),

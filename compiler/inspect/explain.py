@@ -1,7 +1,4 @@
-"""Where a program's time goes and what an option would change, as plain values (for JSON) and as text.
-
-Everything is estimated by `cost.py`.
-"""
+"""Where a program's estimated time goes and what an option would change, as plain values (for JSON) and as text."""
 
 import textwrap
 from collections import Counter
@@ -11,17 +8,17 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from torch import fx
 
-from ..accounting import PassCountError
-from ..build import build_program
-from ..cost.cost import KNOWN_ERROR, critical_path, estimate, floor_seconds, step_costs, total_seconds
+from ..build_program import build_program
+from ..cost.bytes_and_flops import DEFAULT, Assumptions, windows_of
+from ..cost.estimate import KNOWN_ERROR, critical_path, estimate, floor_seconds, step_costs, total_seconds
 from ..cost.hardware import H200, Gpu
-from ..cost.work import DEFAULT, Assumptions, windows_of
+from ..expected_matches import PassCountError
 from ..graph.capture import Captured
 from ..options import CompileOptions, OptionError
+from ..pass_records import WIDTH, PassRecord, columns, pass_table
 from ..pipeline import ALWAYS_ON, PASSES, STATIC_PASSES, Pass, optimize
 from ..program.layers import HEAD, TAIL, step_layers
 from ..program.program import Bucket, Program
-from ..records import WIDTH, PassRecord, columns, pass_table
 
 TOP_OPS = 12
 SAME = 0.0005  # relative differences below are none
@@ -31,7 +28,7 @@ NO_NUMBERS = ("check_counts", "disable", "gather_logits")
 
 @dataclass(frozen=True)
 class WhatIf:
-    """A change of options and what the step would take then: seconds, and the difference to now (negative: faster)."""
+    """A change of options, the step's seconds with it, and the difference (negative: faster)."""
 
     change: str
     seconds: float
@@ -39,8 +36,8 @@ class WhatIf:
 
 
 def explain_program(program: Program, assume: Assumptions = DEFAULT, gpu: Gpu = H200) -> dict[str, Any]:
-    """Kernels by lane and layer, the estimate against the floor, and what the critical path is made of, in
-    microseconds and bytes.
+    """Return kernels by lane and layer, estimate and floor, and the parts of the critical path, in microseconds and
+    bytes.
     """
     costs = step_costs(program, assume, gpu)
     placed = estimate(program, assume, gpu, costs)
@@ -88,7 +85,7 @@ def explain_program(program: Program, assume: Assumptions = DEFAULT, gpu: Gpu = 
 
 
 def _ops(program: Program, path: set[int], costs: Sequence[Any], seconds: Sequence[float]) -> list[dict[str, Any]]:
-    """Time by op and lane, the largest share of the critical path first."""
+    """Return time by op and lane, sorted by its share of the critical path."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     empty = {"steps": 0, "critical_us": 0.0, "us": 0.0, "bytes": 0, "link_bytes": 0, "flops": 0.0, "floor_us": 0.0}
     for step, cost, taken in zip(program.steps, costs, seconds, strict=True):
@@ -110,7 +107,7 @@ def explain(
     assume: Assumptions = DEFAULT,
     gpu: Gpu = H200,
 ) -> dict[str, Any]:
-    """A compilation by its options, what its passes did, and the programs made from it, as values for JSON."""
+    """Return options, passes and programs of a compilation as values for JSON."""
     return {
         "gpu": gpu.to_json(),
         "error": KNOWN_ERROR,
@@ -121,7 +118,7 @@ def explain(
 
 
 def describe_pass(record: PassRecord) -> dict[str, Any]:
-    """A pass record without the graph's text and without times."""
+    """Return a pass record without the graph's text and without times."""
     before, after = sum(record.ops_before.values()), sum(record.ops_after.values())
     return {
         "name": record.name,
@@ -142,11 +139,10 @@ def what_ifs(
     gpu: Gpu = H200,
     passes: tuple[Pass, ...] = PASSES,
 ) -> dict[str, float]:
-    """change -> estimated seconds of the step; the change "" is none. `capture(options)` gives a fresh graph and the
-    module's parameter names.
+    """Return change -> estimated seconds of the step; the change "" is none.
 
-    Each option's other values are tried one at a time, and each pass switched off; what can't be compiled so is left
-    out, and what gives the same program.
+    `capture(options)` returns a fresh graph and the module's parameter names. Tries each option's other values one at a
+    time, and each pass disabled; leaves out changes that can't be compiled, or that give the same program.
     """
     seconds: dict[str, float] = {}
     base: Program | None = None
@@ -181,13 +177,8 @@ def _variants(
         yield "no adapter in the batch", options, replace(bucket, lora=False)
     for field in fields(CompileOptions):
         kind, now = hints[field.name], getattr(options, field.name)
-        values = (
-            get_args(kind)
-            if get_origin(kind) is Literal
-            else (True, False)
-            if kind is bool or bool in get_args(kind)
-            else ()
-        )
+        switches = (True, False) if kind is bool or bool in get_args(kind) else ()
+        values = get_args(kind) if get_origin(kind) is Literal else switches
         for value in values if field.name not in NO_NUMBERS else ():
             if value not in (now, "auto", "fp32"):
                 try:
@@ -200,14 +191,14 @@ def _variants(
 
 
 def compare_changes(seconds: Mapping[str, float]) -> list[WhatIf]:
-    """What `what_ifs` found as differences to now, the largest gain first."""
+    """Return the result of `what_ifs` as differences, the largest gain first."""
     now = seconds[""]
     found = [WhatIf(change, taken, taken - now) for change, taken in seconds.items() if change]
     return sorted(found, key=lambda each: (each.difference, each.change))
 
 
 def program_as_text(facts: Mapping[str, Any]) -> str:
-    """`explain_program`'s values for a terminal."""
+    """Return `explain_program`'s values as text."""
     path, layer = facts["critical_path"], facts["kernels_of_a_layer"]
     total = facts["estimated_us"] or 1.0
     parts = [
@@ -248,11 +239,8 @@ def program_as_text(facts: Mapping[str, Any]) -> str:
     sequences = f"{facts['context']} cached tokens a sequence" + (
         f", {facts['adapters']} adapters in the batch" if facts["adapters"] else ""
     )
-    own = (
-        ["", "  its own passes, on static sizes:", *(_wrap(f"  {line}") for line in facts["passes"].splitlines())]
-        if facts["passes"]
-        else []
-    )
+    lines = [_wrap(f"  {line}") for line in facts["passes"].splitlines()]
+    own = ["", "  its own passes, on static sizes:", *lines] if lines else []
     return "\n".join(
         [
             f"{facts['program']}, {sequences}",
@@ -278,7 +266,7 @@ def program_as_text(facts: Mapping[str, Any]) -> str:
 
 
 def _wrap(line: str) -> str:
-    """The line, and what goes beyond WIDTH in further ones, further in; words and what is aligned stay as they are."""
+    """Wrap a line to WIDTH with further indentation."""
     inner = " " * (len(line) - len(line.lstrip()) + 2)
     if len(line) <= WIDTH:
         return line
@@ -286,16 +274,10 @@ def _wrap(line: str) -> str:
 
 
 def as_text(facts: Mapping[str, Any], records: Sequence[PassRecord]) -> str:
-    """`explain`'s values for a terminal."""
+    """Return `explain`'s values as text."""
     refused = sum(len(record.rejected) for record in records)
-    parts = [
-        pass_table(records)
-        + (
-            f"{refused} near-misses were refused; `sidestream dump` writes the reasons to rejected.txt\n"
-            if refused
-            else ""
-        )
-    ]
+    note = f"{refused} near-misses were refused; `sidestream inspect dump` writes the reasons to rejected.txt\n"
+    parts = [pass_table(records) + (note if refused else "")]
     gpu = facts["gpu"]
     source = (
         f"Estimates for {gpu['name']} at {gpu['bytes_per_second'] / 1e12:.2f} TB/s ({gpu['source']}); their error is "
@@ -307,7 +289,7 @@ def as_text(facts: Mapping[str, Any], records: Sequence[PassRecord]) -> str:
 
 
 def changes_as_text(changes: Sequence[WhatIf], now: float, bucket: str) -> str:
-    """The table of what would be gained."""
+    """Return the table of changes."""
     rows, same = [("change", "us a step", "difference")], []
     for each in changes:
         if abs(each.difference) < SAME * now:

@@ -1,10 +1,8 @@
-"""The numerics ledger: what each pass changes about the logits. The graph runs after every pass on the same inputs, so
-a bug is attributed to a pass.
+"""The numerics ledger: the change of the logits by each pass, so that a bug is attributed to a pass.
 
-The graphs themselves run, node by node, on the CPU's references; the program that is made of the last one runs as one
-more row. A decode program's own passes (`DECODE_PASSES`) follow as programs: one step more of the sequences without
-adapter, over the cache that the program before has filled; then, of all sequences, those of them that do something to
-LoRA.
+The graph runs node by node on the CPU's references after every pass, on the same inputs, and then as a program. Passes
+of decode programs (`DECODE_PASSES`) follow as programs: one more step of the sequences without adapter over the filled
+cache; then, for passes on LoRA, of all sequences.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,21 +16,22 @@ from torch.utils import _pytree as pytree
 
 from ...ops.collectives.all_reduce_add_rms_norm_quant import all_reduce_add_rms_norm_quant
 from ...ops.core.device import H200_SMS
+from ...ops.core.dtypes import residual_in_fp32
 from ...ops.core.kv_layout import PAGE_SIZE
-from ...ops.core.residual_stream import residual_in_fp32
 from ...ops.elementwise.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
-from ..build import build_program
+from ..build_program import build_program
 from ..graph.capture import Captured
+from ..graph.materialize import materialize
 from ..graph.nodes import CASTS, aten, bind, has_operand, is_call, is_check
-from ..graph.recipe import Recipe, materialize
+from ..graph.recipe import Recipe
 from ..options import CompileOptions
+from ..pass_records import WIDTH, PassRecord, columns
 from ..pipeline import DECODE_PASSES, PASSES, Pass, optimize, run_static_passes
 from ..program.layers import HEAD, TAIL, graph_layers, layer_name
 from ..program.program import Bucket
 from ..program.sizes import dimensions_of, placeholders
 from ..program.specialize import specialize
-from ..records import WIDTH, PassRecord, columns
-from ..run.emit import BoundProgram
+from ..run.bound_program import BoundProgram
 
 CAPTURE, PROGRAM, DECODE, DECODE_LORA = "(capture)", "(program)", " (decode)", " (decode, adapters)"
 # which result of the op is the residual stream
@@ -41,20 +40,21 @@ _STREAM_RESULT = ((add_rms_norm, 1), (add_rms_norm_quant, 3), (all_reduce_add_rm
 
 @dataclass(frozen=True)
 class LedgerRow:
-    """What one pass did to the logits of a batch.
+    """The change of a batch's logits by one pass.
 
     name, tier   the pass and its tier; `(capture)`: the captured graph against a reference of other precision;
-                 `(program)`: the program of the last graph; a name with ` (decode)` after it: a decode program's own
-                 pass; ` (decode, adapters)`: in a program with LoRA
-    matches      how often the pass matched
-    added        relative RMSE of the logits against those of the graph right before the pass
-    total        the same against the reference: the graph before any pass, or what the caller gave
+                 `(program)`: the program of the last graph; suffix ` (decode)`: a decode program's own pass;
+                 ` (decode, adapters)`: in a program with LoRA
+    matches      number of matches
+    added        relative RMSE of the logits against the graph right before the pass
+    total        the same against the reference: the graph before any pass, or the caller's
     mean_kl      mean over the tokens of KL(before || after), in nats
-    worst_token  row of the logits whose KL is the largest; None where all are equal
+    worst_token  row of the logits with the largest KL; None if all are equal
     worst_kl     that KL
-    worst_layer  the part of the model in which the residual stream's relative error grows most; "" where nothing
-                 differs, or it can't be told
-    growth       by how much it grows there
+    worst_layer  part of the model with the largest growth of the residual stream's relative error; "" without a
+    difference,
+                 or if unknown
+    growth       that growth
     """
 
     name: str
@@ -84,19 +84,14 @@ def ledger(
     passes: tuple[Pass, ...] = PASSES,
     reference: torch.Tensor | None = None,
 ) -> list[LedgerRow]:
-    """One row a pass, in order, one for the program, and one for each pass of decode programs where a sequence runs
-    without adapter.
+    """Return one row a pass, in order, one for the program, and one for each pass of decode programs if possible.
 
-    `captured` stays as it is.
+    `captured`   stays unchanged
+    `inputs`     the graph's inputs on the CPU except KV caches: each run gets empty ones with its dtype and scales
+    `state`      the model's parameters and buffers (adapter stacks too) by name
+    `reference`  logits [B, V] for the totals, such as the fp32 model's; default: those of the captured graph
 
-    `inputs`     the graph's inputs on the CPU but for the KV caches: each run gets empty ones, of the dtype and with
-                 the scales that its graph asks for.
-    `state`      the model's parameters and buffers (adapter stacks too) by name.
-    `reference`  logits [B, V] to compare the totals with, such as the fp32 model's; default: those of the captured
-                 graph.
-
-    Raises what `compile` raises for the options and counts, ValueError for a missing input or a result that is no
-    logits matrix.
+    Raises as `compile` for the options and counts, ValueError for a missing input or another result than logits.
     """
     copy = captured.copy()
     runner = _Runner({**captured.constants, **state}, inputs)
@@ -113,9 +108,8 @@ def ledger(
 
     optimize(copy, options, state, passes, observe)
     tensors = runner.tensors(copy.graph_module)
-    program = _Run(
-        _logits(BoundProgram(build_program(copy.graph_module, tensors, options), tensors, poison=True).run())
-    )
+    bound = BoundProgram(build_program(copy.graph_module, tensors, options), tensors, poison=True)
+    program = _Run(_logits(bound.run()))
     rows.append(_row(PROGRAM, "emits", 0, before, program, truth, places))
     if len(truth) != int(tensors["query_start"][-1]):
         return rows
@@ -141,10 +135,10 @@ def _decode_rows(
     sequences: Sequence[int],
     lora: bool,
 ) -> list[LedgerRow]:
-    """The last token of these sequences again, as a decode step with more and more of the decode programs' own passes;
-    with `lora` rows of matches alone.
+    """Run the last tokens of these sequences as a decode step with more and more of the decode programs' own passes.
 
-    `tensors`: those of the program that ran; its caches hold all tokens. `truth`: the logits of every token.
+    `tensors`: those of the program that ran; its caches hold all tokens. `truth`: the logits of every token. `lora`:
+    only rows of passes that match.
     """
     if not sequences:
         return []
@@ -153,54 +147,41 @@ def _decode_rows(
     caches = next(tensor for name, tensor in tensors.items() if dimensions_of(name) == ("NP",))
     bucket = Bucket(count, count, len(caches), tensors["block_table"].shape[1], decode=True, lora=lora)
     steps = torch.arange(count + 1, dtype=torch.int32)
-    inputs = {
-        name: tensors[name][last]
-        for name in ("input_ids", "positions", "slot_mapping", "adapter_index")
-        if name in tensors
-    }
-    inputs |= {name: tensors[name][base] for name in ("block_table", "context_lens")} | {
-        "query_start": steps,
-        "logits_indices": steps[:-1],
-    }
+    by_token = ("input_ids", "positions", "slot_mapping", "adapter_index")
+    inputs = {name: tensors[name][last] for name in by_token if name in tensors}
+    inputs |= {name: tensors[name][base] for name in ("block_table", "context_lens")}
+    inputs |= {"query_start": steps, "logits_indices": steps[:-1]}
     matches = _decode_matches(graph_module, bucket, options)
     present = [each for each in DECODE_PASSES if each.name in matches and (matches[each.name] or not lora)]
     rows: list[LedgerRow] = []
     before: _Run | None = None
     for number in range(len(present) + 1):
         chosen = replace(options, disable=(*options.disable, *(each.name for each in present[number:])))
-        after = _Run(
-            _logits(BoundProgram(build_program(graph_module, bucket, chosen), {**tensors, **inputs}, poison=True).run())
-        )
+        program = build_program(graph_module, bucket, chosen)
+        after = _Run(_logits(BoundProgram(program, {**tensors, **inputs}, poison=True).run()))
         if before is not None:
             each = present[number - 1]
             name = each.name + (DECODE_LORA if lora else DECODE)
-            row = _row(
-                name,
-                each.tier,
-                _decode_matches(graph_module, bucket, chosen)[each.name],
-                before,
-                after,
-                truth[last],
-                [],
-            )
+            count = _decode_matches(graph_module, bucket, chosen)[each.name]
+            row = _row(name, each.tier, count, before, after, truth[last], [])
             rows.append(replace(row, worst_token=None if row.worst_token is None else int(last[row.worst_token])))
         before = after
     return rows
 
 
 def _decode_matches(graph_module: fx.GraphModule, bucket: Bucket, options: CompileOptions) -> dict[str, int]:
-    """How often each pass of a decode program matches."""
+    """Return the number of matches of each pass of a decode program."""
     records = run_static_passes(specialize(graph_module, bucket), options, H200_SMS, DECODE_PASSES)
     return {record.name: record.matches for record in records}
 
 
 def largest(rows: Sequence[LedgerRow]) -> LedgerRow:
-    """The row that added most (NaN counts as most)."""
+    """Return the row with the largest `added` (NaN is the largest)."""
     return max(rows, key=lambda row: (row.added != row.added, row.added))
 
 
 def as_json(rows: Sequence[LedgerRow]) -> dict[str, float]:
-    """Pass -> relative error that it added, as `dump(ledger=...)` takes it."""
+    """Return pass -> relative error, for `dump(ledger=...)`."""
     return {
         row.name: row.added
         for row in rows
@@ -209,7 +190,7 @@ def as_json(rows: Sequence[LedgerRow]) -> dict[str, float]:
 
 
 def as_text(rows: Sequence[LedgerRow], tokens: Sequence[str] = ()) -> str:
-    """The ledger as a table; `tokens` names the rows of the logits."""
+    """Return the ledger as a table; `tokens` names the rows of the logits."""
     table: list[tuple[str, ...]] = [
         ("pass", "tier", "matches", "added", "total", "mean KL", "worst KL", "worst token", "worst layer")
     ]
@@ -222,7 +203,7 @@ def as_text(rows: Sequence[LedgerRow], tokens: Sequence[str] = ()) -> str:
 
 
 def relative_rmse(got: torch.Tensor, want: torch.Tensor) -> float:
-    """sqrt(sum (got - want)^2 / sum want^2); 0 where both are zero."""
+    """Return sqrt(sum (got - want)^2 / sum want^2); 0 if both are zero."""
     difference, size = (got.double() - want.double()).norm(), want.double().norm()
     return float(difference / size) if float(size) else float("inf") if float(difference) else 0.0
 
@@ -240,7 +221,7 @@ def _row(
 
 
 def _worst_layer(before: _Run, after: _Run, places: Sequence[str]) -> tuple[str, float]:
-    """Where the stream's relative error grows most; the logits count as the last place."""
+    """Return where the stream's relative error grows most; the logits are the last place."""
     first, second = [*before.streams, before.logits], [*after.streams, after.logits]
     if len(first) != len(places) or [value.shape for value in first] != [value.shape for value in second]:
         return "", 0.0
@@ -252,7 +233,7 @@ def _worst_layer(before: _Run, after: _Run, places: Sequence[str]) -> tuple[str,
 
 
 def _norms(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node, int | None]]:
-    """Each norm in order: its node, and the node (and which of its results) that is the residual stream there."""
+    """Return each norm in order: its node, and the node (and result index) of the residual stream there."""
     found: list[tuple[fx.Node, fx.Node, int | None]] = []
     for node in graph.nodes:
         if is_call(node, rms_norm, rms_norm_quant):
@@ -268,14 +249,12 @@ def _norms(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node, int | None]]:
 
 
 def _dtype_of(norm: fx.Node) -> torch.dtype:
-    """The model's dtype, told from the weight of a norm; what a norm that isn't lifted reads is never scaled."""
+    """Return the model's dtype from a norm's weight; the input of an unlifted norm is never scaled."""
     return bind(norm).weight.meta["val"].dtype if has_operand(norm, "weight") else torch.float32
 
 
 def _places(graph: fx.Graph) -> list[str]:
-    """What lies in front of each norm and, last, of the logits: a norm's layer tells what the next value of the
-    stream comes from.
-    """
+    """Return the part of the model before each norm and, last, before the logits."""
     layers, seen, places = graph_layers(graph), set[int](), [layer_name(HEAD)]
     for norm, _, _ in _norms(graph):
         layer = layers[norm]
@@ -286,41 +265,35 @@ def _places(graph: fx.Graph) -> list[str]:
 
 
 class _Runner:
-    """Runs graphs on the same inputs and weights; weights that a pass left alone are made once."""
+    """Run graphs on the same inputs and weights; unchanged weights are made once."""
 
     def __init__(self, state: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> None:
         self._state, self._inputs = {name: tensor.detach() for name, tensor in state.items()}, inputs
         self._made: dict[Recipe, torch.Tensor] = {}
         if "slot_mapping" not in inputs or "block_table" not in inputs:
-            raise ValueError(
-                "the ledger runs graphs over a paged KV cache: give slot_mapping and block_table among the inputs"
-            )
+            raise ValueError("the ledger needs slot_mapping and block_table among the inputs, for a paged KV cache")
         self._pages = max(int(inputs["slot_mapping"].max()) // PAGE_SIZE, int(inputs["block_table"].max())) + 1
 
     def tensors(self, graph_module: fx.GraphModule) -> dict[str, torch.Tensor]:
-        """Placeholder name -> tensor, with KV caches of zeros."""
+        """Return placeholder name -> tensor, with KV caches of zeros."""
         memo: dict[Recipe, Any] = {}
-        recipes = {
-            node.name: node.meta["recipe"] for node in placeholders(graph_module.graph) if node.meta["kind"] != "input"
-        }
-        self._made = {
-            recipe: self._made[recipe] if recipe in self._made else self._make(recipe, memo)
-            for recipe in recipes.values()
-        }
+        loaded = [node for node in placeholders(graph_module.graph) if node.meta["kind"] != "input"]
+        recipes = {node.name: node.meta["recipe"] for node in loaded}
+        made = self._made
+        self._made = {each: made[each] if each in made else self._make(each, memo) for each in recipes.values()}
         tensors = {name: self._made[recipe] for name, recipe in recipes.items()}
         for node in placeholders(graph_module.graph):
             if node.name in self._inputs:
                 tensors[node.name] = self._inputs[node.name]
             elif dimensions_of(node.name) == ("NP",):
-                tensors[node.name] = torch.zeros(
-                    (self._pages, *map(int, node.meta["val"].shape[1:])), dtype=node.meta["val"].dtype
-                )
+                value = node.meta["val"]
+                tensors[node.name] = torch.zeros((self._pages, *map(int, value.shape[1:])), dtype=value.dtype)
             elif node.name not in tensors:
                 raise ValueError(f"no tensor is given for the graph's input {node.name!r}")
         return tensors
 
     def run(self, graph_module: fx.GraphModule) -> _Run:
-        """Logits in fp32, and the residual stream in front of each norm."""
+        """Return logits in fp32, and the residual stream before each norm."""
         tensors = self.tensors(graph_module)
         norms = _norms(graph_module.graph)
         interpreter = _Recorder(graph_module, [(node, result) for _, node, result in norms])
@@ -336,7 +309,7 @@ class _Runner:
 
 
 class _Recorder(fx.Interpreter):
-    """Runs a graph and keeps some nodes' values: `wanted` are (node, which result)."""
+    """Run a graph and keep some nodes' values: `wanted` are (node, result index)."""
 
     def __init__(self, graph_module: fx.GraphModule, wanted: Sequence[tuple[fx.Node, int | None]]) -> None:
         super().__init__(graph_module, graph=graph_module.graph)

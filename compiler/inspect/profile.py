@@ -1,9 +1,9 @@
-"""From a profiler's trace back to a program's steps: which kernels a step launched, and when they ran, also inside a
-replayed CUDA graph.
+"""Map a profiler's trace to a program's steps: the kernels of each step, and their times, also in a replayed CUDA
+graph.
 
-Reads the Chrome trace that `torch.profiler` exports. Run step by step, a kernel belongs to the step in whose range it
-was launched. In a replay all kernels are launched at once; there the k-th kernel of a name is the k-th that the
-step-by-step run had of that name.
+Reads the Chrome trace of `torch.profiler`. Run step by step, a kernel belongs to the step of its launch's launched. In
+a replay all kernels are launched at once: there the k-th kernel of a name is the k-th of that name in the step-by-step
+run.
 """
 
 import json
@@ -17,22 +17,22 @@ from typing import Any
 
 import torch
 
-from ..cost.cost import Placed, predecessors
+from ..cost.estimate import Placed, predecessors
 from ..program.program import Program
-from ..run.emit import BoundProgram
-from ..run.ranges import REPLAY_RANGE, STEP_RANGE, step_ranges
+from ..run.bound_program import BoundProgram
+from ..run.profiler_ranges import REPLAY_RANGE, STEP_RANGE, step_ranges
 
 KERNEL_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
 
 
 class ProfileError(ValueError):
-    """A trace that does not hold what it is asked for."""
+    """A trace without the requested steps."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """Something that ran on the GPU; times in seconds on the trace's clock."""
+    """A kernel or copy on the GPU; times in seconds on the trace's clock."""
 
     name: str
     start: float
@@ -43,7 +43,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Range:
-    """A named stretch of the host's time, and what was launched in it."""
+    """A named range of the host's time, and the kernels launched in it."""
 
     name: str
     start: float
@@ -52,18 +52,15 @@ class Range:
 
 
 def ranges(trace: Mapping[str, Any]) -> list[Range]:
-    """Every range of ours in the order of time, each with the kernels that were launched in it (innermost range
-    only).
-    """
+    """Return our ranges in order of time, each with the kernels launched in it (innermost range only)."""
     events = [event for event in trace.get("traceEvents", ()) if event.get("ph") == "X"]
     launched: dict[int, list[Kernel]] = defaultdict(list)
     for event in events:
         if event.get("cat") in KERNEL_CATEGORIES:
             start, end = _times(event)
             about = event.get("args", {})
-            kernel = Kernel(
-                event["name"], start, end, int(about.get("stream", event.get("tid", 0))), event["cat"] != "kernel"
-            )
+            stream = int(about.get("stream", event.get("tid", 0)))
+            kernel = Kernel(event["name"], start, end, stream, event["cat"] != "kernel")
             launched[int(about.get("correlation", -1))].append(kernel)
     marked = [event for event in events if event.get("cat") == "user_annotation"]
     found = sorted(
@@ -72,16 +69,12 @@ def ranges(trace: Mapping[str, Any]) -> list[Range]:
     )
     kernels: list[list[Kernel]] = [[] for _ in found]
     position = 0
-    for event in sorted(
-        (event for event in events if event.get("cat") in LAUNCH_CATEGORIES), key=lambda event: event["ts"]
-    ):
+    launches = (event for event in events if event.get("cat") in LAUNCH_CATEGORIES)
+    for event in sorted(launches, key=lambda event: event["ts"]):
         while position < len(found) and found[position]["ts"] + found[position]["dur"] < event["ts"]:
             position += 1
-        if (
-            position < len(found)
-            and found[position]["ts"] <= event["ts"]
-            and found[position].get("tid") == event.get("tid")
-        ):
+        started = position < len(found) and found[position]["ts"] <= event["ts"]
+        if started and found[position].get("tid") == event.get("tid"):
             kernels[position] += launched.get(int(event.get("args", {}).get("correlation", -1)), [])
     return [
         Range(event["name"], *_times(event), tuple(sorted(own, key=lambda kernel: kernel.start)))
@@ -94,10 +87,7 @@ def _times(event: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def kernels_of_steps(program: Program, found: Iterable[Range]) -> dict[int, tuple[str, ...]]:
-    """step -> names of its kernels in order, from the last step-by-step run.
-
-    Raises ProfileError when the trace has none of this program.
-    """
+    """Return step -> names of its kernels in order, from the last step-by-step run. Raises ProfileError without one."""
     names: dict[int, tuple[str, ...]] = {}
     for each in found:
         match = STEP_RANGE.fullmatch(each.name)
@@ -112,10 +102,9 @@ def kernels_of_steps(program: Program, found: Iterable[Range]) -> dict[int, tupl
 
 
 def replays(program: Program, found: Iterable[Range], names: Mapping[int, tuple[str, ...]]) -> list[list[Placed]]:
-    """Where each step's kernels lay in each replay, in seconds from the replay's first kernel.
+    """Return each step's times in each replay, in seconds from the replay's first kernel.
 
-    A step without kernels of its own (it was folded into a copy or needs none) has no length. Raises ProfileError when
-    a replay's kernels are not the steps'.
+    A step without kernels has no length. Raises ProfileError when a replay's kernels differ from the steps'.
     """
     expected = Counter(name for own in names.values() for name in own)
     results = []
@@ -148,9 +137,8 @@ def _place(program: Program, kernels: Sequence[Kernel], names: Mapping[int, tupl
             own.append(queues[name][taken[name]])
             taken[name] += 1
         if own:
-            placed.append(
-                Placed(min(kernel.start for kernel in own) - begin, max(kernel.end for kernel in own) - begin)
-            )
+            start, end = min(kernel.start for kernel in own), max(kernel.end for kernel in own)
+            placed.append(Placed(start - begin, end - begin))
         else:
             moment = max((placed[index].end for index in before[step.index]), default=0.0)
             placed.append(Placed(moment, moment))
@@ -158,11 +146,10 @@ def _place(program: Program, kernels: Sequence[Kernel], names: Mapping[int, tupl
 
 
 def advances(program: Program, placed: Sequence[Placed]) -> list[float]:
-    """What each step added to the time: from the latest end of what it follows (in its lane, or by a wait) to its own
-    end, in seconds.
+    """Return the seconds that each step added: from the latest end of its predecessors (in its lane, or waits) to its
+    own end.
 
-    With programmatic dependent launch a kernel starts before its predecessor has ended, so that its own length says
-    less.
+    With programmatic dependent launch a kernel starts before its predecessor has ended, so its length is not that time.
     """
     before = predecessors(program)
     return [
@@ -172,10 +159,10 @@ def advances(program: Program, placed: Sequence[Placed]) -> list[float]:
 
 
 def capture_profile(bound: BoundProgram, count: int) -> list[list[Placed]]:
-    """Run `bound` once step by step and `count` times as a CUDA graph under torch's profiler; each step's place in each
-    replay. Needs a GPU.
+    """Run `bound` once step by step and `count` times as a CUDA graph under torch's profiler; return the steps' times
+    in each replay. Needs a GPU.
 
-    The graph is captured if it was not. Raises ProfileError when kernels can't be told apart.
+    Captures the graph if needed. Raises ProfileError when kernels can't be attributed.
     """
     if not bound.captured:
         bound.capture()
@@ -193,7 +180,7 @@ def capture_profile(bound: BoundProgram, count: int) -> list[list[Placed]]:
 
 
 def exported(profiler: Any) -> dict[str, Any]:
-    """The Chrome trace of a finished torch profiler."""
+    """Return the Chrome trace of a finished torch profiler."""
     handle, path = tempfile.mkstemp(suffix=".json")
     os.close(handle)
     try:

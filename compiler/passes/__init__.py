@@ -1,8 +1,8 @@
-"""The graph passes, one idea a file, in five folders. `compiler/pipeline.py` lists the order in which they run.
+"""The graph passes, one idea a file, in five folders. `compiler/pipeline.py` lists them in order.
 
-base        what every pass takes and returns
+base        arguments and results of passes, and their common loop
 lift        ATen idioms -> semantic ops; constant factors move into weights
-quantize    eight-bit weights, activations and KV cache, and what keeps them accurate
+quantize    eight-bit weights, activations and KV cache; accuracy of the quantized model
 fuse        several ops -> one
 lora        LoRA branches: quantized, fused, lowered to the side stream
 parallel    tensor parallelism

@@ -1,14 +1,20 @@
-"""What every pass takes and returns."""
+"""Arguments and results of passes, and the loop that most of them share."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from torch import fx
+
 from ...ops.core.device import H200_SMS
+from ..graph.nodes import Refused
 from ..options import CompileOptions
+
+__all__ = ["Context", "PassReport", "Refused", "rewrite_each"]
 
 
 @dataclass
 class PassReport:
-    """How often a pass matched, and one line for each near-miss that it left alone."""
+    """The number of matches of a pass, and one line for each near-miss."""
 
     matches: int
     rejected: list[str] = field(default_factory=list)
@@ -16,7 +22,19 @@ class PassReport:
 
 @dataclass
 class Context:
-    """What passes may know besides the graph: the options and the GPU's number of SMs; nothing of the model."""
+    """The options and the GPU's number of SMs: all that a pass gets besides the graph."""
 
     options: CompileOptions
     sm_count: int = H200_SMS
+
+
+def rewrite_each(nodes: Iterable[fx.Node], rewrite: Callable[[fx.Node], object]) -> PassReport:
+    """Call `rewrite` for each node and count the matches; Refused leaves a node alone and gives the reason."""
+    report = PassReport(0)
+    for node in nodes:
+        try:
+            rewrite(node)
+            report.matches += 1
+        except Refused as reason:
+            report.rejected.append(f"{node.name}: {reason}")
+    return report

@@ -1,4 +1,4 @@
-"""Memory with a name, tensors inside it, and how both are written as JSON."""
+"""Buffers (named memory), views (tensors inside them), and their JSON form."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -27,15 +27,15 @@ SHORT_NAMES = {
 
 
 class ProgramError(ValueError):
-    """A program is malformed, or it does not fit what it is bound to."""
+    """A program is malformed, or does not fit the tensors that it is bound to."""
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """Memory with a name.
+    """Named memory.
 
-    `temp` buffers lie in the arena at byte `offset`; every other kind is a tensor of its own (offset None). `life`: the
-    first and last step that touch it (-1, -1: none does). `stride` in elements, None = contiguous.
+    `temp` buffers are in the arena at byte `offset`; other kinds are tensors of their own (offset None). `life`: the
+    first and last step that access it (-1, -1: none). `stride` in elements, None = contiguous.
     """
 
     name: str
@@ -69,7 +69,7 @@ class View:
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Row-major strides in elements (as torch.empty has them)."""
+    """Return row-major strides in elements."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -78,7 +78,7 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """Elements from the first to the last one, both included."""
+    """Return the number of elements from the first to the last one."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
@@ -103,7 +103,7 @@ def parse_dtype(name: Any) -> torch.dtype:
 
 
 def views_in(value: Any) -> Iterator[View]:
-    """The views in an argument, which may be a tuple of arguments."""
+    """Yield the views in an argument or nested tuple of arguments."""
     if isinstance(value, View):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -112,16 +112,16 @@ def views_in(value: Any) -> Iterator[View]:
 
 
 def describe_view(view: View, buffers: Mapping[str, Buffer]) -> str:
-    """`bf16[16, 4096]`: dtype and shape of a view into `buffers` (by name)."""
+    """Return dtype and shape of a view into `buffers` (by name): `bf16[16, 4096]`."""
     return f"{short_dtype(view.dtype or buffers[view.buffer].dtype)}[{', '.join(map(str, view.shape))}]"
 
 
-# JSON: views, dtypes and the like are objects with one telling key; numbers, strings, booleans and None stand for
+# JSON: views, dtypes and the like are objects with one key; numbers, strings, booleans and None encode
 # themselves.
 
 
 def encode(value: Any) -> Any:
-    """A step's argument as plain JSON. Raises ProgramError for a type that has no place in a program."""
+    """Return a step's argument as plain JSON. Raises ProgramError for a type without an encoding."""
     if isinstance(value, View):
         return {
             "view": [
@@ -150,7 +150,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """What `encode` wrote. Raises ProgramError for anything else."""
+    """Return what `encode` wrote. Raises ProgramError for anything else."""
     if isinstance(value, list):
         return tuple(decode(entry) for entry in value)
     if not isinstance(value, dict):

@@ -1,8 +1,7 @@
-"""Programs kept on disk between runs, so that a second start neither captures the model nor runs the passes.
+"""Programs kept on disk between runs, so that a restart neither captures the model nor runs the passes.
 
-A program is kept under a hash of everything that it depends on: the releases of Sidestream and torch, the sources that
-make it, the model's config, the options, the pass list and the bucket. The number of KV pages is left out (it follows
-from the memory that happens to be free): it is put in when the program is taken out. Deleting the directory is always
+The key is a hash of the releases, the sources, the model's config, the options, the pass list and the bucket. The
+number of KV pages depends on free memory, so it is not in the key and is set on load. Deleting the directory is always
 safe.
 """
 
@@ -33,7 +32,7 @@ LIMIT = 4 << 30
 
 @lru_cache(maxsize=1)
 def source_hash() -> str:
-    """A hash of every source file that decides what a program looks like."""
+    """Return a hash of every source file that affects programs."""
     digest = hashlib.sha256()
     for folder in SOURCES:
         for path in sorted((PACKAGE / folder).rglob("*")):
@@ -50,7 +49,7 @@ def program_key(
     passes: Sequence[str],
     bucket: Bucket | None,
 ) -> str:
-    """The sha256 (hex) under which a program is kept: it changes with every one of these."""
+    """Return the sha256 (hex) of a program's inputs."""
     content = {
         "program_version": VERSION,
         "versions": dict(versions),
@@ -63,18 +62,18 @@ def program_key(
 
 
 class ProgramStore:
-    """Programs in a directory, one file a key. What is not whole counts as absent."""
+    """Programs in a directory, one file a key. An incomplete file counts as absent."""
 
     def __init__(self, directory: str | Path) -> None:
         self._folder = CacheFolder(Path(directory), LIMIT)
 
     def path(self, key: str) -> Path:
-        """Where the program of `key` lies."""
+        """Return the path of a program."""
         return self._folder.directory / _name(key)
 
     def load(self, key: str, edit: Edit | None = None) -> Program | None:
-        """The program kept under `key`, its fields changed by `edit`; None when there is none, or only a damaged or
-        outdated one, which is removed (logged).
+        """Return the program of `key`, its fields changed by `edit`, or None. Remove a damaged or outdated file
+        (logged).
         """
         text = self._folder.recall(_name(key))
         if text is None:
@@ -90,12 +89,12 @@ class ProgramStore:
         return _name(key) in self._folder
 
     def save(self, key: str, program: Program) -> Path:
-        """Keep `program` under `key`; readers see the old file or the whole new one. Raises OSError."""
+        """Save `program` under `key`, atomically. Raises OSError."""
         self._folder.keep(_name(key), program.encoded())
         return self.path(key)
 
 
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 def _name(key: str) -> str:
@@ -112,7 +111,7 @@ class ProgramCache:
     passes: Sequence[str]
 
     def load(self, bucket: Bucket) -> Program | None:
-        """The program for `bucket`, or None."""
+        """Return the program for `bucket`, or None."""
         return self.store.load(self._key(bucket), lambda fields: _with_pages(fields, bucket.pages))
 
     def has(self, bucket: Bucket) -> bool:
@@ -120,12 +119,12 @@ class ProgramCache:
         return self.store.has(self._key(bucket))
 
     def save(self, bucket: Bucket, program: Program) -> None:
-        """Keep `program`; a full or read-only disk only costs the next start its time (logged)."""
+        """Save `program`. A full or read-only disk only makes the next start slower (logged)."""
         try:
             self.store.save(self._key(bucket), with_pages(program, 1))
         except OSError as error:
-            if str(error) not in _told:  # one line a reason: of the other programs the same is true
-                _told.add(str(error))
+            if str(error) not in _warned:  # one line a reason, not one a program
+                _warned.add(str(error))
                 log.warning(
                     "the program %s is not kept for the next start: %s; free space there, or set SIDESTREAM_CACHE",
                     bucket.name,
@@ -138,14 +137,12 @@ class ProgramCache:
 
 
 def with_pages(program: Program, pages: int) -> Program:
-    """The same program for KV caches of another number of pages: nothing but these buffers' first size depends on
-    it.
-    """
+    """Return the program for another number of KV pages: only the first size of these buffers depends on it."""
     return Program(**_with_pages({field.name: getattr(program, field.name) for field in fields(program)}, pages))
 
 
 def _with_pages(program: dict[str, Any], pages: int) -> dict[str, Any]:
-    """The same of a program's fields."""
+    """Do the same on a program's fields."""
     caches = {buffer.name for buffer in program["buffers"] if "NP" in dimensions_of(buffer.name)}
 
     def concerned(values: tuple[Any, ...]) -> bool:
@@ -160,11 +157,9 @@ def _with_pages(program: dict[str, Any], pages: int) -> dict[str, Any]:
         return tuple(map(resized, value)) if isinstance(value, tuple) else value
 
     def step(each: Step) -> Step:
-        return (
-            replace(each, args=resized(each.args), kwargs=resized(each.kwargs))
-            if concerned((each.args, each.kwargs))
-            else each
-        )
+        if not concerned((each.args, each.kwargs)):
+            return each
+        return replace(each, args=resized(each.args), kwargs=resized(each.kwargs))
 
     buffers = tuple(
         replace(buffer, shape=(pages, *buffer.shape[1:])) if buffer.name in caches else buffer

@@ -1,9 +1,7 @@
-"""Files kept between runs in a folder of this user's own: written whole or not at all, of a bounded size together,
-the longest unused removed first.
+"""A private, size-limited folder of files kept between runs; the least recently used are removed first.
 
-What comes back from the disk is believed only with the digest that was stored with it: a changed byte, a file under
-another's name and one of another format count as absent. A digest without a key tells damage, not intent; against
-others there are the folder's permissions.
+Writes are atomic. Content is used only if its stored digest matches, so damaged, renamed and outdated files count as
+absent. A digest without a key detects damage, not attacks; the folder's permissions protect against other users.
 """
 
 import errno
@@ -28,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 def cache_directory() -> Path:
-    """Where everything is kept: $SIDESTREAM_CACHE, else sidestream/ under $XDG_CACHE_HOME or ~/.cache."""
+    """Return $SIDESTREAM_CACHE, else sidestream/ under $XDG_CACHE_HOME or ~/.cache."""
     given = os.environ.get("SIDESTREAM_CACHE")
     if given:
         return Path(given)
@@ -36,10 +34,10 @@ def cache_directory() -> Path:
 
 
 class CacheFolder:
-    """The folder `directory`, made with mode 0700 when something is first kept; at most `limit` bytes. Safe for several
-    processes at once.
+    """The folder `directory`, created with mode 0700 on the first write; at most `limit` bytes. Safe for several
+    processes.
 
-    What belongs to another user, or what others may write to, counts as absent and is not written to.
+    Files of another user, or that others may write to, count as absent and are not written to.
     """
 
     def __init__(self, directory: Path, limit: int) -> None:
@@ -48,7 +46,7 @@ class CacheFolder:
 
     @contextmanager
     def reading(self, name: str) -> Iterator[int | None]:
-        """A file descriptor of the file `name`, which counts as used now; None when it is absent."""
+        """Open the file `name` and mark it as used; None when it is absent."""
         handle = self._open(name)
         try:
             yield handle
@@ -65,9 +63,7 @@ class CacheFolder:
         return False
 
     def write(self, name: str, size: int, fill: Callable[[int], None]) -> None:
-        """Keep a file of `size` bytes, which `fill` writes to a file descriptor: others see the old file or the
-        whole new one. Raises OSError.
-        """
+        """Write a file of `size` bytes atomically; `fill` writes to a file descriptor. Raises OSError."""
         if size > self.limit:
             raise OSError(errno.EFBIG, f"{size} bytes are more than the {self.limit} that the cache may have")
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -91,14 +87,12 @@ class CacheFolder:
         self._trim(name)
 
     def keep(self, name: str, content: bytes) -> None:
-        """Keep `content` with its digest, for `recall`. Raises OSError."""
+        """Write `content` with its digest, for `recall`. Raises OSError."""
         whole = b"%s%s\n%s" % (_MAGIC, _digest(name, content), content)
         self.write(name, len(whole), lambda handle: write_fully(handle, whole))
 
     def recall(self, name: str) -> bytes | None:
-        """What `keep` was given for the file `name`; None when it is absent or damaged. A damaged one is removed
-        (logged).
-        """
+        """Return the content that `keep` wrote, or None. A damaged file is removed (logged)."""
         with self.reading(name) as handle:
             if handle is None:
                 return None
@@ -116,12 +110,12 @@ class CacheFolder:
         return content
 
     def damaged(self, name: str, fault: object) -> None:
-        """Remove a file that cannot be used, and say so."""
+        """Log and remove a file that cannot be used."""
         _log.warning("a kept file is left out and made again: %s: %s", name, fault)
         self.remove(name)
 
     def remove(self, name: str) -> None:
-        """Forget a file."""
+        """Remove a file, if it exists."""
         with suppress(OSError):
             (self.directory / name).unlink()
 
@@ -148,9 +142,7 @@ class CacheFolder:
         )
 
     def _trim(self, newest: str) -> None:
-        """Remove what was not used for longest until the rest keeps the limit, and what writers left when
-        they died.
-        """
+        """Remove the least recently used files above the limit, and temporary files of writers that died."""
         files: list[tuple[float, int, str]] = []
         with suppress(OSError), os.scandir(self.directory) as entries:
             for entry in entries:
@@ -170,7 +162,7 @@ class CacheFolder:
 
 
 def write_fully(handle: int, data: bytes | memoryview) -> None:
-    """All of `data` to a file descriptor. Raises OSError."""
+    """Write all of `data` to a file descriptor. Raises OSError."""
     view = memoryview(data).cast("B")
     while view:
         view = view[os.write(handle, view) :]

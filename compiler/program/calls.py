@@ -1,4 +1,4 @@
-"""From an op's name in a program to what can be called: Sidestream's ops, ATen overloads and their `out=` variants."""
+"""From an op's name in a program to its overload: Sidestream's ops, ATen's, and their `out=` variants."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -31,7 +31,7 @@ ATEN: dict[str, Traits] = {
 
 
 def own_op(name: str) -> Op | None:
-    """The registered op of the name `sidestream.rms_norm`; None for another library's op."""
+    """Return the registered op of `sidestream.rms_norm`; None for another library's op."""
     namespace, _, rest = name.partition(".")
     if namespace != NAMESPACE:
         return None
@@ -42,7 +42,7 @@ def own_op(name: str) -> Op | None:
 
 @cache
 def traits_of(name: str) -> Traits:
-    """What estimates and pictures know of the op of this name, which need not be one of this release."""
+    """Return the traits of an op for estimates and pictures; the op may be unknown to this release."""
     namespace, _, rest = name.partition(".")
     if namespace == NAMESPACE:
         return OPS[rest].traits if rest in OPS else Traits()
@@ -51,7 +51,7 @@ def traits_of(name: str) -> Traits:
 
 @cache
 def overload_of(name: str) -> torch._ops.OpOverload:
-    """The overload that is named `aten.add.Tensor` or `sidestream.rms_norm`. Raises ProgramError when there is none."""
+    """Return the overload of `aten.add.Tensor` or `sidestream.rms_norm`. Raises ProgramError for an unknown one."""
     own = own_op(name)
     if own is not None:
         return own.overload
@@ -65,16 +65,15 @@ def overload_of(name: str) -> torch._ops.OpOverload:
 
 @cache
 def out_overload(name: str) -> tuple[torch._ops.OpOverload, tuple[str, ...]] | None:
-    """The variant that writes into given tensors, and the names of these arguments; None when the op has none."""
+    """Return the variant with output arguments and their names; None when the op has none."""
     overload = overload_of(name)
     wanted = [(argument.name, str(argument.type)) for argument in overload._schema.arguments]
     packet = overload.overloadpacket
     for variant in packet.overloads():
         candidate = getattr(packet, variant)
-        outs = [argument.name for argument in candidate._schema.arguments if argument.is_out]
-        others = [
-            (argument.name, str(argument.type)) for argument in candidate._schema.arguments if not argument.is_out
-        ]
+        arguments = candidate._schema.arguments
+        outs = [argument.name for argument in arguments if argument.is_out]
+        others = [(argument.name, str(argument.type)) for argument in arguments if not argument.is_out]
         missing = {name for name, _ in wanted} - {name for name, _ in others}
         if len(outs) != len(overload._schema.returns) or not missing <= FROM_OUT:
             continue
@@ -84,7 +83,7 @@ def out_overload(name: str) -> tuple[torch._ops.OpOverload, tuple[str, ...]] | N
 
 
 def mutated_views(step: Step) -> Iterator[View]:
-    """The views among a step's arguments that its op writes in place."""
+    """Yield the views among a step's arguments that its op writes in place."""
     schema = overload_of(step.op)._schema
     keywords = dict(step.kwargs)
     for index, argument in enumerate(schema.arguments):
@@ -93,7 +92,7 @@ def mutated_views(step: Step) -> Iterator[View]:
 
 
 def describe(value: Any) -> str:
-    """An argument in a line of text: views by buffer name, the rest by its repr."""
+    """Return an argument as text: views by buffer name, the rest by its repr."""
     if isinstance(value, View):
         return value.buffer
     if isinstance(value, (tuple, list)):

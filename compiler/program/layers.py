@@ -1,7 +1,4 @@
-"""Which decoder layer a graph's node or a program's step belongs to.
-
-What comes before the first layer is HEAD, what comes after the last one TAIL.
-"""
+"""Decoder layer of a graph's node or a program's step; HEAD before the first layer, TAIL after the last."""
 
 import re
 from collections.abc import Iterable
@@ -18,15 +15,13 @@ _CACHE = re.compile(r"kv_(?:cache|scale)s?_(\d+)")
 
 
 def layer_of_name(name: str) -> int | None:
-    """The layer in a module's, a checkpoint tensor's or a KV cache's name; None when there is none."""
+    """Return the layer in the name of a module, checkpoint tensor or KV cache; None without one."""
     found = LAYER.search(name) or _CACHE.fullmatch(name)
     return None if found is None else int(found[1])
 
 
 def graph_layers(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Each node's layer: what its module's path or its checkpoint tensors say, else that of the latest value that it
-    reads.
-    """
+    """Return each node's layer: from its module's path or checkpoint tensors, else that of its latest operand."""
     layers: dict[fx.Node, int] = {}
     for node in graph.nodes:
         own = _own_layer(node)
@@ -40,9 +35,7 @@ def graph_layers(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def step_layers(program: Program) -> list[int]:
-    """The layer of each step, told by the weights, adapters and caches that it reads, else by the latest step whose
-    result it reads.
-    """
+    """Return each step's layer: from its weights, adapters and caches, else that of its latest operand."""
     named = {
         buffer.name: _layer_of_sources(buffer.name, program.recipes.get(buffer.name))
         for buffer in program.of_kind("input", "weight", "adapter")
@@ -62,12 +55,12 @@ def step_layers(program: Program) -> list[int]:
 
 
 def layer_name(layer: int) -> str:
-    """`before the layers`, `layer 3`, `after the layers`."""
+    """Return `before the layers`, `layer 3` or `after the layers`."""
     return {HEAD: "before the layers", TAIL: "after the layers"}.get(layer, f"layer {layer}")
 
 
 def spans(layers: Iterable[int]) -> str:
-    """Layer numbers in few words: `0-3, 7`."""
+    """Return layer numbers in short form: `0-3, 7`."""
     parts: list[tuple[int, int]] = []
     for layer in sorted(set(layers)):
         if parts and parts[-1][1] == layer - 1:
@@ -80,10 +73,8 @@ def spans(layers: Iterable[int]) -> str:
 def _own_layer(node: fx.Node) -> int | None:
     if node.op == "placeholder":
         return _layer_of_sources(node.name, node.meta.get("recipe"))
-    found = [
-        layer for path, _ in node.meta.get("nn_module_stack", {}).values() if (layer := layer_of_name(path)) is not None
-    ]
-    return found[-1] if found else None
+    layers = [layer_of_name(path) for path, _ in node.meta.get("nn_module_stack", {}).values()]
+    return next((layer for layer in reversed(layers) if layer is not None), None)
 
 
 def _layer_of_sources(name: str, recipe: Recipe | None) -> int | None:

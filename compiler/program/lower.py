@@ -1,8 +1,8 @@
-"""A static graph as operations on buffers: views fold away, every result gets memory, reads and writes are known."""
+"""Lower a static graph to operations on buffers: views fold away, every result gets memory."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from .buffers import KINDS, Buffer, ProgramError, View, contiguous_strides
 
 @dataclass
 class Operation:
-    """A step before it has a place in time: what it calls, and which buffers it reads and writes."""
+    """A step before scheduling: the op, its arguments, and the buffers that it reads and writes."""
 
     name: str
     op: str
@@ -30,9 +30,7 @@ class Operation:
 
 @dataclass
 class Draft:
-    """What `lower` makes of a graph: operations in graph order, buffers without offsets, outputs, recipes of weights
-    and adapters.
-    """
+    """Result of `lower`: operations in graph order, buffers without offsets, outputs, recipes."""
 
     buffers: dict[str, Buffer] = field(default_factory=dict)
     operations: list[Operation] = field(default_factory=list)
@@ -42,14 +40,14 @@ class Draft:
 
 
 def lower(graph: fx.Graph) -> Draft:
-    """Operations and buffers of a graph from `specialize`. Raises ProgramError naming the node that has no lowering."""
+    """Lower a graph from `specialize`. Raises ProgramError with the node that has no lowering."""
     return _Lowering().run(graph)
 
 
 class _Lowering:
     def __init__(self) -> None:
         self.draft = Draft()
-        self.homes: dict[int, str] = {}  # a meta tensor's storage -> the buffer that stands for it
+        self.homes: dict[int, str] = {}  # a meta tensor's storage -> its buffer
 
     def run(self, graph: fx.Graph) -> Draft:
         for node in graph.nodes:
@@ -107,16 +105,11 @@ class _Lowering:
         if not isinstance(node.target, torch._ops.OpOverload):
             raise ProgramError(f"{node.name} calls {op_name(node)}, which is not a registered op")
         if fresh and len(fresh) != len(results):
-            raise ProgramError(
-                f"{node.name} = {op_name(node)}(...) returns new tensors and views of its arguments at once"
-            )
+            raise ProgramError(f"{node.name} = {op_name(node)}(...) returns both new tensors and views of arguments")
         args, kwargs = _by_schema(node)
         arguments = tuple(self._argument(value) for value in args)
         keywords = tuple((name, self._argument(value)) for name, value in kwargs.items())
-        inputs = frozenset(
-            self.homes[_storage(value)] for source in node.all_input_nodes for value in _tensors(source.meta["val"])
-        )
-        writes = {self.homes[_storage(value)] for source in written for value in _tensors(source.meta["val"])}
+        inputs, writes = self._buffers_of(node.all_input_nodes), self._buffers_of(written)
         self._place(node.name, fresh)
         outs = tuple(self._view(value) for value in fresh)
         writes.update(view.buffer for view in outs)
@@ -128,15 +121,18 @@ class _Lowering:
                 arguments,
                 keywords,
                 outs,
-                inputs,
+                frozenset(inputs),
                 frozenset(writes),
                 side,
                 node.meta.get("sm_share"),
             )
         )
 
+    def _buffers_of(self, nodes: Iterable[fx.Node]) -> set[str]:
+        return {self.homes[_storage(value)] for node in nodes for value in _tensors(node.meta["val"])}
+
     def _place(self, name: str, fresh: list[torch.Tensor]) -> None:
-        """A buffer for each new storage; one whole tensor keeps its shape, anything else is a flat row of elements."""
+        """Add a buffer for each new storage: of the tensor's shape if it is the whole storage, else flat."""
         for index, value in enumerate(fresh):
             if _storage(value) in self.homes:
                 continue
@@ -156,10 +152,7 @@ class _Lowering:
         outputs = tuple(self._argument(value) for value in values)
         for view in outputs:
             if isinstance(view, View) and self.draft.buffers[view.buffer].kind == "temp":
-                buffer = self.draft.buffers[view.buffer]
-                self.draft.buffers[view.buffer] = Buffer(
-                    buffer.name, "output", buffer.shape, buffer.dtype, stride=buffer.stride
-                )
+                self.draft.buffers[view.buffer] = replace(self.draft.buffers[view.buffer], kind="output")
         self.draft.outputs = outputs
 
 
@@ -174,7 +167,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _written_arguments(node: fx.Node) -> list[fx.Node]:
-    """The nodes that the op writes in place."""
+    """Return the nodes that the op writes in place."""
     if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
         return []
     written: list[fx.Node] = []
@@ -185,7 +178,7 @@ def _written_arguments(node: fx.Node) -> list[fx.Node]:
 
 
 def _by_schema(node: fx.Node) -> tuple[list[Any], Mapping[str, Any]]:
-    """Arguments in the schema's order, defaults filled in up to the last one that is given; keyword-only ones apart."""
+    """Return arguments in the schema's order, with defaults up to the last given one, and keyword-only arguments."""
     arguments = node.target._schema.arguments  # type: ignore[union-attr]
     positional = [argument for argument in arguments if not argument.kwarg_only]
     args, kwargs = list(node.args), dict(node.kwargs)

@@ -1,7 +1,7 @@
-"""Where temporaries lie in the arena, and an independent check that no two steps get in each other's way.
+"""Offsets of temporaries in the arena.
 
-Two buffers may share bytes only when every access to one happens before the other's first write. A free list per
-program would not do: on two streams "later in the list" does not mean "later in time".
+Two buffers may share bytes only when every access to one happens before the other's first write. On two streams "later
+in the list" does not mean "later in time", so a free list is not enough.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ NEVER = -1
 
 
 def accesses(steps: Sequence[Step]) -> dict[str, list[int]]:
-    """buffer -> the steps that read or write it, in order."""
+    """Return buffer -> the steps that read or write it, in order."""
     result: dict[str, list[int]] = {}
     for step in steps:
         for name in dict.fromkeys(view.buffer for view in (*step.inputs(), *step.outs)):
@@ -28,10 +28,10 @@ def accesses(steps: Sequence[Step]) -> dict[str, list[int]]:
 
 
 def plan_memory(buffers: Mapping[str, Buffer], steps: Sequence[Step]) -> tuple[tuple[Buffer, ...], int]:
-    """Buffers with their offsets and lives, and the arena's size in bytes (offsets are multiples of 256).
+    """Return buffers with offsets (multiples of 256) and lives, and the arena's size in bytes.
 
-    Largest first, each at the lowest offset that no conflicting buffer covers; buffers conflict unless one's accesses
-    all happen before the other's.
+    Largest first, each at the lowest offset without a conflict; buffers conflict unless all accesses of one happen
+    before the other's.
     """
     used = accesses(steps)
     placed = {
@@ -64,9 +64,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def _conflicts(used: Sequence[Sequence[int]], steps: Sequence[Step]) -> np.ndarray:
-    """[i, j] true when buffers i and j may be alive at once; a buffer's first access is its producer, which all
-    others follow.
-    """
+    """Return [i, j]: whether buffers i and j may be alive at once. A buffer's first access produces it."""
     if not used:
         return np.zeros((0, 0), dtype=bool)
     timing = clocks(steps)
@@ -82,6 +80,6 @@ def _conflicts(used: Sequence[Sequence[int]], steps: Sequence[Step]) -> np.ndarr
 
 
 def unshared_bytes(program: Program | Draft) -> int:
-    """What the temporaries would take without sharing."""
+    """Return the bytes of all temporaries without sharing."""
     buffers = program.buffers if isinstance(program, Program) else program.buffers.values()
     return sum(_aligned(buffer.nbytes) for buffer in buffers if buffer.kind == "temp")

@@ -1,7 +1,6 @@
 """Program: a compiled step as plain data: buffers, views and an ordered list of launches on two streams.
 
-A program holds no tensor and no callable. It is saved as JSON, checked when loaded, and bound to tensors by
-`emit.BoundProgram`.
+A program holds no tensor and no callable. It is saved as JSON, validated on load, and bound to tensors by BoundProgram.
 """
 
 import json
@@ -25,15 +24,15 @@ Edit = Callable[[dict[str, Any]], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Bucket:
-    """The static sizes that a program is made for.
+    """The static sizes of a program.
 
     tokens     T, rows of input_ids
     sequences  B, rows of block_table
     pages      NP, pages of each KV cache
     blocks     P, columns of block_table
-    decode     one token a sequence: row b of every activation is sequence b (so T == B, and logits_indices is 0..B-1)
-    lora       False: the twin without LoRA
-    rows       of a step with drafts: so many tokens a sequence at most, and logits of every token
+    decode     one token a sequence: row b of every activation is sequence b (T == B, logits_indices is 0..B-1)
+    lora       False: without LoRA
+    rows       maximum tokens per sequence in a step with drafts, with logits of every token
     """
 
     tokens: int
@@ -68,7 +67,7 @@ class Bucket:
 
     @property
     def name(self) -> str:
-        """A short name, also fit for a file: `decode_t16_b16_p64_lora`, `verify_t64_b16_p64_lora`."""
+        """A name that is also a valid file name: `decode_t16_b16_p64_lora`, `verify_t64_b16_p64_lora`."""
         kind = "decode" if self.decode else "verify" if self.verifies else "mixed"
         lora = "lora" if self.lora else "base"
         return f"{kind}_t{self.tokens}_b{self.sequences}_p{self.blocks}_{lora}"
@@ -78,11 +77,12 @@ class Bucket:
 class Step:
     """One launch.
 
-    `args` and `kwargs`: views, plain values, or tuples of them, as the op's schema orders them; device meta stands for
-    the program's device. `outs`: where each result goes (a result that is one of the arguments, as for in-place ops,
-    has none). `waits`: steps of the other stream that must have finished; what program order or an earlier wait implies
-    is left out. `records`: a step of the other stream waits for this one. `sm_budget`: at most so many SMs.
-    `pdl`: launched with programmatic dependent launch.
+    args, kwargs  views, plain values, or tuples of them, in the schema's order; device meta means the program's device
+    outs          a view for each result; none for results that are arguments (in-place ops)
+    waits         steps of the other stream that must finish first, unless implied by order or by an earlier wait
+    records       a step of the other stream waits for this one
+    sm_budget     maximum number of SMs
+    pdl           launched with programmatic dependent launch
     """
 
     index: int
@@ -98,7 +98,7 @@ class Step:
     kwargs: tuple[tuple[str, Any], ...] = ()
 
     def inputs(self) -> Iterator[View]:
-        """The views among the arguments."""
+        """Yield the views among the arguments."""
         yield from views_in(self.args)
         for _, value in self.kwargs:
             yield from views_in(value)
@@ -106,10 +106,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled step: `steps` in an order that is right on one stream too, `outputs` as the graph returned them (views
-    or plain values). `passes` is a text for people: what the passes over this program's own graph did.
+    """A compiled step. `steps` are in an order that is valid on one stream too; `outputs` are views or plain values.
+    `passes` is a report about the static passes.
 
-    Raises ProgramError when names, indices or offsets contradict each other.
+    Raises ProgramError for inconsistent names, indices or offsets.
     """
 
     bucket: Bucket | None
@@ -131,7 +131,7 @@ class Program:
         return {buffer.name: buffer for buffer in self.buffers}
 
     def of_kind(self, *kinds: str) -> tuple[Buffer, ...]:
-        """The buffers of the given kinds, in order."""
+        """Return the buffers of the given kinds, in order."""
         return tuple(buffer for buffer in self.buffers if buffer.kind in kinds)
 
     @property
@@ -140,7 +140,7 @@ class Program:
         return "program" if self.bucket is None else self.bucket.name
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         return {
             "version": self.version,
             "bucket": None if self.bucket is None else vars(self.bucket).copy(),
@@ -155,19 +155,16 @@ class Program:
 
     @staticmethod
     def from_json(data: Any) -> "Program":
-        """The program that `to_json` wrote. Raises ProgramError for anything else, or for another version."""
+        """Return the program that `to_json` wrote. Raises ProgramError for anything else, or another version."""
         return _decode_program(msgspec.json.encode(data))
 
     def encoded(self) -> bytes:
-        """The JSON text of `to_json`."""
+        """Return the JSON text of `to_json`."""
         return json.dumps(self.to_json(), separators=(",", ":"), allow_nan=False).encode()
 
     @staticmethod
     def decoded(text: bytes, edit: Edit | None = None) -> "Program":
-        """The program whose `encoded` text this is; `edit` may change the fields before they are checked.
-
-        Raises ProgramError.
-        """
+        """Return the program of an `encoded` text; `edit` may change fields before validation. Raises ProgramError."""
         return _decode_program(text, edit)
 
     def save(self, path: str | Path) -> None:
@@ -176,10 +173,7 @@ class Program:
 
     @staticmethod
     def load(path: str | Path, edit: Edit | None = None) -> "Program":
-        """Read what `save` wrote; `edit` may change the fields before they are checked.
-
-        Raises ProgramError when it is not a program, OSError when it can't be read.
-        """
+        """Read what `save` wrote; `edit` may change fields before validation. Raises ProgramError and OSError."""
         text = Path(path).read_bytes()
         try:
             return _decode_program(text, edit)
@@ -200,11 +194,8 @@ _MOST_VALUES = 1 << 16
 def _decode_program(text: bytes, edit: Edit | None = None) -> Program:
     try:
         sections = _SECTIONS.decode(text)
-        plain = {
-            name: msgspec.json.decode(raw)
-            for name, raw in sections.items()
-            if name not in ("buffers", "steps", "recipes")
-        }
+        large = ("buffers", "steps", "recipes")
+        plain = {name: msgspec.json.decode(raw) for name, raw in sections.items() if name not in large}
     except msgspec.ValidationError as error:
         raise ProgramError(f"a program is a JSON object ({error})") from error
     except msgspec.DecodeError as error:
@@ -253,9 +244,8 @@ def _recipe(text: bytes) -> Recipe:
 
 def _encode_fields(item: Any) -> dict[str, Any]:
     values = {entry.name: getattr(item, entry.name) for entry in fields(item)}
-    return {
-        name: dtype_name(value) if isinstance(value, torch.dtype) else encode(value) for name, value in values.items()
-    }
+    dtypes = {name: dtype_name(value) for name, value in values.items() if isinstance(value, torch.dtype)}
+    return {name: dtypes[name] if name in dtypes else encode(value) for name, value in values.items()}
 
 
 def _validate(program: Program) -> None:
@@ -265,12 +255,9 @@ def _validate(program: Program) -> None:
             raise ProgramError(f"two buffers are named {buffer.name!r}")
         if buffer.kind not in KINDS:
             raise ProgramError(f"buffer {buffer.name!r} has the unknown kind {buffer.kind!r}")
-        if any(not isinstance(size, int) or size < 0 for size in buffer.shape) or len(buffer.strides) != len(
-            buffer.shape
-        ):
-            raise ProgramError(
-                f"buffer {buffer.name!r} has the impossible shape {buffer.shape} with strides {buffer.strides}"
-            )
+        sizes = all(isinstance(size, int) and size >= 0 for size in buffer.shape)
+        if not sizes or len(buffer.strides) != len(buffer.shape):
+            raise ProgramError(f"buffer {buffer.name!r} has the shape {buffer.shape} with strides {buffer.strides}")
         if (buffer.kind == "temp") != isinstance(buffer.offset, int):
             raise ProgramError(
                 f"buffer {buffer.name!r}: exactly the temp buffers have an offset in the arena, this {buffer.kind} "
@@ -278,7 +265,7 @@ def _validate(program: Program) -> None:
             )
         if buffer.offset is not None and (buffer.offset < 0 or buffer.offset + buffer.nbytes > program.arena_bytes):
             raise ProgramError(
-                f"buffer {buffer.name!r} at {buffer.offset} + {buffer.nbytes} bytes lies outside the arena of "
+                f"buffer {buffer.name!r} at {buffer.offset} + {buffer.nbytes} bytes is outside the arena of "
                 f"{program.arena_bytes} bytes"
             )
         buffers[buffer.name] = buffer
@@ -320,10 +307,8 @@ def _fits(view: View, buffer: Buffer) -> bool:
         return True  # most are whole buffers
     if len(view.shape) != len(view.stride) or view.offset < 0:
         return False
-    return (
-        0 in view.shape
-        or (view.offset + span(view.shape, view.stride)) * (view.dtype or buffer.dtype).itemsize <= buffer.nbytes
-    )
+    end = (view.offset + span(view.shape, view.stride)) * (view.dtype or buffer.dtype).itemsize
+    return 0 in view.shape or end <= buffer.nbytes
 
 
 def _misfit(view: View, buffer: Buffer | None, where: str) -> ProgramError:

@@ -1,7 +1,7 @@
-"""Two streams: which steps run at the same time, where one waits for the other, how many SMs each may take.
+"""Schedule operations on two streams: order, waits, SM budgets.
 
-Each stream keeps the graph's order. A wait is placed only where neither that order nor an earlier wait implies it: a
-step's clock counts how many steps of each stream have certainly finished before it starts.
+Each stream keeps the graph's order. A wait is added only if order and earlier waits do not imply it: a step's clock is
+the number of steps of each stream that have finished before it starts.
 """
 
 from collections.abc import Sequence
@@ -17,9 +17,11 @@ MAIN, SIDE = 0, 1
 
 @dataclass(frozen=True)
 class Clocks:
-    """Happens-before of a list of steps:
+    """Happens-before of a list of steps.
 
-    `lane[i]` 0 = main, 1 = side; `position[i]` within the lane; `finished[i]` = steps of (main, side) that are over.
+    lane      0 = main, 1 = side
+    position  index within the lane
+    finished  number of (main, side) steps that have finished before the step starts
     """
 
     lane: tuple[int, ...]
@@ -32,7 +34,7 @@ class Clocks:
 
 
 def clocks(steps: Sequence[Step]) -> Clocks:
-    """The clocks of scheduled steps, from their streams and waits."""
+    """Return the clocks of scheduled steps, from their streams and waits."""
     lanes: list[int] = []
     positions: list[int] = []
     finished: list[tuple[int, int]] = []
@@ -55,8 +57,8 @@ def clocks(steps: Sequence[Step]) -> Clocks:
 
 
 def dependencies(operations: Sequence[Operation]) -> list[set[int]]:
-    """For each operation the earlier ones that it must follow: writers of what it reads, readers and writers of what
-    it writes.
+    """Return for each operation the earlier ones that it must follow: by reads after writes, and writes after any
+    access.
     """
     writer: dict[str, int] = {}
     readers: dict[str, set[int]] = {}
@@ -75,9 +77,7 @@ def dependencies(operations: Sequence[Operation]) -> list[set[int]]:
 
 
 def emission_order(operations: Sequence[Operation], needed: Sequence[set[int]], two_streams: bool) -> list[int]:
-    """Graph order, but each side step as soon as its inputs are there: the side stream then forks before the main
-    one goes on.
-    """
+    """Return graph order with each side step as early as its inputs allow, so that the side stream forks first."""
     if not two_streams:
         return list(range(len(operations)))
     side = [index for index, operation in enumerate(operations) if operation.side]
@@ -106,15 +106,14 @@ def schedule(
     side_share: float | None = None,
     pdl: bool = True,
 ) -> tuple[Step, ...]:
-    """Ordered steps with minimal waits.
+    """Return ordered steps with minimal waits.
 
-    two_streams  operations marked `side` get their own stream; otherwise everything runs on the main one
+    two_streams  operations marked `side` get their own stream
     sm_count     SMs of the GPU
-    side_share   the share of them that side steps get (their own `sm_share`, else this), main steps meanwhile get the
-                 rest. None: nobody is limited. That is the fastest for LoRA: its programs are small and many, and fit
-                 among those of the base GEMMs, which lose more to fewer SMs
-    pdl          programmatic dependent launch after a kernel of the same stream (not where the side stream forks:
-                 measured a loss)
+    side_share   share of the SMs for side steps (their own `sm_share` first); concurrent main steps get the rest.
+    None: no
+                 limits, the fastest for LoRA: its many small CTAs fit next to those of the base GEMMs
+    pdl          programmatic dependent launch after a kernel of the same stream (not at a fork, where it is slower)
     """
     needed = dependencies(operations)
     order = emission_order(operations, needed, two_streams)
@@ -129,9 +128,7 @@ def schedule(
     state = [(0, 0), (0, 0)]
     for position, index in enumerate(order):
         lane, other = lanes[position], 1 - lanes[position]
-        last = max(
-            (place[dependency] for dependency in needed[index] if lanes[place[dependency]] == other), default=None
-        )
+        last = max((place[each] for each in needed[index] if lanes[place[each]] == other), default=None)
         now = list(state[lane])
         now[lane] = positions[position]
         if last is not None and positions[last] >= now[other]:
@@ -163,11 +160,8 @@ def _steps(
     recorded = {wait for entry in waits for wait in entry}
     side = [position for position, lane in enumerate(timing.lane) if lane == SIDE]
     shares = {position: operations[position].sm_share or side_share for position in side}
-    budgets = {
-        position: max(1, min(sm_count - 1, round(share * sm_count)))
-        for position, share in shares.items()
-        if share is not None
-    }
+    limited = {position: share for position, share in shares.items() if share is not None}
+    budgets = {position: max(1, min(sm_count - 1, round(share * sm_count))) for position, share in limited.items()}
     previous: list[Operation | None] = [None, None]
     steps = []
     for position, operation in enumerate(operations):
@@ -176,9 +170,8 @@ def _steps(
         own = is_kernel(operation)
         budget = budgets.get(position) if lane == SIDE else _main_budget(position, timing, side, budgets, sm_count)
         before = previous[lane]
-        chained = (
-            pdl and own and before is not None and is_kernel(before) and not (lane == SIDE and bool(waits[position]))
-        )
+        forks = lane == SIDE and bool(waits[position])
+        chained = pdl and own and before is not None and is_kernel(before) and not forks
         steps.append(
             Step(
                 index=position,
@@ -199,14 +192,14 @@ def _steps(
 
 
 def is_kernel(operation: Operation | Step) -> bool:
-    """Whether this is one of Sidestream's own launches (ATen's know neither SM budgets nor PDL)."""
+    """Whether this is one of Sidestream's own launches (ATen's have neither SM budgets nor PDL)."""
     return operation.op.startswith(f"{NAMESPACE}.")
 
 
 def _main_budget(
     position: int, timing: Clocks, side: Sequence[int], budgets: dict[int, int], sm_count: int
 ) -> int | None:
-    """What limited side steps leave to a main step that may run meanwhile; None when none may."""
+    """Return the SMs left to a main step by limited side steps that may run meanwhile; None without one."""
     taken = 0
     for other in side[timing.finished[position][SIDE] :]:
         if timing.before(position, other):

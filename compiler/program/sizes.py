@@ -1,7 +1,7 @@
-"""Which dimension of which graph input means what, and a bucket's static sizes for each of them.
+"""Meaning of the dimensions of graph inputs, and their static sizes in a bucket.
 
-The engine's inputs are known by name: `block_table` is [B, P], so its first symbol is the number of sequences. Other
-inputs get their sizes through the symbols that they share with these.
+The engine's inputs are identified by name: `block_table` is [B, P], so its first symbol is the number of sequences.
+Sizes of other inputs follow from shared symbols.
 """
 
 import re
@@ -33,21 +33,21 @@ Spec = tuple[tuple[int, ...], torch.dtype] | torch.Tensor | int
 
 
 class SpecializeError(ProgramError):
-    """A graph can't be made static at the sizes asked for."""
+    """A graph can't be made static at these sizes."""
 
 
 def dimensions_of(name: str) -> tuple[str, ...]:
-    """The meaning of an input's leading dimensions; () when the name says nothing."""
+    """Return the meaning of an input's leading dimensions; () if unknown."""
     return ("NP",) if _CACHES.fullmatch(name) else DIMENSIONS.get(name, ())
 
 
 def placeholders(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The graph's inputs, weights and adapters."""
+    """Return the graph's inputs, weights and adapters."""
     return (node for node in graph.nodes if node.op == "placeholder")
 
 
 def symbol_roles(graph: fx.Graph) -> dict[Any, str]:
-    """symbol -> `T`, `B`, `B+1`, `P` or `NP`, from the names of the inputs that have it as a dimension of its own."""
+    """Return symbol -> `T`, `B`, `B+1`, `P` or `NP`, from the names of inputs with this symbol as a dimension."""
     roles: dict[Any, str] = {}
     for node in placeholders(graph):
         shape = getattr(node.meta.get("val"), "shape", ())
@@ -63,10 +63,7 @@ def symbol_roles(graph: fx.Graph) -> dict[Any, str]:
 
 
 def bucket_inputs(graph_module: fx.GraphModule, bucket: Bucket) -> dict[str, Spec]:
-    """placeholder name -> (shape, dtype) at the sizes of `bucket`.
-
-    Raises SpecializeError when a dimension is not determined by them.
-    """
+    """Return placeholder name -> (shape, dtype) at the sizes of `bucket`. Raises SpecializeError."""
     values = {
         "T": bucket.tokens,
         "B": bucket.sequences,
@@ -107,7 +104,7 @@ def _static(size: int | torch.SymInt, sizes: Mapping[Any, int], name: str) -> in
 
 
 def describe_size(size: int | torch.SymInt, roles: Mapping[Any, str]) -> str:
-    """A dimension in words: `4096`, `T`, `B+1`, or the symbol's own expression."""
+    """Return a dimension as text: `4096`, `T`, `B+1`, or the symbol's expression."""
     if not isinstance(size, torch.SymInt):
         return str(size)
     expression = size.node.expr

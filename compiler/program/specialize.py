@@ -1,8 +1,7 @@
-"""A symbolic graph at one bucket's sizes: static shapes, integers folded, decode flags and attention's rows set, LoRA
-erased where a bucket has none.
+"""Specialize a symbolic graph to one bucket: static shapes, folded integers, decode flags; LoRA removed if unused.
 
-Only the graph is copied (not the module), and shapes are propagated on meta tensors, so that dozens of buckets take a
-second or two. Views share their storage with what they view, which is how `lower` knows them.
+Only the graph is copied, and shapes are propagated on meta tensors, so that dozens of buckets take a second or two.
+`lower` recognizes views by their shared storage.
 """
 
 import operator
@@ -36,14 +35,13 @@ def specialize(
     lora: bool | None = None,
     size_independent: bool = False,
 ) -> fx.Graph:
-    """A copy of the graph with static shapes; `meta["val"]` holds meta tensors, and only inputs that are used are left.
+    """Return a copy of the graph with static shapes in `meta["val"]` (meta tensors) and without unused inputs.
 
-    `sizes`: a bucket, or for each placeholder name its (shape, dtype), an example tensor, or an integer. `decode`: row
-    b is sequence b: attention's decode flag is set, the identity selection of logits rows dropped (default: the
-    bucket's; in a bucket of steps with drafts the selection is dropped too). `lora=False`: LoRA ops vanish, and what
-    consumed their delta goes without (default: the bucket's, else True). `size_independent`: LoRA's shrinks make one
-    plane each and no query is rounded to eight bits, whatever the size and the kind of bucket.
-    Raises SpecializeError naming the node that can't be made static.
+    `sizes`: a bucket, or placeholder name -> (shape, dtype), example tensor or integer. `decode` (default: the
+    bucket's): set attention's decode flag and drop the identity selection of logits rows, which steps with drafts drop
+    too. `lora=False` (default: the bucket's, else True): remove LoRA ops. `size_independent`: LoRA's shrinks make one
+    plane and queries stay unquantized, whatever the bucket. Raises SpecializeError with the node that can't be made
+    static.
     """
     bucket = sizes if isinstance(sizes, Bucket) else None
     specs = bucket_inputs(graph_module, sizes) if isinstance(sizes, Bucket) else dict(sizes)
@@ -69,10 +67,9 @@ def specialize(
 
 
 def propagate(graph: fx.Graph) -> None:
-    """Give every node the value that follows from the inputs' (shapes; integers are folded), and leave out what nobody
-    uses; for a graph that passes have changed too.
+    """Recompute every node's value from the inputs, fold integers, and remove unused nodes.
 
-    Raises SpecializeError naming the node that fails at these sizes.
+    Raises SpecializeError with the node that fails at these sizes.
     """
     sweep(graph)
     _compute(graph)
@@ -82,27 +79,24 @@ def propagate(graph: fx.Graph) -> None:
 
 def is_own(node: fx.Node) -> bool:
     """Whether a node calls one of Sidestream's ops."""
-    return (
-        node.op == "call_function"
-        and isinstance(node.target, torch._ops.OpOverload)
-        and node.target.namespace == NAMESPACE
-    )
+    overload = node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
+    return overload and node.target.namespace == NAMESPACE  # type: ignore[union-attr]
 
 
 def own_name(node: fx.Node) -> str:
-    """`rms_norm` for a call of sidestream::rms_norm, else an empty string."""
+    """Return `rms_norm` for a call of sidestream::rms_norm, else ""."""
     return op_name(node).removeprefix(f"{NAMESPACE}.") if is_own(node) else ""
 
 
 def erase_lora(graph: fx.Graph) -> None:
-    """Take LoRA out: deltas become None where an op takes an optional one, and vanish from sums."""
+    """Remove LoRA: optional deltas become None, and sums lose them."""
     erased: set[fx.Node] = set()
     for node in list(graph.nodes):
         if own_name(node) in LORA_OPS:
             erased.add(node)
             continue
         gone = [source for source in node.all_input_nodes if source in erased]
-        # a size is known without the values; the op that makes them dies when it is folded
+        # a size does not depend on values; its operand is erased when the size is folded
         if not gone or node.target is aten.sym_size.int:
             continue
         if node.target in SUMS:
@@ -145,23 +139,21 @@ def mark_decode(graph: fx.Graph) -> None:
 
 
 def keep_queries(graph: fx.Graph) -> None:
-    """Leave queries in the model's dtype: a decode step rounds none to eight bits, and other steps with this must agree
-    with it.
-    """
+    """Leave queries in the model's dtype, as in decode steps, with which other steps must agree."""
     for node in graph.nodes:
         if is_own(node) and has_operand(node, "quantize_q"):
             set_operands(node, quantize_q=False)
 
 
 def mark_rows(graph: fx.Graph, rows: int) -> None:
-    """Say to attention that a sequence has at most so many rows."""
+    """Set attention's maximum number of rows per sequence."""
     for node in graph.nodes:
         if is_own(node) and has_operand(node, "rows"):
             set_operands(node, rows=rows)
 
 
 def take_every_row(graph: fx.Graph) -> None:
-    """Drop selections of the logits rows: it is all of them, in order."""
+    """Drop selections of logits rows that select all rows in order."""
     for node in list(graph.nodes):
         if is_call(node, aten.index_select.default):
             selection = bind(node)
@@ -170,9 +162,7 @@ def take_every_row(graph: fx.Graph) -> None:
 
 
 def fit_lora_tiles(graph: fx.Graph, specs: Mapping[str, Spec], size_independent: bool = False) -> None:
-    """Give the LoRA kernels the tile and the number of splits that suit this token count (a symbolic graph can't
-    know them).
-    """
+    """Set the tile and the number of splits of LoRA kernels for this token count."""
     spec = specs.get("adapter_index")
     if spec is None or isinstance(spec, int):
         return
@@ -187,9 +177,7 @@ def fit_lora_tiles(graph: fx.Graph, specs: Mapping[str, Spec], size_independent:
 
 
 def sweep(graph: fx.Graph) -> bool:
-    """Remove what nobody uses (mutations stay) and clear `keep` flags of results without a user; True when a flag
-    was cleared.
-    """
+    """Remove unused nodes (mutations stay) and clear `keep` flags of unused results; return whether one was cleared."""
     cleared = False
     for node in reversed(list(graph.nodes)):
         if node.op == "output":
@@ -262,16 +250,13 @@ def _call(node: fx.Node) -> Any:
             return args[0].size(args[1])
         return node.target(*args, **kwargs)  # type: ignore[operator]
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        shapes = ", ".join(
-            f"{source.name}: {tuple(getattr(source.meta['val'], 'shape', ()))}" for source in node.all_input_nodes
-        )
+        values = ((source.name, source.meta["val"]) for source in node.all_input_nodes)
+        shapes = ", ".join(f"{name}: {tuple(getattr(value, 'shape', ()))}" for name, value in values)
         raise SpecializeError(f"{node.name} = {op_name(node)}(...) fails at these sizes ({shapes}): {error}") from error
 
 
 def _place(node: fx.Node) -> None:
-    """Let devices in arguments be meta (the program's own device later); name one for ops that make tensors out of
-    nothing.
-    """
+    """Use meta as every device, also of ops that create tensors."""
     if any(isinstance(value, torch.device) for value in (*node.args, *node.kwargs.values())):
         node.args = tuple(META if isinstance(value, torch.device) else value for value in node.args)
         node.kwargs = {name: META if isinstance(value, torch.device) else value for name, value in node.kwargs.items()}

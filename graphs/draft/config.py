@@ -1,7 +1,6 @@
-"""EagleConfig: what config.json of a published EAGLE-3 head says, and whether the head fits a target.
+"""EagleConfig: config.json of a published EAGLE-3 head, and whether the head fits a target.
 
-The head is one Llama layer, so it is read as a Llama of one layer. What would change its arithmetic and is not computed
-here is refused by name.
+The head is read as a Llama of one layer. Unsupported arithmetic is refused by name.
 """
 
 from collections.abc import Mapping
@@ -23,11 +22,12 @@ _TRAINED_FOR = "name the model that the draft was trained for, or train a draft 
 
 @dataclass(frozen=True)
 class EagleConfig(LlamaConfig):
-    """Shapes and constants of one head. The fields of `LlamaConfig` are those of its layer.
+    """Shapes and constants of one head; the fields of `LlamaConfig` are those of its layer.
 
-    draft_vocab_size      tokens that it can draft
-    feature_layers        after how many layers of the target its three hidden states are taken, in ascending order;
-                          empty where config.json leaves it to the target: see `fitted`
+    draft_vocab_size      number of tokens that it can draft
+    feature_layers        numbers of the target's layers after which its three hidden states are taken, ascending;
+    empty if
+                          config.json has none: see `fitted`
     norm_before_residual  the residual is the normed hidden state
     """
 
@@ -37,12 +37,12 @@ class EagleConfig(LlamaConfig):
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "EagleConfig":
-        """Reads config.json's fields. Raises ConfigError for what this engine would compute differently."""
+        """Read config.json's fields. Raises ConfigError for unsupported arithmetic."""
         found = fields.get("architectures")
         if not isinstance(found, list) or len(found) != 1 or found[0] not in ARCHITECTURES:
             raise ConfigError(
-                f"the draft's architecture {found} is not supported: name the directory of an EAGLE-3 head whose "
-                f"config.json says {ARCHITECTURES[0]}"
+                f"the draft's architecture {found} is not supported: name the directory of an EAGLE-3 head with "
+                f"{ARCHITECTURES[0]} in its config.json"
             )
         plain = LlamaConfig.from_dict({**fields, "architectures": ["LlamaForCausalLM"], "model_type": "llama"})
         _refuse_foreign(fields, plain)
@@ -54,9 +54,9 @@ class EagleConfig(LlamaConfig):
         )
 
     def fitted(self, target: LlamaConfig) -> "EagleConfig":
-        """The same config with its `feature_layers`. Raises ConfigError unless the head fits this target.
+        """Return the config with its `feature_layers`. Raises ConfigError unless the head fits this target.
 
-        Keys and values of the head are one more layer of the target's cache, and its embedding is the target's.
+        The head's keys and values are one more layer of the target's cache, and its embedding is the target's.
         """
         for name in ("hidden_size", "vocab_size", "num_key_value_heads", "head_dim"):
             mine, wanted = getattr(self, name), getattr(target, name)
@@ -76,7 +76,7 @@ class EagleConfig(LlamaConfig):
         return replace(self, feature_layers=layers)
 
     def _shape(self, module: str, head_dim: int) -> tuple[int, int]:
-        """Of a projection; q, k and v read an embedding and a hidden state."""
+        """Return the shape of a projection; q, k and v read an embedding and a hidden state."""
         outputs, inputs = super()._shape(module, head_dim)
         packed = module.rpartition(".")[2] in ("q_proj", "k_proj", "v_proj", "qkv_proj")
         return outputs, 2 * inputs if packed else inputs
@@ -86,15 +86,13 @@ class EagleConfig(LlamaConfig):
 
 
 def read_eagle_config(directory: str | Path) -> EagleConfig:
-    """Reads `directory`/config.json. Raises ConfigError."""
+    """Read `directory`/config.json. Raises ConfigError."""
     remedy = "point at a directory with an EAGLE-3 head: config.json and model.safetensors"
     return EagleConfig.from_dict(read_json_object(Path(directory) / "config.json", ConfigError, remedy))
 
 
 def published_layers(layers: int) -> tuple[int, int, int]:
-    """Where a head reads a target of so many layers if its config.json does not say it. Raises ConfigError for a
-    target that is too small for the rule.
-    """
+    """Return the default layers for a target of so many layers. Raises ConfigError for a target that is too small."""
     chosen = (2, layers // 2, layers - 3)
     if not 2 <= chosen[1] <= chosen[2]:
         raise ConfigError(
@@ -105,9 +103,7 @@ def published_layers(layers: int) -> tuple[int, int, int]:
 
 
 def _feature_layers(fields: Mapping[str, Any]) -> tuple[int, ...]:
-    """In the head's own words: three numbers of layers that have run, or as SGLang's heads have it, in `eagle_config`,
-    the indices of the last of these layers.
-    """
+    """Return the layers from the head's own field, or from SGLang's `eagle_config`, which has indices from 0."""
     nested = fields.get("eagle_config") or {}
     if not isinstance(nested, Mapping):
         raise ConfigError("eagle_config must be an object: correct the draft's config.json")
@@ -123,13 +119,13 @@ def _feature_layers(fields: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _refuse_foreign(fields: Mapping[str, Any], plain: LlamaConfig) -> None:
-    """Raises for heads that compute something else."""
+    """Raise ConfigError for unsupported heads."""
     nested = fields.get("eagle_config")
     if plain.num_hidden_layers != 1:
         raise ConfigError(f"a draft of {plain.num_hidden_layers} layers is not supported: use a head of one layer")
     if plain.stored_head_dim != plain.head_dim:
         raise ConfigError(
-            f"a draft with heads of {plain.stored_head_dim} is not supported: use a head whose head_dim is "
+            f"a draft with heads of {plain.stored_head_dim} is not supported: use a head with head_dim "
             f"{plain.head_dim}, or train one for this model"
         )
     if plain.biases or plain.weight_format:

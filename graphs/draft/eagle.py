@@ -1,7 +1,7 @@
 """EagleDraft: an EAGLE-3 head as a plain module over the paged cache.
 
-A row at position j reads the token at j + 1 and the target's hidden states at j, and says which token comes at j + 2.
-The next row of a chain reads that token, and in place of the target's hidden states those that the row before put out.
+A row at position j reads the token at j + 1 and the target's hidden states at j, and predicts the token at j + 2. The
+next row of a chain reads that token and the previous row's hidden states.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from torch import nn
 
 from ...ops import all_ops as _all_ops  # noqa: F401  (registers torch.ops.sidestream.*)
 from ...ops.core.kv_layout import kv_cache_shape
-from ..llama import MLP, Attention, Embedding, RMSNorm, RotaryEmbedding
+from ..llama import MLP, Attention, Embedding, RMSNorm, RotaryEmbedding, StepInputs
 from ..lora import LoRALinear, LoraShape
 from ..rotary import inverse_frequencies
 from .config import EagleConfig
@@ -24,7 +24,7 @@ MAPPING = "d2t"
 
 
 class EagleLayer(nn.Module):
-    """A Llama layer whose attention reads a token's embedding and a hidden state, each normed."""
+    """A Llama layer with attention over a token's embedding and a hidden state, each normed."""
 
     def __init__(
         self, config: EagleConfig, lora: LoraShape | None, dtype: torch.dtype, device: torch.device | None
@@ -38,34 +38,21 @@ class EagleLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
 
     def forward(
-        self,
-        embedded: torch.Tensor,
-        hidden_states: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        adapter_index: torch.Tensor,
-        block_table: torch.Tensor,
-        context_lens: torch.Tensor,
-        query_start: torch.Tensor,
-        kv_cache: torch.Tensor,
+        self, embedded: torch.Tensor, hidden_states: torch.Tensor, step: StepInputs, kv_cache: torch.Tensor
     ) -> torch.Tensor:
         """embedded, hidden_states [T, H] -> [T, H]; see `EagleDraft.forward` for the rest."""
         normed = self.hidden_norm(hidden_states)
         residual = normed if self.norm_before_residual else hidden_states
         both = torch.cat((self.input_layernorm(embedded), normed), dim=-1)
-        attended = self.self_attn(
-            both, cos, sin, slot_mapping, adapter_index, block_table, context_lens, query_start, kv_cache
-        )
-        hidden_states = residual + attended
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states), adapter_index)
+        hidden_states = residual + self.self_attn(both, step, kv_cache)
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states), step.adapter_index)
 
 
 class EagleDraft(nn.Module):
-    """A head with room for `lora.slots` adapters (`lora=None`: none).
+    """A head with stacks for `lora.slots` adapters (`lora=None`: none). `embed_tokens` is the target's embedding.
 
-    `dtype` is the dtype of weights, activations and cache; None takes the checkpoint's. Parameters are uninitialised:
-    load them, or build on the meta device to capture. `embed_tokens` is the target's embedding.
+    `dtype` of weights, activations and cache; None: the checkpoint's. Parameters are uninitialised: load them, or build
+    on the meta device to capture.
     """
 
     d2t: torch.Tensor
@@ -103,13 +90,12 @@ class EagleDraft(nn.Module):
         adapter_index: torch.Tensor | None = None,
         logits_indices: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One step over T rows of B sequences -> hidden states [T, H], which the chain's next rows read, and logits
-        over the draft's vocabulary: [T, V'], or [B, V'] of the rows that `logits_indices` names.
+        """Run one step over T rows of B sequences -> hidden states [T, H] for the chain's next rows, and logits over
+        the draft's vocabulary: [T, V'], or [B, V'] of the rows in `logits_indices`.
 
-        input_ids [T]: the token after each row's position. features_or_hidden [T, 3 * H]: the target's hidden states
-        at the position, after each of `config.feature_layers`, in that order; or [T, H]: what this module put out for
-        the row before. kv_cache [pages, kv heads, 2, 64, D], written in place. adapter_index [T] or None: no adapters.
-        The rest is as in `Llama.forward`.
+        input_ids [T]: the token after each row's position. features_or_hidden [T, 3 * H]: the target's hidden states at
+        the position, in the order of `config.feature_layers`; or [T, H]: the previous row's output. kv_cache [pages, kv
+        heads, 2, 64, D], written in place. adapter_index [T] or None: no adapters. The rest is as in `Llama.forward`.
         """
         hidden_states = features_or_hidden
         if hidden_states.shape[-1] != self.config.hidden_size:
@@ -117,28 +103,18 @@ class EagleDraft(nn.Module):
         if adapter_index is None:
             adapter_index = torch.full_like(slot_mapping, -1)
         cos, sin = self.rotary_emb(positions)
-        hidden_states = self.midlayer(
-            self.embed_tokens(input_ids),
-            hidden_states,
-            cos,
-            sin,
-            slot_mapping,
-            adapter_index,
-            block_table,
-            context_lens,
-            query_start,
-            kv_cache,
-        )
+        step = StepInputs(cos, sin, slot_mapping, adapter_index, block_table, context_lens, query_start)
+        hidden_states = self.midlayer(self.embed_tokens(input_ids), hidden_states, step, kv_cache)
         chosen = hidden_states if logits_indices is None else hidden_states.index_select(0, logits_indices)
         return hidden_states, F.linear(self.norm(chosen), self.lm_head.weight)
 
     def most_likely(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits [T, V'] -> the most likely tokens [T] int64, as the target numbers them."""
+        """Logits [T, V'] -> the most likely tokens [T] int64, in the target's vocabulary."""
         drafted = logits.argmax(-1)
         return drafted + self.d2t[drafted]
 
     def checkpoint_tensors(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of each tensor of floats that a head's file must hold."""
+        """Return name -> shape of each floating-point tensor of a head's file."""
         return {name: tuple(value.shape) for name, value in self.named_parameters() if name != EMBEDDING}
 
     def derived_tensors(self) -> dict[str, torch.Tensor]:
@@ -146,7 +122,7 @@ class EagleDraft(nn.Module):
         return {INV_FREQ: inverse_frequencies(self.config)}
 
     def load(self, tensors: dict[str, torch.Tensor], embedding: torch.Tensor) -> None:
-        """Copies what `read_eagle_tensors` returned, and the target's embedding [V, H], for eager runs."""
+        """Copy the result of `read_eagle_tensors` and the target's embedding [V, H], for eager runs."""
         with torch.no_grad():
             for name in self.checkpoint_tensors():
                 self.get_parameter(name).copy_(tensors[name])
@@ -156,9 +132,7 @@ class EagleDraft(nn.Module):
     def example_inputs(
         self, tokens: int = 24, sequences: int = 6, pages: int = 16, blocks: int = 4, chain: bool = False
     ) -> dict[str, Any]:
-        """Keyword arguments of `forward` for capture, on the module's device: of rows with the target's hidden states,
-        or of a `chain`'s rows, one for each sequence.
-        """
+        """Return keyword arguments of `forward` for capture: rows with the target's states, or a `chain`'s rows."""
         device, config = self.norm.weight.device, self.config
         tokens = sequences if chain else tokens
 

@@ -1,20 +1,18 @@
-"""What an engine runs of a head: its first pass over a step's rows, and a row of the chain that follows. Both name the
-tokens that they draft as the target numbers them.
+"""Programs of a head: the first pass over a step's rows, and a row of the chain. Both return tokens of the target's
+vocabulary.
 """
 
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.export import Dim
 
+from ..llama import PAGES, SEQUENCES, STEP_SHAPES, TOKENS, StepInputs
 from .eagle import EagleDraft
-
-TOKENS, SEQUENCES, PAGES, BLOCKS = Dim("tokens"), Dim("sequences"), Dim("pages"), Dim("blocks")
 
 
 class _Step(EagleDraft):
-    """A head with the arguments' names that programs know."""
+    """A head with the argument names of programs."""
 
     def rows(
         self,
@@ -28,31 +26,19 @@ class _Step(EagleDraft):
         query_start: torch.Tensor,
         kv_caches: list[torch.Tensor],
     ) -> torch.Tensor:
-        """The layer over hidden_states [T, H]; see `EagleDraft.forward`."""
+        """Run the layer over hidden_states [T, H]; see `EagleDraft.forward`."""
         cos, sin = self.rotary_emb(positions)
-        return self.midlayer(
-            self.embed_tokens(input_ids),
-            hidden_states,
-            cos,
-            sin,
-            slot_mapping,
-            adapter_index,
-            block_table,
-            context_lens,
-            query_start,
-            kv_caches[0],
-        )
+        step = StepInputs(cos, sin, slot_mapping, adapter_index, block_table, context_lens, query_start)
+        return self.midlayer(self.embed_tokens(input_ids), hidden_states, step, kv_caches[0])
 
     def fused(self, features: list[torch.Tensor]) -> torch.Tensor:
-        """The three hidden states [T, H] as one: `fc` of them side by side. Each is multiplied by a part of the weight,
-        which the compiler does not quantize: their sizes differ so much that one scale for a row would be the last
-        one's alone.
+        """Apply `fc` to three hidden states [T, H] side by side, as a sum of three products.
+
+        Their magnitudes differ so much that one scale per row would serve the last one only. So each is multiplied by a
+        slice of the weight, which the compiler does not quantize.
         """
-        width = self.config.hidden_size
-        parts = [
-            F.linear(feature, self.fc.weight[:, place * width : (place + 1) * width])
-            for place, feature in enumerate(features)
-        ]
+        width, weight = self.config.hidden_size, self.fc.weight
+        parts = [F.linear(each, weight[:, place * width : (place + 1) * width]) for place, each in enumerate(features)]
         return parts[0] + parts[1] + parts[2]
 
     def drafted(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -65,21 +51,9 @@ class _Step(EagleDraft):
         found["kv_caches"] = [found.pop("kv_cache")]
         return found
 
-    def _dimensions(self) -> dict[str, Any]:
-        return {
-            "input_ids": {0: TOKENS},
-            "positions": {0: TOKENS},
-            "slot_mapping": {0: TOKENS},
-            "adapter_index": {0: TOKENS},
-            "block_table": {0: SEQUENCES, 1: BLOCKS},
-            "context_lens": {0: SEQUENCES},
-            "query_start": {0: SEQUENCES + 1},
-            "kv_caches": [{0: PAGES}],
-        }
-
 
 class FirstPass(_Step):
-    """Over all rows of a step that the target has computed."""
+    """Run over all rows of a step that the target has computed."""
 
     def forward(  # type: ignore[override]
         self,
@@ -94,22 +68,15 @@ class FirstPass(_Step):
         chosen_rows: torch.Tensor,
         kv_caches: list[torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """T rows of B sequences -> drafted tokens [B] int64 and hidden states [B, H] of the rows that `chosen_rows` [B]
-        int32 names: those after the last tokens that hold.
+        """T rows of B sequences -> drafted tokens [B] int64 and hidden states [B, H] of the rows `chosen_rows` [B]
+        int32, those of the last accepted tokens.
 
         input_ids [T]: the token after each row's. features: the target's three hidden states [T, H]. The rest is as in
         `Llama.forward`.
         """
         hidden_states = self.rows(
-            input_ids,
-            self.fused(features),
-            positions,
-            slot_mapping,
-            adapter_index,
-            block_table,
-            context_lens,
-            query_start,
-            kv_caches,
+            *(input_ids, self.fused(features), positions, slot_mapping, adapter_index),
+            *(block_table, context_lens, query_start, kv_caches),
         ).index_select(0, chosen_rows)
         return self.drafted(hidden_states), hidden_states
 
@@ -124,11 +91,11 @@ class FirstPass(_Step):
 
     def dynamic_shapes(self) -> dict[str, Any]:
         """See `Llama.dynamic_shapes`."""
-        return self._dimensions() | {"features": [{0: TOKENS}] * 3, "chosen_rows": {0: SEQUENCES}}
+        return STEP_SHAPES | {"kv_caches": [{0: PAGES}], "features": [{0: TOKENS}] * 3, "chosen_rows": {0: SEQUENCES}}
 
 
 class ChainStep(_Step):
-    """One row of each sequence, after a row of the head's own."""
+    """One row of each sequence, after the head's previous row."""
 
     def forward(  # type: ignore[override]
         self,
@@ -142,19 +109,12 @@ class ChainStep(_Step):
         query_start: torch.Tensor,
         kv_caches: list[torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """input_ids [B]: what was drafted last; hidden_states [B, H]: of the row that did. Returns the same two of
-        these rows. The rest is as in `Llama.forward`, of a decode step.
+        """input_ids [B]: the last drafted tokens; hidden_states [B, H]: of their rows -> the same two of these rows.
+        The rest is as in `Llama.forward`, of a decode step.
         """
         hidden_states = self.rows(
-            input_ids,
-            hidden_states,
-            positions,
-            slot_mapping,
-            adapter_index,
-            block_table,
-            context_lens,
-            query_start,
-            kv_caches,
+            *(input_ids, hidden_states, positions, slot_mapping, adapter_index),
+            *(block_table, context_lens, query_start, kv_caches),
         )
         return self.drafted(hidden_states), hidden_states
 
@@ -169,4 +129,4 @@ class ChainStep(_Step):
 
     def dynamic_shapes(self) -> dict[str, Any]:
         """See `Llama.dynamic_shapes`."""
-        return self._dimensions() | {"hidden_states": {0: TOKENS}}
+        return STEP_SHAPES | {"kv_caches": [{0: PAGES}], "hidden_states": {0: TOKENS}}

@@ -1,4 +1,4 @@
-"""The .safetensors file of an EAGLE-3 head: its header is compared with the config before anything else is read."""
+"""The .safetensors file of an EAGLE-3 head; its header is compared with the config before anything else is read."""
 
 import math
 import os
@@ -7,29 +7,27 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..adapter_file import LARGEST, in_range, read_fully
 from ..checkpoint import SINGLE, CheckpointError
-from ..regular_file import name_of
-from ..safetensors_file import FLOATING
+from ..safetensors_file import FLOATING, LARGEST, in_range, read_fully
 from ..safetensors_header import Layout, damaged, open_file, read_layout
+from ..untrusted_files import name_of
 from .config import EagleConfig
 from .eagle import EMBEDDING, MAPPING, EagleDraft
 
 _AGAIN = "download or save the draft again"
 _NO_HEAD = "the draft is no plain EAGLE-3 head; use one that is"
 _IGNORED = ("t2d", EMBEDDING)
-"""What published heads may hold and nothing here reads: `t2d` says what `d2t` says, and the embedding is the
-target's."""
+"""Tensors of published heads that are not read: `t2d` follows from `d2t`, the embedding is the target's."""
 _MOST_TENSORS = 64
 _MAPPING_DTYPES = {"I64": torch.int64, "I32": torch.int32}
 
 
 def read_eagle_tensors(directory: str | Path, config: EagleConfig) -> dict[str, torch.Tensor]:
-    """All tensors of the head in `directory`, by name: those of `EagleDraft.checkpoint_tensors` as they are stored, and
-    `d2t` [draft vocabulary] int64: what is added to a drafted id to make it the target's.
+    """Return the head's tensors by name: those of `EagleDraft.checkpoint_tensors` as stored, and `d2t` [draft
+    vocabulary] int64, the offset from a drafted id to the target's.
 
-    Raises CheckpointError for a file that is not regular, for a pickle, for names and shapes other than the config
-    implies, for values that are no numbers and for a `d2t` that leads out of the vocabulary.
+    Raises CheckpointError for irregular files, pickles, unexpected names and shapes, NaN, infinity and huge values, and
+    a `d2t` outside of the vocabulary.
     """
     path = Path(directory) / SINGLE
     _check_there(path)
@@ -48,7 +46,7 @@ def read_eagle_tensors(directory: str | Path, config: EagleConfig) -> dict[str, 
 
 
 def _check_there(path: Path) -> None:
-    """Raises where there are weights, but none that are read."""
+    """Raise CheckpointError where weights exist only in another format."""
     if path.exists() or not path.parent.is_dir():
         return
     for name in ("pytorch_model.bin", "model.bin", "model.pt"):
@@ -60,10 +58,10 @@ def _check_there(path: Path) -> None:
 
 
 def _check_layout(layout: Layout, expected: dict[str, tuple[int, ...]], config: EagleConfig) -> None:
-    """Names, shapes and dtypes of the header."""
+    """Check names, shapes and dtypes of the header."""
     for name, shape in expected.items():
         if name not in layout.places:
-            raise CheckpointError(f"{SINGLE}: the draft lacks tensor {name!r}: it is no EAGLE-3 head; {_AGAIN}")
+            raise CheckpointError(f"{SINGLE}: the draft has no tensor {name!r}: it is no EAGLE-3 head; {_AGAIN}")
         place = layout.places[name]
         if place.shape != shape:
             raise CheckpointError(
@@ -79,19 +77,17 @@ def _check_layout(layout: Layout, expected: dict[str, tuple[int, ...]], config: 
         if config.draft_vocab_size == config.vocab_size:
             return
         raise CheckpointError(
-            f"{SINGLE}: the draft lacks {MAPPING!r}, and drafts {config.draft_vocab_size} of {config.vocab_size} "
+            f"{SINGLE}: the draft has no {MAPPING!r}, and drafts {config.draft_vocab_size} of {config.vocab_size} "
             f"tokens: {_AGAIN}"
         )
     dtype, shape, first, last = layout.places[MAPPING]
     fits = dtype in _MAPPING_DTYPES and last - first == math.prod(shape) * _MAPPING_DTYPES[dtype].itemsize
     if not fits or shape != (config.draft_vocab_size,):
-        raise CheckpointError(
-            f"{SINGLE}: {MAPPING!r} must be an integer for each of {config.draft_vocab_size} tokens: {_AGAIN}"
-        )
+        raise CheckpointError(f"{SINGLE}: {MAPPING!r} must hold {config.draft_vocab_size} integers: {_AGAIN}")
 
 
 def _read(path: Path, layout: Layout, names: list[str]) -> dict[str, torch.Tensor]:
-    """The named tensors, read into memory that is ours."""
+    """Read the named tensors into private memory."""
     dtypes = {**FLOATING, **_MAPPING_DTYPES}
     tensors = {}
     with open(open_file(path, CheckpointError, _AGAIN), "rb", buffering=0) as file:
@@ -109,7 +105,7 @@ def _read(path: Path, layout: Layout, names: list[str]) -> dict[str, torch.Tenso
 
 
 def _mapping(stored: torch.Tensor | None, config: EagleConfig) -> torch.Tensor:
-    """`d2t` as int64, once it leads into the vocabulary; zeros where the head drafts all tokens and has none."""
+    """Return `d2t` as int64, checked; zeros if the head drafts all tokens and has none."""
     if stored is None:
         return torch.zeros(config.draft_vocab_size, dtype=torch.int64)
     offsets = stored.to(torch.int64)
@@ -117,6 +113,6 @@ def _mapping(stored: torch.Tensor | None, config: EagleConfig) -> torch.Tensor:
     own = torch.arange(len(offsets))
     if not bool(((offsets >= -own) & (offsets < config.vocab_size - own)).all()):
         raise CheckpointError(
-            f"{SINGLE}: {MAPPING!r} names a token outside of the {config.vocab_size} of the vocabulary: {_AGAIN}"
+            f"{SINGLE}: {MAPPING!r} has an entry outside of the vocabulary of {config.vocab_size}: {_AGAIN}"
         )
     return offsets

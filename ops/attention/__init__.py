@@ -1,14 +1,16 @@
-"""Attention over the paged KV cache, and every op that writes or reads the cache.
+"""Attention over the paged KV cache, and every op that reads or writes the cache.
 
-paged_attention         the semantic op and its quantized form; picks a kernel
+paged_attention         the op and its quantized form; chooses a kernel
 paged_attention_blocks  decode attention quantized by blocks of 128 columns, for `decoder_block`
-decode, decode_gluon    kernels for one query row a sequence, or the few of a step with drafts: Triton, and Gluon for
-                        Hopper (parts: decode_gluon_pieces, decode_gluon_merge)
-prefill, prefill_gluon, prefill_wide_gluon  kernels for many query rows (parts: prefill_gluon_pieces)
-pieces                  what both Triton kernels share
-widen_kv                pages of an int8 cache made fp16 once a layer, and which, once a step
-append_kv               k and v into the cache
-rope                    rotary position embedding, and its angles once a step
+decode                  Triton kernel for one query row per sequence, or a few with drafts
+decode_gluon            the same for Hopper (its loop: decode_gluon_softmax; its end: decode_gluon_merge)
+prefill                 Triton kernel for query chunks
+prefill_gluon           the same for Hopper over an 8-bit cache (shared parts: prefill_gluon_softmax)
+prefill_wide_gluon      the same over keys and values that widen_kv has converted to fp16
+numerics                operand types and scaling of probabilities of the Triton kernels
+widen_kv                converts int8 pages to fp16 once per layer; selects the sequences once per step
+append_kv               writes k and v to the cache
+rope                    rotary position embedding, and its angles once per step
 rope_append             RoPE, Hadamard transform, quantization and append in one launch
 """
 

@@ -1,12 +1,12 @@
-"""`append_kv`: quantizes keys and values as the cache asks and stores them at their slots (layout: `kv_layout`)."""
+"""`append_kv`: quantize keys and values to the cache's dtype and store them at their slots (layout: `kv_layout`)."""
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 import triton
 import triton.language as tl
 
-from ..core.eight_bits import QUANTIZED_MAX
+from ..core.dtypes import QUANTIZED_MAX
 from ..core.kv_layout import KEY, PAGE_SIZE, VALUE
 from ..core.registry import register
 from ..core.triton_support import (
@@ -28,9 +28,7 @@ def store_kv_reference(
     kv_scales: Optional[torch.Tensor],
     slot_mapping: torch.Tensor,
 ) -> None:
-    """Write heads [T, HK, D] (fp32 or model dtype) as the cache's keys (`which` = KEY) or values (VALUE), one scale
-    per token and head.
-    """
+    """Write heads [T, HK, D] as the cache's keys (`which` = KEY) or values (VALUE), one scale per token and head."""
     present = slot_mapping >= 0
     slots = slot_mapping[present].long()
     page, offset = slots // PAGE_SIZE, slots % PAGE_SIZE
@@ -44,27 +42,27 @@ def store_kv_reference(
             values = values.round()
         kv_scales[page, :, which, offset] = scale
     stored = values.to(kv_cache.dtype)
-    if stored.dtype == torch.float8_e4m3fn:  # moved as bytes: not every device indexes float8
+    if stored.dtype == torch.float8_e4m3fn:  # copied as bytes: not every device indexes float8
         kv_cache, stored = kv_cache.view(torch.uint8), stored.view(torch.uint8)
     kv_cache[page, :, which, offset] = stored
 
 
 def check_cache(kv_cache: torch.Tensor, kv_scales: Optional[torch.Tensor]) -> None:
-    """A quantized cache has scales, a plain one has none."""
+    """Raise ValueError unless exactly a quantized cache has scales."""
     if (kv_cache.dtype in QUANTIZED_MAX) != (kv_scales is not None):
         raise ValueError(
-            f"a {kv_cache.dtype} KV cache goes {'with' if kv_cache.dtype in QUANTIZED_MAX else 'without'} kv_scales"
+            f"a {kv_cache.dtype} KV cache needs {'' if kv_cache.dtype in QUANTIZED_MAX else 'no '}kv_scales"
         )
 
 
 def check_center(key_center: Optional[torch.Tensor], heads: int, width: int) -> None:
-    """The constant is one fp32 value per head and channel."""
+    """Raise ValueError unless key_center is fp32 [heads, width]."""
     if key_center is not None and (key_center.dtype != torch.float32 or tuple(key_center.shape) != (heads, width)):
         raise ValueError(f"key_center must be fp32 [{heads}, {width}], not {key_center.dtype} {list(key_center.shape)}")
 
 
 def centered(k: torch.Tensor, key_center: Optional[torch.Tensor]) -> torch.Tensor:
-    """k [T, HK, D] - key_center [HK, D] in fp32; k as it is where there is no constant."""
+    """Return k [T, HK, D] - key_center [HK, D] in fp32, or k itself without key_center."""
     check_center(key_center, k.shape[1], k.shape[2])
     return k if key_center is None else k.float() - key_center
 
@@ -77,48 +75,31 @@ def reference(
     slot_mapping: torch.Tensor,
     key_center: Optional[torch.Tensor] = None,
 ) -> None:
-    """k, v [T, HK, D] -> kv_cache [NP, HK, 2, PAGE_SIZE, D] and kv_scales [NP, HK, 2, PAGE_SIZE] at slot_mapping [T]
-    int32, in place.
+    """Write k, v [T, HK, D] to kv_cache [NP, HK, 2, PAGE_SIZE, D] and kv_scales [NP, HK, 2, PAGE_SIZE], in place.
 
-    An e4m3 or int8 cache has scales (amax / 448 or amax / 127 per token and head; int8 rounds to nearest even); a cache
-    of the model's dtype has none. Slot -1 is padding. Two tokens of one call never share a slot. key_center [HK, D]
-    fp32 is subtracted from k in fp32: softmax does not see a constant that all keys of a head have in common, but their
-    scales do.
+    slot_mapping [T] int32: a slot per token, -1 for padding; no two tokens of a call share a slot. An e4m3 or int8
+    cache has scales (amax / 448 or amax / 127 per token and head; int8 rounds to nearest even), other caches have none.
+    key_center [HK, D] fp32 is subtracted from k in fp32: softmax ignores a constant that all keys of a head share, but
+    it would enlarge their scales.
     """
     check_cache(kv_cache, kv_scales)
     store_kv_reference(centered(k, key_center), KEY, kv_cache, kv_scales, slot_mapping)
     store_kv_reference(v, VALUE, kv_cache, kv_scales, slot_mapping)
 
 
-def fake(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    kv_cache: torch.Tensor,
-    kv_scales: Optional[torch.Tensor],
-    slot_mapping: torch.Tensor,
-    key_center: Optional[torch.Tensor] = None,
-) -> None:
-    """Nothing: the op only writes to the cache."""
+def fake(*_: Any) -> None:
+    """Return nothing: the op only writes to the cache."""
     return None
 
 
 @triton.jit
 def store_heads(
-    first,
-    second,
-    head,
-    present,
-    which,
-    slot,
-    kv_cache,
-    kv_scales,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    PAGE: tl.constexpr,
-    LIMIT: tl.constexpr,
-):
-    """Store heads [GROUP, D] (as fp32 halves; which: 0 keys, 1 values) of one token at its slot >= 0; LIMIT = 0: a
-    cache without scales.
+    first, second, head, present, which, slot, kv_cache, kv_scales, HEADS: tl.constexpr, D: tl.constexpr,
+    PAGE: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """Store heads [GROUP, D] (as fp32 halves; which: 0 keys, 1 values) of one token at its slot >= 0.
+
+    LIMIT = 0: a cache without scales.
     """
     # the (page, head, K | V, token) of each head
     row = ((slot // PAGE * HEADS + head) * 2 + which) * PAGE + slot % PAGE
@@ -136,7 +117,7 @@ def store_heads(
 
 @triton.jit
 def _to_cache(values, dtype: tl.constexpr):
-    """Scaled fp32 values in the cache's dtype."""
+    """Convert scaled fp32 values to the cache's dtype."""
     if dtype == tl.float8e4nv:
         return to_e4m3(values)
     if dtype == tl.int8:
@@ -183,7 +164,7 @@ def launch(
     sm_budget: Optional[int] = None,
     pdl: bool = False,
 ) -> None:
-    """Fill the cache; k and v may have any strides over tokens and heads. Too small to heed `sm_budget`."""
+    """Fill the cache; k and v may have any strides over tokens and heads. Ignores `sm_budget`: the launch is small."""
     check_cache(kv_cache, kv_scales)
     require_contiguous(
         "append_kv", kv_cache=kv_cache, kv_scales=kv_scales, slot_mapping=slot_mapping, key_center=key_center

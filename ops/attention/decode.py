@@ -1,13 +1,13 @@
-"""Decode attention in Triton: one query row a sequence, or the few of a step with drafts; head_dim 64 or 128, any cache
-dtype.
+"""Decode attention in Triton: one query row per sequence, or a few with drafts; head_dim 64 or 128, any cache dtype.
 
-A program owns one (sequence, kv head, split) and walks its pages, one of 64 tokens a step. Products are transposed, S^T
-= K Q^T and O^T = V^T P^T, so that pages are the tall operand of the tensor cores and the few query heads of a group the
-narrow one (padded to 16), those of all its rows next to each other. A row sees one token more than the one before it.
-What a sequence lacks of ROWS it has of the rows of nobody, after all sequences' own: each row is written once. A
-sequence's pages are divided evenly among its splits on the device, since the host does not know the lengths (they
-change under a captured graph); with a window, a sequence begins at the page that its first row reaches. A split without
-pages leaves at once. The last split to arrive merges all of them in order: same bits at every run.
+A program owns one (sequence, kv head, split) and loops over its pages, one page of 64 tokens per step. Products are
+transposed, S^T = K Q^T and O^T = V^T P^T: pages are the tall operand of the tensor cores, and the few query heads of a
+group, for all rows of the sequence, are the narrow one (padded to 16). Each row sees one token more than the row before
+it. Sequences with fewer than ROWS rows write to padding rows past the end, so that every row is written once.
+
+A sequence's pages are divided evenly among its splits on the device, because lengths change under a captured graph.
+With a window, a sequence starts at the first page that its first row sees. Splits without pages return at once. The
+last split to arrive merges all of them in order, so results are bitwise repeatable.
 """
 
 from typing import Optional
@@ -20,7 +20,7 @@ from ..core.device import multiprocessors
 from ..core.kv_layout import PAGE_SIZE
 from ..core.triton_support import INTERPRETED, dot_ieee, next_power_of_2, pdl_start
 from . import decode_gluon
-from .pieces import LOG2_E, LOWEST, PROBABILITY_SCALE, operand_type, split_workspace
+from .numerics import LOG2_E, LOWEST, PROBABILITY_SCALE, operand_type, split_workspace
 
 MAX_SPLITS = 64
 MOST_COLUMNS = 64
@@ -31,9 +31,7 @@ MIN_SPLIT_PAGES = tl.constexpr(2)
 def merge_splits(
     partial, logsumexp, row, active, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, STEP: tl.constexpr
 ):
-    """Splits row..row + active of one (sequence, kv head), [G, D] each, merged in ascending order -> [GROUP, D]
-    fp32.
-    """
+    """Merge splits row..row + active of one (sequence, kv head), [G, D] each, in ascending order -> [GROUP, D] fp32."""
     split = tl.arange(0, STEP)
     group = tl.arange(0, GROUP)
     dim = tl.arange(0, D)
@@ -59,7 +57,7 @@ def merge_splits(
 @triton.jit
 def _columns(column, sequence, head, sequences, length, query_start, HK: tl.constexpr, G: tl.constexpr,
              ROWS: tl.constexpr):  # fmt: skip
-    """Of columns (rows of a sequence, each with its G heads): (row of q and out [T * HK * G, D], tokens it sees)."""
+    """Return (row of q and out [T * HK * G, D], number of visible tokens) of each column: a row and head."""
     if ROWS == 1:
         return (sequence.to(tl.int64) * HK + head) * G + column, tl.zeros_like(column) + length
     else:
@@ -81,7 +79,7 @@ def decode_kernel(
 ):  # fmt: skip
     """q, out [B * ROWS, HK * G, D]; query_start [B + 1] (not read if ROWS is 1); USED = ROWS * G; partial [B * HK *
     splits, USED, D], logsumexp [B * HK * splits, USED] fp32 (log2 units); arrivals [B * HK] int32, zero.
-    WINDOW: tokens that a row sees, the newest ones; 0: all.
+    WINDOW: newest tokens that a row sees; 0: all.
     """
     pdl_start(PDL)
     program = tl.program_id(0)
@@ -89,7 +87,7 @@ def decode_kernel(
     split = program // HK % splits
     sequence = program // (HK * splits)
     length = tl.load(context_lens + sequence)
-    if WINDOW:  # a sequence begins at the first page that is seen
+    if WINDOW:  # start at the first visible page
         reach = length - WINDOW
         if ROWS > 1:
             reach -= tl.load(query_start + sequence + 1) - tl.load(query_start + sequence) - 1
@@ -126,7 +124,7 @@ def decode_kernel(
         keys = cache + page * (2 * PAGE * D) + token[:, None] * D + dim[None, :]
         cached = block * PAGE + token < length
         k = tl.load(keys)
-        # what lies after the end may be anything: 0 * NaN is NaN
+        # mask values after the end: 0 * NaN is NaN
         v = tl.load(keys + PAGE * D, mask=cached[:, None], other=0.0)
         scores = dot_ieee(k.to(OPERAND), q_transposed, tl.zeros([PAGE, N], tl.float32)) * scale_log2
         if QUANTIZED:
@@ -148,7 +146,7 @@ def decode_kernel(
         top = new_top
     if QUANTIZED:
         acc *= 1.0 / PROBABILITY_SCALE
-    total = tl.where(total > 0.0, total, 1.0)  # of several rows one may have seen nothing of a split
+    total = tl.where(total > 0.0, total, 1.0)  # a row may see no token of a split
     acc /= total[None, :]
 
     if SPLIT:
@@ -157,7 +155,7 @@ def decode_kernel(
             slot = (sequence * HK + head) * splits
             tl.store(partial + ((slot + split) * USED + column[None, :]) * D + dim[:, None], acc, mask=is_head)
             tl.store(logsumexp + (slot + split) * USED + column, top + tl.log2(total), mask=column < USED)
-            tl.debug_barrier()  # every thread's part is written before one of them counts the program in
+            tl.debug_barrier()  # all threads have written before the arrival is counted
             if tl.atomic_add(arrivals + sequence * HK + head, 1, sem="acq_rel") == active - 1:
                 tl.store(arrivals + sequence * HK + head, 0)
                 merged = merge_splits(partial, logsumexp, slot, active, USED, GROUP, D, STEP)
@@ -172,14 +170,15 @@ def decode_kernel(
 
 
 def decode_splits(rows: int, num_blocks: int, device: torch.device) -> int:
-    """Splits of a sequence's pages: enough that `rows` (sequence, kv head) pairs give every SM two programs, were
-    all tables full.
+    """Return splits per sequence that give every SM two programs if all block tables are full.
+
+    `rows`: number of (sequence, kv head) pairs.
     """
     return max(1, min(2 * multiprocessors(device) // rows, num_blocks // MIN_SPLIT_PAGES.value, MAX_SPLITS))
 
 
 def takes_rows(q: torch.Tensor, kv_cache: torch.Tensor, rows: int) -> bool:
-    """Do these kernels take `rows` rows a sequence? Otherwise those for chunks do. More columns want more registers."""
+    """Return whether these kernels support `rows` rows per sequence (bound by registers); else prefill kernels run."""
     columns = rows * q.shape[1] // kv_cache.shape[1]
     return decode_gluon.fits(q, kv_cache, rows) or columns <= (16 if kv_cache.dtype == torch.float32 else MOST_COLUMNS)
 
@@ -197,10 +196,9 @@ def launch(
     query_start: Optional[torch.Tensor] = None,
     rows: int = 1,
 ) -> None:
-    """Fill out [T, HQ * D] from q [T, HQ, D]; the rest as in `paged_attention`. T is B * rows; with more than one row a
-    sequence, as far as `takes_rows`, there must be query_start.
+    """Fill out [T, HQ * D] from q [T, HQ, D], with the Gluon kernel if it fits; the rest as in `paged_attention`.
 
-    Takes the Gluon kernel where that one fits.
+    T is B * rows. More than one row per sequence (see `takes_rows`) needs query_start.
     """
     arguments = (q, kv_cache, kv_scales, block_table, context_lens, softmax_scale, out, pdl, window)
     if decode_gluon.fits(q, kv_cache, rows):
@@ -222,7 +220,7 @@ def launch_triton(
     query_start: Optional[torch.Tensor] = None,
     rows: int = 1,
 ) -> None:
-    """`launch`, always with the kernel of this file."""
+    """Run this file's kernel; arguments as in `launch`."""
     _, heads, dim = q.shape
     kv_heads = kv_cache.shape[1]
     group, pairs = heads // kv_heads, context_lens.shape[0] * kv_heads

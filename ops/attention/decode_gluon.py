@@ -1,20 +1,17 @@
-"""Decode attention for Hopper in Gluon: head_dim 128, at most 8 query heads a KV head, e4m3, int8 or bf16 cache.
+"""Decode attention for Hopper in Gluon: head_dim 128, at most 8 query heads per KV head, e4m3, int8 or bf16 cache.
 
-What bounds a plain decode kernel is not memory but instructions: conversions, reductions across warps, barriers. So
-here every warp works for itself. It owns 64 / WARPS tokens of each page (the layouts are written for a PAGE_SIZE of 64)
-and keeps its own running maximum, sum and output (mma.sync with the warps as a batch dimension); the loop's only
-barrier is the one that frees a page's buffer. Warps are merged once, at the end. One TMA box of 128 rows brings K and V
-of a page and head, a second one their scales; STAGES boxes are in flight. The steps of the loop are in
-decode_gluon_pieces, what follows it in decode_gluon_merge.
+A plain decode kernel is bound by instructions (conversions, reductions across warps, barriers), not by memory.
+Therefore each warp works alone: it owns 64 / WARPS tokens of each page (layouts assume a PAGE_SIZE of 64) and keeps its
+own running maximum, sum and output (mma.sync with the warps as a batch dimension). The loop's only barrier frees a
+page's buffer. Warps are merged once, at the end. One TMA box of 128 rows loads K and V of a page and head, a second one
+their scales; STAGES boxes are in flight. decode_gluon_softmax has the steps of the loop, decode_gluon_merge the end.
 
-Steps with drafts have up to ROWS rows a sequence, each of which sees one token more than the one before. A program
-takes as many of them as its 8 or 16 columns hold, next to each other with their heads; TILES programs, one after the
-other in the grid, read the same pages. What a sequence lacks of ROWS it has of the rows of nobody after all sequences'
-own, so that each row is written once.
+Steps with drafts have up to ROWS rows per sequence; each row sees one token more than the row before it. A program
+takes as many rows as its 8 or 16 columns hold with their heads; TILES programs, adjacent in the grid, read the same
+pages. Sequences with fewer than ROWS rows write to padding rows past the end, so that every row is written once.
 
-Splits as in `decode`; with a window, of the pages that it reaches. Under PDL every page but those of a
-sequence's newest tokens is fetched before the wait, since earlier steps wrote it; lengths and block table are read
-before it as well.
+Splits as in `decode`; with a window, of the visible pages. Under PDL all pages except those of the newest tokens are
+fetched before the wait, as are lengths and block table, because earlier steps wrote them.
 
 H200, Llama-8B shape, e4m3, CUDA graphs, cold cache, us (fraction of 4.68 TB/s) with PDL: 64 sequences of 1024 tokens
 33.3 (89%), 64 x 4096 127.3 (93%), 256 x 512 67.4 (88%), 64 x 256 9.9 (75%); 64 x 1024 in bf16 62.4 (92%).
@@ -34,7 +31,7 @@ from ..core.gluon_support import cta_barrier, gdc_launch_dependents, gdc_wait, v
 from ..core.kv_layout import PAGE_SIZE
 from ..core.triton_support import INTERPRETED, cdiv, next_power_of_2
 from .decode_gluon_merge import column_range, merge_splits, merge_warps, store_result, store_rows
-from .decode_gluon_pieces import (
+from .decode_gluon_softmax import (
     LOWEST,
     attend,
     expect_page,
@@ -48,10 +45,10 @@ from .decode_gluon_pieces import (
     token_layout,
     value_layout,
 )
-from .pieces import LOG2_E, split_workspace
+from .numerics import LOG2_E, split_workspace
 
 HEAD_DIM = 128
-COLUMNS = (8, 16)  # of S^T and O^T: a row's heads, or those of several rows
+COLUMNS = (8, 16)  # of S^T and O^T: the heads of one or several rows
 
 
 @gluon.jit(do_not_specialize=["num_blocks", "splits"])
@@ -62,11 +59,10 @@ def decode_kernel(
     WHOLE: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, PADDED: gl.constexpr,
     WINDOW: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as in `decode.decode_kernel`; page_boxes [NP * HK * 128, 128] and scale_boxes [NP * HK, 128]
-    are TMA descriptors.
+    """Arguments as in `decode.decode_kernel`, with TMA descriptors of the cache.
 
-    With PADDED, out is e4m3 or int8 and out_scale [HQ, PADDED] takes one scale a head and row (a head is a block of
-    `quantize_blocks`).
+    page_boxes [NP * HK * 128, 128], scale_boxes [NP * HK, 128]. With PADDED, out is e4m3 or int8 and out_scale
+    [HQ, PADDED] receives one scale per head and row (a head is a block of `quantize_blocks`).
     """
     USED: gl.constexpr = G * (ROWS // TILES)  # columns
     tile = gl.program_id(0) % TILES
@@ -85,7 +81,7 @@ def decode_kernel(
         queries = 1
         rows = (0, 1, 0, 0)
     block_table += sequence * num_blocks
-    if WINDOW:  # a sequence begins at the first page that is seen
+    if WINDOW:  # start at the first visible page
         unseen = gl.maximum(length - (queries - 1) - WINDOW, 0) // 64
         length -= unseen * 64
         block_table += unseen
@@ -94,11 +90,11 @@ def decode_kernel(
     chunk = total_pages
     if SPLIT:
         chunk = gl.maximum((total_pages + splits - 1) // splits, MIN_PAGES)
-        chunk = gl.where(total_pages <= WHOLE, WHOLE, chunk)  # a merge costs more than a few pages in a row
+        chunk = gl.where(total_pages <= WHOLE, WHOLE, chunk)  # a merge takes longer than a few pages
     first = split * chunk
     block_table += first
     ids = ()
-    for i in gl.static_range(STAGES):  # without splits these loads run next to the length's
+    for i in gl.static_range(STAGES):  # without splits these loads overlap with that of the length
         ids = ids + (gl.load(block_table + i, mask=first + i < num_blocks, other=0),)  # type: ignore[assignment]  # noqa: RUF005
     next_id = gl.load(block_table + STAGES, mask=first + STAGES < num_blocks, other=0)
 
@@ -118,7 +114,7 @@ def decode_kernel(
         gdc_launch_dependents()
     if ROWS > 1:
         count = gl.where(tile * (ROWS // TILES) < queries, count, 0)
-    row = (sequence * HK + head) * TILES + tile  # of what splits exchange
+    row = (sequence * HK + head) * TILES + tile  # row of the splits' workspace
     heads = head * (G * 128) if ROWS > 1 else row * G * 128
     out_rows = out + heads
     is_last = (sequence == sequences - 1) & (tile == 0)
@@ -153,7 +149,7 @@ def decode_kernel(
                 page_boxes, scale_boxes, pages, scales, ready, old, gl.load(block_table + old) * HK + head, BF16, True
             )
         if ROWS > 1:  # noqa: SIM102
-            if old + 1 < gl.minimum(count, STAGES):  # drafts may begin a page
+            if old + 1 < gl.minimum(count, STAGES):  # drafts may start a page
                 new_id = gl.load(block_table + old + 1)
                 fetch_page(
                     page_boxes, scale_boxes, pages, scales, ready, old + 1, new_id * HK + head, BF16, True
@@ -193,7 +189,7 @@ def decode_kernel(
                 key_operand(k, WARPS, BF16), q_transposed, gl.zeros([WARPS, 64 // WARPS, COLUMNS], gl.float32, PRODUCT)
             )
             scores = scores * k_scale[:, :, None]
-        fence_async_shared()  # a load is not done when a barrier is passed
+        fence_async_shared()  # a barrier does not complete loads
         cta_barrier()  # every warp has read the slot
         fetch_page(page_boxes, scale_boxes, pages, scales, ready, slot, next_id * HK + head, BF16, refill)
         next_id = gl.load(block_table + i + STAGES + 1, mask=i + STAGES + 1 < count, other=0)
@@ -210,7 +206,7 @@ def decode_kernel(
             slot = 0
             phase ^= 1
 
-    # the pages are used up
+    # page buffers are free now
     outputs = view_shared(pages, gl.float32, [WARPS, COLUMNS, 128], gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0]))
     o, lse = merge_warps(acc, top, total, outputs, states, ROWS, COLUMNS, WARPS, BF16)
     if SPLIT:
@@ -220,7 +216,7 @@ def decode_kernel(
             column = column_range(COLUMNS, WARPS)
             store_rows(partial + at * 128, column, o, USED, COLUMNS, WARPS)
             gl.store(logsumexp + at + column, lse, mask=column < USED)
-            cta_barrier()  # every thread's part is written before one of them counts the program in
+            cta_barrier()  # all threads have written before the arrival is counted
             if gl.atomic_add(arrivals + row, 1, sem="acq_rel") == active - 1:
                 gl.store(arrivals + row, 0)
                 merged = merge_splits(partial, logsumexp, row * splits, active, USED, GROUP, WARPS, STEP)
@@ -241,7 +237,7 @@ def decode_kernel(
 
 
 def fits(q: torch.Tensor, kv_cache: torch.Tensor, rows: int = 1) -> bool:
-    """Does this kernel take these heads and this cache, with so many rows a sequence?"""
+    """Return whether this kernel supports these heads, this cache and `rows` rows per sequence."""
     heads, dim = q.shape[1:]
     return (
         not INTERPRETED
@@ -253,14 +249,16 @@ def fits(q: torch.Tensor, kv_cache: torch.Tensor, rows: int = 1) -> bool:
 
 
 def columns_of(group: int, rows: int) -> tuple[int, int]:
-    """(columns, rows of a program) for `rows` rows, a power of two, of `group` heads."""
+    """Return (columns, rows per program) for `rows` rows, a power of two, of `group` heads."""
     columns = next(size for size in COLUMNS if size >= min(rows * group, COLUMNS[-1]))
     return columns, min(rows, 1 << (columns // group).bit_length() - 1)
 
 
 class Tiling(NamedTuple):
-    """How a batch is cut: warps and page buffers of a program, splits of a sequence, the fewest pages of a split,
-    and the most of a sequence without.
+    """Warps and page buffers per program, splits per sequence, and limits of splitting.
+
+    min_pages  pages of a split, at least
+    whole      pages of an unsplit sequence, at most
     """
 
     warps: int
@@ -271,15 +269,15 @@ class Tiling(NamedTuple):
 
 
 def tiling(rows: int, num_blocks: int, wide: bool, device: torch.device, columns: int = COLUMNS[0]) -> Tiling:
-    """For `rows` (sequence, kv head) pairs, or tiles of these, whose lengths nobody knows yet.
+    """Return the tiling for `rows` (sequence, kv head) pairs, or tiles of these, of unknown length.
 
-    Two warps and three buffers put four programs on an SM: enough to saturate memory, and under PDL no empty places are
-    left on which the next kernel's programs would pile up. Splits fill those places when rows do not, which also evens
-    out ragged lengths (16 sequences of 64..8192 tokens: 32 us instead of 57). Where rows fill the GPU by themselves,
-    only a wide table says that some sequence may be long: then those of more than 16 pages are split, so that the
-    longest ones do not end alone. Very few rows get larger programs, two an SM, or one where the cache is `wide`, in 16
-    bits, and a program's buffers fill the SM; a sequence of up to four pages is not split there, since merging would
-    take longer. With 16 columns two warps lack registers: there are four, three programs an SM.
+    Two warps and three buffers put four programs on an SM: enough to saturate memory, and under PDL no SM is left empty
+    for the next kernel's programs to pile up on. Splits fill the SMs when rows do not, which also evens out ragged
+    lengths (16 sequences of 64..8192 tokens: 32 us instead of 57). If rows fill the GPU, a wide table is the only sign
+    of long sequences: those of more than 16 pages are split, so that the longest do not finish alone. Very few rows get
+    larger programs: two per SM, or one if the cache is `wide` (16 bits), whose buffers fill the SM. There sequences of
+    up to four pages are not split, since merging takes longer. 16 columns need the registers of four warps: three
+    programs per SM.
     """
     processors = multiprocessors(device)
     if columns > COLUMNS[0]:
@@ -309,7 +307,7 @@ def launch(
     query_start: Optional[torch.Tensor] = None,
     rows: int = 1,
 ) -> None:
-    """As `attention_decode.launch`, where `fits` says so.
+    """Run this file's kernel, if `fits`; arguments as in `decode.launch`.
 
     With `out_scale` [HQ, P] the result is quantized per head: out [T, HQ * 128] is e4m3 or int8.
     """
@@ -333,9 +331,7 @@ def launch(
 
 
 def descriptors(kv_cache: torch.Tensor, kv_scales: Optional[torch.Tensor]) -> tuple[Any, Any]:
-    """TMA descriptors of the cache and its scales: plain values that travel with the launch, also into a captured
-    graph.
-    """
+    """Return TMA descriptors of the cache and its scales; they are plain values, also in a captured graph."""
     bits = 8 * kv_cache.element_size()
     swizzled = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2)
     page_boxes = TensorDescriptor.from_tensor(kv_cache.view(-1, HEAD_DIM), [2 * PAGE_SIZE, HEAD_DIM], swizzled)

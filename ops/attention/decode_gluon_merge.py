@@ -1,26 +1,19 @@
-"""What follows decode_gluon's loop: warps merged, rows stored in 16 or eight bits, splits of a context merged."""
+"""The end of decode_gluon: merge warps, store rows in 16 or 8 bits, merge the splits of a sequence."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..core.gluon_support import cta_barrier
-from .decode_gluon_pieces import LOWEST, merge_layout, places
+from .decode_gluon_softmax import LOWEST, merge_layout, places
 
 
 @gluon.jit
 def merge_warps(
-    acc,
-    top,
-    total,
-    outputs,
-    states,
-    ROWS: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    WARPS: gl.constexpr,
+    acc, top, total, outputs, states, ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr,
     BF16: gl.constexpr,
-):
-    """The warps' (maximum, sum, O^T), through shared memory -> O [COLUMNS, 128] divided by the sum, and log2-sum-exp
-    [COLUMNS]: zero and LOWEST for a row that has seen nothing.
+):  # fmt: skip
+    """Merge the warps' (maximum, sum, O^T) through shared memory -> O [COLUMNS, 128] divided by the sum, log2-sum-exp
+    [COLUMNS]: zero and LOWEST for a row that has seen no token.
     """
     LAYOUT: gl.constexpr = merge_layout(WARPS)
     BY_HEAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, LAYOUT))
@@ -38,7 +31,7 @@ def merge_warps(
     total = gl.convert_layout(
         gl.sum(states.index(1).load(gl.SliceLayout(2, LAYOUT)) * weight, 0), BY_HEAD, assert_trivial=True
     )
-    if ROWS > 1:  # of several rows one may have seen nothing of a split
+    if ROWS > 1:  # a row may see no token of a split
         total = gl.where(total > 0.0, total, 1.0)
     o = gl.sum(outputs.load(LAYOUT) * weight[:, :, None], 0) / total[:, None]
     return o, gl.convert_layout(new_top, BY_HEAD, assert_trivial=True) + gl.log2(total)
@@ -46,13 +39,13 @@ def merge_warps(
 
 @gluon.jit
 def column_range(WIDTH: gl.constexpr, WARPS: gl.constexpr):
-    """0..WIDTH, next to the rows of O."""
+    """Return 0..WIDTH in the layout of O's rows."""
     return gl.arange(0, WIDTH, gl.SliceLayout(1, gl.SliceLayout(0, merge_layout(WARPS))))
 
 
 @gluon.jit
 def store_rows(out, place, o, USED: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr):
-    """The first USED of o's WIDTH rows, [.., 128], to rows `place` of `out`."""
+    """Store the first USED of o's WIDTH rows, [.., 128], to rows `place` of `out`."""
     LAYOUT: gl.constexpr = gl.SliceLayout(0, merge_layout(WARPS))
     dim = gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
     gl.store(
@@ -64,34 +57,20 @@ def store_rows(out, place, o, USED: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl
 
 @gluon.jit
 def store_result(
-    out,
-    head_scales,
-    rows,
-    sequence,
-    tokens,
-    is_last,
-    o,
-    G: gl.constexpr,
-    HEADS: gl.constexpr,
-    ROWS: gl.constexpr,
-    USED: gl.constexpr,
-    WIDTH: gl.constexpr,
-    WARPS: gl.constexpr,
-    PADDED: gl.constexpr,
-    EMPTY: gl.constexpr = False,
-):
-    """`store_rows` at the columns' `places`; with PADDED in e4m3 or int8 instead, one scale a row at head_scales
-    [G, PADDED], zeros after those of all `tokens`, which the last program of a head writes.
+    out, head_scales, rows, sequence, tokens, is_last, o, G: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr,
+    USED: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr, PADDED: gl.constexpr, EMPTY: gl.constexpr = False,
+):  # fmt: skip
+    """Store o at the columns' `places`; with PADDED in e4m3 or int8, with one scale per row at head_scales [G, PADDED].
 
-    EMPTY: o is zero. Its bytes are then stored as integers: the ptxas of Triton 3.6 packs two conversions of one
-    constant wrongly.
+    The last program of a head writes zero scales past all `tokens`. EMPTY: o is zero, and its bytes are stored as
+    integers, because ptxas of Triton 3.6 miscompiles packed conversions of a constant.
     """
     column = column_range(WIDTH, WARPS)
     row, head = places(column, rows, G, HEADS, ROWS)
     place = row + head
     if PADDED:
         LAYOUT: gl.constexpr = gl.SliceLayout(0, merge_layout(WARPS))
-        o = o.to(gl.bfloat16).to(gl.float32)  # as an op that quantizes the 16-bit rows gets it
+        o = o.to(gl.bfloat16).to(gl.float32)  # same rounding as an op that quantizes 16-bit rows
         WHOLE: gl.constexpr = out.dtype.element_ty == gl.int8
         step = gl.maximum(gl.max(gl.abs(o), 1), 1e-12) / (127.0 if WHOLE else 448.0)
         token = sequence if ROWS == 1 else row // HEADS
@@ -100,7 +79,7 @@ def store_result(
             nothing = gl.zeros([WIDTH, 128], gl.int8, LAYOUT)
             store_rows(out.to(gl.pointer_type(gl.int8), bitcast=True), place, nothing, USED, WIDTH, WARPS)
         elif WHOLE:
-            # to the nearest whole number
+            # round to the nearest integer
             store_rows(out, place, (o / step[:, None] + 12582912.0) - 12582912.0, USED, WIDTH, WARPS)
         else:
             store_rows(out, place, o / step[:, None], USED, WIDTH, WARPS)
@@ -116,7 +95,7 @@ def store_result(
 def merge_splits(
     partial, logsumexp, row, active, USED: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr, STEP: gl.constexpr
 ):
-    """Splits row..row + active, [USED, 128] each, merged in ascending order, STEP at a time -> [GROUP, 128]."""
+    """Merge splits row..row + active, [USED, 128] each, in ascending order, STEP at a time -> [GROUP, 128]."""
     LAYOUT: gl.constexpr = merge_layout(WARPS)
     ROWS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     BY_HEAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))

@@ -1,15 +1,14 @@
-"""`paged_attention_blocks`: attention of decode steps, with drafts too, whose result goes to `decoder_block`: e4m3 with
-one scale per token and 128 columns.
+"""`paged_attention_blocks`: decode attention for `decoder_block`, quantized per token and 128 columns.
 
-With head_dim 128 a block is one head, so the program that merges a head's splits can quantize it on the spot.
+With head_dim 128 a block is one head, so the program that merges a head's splits can quantize it.
 """
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 
+from ..core.device import workspace
 from ..core.registry import register
-from ..core.workspace import workspace
 from ..elementwise.quantize import E4M3
 from ..elementwise.quantize_blocks import fake as quantize_blocks_fake
 from ..elementwise.quantize_blocks import launch as quantize_blocks_launch
@@ -37,11 +36,10 @@ def reference(
     query_start: Optional[torch.Tensor] = None,
     rows: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """At most `rows` query rows a sequence: q [B * rows, HQ, D] with HQ * D a multiple of 128, the rest as in
-    `paged_attention` (query_start: with one row a sequence it may be left out)
-    -> (q [B * rows, HQ * D] e4m3 or int8, scale [HQ * D / 128, P]).
+    """Return (q [B * rows, HQ * D] e4m3 or int8, scale [HQ * D / 128, P]) of at most `rows` query rows per sequence.
 
-    What is quantized (as in `quantize_blocks`) is the attention's result rounded to q's dtype.
+    q is [B * rows, HQ, D] with HQ * D a multiple of 128; query_start is optional with one row per sequence; the rest as
+    in `paged_attention`. The attention's result is rounded to q's dtype, then quantized as in `quantize_blocks`.
     """
     starts = _starts(q, query_start, rows)
     attended = paged_attention_reference(
@@ -61,11 +59,11 @@ def reference(
 
 
 def _starts(q: torch.Tensor, query_start: Optional[torch.Tensor], rows: int) -> torch.Tensor:
-    """Where sequences' rows begin. Raises ValueError where nothing says so."""
+    """Return the first row of each sequence. Raises ValueError if query_start is needed and missing."""
     if rows == 1:
         return torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
     if query_start is None:
-        raise ValueError(f"with rows={rows} a sequence may have fewer: query_start must say where its rows begin")
+        raise ValueError(f"rows={rows} needs query_start, since sequences may have fewer rows")
     return query_start
 
 
@@ -77,11 +75,9 @@ def fake(
     context_lens: torch.Tensor,
     softmax_scale: float,
     dtype: torch.dtype = E4M3,
-    window: int = 0,
-    query_start: Optional[torch.Tensor] = None,
-    rows: int = 1,
+    *_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The results of `reference`, not filled."""
+    """Return empty results."""
     return quantize_blocks_fake(q.flatten(1), dtype)
 
 
@@ -101,8 +97,7 @@ def launch(
     sm_budget: Optional[int] = None,
     pdl: bool = False,
 ) -> None:
-    """Fill `out` = (quantized, scale); where the kernel does not quantize by itself, 16-bit rows go through a
-    workspace.
+    """Fill `out` = (quantized, scale); if the kernel cannot quantize, 16-bit rows go through a workspace.
 
     `pdl` and `sm_budget` as for `paged_attention`.
     """
@@ -110,7 +105,7 @@ def launch(
     check_rows(q, context_lens, rows)
     if q.shape[2] not in HEAD_DIMS:
         raise ValueError(
-            f"the attention kernels know head_dim {HEAD_DIMS}, not {q.shape[2]}; run the reference on the CPU instead"
+            f"attention kernels support head_dim {HEAD_DIMS}, not {q.shape[2]}; run the reference on the CPU instead"
         )
     tokens, width = out[0].shape
     if tokens == 0:
@@ -127,16 +122,9 @@ def launch(
     else:
         starts = _starts(q, query_start, rows)
         paged_attention_launch(
-            *operands,
-            starts,
-            softmax_scale,
-            quantize_q=False,
-            decode=False,
-            window=window,
-            rows=rows,
-            out=(attended,),
+            *operands, starts, softmax_scale, quantize_q=False, decode=False, window=window, rows=rows, out=(attended,),
             pdl=pdl,
-        )
+        )  # fmt: skip
     quantize_blocks_launch(attended, dtype, out=out, pdl=pdl)
 
 

@@ -1,13 +1,12 @@
-"""Attention of query chunks over paged history, and of batches that mix chunks with decode rows, in Triton; Hopper's
-usual shapes go to Gluon.
+"""Attention of query chunks over the paged cache, and of batches that mix chunks with decode rows, in Triton.
 
-A program owns a tile of consecutive tokens of one sequence and one kv head with all its query heads (rows = token *
-group), and walks the pages that its tokens may see, of the whole context or of a window. With a padded grid of
-T // tile + B + 1 tiles it finds its sequence on the device: sequence b's tiles begin at query_start[b] // tile + b,
-which leaves room for every ragged end; the rows after query_start[B] count as one more sequence, without context.
-Q K^T runs in e4m3 where asked for (Q is
-rounded per token and head on the way in), in 16 bits else; P V always in 16 bits, with V converted on the way from
-shared memory; softmax, scales and sums in fp32. fp32 caches are multiplied in fp32.
+A program owns a tile of consecutive tokens of one sequence and one kv head with all its query heads (row = token *
+group + head), and loops over the pages visible to its tokens. The grid is padded to T // tile + B + 1 tiles, and a
+program finds its sequence on the device: tiles of sequence b start at query_start[b] // tile + b, which leaves room for
+ragged ends; rows after query_start[B] are one more sequence, without context.
+
+Q K^T runs in e4m3 with FP8_SCORES (Q is rounded per token and head when loaded), otherwise in 16 bits; P V always in 16
+bits, with V converted after shared memory; softmax, scales and sums in fp32. fp32 caches are multiplied in fp32.
 """
 
 from typing import Optional
@@ -19,10 +18,10 @@ import triton.language as tl
 from ..core.kv_layout import PAGE_SIZE
 from ..core.triton_support import INTERPRETED, dot_ieee, next_power_of_2, pdl_start, row_scale, to_e4m3
 from . import prefill_gluon, prefill_wide_gluon
-from .pieces import LOG2_E, LOWEST, PROBABILITY_SCALE, operand_type
+from .numerics import LOG2_E, LOWEST, PROBABILITY_SCALE, operand_type
 
 TILE_ROWS = 64  # measured on an H200, 4096 causal tokens, e4m3: 410 us against 452 us with 128 rows and eight warps
-SEARCHED = tl.constexpr(128)  # sequences that are looked at together
+SEARCHED = tl.constexpr(128)  # sequences searched at a time
 
 
 @triton.jit
@@ -31,7 +30,7 @@ def attend(
     D: tl.constexpr, OPERAND: tl.constexpr, QUANTIZED: tl.constexpr, FP8_SCORES: tl.constexpr, MASK: tl.constexpr,
     WINDOW: tl.constexpr, PAGE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax over pages first..last. MASK is off for pages that every row sees whole."""
+    """Apply the online softmax over pages first..last. MASK is off for pages that every row sees entirely."""
     token = tl.arange(0, PAGE)
     dim = tl.arange(0, D)
     for block in tl.range(first, last, num_stages=STAGES):
@@ -39,7 +38,7 @@ def attend(
         keys = cache + page * (2 * PAGE * D) + token[:, None] * D + dim[None, :]
         cached = block * PAGE + token < length
         k = tl.load(keys)
-        # what lies after the end may be anything, and 0 * NaN is NaN
+        # mask values after the end: 0 * NaN is NaN
         v = tl.load(keys + PAGE * D, mask=cached[:, None], other=0.0) if MASK else tl.load(keys + PAGE * D)
         if not FP8_SCORES:
             k = k.to(OPERAND)
@@ -71,13 +70,13 @@ def prefill_kernel(
     OPERAND: tl.constexpr, QUANTIZED: tl.constexpr, FP8_SCORES: tl.constexpr,
     WINDOW: tl.constexpr, PAGE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """q, out [T, HK * G, D]; TILE tokens a program, GROUP >= G a power of two. Grid (kv heads, tiles).
+    """q, out [T, HK * G, D]; TILE tokens per program, GROUP >= G a power of two. Grid (kv heads, tiles).
 
-    The sequences are counted in a loop, so that one compilation serves every number of them.
+    Sequences are searched in a loop, so that one compilation serves any number of them.
     """
     pdl_start(PDL)
     head = tl.program_id(0)
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the end of a chunk sees most pages: start there
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the end of a chunk sees most pages: start with it
     begins_before = tl.zeros([SEARCHED], tl.int32)
     for searched in range(0, sequences + 1, SEARCHED):
         index = searched + tl.arange(0, SEARCHED)
@@ -108,10 +107,10 @@ def prefill_kernel(
     else:
         q_tile = q_tile.to(OPERAND)
 
-    before = length - end  # a row's position in its sequence: before + token
+    before = length - end  # position in the sequence: before + token
     position = before + token
     first_position = before + tile_start
-    whole_pages = tl.minimum(tl.maximum(first_position + 1, 0), length) // PAGE  # every row sees all of these
+    whole_pages = tl.minimum(tl.maximum(first_position + 1, 0), length) // PAGE  # visible to every row
     seen = tl.minimum(length, tl.maximum(first_position + TILE, 0))
     pages = (seen + PAGE - 1) // PAGE
     table = block_table + sequence.to(tl.int64) * num_blocks
@@ -119,7 +118,7 @@ def prefill_kernel(
     top = tl.full([TILE * GROUP], LOWEST, tl.float32)
     total = tl.zeros([TILE * GROUP], tl.float32)
     first_page = 0
-    if WINDOW:  # pages before first_page no row sees, and only from unclipped on every row sees the beginning
+    if WINDOW:  # no row sees pages before first_page; every row sees all of the pages from unclipped on
         first_page = tl.maximum(first_position - WINDOW + 1, 0) // PAGE
         unclipped = (tl.maximum(first_position + TILE - WINDOW, 0) + PAGE - 1) // PAGE
         unclipped = tl.minimum(unclipped, whole_pages)
@@ -157,10 +156,7 @@ def launch(
     plan: Optional[torch.Tensor] = None,
     window: int = 0,
 ) -> None:
-    """Fill out [T, HQ * D] from q [T, HQ, D]; the rest as in `paged_attention`.
-
-    Takes the Gluon kernels where those fit.
-    """
+    """Fill out [T, HQ * D] from q [T, HQ, D], with the Gluon kernels if they fit; the rest as in `paged_attention`."""
     if kv_scales is not None and prefill_gluon.fits(q, kv_cache):
         if wide is not None and plan is not None:
             prefill_wide_gluon.launch(q, wide, plan, context_lens, query_start, softmax_scale, out, pdl)
@@ -197,7 +193,7 @@ def launch_triton(
     pdl: bool,
     window: int = 0,
 ) -> None:
-    """`launch`, always with the kernel of this file."""
+    """Run this file's kernel; arguments as in `launch`."""
     tokens, heads, dim = q.shape
     kv_heads, sequences = kv_cache.shape[1], context_lens.shape[0]
     group = heads // kv_heads

@@ -1,15 +1,14 @@
-"""Attention of query chunks over paged history in 8 bits for Hopper in Gluon: head_dim 128, 1 to 32 query heads a KV
-head in powers of two.
+"""Attention of query chunks over an 8-bit paged cache for Hopper in Gluon.
 
-A program's warps have four trades. One warp copies pages to shared memory by TMA. Four warps convert what the tensor
-cores cannot multiply as it lies there to fp16, its scale multiplied in: V, and K too unless Q K^T runs in e4m3. Two
-groups of four warps each own 64 rows (row = token * group + head of the group) of the same 128 and share every page; Q
-and P stay in registers, so that a product reads shared memory once, unless Q has 16 bits. In a group, the product P V
-of one step of two pages runs on the tensor cores while the softmax of the next step runs.
+head_dim 128, 1 to 32 query heads per KV head (powers of two). A program has specialised warps. One warp copies pages to
+shared memory by TMA. Four warps convert operands that the tensor cores cannot multiply to fp16, scale included: V, and
+K too unless Q K^T runs in e4m3. Two groups of four warps each own 64 of the tile's 128 rows (row = token * group +
+head) and share every page; Q and P stay in registers, so a product reads shared memory once, unless Q has 16 bits.
+Within a group, the product P V of one step (two pages) overlaps with the softmax of the next step.
 
-Programs are persistent: one an SM, tiles dealt from the longest down, forth and back. Tiles find their sequence as in
-attention_prefill. A row's pages are walked from its newest to the oldest, so that causal masks (and the odd page, which
-is then copied twice) belong to the first steps only.
+Programs are persistent, one per SM; tiles are distributed from longest to shortest, back and forth. Tiles find their
+sequence as in prefill.py. Pages are visited from newest to oldest, so causal masks (and the odd page, which is then
+copied twice) occur in the first steps only.
 """
 
 from typing import Any, Optional
@@ -21,16 +20,16 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..core.device import multiprocessors
-from ..core.eight_bits import QUANTIZED_MAX
+from ..core.dtypes import QUANTIZED_MAX
 from ..core.gluon_support import gdc_launch_dependents, gdc_wait, tma_load, view_shared
 from ..core.kv_layout import PAGE_SIZE
 from ..core.triton_support import INTERPRETED, next_power_of_2
-from .pieces import LOG2_E
-from .prefill_gluon_pieces import ROWS, STEP, consume, converter_layout, fetch, find_tile, item_of, rounds, widen
+from .numerics import LOG2_E
+from .prefill_gluon_softmax import ROWS, STEP, consume, converter_layout, fetch, find_tile, item_of, rounds, widen
 from .widen_kv import NARROW_TILES, WIDENED
 
 HEAD_DIM = 128
-# registers of a thread: the second group of rows (the first gets as many), the converters, the copier
+# registers per thread: the second row group (the first gets as many), the converters, the copier
 REGISTERS = (224, 40, 24)
 CONVERTERS = 4  # warps
 
@@ -42,7 +41,7 @@ def produce(
     FP8_SCORES: gl.constexpr, STAGES: gl.constexpr, RAW: gl.constexpr,
     WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """The warp that copies pages."""
+    """Copy pages (producer warp)."""
     BYTES: gl.constexpr = STEP * 132  # with the scales
     step = 0
     items, count = rounds(batch, HK)
@@ -86,9 +85,9 @@ def convert_tile(
     raw, raw_scales, raw_ready, raw_free, n, target, ready, free, step, LIMIT: gl.constexpr, STAGES: gl.constexpr,
     RAW: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Makes fp16 of eight-bit tile `n` of the raw ring, values times 16 times their scales, in the stage of `step`.
+    """Convert tile `n` of the 8-bit ring to fp16, times 16 times the scales, into the stage of `step`.
 
-    LIMIT: the largest value of the cache's dtype; STAGES, RAW: places of the fp16 ring and of the raw one.
+    LIMIT: the largest value of the cache's dtype; STAGES, RAW: stages of the fp16 and the 8-bit ring.
     """
     PIECE: gl.constexpr = 32
     LAYOUT: gl.constexpr = converter_layout(WARPS)
@@ -99,7 +98,7 @@ def convert_tile(
     for i in gl.static_range(STEP // PIECE):
         x = raw.index(slot * (STEP // PIECE) + i).load(LAYOUT)
         scale = raw_scales.index(slot * (STEP // PIECE) + i).load(gl.SliceLayout(1, LAYOUT))
-        scale = gl.minimum(scale * WIDENED, 65440.0 / LIMIT)  # rounded up to fp16 too, no product overflows
+        scale = gl.minimum(scale * WIDENED, 65440.0 / LIMIT)  # even rounded up to fp16, no product overflows
         pair = gl.inline_asm_elementwise(
             "cvt.rn.f16x2.f32 $0, $1, $1;", "=r,r", [scale], dtype=gl.int32, is_pure=True, pack=1
         )
@@ -116,7 +115,7 @@ def convert(
     LIMIT: gl.constexpr, STAGES: gl.constexpr, RAW: gl.constexpr, WARPS: gl.constexpr,
     WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """The warps that make fp16 of the cache."""
+    """Convert the cache to fp16 (converter warps)."""
     step = 0
     items, count = rounds(batch, HK)
     for number in range(count):
@@ -153,8 +152,8 @@ def prefill_kernel(
     """q, out [T, HK * GROUP, 128]; boxes [NP * HK * 128, 128] and scale_boxes [NP * HK * 2, 64] are TMA descriptors of
     64 x 128 bytes and 1 x 64.
 
-    PLANNED: only the sequences that `plan` leaves in eight bits, right after prefill_wide_gluon. With PDL that kernel
-    lets this one begin when all before it is done, and this one waits for it at its end: it runs during its last tiles.
+    PLANNED: only sequences that `plan` leaves in 8 bits, after prefill_wide_gluon. With PDL that kernel launches this
+    one once all earlier kernels are done, and this one waits for it at its end: it runs during the last tiles.
     """
     STORED: gl.constexpr = boxes.dtype
     BOX: gl.constexpr = boxes.layout
@@ -175,10 +174,10 @@ def prefill_kernel(
         mbarrier.init(raw_ready.index(i), count=1)
         mbarrier.init(raw_free.index(i), count=1)
     OUT: gl.constexpr = out.dtype.element_ty
-    # a tile's result on its way out, and before that its queries if those have 16 bits
+    # results of a tile before the store; before that its queries, if 16-bit
     staged = gl.allocate_shared_memory(OUT, [2, ROWS, 128], WIDE)
     queries = view_shared(staged, gl.float16, [2, ROWS, 128], WIDE)
-    if FP8_SCORES:  # keys are multiplied as they lie in the cache
+    if FP8_SCORES:  # keys are multiplied without conversion
         key_boxes = gl.allocate_shared_memory(boxes.dtype, [STAGES * 2, 64, 128], boxes.layout)
         keys = view_shared(key_boxes, STORED, [STAGES, STEP, 128], BOX)
     else:
@@ -319,18 +318,18 @@ def prefill_kernel(
 
 
 def takes_heads(heads: int, kv_heads: int, dim: int) -> bool:
-    """Does this kernel take so many query and KV heads of this size?"""
+    """Return whether this kernel supports these numbers of heads and this head_dim."""
     group = heads // kv_heads
     return dim == HEAD_DIM and group <= 32 and group == next_power_of_2(group)
 
 
 def tile_tokens(heads: int, kv_heads: int) -> int:
-    """Tokens of a tile: its 128 rows are those of all query heads of a KV head."""
+    """Return tokens per tile: its 128 rows are those of all query heads of a KV head."""
     return 2 * int(ROWS) // (heads // kv_heads)
 
 
 def fits(q: torch.Tensor, kv_cache: torch.Tensor) -> bool:
-    """Does this kernel take these heads and this cache?"""
+    """Return whether this kernel supports these heads and this cache."""
     return (
         not INTERPRETED and takes_heads(q.shape[1], kv_cache.shape[1], q.shape[2]) and kv_cache.dtype in QUANTIZED_MAX
     )
@@ -350,9 +349,9 @@ def launch(
     plan: Optional[torch.Tensor] = None,
     window: int = 0,
 ) -> None:
-    """As `attention_prefill.launch`, where `fits` says so.
+    """Run the kernel, if `fits`; arguments as in `prefill.launch`.
 
-    `plan`: of the sequences those only that `widen_plan` leaves in eight bits.
+    `plan`: serve only the sequences that `widen_plan` leaves in 8 bits.
     """
     tokens, heads, _ = q.shape
     kv_heads, sequences = kv_cache.shape[1], context_lens.shape[0]
@@ -370,7 +369,7 @@ def launch(
 
 
 def descriptors(kv_cache: torch.Tensor, kv_scales: torch.Tensor) -> tuple[Any, Any]:
-    """TMA descriptors of the cache (64 tokens, 128 bytes) and its scales (64 tokens)."""
+    """Return TMA descriptors of the cache (64 tokens, 128 bytes) and its scales (64 tokens)."""
     swizzled = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     linear = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     boxes = TensorDescriptor.from_tensor(kv_cache.view(-1, HEAD_DIM), [PAGE_SIZE, 128], swizzled)

@@ -1,12 +1,11 @@
-"""Attention of query chunks over keys and values that `widen_kv` has made fp16, for Hopper in Gluon: prefill_gluon
-without its converters.
+"""prefill_gluon without converters, for keys and values that `widen_kv` has converted to fp16 (Hopper, Gluon).
 
-One warp copies steps of 128 keys and values by TMA; two groups of four warps own 64 rows each and take turns on the
-tensor cores: while one multiplies, the other weighs. The shared memory that the converters read from holds a third
-step. Every number is computed as there, so the result has the same bits.
+One warp copies steps of 128 keys and values by TMA; two groups of four warps own 64 rows each and alternate on the
+tensor cores: one multiplies during the other's softmax. The converters' shared memory holds a third step. The
+arithmetic is that of prefill_gluon, so the result has the same bits.
 
-Serves the sequences that `widen_plan` has widened, and the rows of nobody; prefill_gluon, launched after it, serves
-the others.
+Serves the sequences that `widen_plan` selects, and rows past the end; prefill_gluon, launched after it, serves the
+others.
 """
 
 from typing import Any
@@ -19,12 +18,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..core.device import multiprocessors
 from ..core.gluon_support import gdc_launch_dependents, gdc_wait, tma_load, view_shared
-from .pieces import LOG2_E
+from .numerics import LOG2_E
 from .prefill_gluon import HEAD_DIM, tile_tokens
-from .prefill_gluon_pieces import ROWS, STEP, consume, find_tile, item_of, rounds
+from .prefill_gluon_softmax import ROWS, STEP, consume, find_tile, item_of, rounds
 from .widen_kv import PLACES, WIDE_TILES
 
-REGISTERS = (240, 24)  # of a thread: the second group of rows (the first gets as many), the copier
+REGISTERS = (240, 24)  # per thread: the second row group (the first gets as many), the copier
 STAGES = 3
 HOLD_QUERIES = False  # in registers, where Triton 3.9 spills, instead of in shared memory
 TURNS = True  # on the tensor cores
@@ -35,7 +34,7 @@ def produce(
     boxes, places, batch, keys, keys_ready, keys_free, values, values_ready, values_free, HK: gl.constexpr,
     TILE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The warp that copies steps."""
+    """Copy steps (producer warp)."""
     step = 0
     items, count = rounds(batch, HK)
     for number in range(count):
@@ -78,7 +77,7 @@ def prefill_wide_kernel(
         mbarrier.init(values_free.index(i), count=2)
     for i in gl.static_range(2):
         mbarrier.init(turns.index(i), count=1)
-    # a tile's queries, later its result on its way out
+    # queries of a tile, later its result before the store
     staged = gl.allocate_shared_memory(out.dtype.element_ty, [2, ROWS, 128], WIDE)
     queries = view_shared(staged, gl.float16, [2, ROWS, 128], WIDE)
     keys = gl.allocate_shared_memory(boxes.dtype, [STAGES, STEP, 128], WIDE)
@@ -86,9 +85,9 @@ def prefill_wide_kernel(
     fence_async_shared()
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()  # only now: the kernel after this one waits for nothing before it reads
+        gdc_launch_dependents()  # only now: the next kernel reads without a wait
     begins = plan + WIDE_TILES * (sequences + 1)
-    idle = tokens - gl.load(query_start + sequences)  # rows of nobody
+    idle = tokens - gl.load(query_start + sequences)  # padding rows
     tiles = gl.load(begins + sequences) + (idle + TILE - 1) // TILE
     batch = (query_start, context_lens, begins, tokens, sequences, tiles)
     gl.warp_specialize(
@@ -182,8 +181,9 @@ def launch(
     out: torch.Tensor,
     pdl: bool,
 ) -> None:
-    """The rows of out [T, HQ * 128] that belong to widened sequences or to nobody; what `prefill_gluon.fits` says
-    must hold for the cache.
+    """Fill the rows of out [T, HQ * 128] that belong to widened sequences or are padding.
+
+    Requires `prefill_gluon.fits` for the cache.
     """
     tokens, heads, _ = q.shape
     kv_heads, sequences = wide.shape[1], context_lens.shape[0]
@@ -198,6 +198,6 @@ def launch(
 
 
 def descriptor(wide: torch.Tensor) -> Any:
-    """TMA descriptor of the keys or values of a step and kv head: 128 tokens, 256 bytes."""
+    """Return a TMA descriptor of the keys or values of a step and kv head: 128 tokens, 256 bytes."""
     swizzled = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     return TensorDescriptor.from_tensor(wide.view(-1, HEAD_DIM), [int(STEP), HEAD_DIM], swizzled)

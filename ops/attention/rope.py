@@ -1,8 +1,7 @@
-"""`rope`: rotary position embedding in HF's rotate-half convention; `rope_angles`: cos and sin of each token's angles,
-once a step for all layers.
+"""`rope`: rotary position embedding (HF's rotate-half convention); `rope_angles`: cos and sin once per step.
 
-With x = [x1 | x2] split in halves: out = [x1 * cos - x2 * sin | x2 * cos + x1 * sin], in fp32, rounded once. cos and
-sin hold the angle of each of the D channels (the second half repeats the first, as HF builds them).
+For x = [x1 | x2] split in halves: out = [x1 * cos - x2 * sin | x2 * cos + x1 * sin], in fp32, rounded once. cos and
+sin have D channels; the second half repeats the first, as in HF.
 """
 
 from typing import Optional
@@ -16,24 +15,22 @@ from ..core.triton_support import cdiv, next_power_of_2, pdl_options, pdl_start,
 
 
 def rope_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [..., D], cos and sin broadcastable to it (say [T, 1, D] for [T, heads, D]), fp32 or model dtype -> like
-    x.
-    """
+    """Rotate x [..., D] by cos and sin, broadcastable to it (such as [T, 1, D]), fp32 or model dtype -> like x."""
     first, second = x.float().chunk(2, dim=-1)
     rotated = torch.cat((-second, first), dim=-1)
     return (x.float() * cos.float() + rotated * sin.float()).to(x.dtype)
 
 
 def rope_fake(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The results of `rope_reference`, not filled."""
+    """Return empty results."""
     return x.new_empty(x.shape)
 
 
 @triton.jit
 def rotate_halves(first, second, cos, sin, GROUP: tl.constexpr, D: tl.constexpr):
-    """RoPE of [GROUP, D/2] halves in fp32; cos and sin point at the token's D angles.
+    """Apply RoPE to [GROUP, D/2] halves in fp32; cos and sin point at the token's D angles.
 
-    Each head reads the angles for itself: that costs L1 hits, a broadcast would cost exchanges through shared memory.
+    Each head loads the angles again: L1 hits are cheaper than a broadcast through shared memory.
     """
     channel = tl.zeros((GROUP, 1), tl.int32) + tl.arange(0, D // 2)[None, :]
     cos_first = tl.load(cos + channel).to(tl.float32)
@@ -45,19 +42,9 @@ def rotate_halves(first, second, cos, sin, GROUP: tl.constexpr, D: tl.constexpr)
 
 @triton.jit
 def _rope_kernel(
-    x,
-    cos,
-    sin,
-    out,
-    x_token,
-    x_head,
-    cos_token,
-    sin_token,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    GROUP: tl.constexpr,
+    x, cos, sin, out, x_token, x_head, cos_token, sin_token, HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
     present = (head < HEADS)[:, None]
@@ -81,8 +68,11 @@ def rope_launch(
     sm_budget: Optional[int] = None,
     pdl: bool = False,
 ) -> None:
-    """Fill `out` = (rotated,). The kernel takes x [T, heads, D] (any strides over T and heads) with cos and sin [T, 1,
-    D], D a power of two; other shapes are computed by torch. Too small to heed `sm_budget`."""
+    """Fill `out` = (rotated,). Ignores `sm_budget`: the launch is small.
+
+    The kernel supports x [T, heads, D] (any strides over T and heads) with cos and sin [T, 1, D], D a power of two;
+    torch computes other shapes.
+    """
     if x.numel() == 0:
         return
     if not _kernel_fits(x, cos, sin):
@@ -91,20 +81,9 @@ def rope_launch(
     tokens, heads, width = x.shape
     group = min(next_power_of_2(heads), 8)
     _rope_kernel[(tokens, cdiv(heads, group))](
-        x,
-        cos,
-        sin,
-        out[0],
-        x.stride(0),
-        x.stride(1),
-        cos.stride(0),
-        sin.stride(0),
-        HEADS=heads,
-        D=width,
-        GROUP=group,
-        num_warps=1,
-        **pdl_options(pdl),
-    )
+        x, cos, sin, out[0], x.stride(0), x.stride(1), cos.stride(0), sin.stride(0), HEADS=heads, D=width, GROUP=group,
+        num_warps=1, **pdl_options(pdl),
+    )  # fmt: skip
 
 
 def _kernel_fits(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
@@ -118,16 +97,14 @@ rope = register("rope", rope_reference, rope_fake, rope_launch, family="rope")
 
 
 def rope_angles_reference(positions: torch.Tensor, inv_freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """positions [T] (any integer dtype), inv_freq [D/2] fp32 -> cos, sin fp32 [T, 1, D]; the second half repeats the
-    first.
-    """
+    """positions [T] (any integer dtype), inv_freq [D/2] fp32 -> cos, sin fp32 [T, 1, D]; the halves are equal."""
     angles = positions.to(torch.float32).unsqueeze(-1) * inv_freq
     angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
     return angles.cos(), angles.sin()
 
 
 def rope_angles_fake(positions: torch.Tensor, inv_freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The results of `rope_angles_reference`, not filled."""
+    """Return empty results."""
     shape = (positions.shape[0], 1, 2 * inv_freq.shape[0])
     return inv_freq.new_empty(shape), inv_freq.new_empty(shape)
 
@@ -139,10 +116,9 @@ def _rope_angles_kernel(positions, inv_freq, cos, sin, HALF: tl.constexpr, BLOCK
     there = channel < HALF
     pdl_start(PDL)
     angle = tl.load(positions + token).to(tl.float32) * tl.load(inv_freq + channel, mask=there, other=0.0)
-    # The hardware's sine is only good near zero, and a position can be 10**5: take whole turns off first. 2 pi comes in
-    # three parts, of which the first two have so few bits that their products with the number of turns are exact.
-    # Nothing may be fused here: the angle is rounded to fp32 as the reference rounds it (half a step is 4e-3 at
-    # position 131071).
+    # The hardware's sine is precise near zero only, and a position can be 10**5: subtract whole turns first. 2 pi has
+    # three parts; the first two have so few bits that their products with the number of turns are exact. Nothing may be
+    # fused here: the angle is rounded to fp32 as in the reference (half a step is 4e-3 at position 131071).
     turns = tl.floor(angle * 0.15915494309189535 + 0.5)
     angle = ((angle - turns * 6.28125) - turns * 0.00193023681640625) - turns * 5.0703631800e-06
     target = token * 2 * HALF + channel
@@ -160,21 +136,14 @@ def rope_angles_launch(
     sm_budget: Optional[int] = None,
     pdl: bool = False,
 ) -> None:
-    """Fill `out` = (cos, sin). Too small to heed `sm_budget`."""
+    """Fill `out` = (cos, sin). Ignores `sm_budget`: the launch is small."""
     if positions.numel() == 0:
         return
     grid = (positions.shape[0],)
     _rope_angles_kernel[grid](
-        positions,
-        inv_freq,
-        out[0],
-        out[1],
-        HALF=inv_freq.shape[0],
-        BLOCK=next_power_of_2(inv_freq.shape[0]),
-        num_warps=1,
-        enable_fp_fusion=False,
-        **pdl_options(pdl),
-    )
+        positions, inv_freq, out[0], out[1], HALF=inv_freq.shape[0], BLOCK=next_power_of_2(inv_freq.shape[0]),
+        num_warps=1, enable_fp_fusion=False, **pdl_options(pdl),
+    )  # fmt: skip
 
 
 rope_angles = register(

@@ -1,64 +1,63 @@
 """`rope_append`: from a packed [q | k | v] row to the rotated q and the filled KV cache, in one launch.
 
-x = qkv + bias + delta in fp32; q and k are normed by head where the model does so, rotated (and, with `hadamard`,
-transformed); q is rounded to the model's dtype once, k (less `key_center`) and v go from fp32 straight into the cache's
-dtype. `key_balance` moves size between k and q where one is large and the other small: a RoPE pair of k times its
-factor and q's by it, which no score sees (SmoothAttention of QServe, arXiv 2405.04532, does so).
+x = qkv + bias + delta in fp32; q and k are normalized per head if the model does so, rotated and, with `hadamard`,
+transformed; q is rounded to the model's dtype once; k (minus `key_center`) and v go from fp32 directly to the cache's
+dtype. `key_balance` scales a RoPE pair of k by its factor and q's by the inverse, which leaves scores unchanged
+(SmoothAttention of QServe, arXiv 2405.04532).
 
-The projection's bias is added here, not in its GEMM: its sum is not rounded to 16 bits in between (keys' biases can be
-hundreds of times their rest), and no linear needs to know of it.
+The projection's bias is added here and not in its GEMM: the sum is not rounded to 16 bits in between (biases of keys
+can be hundreds of times larger than the rest), and linears need no bias.
 """
 
 import math
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 import triton
 import triton.language as tl
 
-from ..core.eight_bits import QUANTIZED_MAX
+from ..core.dtypes import QUANTIZED_MAX
 from ..core.kv_layout import KEY, PAGE_SIZE, VALUE
 from ..core.registry import register
-from ..core.reproducible import mean_square
+from ..core.reproducible_sums import mean_square
 from ..core.triton_support import cdiv, in_fp32, next_power_of_2, pdl_options, pdl_start, require_contiguous, round_to
 from ..elementwise.hadamard import fht_halves
 from ..elementwise.hadamard import reference as hadamard_reference
 from .append_kv import centered, check_cache, check_center, store_heads, store_kv_reference
 from .rope import rope_reference, rotate_halves
 
-# up to so many tokens, heads of a program and its warps: the fastest on an H200
+# (most tokens, heads per program, warps): the fastest on an H200
 PROGRAMS = ((16, 1, 1), (512, 8, 4), (math.inf, 4, 1))
-# beyond, the wait that a dependent launch puts into each of very many short programs costs more than the launch that it
-# hides
+# with more tokens, the wait in each of very many short programs takes longer than the launch that PDL hides
 MOST_PDL_TOKENS = 512
 
 
 def check_balance(balance: Optional[torch.Tensor], num_heads: int, num_kv_heads: int, width: int) -> None:
-    """Raises ValueError for factors that don't fit the heads."""
+    """Raise ValueError unless the factors match the heads."""
     if balance is not None and (
         balance.shape != (num_kv_heads, width // 2) or balance.dtype != torch.float32 or num_heads % num_kv_heads
     ):
         raise ValueError(
-            f"key_balance must be fp32 [{num_kv_heads}, {width // 2}], one factor for each RoPE pair of a kv head, "
+            f"key_balance must be fp32 [{num_kv_heads}, {width // 2}], one factor per RoPE pair of a kv head, "
             f"and {num_heads} heads "
             f"a multiple of {num_kv_heads}; got {balance.dtype} {list(balance.shape)}"
         )
 
 
 def check_angles(cos: Optional[torch.Tensor], sin: Optional[torch.Tensor]) -> None:
-    """Raises ValueError for a cosine without a sine."""
+    """Raise ValueError for cos without sin or sin without cos."""
     if (cos is None) != (sin is None):
-        raise ValueError("rope_append takes cos and sin, or neither where heads are not rotated")
+        raise ValueError("rope_append needs both cos and sin, or neither")
 
 
 def check_row(name: str, weight: Optional[torch.Tensor], *shape: int) -> None:
-    """Raises ValueError for a bias or a norm's weights that don't fit the heads."""
+    """Raise ValueError unless a bias or norm weight has this shape."""
     if weight is not None and tuple(weight.shape) != shape:
         raise ValueError(f"rope_append: {name} must be {list(shape)}, got {list(weight.shape)}")
 
 
 def norm_heads(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """heads [T, H, D] fp32, weight [H, D] or [D] -> RMS norm of each head, in fp32."""
+    """Return the RMS norm of each head, heads [T, H, D] fp32, weight [H, D] or [D], in fp32."""
     return heads * torch.rsqrt(mean_square(heads) + eps) * weight.float()
 
 
@@ -79,14 +78,15 @@ def reference(
     head_norm: Optional[torch.Tensor] = None,
     norm_eps: float = 0.0,
 ) -> torch.Tensor:
-    """qkv and delta [T, (HQ + 2 HK) * D], cos and sin [T, 1, D] (None: not rotated), slot_mapping [T] int32 (-1:
-    padding) -> q [T, HQ, D]. bias [(HQ + 2 HK) * D]; head_norm [2, D]: the RMS norm's weights of every head of q and of
-    k, with norm_eps.
+    """Return the rotated q [T, HQ, D] and write the keys and values of the T tokens to the cache, as `append_kv` does.
 
-    Writes the keys and values of the T tokens into kv_cache (and kv_scales) as `append_kv` does. key_balance [HK, D /
-    2] fp32, greater than zero, multiplies both channels of a key's RoPE pair and divides those of the queries that meet
-    it, after RoPE and before `hadamard`; key_center [HK, D] fp32 is subtracted from the keys as they are stored,
-    after both.
+    qkv, delta    [T, (HQ + 2 HK) * D]; bias [(HQ + 2 HK) * D]
+    cos, sin      [T, 1, D]; None: no rotation
+    slot_mapping  [T] int32, -1: padding
+    key_balance   [HK, D / 2] fp32 > 0: multiplies both channels of a key's RoPE pair and divides those of its queries,
+                  after RoPE and before `hadamard`
+    key_center    [HK, D] fp32: subtracted from stored keys, after both
+    head_norm     [2, D]: RMS norm weights of the heads of q and of k, with norm_eps
     """
     check_cache(kv_cache, kv_scales)
     check_balance(key_balance, num_heads, num_kv_heads, kv_cache.shape[-1])
@@ -121,15 +121,9 @@ def fake(
     kv_scales: Optional[torch.Tensor],
     slot_mapping: torch.Tensor,
     num_heads: int,
-    num_kv_heads: int,
-    hadamard: bool,
-    key_center: Optional[torch.Tensor] = None,
-    key_balance: Optional[torch.Tensor] = None,
-    bias: Optional[torch.Tensor] = None,
-    head_norm: Optional[torch.Tensor] = None,
-    norm_eps: float = 0.0,
+    *_: Any,
 ) -> torch.Tensor:
-    """The results of `reference`, not filled."""
+    """Return an empty result."""
     return qkv.new_empty((qkv.shape[0], num_heads, kv_cache.shape[-1]))
 
 
@@ -144,7 +138,7 @@ def _rope_append_kernel(
     Q_GROUPS: tl.constexpr = (HEADS + GROUP - 1) // GROUP
     KV_GROUPS: tl.constexpr = (KV_HEADS + GROUP - 1) // GROUP
     token = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1)  # the groups of q heads come first, then those of k, then those of v
+    group = tl.program_id(1)  # groups of q heads first, then k, then v
     is_q = group < Q_GROUPS
     is_v = group >= Q_GROUPS + KV_GROUPS
     kind_group = tl.where(is_q, group, tl.where(is_v, group - Q_GROUPS - KV_GROUPS, group - Q_GROUPS))
@@ -154,7 +148,7 @@ def _rope_append_kernel(
     channel = tl.arange(0, D // 2)[None, :]
     column = packed_head[:, None] * D + channel
     inside = present[:, None]
-    if CENTERED:  # a weight: it may be read before the kernel in front has ended
+    if CENTERED:  # a weight: may be read before the previous kernel has ended
         is_key = (head < tl.where(is_q, 0, tl.where(is_v, 0, KV_HEADS)))[:, None]
         center_first = tl.load(key_center + head[:, None] * D + channel, mask=is_key, other=0.0)
         center_second = tl.load(key_center + head[:, None] * D + channel + D // 2, mask=is_key, other=0.0)
@@ -228,18 +222,12 @@ def launch(
     sm_budget: Optional[int] = None,
     pdl: bool = False,
 ) -> None:
-    """Fill `out` = (q,) and the cache: a program has one token and up to eight heads. Too small to heed `sm_budget`."""
+    """Fill `out` = (q,) and the cache; a program has one token and up to eight heads. Ignores `sm_budget`."""
     check_cache(kv_cache, kv_scales)
     require_contiguous(
-        "rope_append",
-        kv_cache=kv_cache,
-        kv_scales=kv_scales,
-        slot_mapping=slot_mapping,
-        key_center=key_center,
-        key_balance=key_balance,
-        bias=bias,
-        head_norm=head_norm,
-    )
+        "rope_append", kv_cache=kv_cache, kv_scales=kv_scales, slot_mapping=slot_mapping, key_center=key_center,
+        key_balance=key_balance, bias=bias, head_norm=head_norm,
+    )  # fmt: skip
     width = kv_cache.shape[-1]
     if qkv.shape[1] != (num_heads + 2 * num_kv_heads) * width or width != next_power_of_2(width):
         raise ValueError(

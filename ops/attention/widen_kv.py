@@ -1,11 +1,11 @@
-"""Pages of an int8 KV cache in fp16, each once, for an attention that reads them many times.
+"""Convert pages of an int8 KV cache to fp16 once, for an attention that reads them many times.
 
-Attention of many queries multiplies each key and value in fp16 many times. Where a sequence has enough queries,
-`widen_kv` makes fp16 of its cache once; the others, decode rows among them, are converted by the tile that reads them.
-Which is which is decided by `widen_plan`, once a step for every layer, on the GPU, which alone knows the lengths.
+Attention of many queries multiplies each key and value many times in fp16. For sequences with enough queries
+`widen_kv` converts the cache once; for the others, decode rows included, each tile converts what it reads.
+`widen_plan` selects the sequences once per step for all layers, on the GPU, since the host does not have the lengths.
 
-The numbers are those that prefill_gluon makes of a page on its way through shared memory, to the bit: a value times its
-scale, which is first multiplied by 16, held below what fp16 can hold, and rounded to fp16.
+The results equal prefill_gluon's bit by bit: a value times its scale, which is multiplied by 16, clamped to fp16's
+range, and rounded to fp16.
 """
 
 import torch
@@ -13,16 +13,15 @@ import triton
 import triton.language as tl
 
 from ..core.device import multiprocessors
-from ..core.eight_bits import QUANTIZED_MAX
+from ..core.dtypes import QUANTIZED_MAX
 from ..core.kv_layout import PAGE_SIZE
 from ..core.registry import register
 from ..core.triton_support import INTERP, cdiv, next_power_of_2, pdl_options, pdl_start, require_contiguous
 
-STEP_TOKENS = 128  # of two pages: what attention multiplies at once
-# A sequence with fewer tiles of queries is left: writing fp16 and reading it again takes about as long as four tiles
-# gain, by bytes and by the kernels' rates.
+STEP_TOKENS = 128  # two pages: one step of attention
+# Sequences with fewer query tiles stay int8: writing and reading fp16 takes about as long as four tiles save.
 FEWEST_TILES = 4
-PLANNED_SEQUENCES = 512  # at least, so that one compilation serves every step of an engine
+PLANNED_SEQUENCES = 512  # at least; one compilation serves every step of an engine
 PLACES, WIDE_TILES, NARROW_TILES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # rows of the plan
 
 
@@ -33,16 +32,13 @@ def widen_plan_reference(
     tile: int,
     steps: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sequences of at least four tiles of `tile` queries are widened, in order, as long as their context fits into
-    `steps` steps of 128 tokens.
+    """Select sequences of at least four tiles of `tile` queries, in order, up to `steps` steps of 128 tokens.
 
     block_table [B, P], context_lens [B], query_start [B + 1]: int32, as in `paged_attention`.
     Returns (plan, pages), int32.
-    plan [3, B + 1]   for each sequence its first step among the widened ones (-1: it stays as it is), then how many
-                      tiles the widened sequences before it have, and the others before it; after the last sequence the
-                      three sums
-    pages [steps, 2]  the cache's pages of each step, in order; the last one of an odd number twice; -1 after the last
-                      step
+    plan [3, B + 1]   per sequence: its first step among the widened ones (-1: not widened), tiles of the widened ones
+                      before it, and of the others; the last column holds the totals
+    pages [steps, 2]  cache pages of each step, in order; the last page of an odd number twice; -1 after the last step
     """
     starts, contexts = query_start.tolist(), context_lens.tolist()
     rows: list[list[int]] = [[], [], []]
@@ -77,7 +73,7 @@ def widen_plan_fake(
     tile: int,
     steps: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The results of `widen_plan_reference`, not filled."""
+    """Return empty results."""
     return block_table.new_empty((3, block_table.shape[0] + 1)), block_table.new_empty((steps, 2))
 
 
@@ -138,39 +134,26 @@ def widen_plan_launch(
     sm_budget: int | None = None,
     pdl: bool = False,
 ) -> None:
-    """A program for each sequence and one more, whatever `sm_budget` says."""
+    """Launch one program per sequence and one more. Ignores `sm_budget`."""
     plan, pages = out
     require_contiguous("widen_plan", block_table=block_table, context_lens=context_lens, query_start=query_start)
     sequences, num_blocks = block_table.shape
     _plan_kernel[(sequences + 1,)](
-        block_table,
-        context_lens,
-        query_start,
-        plan,
-        pages,
-        sequences,
-        num_blocks,
-        steps,
-        TILE=tile,
-        FEWEST=FEWEST_TILES,
-        SEQUENCES=max(PLANNED_SEQUENCES, next_power_of_2(sequences + 1)),
-        STEP=STEP_TOKENS,
-        PAGE=PAGE_SIZE,
-        CHUNK=256,
-        num_warps=4,
-        **pdl_options(pdl),
-    )
+        block_table, context_lens, query_start, plan, pages, sequences, num_blocks, steps, TILE=tile,
+        FEWEST=FEWEST_TILES, SEQUENCES=max(PLANNED_SEQUENCES, next_power_of_2(sequences + 1)), STEP=STEP_TOKENS,
+        PAGE=PAGE_SIZE, CHUNK=256, num_warps=4, **pdl_options(pdl),
+    )  # fmt: skip
 
 
 widen_plan = register("widen_plan", widen_plan_reference, widen_plan_fake, widen_plan_launch, kind="plan")
 
 
-WIDENED = tl.constexpr(16.0)  # on every fp16 scale, so that small ones keep their bits; attention takes it out again
-# of a scale times its dtype's largest value: rounded up to fp16 too, no product overflows
+WIDENED = tl.constexpr(16.0)  # factor of every fp16 scale, so that small ones keep their bits; attention removes it
+# of scale times largest value: even rounded up to fp16, no product overflows
 LARGEST = tl.constexpr(65440.0)
-PROGRAMS_AN_SM = 6  # all of them at once with up to 80 registers
-# Four int8 neighbours ($2) to fp16 ($0, $1), times their row's scale ($3, as a pair). With its sign bit flipped, an
-# int8's byte below 0x64 is the fp16 number 1152 above it.
+PROGRAMS_AN_SM = 6  # all resident with up to 80 registers
+# Convert four adjacent int8 ($2) to fp16 ($0, $1), times their row's scale ($3, as a pair). A byte with its sign bit
+# flipped, below a byte 0x64, is the fp16 number value + 1152.
 WIDEN_INT8 = tl.constexpr("""{ .reg .b32 x, a, b, middle;
     mov.b32 middle, 0x64806480;
     xor.b32 x, $2, 0x80808080;
@@ -183,7 +166,7 @@ WIDEN_INT8 = tl.constexpr("""{ .reg .b32 x, a, b, middle;
 
 
 def check(kv_cache: torch.Tensor, kv_scales: torch.Tensor, pages: torch.Tensor) -> None:
-    """ValueError, naming the argument, for what is no int8 cache with its scales, or no list of two pages a step."""
+    """Raise ValueError, naming the argument, unless there are an int8 cache, its scales and two pages per step."""
     if kv_cache.dtype != torch.int8 or kv_cache.dim() != 5 or kv_cache.shape[2:4] != (2, PAGE_SIZE):
         raise ValueError(
             f"widen_kv: kv_cache is {kv_cache.dtype} {tuple(kv_cache.shape)}; it takes torch.int8 [pages, kv heads, "
@@ -201,10 +184,10 @@ def check(kv_cache: torch.Tensor, kv_scales: torch.Tensor, pages: torch.Tensor) 
 
 
 def widen_kv_reference(kv_cache: torch.Tensor, kv_scales: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-    """wide [steps, HK, 2, 128, D] fp16: keys and values of two pages a step, times 16 times their scales.
+    """Return wide [steps, HK, 2, 128, D] fp16: keys and values of two pages per step, times 16 times their scales.
 
     kv_cache [NP, HK, 2, 64, D] int8, kv_scales [NP, HK, 2, 64] fp32
-    pages [steps, 2] int32 from `widen_plan`; where it is -1 nothing is written on the GPU, zeros here
+    pages [steps, 2] int32 from `widen_plan`; for -1 the GPU writes nothing, and this returns zeros
     """
     check(kv_cache, kv_scales, pages)
     listed = pages.flatten().long()
@@ -219,7 +202,7 @@ def widen_kv_reference(kv_cache: torch.Tensor, kv_scales: torch.Tensor, pages: t
 
 
 def widen_kv_fake(kv_cache: torch.Tensor, kv_scales: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-    """The results of `widen_kv_reference`, not filled."""
+    """Return an empty result."""
     check(kv_cache, kv_scales, pages)
     return kv_cache.new_empty(
         (pages.shape[0], kv_cache.shape[1], 2, STEP_TOKENS, kv_cache.shape[4]), dtype=torch.float16
@@ -230,14 +213,11 @@ def widen_kv_fake(kv_cache: torch.Tensor, kv_scales: torch.Tensor, pages: torch.
 def _widen_kernel(
     cache, scales, pages, wide, units, limit, HK: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr
 ):
-    """A unit is a page and kv head:
-
-    K and V, which lie in one piece in the cache. Units after the last page come last of all.
-    """
+    """A unit is K and V of a page and kv head, which are contiguous. Units after the last page come last."""
     pdl_start(PDL)
     row = tl.arange(0, 2 * PAGE)
     dim = tl.arange(0, D)
-    # says that eight neighbours are a thread's, of int8 as of fp16: then nothing goes through shared memory in between
+    # eight adjacent values belong to one thread, in int8 and fp16: no exchange through shared memory
     dim = dim // 8 * 8 + dim % 8
     unit = tl.program_id(0)
     page = tl.load(pages + unit // HK, mask=unit < units, other=-1)
@@ -275,7 +255,7 @@ def widen_kv_launch(
     sm_budget: int | None = None,
     pdl: bool = False,
 ) -> None:
-    """Fill `out` = (wide,) as far as there are pages."""
+    """Fill `out` = (wide,) for the listed pages."""
     check(kv_cache, kv_scales, pages)
     require_contiguous("widen_kv", kv_cache=kv_cache, kv_scales=kv_scales, pages=pages)
     heads, dim = kv_cache.shape[1], kv_cache.shape[4]
@@ -284,18 +264,9 @@ def widen_kv_launch(
         return
     sms = multiprocessors(kv_cache.device)
     _widen_kernel[(min(units, PROGRAMS_AN_SM * min(sms, sm_budget or sms)),)](
-        kv_cache,
-        kv_scales,
-        pages,
-        out[0],
-        units,
-        LARGEST.value / QUANTIZED_MAX[torch.int8],
-        HK=heads,
-        D=dim,
-        PAGE=PAGE_SIZE,
-        num_warps=4,
-        **pdl_options(pdl),
-    )
+        kv_cache, kv_scales, pages, out[0], units, LARGEST.value / QUANTIZED_MAX[torch.int8], HK=heads, D=dim,
+        PAGE=PAGE_SIZE, num_warps=4, **pdl_options(pdl),
+    )  # fmt: skip
 
 
 widen_kv = register("widen_kv", widen_kv_reference, widen_kv_fake, widen_kv_launch, kind="widen_kv")

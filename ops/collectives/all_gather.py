@@ -1,23 +1,21 @@
-"""Every rank's columns side by side: the logits of a vocabulary that is split over the ranks."""
+"""`all_gather`: every rank's columns side by side, such as the logits of a sharded vocabulary."""
 
 from typing import Optional
 
 import torch
 
 from ..core.registry import register
-from .group import group_named
+from .tensor_parallel_group import group_named
 
 
 def reference(part: torch.Tensor, group: str, columns: int) -> torch.Tensor:
-    """part [..., N] of each rank of `group` -> [..., columns], in rank order; what the last ranks have beyond `columns`
-    fills up their parts and is left out.
-    """
+    """Gather part [..., N] of each rank of `group` -> [..., columns], in rank order, without padding."""
     whole = torch.cat(group_named(group).gather(part), dim=-1)
     return whole if whole.shape[-1] == columns else whole[..., :columns].contiguous()
 
 
 def fake(part: torch.Tensor, group: str, columns: int) -> torch.Tensor:
-    """The result of `reference`, not filled."""
+    """Return an empty result."""
     return part.new_empty((*part.shape[:-1], columns))
 
 
@@ -30,9 +28,7 @@ def launch(
     sm_budget: Optional[int] = None,
     pdl: bool = False,
 ) -> None:
-    """Fill `out` = (columns of all ranks,): they come through the group's process group (NCCL between GPUs). Does not
-    heed `sm_budget`.
-    """
+    """Fill `out` = (columns of all ranks,) through the process group (NCCL between GPUs). Ignores `sm_budget`."""
     out[0].copy_(reference(part, group, columns))
 
 

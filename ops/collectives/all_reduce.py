@@ -1,8 +1,8 @@
-"""The sum of every rank's partial result, the same bits on all ranks.
+"""`all_reduce`: the sum of every rank's partial result, with the same bits on all ranks.
 
-On GPUs that share memory (exchange.py) one kernel does it, one program a row. One-shot: each rank reads the row from
-all peers. Two-shot: a row's owner (row % world) does, and the others read the sum from it. On other GPUs, and on a CPU,
-the parts come through the group's process group.
+GPUs that share memory (exchange.py) run one kernel, one program per row. One-shot: each rank reads the row from all
+peers. Two-shot: a row's owner (row % world) reads it, and the others read the sum from the owner. Other GPUs and CPUs
+use the group's process group.
 """
 
 from typing import Optional
@@ -14,12 +14,12 @@ import triton.language as tl
 from ..core.registry import register
 from ..core.triton_support import pdl_options, pdl_start, require_contiguous, round_to
 from .exchange import exchange_of, is_one_shot
-from .group import group_named
-from .pieces import EPOCH, EVERYBODY, add_up, await_flags, flags_of, memory_of, row_of, signal, take_ticket
+from .signals import EPOCH, EVERYBODY, add_up, await_flags, flags_of, memory_of, row_of, signal, take_ticket
+from .tensor_parallel_group import group_named
 
 
 def add_in_rank_order(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The fp32 sum of all ranks' parts: the same bits on every rank that has them."""
+    """Return the fp32 sum of all ranks' parts, with the same bits on every rank."""
     first, *others = parts
     total = first.to(torch.float32, copy=True)
     for part in others:
@@ -28,15 +28,12 @@ def add_in_rank_order(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def reference(partial: torch.Tensor, group: str) -> torch.Tensor:
-    """partial [..., H] of each rank of `group` -> their sum, in partial's dtype.
-
-    Added in rank order in fp32 and rounded once, so that all ranks hold the same bits.
-    """
+    """Sum partial [..., H] of each rank of `group` in rank order, in fp32, rounded once to partial's dtype."""
     return add_in_rank_order(group_named(group).gather(partial)).to(partial.dtype)
 
 
 def fake(partial: torch.Tensor, group: str) -> torch.Tensor:
-    """The result of `reference`, not filled."""
+    """Return an empty result."""
     return partial.new_empty(partial.shape)
 
 
@@ -87,8 +84,9 @@ def launch(
     pdl: bool = False,
     one_shot: Optional[bool] = None,
 ) -> None:
-    """Fill `out` = (sum,); without shared memory through the process group (NCCL between GPUs). `one_shot`: instead of
-    what the bytes suggest. Does not heed `sm_budget`: a program a row.
+    """Fill `out` = (sum,), through the process group (NCCL between GPUs) if there is no shared memory.
+
+    `one_shot` overrides the choice by size. Ignores `sm_budget`: one program per row.
     """
     exchange = exchange_of(group, partial.device)
     if exchange is None:
@@ -98,9 +96,9 @@ def launch(
     if one_shot is None:
         one_shot = is_one_shot(partial.nbytes, exchange.world)
     parts, sums = partial.flatten(0, -2), out[0].flatten(0, -2)
-    for rows, told in exchange.launches("all_reduce", partial, placed=True):
-        _all_reduce_kernel[told["rows"],](
-            parts[rows], sums[rows], exchange.memories, **told, ONE_SHOT=one_shot, **pdl_options(pdl)
+    for rows, arguments in exchange.launches("all_reduce", partial, placed=True):
+        _all_reduce_kernel[arguments["rows"],](
+            parts[rows], sums[rows], exchange.memories, **arguments, ONE_SHOT=one_shot, **pdl_options(pdl)
         )
 
 

@@ -1,32 +1,31 @@
-"""The sum of every rank's partial result (and LoRA delta), the residual sum, RMSNorm and rowwise quantization as one
-kernel: what stands between two linears where a model is split over GPUs.
+"""All-reduce (with LoRA delta), residual sum, RMSNorm and rowwise quantization in one kernel.
 
-One-shot: each rank reads a row from all peers and does the rest itself. Two-shot: a row's owner (row % world) reads it
-from all peers and puts its sum there for the others, who do the rest themselves. With `spread`, and where nobody wants
-the row in 16 bits, the owner does it all and the others take the row in eight bits and its scale from it: half the
-bytes, and the residual row stays with its owner, who will be the one to need it.
+It runs between two linears of a model that is split over GPUs. One-shot: each rank reads a row from all peers and
+computes everything. Two-shot: a row's owner (row % world) reads it from all peers and publishes the sum; the others
+compute the rest. With `spread`, and if no op reads the row in 16 bits, the owner computes everything and the others
+read the 8-bit row and its scale: half the bytes, and the residual row stays with its owner, its only reader.
 """
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 import triton
 import triton.language as tl
 
+from ..core.dtypes import as_residual, of_residual, residual_in_fp32, round_residual
 from ..core.registry import register
-from ..core.residual_stream import as_residual, of_residual, residual_in_fp32, round_residual
 from ..core.triton_support import in_fp32, pdl_options, pdl_start, require_contiguous, round_to, rounded_to
 from ..elementwise.quantize import E4M3, rotated_width, store_quantized_row
 from ..elementwise.quantize import reference as quantize_rowwise_reference
 from ..elementwise.rms_norm import add_rms_norm_quant, rms_norm_reference
 from .all_reduce import add_in_rank_order
 from .exchange import exchange_of, is_one_shot
-from .group import group_named
-from .pieces import EPOCH, EVERYBODY, add_up, await_flags, flags_of, memory_of, row_of, signal, take_ticket
+from .signals import EPOCH, EVERYBODY, add_up, await_flags, flags_of, memory_of, row_of, signal, take_ticket
+from .tensor_parallel_group import group_named
 
 
 def with_delta(partial: torch.Tensor, delta: Optional[torch.Tensor]) -> torch.Tensor:
-    """What a rank shows to its peers: partial + delta summed in fp32, in partial's dtype."""
+    """Return the part that peers read: partial + delta summed in fp32, in partial's dtype."""
     return partial if delta is None else (partial.float() + delta.float()).to(partial.dtype)
 
 
@@ -39,7 +38,7 @@ def from_all_parts(
     dtype: torch.dtype = E4M3,
     rotate: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(y, q, scale, new_residual) of what all ranks show each other, in rank order."""
+    """Return (y, q, scale, new_residual) of all ranks' parts, in rank order."""
     total = add_in_rank_order(parts) + residual_in_fp32(residual, weight.dtype)
     new_residual = round_residual(total, residual.dtype, weight.dtype)
     y = rms_norm_reference(new_residual, weight, eps)
@@ -59,12 +58,12 @@ def reference(
     rotate: int = 0,
     spread: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(y, q, scale, new_residual) as `add_rms_norm_quant` makes them of the sum over all ranks of `group` of
-    partial + delta, all [..., H]; the residuals may be fp16 where all else is bf16 (`core/residual_stream.py`).
+    """Return (y, q, scale, new_residual) as `add_rms_norm_quant` of the sum over all ranks of partial + delta [..., H].
 
-    The ranks' sums of partial and delta are rounded to their dtype; these are added in rank order, with the residual,
-    in fp32 and rounded once. All ranks hold the same bits. `spread`: new_residual is read by such ops alone, so a rank
-    may leave undefined the rows that it does not own (row % world), and need not be given them in `residual`.
+    Residuals may be fp16 where the rest is bf16 (`core/dtypes.py`). Each rank's partial + delta is rounded to its
+    dtype; these and the residual are added in rank order in fp32 and rounded once. All ranks get the same bits.
+    `spread`: only such ops read new_residual, so a rank may leave rows undefined that it does not own (row % world),
+    and does not read them in `residual`.
     """
     parts = group_named(group).gather(with_delta(partial, delta))
     return from_all_parts(parts, residual, weight, eps, keep, dtype, rotate)
@@ -80,9 +79,9 @@ def fake(
     keep: bool,
     dtype: torch.dtype = E4M3,
     rotate: int = 0,
-    spread: bool = False,
+    *_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The results of `reference`, not filled."""
+    """Return empty results."""
     return add_rms_norm_quant.fake(partial, residual, delta, weight, eps, keep, dtype, rotate)
 
 
@@ -91,7 +90,7 @@ def _finish(
     values, gain, y, q, scale, row, column, inside, eps, dtype: tl.constexpr, KEEP: tl.constexpr, ROTATE: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Norm and quantize a row of the new residual."""
+    """Normalize and quantize a row of the new residual."""
     normalised = values * tl.rsqrt(tl.sum(values * values, axis=0) / WIDTH + eps)
     result = rounded_to(rounded_to(normalised, dtype) * gain.to(tl.float32), dtype)
     if KEEP:
@@ -108,7 +107,7 @@ def _kernel(
 ):  # fmt: skip
     dtype: tl.constexpr = partial.dtype.element_ty
     model: tl.constexpr = weight.dtype.element_ty
-    stream: tl.constexpr = residual.dtype.element_ty  # as wide as partial: a row of either fits a slot
+    stream: tl.constexpr = residual.dtype.element_ty  # as wide as partial: a row of both fits a slot
     narrow: tl.constexpr = q.dtype.element_ty
     ROW_BYTES: tl.constexpr = WIDTH * (dtype.primitive_bitwidth // 8)
     memory = memories[RANK]
@@ -131,13 +130,13 @@ def _kernel(
     signal(memories, ready + RANK * EPOCH, epoch, EVERYBODY if ONE_SHOT else owner, RANK, WORLD)
 
     if ONE_SHOT or owner == RANK:
-        before = tl.load(residual + at, mask=inside, other=0.0)  # on its way while the peers are waited for
+        before = tl.load(residual + at, mask=inside, other=0.0)  # loaded during the wait for peers
         await_flags(memory + ready, epoch, WORLD, RANK)
         values = add_up(mine, memories, source, column, inside, dtype, RANK, WORLD)
         held, values = as_residual(values + of_residual(before, model), stream, model)
         tl.store(new_residual + at, held, mask=inside)
         if not ONE_SHOT:
-            if EIGHT:  # what is computed here is not computed again for the outputs
+            if EIGHT:  # not computed again for the outputs
                 _finish(
                     values, gain, y, row_of(memory, slot, narrow), row_of(memory, slot + WIDTH, tl.float32), 0, column,
                     inside, eps, dtype, False, ROTATE, WIDTH, BLOCK,
@@ -177,8 +176,9 @@ def launch(
     pdl: bool = False,
     one_shot: Optional[bool] = None,
 ) -> None:
-    """Fill `out` = (y, q, scale, new_residual); without shared memory by the reference, through the process group (NCCL
-    between GPUs). `one_shot`: instead of what the bytes suggest. Does not heed `sm_budget`: one CTA a row.
+    """Fill `out` = (y, q, scale, new_residual), by the reference if there is no shared memory.
+
+    `one_shot` overrides the choice by size. Ignores `sm_budget`: one CTA per row.
     """
     exchange = exchange_of(group, partial.device)
     if exchange is None:
@@ -191,14 +191,14 @@ def launch(
     if one_shot is None:
         one_shot = is_one_shot(partial.nbytes, exchange.world)
     y, q, scale, new_residual = out
-    for rows, told in exchange.launches(name, partial, placed=delta is None):
+    for rows, arguments in exchange.launches(name, partial, placed=delta is None):
 
         def cut(tensor: Optional[torch.Tensor], rows: slice = rows) -> Optional[torch.Tensor]:
             return None if tensor is None else tensor.flatten(0, -2)[rows]
 
-        _kernel[told["rows"],](
+        _kernel[arguments["rows"],](
             cut(partial), cut(residual), cut(delta), weight, cut(y if keep else None), cut(q), scale.flatten()[rows],
-            cut(new_residual), exchange.memories, eps=eps, **told, ONE_SHOT=one_shot, EIGHT=spread and not keep,
+            cut(new_residual), exchange.memories, eps=eps, **arguments, ONE_SHOT=one_shot, EIGHT=spread and not keep,
             HAS_DELTA=delta is not None, KEEP=keep, ROTATE=rotated_width(partial.shape[-1], rotate),
             **pdl_options(pdl),
         )  # fmt: skip

@@ -1,25 +1,24 @@
-"""Memory of each rank that all ranks of a group read and write, over NVLink, from inside their kernels.
+"""Memory of each rank that all ranks of a group read and write over NVLink, from inside their kernels.
 
-Each rank has one piece of it, laid out alike (offsets in bytes):
+All ranks have the same layout (offsets in bytes):
 
-    0              tickets taken so far, int64: which row a program takes, and in which epoch
-    READY          int64 [rows][world]: the last epoch in which a rank's part of a row was there to be read
-    done           int64 [rows]: the last epoch in which a row's owner had put its result there
-    slots          2 x slot_bytes: rows that the others read; epochs use the two in turn
-    placed         3 x slot_bytes: parts that their producers write straight here
+    0              tickets taken so far, int64: the row and epoch of the next program
+    READY          int64 [rows][world]: the last epoch in which a rank's part of a row was readable
+    done           int64 [rows]: the last epoch in which a row's owner had published its result
+    slots          2 x slot_bytes: rows that the others read; epochs alternate between the two
+    placed         3 x slot_bytes: parts that their producers write here directly
 
-An epoch is one launch of a collective; all ranks count alike, since they run the same programs in the same order.
+An epoch is one launch of a collective; all ranks count alike, because they run the same programs in the same order.
 
-Why two slots do and no barrier follows: a rank writes a slot of epoch e again in epoch e + 2 (or a producer's slot once
-the next collective has ended). Then its kernel of epoch e + 1 has ended, which had heard of every peer's part of that
-epoch, itself or through a row's owner, and a peer signals that only when its own kernel of epoch e has ended and read
-all it wanted.
+Why two slots suffice without a barrier: a rank overwrites a slot of epoch e in epoch e + 2 (or a producer's slot after
+the next collective). By then its kernel of epoch e + 1 has ended, after it received every peer's part of that epoch,
+directly or through a row's owner. A peer signals that part only after its own kernel of epoch e has ended and read all
+its inputs.
 
-Why no launch waits for ever, however few programs fit on a GPU: programs take rows in the order in which they begin to
-run (a ticket), not by their index. Of all unfinished rows of all ranks take the smallest, i. On each rank the rows
-before it are finished, so no program there holds its place, and the program of row i runs or is the next to begin. It
-signals its part before it waits for anything. So everybody who waits for a part of row i gets it, its owner finishes,
-and then the others. Nor does a program ever wait for another row of its own rank.
+Why no launch deadlocks, however few programs fit on a GPU: programs take rows in the order in which they start (a
+ticket), not by their index. Let i be the smallest unfinished row of all ranks. Each rank has finished the rows before
+it, so the program of row i runs or is the next to start. It signals its part before any wait. So all waits for row i
+end, its owner finishes, and then the others. No program waits for another row of its own rank.
 """
 
 import os
@@ -31,31 +30,31 @@ import torch
 
 from ..core.triton_support import cdiv
 from ..elementwise.quantize import row_block
-from .group import GroupError, RankGroup, group_named, world_of
+from .tensor_parallel_group import GroupError, RankGroup, group_named, world_of
 
-PURPOSE = "exchange"  # its place in RankGroup.buffers
-SLOT_BYTES = 16 << 20  # 1,024 rows of 8,192 columns in 16 bits; longer prompts go in pieces
-MOST_ROWS = 2048  # that one launch exchanges
-PLACES = 3  # for parts that their producers write here
-# What one-shot may bring in from the peers of a rank. On two H200 it took 10.1 us for 1 MiB and 13.5 for 2, where
-# two-shot took 12.3 and 15.0; for 4 MiB two-shot was faster, 21.6 us against 23.4 (measurements/all_reduce_h200.txt).
+PURPOSE = "exchange"  # key in RankGroup.buffers
+SLOT_BYTES = 16 << 20  # 1,024 rows of 8,192 columns in 16 bits; longer prompts are split
+MOST_ROWS = 2048  # per launch
+PLACES = 3  # slots for parts that their producers write here
+# Most bytes that one-shot reads from peers. Two H200 took 10.1 us for 1 MiB and 13.5 for 2 (two-shot: 12.3 and 15.0);
+# for 4 MiB two-shot was faster, 21.6 us against 23.4 (measurements/all_reduce_h200.txt).
 ONE_SHOT_BYTES = 2 << 20
 READY = 128  # tickets have a cache line of their own
 EPOCH = 8  # bytes
 
 
 def done_at(world: int) -> int:
-    """Where the owners' epochs begin."""
+    """Return the offset of the owners' epochs."""
     return READY + MOST_ROWS * world * EPOCH
 
 
 def slots_at(world: int) -> int:
-    """Where the slots begin."""
+    """Return the offset of the slots."""
     return cdiv(done_at(world) + MOST_ROWS * EPOCH, 256) * 256
 
 
 def exchange_bytes(world: int, slot_bytes: int = SLOT_BYTES) -> int:
-    """Bytes of a rank's memory."""
+    """Return the bytes of a rank's memory."""
     return slots_at(world) + (2 + PLACES) * slot_bytes
 
 
@@ -63,10 +62,10 @@ def exchange_bytes(world: int, slot_bytes: int = SLOT_BYTES) -> int:
 class Exchange:
     """One rank's view of the memory.
 
-    rank        of `memories`, this process's own
+    rank        this process's tensor-parallel rank
     memories    uint8 [exchange_bytes] of each rank, in rank order, all readable and writable here
-    slot_bytes  of a slot, a multiple of 256
-    owners      what has to live as long as the memories, which are views that own nothing
+    slot_bytes  bytes of a slot, a multiple of 256
+    owners      objects that keep the memories alive
     """
 
     rank: int
@@ -76,38 +75,36 @@ class Exchange:
 
     @property
     def world(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return len(self.memories)
 
     @property
     def memory(self) -> torch.Tensor:
-        """This rank's own."""
+        """This rank's memory."""
         return self.memories[self.rank]
 
     def places(self) -> tuple[torch.Tensor, ...]:
-        """uint8 [slot_bytes] each: where producers may write a part, if consecutive collectives of all programs use
-        different ones.
-        """
+        """Return uint8 [slot_bytes] tensors for producers; consecutive collectives must use different ones."""
         start = slots_at(self.world) + 2 * self.slot_bytes
         return tuple(self.memory[start + place * self.slot_bytes :][: self.slot_bytes] for place in range(PLACES))
 
     def offset_of(self, tensor: torch.Tensor) -> Optional[int]:
-        """The byte at which a tensor begins that lies in this rank's memory; None for one that lies elsewhere."""
+        """Return the offset of a tensor within this rank's memory, or None if it is not there."""
         offset = tensor.data_ptr() - self.memory.data_ptr()
         return offset if 0 < offset < self.memory.numel() else None
 
     def launches(self, op: str, partial: torch.Tensor, placed: bool) -> Iterator[tuple[slice, dict[str, Any]]]:
-        """For each launch of a collective over partial [..., H] its rows and what its kernel is told of them.
+        """Yield (rows, kernel arguments) for each launch of a collective over partial [..., H].
 
-        More rows than a slot holds go in pieces, of multiples of the world, so that row % world is a row's owner in
-        every launch. `placed`: peers may read partial where it lies, if that is here.
-        Raises ValueError for rows that no program holds, or no slot.
+        More rows than a slot holds are split in multiples of the world, so that row % world is a row's owner in every
+        launch. `placed`: peers may read partial in place if it is in this memory. Raises ValueError for rows that are
+        too long for a program or a slot.
         """
         width, row_bytes = partial.shape[-1], partial.shape[-1] * partial.element_size()
         block, warps = row_block(width)
         if width > block or row_bytes % 16:
             raise ValueError(
-                f"{op}: rows of {width} columns can't be exchanged; there may be {block} at most, in whole 16 bytes"
+                f"{op}: rows of {width} columns are not supported; at most {block}, in multiples of 16 bytes"
             )
         at_once = min(self.slot_bytes // row_bytes, MOST_ROWS) // self.world * self.world
         if not at_once:
@@ -138,20 +135,17 @@ class Exchange:
 
 
 def open_exchange(group: RankGroup, device: torch.device, slot_bytes: int = SLOT_BYTES) -> Exchange:
-    """Allocate this rank's memory on a CUDA device, open the peers', and keep both in `group.buffers`. All ranks call
-    it together, before a step is captured.
+    """Allocate this rank's memory on a CUDA device, open the peers', and keep both in `group.buffers`.
 
-    Raises GroupError where a peer's memory can't be opened.
+    All ranks must call it together, before a step is captured. Raises GroupError if a peer's memory can't be opened.
     """
     from torch.distributed import _symmetric_memory as symmetric
 
-    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = (
-        "1"  # of the host's switches, which others share; no kernel uses it
-    )
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # uses the host's shared switches, and no kernel needs it
     try:
         memory = symmetric.empty(exchange_bytes(group.world, slot_bytes), dtype=torch.uint8, device=device)
         memory.zero_()
-        torch.cuda.synchronize(device)  # counters are zero before anybody can signal: all ranks meet in the next line
+        torch.cuda.synchronize(device)  # counters are zero before any signal: the next line synchronizes all ranks
         handle = symmetric.rendezvous(memory, group.processes)
         memories = [handle.get_buffer(rank, memory.shape, torch.uint8) for rank in range(group.world)]
     except RuntimeError as error:
@@ -159,7 +153,7 @@ def open_exchange(group: RankGroup, device: torch.device, slot_bytes: int = SLOT
             f"rank {group.rank} of {group.world} on {device} can't share memory with its peers: {error}. The GPUs must "
             "reach each other over NVLink (`nvidia-smi topo -m`), and containers need one IPC namespace (--ipc=host)"
         ) from error
-    # where an allocation holds several tensors, ours begins at the same byte of it on all ranks
+    # if an allocation holds several tensors, ours has the same offset on all ranks
     shift = memory.data_ptr() - memories[group.rank].data_ptr()
     if shift:
         memories = [handle.get_buffer(rank, memory.shape, torch.uint8, shift) for rank in range(group.world)]
@@ -169,9 +163,9 @@ def open_exchange(group: RankGroup, device: torch.device, slot_bytes: int = SLOT
 
 
 def exchange_of(group: str, device: torch.device) -> Optional[Exchange]:
-    """What `open_exchange` made for the group of this name; None where nobody has called it.
+    """Return the exchange that `open_exchange` made for this group, or None.
 
-    For meta tensors, with which a launch is compiled and not run, rank 0's without memory: any process can ask.
+    For meta tensors (compilation without a launch) it returns rank 0's without memory, in any process.
     """
     if device.type == "meta":
         memory = torch.empty(exchange_bytes(world_of(group)), dtype=torch.uint8, device="meta")
@@ -180,10 +174,13 @@ def exchange_of(group: str, device: torch.device) -> Optional[Exchange]:
 
 
 def is_one_shot(nbytes: int, world: int) -> bool:
-    """Whether each rank reads all rows of all peers' parts, of `nbytes` each, rather than each row's owner alone."""
+    """Return whether each rank reads all rows of all peers' parts (`nbytes` each), and not only their owners."""
     return (world - 1) * nbytes <= ONE_SHOT_BYTES
 
 
 def bytes_from_peers(nbytes: int, gathered: int, world: int, one_shot: bool) -> int:
-    """What a rank reads over NVLink of parts of `nbytes` each; `gathered`: bytes of what owners make of all rows."""
+    """Return the bytes that a rank reads over NVLink, for parts of `nbytes` each.
+
+    gathered  bytes of the owners' results of all rows
+    """
     return (world - 1) * nbytes if one_shot else (world - 1) * (nbytes + gathered) // world

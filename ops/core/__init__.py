@@ -1,12 +1,10 @@
-"""What every op needs; nothing in here knows an op.
+"""Shared by every op; imports no op.
 
-registry        one name, a reference for the CPU, a launch for CUDA
-kv_layout       where a token's keys and values lie in the paged cache
-residual_stream  how the residual stream is held: in a bf16 model also as fp16 sixteenths
-eight_bits      dtypes of quantized tensors, and how far their values reach
-workspace       scratch memory that outlives a launch
-reproducible    products, sums and exponentials of references, the same bits in every batch
-device          how many SMs a launch may count on
-triton_support  what makes a Triton kernel right on the GPU and in the interpreter
-gluon_support   what Gluon is called in each release, and pieces of every Gluon kernel
+registry           registration: one name, a reference for the CPU, a launch for CUDA
+kv_layout          layout of keys and values in the paged cache
+dtypes             quantized dtypes, and the residual stream in scaled fp16
+device             SM count, and scratch memory that outlives a launch
+reproducible_sums  products, sums and exponentials of references, with the same bits in every batch
+triton_support     rounding, dots and PDL for Triton kernels, correct on the GPU and in the interpreter
+gluon_support      Gluon's names in each Triton release, and helpers for Gluon kernels
 """

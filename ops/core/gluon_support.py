@@ -1,6 +1,5 @@
-"""Gluon's spellings in Triton 3.6 and in later releases, and the pieces that every Gluon kernel needs.
+"""Gluon's names in Triton 3.6 and in later releases, and helpers for every Gluon kernel.
 
-`tma_load`, `tma_store`, `cta_barrier` and `view_shared` are called alike on each release.
 `gdc_wait` and `gdc_launch_dependents` are programmatic dependent launch.
 """
 
@@ -19,13 +18,13 @@ gdc_launch_dependents = tl.extra.cuda.gdc_launch_dependents
 
 @gluon.constexpr_function
 def plain_layout():
-    """Words of 32 bits one after another, as TMA brings them without a swizzle."""
+    """Return the layout of unswizzled 32-bit words."""
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 @gluon.jit
 def view_shared(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
-    """The same shared memory read as another dtype, shape and layout."""
+    """Return the same shared memory viewed as another dtype, shape and layout."""
     if PUBLIC_REINTERPRET:
         return memory.reinterpret(dtype, shape, layout)
     else:

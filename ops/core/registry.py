@@ -1,6 +1,6 @@
-"""How an op is registered: one name, a plain-torch reference for the CPU, a launched kernel for CUDA.
+"""Op registration: one name, a plain-torch reference for the CPU, a launched kernel for CUDA.
 
-`torch.library.Library` is used directly rather than `custom_op`: a call costs 1-3 us instead of 5-19 us.
+`torch.library.Library` is used directly rather than `custom_op`: a call takes 1-3 us instead of 5-19 us.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,11 +15,11 @@ _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
 @dataclass(frozen=True)
 class Traits:
-    """What estimates and pictures have to know of an op.
+    """Properties of an op for cost estimates and drawings.
 
-    kind     which kernels are about as fast: a key of the cost model's table (`compiler/cost/cost.py`)
-    family   what the op belongs to in pictures, where a family has a colour
-    gathers  the argument of which a call reads only the rows that it asks for, as of an embedding; "" for none
+    kind     a key of the cost model's table (`compiler/cost/estimate.py`): kernels of a kind are about as efficient
+    family   the op's colour in drawings
+    gathers  argument that a call reads in part, such as an embedding table, by name; "" for none
     """
 
     kind: str = "rows"
@@ -44,7 +44,7 @@ class Op:
 
     @property
     def overload(self) -> torch._ops.OpOverload:
-        """The callable that graphs hold: `torch.ops.sidestream.<name>.default`."""
+        """Return the callable in graphs: `torch.ops.sidestream.<name>.default`."""
         return getattr(getattr(torch.ops, NAMESPACE), self.name).default
 
     def __call__(self, *args: Any) -> Any:
@@ -55,7 +55,7 @@ OPS: dict[str, Op] = {}
 
 
 def as_outputs(result: Any) -> tuple[torch.Tensor, ...]:
-    """An op's result as a tuple of tensors: () for none, one for a single tensor."""
+    """Return an op's result as a tuple of tensors: () for None, one for a single tensor."""
     if result is None:
         return ()
     return (result,) if isinstance(result, torch.Tensor) else tuple(result)
@@ -72,10 +72,9 @@ def register(
     family: str = "other",
     gathers: str = "",
 ) -> Op:
-    """Define `sidestream::<name>`; the schema is read from the annotations of `reference`.
+    """Define `sidestream::<name>`, with the schema from the annotations of `reference`.
 
-    `mutates` names the arguments that the op writes in place (all others are only read). `kind`, `family` and `gathers`
-    are the op's Traits.
+    `mutates` names the arguments that the op writes in place. `kind`, `family` and `gathers` are the op's Traits.
     """
     mutated = tuple(mutates)
     schema = torch.library.infer_schema(reference, mutates_args=mutated)

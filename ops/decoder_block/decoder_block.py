@@ -1,16 +1,15 @@
-"""`decoder_block`: all between the attentions of two decoder layers, o -> norm -> gate_up -> SiLU * mul -> down -> norm
--> the next q/k/v, in one launch.
+"""`decoder_block`: all linears between the attentions of two decoder layers in one launch.
 
-For few tokens each of these is bound by the bytes of its weights, and what is lost is lost between kernels. Activations
-are quantized per token and block of 128 columns here (`quantize_blocks`), from fp32: finer than the one scale per token
-of the separate ops, and not bitwise equal to them. The kernel (`kernel.py`) needs all its CTAs on the GPU
-at once: no two launches may overlap, whatever their streams.
+o -> norm -> gate_up -> SiLU * mul -> down -> norm -> the next q/k/v. For few tokens each of these is bound by the bytes
+of its weights, and time is lost between kernels. Activations are quantized per token and block of 128 columns
+(`quantize_blocks`), from fp32: finer than the one scale per token of the separate ops, and not bitwise equal to them.
+The kernel (`kernel.py`) needs all its CTAs resident: no two launches may overlap, on any streams.
 
-Everything that is quantized is e4m3, or everything is int8. In int8, what the norms and SiLU * mul hand on is rotated
-before it is quantized, in blocks of `norm_rotation` and of SILU_ROTATES columns (see `quantize_rowwise`), so the
-weights of gate_up, down and q/k/v must be rotated alike; the attention and the weights of o are not.
+All quantized tensors are e4m3, or all are int8. In int8, the results of the norms and of SiLU * mul are rotated before
+quantization, in blocks of `norm_rotation` and of SILU_ROTATES columns (see `quantize_rowwise`), so the weights of
+gate_up, down and q/k/v must be rotated alike; the attention and the weights of o are not.
 
-H200, Llama-8B shape, 256 cached tokens, us a decode layer with this op (and with separate launches): 1 token 69.2
+H200, Llama-8B shape, 256 cached tokens, us per decode layer with this op (and with separate launches): 1 token 69.2
 (76.8), 8: 71.0 (76.4), 16: 72.0 (81.1), 32: 79.1 (88.6), 64: 93.5 (93.7).
 """
 
@@ -22,36 +21,34 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..core.device import multiprocessors
-from ..core.eight_bits import QUANTIZED_MAX
+from ..core.device import multiprocessors, workspace
+from ..core.dtypes import QUANTIZED_MAX, residual_in_fp32, round_residual
 from ..core.registry import register
-from ..core.reproducible import mean_square, silu_in_fp32
-from ..core.residual_stream import residual_in_fp32, round_residual
+from ..core.reproducible_sums import mean_square, silu_in_fp32
 from ..core.triton_support import INTERPRETED, next_power_of_2
-from ..core.workspace import workspace
 from ..elementwise.quantize import NORM_ROTATES, SILU_ROTATES
 from ..elementwise.quantize_blocks import BLOCK, dequantize_blocks, padded_scales
 from ..elementwise.quantize_blocks import reference as quantize_blocks_reference
 from ..linear.linear_8bit import matmul_8bit
 from .kernel import decoder_block_kernel
-from .streams import COUNTERS
+from .producers import COUNTERS
 
 SPLIT = 4  # CTAs that share a tile of 128 rows of o or down
 MAX_TOKENS = 64
-MAX_TILES = 128  # of o, down and q/k/v: one arrival counter each
+MAX_TILES = 128  # tiles of o, down and q/k/v, with one arrival counter each
 
 
-_SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=BLOCK, element_bitwidth=8, rank=2)  # as the tensor core reads rows
+_SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=BLOCK, element_bitwidth=8, rank=2)  # for the tensor cores
 _PLAIN = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 @dataclass(frozen=True)
 class BlockConfig:
-    """How the kernel is compiled for some number of tokens.
+    """Compilation of the kernel for some number of tokens.
 
-    slots, row_slots   16 KB weight boxes and blocks of activations that the rings hold
-    warps, registers   consumer warps, registers a thread
-    depth              weight boxes in flight; early_depth: while the matrix before is still being multiplied
+    slots, row_slots   ring sizes: 16 KB weight boxes, blocks of activations
+    warps, registers   consumer warps, registers per thread
+    depth              weight boxes in flight; early_depth: during the product with the previous matrix
     """
 
     slots: int
@@ -62,7 +59,7 @@ class BlockConfig:
     early_depth: int
 
 
-CONFIGS = {  # padded tokens -> the fastest measured on an H200
+CONFIGS = {  # padded tokens -> the fastest on an H200
     16: BlockConfig(slots=12, row_slots=6, warps=4, registers=168, depth=4, early_depth=3),
     32: BlockConfig(slots=11, row_slots=6, warps=4, registers=168, depth=4, early_depth=3),
     64: BlockConfig(slots=9, row_slots=6, warps=8, registers=144, depth=4, early_depth=3),
@@ -72,8 +69,9 @@ CONFIGS = {  # padded tokens -> the fastest measured on an H200
 def fits(
     tokens: int, attention_width: int, hidden: int, intermediate: int, qkv_width: int, sm_count: int
 ) -> str | None:
-    """None when the kernel takes these sizes on a GPU of `sm_count` SMs, else the reason why not (`qkv_width` 0: no
-    projection after the block).
+    """Return None if the kernel supports these sizes on `sm_count` SMs, else the reason.
+
+    `qkv_width` 0: no projection after the block.
     """
     ctas = hidden // BLOCK * SPLIT
     widths = {
@@ -103,12 +101,12 @@ def fits(
 
 
 def _check_dtypes(**tensors: Optional[torch.Tensor]) -> None:
-    """Raises ValueError unless the tensors are all e4m3 or all int8."""
+    """Raise ValueError unless the tensors are all e4m3 or all int8."""
     found = {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
     if len(set(found.values())) != 1 or not QUANTIZED_MAX.keys() >= set(found.values()):
-        told = ", ".join(f"{name} {dtype}" for name, dtype in found.items())
+        given = ", ".join(f"{name} {dtype}" for name, dtype in found.items())
         raise ValueError(
-            f"decoder_block: {told}; quantize all of them to {' or all to '.join(map(str, QUANTIZED_MAX))}"
+            f"decoder_block: {given}; quantize all of them to {' or all to '.join(map(str, QUANTIZED_MAX))}"
         )
 
 
@@ -129,15 +127,17 @@ def reference(
     eps: float,
     norm_rotation: int = NORM_ROTATES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """attention [T, A] with attention_scale [A / 128, P] (see `quantize_blocks`), residual [T, H], norm weights [H] in
-    the model's dtype; weights [N, K] with scales [N] fp32: o [H, A], gate_up [2I, H] (gate first), down [H, I], q/k/v
-    [N, H]; attention and weights all e4m3 or all int8 -> (qkv [T, N] in the model's dtype, new_residual [T, H]).
+    """Return (qkv [T, N] in the model's dtype, new_residual [T, H]).
 
-    The residuals may also be fp16 where the norms' weights are bf16: sixteenths (`core/residual_stream.py`). qkv is
-    [T, 0] without `qkv_weight`. Between residual, new_residual and qkv everything is fp32 except the quantized
-    activations: what a norm hands on is x * weight, quantized; 1 / rms multiplies the product after it. In int8 all
-    but the attention are rotated before they are quantized, and so must be the weights after them: what the norms
-    make in blocks of `norm_rotation` columns, a power of two from 8 to 128.
+    attention       [T, A] with attention_scale [A / 128, P] (see `quantize_blocks`)
+    residual        [T, H]; residuals may be fp16 where the norms' weights are bf16 (`core/dtypes.py`)
+    norm weights    [H] in the model's dtype
+    weights         [N, K] with scales [N] fp32: o [H, A], gate_up [2I, H] (gate first), down [H, I], q/k/v [N, H];
+                    without `qkv_weight` qkv is [T, 0]
+
+    Attention and weights are all e4m3 or all int8. Everything in between is fp32 except the quantized activations: a
+    norm's x * weight is quantized, and 1 / rms multiplies the product after it. In int8 all but the attention are
+    rotated before quantization, the norms' results in blocks of `norm_rotation` columns, a power of two from 8 to 128.
     """
     dtype, stream, model = attention.dtype, residual.dtype, norm_weight.dtype
 
@@ -182,11 +182,9 @@ def fake(
     down_scale: torch.Tensor,
     next_norm_weight: torch.Tensor,
     qkv_weight: Optional[torch.Tensor],
-    qkv_scale: Optional[torch.Tensor],
-    eps: float,
-    norm_rotation: int = NORM_ROTATES,
+    *_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The results of `reference`, not filled."""
+    """Return empty results."""
     return norm_weight.new_empty(
         (residual.shape[0], 0 if qkv_weight is None else qkv_weight.shape[0])
     ), residual.new_empty(residual.shape)
@@ -215,7 +213,7 @@ def launch(
 ) -> None:
     """Fill `out` = (qkv, new_residual).
 
-    Raises ValueError where `fits` objects (also to an `sm_budget` below the CTAs that it needs), and for mixed dtypes.
+    Raises ValueError if `fits` returns a reason (also for an `sm_budget` that is too small), and for mixed dtypes.
     """
     _check_dtypes(
         attention=attention,
@@ -235,27 +233,15 @@ def launch(
         raise ValueError(f"decoder_block: {objection}; compile with whole_layer='off'")
     block_t = max(16, next_power_of_2(tokens))
     launch_config(
-        CONFIGS[block_t],
-        block_t,
-        attention,
-        attention_scale,
-        residual,
-        (o_weight, gate_up_weight, down_weight, qkv_weight),
-        (o_scale, gate_up_scale, down_scale, qkv_scale),
-        (norm_weight, next_norm_weight),
-        eps,
-        norm_rotation,
-        out,
-        pdl,
-    )
+        CONFIGS[block_t], block_t, attention, attention_scale, residual,
+        (o_weight, gate_up_weight, down_weight, qkv_weight), (o_scale, gate_up_scale, down_scale, qkv_scale),
+        (norm_weight, next_norm_weight), eps, norm_rotation, out, pdl,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class _Scratch:
-    """The activations that pass between the stages, the planes and the counters.
-
-    They belong to the device: no two launches overlap.
-    """
+    """Activations between the stages, planes and counters, one set per device, since no two launches overlap."""
 
     rows: tuple[torch.Tensor, ...]
     scales: tuple[torch.Tensor, ...]
@@ -301,7 +287,7 @@ def launch_config(
     out: tuple[torch.Tensor, ...],
     pdl: bool,
 ) -> None:
-    """Run one given configuration; weights and scales in the order o, gate_up, down, q/k/v."""
+    """Run a given configuration; weights and scales in the order o, gate_up, down, q/k/v."""
     (tokens, width), hidden, intermediate = attention.shape, residual.shape[1], weights[2].shape[1]  # type: ignore[union-attr]
     padded, ctas, has_qkv = padded_scales(block_t), hidden // BLOCK * SPLIT, weights[3] is not None
     qkv_width = weights[3].shape[0] if weights[3] is not None else 0
@@ -325,9 +311,7 @@ def launch_config(
 
 
 def _boxes(matrix: torch.Tensor, rows: int) -> TensorDescriptor:
-    """TMA boxes of `rows` rows and 128 columns; a plain value that travels with the launch, also into a captured
-    graph.
-    """
+    """Return TMA boxes of `rows` rows and 128 columns: a plain value, also in a captured graph."""
     return TensorDescriptor.from_tensor(matrix, [rows, BLOCK], _SWIZZLED)
 
 

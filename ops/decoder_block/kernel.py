@@ -1,22 +1,21 @@
-"""The linears of a decoder layer between two attentions as one persistent kernel: o -> gate_up -> down -> the next
-layer's q/k/v.
+"""The linears of a decoder layer between two attentions as one persistent kernel.
 
-Weights depend on nothing, so in each CTA (one an SM) a producer warp streams all four matrices through one
-shared-memory ring and never waits for an activation; a second warp brings activations, and it alone waits for other
-CTAs, on counters in global memory; the consumer warps multiply and run the epilogues. While the CTAs exchange sums
-between two linears, the ring goes on filling. How many weight boxes are in flight is limited: with the whole ring in
-flight the CTAs drift apart and the last one is waited for.
+o -> gate_up -> down -> the next layer's q/k/v. Weights do not depend on other kernels: in each CTA (one per SM) a
+producer warp streams all four matrices through one shared-memory ring and never waits for an activation. A second warp
+loads activations, and only it waits for other CTAs, on counters in global memory. The consumer warps multiply and run
+the epilogues. While the CTAs exchange sums between two linears, the ring continues to fill. The number of weight boxes
+in flight is limited, because with a full ring in flight the CTAs drift apart and all wait for the last one.
 
-Nothing here needs another CTA's row maximum: activations are quantized per token and 128 columns by the epilogue that
-makes them, and 1 / rms comes in after the product. Gate and up rows of the same 128 columns lie with one CTA, so SiLU
-* mul is in its epilogue. o and down are cut along K between four CTAs a tile, each of which then finishes a quarter of
-the tokens, adding the planes in a fixed order: the same bits at every run.
+No stage needs another CTA's row maximum: activations are quantized per token and 128 columns by the epilogue that
+computes them, and 1 / rms is applied after the product. A CTA has the gate and up rows of the same 128 columns, so its
+epilogue applies SiLU * mul. o and down are cut along K between four CTAs per tile; each of them finishes a quarter of
+the tokens and adds the planes in a fixed order, so results are bitwise repeatable.
 
-Counters. Each is zero at the start; the launch leaves it so, or the next one clears it before it is used. `planes_o`,
-`planes_down`, `planes_qkv` count the parts of a tile, `o_done` and `down_done` finished quarters of tiles,
-`gate_up_done[s]` the finished tiles of the s-th quarter of down's columns. CTA 0 clears what is used after `o_done`
-before it counts itself in there; the first CTA of the last stage clears the rest when `down_done` is full, which nobody
-reaches before everybody has stopped watching it. All CTAs must be resident at once, and two launches must not overlap.
+Counters. All are zero at the start; this launch resets them, or the next one before use. `planes_o`, `planes_down`,
+`planes_qkv` count the parts of a tile, `o_done` and `down_done` finished quarters of tiles, `gate_up_done[s]` the
+finished tiles of the s-th quarter of down's columns. CTA 0 clears the counters of stages after `o_done` before it
+increments that one. The first CTA of the last stage clears the rest when `down_done` is full: by then no CTA polls it.
+All CTAs must be resident at once, and two launches must not overlap.
 """
 
 from triton.experimental import gluon
@@ -24,7 +23,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..core.gluon_support import cta_barrier, gdc_wait
-from .pieces import (
+from .epilogues import (
     SILU_ROTATES,
     add_residual,
     collect,
@@ -34,7 +33,7 @@ from .pieces import (
     residual_inputs,
     store_quantized,
 )
-from .streams import (
+from .producers import (
     DOWN_DONE,
     GATE_UP_DONE,
     O_DONE,
@@ -57,19 +56,19 @@ def _compute(
     QKV_FIRST: gl.constexpr, HAS_QKV: gl.constexpr, BLOCK_T: gl.constexpr, PADDED: gl.constexpr, SLOTS: gl.constexpr,
     ROW_SLOTS: gl.constexpr, NORM_ROTATES: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The consumer warps: the products and epilogues of this CTA's part of every linear.
+    """Run the products and epilogues of this CTA's part of every linear (consumer warps).
 
     ring, ready, empty                  [SLOTS, 128, 128] weight boxes; barriers of a filled and of a freed slot
     rows, scales                        [ROW_SLOTS, BLOCK_T, 128] activations, [ROW_SLOTS, 1, PADDED] their scales
     rows_ready, rows_empty              barriers of both
-    program                             number of this CTA
+    program                             index of this CTA
     WARPS                               consumer warps
     the others                          as in `decoder_block_kernel`
     """
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BLOCK_T, 32]
     )
-    # 8 neighbouring outputs of a token a thread
+    # 8 adjacent outputs of a token per thread
     STORE: gl.constexpr = gl.BlockedLayout([8, 1], [16, 2], [1, WARPS], [0, 1])
     WIDTH: gl.constexpr = TILES * 128
     OWN: gl.constexpr = BLOCK_T // SPLIT
@@ -80,7 +79,7 @@ def _compute(
     nothing = gl.zeros([128, BLOCK_T], gl.float32, MMA)
     if PDL:
         gdc_wait()
-    if program == 0:  # counters of the stages after o; a CTA that uses them has first seen CTA 0 counted into O_DONE
+    if program == 0:  # counters of the stages after o; their users have seen CTA 0's arrival in O_DONE
         clear(counters, DOWN_DONE, 4, WARPS)
         clear(counters, GATE_UP_DONE, 128, WARPS)
         clear(counters, PLANES_DOWN, 128, WARPS)
@@ -103,7 +102,7 @@ def _compute(
         token = gl.arange(0, BLOCK_T, gl.SliceLayout(0, STORE))
         gate_scale = gl.load(gate_up_scale + program * 128 + row)
         up_scale = gl.load(gate_up_scale + (GATE_TILES + program) * 128 + row)
-        # the activations are there, so the sums of squares are
+        # once the activations are ready, so are the sums of squares
         mbarrier.wait(rows_ready.index(rows_used % ROW_SLOTS), rows_used // ROW_SLOTS & 1)
         token_scale = inverse_rms(squares, token, eps, TILES, BLOCK_T, BLOCK_T, STORE)
         gate_acc, up_acc, used, rows_used = multiply(
@@ -113,18 +112,9 @@ def _compute(
         gate = gl.convert_layout(gate_acc, STORE) * gate_scale[:, None] * token_scale[None, :]
         up = gl.convert_layout(up_acc, STORE) * up_scale[:, None] * token_scale[None, :]
         store_quantized(
-            gate / (1.0 + gl.exp(-gate)) * up,
-            down_q,
-            down_q_scale,
-            program,
-            row,
-            token,
-            tokens,
-            GATE_TILES * 128,
-            PADDED,
-            SILU_ROTATES,
-            STORE,
-        )
+            gate / (1.0 + gl.exp(-gate)) * up, down_q, down_q_scale, program, row, token, tokens, GATE_TILES * 128,
+            PADDED, SILU_ROTATES, STORE,
+        )  # fmt: skip
         cta_barrier()
         gl.atomic_add(counters + GATE_UP_DONE + 32 * (program // (GATE_TILES // SPLIT)), 1, sem="release")
     row_scale, own_gain, old = residual_inputs(
@@ -178,29 +168,29 @@ def decoder_block_kernel(
     DEPTH: gl.constexpr, EARLY_DEPTH: gl.constexpr, NORM_ROTATES: gl.constexpr, PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """One CTA of the launch. T tokens, A attention width, H hidden size, I intermediate size, N q/k/v width; eight-bit
-    tensors are all e4m3 or all int8.
+    """Compute one CTA's part: T tokens, A attention width, H hidden size, I intermediate size, N q/k/v width.
 
-    o_boxes, gate_up_boxes, down_boxes, qkv_boxes   TMA boxes [128, 128] of the weights [H, A], [2I, H], [H, I], [N, H]
+    o_boxes, gate_up_boxes, down_boxes, qkv_boxes   TMA boxes [128, 128] of the weights [H, A], [2I, H], [H, I], [N, H],
+                                                    all e4m3 or all int8, as are the activations
     o_rows, gate_rows, down_rows, qkv_rows          TMA boxes [BLOCK_T, 128] of the activations [T, A], and in scratch
                                                     [BLOCK_T, H], [BLOCK_T, I], [BLOCK_T, H]
     *_row_scales                                    TMA boxes [1, PADDED] of their scales [columns / 128, PADDED] fp32
-    o_scale, gate_up_scale, down_scale, qkv_scale   the weights' scales, a row each, fp32
-    gate_q, down_q, qkv_q and *_q_scale             the activations and scales in scratch, as pointers to write
+    o_scale, gate_up_scale, down_scale, qkv_scale   the weights' scales, one per row, fp32
+    gate_q, down_q, qkv_q and *_q_scale             activations and scales in scratch, as pointers for writes
     squares, next_squares                           [TILES, BLOCK_T] fp32: sums of squares of a tile's columns
-    residual, new_residual                          [T, H], the model's dtype, or fp16 in a model in bf16
+    residual, new_residual                          [T, H], the model's dtype, or fp16 in a bf16 model
     gain, next_gain                                 [H] weights of both norms, the model's dtype
-    out                                             [T, N], the model's dtype; not touched without HAS_QKV
-    planes                                          [TILES, SPLIT, BLOCK_T, 128] fp32: the parts' sums of a tile
+    out                                             [T, N], the model's dtype; unused without HAS_QKV
+    planes                                          [TILES, SPLIT, BLOCK_T, 128] fp32: partial sums of a tile
     counters                                        [COUNTERS] int32, see above
-    tokens, eps                                     T; what the norms add to the mean of squares
+    tokens, eps                                     T; epsilon of the norms
     STEPS_O, STEPS_H, STEPS_DOWN                    blocks of 128 columns: A / SPLIT, H, I / SPLIT
     TILES, GATE_TILES                               tiles of 128 rows: of o and of down (H), of gate (I)
     QKV_WIDTH, QKV_FIRST, HAS_QKV                   N; the first CTA of the last stage; whether there is q/k/v
-    BLOCK_T, PADDED                                 tokens of a product; tokens that a row of scales has room for
-    SLOTS, ROW_SLOTS                                boxes that the rings of weights and of activations hold
-    DEPTH, EARLY_DEPTH                              weight boxes in flight, and while the matrix before is multiplied
-    NORM_ROTATES                                    in int8, columns of a rotated block of what the norms make
+    BLOCK_T, PADDED                                 tokens of a product; allocated scales per row
+    SLOTS, ROW_SLOTS                                slots of the rings of weights and of activations
+    DEPTH, EARLY_DEPTH                              weight boxes in flight, and during the previous matrix's product
+    NORM_ROTATES                                    in int8, columns of a rotated block of the norms' results
     PDL, num_warps                                  programmatic dependent launch; consumer warps
     """
     program = gl.program_id(0)

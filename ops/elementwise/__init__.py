@@ -1,20 +1,19 @@
-"""Ops that work on one row at a time.
+"""Ops on one row at a time.
 
-rms_norm         RMSNorm, with residual sum and quantization
-silu_mul         SiLU(gate) * up, with delta and quantization (silu_mul_blocks: by blocks of 128 columns)
-quantize         rows to e4m3 or int8 with one scale a token (quantize_blocks: by blocks of 128 columns)
-hadamard         Walsh-Hadamard transform of each head
-embedding        rows of the embedding table
-residual_values  a residual stream as plain values
-argmax           greedy tokens
-best_of_part     the best token of a rank's part of the vocabulary
-sample           temperature, min-p, top-k, top-p, Gumbel-max; log-probabilities
-token_masks      which tokens a row may get, one bit a token, for the last three
+rms_norm               RMSNorm, with residual sum and quantization
+silu_mul               SiLU(gate) * up, with delta and quantization (silu_mul_blocks: per 128 columns)
+quantize               rows to e4m3 or int8 with one scale per token (quantize_blocks: per 128 columns)
+hadamard               Walsh-Hadamard transform of each head
+embedding              rows of the embedding table
+residual_values        unscaled values of a residual stream
+argmax                 greedy tokens
+vocab_parallel_argmax  `best_of_part`: the best token of a rank's part of the vocabulary, as a comparable key
+sample                 temperature, min-p, top-k, top-p, Gumbel-max; log-probabilities
+token_masks            masks of allowed tokens, one bit per token, for the last three
 """
 
 from . import (
     argmax,
-    best_of_part,
     embedding,
     hadamard,
     quantize,
@@ -24,4 +23,7 @@ from . import (
     sample,
     silu_mul,
     silu_mul_blocks,
+)
+from . import (
+    vocab_parallel_argmax as best_of_part,
 )

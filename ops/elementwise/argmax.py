@@ -1,18 +1,18 @@
 """`argmax`: the greedy token of each row, in one launch.
 
-A row is cut into pieces so that a few rows fill the GPU too; the program that finishes a row last takes the best of its
-pieces. The largest value with the lowest id is the same whatever the order, so the result does not depend on who is
-last.
+A row is cut into pieces so that few rows fill the GPU too; the program that finishes a row last reduces its pieces. The
+lowest id among the largest logits does not depend on the order.
 """
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from ..core.device import multiprocessors
+from ..core.device import multiprocessors, workspace
 from ..core.registry import register
 from ..core.triton_support import cdiv, pdl_options, pdl_start, require_contiguous
-from ..core.workspace import workspace
 from .token_masks import allow, check_masks, masked_logits
 
 BLOCK = 4096
@@ -23,8 +23,10 @@ PROGRAMS_PER_SM = 4
 def reference(
     logits: torch.Tensor, masks: torch.Tensor | None = None, mask_rows: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """logits [B, V] any float dtype -> [B] int32: the lowest id among the largest logits; -1 where a row holds NaN or
-    its largest logit is infinite. masks [M, W], mask_rows [B] int32: which tokens count (see `token_masks`).
+    """logits [B, V] any float dtype -> [B] int32: the lowest id among the largest logits.
+
+    -1 for a row that has NaN or an infinite largest logit. masks [M, W], mask_rows [B] int32: allowed tokens (see
+    `token_masks`).
     """
     logits = masked_logits(logits, masks, mask_rows)
     ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
@@ -33,33 +35,17 @@ def reference(
     return chosen.where(largest[:, 0].isfinite(), -1).to(torch.int32)
 
 
-def fake(
-    logits: torch.Tensor, masks: torch.Tensor | None = None, mask_rows: torch.Tensor | None = None
-) -> torch.Tensor:
-    """The results of `reference`, not filled."""
+def fake(logits: torch.Tensor, *_: Any) -> torch.Tensor:
+    """Return an empty result."""
     return logits.new_empty((logits.shape[0],), dtype=torch.int32)
 
 
 @triton.jit(do_not_specialize=["span", "pieces"])  # they follow from the rows of a step
 def _argmax_kernel(
-    logits,
-    masks,
-    mask_rows,
-    tokens,
-    values,
-    ids,
-    arrivals,
-    vocabulary,
-    span,
-    pieces,
-    MAX_PIECES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MASKED: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Program (piece, row): ids piece * span ... of the row; the last of a row's programs also takes the best of all
-    pieces.
-    """
+    logits, masks, mask_rows, tokens, values, ids, arrivals, vocabulary, span, pieces, MAX_PIECES: tl.constexpr,
+    BLOCK: tl.constexpr, MASKED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (piece, row): ids piece * span ... of the row; the row's last program also reduces all pieces."""
     piece, row = tl.program_id(0), tl.program_id(1)
     pdl_start(PDL)
     source = logits + row.to(tl.int64) * vocabulary
@@ -80,7 +66,7 @@ def _argmax_kernel(
         best = tl.where(logit > best, logit, best)
     largest = tl.max(best, axis=0)
     chosen = tl.min(tl.where(best == largest, index, 0x7FFFFFFF), axis=0)
-    largest = tl.where(tl.max(broken.to(tl.int32), axis=0) > 0, float("inf"), largest)  # NaN: no number either
+    largest = tl.where(tl.max(broken.to(tl.int32), axis=0) > 0, float("inf"), largest)  # treat NaN as infinite
     if pieces == 1:
         tl.store(tokens + row, tl.where(tl.abs(largest) < float("inf"), chosen, -1))
     else:
@@ -108,7 +94,7 @@ def launch(
     sm_budget: int | None = None,
     pdl: bool = False,
 ) -> None:
-    """Enough pieces a row to fill the GPU, a whole number of blocks each. Too short to heed `sm_budget`."""
+    """Launch enough pieces per row to fill the GPU, in whole blocks. Ignores `sm_budget`: the launch is small."""
     require_contiguous("argmax", logits=logits)
     check_masks("argmax", logits, masks, mask_rows)
     rows, vocabulary = logits.shape
@@ -122,22 +108,10 @@ def launch(
     ids = workspace(device, "argmax_ids", rows * MAX_PIECES * 4).view(torch.int32)
     arrivals = workspace(device, "argmax_arrivals", rows * 4, zero=True).view(torch.int32)
     _argmax_kernel[(pieces, rows)](
-        logits,
-        logits if masks is None else masks,
-        logits if mask_rows is None else mask_rows,
-        out[0],
-        values,
-        ids,
-        arrivals,
-        vocabulary,
-        span,
-        pieces,
-        MAX_PIECES=MAX_PIECES,
-        BLOCK=BLOCK,
-        MASKED=masks is not None,
-        num_warps=8,
+        logits, logits if masks is None else masks, logits if mask_rows is None else mask_rows, out[0], values, ids,
+        arrivals, vocabulary, span, pieces, MAX_PIECES=MAX_PIECES, BLOCK=BLOCK, MASKED=masks is not None, num_warps=8,
         **pdl_options(pdl),
-    )
+    )  # fmt: skip
 
 
 argmax = register("argmax", reference, fake, launch)

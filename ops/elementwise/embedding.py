@@ -1,4 +1,4 @@
-"""`embedding`: rows of the embedding table picked by token id."""
+"""`embedding`: rows of the embedding table, by token id."""
 
 from typing import Optional
 
@@ -6,25 +6,25 @@ import torch
 import triton
 import triton.language as tl
 
+from ..core.dtypes import as_residual, round_residual
 from ..core.registry import register
-from ..core.residual_stream import as_residual, round_residual
 from ..core.triton_support import cdiv, in_fp32, next_power_of_2, pdl_options, pdl_start, require_contiguous
 
 
 def reference(
     input_ids: torch.Tensor, weight: torch.Tensor, stream_dtype: Optional[torch.dtype] = None
 ) -> torch.Tensor:
-    """input_ids [T] int32 or int64, weight [V, H] -> [T, H], with `stream_dtype` as a residual stream of that dtype:
-    sixteenths in fp16 of a weight in bf16 (`core/residual_stream.py`).
+    """input_ids [T] int32 or int64, weight [V, H] -> [T, H], with `stream_dtype` as a residual stream of that dtype.
 
-    An id outside 0..V-1 raises here and reads as zeros on the GPU.
+    A stream in fp16 of a bf16 weight is scaled (`core/dtypes.py`). An id outside 0..V-1 raises here and reads as zeros
+    on the GPU.
     """
     rows = torch.nn.functional.embedding(input_ids, weight)
     return rows if stream_dtype is None else round_residual(rows.float(), stream_dtype, weight.dtype)
 
 
 def fake(input_ids: torch.Tensor, weight: torch.Tensor, stream_dtype: Optional[torch.dtype] = None) -> torch.Tensor:
-    """The results of `reference`, not filled."""
+    """Return an empty result."""
     return weight.new_empty((*input_ids.shape, weight.shape[1]), dtype=stream_dtype or weight.dtype)
 
 
@@ -53,7 +53,7 @@ def launch(
     sm_budget: Optional[int] = None,
     pdl: bool = False,
 ) -> None:
-    """Fill `out` = (rows,). Too small to heed `sm_budget`."""
+    """Fill `out` = (rows,). Ignores `sm_budget`: the launch is small."""
     require_contiguous("embedding", input_ids=input_ids, weight=weight)
     vocab, width = weight.shape
     if input_ids.numel() == 0:

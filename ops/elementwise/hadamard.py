@@ -1,7 +1,7 @@
-"""`hadamard`: the normalised Walsh-Hadamard transform of each row, in natural (Sylvester) order; it is its own inverse.
+"""`hadamard`: the normalised Walsh-Hadamard transform of each row, in Sylvester order; it is its own inverse.
 
-Applied to q and k after RoPE it leaves every q.k unchanged and spreads a channel's outliers over the whole head, which
-is what an int8 KV cache wants.
+Applied to q and k after RoPE it leaves every q.k unchanged and spreads a channel's outliers over the head, which makes
+an int8 KV cache more precise.
 """
 
 from typing import Optional
@@ -21,7 +21,7 @@ def check_width(width: int) -> None:
 
 
 def reference(x: torch.Tensor) -> torch.Tensor:
-    """x [..., D], D a power of two -> like x: H x / sqrt(D) in fp32, rounded once."""
+    """Return H x / sqrt(D) of x [..., D], D a power of two, in fp32, rounded once to x's dtype."""
     width = x.shape[-1]
     check_width(width)
     values = x.float()
@@ -35,19 +35,19 @@ def reference(x: torch.Tensor) -> torch.Tensor:
 
 
 def fake(x: torch.Tensor) -> torch.Tensor:
-    """The results of `reference`, not filled."""
+    """Return an empty result."""
     return x.new_empty(x.shape)
 
 
 @triton.jit
 def fht(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Unnormalised transform of each row of x [ROWS, WIDTH], fp32."""
+    """Return the unnormalised transform of each row of x [ROWS, WIDTH], fp32."""
     return tl.reshape(butterflies(tl.reshape(x, (ROWS * WIDTH,)), ROWS * WIDTH, WIDTH), (ROWS, WIDTH))
 
 
 @triton.jit
 def fht_halves(first, second, ROWS: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr):
-    """Normalised transform of rows [first | second], each half [ROWS, HALF]."""
+    """Return the normalised transform of rows [first | second], each half [ROWS, HALF]."""
     return fht((first + second) * NORM, ROWS, HALF), fht((first - second) * NORM, ROWS, HALF)
 
 
@@ -64,7 +64,7 @@ def _hadamard_kernel(x, out, rows, ROWS: tl.constexpr, WIDTH: tl.constexpr, NORM
 def launch(
     x: torch.Tensor, *, out: tuple[torch.Tensor, ...], sm_budget: Optional[int] = None, pdl: bool = False
 ) -> None:
-    """Fill `out` = (transformed,). Too small to heed `sm_budget`."""
+    """Fill `out` = (transformed,). Ignores `sm_budget`: the launch is small."""
     require_contiguous("hadamard", x=x)
     width = x.shape[-1]
     check_width(width)

@@ -1,14 +1,13 @@
 """`quantize_rowwise`: activations to e4m3 or int8 with one fp32 scale per row (token).
 
-scale = max(amax(|row|), 1e-12) / 448 and q = clamp(x / scale, +-448) in e4m3; int8: / 127, to the nearest whole number.
-The kernel multiplies by 1 / scale, so a value that lies on a rounding edge may land one step from the reference's.
+scale = max(amax(|row|), 1e-12) / 448 and q = clamp(x / scale, +-448) in e4m3; in int8 / 127, to the nearest integer.
+The kernel multiplies by 1 / scale, so a value on a rounding edge may differ from the reference by one step.
 
-`rotate` multiplies each block of so many neighbouring columns (a power of two; 0: none) by a normalised Hadamard matrix
-before. It is its own inverse and symmetric, so a product with weights whose rows were rotated alike is unchanged, while
-a row's largest value shrinks: int8 steps are as wide as that value asks for everywhere in the row (QuaRot, arXiv
-2404.00456, rotates for the same reason). e4m3 steps grow with the value itself; there it gains nothing. Blocks of 8 are
-arithmetic of single threads; those of 128 need shuffles too, and gain most where few values of a row are far larger
-than the others.
+`rotate` first multiplies each block of that many adjacent columns (a power of two; 0: none) by a normalised Hadamard
+matrix, which is symmetric and its own inverse. A product with equally rotated weights is unchanged, and a row's largest
+value shrinks, and with it all int8 steps of the row (QuaRot, arXiv 2404.00456). e4m3 steps depend on each value, so
+rotation gains nothing there. Blocks of 8 are arithmetic of single threads; blocks of 128 also need shuffles, and help
+most if few values of a row are far larger than the others.
 """
 
 import math
@@ -18,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..core.eight_bits import QUANTIZED_MAX
+from ..core.dtypes import QUANTIZED_MAX
 from ..core.registry import register
 from ..core.triton_support import (
     butterflies,
@@ -34,27 +33,25 @@ from ..core.triton_support import (
 from .hadamard import reference as hadamard_reference
 
 E4M3 = torch.float8_e4m3fn
-NORM_ROTATES = 8  # columns of a block, of what a norm makes
-SILU_ROTATES = 128  # of what SiLU * mul makes
-MANY_ROWS = 1024  # from which on a thread that has more of a row is faster than more threads that have less (H200)
+NORM_ROTATES = 8  # columns of a rotated block of a norm's result
+SILU_ROTATES = 128  # the same of SiLU * mul
+MANY_ROWS = 1024  # from here on fewer threads per row are faster (H200)
 
 
 def to_steps(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """fp32 values / scale, saturated and rounded to e4m3 or int8."""
+    """Return fp32 values / scale, saturated and rounded to e4m3 or int8."""
     most = QUANTIZED_MAX[dtype]
     steps = (values / scale).clamp(-most, most)
     return (steps.round() if dtype == torch.int8 else steps).to(dtype)
 
 
 def rotated_width(width: int, rotate: int) -> int:
-    """Columns of a rotated block of rows of `width`: the largest power of two up to `rotate` that divides it (1:
-    these rows stay as they are).
-    """
+    """Return the columns of a rotated block: the largest power of two up to `rotate` that divides `width` (1: none)."""
     return math.gcd(width, rotate) if rotate else 1
 
 
 def rotate_blocks(x: torch.Tensor, rotate: int) -> torch.Tensor:
-    """x [..., K] -> the same in fp32, each block of `rotated_width(K, rotate)` columns rotated."""
+    """Rotate each block of `rotated_width(K, rotate)` columns of x [..., K], in fp32."""
     block = rotated_width(x.shape[-1], rotate)
     return x.float() if block == 1 else hadamard_reference(x.float().unflatten(-1, (-1, block))).flatten(-2)
 
@@ -67,7 +64,7 @@ def reference(x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0) -> tu
 
 
 def fake(x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Unfilled (q, scale) for x [..., K]."""
+    """Return empty results."""
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
@@ -75,7 +72,8 @@ def fake(x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0) -> tuple[t
 def store_quantized_row(
     values, q, scale, row, column, inside, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROTATE: tl.constexpr
 ):
-    """Quantize one whole row of fp32 values [BLOCK] (zeros outside) and store it, in q's dtype, with its scale;
+    """Quantize one whole row of fp32 values [BLOCK] (zeros outside) to q's dtype and store it with its scale.
+
     ROTATE: columns of a rotated block, or 1.
     """
     values = rotate_columns(values, BLOCK, ROTATE)
@@ -86,19 +84,17 @@ def store_quantized_row(
 
 @triton.jit
 def quarter_columns(BLOCK: tl.constexpr):
-    """[BLOCK / 128, 32]: the columns of the first quarter of each block of 128; those of the other quarters are 32, 64
-    and 96 further.
+    """Return the columns [BLOCK / 128, 32] of the first quarter of each block of 128; others are 32, 64 and 96 further.
 
-    A rotation by 128 columns of four such tensors adds and subtracts whole tensors in two of its seven stages, and
-    works inside of a thread in three more (16 bytes of a row are neighbours there): two are left that need shuffles,
-    one value each, instead of four.
+    A rotation of 128 columns on four such tensors has two of its seven stages between whole tensors, and three inside
+    of a thread (with 16 adjacent bytes of a row). Two stages need shuffles, of one value each instead of four.
     """
     return (tl.arange(0, BLOCK // 128) * 128)[:, None] + tl.arange(0, 32)[None, :]
 
 
 @triton.jit
 def _rotate_quarter(x, BLOCK: tl.constexpr):
-    """A quarter's own five stages."""
+    """Run the five stages within a quarter."""
     return tl.reshape(butterflies(tl.reshape(x, (BLOCK // 4,)), BLOCK // 4, 32), (BLOCK // 128, 32))
 
 
@@ -106,7 +102,7 @@ def _rotate_quarter(x, BLOCK: tl.constexpr):
 def store_quantized_quarters(
     first, second, third, fourth, q, scale, row, column, inside, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """`store_quantized_row` of a row that is rotated by 128 columns and comes in quarters (`quarter_columns`)."""
+    """`store_quantized_row` for a row in quarters (`quarter_columns`) that is rotated by 128 columns."""
     first, second, third, fourth = (
         _rotate_quarter(first, BLOCK),
         _rotate_quarter(second, BLOCK),
@@ -160,7 +156,7 @@ def _quantize_kernel(x, q, scale, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROTA
 
 
 def row_block(width: int) -> tuple[int, int]:
-    """(BLOCK, num_warps) of a kernel in which one CTA holds one row: 8 to 32 elements a thread, at most 16384 a CTA."""
+    """Return (BLOCK, num_warps) for one CTA per row: 8 to 32 elements per thread, at most 16384 per CTA."""
     block = min(next_power_of_2(width), 16384)
     return block, min(max(block // 256, 1), 16)
 
@@ -174,7 +170,7 @@ def launch(
     sm_budget: Optional[int] = None,
     pdl: bool = False,
 ) -> None:
-    """Fill `out` = (q, scale): one CTA a row, rows wider than 16384 read twice. Too small to heed `sm_budget`."""
+    """Fill `out` = (q, scale): one CTA per row, rows wider than 16384 are read twice. Ignores `sm_budget`."""
     require_contiguous("quantize_rowwise", x=x)
     if x.numel() == 0:
         return

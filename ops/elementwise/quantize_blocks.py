@@ -1,8 +1,7 @@
-"""Activations to e4m3 or int8 with one fp32 scale per token and 128 columns: finer than a scale per row, and no block
-needs to know another one's maximum.
+"""`quantize_blocks`: activations to e4m3 or int8 with one fp32 scale per token and 128 columns.
 
-The scales lie block by block, [K / 128, P] for T tokens with P = `padded_scales(T)`, so that the scales of one block
-are one TMA box; those past T are zero.
+Finer than a scale per row, and no block needs another block's maximum. Scales are stored block by block, [K / 128, P]
+for T tokens with P = `padded_scales(T)`, so that the scales of a block are one TMA box; those past T are zero.
 """
 
 from typing import Optional
@@ -11,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..core.eight_bits import QUANTIZED_MAX
+from ..core.dtypes import QUANTIZED_MAX
 from ..core.registry import register
 from ..core.triton_support import (
     next_power_of_2,
@@ -30,13 +29,14 @@ BLOCKS_PER_CTA = 8
 
 
 def padded_scales(tokens: int) -> int:
-    """How many scales a block of columns has for this many tokens: a power of two, at least 128 bytes."""
+    """Return the number of scales per block of columns for `tokens` tokens: a power of two, at least 128 bytes."""
     return max(LEAST_SCALES, next_power_of_2(tokens))
 
 
 def reference(x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [T, K], K a multiple of 128 -> (q [T, K] e4m3 or int8, scale [K / 128, P] fp32, zero past T); the rest as in
-    `quantize_rowwise`.
+    """x [T, K], K a multiple of 128 -> (q [T, K] e4m3 or int8, scale [K / 128, P] fp32, zero past T).
+
+    The rest as in `quantize_rowwise`.
     """
     tokens, width = x.shape
     blocks = rotate_blocks(x, rotate).view(tokens, width // BLOCK, BLOCK)
@@ -46,7 +46,7 @@ def reference(x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0) -> tu
 
 
 def fake(x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """The results of `reference`, not filled."""
+    """Return empty results."""
     if x.dim() != 2 or x.shape[1] % BLOCK:
         raise ValueError(f"quantize_blocks: x {tuple(x.shape)} must be [T, K] with K a multiple of {BLOCK}")
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(
@@ -55,26 +55,19 @@ def fake(x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0) -> tuple[t
 
 
 def dequantize_blocks(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The fp32 values [T, K] that q and its scales stand for."""
+    """Return the fp32 values [T, K] of q and its scales."""
     tokens, width = q.shape
     return (q.float().view(tokens, width // BLOCK, BLOCK) * scale[:, :tokens].t().unsqueeze(-1)).view(tokens, width)
 
 
 @triton.jit
 def store_quantized_blocks(
-    values,
-    q,
-    scale,
-    token,
-    tokens,
-    first,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    values, q, scale, token, tokens, first, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCKS: tl.constexpr,
     ROTATE: tl.constexpr,
-):
-    """Quantize fp32 values [BLOCKS * 128] of one token in q's dtype, from its block `first` on (those past WIDTH are
-    not stored); zeros past the last token.
+):  # fmt: skip
+    """Quantize fp32 values [BLOCKS * 128] of one token to q's dtype, from block `first` on.
+
+    Blocks past WIDTH are not stored; scales past the last token are zero.
     """
     block = first + tl.arange(0, BLOCKS)
     at = token.to(tl.int64) * WIDTH + block[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -94,16 +87,9 @@ def store_quantized_blocks(
 
 @triton.jit
 def _quantize_blocks_kernel(
-    x,
-    q,
-    scale,
-    tokens,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    ROTATE: tl.constexpr,
+    x, q, scale, tokens, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCKS: tl.constexpr, ROTATE: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     token = tl.program_id(0)
     first = tl.program_id(1) * BLOCKS
     column = first * 128 + tl.arange(0, BLOCKS * 128)
@@ -121,7 +107,7 @@ def launch(
     sm_budget: Optional[int] = None,
     pdl: bool = False,
 ) -> None:
-    """Fill `out` = (q, scale). Too small to heed `sm_budget`."""
+    """Fill `out` = (q, scale). Ignores `sm_budget`: the launch is small."""
     require_contiguous("quantize_blocks", x=x)
     tokens, width = x.shape
     if x.numel() == 0:

@@ -1,4 +1,4 @@
-"""`residual_values`: a residual stream as plain values of the model's dtype, for what else reads it."""
+"""`residual_values`: unscaled values of a residual stream in the model's dtype, for other readers than norms."""
 
 from typing import Optional
 
@@ -6,18 +6,18 @@ import torch
 import triton
 import triton.language as tl
 
+from ..core.dtypes import of_residual, residual_in_fp32
 from ..core.registry import register
-from ..core.residual_stream import of_residual, residual_in_fp32
 from ..core.triton_support import cdiv, next_power_of_2, pdl_options, pdl_start, require_contiguous, round_to
 
 
 def reference(residual: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """residual [..., H], a stream of a model of `dtype` -> its values in `dtype` (`core/residual_stream.py`)."""
+    """residual [..., H], a stream of a model of `dtype` -> its values in `dtype` (`core/dtypes.py`)."""
     return residual_in_fp32(residual, dtype).to(dtype, copy=True)
 
 
 def fake(residual: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The results of `reference`, not filled."""
+    """Return an empty result."""
     return residual.new_empty(residual.shape, dtype=dtype)
 
 
@@ -40,7 +40,7 @@ def launch(
     sm_budget: Optional[int] = None,
     pdl: bool = False,
 ) -> None:
-    """Fill `out` = (values,). Too small to heed `sm_budget`."""
+    """Fill `out` = (values,). Ignores `sm_budget`: the launch is small."""
     require_contiguous("residual_values", residual=residual)
     if residual.numel() == 0:
         return

@@ -1,23 +1,22 @@
-"""RMSNorm and what is fused around it: the residual sum (with a LoRA delta) before it, rowwise quantization (e4m3 or
-int8) after it.
+"""RMSNorm with a residual sum (and LoRA delta) before it and rowwise quantization (e4m3 or int8) after it.
 
 Four ops, one kernel, one CTA per token. The norm is HF's LlamaRMSNorm: statistics in fp32, x * rsqrt(mean(x^2) + eps)
-rounded to the model's dtype, then times the weight in that dtype. `keep` says whether the unquantized y is wanted too
-(a LoRA shrink reads it).
+rounded to the model's dtype, then times the weight in that dtype. `keep`: also return the unquantized y (for a LoRA
+shrink).
 
-The residual stream (x of the ops without a sum, residual and new_residual of those with one) may be fp16 where the
-weight is bf16: it then holds sixteenths (`core/residual_stream.py`), and y is bf16.
+The residual stream (x of the ops without a sum, residual and new_residual of the others) may be scaled fp16 in a bf16
+model (`core/dtypes.py`); y is then bf16.
 """
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 import triton
 import triton.language as tl
 
+from ..core.dtypes import as_residual, is_scaled, of_residual, residual_in_fp32, round_residual
 from ..core.registry import register
-from ..core.reproducible import mean_square
-from ..core.residual_stream import as_residual, is_scaled, of_residual, residual_in_fp32, round_residual
+from ..core.reproducible_sums import mean_square
 from ..core.triton_support import in_fp32, pdl_options, pdl_start, require_contiguous, rounded_to
 from .quantize import (
     E4M3,
@@ -34,12 +33,12 @@ from .quantize import (
 
 
 def _normed(stream: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
-    """The dtype of what a norm makes of a residual stream."""
+    """Return the dtype of the norm of a residual stream."""
     return weight.dtype if is_scaled(stream.dtype, weight.dtype) else stream.dtype
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., H], weight [H] -> y like x; in bf16 where x is a stream in fp16 and weight bf16."""
+    """x [..., H], weight [H] -> y like x, or in bf16 for an fp16 stream with a bf16 weight."""
     values = residual_in_fp32(x, weight.dtype)
     normalised = values * torch.rsqrt(mean_square(values) + eps)
     return normalised.to(_normed(x, weight)) * weight
@@ -48,9 +47,7 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
 def add_rms_norm_reference(
     x: torch.Tensor, residual: torch.Tensor, delta: Optional[torch.Tensor], weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(y like x, new_residual like residual): new_residual = x + delta + residual, summed in fp32 and rounded once; y
-    its norm.
-    """
+    """Return (y like x, new_residual like residual): y is the norm of x + delta + residual in fp32, rounded once."""
     total = x.float() if delta is None else x.float() + delta.float()
     total = total + residual_in_fp32(residual, weight.dtype)
     new_residual = round_residual(total, residual.dtype, weight.dtype)
@@ -60,8 +57,9 @@ def add_rms_norm_reference(
 def rms_norm_quant_reference(
     x: torch.Tensor, weight: torch.Tensor, eps: float, keep: bool, dtype: torch.dtype = E4M3, rotate: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(y, q [..., H] e4m3 or int8, scale fp32 [...]) with q and scale as in `quantize_rowwise`; y is [0, H] unless
-    `keep`.
+    """Return (y, q [..., H] e4m3 or int8, scale fp32 [...]), quantized as in `quantize_rowwise`.
+
+    y is [0, H] unless `keep`.
     """
     y = rms_norm_reference(x, weight, eps)
     q, scale = quantize_rowwise_reference(y, dtype, rotate)
@@ -78,28 +76,26 @@ def add_rms_norm_quant_reference(
     dtype: torch.dtype = E4M3,
     rotate: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(y, q, scale, new_residual): `add_rms_norm`, then quantized as in `rms_norm_quant`."""
+    """Return (y, q, scale, new_residual): `add_rms_norm`, then quantized as in `rms_norm_quant`."""
     y, new_residual = add_rms_norm_reference(x, residual, delta, weight, eps)
     q, scale = quantize_rowwise_reference(y, dtype, rotate)
     return y if keep else x.new_empty(0, x.shape[-1]), q, scale, new_residual
 
 
 def rms_norm_fake(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """The results of `rms_norm_reference`, not filled."""
+    """Return an empty result."""
     return x.new_empty(x.shape, dtype=_normed(x, weight))
 
 
-def add_rms_norm_fake(
-    x: torch.Tensor, residual: torch.Tensor, delta: Optional[torch.Tensor], weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The results of `add_rms_norm_reference`, not filled."""
+def add_rms_norm_fake(x: torch.Tensor, residual: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return empty results."""
     return x.new_empty(x.shape), residual.new_empty(residual.shape)
 
 
 def rms_norm_quant_fake(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, keep: bool, dtype: torch.dtype = E4M3, rotate: int = 0
+    x: torch.Tensor, weight: torch.Tensor, eps: float, keep: bool, dtype: torch.dtype = E4M3, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The results of `rms_norm_quant_reference`, not filled."""
+    """Return empty results."""
     y = x.new_empty(x.shape if keep else (0, x.shape[-1]), dtype=_normed(x, weight))
     return y, *quantize_rowwise_fake(x, dtype)
 
@@ -112,9 +108,9 @@ def add_rms_norm_quant_fake(
     eps: float,
     keep: bool,
     dtype: torch.dtype = E4M3,
-    rotate: int = 0,
+    *_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The results of `add_rms_norm_quant_reference`, not filled."""
+    """Return empty results."""
     return *rms_norm_quant_fake(x, weight, eps, keep, dtype), residual.new_empty(residual.shape)
 
 
@@ -188,7 +184,7 @@ def rms_norm_launch(
     sm_budget: Optional[int] = None,
     pdl: bool = False,
 ) -> None:
-    """Fill `out` = (y,). None of the four heeds `sm_budget`: one small CTA a token."""
+    """Fill `out` = (y,). All four ops ignore `sm_budget`: one small CTA per token."""
     _launch("rms_norm", x, None, None, weight, eps, pdl, y=out[0])
 
 
@@ -241,19 +237,9 @@ def add_rms_norm_quant_launch(
     """Fill `out` = (y, q, scale, new_residual)."""
     y, q, scale, new_residual = out
     _launch(
-        "add_rms_norm_quant",
-        x,
-        residual,
-        delta,
-        weight,
-        eps,
-        pdl,
-        y=y if keep else None,
-        q=q,
-        scale=scale,
-        new_residual=new_residual,
-        rotate=rotate,
-    )
+        "add_rms_norm_quant", x, residual, delta, weight, eps, pdl, y=y if keep else None, q=q, scale=scale,
+        new_residual=new_residual, rotate=rotate,
+    )  # fmt: skip
 
 
 rms_norm = register("rms_norm", rms_norm_reference, rms_norm_fake, rms_norm_launch, kind="norm", family="norm")

@@ -1,16 +1,16 @@
-"""Sampling: one token a row from its logits, with noise that depends on (seed, step, token id) and on nothing else.
+"""`sample`: one token per row from its logits, with noise that depends only on (seed, step, token id).
 
-A request therefore draws the same tokens at any place in any batch. The kept set is described by thresholds: min_p
-bounds the probability relative to the best token's, top_k keeps what is not below the k-th largest logit, top_p the
-smallest set {logit >= threshold} that holds the asked share of what is left. Ties at a threshold stay. The token is the
-largest `scaled logit + Gumbel noise` of the kept set (Gumbel-max: an exact draw from the renormalised softmax).
+So a request draws the same tokens at any place in any batch. Thresholds define the kept set: min_p bounds the
+probability relative to the best token's, top_k keeps logits not below the k-th largest, top_p keeps the smallest set
+{logit >= threshold} with that share of the remaining probability. Ties at a threshold stay. The token is the largest
+`scaled logit + Gumbel noise` of the kept set (Gumbel-max: an exact draw from the renormalised softmax).
 
-Noise: 32-bit words are mixed by `mix32` (two multiplications, three xor-shifts). Two keys come from the words of (seed,
-step), and a token's word is mix32(mix32(id ^ key0) ^ key1); v = (word + 0.5) / 2**32 and noise = -log(-log(1 - v)),
-precise where v is small, since the winners come from there.
+Noise: `mix32` (two multiplications, three xor-shifts) mixes 32-bit words. The words of (seed, step) give two keys, and
+a token's word is mix32(mix32(id ^ key0) ^ key1); v = (word + 0.5) / 2**32 and noise = -log(-log(1 - v)), precise for
+small v, which give the winners.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -25,16 +25,14 @@ _MASK = 0xFFFFFFFF
 
 
 def _mix32(word: torch.Tensor) -> torch.Tensor:
-    """An avalanching bijection of 32-bit words, held in int64 (products wrap modulo 2**64, of which the low 32 bits
-    count).
-    """
+    """Apply an avalanching bijection of 32-bit words, held in int64 (the low 32 bits of wrapped products count)."""
     word = ((word ^ (word >> 16)) * 0x7FEB352D) & _MASK
     word = ((word ^ (word >> 15)) * 0x846CA68B) & _MASK
     return word ^ (word >> 16)
 
 
 def _row_key(seeds: torch.Tensor, steps: torch.Tensor, start: int) -> torch.Tensor:
-    """One 32-bit key a row from the four words of (seed, step)."""
+    """Return one 32-bit key per row from the four words of (seed, step)."""
     key = torch.full_like(seeds, start)
     for word in (seeds, seeds >> 32, steps, steps >> 32):
         key = _mix32(key ^ (word & _MASK))
@@ -42,7 +40,7 @@ def _row_key(seeds: torch.Tensor, steps: torch.Tensor, start: int) -> torch.Tens
 
 
 def gumbel_noise(seeds: torch.Tensor, steps: torch.Tensor, vocabulary: int, first: int = 0) -> torch.Tensor:
-    """Standard Gumbel noise [B, vocabulary] fp32 for rows of (seed, step) int64, of tokens `first` and following."""
+    """Return standard Gumbel noise [B, vocabulary] fp32 of tokens from `first` on, for rows of (seed, step) int64."""
     ids = torch.arange(first, first + vocabulary, dtype=torch.int64, device=seeds.device)
     word = _mix32(ids ^ _row_key(seeds, steps, 0x243F6A88)[:, None])
     word = _mix32(word ^ _row_key(seeds, steps, 0x85A308D3)[:, None])
@@ -59,8 +57,9 @@ def perturbed_scores(
     seeds: torch.Tensor,
     steps: torch.Tensor,
 ) -> torch.Tensor:
-    """What `sample` takes the argmax of: (logit - max) / temperature + noise for kept tokens, -inf for the others;
-    the logits in greedy rows.
+    """Return the scores whose argmax `sample` takes: (logit - max) / temperature + noise, -inf for dropped tokens.
+
+    Greedy rows have their logits.
     """
     logits = logits.float()
     greedy = (temperature < GREEDY_BELOW)[:, None]
@@ -90,16 +89,16 @@ def reference(
     masks: torch.Tensor | None = None,
     mask_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Draw one token a row.
+    """Draw one token per row.
 
     logits       [B, V] any float dtype
     temperature  [B] fp32; below 1e-5: argmax, the lowest id among equals
     top_k        [B] int32, 0 = off
     top_p        [B] fp32 in (0, 1], 1 = off
     min_p        [B] fp32 in [0, 1], 0 = off: least probability relative to the best token's
-    seeds, steps [B] int64: the noise's key, e.g. a request's seed and the number of tokens it has produced
-    masks        [M, W] int32 and mask_rows [B] int32: which tokens may be drawn (see `token_masks`); before all filters
-    returns      [B] int32 token ids; -1 for a row that holds NaN or whose largest logit is infinite
+    seeds, steps [B] int64: the noise's key, e.g. a request's seed and the number of its generated tokens
+    masks        [M, W] int32 and mask_rows [B] int32: allowed tokens (see `token_masks`), before all filters
+    returns      [B] int32 token ids; -1 for a row that has NaN or an infinite largest logit
     """
     logits = masked_logits(logits, masks, mask_rows)
     scores = perturbed_scores(logits, temperature, top_k, top_p, min_p, seeds, steps)
@@ -108,23 +107,13 @@ def reference(
     return drawn.where(logits.amax(-1).isfinite(), -1)
 
 
-def fake(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    seeds: torch.Tensor,
-    steps: torch.Tensor,
-    masks: torch.Tensor | None = None,
-    mask_rows: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The results of `reference`, not filled."""
+def fake(logits: torch.Tensor, *_: Any) -> torch.Tensor:
+    """Return an empty result."""
     return logits.new_empty((logits.shape[0],), dtype=torch.int32)
 
 
 class TopLogprobs(NamedTuple):
-    """What a request that asks for logprobs gets a step, for B rows."""
+    """Log-probabilities of one step for B rows."""
 
     token_logprob: torch.Tensor  # [B] fp32, of the given token
     token_rank: torch.Tensor  # [B] int64, 1 = most likely; how many tokens are at least as likely
@@ -133,8 +122,9 @@ class TopLogprobs(NamedTuple):
 
 
 def top_logprobs(logits: torch.Tensor, tokens: torch.Tensor, n: int) -> TopLogprobs:
-    """Log-probabilities of the given tokens [B] and of the n most likely ones, from raw logits [B, V] (before
-    temperature and top-k/top-p), in fp32.
+    """Return log-probabilities of the given tokens [B] and of the n most likely ones, in fp32.
+
+    From raw logits [B, V], before temperature and filters.
     """
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     own = logprobs.gather(1, tokens.long()[:, None])
@@ -151,7 +141,7 @@ def _mix32_kernel(word):
 
 @triton.jit
 def row_key_kernel(seed, step, START: tl.constexpr):
-    """`_row_key` of one row."""
+    """Return `_row_key` of one row."""
     key = _mix32_kernel(seed.to(tl.uint32) ^ START)
     key = _mix32_kernel(key ^ (seed >> 32).to(tl.uint32))
     key = _mix32_kernel(key ^ step.to(tl.uint32))
@@ -160,19 +150,17 @@ def row_key_kernel(seed, step, START: tl.constexpr):
 
 @triton.jit
 def gumbel_kernel(token, key0, key1):
-    """The noise of tokens; the keys are those of a row."""
+    """Return the noise of tokens; the keys are those of a row."""
     word = _mix32_kernel(_mix32_kernel(token.to(tl.uint32) ^ key0) ^ key1)
     v = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
-    # -log(1 - v): where 1 - v would lose v's digits, its series
+    # -log(1 - v), by its series where 1 - v would lose digits of v
     series = v * (1.0 + v * (0.5 + v * (0.3333333333 + v * 0.25)))
     return -tl.log(tl.where(v < 0.00390625, series, -tl.log(1.0 - v)))
 
 
 @triton.jit
 def _to_key(value, SHIFT: tl.constexpr):
-    """An integer that orders floats; the SHIFT low bits of the fp32 pattern, which the logits' own dtype lacks, are
-    left out (rounding down).
-    """
+    """Return an integer that orders floats, without the SHIFT low bits that the logits' dtype does not use."""
     bits = value.to(tl.int32, bitcast=True)
     return (tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> SHIFT).to(tl.int64)
 
@@ -185,7 +173,7 @@ def _from_key(key, SHIFT: tl.constexpr):
 
 @triton.jit
 def _load_logits(row, start, vocabulary, mask, mask_row, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Tokens and their logits; those that the row's mask excludes are -inf, but NaN stays."""
+    """Return tokens and their logits; masked tokens are -inf, but NaN stays."""
     token = start + tl.arange(0, BLOCK)
     inside = token < vocabulary
     logit = tl.load(row + token, mask=inside, other=float("-inf")).to(tl.float32)
@@ -196,14 +184,14 @@ def _load_logits(row, start, vocabulary, mask, mask_row, BLOCK: tl.constexpr, MA
 
 @triton.jit
 def best_of(best, index):
-    """(largest value, lowest index that has it)."""
+    """Return (largest value, lowest index that has it)."""
     largest = tl.max(best, axis=0)
     return largest, tl.min(tl.where(best == largest, index, 0x7FFFFFFF), axis=0)
 
 
 @triton.jit
 def _count(row, vocabulary, bound, mask, mask_row, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """How many logits are >= bound."""
+    """Return the number of logits >= bound."""
     total = tl.zeros([BLOCK], tl.int32)
     for start in range(0, vocabulary, BLOCK):
         _, logit = _load_logits(row, start, vocabulary, mask, mask_row, BLOCK, MASKED)
@@ -213,7 +201,7 @@ def _count(row, vocabulary, bound, mask, mask_row, BLOCK: tl.constexpr, MASKED: 
 
 @triton.jit
 def _mass(row, vocabulary, bound, least, largest, inverse, mask, mask_row, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """The sum of exp(relative) over logits >= bound whose relative value is >= least."""
+    """Return the sum of exp(relative) over logits >= bound with a relative value >= least."""
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocabulary, BLOCK):
         _, logit = _load_logits(row, start, vocabulary, mask, mask_row, BLOCK, MASKED)
@@ -224,28 +212,15 @@ def _mass(row, vocabulary, bound, least, largest, inverse, mask, mask_row, BLOCK
 
 @triton.jit
 def _draw(
-    row,
-    vocabulary,
-    largest,
-    inverse,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
-    seed,
-    step,
-    mask,
-    mask_row,
-    BLOCK: tl.constexpr,
-    SHIFT: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """The kept token with the largest relative value + noise; relative = (logit - largest) * inverse, kept =
-    relative >= least.
+    row, vocabulary, largest, inverse, temperature, top_k, top_p, min_p, seed, step, mask, mask_row,
+    BLOCK: tl.constexpr, SHIFT: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Return the kept token with the largest relative value + noise.
+
+    relative = (logit - largest) * inverse, kept = relative >= least.
     """
     least = tl.where(min_p > 0, tl.log(tl.maximum(min_p, 1e-30)), float("-inf"))
-    # Noise lies between -2.9 and 23, so a token more than 30 below the best never wins: thresholds are only looked for
-    # above that
+    # Noise is between -2.9 and 23, so a token more than 30 below the best never wins: search thresholds above that.
     nearest = largest + (tl.maximum(least, -30.0) - 0.01) * temperature - 1e-5 * tl.abs(largest)
     if (top_k > 0) & (top_k < vocabulary):
         low, high = _to_key(nearest, SHIFT), _to_key(largest, SHIFT)
@@ -287,7 +262,7 @@ def sample_kernel(
     logits, temperatures, top_ks, top_ps, min_ps, seeds, steps, masks, mask_rows, tokens, rows, vocabulary,
     GREEDY: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr, MASKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program takes whole rows.
+    """A program processes whole rows.
 
     Each pass reads the row again (from L2): one for a greedy row, two with noise, about ten more for each of top_k,
     top_p.
@@ -334,7 +309,7 @@ def sample_kernel(
         row_index += tl.num_programs(0)
 
 
-# low bits of the fp32 pattern that a dtype's values never use
+# low bits of the fp32 pattern that a dtype does not use
 _UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 
 
@@ -353,34 +328,19 @@ def launch(
     sm_budget: int | None = None,
     pdl: bool = False,
 ) -> None:
-    """One program a row (at most `sm_budget` programs)."""
+    """Launch one program per row (at most `sm_budget` programs)."""
     rows, vocabulary = logits.shape
     require_contiguous("sample", logits=logits)
     check_masks("sample", logits, masks, mask_rows)
     if rows == 0:
         return
-    widest = 8192 if masks is None else 4096  # 1,024 threads have 64 registers each, too few for masks as well
+    widest = 8192 if masks is None else 4096  # 1,024 threads have 64 registers each, too few with masks
     block = min(widest, max(128, next_power_of_2(vocabulary)))
     sample_kernel[(rows if sm_budget is None else min(rows, sm_budget),)](
-        logits,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        seeds,
-        steps,
-        logits if masks is None else masks,
-        logits if mask_rows is None else mask_rows,
-        out[0],
-        rows,
-        vocabulary,
-        GREEDY=GREEDY_BELOW,
-        BLOCK=block,
-        SHIFT=_UNUSED_BITS[logits.dtype],
-        MASKED=masks is not None,
-        num_warps=max(4, block // 256),
-        **pdl_options(pdl),
-    )
+        logits, temperature, top_k, top_p, min_p, seeds, steps, logits if masks is None else masks,
+        logits if mask_rows is None else mask_rows, out[0], rows, vocabulary, GREEDY=GREEDY_BELOW, BLOCK=block,
+        SHIFT=_UNUSED_BITS[logits.dtype], MASKED=masks is not None, num_warps=max(4, block // 256), **pdl_options(pdl),
+    )  # fmt: skip
 
 
 sample = register("sample", reference, fake, launch)

@@ -1,19 +1,18 @@
-"""SiLU(gate) * up over a packed [gate | up] row, with a LoRA delta joined before and rowwise quantization (e4m3 or
-int8) after.
+"""SiLU(gate) * up over a packed [gate | up] row, with a LoRA delta before and rowwise quantization after.
 
-Sums, SiLU and product are fp32 with one rounding at the end; `silu_mul_quant` quantizes that rounded value. `keep` says
-whether the unquantized h is wanted too (the LoRA shrink of the down projection reads it).
+Sums, SiLU and product are fp32 with one rounding at the end; `silu_mul_quant` quantizes the rounded value to e4m3 or
+int8. `keep`: also return the unquantized h (for the LoRA shrink of the down projection).
 """
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 import triton
 import triton.language as tl
 
-from ..core.device import H200_SMS
+from ..core.device import H200_SMS, workspace
 from ..core.registry import register
-from ..core.reproducible import silu_in_fp32
+from ..core.reproducible_sums import silu_in_fp32
 from ..core.triton_support import (
     INTERP,
     cdiv,
@@ -27,7 +26,6 @@ from ..core.triton_support import (
     row_scale,
     to_eight_bits,
 )
-from ..core.workspace import workspace
 from .quantize import (
     E4M3,
     quarter_columns,
@@ -41,9 +39,9 @@ from .quantize import (
 )
 
 SHARED_ROWS = 64
-SHARED_WIDTH = 8192  # narrower rows: one CTA is as fast as two launches
+SHARED_WIDTH = 8192  # for narrower rows one CTA is as fast as two launches
 CHUNK = 1024
-MOST_REGISTERS = 64  # of a thread: then an SM holds two rows of 16 warps
+MOST_REGISTERS = 64  # per thread: an SM holds two rows of 16 warps
 
 
 def silu_mul_reference(gate_up: torch.Tensor, delta: Optional[torch.Tensor]) -> torch.Tensor:
@@ -56,8 +54,9 @@ def silu_mul_reference(gate_up: torch.Tensor, delta: Optional[torch.Tensor]) -> 
 def silu_mul_quant_reference(
     gate_up: torch.Tensor, delta: Optional[torch.Tensor], keep: bool, dtype: torch.dtype = E4M3, rotate: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(h [..., I], q [..., I] e4m3 or int8, scale fp32 [...]) with q and scale as in `quantize_rowwise`; h is [0, I]
-    unless `keep`.
+    """Return (h [..., I], q [..., I] e4m3 or int8, scale fp32 [...]), quantized as in `quantize_rowwise`.
+
+    h is [0, I] unless `keep`.
     """
     h = silu_mul_reference(gate_up, delta)
     q, scale = quantize_rowwise_reference(h, dtype, rotate)
@@ -65,14 +64,14 @@ def silu_mul_quant_reference(
 
 
 def silu_mul_fake(gate_up: torch.Tensor, delta: Optional[torch.Tensor]) -> torch.Tensor:
-    """The results of `silu_mul_reference`, not filled."""
+    """Return an empty result."""
     return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
 
 
 def silu_mul_quant_fake(
-    gate_up: torch.Tensor, delta: Optional[torch.Tensor], keep: bool, dtype: torch.dtype = E4M3, rotate: int = 0
+    gate_up: torch.Tensor, delta: Optional[torch.Tensor], keep: bool, dtype: torch.dtype = E4M3, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The results of `silu_mul_quant_reference`, not filled."""
+    """Return empty results."""
     h = silu_mul_fake(gate_up, delta) if keep else gate_up.new_empty((0, gate_up.shape[-1] // 2))
     shape = gate_up.shape[:-1]
     q = gate_up.new_empty((*shape, gate_up.shape[-1] // 2), dtype=dtype)
@@ -81,11 +80,10 @@ def silu_mul_quant_fake(
 
 @triton.jit
 def silu(x):
-    """x * sigmoid(x) of fp32."""
+    """Return x * sigmoid(x) of fp32."""
     if INTERP:
         return x / (1.0 + tl.exp(-x))
-    # the two approximations are good to 2**-22; what lies around them in a library's exp and division is as much work
-    # again
+    # both approximations are precise to 2**-22; a library's exp and division take twice as many instructions
     else:
         return tl.inline_asm_elementwise(
             """{ .reg .f32 y;
@@ -104,7 +102,7 @@ def silu(x):
 
 @triton.jit
 def _silu_mul_values(gate_up, delta, row, column, inside, HAS_DELTA: tl.constexpr, WIDTH: tl.constexpr):
-    """h of some columns of one row, rounded as the model's dtype asks, in fp32."""
+    """Return h of some columns of one row, rounded to the model's dtype, in fp32."""
     at = row * (2 * WIDTH) + column
     gate = in_fp32(tl.load(gate_up + at, mask=inside, other=0.0))
     up = in_fp32(tl.load(gate_up + at + WIDTH, mask=inside, other=0.0))
@@ -128,18 +126,9 @@ def _silu_mul_kernel(
 
 @triton.jit
 def _silu_mul_quant_kernel(
-    gate_up,
-    delta,
-    h,
-    q,
-    scale,
-    HAS_DELTA: tl.constexpr,
-    KEEP: tl.constexpr,
-    ROTATE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    gate_up, delta, h, q, scale, HAS_DELTA: tl.constexpr, KEEP: tl.constexpr, ROTATE: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     pdl_start(PDL)
@@ -163,7 +152,7 @@ def _silu_mul_quant_kernel(
         if KEEP:
             tl.store(h + row * WIDTH + column, values.to(h.dtype.element_ty), mask=inside)
         store_quantized_row(values, q, scale, row, column, inside, WIDTH, BLOCK, ROTATE)
-    else:  # too wide for one CTA's registers: computed twice, which gives the same bits twice
+    else:  # too wide for one CTA's registers: computed twice, with the same bits
         largest = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, WIDTH, BLOCK):
             values = _silu_mul_values(gate_up, delta, row, start + column, start + column < WIDTH, HAS_DELTA, WIDTH)
@@ -181,20 +170,10 @@ def _silu_mul_quant_kernel(
 
 @triton.jit
 def _silu_mul_chunk_kernel(
-    gate_up,
-    delta,
-    h,
-    largest,
-    chunks,
-    HAS_DELTA: tl.constexpr,
-    ROTATE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """h[token, CHUNK columns], and largest[token, chunk] = max |h|, of h rotated in blocks of ROTATE columns (1: of
-    h itself).
-    """
+    gate_up, delta, h, largest, chunks, HAS_DELTA: tl.constexpr, ROTATE: tl.constexpr, WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Compute h[token, CHUNK columns] and largest[token, chunk] = max |h| of h, rotated in blocks of ROTATE columns."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     inside = column < WIDTH
@@ -206,20 +185,10 @@ def _silu_mul_chunk_kernel(
 
 @triton.jit
 def _quantize_chunk_kernel(
-    h,
-    largest,
-    q,
-    scale,
-    chunks,
-    ROTATE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    h, largest, q, scale, chunks, ROTATE: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
     PDL: tl.constexpr,
-):
-    """q[token, CHUNK columns]; every program of a token works out the same scale from its row's maxima, the first
-    one stores it.
-    """
+):  # fmt: skip
+    """Quantize q[token, CHUNK columns]; every program of a token computes the same scale, the first one stores it."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     place = tl.arange(0, CHUNKS)
@@ -241,7 +210,7 @@ def silu_mul_launch(
     sm_budget: Optional[int] = None,
     pdl: bool = False,
 ) -> None:
-    """Fill `out` = (h,). Too small to heed `sm_budget`."""
+    """Fill `out` = (h,). Ignores `sm_budget`: the launch is small."""
     require_contiguous("silu_mul", gate_up=gate_up, delta=delta)
     if gate_up.numel() == 0:
         return
@@ -264,10 +233,9 @@ def silu_mul_quant_launch(
     sm_budget: Optional[int] = None,
     pdl: bool = False,
 ) -> None:
-    """Fill `out` = (h, q, scale): one CTA a row, which its one scale asks for, or of few and wide rows two launches
-    that share each row among CTAs.
+    """Fill `out` = (h, q, scale). Ignores `sm_budget`.
 
-    Does not heed `sm_budget`.
+    One CTA per row, which has one scale; for few wide rows two launches that split each row among CTAs.
     """
     require_contiguous("silu_mul_quant", gate_up=gate_up, delta=delta)
     if gate_up.numel() == 0:
@@ -294,24 +262,14 @@ def silu_mul_quant_launch(
         )
         _quantize_chunk_kernel[(rows, chunks)](whole, largest, q, scale, chunks, CHUNKS=next_power_of_2(chunks), **form)
         return
-    # an SM has at most one row: what counts is how soon it is done; two wide rows: only so do they fit
+    # an SM has at most one row, so its latency counts; or two wide rows, which fit only with these limits
     if not quarters and (rows <= H200_SMS or width > 8192):
         warps = min(2 * warps, 32)
     _silu_mul_quant_kernel[(rows,)](
-        gate_up,
-        delta,
-        h if keep else None,
-        q,
-        scale,
-        HAS_DELTA=delta is not None,
-        KEEP=keep,
-        ROTATE=rotated,
-        WIDTH=width,
-        BLOCK=block,
-        num_warps=warps,
-        maxnreg=MOST_REGISTERS if quarters and delta is not None and not keep else None,
-        **pdl_options(pdl),
-    )
+        gate_up, delta, h if keep else None, q, scale, HAS_DELTA=delta is not None, KEEP=keep, ROTATE=rotated,
+        WIDTH=width, BLOCK=block, num_warps=warps,
+        maxnreg=MOST_REGISTERS if quarters and delta is not None and not keep else None, **pdl_options(pdl),
+    )  # fmt: skip
 
 
 silu_mul = register("silu_mul", silu_mul_reference, silu_mul_fake, silu_mul_launch, kind="silu_mul", family="silu")

@@ -1,4 +1,4 @@
-"""SiLU(gate) * up quantized by token and 128 columns: one launch, since no block needs the largest value of a row."""
+"""`silu_mul_blocks`: SiLU(gate) * up quantized per token and 128 columns, in one launch."""
 
 from typing import Optional
 
@@ -27,9 +27,9 @@ from .silu_mul import _silu_mul_values, silu_mul_fake, silu_mul_reference
 def reference(
     gate_up: torch.Tensor, delta: Optional[torch.Tensor], dtype: torch.dtype = E4M3, rotate: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """gate_up and delta [T, 2I], I a multiple of 128 -> (q [T, I] e4m3 or int8, scale [I / 128, P] fp32):
+    """Return `quantize_blocks` of `silu_mul`: (q [T, I] e4m3 or int8, scale [I / 128, P] fp32).
 
-    `quantize_blocks` of `silu_mul`.
+    gate_up and delta are [T, 2I], I a multiple of 128.
     """
     return quantize_blocks_reference(silu_mul_reference(gate_up, delta), dtype, rotate)
 
@@ -37,10 +37,7 @@ def reference(
 def fake(
     gate_up: torch.Tensor, delta: Optional[torch.Tensor], dtype: torch.dtype = E4M3, rotate: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Unfilled (q, scale).
-
-    Raises ValueError unless gate_up is [T, 2I] with I a multiple of 128, and delta, if there is one, as large.
-    """
+    """Return empty results. Raises ValueError unless gate_up is [T, 2I], I a multiple of 128, and delta like it."""
     if gate_up.dim() != 2 or gate_up.shape[1] % (2 * BLOCK) or (delta is not None and delta.shape != gate_up.shape):
         raise ValueError(
             f"silu_mul_blocks: gate_up {tuple(gate_up.shape)} must be [T, 2I] with I a multiple of {BLOCK}, and delta "
@@ -51,18 +48,9 @@ def fake(
 
 @triton.jit
 def _silu_mul_blocks_kernel(
-    gate_up,
-    delta,
-    q,
-    scale,
-    tokens,
-    HAS_DELTA: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    ROTATE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    gate_up, delta, q, scale, tokens, HAS_DELTA: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    BLOCKS: tl.constexpr, ROTATE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0)
     first = tl.program_id(1) * BLOCKS
     column = first * 128 + tl.arange(0, BLOCKS * 128)
@@ -81,7 +69,7 @@ def launch(
     sm_budget: Optional[int] = None,
     pdl: bool = False,
 ) -> None:
-    """Fill `out` = (q, scale); shapes as `fake` wants them. Too small to heed `sm_budget`."""
+    """Fill `out` = (q, scale). Ignores `sm_budget`: the launch is small."""
     require_contiguous("silu_mul_blocks", gate_up=gate_up, delta=delta)
     if gate_up.numel() == 0:
         return
@@ -97,7 +85,7 @@ def launch(
         PADDED=padded_scales(tokens),
         BLOCKS=blocks,
         ROTATE=max(1, rotate),
-        num_warps=max(1, blocks // 2),  # 16 bytes of a 16-bit gate are 8 columns a thread
+        num_warps=max(1, blocks // 2),  # 8 columns (16 bytes) of a 16-bit gate per thread
         **pdl_options(pdl),
     )
 

@@ -1,7 +1,7 @@
-"""Packed token masks: which tokens a row may get, one bit a token, for `argmax` and `sample`.
+"""Packed masks of allowed tokens, one bit per token, for `argmax` and `sample`.
 
-`masks` [M, W] int32 has a bit for each token, 32 a word, lowest bit first; `mask_rows` [B] int32 says which of them
-holds for a row of the logits (-1: all tokens are allowed). A program without masks is compiled without them.
+`masks` [M, W] int32 has 32 tokens per word, lowest bit first; `mask_rows` [B] int32 is the mask of each row of logits
+(-1: all tokens are allowed). Programs without masks are compiled without them.
 """
 
 import torch
@@ -12,7 +12,7 @@ from ..core.triton_support import cdiv, require_contiguous
 
 
 def masked_logits(logits: torch.Tensor, masks: torch.Tensor | None, mask_rows: torch.Tensor | None) -> torch.Tensor:
-    """logits [B, V] with -inf where a row's mask has no bit (NaN stays NaN)."""
+    """Return logits [B, V] with -inf for tokens without a bit in the row's mask (NaN stays NaN)."""
     if masks is None or mask_rows is None:
         return logits
     tokens = torch.arange(logits.shape[1], device=logits.device)
@@ -22,22 +22,22 @@ def masked_logits(logits: torch.Tensor, masks: torch.Tensor | None, mask_rows: t
 
 
 def check_masks(op: str, logits: torch.Tensor, masks: torch.Tensor | None, mask_rows: torch.Tensor | None) -> None:
-    """Raises ValueError for masks that do not fit the logits."""
+    """Raise ValueError for masks that do not match the logits."""
     if masks is None or mask_rows is None:
         if masks is not mask_rows:
-            raise ValueError(f"{op}: masks and mask_rows go together; give both or none")
+            raise ValueError(f"{op}: masks and mask_rows must be given together")
         return
     require_contiguous(op, masks=masks, mask_rows=mask_rows)
     words = cdiv(logits.shape[1], 32)
     if masks.shape[1] != words or mask_rows.shape != logits.shape[:1]:
         raise ValueError(
-            f"{op}: masks {tuple(masks.shape)} and mask_rows {tuple(mask_rows.shape)} do not fit logits "
+            f"{op}: masks {tuple(masks.shape)} and mask_rows {tuple(mask_rows.shape)} do not match logits "
             f"{tuple(logits.shape)}; a mask has {words} words, and each row an entry of mask_rows"
         )
 
 
 @triton.jit
 def allow(logit, token, inside, mask, mask_row):
-    """The logits of tokens, -inf where the row's mask has no bit; `mask_row`: which one that is, -1 for none."""
+    """Return the logits of tokens, -inf if the row's mask has no bit; `mask_row`: index of the mask, -1 for none."""
     word = tl.where(mask_row >= 0, tl.load(mask + token // 32, mask=inside, other=-1), -1)
     return tl.where(((word >> (token % 32)) & 1) != 0, logit, float("-inf"))

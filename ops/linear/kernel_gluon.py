@@ -1,12 +1,11 @@
-"""linear_8bit in Gluon: one producer warp streams weights and activations through a shared-memory ring by TMA, consumer
-warps multiply.
+"""linear_8bit in Gluon for decode steps: a producer warp streams both operands through a TMA ring, others multiply.
 
-The work is divided as in `kernel_triton.py`. The ring runs on across tile boundaries, so the next tile streams in while
-one is scaled and stored. Weights depend on no earlier kernel: under PDL the producer fills the whole ring with them
-before it waits, and only the activations' loads come after. TMA fills what lies beyond N, K or the tokens with zeros.
+Work is divided as in `kernel_triton.py`. The ring continues across tiles, so the next tile is loaded during the
+epilogue. Weights do not depend on earlier kernels: under PDL the producer fills the whole ring with them before its
+wait, and only loads of activations follow. TMA fills columns and rows beyond N, K and the tokens with zeros.
 
-Where activations have a scale per token and 128 columns (`quantize_blocks`), a step's scales come through the ring
-next to them, and its product is scaled and added in fp32 before the next one starts.
+If activations have a scale per token and 128 columns (`quantize_blocks`), a step's scales use the ring too, and its
+product is scaled and added in fp32 before the next one starts.
 """
 
 from typing import Optional
@@ -23,11 +22,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..core.gluon_support import cta_barrier, gdc_launch_dependents, gdc_wait, tma_load
+from .kernel_selection import BLOCK_K, LinearConfig, WorkSplit
 from .kernel_triton import split_buffers
-from .tuning import BLOCK_K, LinearConfig, WorkSplit
 
 PRODUCER_REGISTERS = 40
-LEAST_BOX = 32  # scales of a TMA box: its place in shared memory begins on 128 bytes
+LEAST_BOX = 32  # scales of a TMA box, which is aligned to 128 bytes in shared memory
 _SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 _PLAIN = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
@@ -41,17 +40,9 @@ def _first_unit(program, programs, tiles, steps, SPLIT: gl.constexpr):
 
 @gluon.jit
 def _load_weights(
-    weight_desc,
-    weights,
-    ready,
-    slot,
-    unit,
-    steps,
-    token_tiles,
-    BYTES: gl.constexpr,
-    BLOCK_N: gl.constexpr,
+    weight_desc, weights, ready, slot, unit, steps, token_tiles, BYTES: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
-):
+):  # fmt: skip
     mbarrier.expect(ready.index(slot), BYTES)
     tma_load(
         weight_desc,
@@ -63,19 +54,9 @@ def _load_weights(
 
 @gluon.jit
 def _load_tokens(
-    q_desc,
-    scale_desc,
-    tokens_ring,
-    scales,
-    ready,
-    slot,
-    unit,
-    steps,
-    token_tiles,
-    BLOCK_T: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    BLOCK_SCALES: gl.constexpr,
-):
+    q_desc, scale_desc, tokens_ring, scales, ready, slot, unit, steps, token_tiles, BLOCK_T: gl.constexpr,
+    BLOCK_K: gl.constexpr, BLOCK_SCALES: gl.constexpr,
+):  # fmt: skip
     tma_load(
         q_desc,
         [unit // steps % token_tiles * BLOCK_T, unit % steps * BLOCK_K],
@@ -103,43 +84,24 @@ def _produce(
         gdc_wait()
     for i in range(filled):
         _load_tokens(
-            q_desc,
-            scale_desc,
-            tokens_ring,
-            scales,
-            ready,
-            i,
-            begin + i,
-            steps,
-            token_tiles,
-            BLOCK_T,
-            BLOCK_K,
+            q_desc, scale_desc, tokens_ring, scales, ready, i, begin + i, steps, token_tiles, BLOCK_T, BLOCK_K,
             SCALE_BOX > 0,
-        )
+        )  # fmt: skip
     for i in range(filled, end - begin):
         slot = i % STAGES
         mbarrier.wait(empty.index(slot), (i // STAGES & 1) ^ 1)
         _load_weights(weight_desc, weights, ready, slot, begin + i, steps, token_tiles, BYTES, BLOCK_N, BLOCK_K)
         _load_tokens(
-            q_desc,
-            scale_desc,
-            tokens_ring,
-            scales,
-            ready,
-            slot,
-            begin + i,
-            steps,
-            token_tiles,
-            BLOCK_T,
-            BLOCK_K,
+            q_desc, scale_desc, tokens_ring, scales, ready, slot, begin + i, steps, token_tiles, BLOCK_T, BLOCK_K,
             SCALE_BOX > 0,
-        )
+        )  # fmt: skip
 
 
 @gluon.jit
 def multiply(wide, narrow, ready, empty, acc, begin, end, STAGES: gl.constexpr):
-    """The product of the ring's units begin..end, summed by the tensor cores; the slot of a unit is free once the
-    next one's product is under way.
+    """Return the product of the ring's units begin..end, summed by the tensor cores.
+
+    A unit's slot is freed when the next one's product runs.
     """
     for i in range(begin, end):
         slot = i % STAGES
@@ -159,7 +121,7 @@ def _consume(
     BLOCK_T: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, PARTS: gl.constexpr, BLOCK_SCALES: gl.constexpr,
     HAS_DELTA: gl.constexpr, HAS_RESIDUAL: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The consumer warps: products, sums across programs, scales, addends and the store of this program's tiles.
+    """Run the products, sums across programs, scales, addends and stores of this program's tiles (consumer warps).
 
     weights, tokens_ring          [STAGES, BLOCK_N, BLOCK_K] and [STAGES, BLOCK_T, BLOCK_K] e4m3 or int8: the rings
     ready, empty                  barriers of a filled and of a freed stage
@@ -167,18 +129,18 @@ def _consume(
     weight_scale_ptr              [N] fp32
     delta_ptr, residual_ptr       [T, N] addends, read with HAS_DELTA and HAS_RESIDUAL
     out_ptr                       [T, N]
-    planes_ptr, counters_ptr      two planes [BLOCK_T, BLOCK_N] a program (fp32, of int8 products int32), and a counter
-                                  a tile (int32), zero between launches: for tiles that are cut between programs
-    begin, end, steps             this program's units, a unit being one step along K of a tile; steps of a tile
+    planes_ptr, counters_ptr      two planes [BLOCK_T, BLOCK_N] per program (fp32, or int32 for int8), and a counter per
+                                  tile (int32), zero between launches: for tiles that programs share
+    begin, end, steps             this program's units, a unit being one step along K of a tile; steps per tile
     token_tiles, tiles            tiles along the tokens; all tiles
-    program, programs, tokens, n  number of this program, how many there are; T; N
-    SPLIT, PARTS                  how the units are dealt (`_first_unit`); the most programs that share a tile
+    program, programs, tokens, n  index of this program, number of programs; T; N
+    SPLIT, PARTS                  division of the units (`_first_unit`); the most programs per tile
     WARPS, PDL                    consumer warps; programmatic dependent launch
     """
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BLOCK_T, 32]
     )
-    # 8 neighbouring outputs of a token a thread
+    # 8 adjacent outputs of a token per thread
     STORE: gl.constexpr = gl.BlockedLayout([8, 1], [BLOCK_N // 8, 256 // BLOCK_N], [1, WARPS], [0, 1])
     if PDL:
         gdc_wait()
@@ -204,7 +166,7 @@ def _consume(
                     token_scale = scales.index(slot).slice(0, BLOCK_T, dim=1).load(MMA)
                 product = warpgroup_mma_wait(0, deps=(product,))
                 if BLOCK_SCALES:
-                    fence_async_shared()  # the scales are read: a load is not done when a barrier is passed
+                    fence_async_shared()  # scales have been read: a barrier does not complete loads
                 mbarrier.arrive(empty.index(slot), count=1)
                 if BLOCK_SCALES:
                     acc += product.to(gl.float32) * token_scale
@@ -216,15 +178,14 @@ def _consume(
         complete = stop - unit == steps
         if PARTS > 1:  # noqa: SIM102  a constant: without cuts nothing below is compiled
             if not complete:
-                # A program holds at most two cut tiles: plane 0 for the tile that it begins with, plane 1 for the one
-                # that it ends in.
+                # A program has at most two shared tiles: plane 0 for its first tile, plane 1 for its last one.
                 SIZE: gl.constexpr = BLOCK_N * BLOCK_T
                 inside = (columns < tokens)[None, :]
                 planes = planes_ptr + offsets_t[None, :] * BLOCK_N + offsets_n[:, None]
                 own = 2 * program + gl.where(begin < tile * steps, 1, 0)
                 gl.store(planes + own * SIZE, total, mask=inside)
                 cta_barrier()
-                # the programs that hold the tile's first and last unit
+                # the programs with the tile's first and last unit
                 first = ((tile * steps + 1) * programs - 1) // (tiles * steps)
                 last = ((tile + 1) * steps * programs - 1) // (tiles * steps)
                 complete = gl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == last - first
@@ -239,7 +200,7 @@ def _consume(
                     for part in gl.static_range(1, PARTS):
                         held = (columns < gl.where(first + part <= last, tokens, 0))[None, :]
                         total += gl.load(planes + 2 * (first + part) * SIZE, mask=held, other=0, cache_modifier=".cg")
-                    gl.store(counters_ptr + tile, 0)  # as the next launch must find it
+                    gl.store(counters_ptr + tile, 0)  # reset for the next launch
         if complete:
             row_scale = gl.load(weight_scale_ptr + rows, mask=rows < n, other=0.0)
             if BLOCK_SCALES:
@@ -264,9 +225,7 @@ def _linear_8bit_tma(
     PARTS: gl.constexpr, SCALE_BOX: gl.constexpr, HAS_DELTA: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """`scale`: a pointer to the tokens' scales, or boxes of the SCALE_BOX scales (at least BLOCK_T) that a step has
-    for a token tile.
-    """
+    """`scale`: a pointer to the tokens' scales, or boxes of a step's SCALE_BOX (>= BLOCK_T) scales of a token tile."""
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     steps = (k + BLOCK_K - 1) // BLOCK_K
@@ -368,12 +327,11 @@ def launch_gluon(
     split: WorkSplit,
     pdl: bool,
 ) -> None:
-    """As `launch_triton`; q, weight and scales of blocks must begin on 16-byte boundaries, P be a multiple of 4."""
+    """Run the kernel; arguments as in `launch_triton`, with q, weight and block scales 16-byte aligned, P % 4 == 0."""
     (tokens, k), n = q.shape, weight.shape[0]
     scale_box = max(LEAST_BOX, config.block_t) if scale.dim() == 2 else 0
     planes, counters = split_buffers(weight, config, split, scale_box > 0)
-    # The tensor maps are encoded by the launch itself and travel as kernel arguments, so a captured graph holds its own
-    # copies.
+    # The launch encodes the tensor maps as kernel arguments, so a captured graph has its own copies.
     weight_desc = TensorDescriptor.from_tensor(weight, [config.block_n, BLOCK_K], _SWIZZLED)
     q_desc = TensorDescriptor.from_tensor(q, [config.block_t, BLOCK_K], _SWIZZLED)
     scales = TensorDescriptor.from_tensor(scale, [1, scale_box], _PLAIN) if scale_box else scale

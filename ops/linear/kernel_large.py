@@ -1,13 +1,12 @@
-"""linear_8bit in int8 for many tokens, where arithmetic is the limit, in Gluon: the tokens are the M operand, tiles of
-up to 192 x 256.
+"""linear_8bit in int8 for many tokens, bound by arithmetic, in Gluon: tokens are the M operand.
 
-A producer warp streams both operands through a ring by TMA. Two or three consumer warpgroups multiply, each its own
-tokens of the tile by all of its weights: they share what the producer loads and nothing else, so that one stores its
-results while another still multiplies. int32 sums are exact, so the tensor cores keep them over all of K. Results leave
+Tiles have up to 192 x 256 results. A producer warp streams both operands through a ring by TMA. Two or three consumer
+warpgroups multiply their own tokens of the tile by all of its weights: they share only the loads, so one can store
+results while another multiplies. int32 sums are exact, so the tensor cores keep them over all of K. Results are stored
 through shared memory by TMA, 64 columns at a time.
 
-Tiles go to programs in an order that keeps L2 warm: program p takes p, p + G, p + 2G ... The ring runs on across tiles,
-so the next one streams in meanwhile.
+Tiles are ordered for L2: program p takes p, p + G, p + 2G ... The ring continues across tiles, so the next tile is
+loaded meanwhile.
 """
 
 from typing import Optional
@@ -25,9 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..core.gluon_support import cta_barrier, gdc_launch_dependents, gdc_wait, tma_load, tma_store
-from .tuning import BLOCK_K, LARGE_PIECE, LinearConfig, WorkSplit
+from .kernel_selection import BLOCK_K, LARGE_PIECE, LinearConfig, WorkSplit
 
-GROUP = 16  # token tiles whose activations are used against all weights before the next ones
+GROUP = 16  # token tiles that meet all weights before the next ones
 PRODUCER_REGISTERS = 24
 _SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 _STAGING = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -35,7 +34,7 @@ _STAGING = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, ran
 
 @gluon.jit
 def corner(wave, program, programs, token_tiles, weight_tiles, GROUP: gl.constexpr):
-    """(token tile, weight tile) of a program's tile: all weights against GROUP token tiles, then the next ones."""
+    """Return (token tile, weight tile) of a program's tile: all weights for GROUP token tiles, then the next ones."""
     tile = program + wave * programs
     group = tile // (GROUP * weight_tiles)
     height = gl.minimum(token_tiles - group * GROUP, GROUP)
@@ -45,20 +44,12 @@ def corner(wave, program, programs, token_tiles, weight_tiles, GROUP: gl.constex
 
 @gluon.jit
 def produce(
-    weight_desc,
-    q_desc,
-    shared,
-    sizes,
-    ROWS: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    GROUP: gl.constexpr,
-    PDL: gl.constexpr,
-):
-    """The producer warp: for each tile of this program and each step along K one box of weights and CONSUMERS boxes of
-    ROWS tokens into the rings. `shared` and `sizes` are the tuples that the kernel makes.
+    weight_desc, q_desc, shared, sizes, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Load one box of weights and CONSUMERS boxes of ROWS tokens per step (producer warp).
+
+    `shared` and `sizes` are the kernel's tuples.
     """
     weights, tokens_ring, _staging, ready, empty = shared
     waves, program, programs, steps, token_tiles, weight_tiles, _tokens, _n = sizes
@@ -70,7 +61,7 @@ def produce(
         token_tile, weight_tile = corner(wave, program, programs, token_tiles, weight_tiles, GROUP)
         for step in range(steps):
             slot = unit % STAGES
-            # a new barrier's phase before the first counts as over
+            # the phase before a new barrier's first counts as complete
             mbarrier.wait(empty.index(slot), (unit // STAGES & 1) ^ 1)
             mbarrier.expect(ready.index(slot), (CONSUMERS * ROWS + BLOCK_N) * BLOCK_K)
             tma_load(weight_desc, [weight_tile * BLOCK_N, step * BLOCK_K], ready.index(slot), weights.index(slot))
@@ -86,9 +77,7 @@ def produce(
 
 @gluon.jit
 def halves(x, ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    """The left and the right half of a piece of `WIDTH` columns, which lie in different registers of the same
-    threads.
-    """
+    """Return the halves of a piece of `WIDTH` columns, which are in different registers of the same threads."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH // 2, 32]
     )
@@ -98,7 +87,7 @@ def halves(x, ROWS: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def _pieces(x, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
-    """The pieces of 64 columns of a tile's sums."""
+    """Return the pieces of 64 columns of a tile's sums."""
     left, right = halves(x, ROWS, BLOCK_N)
     if BLOCK_N == 128:
         return left, right
@@ -110,7 +99,7 @@ def _pieces(x, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def store(value, staging, out_desc, row, column, PENDING: gl.constexpr):
-    """One piece to memory; the staging buffer is taken over from an older store once that has been read."""
+    """Store one piece; the staging buffer is reused after an older store has read it."""
     tma.store_wait(PENDING)
     cta_barrier()
     staging.store(value.to(out_desc.dtype))
@@ -124,7 +113,7 @@ def _finish(
     total, staging, out_desc, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, row, column, tokens, n,
     ROWS: gl.constexpr, WIDTH: gl.constexpr, HAS_DELTA: gl.constexpr, HAS_RESIDUAL: gl.constexpr, PENDING: gl.constexpr,
 ):  # fmt: skip
-    """Scales, addends and the store of one piece."""
+    """Apply scales and addends, and store one piece."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 32])
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     columns = column + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
@@ -142,7 +131,7 @@ def _finish(
 
 @gluon.jit
 def multiply_step(shared, acc, unit, step, CONSUMER: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Starts a step's product, the ring's unit `unit`, and frees the one before; step 0 starts a new sum."""
+    """Start a step's product of the ring's unit `unit`, and free the previous unit; step 0 starts a new sum."""
     weights, tokens_ring, _staging, ready, empty = shared
     slot = unit % STAGES
     mbarrier.wait(ready.index(slot), unit // STAGES & 1)
@@ -154,7 +143,7 @@ def multiply_step(shared, acc, unit, step, CONSUMER: gl.constexpr, STAGES: gl.co
         is_async=True,
     )
     acc = warpgroup_mma_wait(1, deps=(acc,))
-    # the product of the step before is done
+    # the previous step's product is done
     mbarrier.arrive(empty.index((unit + STAGES - 1) % STAGES), count=1, pred=step > 0)
     return acc
 
@@ -169,7 +158,7 @@ def _consume(
     _weights, _tokens_ring, staging, _ready, empty = shared
     out_desc, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr = memory
     waves, program, programs, steps, token_tiles, weight_tiles, tokens, n = sizes
-    # Triton knows no int8 instruction of 256
+    # Triton has no int8 instruction of 256 columns
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     nothing = gl.zeros([ROWS, BLOCK_N], gl.int32, MMA)
     if PDL:
@@ -346,14 +335,14 @@ def launch_large(
     split: WorkSplit,
     pdl: bool,
 ) -> None:
-    """As `launch_triton` for int8 operands and results of 16 bits; q, weight and out must begin on 16-byte boundaries,
-    N be a multiple of 8.
+    """Run the kernel for int8 operands and 16-bit results; arguments as in `launch_triton`.
+
+    q, weight and out must be 16-byte aligned, N a multiple of 8.
     """
     (tokens, k), n = q.shape, weight.shape[0]
     consumers = config.warps // 4
     rows = config.block_t // consumers
-    # The tensor maps are encoded by the launch itself and travel as kernel arguments, so a captured graph holds its own
-    # copies.
+    # The launch encodes the tensor maps as kernel arguments, so a captured graph has its own copies.
     weight_desc = TensorDescriptor.from_tensor(weight, [config.block_n, BLOCK_K], _SWIZZLED)
     q_desc = TensorDescriptor.from_tensor(q, [rows, BLOCK_K], _SWIZZLED)
     out_desc = TensorDescriptor.from_tensor(out, [rows, LARGE_PIECE], _STAGING)

@@ -1,13 +1,12 @@
 """The large kernel of linear_8bit with the second half of LoRA at the end of each tile, in Gluon.
 
-A tile's columns lie in one slice, and each of its two consumers' tokens in one list of `lora_active`. What a consumer
-needs at its tile's end is on its way while the tile is multiplied: the planes of its tokens' ranks are added up during
-the first steps, one a step; the rows of B of the list's first adapter are loaded after them, and turned to bf16 in the
-staging buffer, which is empty by then, while the last step's product runs. So a tile of one adapter ends with two small
-products onto the scaled sums. Other adapters of the list follow one by one, each one's rows in flight while those
-before are multiplied.
+A tile's columns are in one slice, and the tokens of each of its two consumers in one list of `lora_active`. Loads for
+the end of a tile overlap with its products: during the first steps the planes of the tokens' ranks are added, one per
+step; then the rows of B of the list's first adapter are loaded, and converted to bf16 in the empty staging buffer
+during the last step's product. So a tile with one adapter ends with two small products added to the scaled sums. Other
+adapters of the list follow one by one, each one's rows loaded during the previous products.
 
-A token's ranks are the operand in registers, zero but where the adapter is its own.
+A token's ranks are the register operand, zero except for its own adapter.
 """
 
 from triton.experimental import gluon
@@ -29,52 +28,41 @@ LIST_TOKENS = gl.constexpr(plan.LIST_TOKENS)
 
 @gluon.constexpr_function
 def operand_layout(RANK):
-    """B in bf16 as the tensor cores read it."""
+    """Return the layout of B in bf16 as the tensor cores read it."""
     return gl.NVMMASharedLayout(swizzle_byte_width=2 * RANK, element_bitwidth=16, rank=2)
 
 
 @gluon.constexpr_function
 def sums_layout(WARPS, COLUMNS, K):
-    """The layout of sums over instructions that are COLUMNS wide and K deep."""
+    """Return the layout of sums of instructions that are COLUMNS wide and K deep."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, COLUMNS, K])
 
 
 @gluon.constexpr_function
 def ranks_layout(COLUMNS):
-    """The ranks as an operand in registers, for products that are COLUMNS wide."""
+    """Return the layout of the ranks as a register operand, for products that are COLUMNS wide."""
     return gl.DotOperandLayout(0, sums_layout(4, COLUMNS, 16), 2)
 
 
 @gluon.constexpr_function
 def rows_layout(CHUNK):
-    """Rows of B as they are loaded: 16 ranks a thread."""
+    """Return the layout of loaded rows of B: 16 ranks per thread."""
     return gl.BlockedLayout([1, 16], [512 // CHUNK, CHUNK // 16], [4, 1], [1, 0])
 
 
 @gluon.jit
 def _listed(active, row, tokens, stride):
-    """(how many adapters the list of a consumer's tokens has, the first or -1)."""
+    """Return (number of adapters in the list of a consumer's tokens, the first adapter or -1)."""
     listed = active + row // LIST_TOKENS * stride
     return gl.load(listed, mask=row < tokens, other=0), gl.load(listed + 1, mask=row < tokens, other=-1)
 
 
 @gluon.jit
 def _load_rows(
-    b,
-    b_scale,
-    adapter,
-    n,
-    column,
-    rank,
-    wanted,
-    RANK: gl.constexpr,
-    HALF: gl.constexpr,
-    CHUNK: gl.constexpr,
+    b, b_scale, adapter, n, column, rank, wanted, RANK: gl.constexpr, HALF: gl.constexpr, CHUNK: gl.constexpr,
     CHUNKS: gl.constexpr,
-):
-    """An adapter's rows of B for half a tile's columns, CHUNKS x [HALF, CHUNK] from rank `rank` on, and their
-    scales.
-    """
+):  # fmt: skip
+    """Load an adapter's rows of B for half a tile's columns, CHUNKS x [HALF, CHUNK] from rank `rank` on, and scales."""
     LOAD: gl.constexpr = rows_layout(CHUNK)
     at = adapter * n + column + gl.arange(0, HALF, gl.SliceLayout(1, LOAD))
     source = b + rank + at[:, None] * RANK + gl.arange(0, CHUNK, gl.SliceLayout(0, LOAD))[None, :]
@@ -86,10 +74,10 @@ def _load_rows(
 
 @gluon.jit
 def _convert(rows, row_scale, operands, FIRST: gl.constexpr, CHUNKS: gl.constexpr):
-    """Rows of B times their scales, in bf16 where the tensor cores read them.
+    """Convert rows of B times their scales to bf16 in shared memory.
 
-    A small whole number added to the bits of 1.5 * 2^23 is added to its value: three quick instructions, where a
-    conversion of eight bits is a slow one.
+    Adding a small integer to the bits of 1.5 * 2^23 adds it to the value: three fast instructions instead of a slow
+    8-bit conversion.
     """
     for i in gl.static_range(CHUNKS):
         value = (rows[i].to(gl.int32) + 0x4B400000).to(gl.float32, bitcast=True) - 12582912.0
@@ -98,7 +86,7 @@ def _convert(rows, row_scale, operands, FIRST: gl.constexpr, CHUNKS: gl.constexp
 
 @gluon.jit
 def _convert_both(left, left_scale, right, right_scale, operands, FIRST: gl.constexpr, CHUNKS: gl.constexpr):
-    """Both halves' rows to a consumer's part of the staging buffer, when its warps are done with what that held."""
+    """Convert both halves' rows to a consumer's part of the staging buffer, after its warps have read it."""
     cta_barrier()
     _convert(left, left_scale, operands, FIRST, CHUNKS)
     _convert(right, right_scale, operands, FIRST + CHUNKS, CHUNKS)
@@ -111,10 +99,7 @@ def _expand(
     operands, left, right, ranks, own_adapter, b, b_scale, listed, count, first, second, n, column, FIRST: gl.constexpr,
     RANK: gl.constexpr, HALF: gl.constexpr, CHUNK: gl.constexpr, CHUNKS: gl.constexpr,
 ):  # fmt: skip
-    """Adds B times the ranks to both halves, adapter by adapter.
-
-    The first group of ranks of the first one is in the buffer.
-    """
+    """Add B times the ranks to both halves, adapter by adapter. The first adapter's first ranks are in the buffer."""
     GROUPS: gl.constexpr = RANK // (CHUNK * CHUNKS)
     adapter = first
     following = second
@@ -142,25 +127,16 @@ def _expand(
 
 @gluon.jit
 def _scaled(total, token_scale, row_scale, HALF: gl.constexpr):
-    """Half a tile's sums times the scales of tokens and weights, laid out for products of bf16."""
+    """Scale half a tile's sums by tokens and weights, in the layout of bf16 products."""
     value = total.to(gl.float32) * token_scale[:, None] * row_scale.load(sums_layout(4, HALF, 32))
     return gl.convert_layout(value, sums_layout(4, HALF, 16), assert_trivial=True)
 
 
 @gluon.jit
 def _store_halves(
-    left,
-    right,
-    staging,
-    out_desc,
-    row,
-    column,
-    ROWS: gl.constexpr,
-    HALF: gl.constexpr,
-    BUFFER: gl.constexpr,
-    BUFFERS: gl.constexpr,
-    PIECE: gl.constexpr,
-):
+    left, right, staging, out_desc, row, column, ROWS: gl.constexpr, HALF: gl.constexpr, BUFFER: gl.constexpr,
+    BUFFERS: gl.constexpr, PIECE: gl.constexpr,
+):  # fmt: skip
     if HALF == PIECE:
         store(left, staging.index(BUFFER), out_desc, row, column, 0)
         store(right, staging.index(BUFFER), out_desc, row, column + PIECE, 0)
@@ -179,8 +155,8 @@ def _consume(
     ALL_RANKS: gl.constexpr, SECOND: gl.constexpr, THIRD: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     HALF: gl.constexpr = BLOCK_N // 2
-    CHUNK: gl.constexpr = min(RANK, 2048 // ROWS)  # ranks that are summed at a time: 16 registers
-    # that are multiplied at a time: 32 ranks of all columns, which fit a consumer's part of the staging buffer
+    CHUNK: gl.constexpr = min(RANK, 2048 // ROWS)  # ranks summed at a time: 16 registers
+    # chunks multiplied at a time: 32 ranks of all columns, which fit a consumer's part of the staging buffer
     CHUNKS: gl.constexpr = min(RANK, 32) // CHUNK
     FIT: gl.constexpr = BUFFERS * ROWS * PIECE // (HALF * CHUNK)
     FIRST: gl.constexpr = CONSUMER * FIT
@@ -211,7 +187,7 @@ def _consume(
         part = gl.where(column >= SECOND, 1, 0) + gl.where(column >= THIRD, 1, 0)
         source = planes + part * RANK + own[:, None] * ALL_RANKS + rank[None, :]
         plane = gl.load(source, mask=wanted[:, None], other=0.0)
-        # nobody waits for the plane before a product is under way
+        # start a product before the wait for the plane
         acc = multiply_step(shared, nothing, unit, 0, CONSUMER, STAGES, CONSUMERS)
         unit += 1
         ranks = ()
@@ -250,7 +226,7 @@ def _consume(
         row_scales.index(2 * CONSUMER).store(left_weight_scale)
         row_scales.index(2 * CONSUMER + 1).store(right_weight_scale)
         if count > 0:
-            tma.store_wait(0)  # the tile before has left the buffers
+            tma.store_wait(0)  # the previous tile's stores are done
             _convert_both(left_rows, left_scale, right_rows, right_scale, operands, FIRST, CHUNKS)
         cta_barrier()
         acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -283,16 +259,16 @@ def linear_8bit_lora_large_kernel(
     scale, weight_scale             [T] and [N] fp32
     planes                          [splits, T, ALL_RANKS] fp32 of `lora_shrink`
     b, b_scale                      [S, N, R] int8 and [S, N] fp32
-    adapter_index, active           [T] int32; the lists of `lora_active`, `stride` = S + 1 numbers apart
+    adapter_index, active           [T] int32; the lists of `lora_active`, with row stride `stride` = S + 1
     tokens, token_tiles, steps      T, its tiles, and the steps of a tile along K
-    SECOND, THIRD                   the columns where the second and the third slice begin, or N
-    RANK, ALL_RANKS                 R; R times the slices
+    SECOND, THIRD                   first columns of the second and the third slice, or N
+    RANK, ALL_RANKS                 R; R times the number of slices
     ROWS, BLOCK_N, BLOCK_K          tokens of a consumer, columns of a tile, columns of K in a step
-    STAGES, CONSUMERS, BUFFERS      stages of the ring; warpgroups that multiply; staging buffers of each
+    STAGES, CONSUMERS, BUFFERS      stages of the ring; consumer warpgroups; staging buffers of each
     PIECE, GROUP                    columns of a store; token tiles that meet all weights before the next
-    *_REGISTERS, PDL, num_warps     registers a thread; programmatic dependent launch; warps of a consumer
+    *_REGISTERS, PDL, num_warps     registers per thread; programmatic dependent launch; warps of a consumer
 
-    What is a constant here and not in the large kernel, or computed by the launch, leaves the consumers more registers.
+    More constants, and more values computed by the launch than in the large kernel, leave the consumers more registers.
     """
     gl.static_assert(CONSUMERS == 2)
     program = gl.program_id(0)

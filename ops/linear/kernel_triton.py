@@ -1,14 +1,13 @@
-"""linear_8bit in Triton, e4m3 or int8: the weights are the wide (M) operand of the tensor cores, the tokens are padded
-to 16 and are the N operand.
+"""linear_8bit in Triton, e4m3 or int8: weights are the M operand of the tensor cores, tokens the N operand.
 
-Work is counted in units of one weight tile and BLOCK_K columns of K, tile by tile. Program c of G takes the units [c *
-U / G, (c + 1) * U / G): every program streams the same number of bytes whatever the shape or the number of programs
-(`sm_budget`). A tile cut between programs is summed from planes (fp32, of int8 products int32) by the last one to
-arrive, always in the order of the programs, so that results are bitwise repeatable. With SPLIT off the cuts lie on tile
-boundaries and nothing is exchanged.
+Tokens are padded to 16. Work is counted in units of one weight tile and BLOCK_K columns of K, tile by tile. Program c
+of G takes the units [c * U / G, (c + 1) * U / G): every program streams the same number of bytes for any shape and any
+number of programs (`sm_budget`). If programs share a tile, the last one to arrive sums it from planes (fp32, or int32
+for int8) in the order of the programs, so results are bitwise repeatable. With SPLIT off, programs take whole tiles and
+exchange nothing.
 
-Where activations have a scale per token and 128 columns (`quantize_blocks`), each step's product is scaled and added in
-fp32, and so are the planes.
+If activations have a scale per token and 128 columns (`quantize_blocks`), each step's product is scaled and added in
+fp32, and planes are fp32.
 """
 
 from typing import Optional
@@ -17,14 +16,14 @@ import torch
 import triton
 import triton.language as tl
 
+from ..core.device import workspace
 from ..core.triton_support import INTERP, INTERPRETED, dot_f32
-from ..core.workspace import workspace
-from .tuning import BLOCK_K, MAX_TILES, LinearConfig, WorkSplit
+from .kernel_selection import BLOCK_K, MAX_TILES, LinearConfig, WorkSplit
 
 
 @triton.jit
 def _first_unit(program, programs, tiles, steps, SPLIT: tl.constexpr):
-    """The first unit of `program`; every tile has `steps` units."""
+    """Return the first unit of `program`; every tile has `steps` units."""
     if SPLIT:
         return program * (tiles * steps) // programs
     return program * tiles // programs * steps
@@ -32,7 +31,7 @@ def _first_unit(program, programs, tiles, steps, SPLIT: tl.constexpr):
 
 @triton.jit
 def _prefetch_l2(addresses):
-    """Asks for the 128-byte lines at `addresses`; they go to L2 while the kernel before still runs."""
+    """Prefetch the 128-byte lines at `addresses` to L2 while the previous kernel still runs."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -40,8 +39,9 @@ def _prefetch_l2(addresses):
 
 @triton.jit
 def _dot_i32(a, b, acc):
-    """acc + a @ b of int8 operands in int32; right in the interpreter too, where up to 1040 products are exact in
-    fp32.
+    """Return acc + a @ b of int8 operands in int32.
+
+    Correct in the interpreter too: there fp32 represents up to 1040 products exactly.
     """
     if INTERP:
         return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee").to(tl.int32)
@@ -53,7 +53,7 @@ def _finish(
     total, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, out_ptr, rows, columns, tokens, n,
     PADDED: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Scales, addends and the store of one tile; total [weight rows, tokens]."""
+    """Apply scales and addends to one tile and store it; total [weight rows, tokens]."""
     row_scale = tl.load(weight_scale_ptr + rows, mask=rows < n, other=0.0)
     if PADDED:
         value = total * row_scale[:, None]
@@ -76,7 +76,7 @@ def _linear_8bit(
     SPLIT: tl.constexpr, PARTS: tl.constexpr, EVEN_K: tl.constexpr, PADDED: tl.constexpr, HAS_DELTA: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """PADDED: how many scales a step of K has at scale_ptr, one a token; 0: a token has one for all of K."""
+    """PADDED: scales per step of K at scale_ptr, one per token; 0: one scale per token for all of K."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     steps = tl.cdiv(k, BLOCK_K)
@@ -124,20 +124,19 @@ def _linear_8bit(
             elif INT8:
                 total = _dot_i32(w, x, total)
             else:
-                # the tensor cores' own running sum has 14 bits: add blocks of K in true fp32
+                # the tensor cores' running sum has 14 bits: add blocks of K in fp32
                 total += dot_f32(w, x, nothing)
         complete = last_step - first_step == steps
         if PARTS > 1:  # noqa: SIM102  a constant: without cuts nothing below is compiled
             if not complete:
-                # A program holds at most two cut tiles: plane 0 for the tile that it begins with, plane 1 for the one
-                # that it ends in.
+                # A program has at most two shared tiles: plane 0 for its first tile, plane 1 for its last one.
                 size: tl.constexpr = BLOCK_N * BLOCK_T
                 inside = (columns < tokens)[None, :]
                 planes = planes_ptr + offsets_n[:, None] * BLOCK_T + offsets_t[None, :]
                 own = 2 * program + tl.where(begin < tile * steps, 1, 0)
                 tl.store(planes + own * size, total, mask=inside)
                 tl.debug_barrier()
-                # the programs that hold the tile's first and last unit
+                # the programs with the tile's first and last unit
                 first = ((tile * steps + 1) * programs - 1) // (tiles * steps)
                 last = ((tile + 1) * steps * programs - 1) // (tiles * steps)
                 complete = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == last - first
@@ -152,7 +151,7 @@ def _linear_8bit(
                     for part in tl.static_range(1, PARTS):
                         held = (columns < tl.where(first + part <= last, tokens, 0))[None, :]
                         total += tl.load(planes + 2 * (first + part) * size, mask=held, other=0, cache_modifier=".cg")
-                    tl.store(counters_ptr + tile, 0)  # as the next launch must find it
+                    tl.store(counters_ptr + tile, 0)  # reset for the next launch
         if complete:
             _finish(
                 total, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, out_ptr, rows, columns, tokens, n, PADDED,
@@ -164,10 +163,9 @@ def _linear_8bit(
 def split_buffers(
     weight: torch.Tensor, config: LinearConfig, split: WorkSplit, block_scales: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The planes (int32 where the weight is int8 and nothing is scaled before the end, else fp32) and int32 arrival
-    counters of a launch.
+    """Return the planes and int32 arrival counters of a launch, shared by kernels that run one after another.
 
-    Kernels that run one after another use the same ones.
+    Planes are int32 for int8 without block scales, else fp32.
     """
     device = weight.device
     plane_bytes = 2 * split.programs * config.block_n * config.block_t * 4 if split.parts > 1 else 16
@@ -190,16 +188,16 @@ def launch_triton(
     split: WorkSplit,
     pdl: bool,
 ) -> None:
-    """q [T, K], scale [T] or [K / 128, P], weight [N, K], weight_scale [N], delta and residual [T, N] -> out [T, N];
-    all contiguous, K a multiple of 16.
+    """q [T, K], scale [T] or [K / 128, P], weight [N, K], weight_scale [N], delta and residual [T, N] -> out [T, N].
 
-    Raises ValueError for scales of blocks with a configuration whose steps aren't one block.
+    All are contiguous, K a multiple of 16. Raises ValueError for block scales with a configuration whose steps are not
+    one block.
     """
     (tokens, k), n = q.shape, weight.shape[0]
     padded = scale.shape[1] if scale.dim() == 2 else 0
     if padded and config.block_k != BLOCK_K:
         raise ValueError(
-            f"linear_8bit: steps of {config.block_k} columns with scales of {BLOCK_K} columns each; take a "
+            f"linear_8bit: scales of {BLOCK_K} columns do not support steps of {config.block_k} columns; use a "
             f"configuration with block_k={BLOCK_K}"
         )
     planes, counters = split_buffers(weight, config, split, padded > 0)

@@ -1,18 +1,17 @@
-"""linear_8bit for 65 tokens and more, in Gluon: the tokens are the M operand (two warpgroups), the weights the N
-operand, in tiles of up to 128 x 256.
+"""linear_8bit for 65 tokens and more, in Gluon: tokens are the M operand (two warpgroups), tiles of up to 128 x 256.
 
-A producer warp streams both through a ring by TMA; the tensor cores keep the running sum of a tile (or hand it over to
-fp32 every `PROMOTE` steps), so that a step's products overlap the wait for the next one's. Results leave through shared
-memory by TMA. With ACTIVATE a tile holds as many gate as up rows, loaded as two boxes, and stores silu(gate) * up
-alone: what a separate kernel would write and read again never leaves the registers.
+A producer warp streams both operands through a ring by TMA; the tensor cores keep a tile's running sum (or add it to
+fp32 every `PROMOTE` steps), so a step's products overlap with the wait for the next step. Results are stored through
+shared memory by TMA. With ACTIVATE a tile has as many gate as up rows, loaded as two boxes, and stores only silu(gate)
+* up, which saves a write and a read of both.
 
-Tiles are whole, in an order that keeps L2 warm: program p takes p, p + G, p + 2G ... Where they are too few for the
-GPU, PARTS programs share the steps of each: every one hands the others their columns through fp32 planes and finishes
-its own, so that no program sums a whole tile while the others are done. Planes are added in the order of the parts (the
-same bits every time). Sharing programs wait for each other, so all of them must be resident at once.
+Tiles are whole, in an order for L2: program p takes p, p + G, p + 2G ... If there are too few tiles for the GPU, PARTS
+programs share the steps of each: every program passes the others their columns through fp32 planes and finishes its
+own, so no program sums a whole tile alone. Planes are added in the order of the parts, so results are bitwise
+repeatable. Sharing programs wait for each other, so all of them must be resident at once.
 
-From 256 tokens on it is bound by what the SMs load from L2: larger tiles' sums fit no SM, and Triton 3.6 has no TMA
-multicast on Hopper, by which the clusters of `torch._scaled_mm` share their loads. So large products stay there.
+From 256 tokens on the kernel is bound by loads from L2: sums of larger tiles do not fit an SM, and Triton 3.6 has no
+TMA multicast on Hopper, with which clusters of `torch._scaled_mm` share loads. So that kernel runs large products.
 """
 
 from typing import Optional
@@ -25,16 +24,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..core.gluon_support import cta_barrier, gdc_launch_dependents, gdc_wait, tma_load, tma_store
 from .kernel_gluon import PRODUCER_REGISTERS, multiply
+from .kernel_selection import BLOCK_K, WIDE_STAGING, LinearConfig, WorkSplit
 from .kernel_triton import split_buffers
-from .tuning import BLOCK_K, WIDE_STAGING, LinearConfig, WorkSplit
 
-GROUP = 16  # token tiles whose activations are used against all weights before the next ones
+GROUP = 16  # token tiles that meet all weights before the next ones
 _SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 
 
 @gluon.jit
 def _place(index, first_step, program, programs, steps, PARTS: gl.constexpr):
-    """(tile, step) of a program's `index`-th unit."""
+    """Return (tile, step) of a program's `index`-th unit."""
     if PARTS > 1:
         return program // PARTS, first_step + index
     wave = index // steps
@@ -43,7 +42,7 @@ def _place(index, first_step, program, programs, steps, PARTS: gl.constexpr):
 
 @gluon.jit
 def _corner(tile, token_tiles, weight_tiles, GROUP: gl.constexpr):
-    """(token tile, weight tile): all weights against GROUP token tiles, then the next ones."""
+    """Return (token tile, weight tile): all weights for GROUP token tiles, then the next ones."""
     group = tile // (GROUP * weight_tiles)
     height = gl.minimum(token_tiles - group * GROUP, GROUP)
     inside = tile - group * GROUP * weight_tiles
@@ -120,9 +119,7 @@ def _produce(
 
 @gluon.jit
 def _halves(x, BLOCK_T: gl.constexpr, WIDTH: gl.constexpr):
-    """The left and the right half of a piece of `WIDTH` columns, which lie in different registers of the same
-    threads.
-    """
+    """Return the halves of a piece of `WIDTH` columns, which are in different registers of the same threads."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, WIDTH // 2, 32]
     )
@@ -132,14 +129,14 @@ def _halves(x, BLOCK_T: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def _hand_over(piece, place, part, planes, tile, SIZE: gl.constexpr, PARTS: gl.constexpr):
-    """This part's sum of the columns that part `place` finishes."""
+    """Store this part's sum of the columns that part `place` finishes."""
     if part != place:
         gl.store(planes + ((tile * PARTS + place) * PARTS + part) * SIZE, piece)
 
 
 @gluon.jit
 def _gather(own, part, planes, counter, tile, SIZE: gl.constexpr, PARTS: gl.constexpr):
-    """The whole sum of this part's own columns, once all parts have handed over theirs; leaves the counter at zero."""
+    """Return the whole sum of this part's own columns, once all parts have stored theirs; resets the counter."""
     cta_barrier()
     gl.atomic_add(counter, 1, sem="release")
     while gl.atomic_add(counter, 0, sem="acquire") < PARTS:
@@ -151,7 +148,7 @@ def _gather(own, part, planes, counter, tile, SIZE: gl.constexpr, PARTS: gl.cons
             planes + ((tile * PARTS + part) * PARTS + i) * SIZE, mask=part != i, other=0, cache_modifier=".cg"
         )
         total += gl.where(part == i, own, received)
-    if gl.atomic_add(counter, 1, sem="relaxed") == 2 * PARTS - 1:  # the last one to have seen them all
+    if gl.atomic_add(counter, 1, sem="relaxed") == 2 * PARTS - 1:  # the last one to read them
         gl.store(counter, 0)
     return total
 
@@ -161,7 +158,7 @@ def _scaled(
     total, scale_ptr, weight_scale_ptr, delta_ptr, residual_ptr, first_row, first_column, tokens, n, width,
     BLOCK_T: gl.constexpr, WIDTH: gl.constexpr, HAS_DELTA: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
 ):  # fmt: skip
-    """Scales and addends of one piece of a tile, whose columns end before `width`; n: the addends' row stride."""
+    """Apply scales and addends to one piece of a tile that ends before column `width`; n: row stride of the addends."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, WIDTH, 32])
     row = first_row + gl.arange(0, BLOCK_T, gl.SliceLayout(1, LAYOUT))
     column = first_column + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
@@ -179,7 +176,7 @@ def _scaled(
 
 @gluon.jit
 def _store(value, staging, out_desc, row, column):
-    """One piece to memory; the staging buffer is taken over from the store before once that has been read."""
+    """Store one piece; the staging buffer is reused after the previous store has read it."""
     tma.store_wait(0)
     cta_barrier()
     staging.store(value.to(out_desc.dtype))
@@ -196,29 +193,28 @@ def _consume(
     PIECES: gl.constexpr, HAS_DELTA: gl.constexpr, HAS_RESIDUAL: gl.constexpr, ACTIVATE: gl.constexpr,
     GROUP: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The consumer warps: products, sums across programs, scales, addends or SiLU, and the store of this program's
-    tiles.
+    """Run the products, exchange of sums, scales, addends or SiLU, and stores of this program's tiles (consumer warps).
 
     weights, tokens_ring             [STAGES, BLOCK_N, BLOCK_K] and [STAGES, BLOCK_T, BLOCK_K] e4m3 or int8: the rings
-    staging, out_desc                buffers and TMA boxes through which pieces leave; the result has N columns, N / 2
-                                     with ACTIVATE
+    staging, out_desc                buffers and TMA boxes of stored pieces; the result has N columns, N / 2 with
+                                     ACTIVATE
     ready, empty                     barriers of a filled and of a freed stage
     scale_ptr, weight_scale_ptr      [T] and [N] fp32
     delta_ptr, residual_ptr          [T, N] addends, read with HAS_DELTA and HAS_RESIDUAL
     planes_ptr, counters_ptr         fp32 planes and int32 counters of tiles that PARTS programs share
-    first_step, count                where this program begins along K, and how many steps it has in all
-    program, programs, steps         number of this program, how many there are; steps of a whole tile
+    first_step, count                this program's first step along K, and its number of steps
+    program, programs, steps         index of this program, number of programs; steps of a whole tile
     token_tiles, weight_tiles        tiles along the tokens and along N
-    up_row, tokens, n                the row of the weights where up begins; T; N
-    PARTS, PROMOTE                   programs that share a tile; steps after which a sum goes to fp32 (0: at the end)
+    up_row, tokens, n                the first up row of the weights; T; N
+    PARTS, PROMOTE                   programs per tile; steps after which a sum goes to fp32 (0: at the end)
     PIECES                           parts along N in which a tile is finished and stored
-    ACTIVATE                         tiles of gate and up rows, of which silu(gate) * up is stored
+    ACTIVATE                         tiles have gate and up rows; silu(gate) * up is stored
     GROUP, PDL                       token tiles that meet all weights before the next; programmatic dependent launch
     """
     gl.static_assert(PARTS == 1 or PARTS == 2 or PARTS == 4)
     gl.static_assert(PIECES == PARTS or (PARTS == 1 and PIECES == 2))
     INT8: gl.constexpr = weights.dtype == gl.int8
-    # Triton knows no int8 instruction of 256 columns
+    # Triton has no int8 instruction of 256 columns
     INSTR_N: gl.constexpr = 128 if INT8 and BLOCK_N > 128 else BLOCK_N
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, INSTR_N, 32])
     WIDTH: gl.constexpr = BLOCK_N // PIECES
@@ -421,11 +417,10 @@ def launch_wide(
     pdl: bool,
     activate: bool = False,
 ) -> None:
-    """As `launch_triton` for results of 16 bits; q, weight and out must begin on 16-byte boundaries, N be a multiple
-    of 8.
+    """Run the kernel for 16-bit results; arguments as in `launch_triton`.
 
-    With `activate` out [T, N / 2] = silu(left half) * right half of what it would be; N / 2 must be a multiple of half
-    a tile, tiles whole.
+    q, weight and out must be 16-byte aligned, N a multiple of 8. With `activate` out [T, N / 2] = silu(left half) *
+    right half; N / 2 must be a multiple of half a tile, and programs take whole tiles.
     """
     (tokens, k), n = q.shape, weight.shape[0]
     planes, counters = split_buffers(weight, config, split)
@@ -435,8 +430,7 @@ def launch_wide(
     out_layout = gl.NVMMASharedLayout(
         swizzle_byte_width=min(128, config.block_n // pieces * 2), element_bitwidth=16, rank=2
     )
-    # The tensor maps are encoded by the launch itself and travel as kernel arguments, so a captured graph holds its own
-    # copies.
+    # The launch encodes the tensor maps as kernel arguments, so a captured graph has its own copies.
     weight_desc = TensorDescriptor.from_tensor(
         weight, [config.block_n // 2 if activate else config.block_n, BLOCK_K], _SWIZZLED
     )

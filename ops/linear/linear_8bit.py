@@ -1,14 +1,13 @@
-"""linear_8bit: y = (q @ W^T) * scale * weight_scale (+ delta + residual), e4m3 or int8 operands, one scale per token
-and per output channel.
+"""`linear_8bit`: y = (q @ W^T) * scale * weight_scale (+ delta + residual), e4m3 or int8, scales per token and output.
 
-Activations may also have one scale per token and 128 columns (`quantize_blocks`): then no kernel before it needs the
-maximum of a whole row. That is made for few tokens; many run on `kernel_gluon.py` as well, and slower than with one
-scale a token.
+Activations may also have one scale per token and 128 columns (`quantize_blocks`), so that no earlier kernel needs the
+maximum of a whole row. This form is for few tokens; many run on `kernel_gluon.py`, slower than with one scale per
+token.
 
-Few tokens are bound by the bytes of the weights and run on our own kernels (`kernel_triton.py`, `kernel_gluon.py`),
-from 65 tokens on those with few output tiles on `kernel_wide.py`; many tokens are bound by arithmetic and go to
-`torch._scaled_mm`, in int8 to `kernel_large.py`. `tuning.py` says which kernel and which tiles. Products of int8 are
-summed exactly, in int32: every kernel, and every way to share its work, gives the same sums.
+Few tokens are bound by the bytes of the weights and run on `kernel_triton.py` or `kernel_gluon.py`; from 65 tokens on
+linears with few output tiles run on `kernel_wide.py`; many tokens are bound by arithmetic and run on
+`torch._scaled_mm`, in int8 on `kernel_large.py`. `kernel_selection.py` chooses kernel and tiles. int8 products are
+summed exactly in int32: every kernel, and every division of its work, gives the same sums.
 """
 
 from dataclasses import replace
@@ -18,26 +17,26 @@ import torch
 
 from ..core.device import multiprocessors
 from ..core.registry import register
-from ..core.reproducible import product
+from ..core.reproducible_sums import product
 from ..core.triton_support import INTERPRETED
 from ..elementwise.quantize_blocks import BLOCK
 from .kernel_gluon import launch_gluon
 from .kernel_large import launch_large
+from .kernel_selection import LinearConfig, choose_config, linear_config, with_addends, without_tma, work_split
 from .kernel_triton import launch_triton
 from .kernel_wide import launch_wide
 from .scaled_mm import launch_scaled_mm, scaled_mm_takes
-from .tuning import LinearConfig, choose_config, linear_config, with_addends, without_tma, work_split
 
 DTYPES = (torch.float8_e4m3fn, torch.int8)
 BLOCK_SCALE_KERNELS = ("gluon", "triton")
-MAX_INT8_K = 1 << 17  # products of +-127 (of -128 too) whose sum fits int32
+MAX_INT8_K = 1 << 17  # number of products of +-127 (or -128) whose sum fits int32
 
 
 def check_shapes(q: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
-    """Raises ValueError for weights that don't fit the activations."""
+    """Raise ValueError unless the weights match the activations."""
     if weight.dim() != 2 or q.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"linear_8bit: q {tuple(q.shape)} and weight {tuple(weight.shape)} don't fit: expected q [..., K] and "
+            f"linear_8bit: q {tuple(q.shape)} and weight {tuple(weight.shape)} don't match: expected q [..., K] and "
             "weight [N, K]"
         )
     if weight_scale.shape != weight.shape[:1]:
@@ -58,14 +57,15 @@ def check_shapes(q: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tens
 
 
 def has_block_scales(q: torch.Tensor, scale: torch.Tensor) -> bool:
-    """Whether scale is [K / 128, P], of blocks of 128 columns of q [T, K], and not one value per token; ValueError
-    where those don't fit q.
+    """Return whether scale is [K / 128, P] for blocks of 128 columns of q [T, K], and not one value per token.
+
+    Raises ValueError if block scales do not match q.
     """
     if q.dim() != 2 or scale.dim() != 2:
         return False
     if q.shape[1] % BLOCK or scale.shape[0] != q.shape[1] // BLOCK:
         raise ValueError(
-            f"linear_8bit: scale {tuple(scale.shape)} doesn't fit q {tuple(q.shape)}: expected [K / {BLOCK}, P], K a "
+            f"linear_8bit: scale {tuple(scale.shape)} doesn't match q {tuple(q.shape)}: expected [K / {BLOCK}, P], K a "
             f"multiple of {BLOCK}, or [T]"
         )
     if scale.shape[1] < q.shape[0]:
@@ -77,12 +77,12 @@ def has_block_scales(q: torch.Tensor, scale: torch.Tensor) -> bool:
 
 
 def matmul_8bit(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [..., K] e4m3, int8 or fp32 @ weight [N, K]^T e4m3 or int8 -> [..., N] fp32, rounded once."""
+    """Return x [..., K] e4m3, int8 or fp32 @ weight [N, K]^T e4m3 or int8 -> [..., N] fp32, rounded once."""
     return product(x, weight, torch.float32)
 
 
 def matmul_blocks(q: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """q [T, K] @ weight [N, K]^T in fp32, the products of each block of 128 columns times scale [K / 128, P]."""
+    """Return q [T, K] @ weight [N, K]^T in fp32, the products of each block of 128 columns times scale [K / 128, P]."""
     total = torch.zeros(q.shape[0], weight.shape[0], device=q.device)
     for x, w, token_scale in zip(q.split(BLOCK, dim=1), weight.split(BLOCK, dim=1), scale, strict=True):
         total += matmul_8bit(x, w) * token_scale[: q.shape[0], None]
@@ -98,12 +98,11 @@ def reference(
     residual: Optional[torch.Tensor],
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """q [..., K] and weight [N, K], both e4m3 or both int8, scale [...] and weight_scale [N] fp32, delta and residual
-    [..., N] -> [..., N] of `out_dtype`.
+    """q [..., K] and weight [N, K], both e4m3 or both int8 -> [..., N] of `out_dtype`.
 
-    With q [T, K] scale may be [K / 128, P], as `quantize_blocks` makes it: P >= T, what lies past T is not read into
-    results. Products are summed exactly, everything else is fp32, and the result is rounded once. Raises ValueError for
-    shapes and dtypes that don't fit.
+    scale [...] and weight_scale [N] are fp32, delta and residual [..., N]. With q [T, K] scale may be [K / 128, P] of
+    `quantize_blocks`; P >= T, and scales past T are ignored. Products are summed exactly, everything else is fp32, and
+    the result is rounded once. Raises ValueError for shapes and dtypes that don't match.
     """
     check_shapes(q, weight, weight_scale)
     y = matmul_blocks(q, scale, weight) if has_block_scales(q, scale) else matmul_8bit(q, weight) * scale.unsqueeze(-1)
@@ -123,7 +122,7 @@ def fake(
     residual: Optional[torch.Tensor],
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The results of `reference`, not filled."""
+    """Return an empty result."""
     check_shapes(q, weight, weight_scale)
     has_block_scales(q, scale)
     return q.new_empty((*q.shape[:-1], weight.shape[0]), dtype=out_dtype)
@@ -142,7 +141,7 @@ def launch(
     sm_budget: Optional[int] = None,
     pdl: bool = False,
 ) -> None:
-    """Writes `out[0]`; K must be a multiple of 16. `sm_budget` limits the kernels to that many SMs."""
+    """Fill `out` = (y,); K must be a multiple of 16. `sm_budget` limits the kernels to that many SMs."""
     n, k = weight.shape
     if k % 16:
         raise ValueError(
@@ -170,9 +169,7 @@ def launch(
 
 
 def takes_block_scales(config: LinearConfig, tokens: int, n: int, k: int, sms: int) -> LinearConfig:
-    """`config`, with the registers for a product next to the sums; where its kernel takes no scales of blocks, a
-    configuration of one that does.
-    """
+    """Return `config` with registers for a product next to the sums, or that of a kernel with block scales."""
     if config.kernel not in BLOCK_SCALE_KERNELS:
         config = choose_config(tokens, n, k, sms, scaled_mm=False)
     if config.block_n * config.block_t < 128 * 64:
@@ -194,25 +191,17 @@ def launch_config(
     sm_budget: Optional[int] = None,
     pdl: bool = False,
 ) -> None:
-    """Runs one given configuration on [T, K] activations with scales [T] or [K / 128, P] (the tuner's door; `launch`
-    picks the configuration).
-    """
+    """Run a given configuration on [T, K] activations with scales [T] or [K / 128, P]; for the tuner."""
     if scale.dim() == 2 and config.kernel not in BLOCK_SCALE_KERNELS:
         raise ValueError(
-            f"linear_8bit: the kernel {config.kernel} takes one scale a token; scales of blocks are for "
+            f"linear_8bit: the kernel {config.kernel} needs one scale per token; block scales are supported by "
             f"{' and '.join(BLOCK_SCALE_KERNELS)}"
         )
     if config.kernel == "scaled_mm":
         launch_scaled_mm(
-            q,
-            scale,
-            weight,
-            weight_scale,
-            delta,
-            residual,
-            out,
+            q, scale, weight, weight_scale, delta, residual, out,
             sms_left_free=0 if sm_budget is None else sms - sm_budget,
-        )
+        )  # fmt: skip
         return
     if config.kernel == "large" and (delta is not None or residual is not None):
         config = with_addends(config)

@@ -1,8 +1,7 @@
-"""linear_8bit_lora: a linear in int8 for prompt steps whose tiles add their tokens' adapters themselves, so that no
-delta goes through memory.
+"""`linear_8bit_lora`: an int8 linear for prompt steps that adds the LoRA delta in its tiles, not through memory.
 
-`lora_shrink` has run before: what is left of LoRA is a product of few ranks, added to a tile's sums before they are
-rounded. The kernel is in `kernel_lora_large.py`; here are the specification and the launch.
+`lora_shrink` has run before: the rest of LoRA is a product of few ranks, added to a tile's sums before they are
+rounded. The kernel is in `kernel_lora_large.py`; this file has the specification and the launch.
 """
 
 from collections.abc import Sequence
@@ -14,25 +13,26 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..core.device import multiprocessors
 from ..core.registry import register
-from ..core.reproducible import product
+from ..core.reproducible_sums import product
 from ..core.triton_support import INTERPRETED, cdiv, require_contiguous
 from ..lora.plan import lora_splits
 from .kernel_large import GROUP, PRODUCER_REGISTERS
 from .kernel_lora_large import linear_8bit_lora_large_kernel
+from .kernel_selection import BLOCK_K, LARGE_PIECE, LinearConfig, int8_cost, large_candidates, linear_config, work_split
 from .linear_8bit import MAX_INT8_K, matmul_8bit
-from .tuning import BLOCK_K, LARGE_PIECE, LinearConfig, int8_cost, large_candidates, linear_config, work_split
 
 RANKS = (16, 32, 64)
 MAX_TOKENS = 65536
-LEAST_CHUNK = 16  # ranks of a plane that a tile's step sums, at least
+LEAST_CHUNK = 16  # least ranks of a plane that one step of a tile sums
 CONSUMER_REGISTERS = 240
 _SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 _STAGING = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 def candidates(slices: Sequence[int], rank: int) -> list[LinearConfig]:
-    """Configurations whose tiles lie in one slice each, and whose consumers have registers for the ranks: two of
-    them, with 64 ranks of 64 tokens each.
+    """Return configurations with one slice per tile, whose consumers have registers for the ranks.
+
+    With 64 ranks these are two consumers of 64 tokens each.
     """
     return [
         config
@@ -44,25 +44,23 @@ def candidates(slices: Sequence[int], rank: int) -> list[LinearConfig]:
 
 
 def lora_config(tokens: int, k: int, slices: Sequence[int], rank: int, sm_count: int) -> LinearConfig:
-    """The tuned configuration of the linear without LoRA where it is one of ours, else the one in which the busiest
-    SM has the least to do.
-    """
+    """Return the linear's tuned configuration if it is a candidate, else the one with least work on the busiest SM."""
     n = sum(slices)
     tuned, found = linear_config(tokens, n, k, sm_count, int8=True), candidates(slices, rank)
     return tuned if tuned in found else min(found, key=lambda config: int8_cost(config, tokens, n, k, sm_count))
 
 
 def fits(tokens: int, k: int, slices: Sequence[int], rank: int, slots: int, splits: Optional[int] = None) -> str | None:
-    """None when the kernel takes a weight [sum(slices), k] with `slots` adapters of this rank, else the reason why not.
+    """Return None if the kernel supports a weight [sum(slices), k] with `slots` adapters of this rank, else the reason.
 
-    `splits` planes; None: as many as `lora_splits` says.
+    splits  number of planes; None: that of `lora_splits`
     """
     splits = lora_splits(k, tokens) if splits is None else splits
     if not 1 <= tokens <= MAX_TOKENS:
         return f"{tokens} tokens; it takes 1 to {MAX_TOKENS}"
     if rank not in RANKS:
         return f"LoRA stacks of rank {rank}; it takes {', '.join(map(str, RANKS))}"
-    # of a tile: one that nothing is summed with, then one for each chunk of each plane
+    # steps of a tile: one without a sum, then one per chunk of each plane
     steps = 1 + splits * rank // LEAST_CHUNK
     if k % 16 or not (steps - 1) * BLOCK_K < k <= MAX_INT8_K:
         return (
@@ -88,8 +86,9 @@ def fits(tokens: int, k: int, slices: Sequence[int], rank: int, slots: int, spli
 def expanded(
     planes: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, adapter_index: torch.Tensor, slices: Sequence[int]
 ) -> torch.Tensor:
-    """fp32 [T, N]: the planes' sum in bf16 times (b[slot] * b_scale in bf16), each slice with its own ranks; zeros
-    for tokens without an adapter.
+    """Return fp32 [T, N]: the planes' sum in bf16 times (b[slot] * b_scale in bf16), each slice with its own ranks.
+
+    Zeros for tokens without an adapter.
     """
     ranks = b.shape[2]
     total = planes[0]
@@ -123,15 +122,14 @@ def reference(
 
     q, scale              [T, K] int8, [T] fp32
     weight, weight_scale  [N, K] int8, [N] fp32
-    planes                [splits, T, n*R] fp32 as `lora_shrink` makes them; added in order and rounded to bf16
-    b, b_scale            [S, N, R] int8, [S, N] fp32, alpha / rank already folded in; a row times its scale is rounded
-                          to bf16
+    planes                [splits, T, n*R] fp32 of `lora_shrink`; added in order and rounded to bf16
+    b, b_scale            [S, N, R] int8, [S, N] fp32, includes alpha / rank; a row times its scale is rounded to bf16
     adapter_index         [T] int32, -1 = no adapter: no delta
     active                `lora_active` of it
     slices                the n output widths (1 to 3) of the packed linears, adding up to N; columns of slice i use
                           ranks i*R..
 
-    Raises ValueError for what doesn't fit.
+    Raises ValueError for shapes and dtypes that don't match.
     """
     check(q, scale, weight, weight_scale, planes, b, b_scale, adapter_index, active, slices)
     y = matmul_8bit(q, weight) * scale.unsqueeze(-1) * weight_scale
@@ -151,7 +149,7 @@ def fake(
     slices: Sequence[int],
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The results of `reference`, not filled."""
+    """Return an empty result."""
     check(q, scale, weight, weight_scale, planes, b, b_scale, adapter_index, active, slices)
     return q.new_empty((q.shape[0], weight.shape[0]), dtype=out_dtype)
 
@@ -168,7 +166,7 @@ def check(
     active: torch.Tensor,
     slices: Sequence[int],
 ) -> None:
-    """Raises ValueError for shapes and dtypes that are not those of `reference`."""
+    """Raise ValueError unless shapes and dtypes are those of `reference`."""
     if any(tensor.dtype != torch.int8 for tensor in (q, weight, b)):
         raise ValueError(
             f"linear_8bit_lora: q, weight and b are {q.dtype}, {weight.dtype} and {b.dtype}; all must be torch.int8"
@@ -178,7 +176,7 @@ def check(
         raise ValueError(
             f"linear_8bit_lora: slices {list(slices)} and active {tuple(active.shape)} for b {tuple(b.shape)}; "
             "needs 1 to 3 slices that add "
-            f"up to {n}, and what lora_active makes of adapter_index for {slots} slots"
+            f"up to {n}, and active from lora_active for {slots} slots"
         )
     expected = {
         "q": (q, (q.shape[0], weight.shape[1])),
@@ -216,7 +214,7 @@ def launch(
     pdl: bool = False,
     config: Optional[LinearConfig] = None,
 ) -> None:
-    """Fill `out` = (y,). Raises ValueError where `fits` objects and for results other than bf16."""
+    """Fill `out` = (y,). Raises ValueError if `fits` returns a reason, and for results other than bf16."""
     if out_dtype != torch.bfloat16:
         raise ValueError(f"linear_8bit_lora: the kernel's results are torch.bfloat16, not {out_dtype}")
     (tokens, k), (slots, n, rank), splits = q.shape, b.shape, planes.shape[0]
@@ -228,24 +226,15 @@ def launch(
     if objection:
         raise ValueError(f"linear_8bit_lora: {objection}; compile with other ops for LoRA")
     require_contiguous(
-        "linear_8bit_lora",
-        q=q,
-        scale=scale,
-        weight=weight,
-        weight_scale=weight_scale,
-        planes=planes,
-        b=b,
-        b_scale=b_scale,
-        adapter_index=adapter_index,
-        active=active,
-    )
+        "linear_8bit_lora", q=q, scale=scale, weight=weight, weight_scale=weight_scale, planes=planes, b=b,
+        b_scale=b_scale, adapter_index=adapter_index, active=active,
+    )  # fmt: skip
     sms = multiprocessors(q.device)
     config = config or lora_config(tokens, k, slices, rank, sms)
     split = work_split(config, tokens, n, k, min(sms, sm_budget or sms))
     consumers = config.warps // 4
     rows = config.block_t // consumers
-    # The tensor maps are encoded by the launch itself and travel as kernel arguments, so a captured graph holds its own
-    # copies.
+    # The launch encodes the tensor maps as kernel arguments, so a captured graph has its own copies.
     linear_8bit_lora_large_kernel[split.programs,](
         TensorDescriptor.from_tensor(weight, [config.block_n, BLOCK_K], _SWIZZLED),
         TensorDescriptor.from_tensor(q, [rows, BLOCK_K], _SWIZZLED),

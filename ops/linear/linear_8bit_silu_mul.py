@@ -1,8 +1,7 @@
-"""linear_8bit_silu_mul: silu(gate) * up of a packed [gate | up] projection in rowwise e4m3 or int8, without writing the
-projection.
+"""`linear_8bit_silu_mul`: silu(gate) * up of a packed [gate | up] projection, without writing the projection.
 
-One launch of the wide kernel where the table knows one that gains (`tuning.activation_config`), else `linear_8bit` and
-`silu_mul`.
+One launch of the wide kernel if the table has one that is faster (`kernel_selection.activation_config`), else
+`linear_8bit` and `silu_mul`.
 """
 
 from typing import Optional
@@ -11,13 +10,13 @@ import torch
 
 from ..core.device import multiprocessors
 from ..core.registry import register
-from ..core.reproducible import silu_in_fp32
+from ..core.reproducible_sums import silu_in_fp32
 from ..core.triton_support import INTERPRETED
 from ..elementwise.silu_mul import silu_mul_launch
+from .kernel_selection import activation_config, work_split
 from .kernel_wide import launch_wide
 from .linear_8bit import check_shapes, matmul_8bit
 from .linear_8bit import launch as launch_linear
-from .tuning import activation_config, work_split
 
 
 def reference(
@@ -28,10 +27,10 @@ def reference(
     delta: Optional[torch.Tensor],
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """q [..., K] and weight [2I, K], both e4m3 or both int8, scale [...] and weight_scale [2I] fp32, delta [..., 2I] ->
-    h [..., I] of `out_dtype`.
+    """q [..., K] and weight [2I, K], both e4m3 or both int8 -> h [..., I] of `out_dtype`.
 
-    The first I rows of the weight are the gate. Everything is fp32 and rounded once.
+    scale [...] and weight_scale [2I] are fp32, delta is [..., 2I]. The first I rows of the weight are the gate.
+    Everything is fp32 and rounded once.
     """
     _check(q, weight, weight_scale)
     y = matmul_8bit(q, weight) * scale.unsqueeze(-1) * weight_scale
@@ -47,7 +46,7 @@ def fake(
     delta: Optional[torch.Tensor],
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The results of `reference`, not filled."""
+    """Return an empty result."""
     _check(q, weight, weight_scale)
     return q.new_empty((*q.shape[:-1], weight.shape[0] // 2), dtype=out_dtype)
 

@@ -1,8 +1,7 @@
-"""linear_8bit for many tokens, where arithmetic is the limit: `torch._scaled_mm` with rowwise scales, addends added
-afterwards.
+"""linear_8bit for many tokens, bound by arithmetic: `torch._scaled_mm` with rowwise scales, then the addends.
 
-Fast accumulation is on: the tensor cores then keep the running sum themselves, as they do in the decode kernels. cuBLAS
-rounds the product to bf16 before the addends come, one rounding more than the reference has.
+Fast accumulation is on: the tensor cores keep the running sum, as in the decode kernels. cuBLAS rounds the product to
+bf16 before the addends, one rounding more than the reference.
 """
 
 from collections.abc import Iterator
@@ -19,8 +18,9 @@ ADD_BLOCK = 2048
 
 
 def scaled_mm_takes(n: int, k: int, out_dtype: torch.dtype, dtype: torch.dtype = torch.float8_e4m3fn) -> bool:
-    """Whether `torch._scaled_mm`, or for int8 operands a kernel in its place, computes this rowwise product: N and K
-    multiples of 16, bf16 results, of int8 also fp16.
+    """Return whether `torch._scaled_mm`, or for int8 a kernel in its place, supports this rowwise product.
+
+    N and K must be multiples of 16 and results bf16, for int8 also fp16.
     """
     results = (torch.bfloat16, torch.float16) if dtype == torch.int8 else (torch.bfloat16,)
     return n % 16 == 0 and k % 16 == 0 and out_dtype in results
@@ -42,7 +42,7 @@ def _add_in_place(
 
 @contextmanager
 def _sms_left_free(count: int) -> Iterator[None]:
-    """Makes cuBLAS leave `count` SMs to others (a process-wide setting, put back afterwards)."""
+    """Make cuBLAS leave `count` SMs free: a process-wide setting that is restored afterwards."""
     if count <= 0:
         yield
         return
@@ -64,8 +64,9 @@ def launch_scaled_mm(
     out: torch.Tensor,
     sms_left_free: int = 0,
 ) -> None:
-    """q [T, K], scale [T], weight [N, K], weight_scale [N], delta and residual [T, N] -> out [T, N] bf16; see
-    `scaled_mm_takes`.
+    """q [T, K], scale [T], weight [N, K], weight_scale [N], delta and residual [T, N] -> out [T, N] bf16.
+
+    See `scaled_mm_takes`.
     """
     with _sms_left_free(sms_left_free):
         torch._scaled_mm(
@@ -79,12 +80,6 @@ def launch_scaled_mm(
         )
     if delta is not None or residual is not None:
         _add_in_place[(cdiv(out.numel(), ADD_BLOCK),)](
-            out,
-            out if delta is None else delta,
-            out if residual is None else residual,
-            out.numel(),
-            HAS_DELTA=delta is not None,
-            HAS_RESIDUAL=residual is not None,
-            BLOCK=ADD_BLOCK,
-            num_warps=8,
-        )
+            out, out if delta is None else delta, out if residual is None else residual, out.numel(),
+            HAS_DELTA=delta is not None, HAS_RESIDUAL=residual is not None, BLOCK=ADD_BLOCK, num_warps=8,
+        )  # fmt: skip

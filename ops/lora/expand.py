@@ -1,7 +1,7 @@
-"""The second half of LoRA: the ranks of `lora_shrink` up to the linear's output width."""
+"""`lora_expand`, the second half of LoRA: from the ranks of `lora_shrink` to the linear's output width."""
 
 from collections.abc import Sequence
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 import triton
@@ -9,17 +9,16 @@ import triton.language as tl
 
 from ..core.device import multiprocessors
 from ..core.registry import register
-from ..core.reproducible import product
+from ..core.reproducible_sums import product
 from ..core.triton_support import cdiv, dot_ieee, next_power_of_2, pdl_options, pdl_start, require_contiguous
 from .shrink import EIGHT_BIT, dequantized, widened
 
-# programs for each SM of a limited launch: loads in flight, not arithmetic, are what an expand next to a base GEMM is
-# short of
+# programs per SM of a limited launch: next to a base GEMM an expand is bound by loads in flight, not by arithmetic
 CTAS_PER_SM = 8
 
 
 def delta_dtype(b: torch.Tensor) -> torch.dtype:
-    """The dtype of a delta: b's own, bf16 for a quantized b."""
+    """Return the dtype of a delta: b's own, bf16 for a quantized b."""
     return torch.bfloat16 if b.dtype in EIGHT_BIT else b.dtype
 
 
@@ -34,13 +33,13 @@ def reference(
 ) -> torch.Tensor:
     """delta[t, slice i] = (sum of planes[:, t, i*R:(i+1)*R], rounded to delta's dtype) @ b[slot of t, slice i]^T.
 
-    A token's delta does not depend on the tokens next to it (`core/reproducible.py`).
+    A token's delta does not depend on the tokens next to it (`core/reproducible_sums.py`).
 
     planes       [splits, T, n*R] fp32, added in order
-    b            [S, N, R] model dtype, or e4m3 or int8 with b_scale [S, N] fp32; alpha / rank already folded in
-    token_order, tiles, tile   of `lora_plan`
+    b            [S, N, R] model dtype, or e4m3 or int8 with b_scale [S, N] fp32; includes alpha / rank
+    token_order, tiles, tile   from `lora_plan`
     slices       the n output widths of the packed linears, adding up to N
-    returns      [T, N] in b's dtype (bf16 for an eight-bit one); zeros for tokens without an adapter
+    returns      [T, N] in b's dtype (bf16 for an 8-bit b); zeros for tokens without an adapter
     """
     ranks = b.shape[2]
     delta = fake(planes, b, token_order, tiles, tile, slices).zero_()
@@ -61,23 +60,16 @@ def reference(
     return delta
 
 
-def fake(
-    planes: torch.Tensor,
-    b: torch.Tensor,
-    token_order: torch.Tensor,
-    tiles: torch.Tensor,
-    tile: int,
-    slices: Sequence[int],
-    b_scale: Optional[torch.Tensor] = None,
-) -> torch.Tensor:
-    """The results of `reference`, not filled."""
+def fake(planes: torch.Tensor, b: torch.Tensor, *_: Any) -> torch.Tensor:
+    """Return an empty result."""
     return b.new_empty((planes.shape[1], b.shape[1]), dtype=delta_dtype(b))
 
 
 @triton.jit
 def place_of(item, blocks_per_tile, WIDTH0, WIDTH1, WIDTH2, COLUMNS: tl.constexpr):
-    """(tile, slice, first column, end of the slice) of a piece of work: blocks of COLUMNS columns are counted slice
-    by slice, so that none straddles two.
+    """Return (tile, slice, first column, end of the slice) of a work item.
+
+    Blocks of COLUMNS columns are counted slice by slice, so that no block spans two slices.
     """
     block = item % blocks_per_tile
     blocks0 = tl.cdiv(WIDTH0, COLUMNS)
@@ -94,9 +86,7 @@ def _load_b(
     b, b_scale, tiles, item, end, blocks_per_tile, n, ranks, WIDTH0, WIDTH1, WIDTH2, COLUMNS: tl.constexpr,
     RANKS: tl.constexpr,
 ):  # fmt: skip
-    """B's rows for a piece of work and their scales (ones if it has none); zeros past the last one and for tokens
-    without adapter.
-    """
+    """Load B's rows of a work item and their scales (ones without scales); zeros past the last and without adapter."""
     tile, _, begin, stop = place_of(item, blocks_per_tile, WIDTH0, WIDTH1, WIDTH2, COLUMNS)
     slot = tl.load(tiles + tile * 3, mask=item < end, other=-1)
     stop = tl.where(slot >= 0, stop, 0)
@@ -111,7 +101,7 @@ def _load_b(
 
 @triton.jit
 def _load_tokens(token_order, tiles, tile, wanted, TILE: tl.constexpr):
-    """A tile's tokens [TILE], how many they are, and for how many of them there is something to add."""
+    """Return a tile's tokens [TILE], their number, and the number of those with a delta."""
     row = tiles + tile * 3
     slot, first = tl.load(row, mask=wanted, other=-1), tl.load(row + 1, mask=wanted, other=0)
     count = tl.load(row + 2, mask=wanted, other=0)
@@ -121,18 +111,10 @@ def _load_tokens(token_order, tiles, tile, wanted, TILE: tl.constexpr):
 
 @triton.jit
 def sum_planes(
-    planes,
-    token,
-    active,
-    part,
-    num_tokens,
-    ranks,
-    all_ranks,
-    SPLITS: tl.constexpr,
-    TILE: tl.constexpr,
+    planes, token, active, part, num_tokens, ranks, all_ranks, SPLITS: tl.constexpr, TILE: tl.constexpr,
     RANKS: tl.constexpr,
-):
-    """The planes of one tile and slice added up in order: [RANKS, TILE] fp32."""
+):  # fmt: skip
+    """Add the planes of one tile and slice in order: [RANKS, TILE] fp32."""
     rank = tl.arange(0, RANKS)
     source = planes + token[None, :] * all_ranks + part * ranks + rank[:, None]
     wanted = (tl.arange(0, TILE) < active)[None, :] & (rank < ranks)[:, None]
@@ -144,10 +126,10 @@ def sum_planes(
 
 @triton.jit
 def expand_operand(shrunk, delta_type: tl.constexpr, stored: tl.constexpr):
-    """The summed planes as the product's operand: rounded to the delta's dtype, and for e4m3 rows in fp16, to which
-    those convert in one instruction.
+    """Convert the summed planes to the product's operand: rounded to the delta's dtype, or fp16 for e4m3 rows.
 
-    int8 rows are widened to the delta's dtype itself: exactly, and to bf16 by a byte permutation.
+    e4m3 rows convert to fp16 in one instruction. int8 rows are widened to the delta's dtype exactly, to bf16 by a byte
+    permutation.
     """
     shrunk = shrunk.to(delta_type)
     if stored == tl.float8e4nv:
@@ -160,11 +142,10 @@ def expand_once_kernel(
     planes, b, b_scale, token_order, tiles, delta, num_tokens, n, ranks, all_ranks, blocks_per_tile, WIDTH0, WIDTH1,
     WIDTH2, SPLITS: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program for each piece of work (tile, block of COLUMNS columns of one slice); those of unused tiles end at
-    once.
+    """A program per work item (tile, block of COLUMNS columns of one slice); those of unused tiles return at once.
 
-    It needs half the registers of a program that loops: more of them fit next to a base GEMM, and hide each other's
-    latencies.
+    It needs half the registers of a looping program: more programs fit next to a base GEMM and hide each other's
+    latency.
     """
     tile, part, begin, stop = place_of(tl.program_id(0), blocks_per_tile, WIDTH0, WIDTH1, WIDTH2, COLUMNS)
     slot, first, count = tl.load(tiles + tile * 3), tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
@@ -198,12 +179,10 @@ def expand_kernel(
     WIDTH1, WIDTH2, SPLITS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr,
     RANKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One piece of work = (tile, block of COLUMNS columns of one slice): delta[tile's tokens, columns] = (B rows @
-    shrunk^T)^T.
+    """A work item (tile, block of COLUMNS columns of one slice): delta[tokens, columns] = (B rows @ shrunk^T)^T.
 
-    For a limited number of SMs, and for 16-bit rows. A program takes a run of neighbouring pieces, an even share of
-    those that the plan really uses: the planes are summed once for each tile and slice that it meets, and B's rows for
-    the next piece are on their way while one is multiplied.
+    For a limited number of SMs, and for 16-bit rows. A program takes consecutive items, an even share of those that the
+    plan uses: it sums the planes once per tile and slice, and loads B's rows of the next item during each product.
     """
     used = tl.zeros([TILES], tl.int32)
     for start in range(0, num_tiles, TILES):
@@ -213,7 +192,7 @@ def expand_kernel(
     share = tl.cdiv(work, tl.num_programs(0))
     item = tl.program_id(0) * share
     end = tl.minimum(item + share, work)
-    # the plan and B are older than the shrink that is waited for
+    # load before the wait: the plan and B are older than the shrink
     b_rows, scale = _load_b(
         b, b_scale, tiles, item, end, blocks_per_tile, n, ranks, WIDTH0, WIDTH1, WIDTH2, COLUMNS, RANKS,
     )  # fmt: skip
@@ -245,7 +224,7 @@ def expand_kernel(
 
 
 def expand_block(ranks: int, tile: int, widest: int, itemsize: int) -> tuple[int, int]:
-    """(output columns of one piece of work, warps): as many as leave room for two blocks of B in registers."""
+    """Return (output columns of a work item, warps): the most columns with room for two blocks of B in registers."""
     limit = 32 if itemsize == 4 else 128 if tile in (16, 64) else 256
     return max(16, min(limit, (8192 if tile == 32 else 4096) // next_power_of_2(ranks), next_power_of_2(widest))), 4
 
@@ -263,9 +242,9 @@ def launch(
     sm_budget: int | None = None,
     pdl: bool = False,
 ) -> None:
-    """With `pdl`, the launch before it in the stream is taken to be neither the plan's nor the one that wrote b.
+    """Fill `out`. With `pdl`, the previous launch in the stream must write neither the plan nor b.
 
-    ValueError unless there are 1 to 3 slices that add up to b's width, and planes hold R ranks for each.
+    Raises ValueError unless 1 to 3 slices add up to b's width, and planes hold R ranks for each.
     """
     splits, tokens, all_ranks = planes.shape
     _, n, ranks = b.shape
@@ -274,11 +253,11 @@ def launch(
         raise ValueError(
             f"lora_expand: b is {b.dtype}{tuple(b.shape)} with scales "
             f"{None if b_scale is None else tuple(b_scale.shape)}; "
-            f"{EIGHT_BIT[0]} and {EIGHT_BIT[1]} need one for each row, other dtypes none"
+            f"{EIGHT_BIT[0]} and {EIGHT_BIT[1]} need one scale per row, other dtypes none"
         )
     if not 1 <= len(slices) <= 3 or sum(slices) != n or all_ranks != len(slices) * ranks:
         raise ValueError(
-            f"lora_expand: slices {list(slices)} and planes {tuple(planes.shape)} do not fit b {tuple(b.shape)}: "
+            f"lora_expand: slices {list(slices)} and planes {tuple(planes.shape)} do not match b {tuple(b.shape)}: "
             "needs 1 to 3 slices that add up "
             f"to {n}, and {ranks} ranks for each"
         )

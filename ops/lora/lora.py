@@ -1,14 +1,12 @@
-"""LoRA for a batch of mixed adapters, as one semantic op: what the graph means before a pass lowers it to plan,
-shrink and expand.
-"""
+"""`lora`: LoRA for a batch of mixed adapters as one semantic op, which a pass lowers to plan, shrink and expand."""
 
 from collections.abc import Sequence
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 
 from ..core.registry import register
-from ..core.reproducible import product
+from ..core.reproducible_sums import product
 from . import expand as lora_expand
 from . import plan as lora_plan
 from . import shrink as lora_shrink
@@ -29,12 +27,12 @@ def reference(
 
     x              [T, K] model dtype, or e4m3 or int8 with x_scale [T] fp32
     a              [S, n*R, K] model dtype, or e4m3 or int8 with a_scale [S, n*R] fp32: n packed linears (q/k/v,
-    gate/up) share one input b              [S, N, R] model dtype, or e4m3 or int8 with b_scale [S, N] fp32; alpha /
-    rank already folded in
+                   gate/up) share one input
+    b              [S, N, R] model dtype, or e4m3 or int8 with b_scale [S, N] fp32; includes alpha / rank
     adapter_index  [T] int32, -1 = no adapter: zeros
     slices         the n output widths, adding up to N
-    returns        [T, N] in b's dtype (bf16 for an eight-bit one); the ranks' activations are summed in fp32 and
-                   rounded to that dtype once
+    returns        [T, N] in b's dtype (bf16 for an 8-bit b); the ranks are summed in fp32 and rounded to that dtype
+                   once
     """
     ranks = b.shape[2]
     delta = fake(x, a, b, adapter_index, slices).zero_()
@@ -54,17 +52,8 @@ def reference(
     return delta
 
 
-def fake(
-    x: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    adapter_index: torch.Tensor,
-    slices: Sequence[int],
-    a_scale: Optional[torch.Tensor] = None,
-    b_scale: Optional[torch.Tensor] = None,
-    x_scale: Optional[torch.Tensor] = None,
-) -> torch.Tensor:
-    """The results of `reference`, not filled."""
+def fake(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *_: Any) -> torch.Tensor:
+    """Return an empty result."""
     return b.new_empty((x.shape[0], b.shape[1]), dtype=lora_expand.delta_dtype(b))
 
 
@@ -82,7 +71,7 @@ def launch(
     sm_budget: int | None = None,
     pdl: bool = False,
 ) -> None:
-    """Plan, shrink and expand in a row: right, and what an unlowered graph runs."""
+    """Run plan, shrink and expand: for graphs that no pass has lowered."""
     tokens, tile = x.shape[0], lora_plan.lora_tile(x.shape[0])
     splits = lora_plan.lora_splits(x.shape[1], tokens)
     plan = lora_plan.lora_plan_fake(adapter_index, a.shape[0], tile)

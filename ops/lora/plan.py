@@ -1,9 +1,9 @@
-"""Which tokens meet which adapter, once a step for all linears.
+"""Assignment of tokens to adapters, once per step for all linears.
 
-`lora_plan` sorts a step's tokens by adapter and cuts them into tiles. `lora_shrink` and `lora_expand` work from these:
-a tile's tokens share one adapter, so each of its matrices is one operand of one matrix product.
+`lora_plan` sorts a step's tokens by adapter and cuts them into tiles for `lora_shrink` and `lora_expand`: a tile's
+tokens share one adapter, so each of its matrices is one operand of one matrix product.
 
-`lora_active` lists which adapters the tokens use, for kernels that hold up to 128 tokens in a tile.
+`lora_active` lists the adapters of each 128 tokens, for kernels with up to 128 tokens in a tile.
 """
 
 from typing import Any, Optional
@@ -17,16 +17,15 @@ from ..core.triton_support import cdiv, next_power_of_2, pdl_options, pdl_start,
 
 
 def lora_tile(num_tokens: int) -> int:
-    """The tile height (tokens, 16..64) for a step of `num_tokens`: small where every tile would be mostly padding."""
+    """Return the tile height (16 to 64 tokens) for `num_tokens` tokens: small if tiles would be mostly padding."""
     return 16 if num_tokens <= 128 else 32 if num_tokens <= 256 else 64
 
 
 def lora_splits(k: int, num_tokens: int) -> int:
-    """Into how many split-K planes `lora_shrink` cuts `k` input features: many while few tiles exist, few once the
-    tiles alone fill the GPU.
+    """Return the number of split-K planes of `lora_shrink` for `k` input features: many for few tiles.
 
-    Measured in whole decode layers on an H200. Up to 512 features a program loads its part of A at once, which next to
-    a base GEMM is what counts; but each plane is read again by the expand.
+    Measured in whole decode layers on an H200. Up to 512 features a program loads its part of A at once, which matters
+    most next to a base GEMM; but the expand reads each plane again.
     """
     wide = k > 8192
     if num_tokens > 1024:
@@ -39,9 +38,9 @@ def lora_splits(k: int, num_tokens: int) -> int:
 
 
 def rounded_splits(k: int, n: int, num_tokens: int) -> int:
-    """The same for planes that `lora_round` adds up, with n output features: their number costs little then.
+    """Return the number of planes that `lora_round` adds, with n output features: here more planes cost little.
 
-    From 65 tokens to 128, and for short projections to 256, a plane is what a program of the shrink loads at once
+    For 65 to 128 tokens, and for short projections up to 256, a plane is what a program of the shrink loads at once
     (whole decode layers on an H200).
     """
     if 64 < num_tokens <= 128 or (64 < num_tokens <= 256 and max(k, n) <= 8192 and n <= k):
@@ -50,7 +49,7 @@ def rounded_splits(k: int, n: int, num_tokens: int) -> int:
 
 
 def num_tiles(num_tokens: int, num_slots: int, tile: int) -> int:
-    """Rows of `tiles`: enough for the worst distribution of tokens over adapters."""
+    """Return the rows of `tiles`: enough for the worst distribution of tokens over adapters."""
     used: Any = torch.sym_min(num_slots + 1, num_tokens)  # a symbol where `num_tokens` is one
     return cdiv(num_tokens, tile) + used
 
@@ -59,10 +58,11 @@ def lora_plan_reference(adapter_index: torch.Tensor, num_slots: int, tile: int) 
     """Sort tokens by adapter and cut them into tiles.
 
     adapter_index  [T] int32, -1 (no adapter) .. num_slots - 1
-    returns        token_order [T] int32, the stable order of tokens by adapter, those without one first; tiles [NT, 3]
-                   int32, rows (slot, first position in token_order, count <= tile) in the order of token_order, NT as
-                   `num_tiles` says; slot -1: tokens without adapter; unused rows (-1, 0, 0) come last
-    Raises ValueError for an adapter_index out of range (the GPU kernel does not look).
+    token_order    [T] int32: tokens in stable order by adapter, those without one first
+    tiles          [NT, 3] int32: (slot, first index in token_order, count <= tile), NT from `num_tiles`; slot -1:
+                   tokens without adapter; unused rows (-1, 0, 0) come last
+
+    Returns (token_order, tiles). Raises ValueError for an adapter_index out of range (the GPU kernel does not check).
     """
     slots = adapter_index.tolist()
     wrong = sorted({slot for slot in slots if not -1 <= slot < num_slots})
@@ -82,14 +82,14 @@ def lora_plan_reference(adapter_index: torch.Tensor, num_slots: int, tile: int) 
 
 
 def lora_plan_fake(adapter_index: torch.Tensor, num_slots: int, tile: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The results of `lora_plan_reference`, not filled."""
+    """Return empty results."""
     tokens = adapter_index.shape[0]
     return adapter_index.new_empty((tokens,)), adapter_index.new_empty((num_tiles(tokens, num_slots, tile), 3))
 
 
 @triton.jit
 def _order_tokens(adapter_index, token_order, block, num_tokens, TOKENS: tl.constexpr, CHUNK: tl.constexpr):
-    # a token's place is the number of tokens with a smaller (adapter, token) key
+    # a token's index is the number of tokens with a smaller (adapter, token) key
     token = block * TOKENS + tl.arange(0, TOKENS)
     key = (tl.load(adapter_index + token, mask=token < num_tokens, other=0) + 1) * 65536 + token
     place = tl.zeros([TOKENS], tl.int32)
@@ -102,18 +102,10 @@ def _order_tokens(adapter_index, token_order, block, num_tokens, TOKENS: tl.cons
 
 @triton.jit
 def _write_tiles(
-    adapter_index,
-    tiles,
-    block,
-    num_tokens,
-    num_rows,
-    TILE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ROWS: tl.constexpr,
+    adapter_index, tiles, block, num_tokens, num_rows, TILE: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
-):
-    # group g holds the tokens of slot g - 1; every program counts all of them, and each row then finds the group that
-    # it lies in
+):  # fmt: skip
+    # group g has the tokens of slot g - 1; every program counts all groups, and each row then finds its group
     tokens = tl.zeros([GROUPS], tl.int32)
     for start in range(0, num_tokens, CHUNK):
         token = start + tl.arange(0, CHUNK)
@@ -137,21 +129,10 @@ def _write_tiles(
 
 @triton.jit
 def plan_kernel(
-    adapter_index,
-    token_order,
-    tiles,
-    num_tokens,
-    num_rows,
-    TILE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Programs share two kinds of work that need nothing from each other: blocks of ROWS tile rows first, then
-    blocks of TOKENS tokens.
-    """
+    adapter_index, token_order, tiles, num_tokens, num_rows, TILE: tl.constexpr, GROUPS: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Programs do two independent kinds of work: blocks of ROWS tile rows first, then blocks of TOKENS tokens."""
     pdl_start(PDL)
     row_blocks = tl.cdiv(num_rows, ROWS)
     blocks = row_blocks + tl.cdiv(num_tokens, TOKENS)
@@ -171,7 +152,7 @@ def lora_plan_launch(
     sm_budget: int | None = None,
     pdl: bool = False,
 ) -> None:
-    """At most 65536 tokens and 32765 slots (ValueError beyond)."""
+    """Fill `out`. Raises ValueError for more than 65536 tokens or 32765 slots."""
     token_order, tiles = out
     tokens = adapter_index.shape[0]
     if tokens > 65536 or num_slots > 32765:
@@ -185,19 +166,9 @@ def lora_plan_launch(
     blocks = cdiv(tiles.shape[0], rows) + cdiv(tokens, 32)
     chunk = max(32, min(256, next_power_of_2(tokens)))
     plan_kernel[(blocks if sm_budget is None else min(blocks, sm_budget),)](
-        adapter_index,
-        token_order,
-        tiles,
-        tokens,
-        tiles.shape[0],
-        TILE=tile,
-        GROUPS=groups,
-        ROWS=rows,
-        TOKENS=32,
-        CHUNK=chunk,
-        num_warps=4,
-        **pdl_options(pdl),
-    )
+        adapter_index, token_order, tiles, tokens, tiles.shape[0], TILE=tile, GROUPS=groups, ROWS=rows, TOKENS=32,
+        CHUNK=chunk, num_warps=4, **pdl_options(pdl),
+    )  # fmt: skip
 
 
 lora_plan = register("lora_plan", lora_plan_reference, lora_plan_fake, lora_plan_launch, kind="plan", family="lora")
@@ -209,7 +180,7 @@ LIST_TOKENS = 128  # tokens that share a list
 def lora_active_reference(adapter_index: torch.Tensor, num_slots: int) -> torch.Tensor:
     """adapter_index [T] int32, -1 (no adapter) .. num_slots - 1 -> [ceil(T / 128), num_slots + 1] int32.
 
-    A row for each 128 tokens: how many different adapters they have, their slots in ascending order, then -1.
+    A row per 128 tokens: the number of different adapters, their slots in ascending order, then -1.
     """
     active = lora_active_fake(adapter_index, num_slots).fill_(-1)
     for row, tokens in zip(active, adapter_index.split(LIST_TOKENS), strict=True):
@@ -220,7 +191,7 @@ def lora_active_reference(adapter_index: torch.Tensor, num_slots: int) -> torch.
 
 
 def lora_active_fake(adapter_index: torch.Tensor, num_slots: int) -> torch.Tensor:
-    """The results of `lora_active_reference`, not filled."""
+    """Return an empty result."""
     return adapter_index.new_empty((cdiv(adapter_index.shape[0], LIST_TOKENS), num_slots + 1))
 
 
@@ -228,7 +199,7 @@ def lora_active_fake(adapter_index: torch.Tensor, num_slots: int) -> torch.Tenso
 def _active_kernel(
     adapter_index, active, tokens, num_slots, SLOTS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr
 ):
-    """One program for each list. Slots that no token has are written after those that some have, as -1."""
+    """A program per list. Unused slots are written as -1 after the used ones."""
     pdl_start(PDL)
     token = tl.program_id(0) * TILE + tl.arange(0, TILE)
     adapter = tl.load(adapter_index + token, mask=token < tokens, other=-1)
@@ -251,21 +222,15 @@ def lora_active_launch(
     sm_budget: Optional[int] = None,
     pdl: bool = False,
 ) -> None:
-    """A program for each list, whatever `sm_budget` says. Slots out of range are not looked for."""
+    """Launch a program per list, ignoring `sm_budget`. Slots are not range-checked."""
     require_contiguous("lora_active", adapter_index=adapter_index)
     tokens = adapter_index.shape[0]
     if tokens == 0:
         return
     _active_kernel[(cdiv(tokens, LIST_TOKENS),)](
-        adapter_index,
-        out[0],
-        tokens,
-        num_slots,
-        SLOTS=max(16, next_power_of_2(num_slots)),
-        TILE=LIST_TOKENS,
-        num_warps=4,
-        **pdl_options(pdl),
-    )
+        adapter_index, out[0], tokens, num_slots, SLOTS=max(16, next_power_of_2(num_slots)), TILE=LIST_TOKENS,
+        num_warps=4, **pdl_options(pdl),
+    )  # fmt: skip
 
 
 lora_active = register(

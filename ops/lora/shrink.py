@@ -1,32 +1,30 @@
-"""The first half of LoRA: every token's hidden state down to its adapter's ranks, as split-K planes that
-`lora_expand` adds up in order.
-"""
+"""`lora_shrink`, the first half of LoRA: from hidden states to the adapter's ranks, as split-K planes."""
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 import triton
 import triton.language as tl
 
 from ..core.device import multiprocessors
-from ..core.eight_bits import QUANTIZED_MAX
+from ..core.dtypes import QUANTIZED_MAX
 from ..core.registry import register
-from ..core.reproducible import product
+from ..core.reproducible_sums import product
 from ..core.triton_support import INTERP, cdiv, dot_ieee, next_power_of_2, pdl_options, require_contiguous
 from ..elementwise.quantize_blocks import BLOCK, dequantize_blocks, padded_scales
 
-EIGHT_BIT = tuple(QUANTIZED_MAX)  # dtypes of quantized tensors
-CTAS_PER_SM = 16  # programs for each SM, at most
-MAX_ONCE = 512  # input features that a program can hold in registers at once
+EIGHT_BIT = tuple(QUANTIZED_MAX)  # quantized dtypes
+CTAS_PER_SM = 16  # most programs per SM
+MAX_ONCE = 512  # most input features in a program's registers
 
 
 def split_width(k: int, splits: int) -> int:
-    """Input features of one split-K plane (a multiple of 128; the last planes may hold fewer, or none)."""
+    """Return the input features of one split-K plane (a multiple of 128; the last planes may have fewer, or none)."""
     return cdiv(cdiv(k, splits), 128) * 128
 
 
 def dequantized(values: torch.Tensor, scale: Optional[torch.Tensor]) -> torch.Tensor:
-    """values [..., K] in fp32, times their row's scale [...] if they have one."""
+    """Return values [..., K] in fp32, times their row's scale [...] if given."""
     return values.float() if scale is None else values.float() * scale.unsqueeze(-1)
 
 
@@ -42,14 +40,15 @@ def reference(
 ) -> torch.Tensor:
     """planes[p, t] = x[t, chunk p] @ a[slot of t, :, chunk p]^T in fp32.
 
-    A token's ranks do not depend on the tokens next to it (`core/reproducible.py`).
+    A token's ranks do not depend on the tokens next to it (`core/reproducible_sums.py`).
 
-    x            [T, K] model dtype, or e4m3 or int8 with x_scale fp32, [T] or by block as `quantize_blocks` has it, [K
-    / 128, P] (then a has x's dtype) a            [S, n*R, K] model dtype, or e4m3 or int8 with a_scale [S, n*R] fp32:
-    the A matrices of S adapters, those of n packed linears under each other; n*R a multiple of 16
-    token_order, tiles, tile   of `lora_plan`
-    returns      [splits, T, n*R] fp32; rows of tokens without an adapter are zero. Chunk p is columns p*w .. (p+1)*w, w
-                 = split_width(K, splits)
+    x            [T, K] model dtype, or e4m3 or int8 with x_scale fp32: [T], or [K / 128, P] as in `quantize_blocks`
+                 (then a has x's dtype)
+    a            [S, n*R, K] model dtype, or e4m3 or int8 with a_scale [S, n*R] fp32: A matrices of S adapters, those of
+                 n packed linears concatenated; n*R a multiple of 16
+    token_order, tiles, tile   from `lora_plan`
+    returns      [splits, T, n*R] fp32; zero for tokens without an adapter. Chunk p is columns p*w .. (p+1)*w with w =
+                 split_width(K, splits)
     """
     k, width = x.shape[1], split_width(x.shape[1], splits)
     if x_scale is not None and x_scale.dim() == 2:
@@ -72,24 +71,15 @@ def reference(
 
 
 def fake(
-    x: torch.Tensor,
-    a: torch.Tensor,
-    token_order: torch.Tensor,
-    tiles: torch.Tensor,
-    tile: int,
-    splits: int,
-    a_scale: Optional[torch.Tensor] = None,
-    x_scale: Optional[torch.Tensor] = None,
+    x: torch.Tensor, a: torch.Tensor, token_order: torch.Tensor, tiles: torch.Tensor, tile: int, splits: int, *_: Any
 ) -> torch.Tensor:
-    """The results of `reference`, not filled."""
+    """Return an empty result."""
     return x.new_empty((splits, x.shape[0], a.shape[1]), dtype=torch.float32)
 
 
 @triton.jit
 def wait_then_launch(PDL: tl.constexpr):
-    """Waits, then lets what reads the planes launch: it may start early, on either lane, and find complete what is
-    older than the shrink (a plan).
-    """
+    """Wait, then launch the readers of the planes, which may then start on either lane; a plan is complete by then."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     if not INTERP:
@@ -98,7 +88,7 @@ def wait_then_launch(PDL: tl.constexpr):
 
 @triton.jit
 def widened(rows, dtype: tl.constexpr):
-    """Rows in another type that holds their values exactly (the interpreter's own cast of int8 to bf16 is wrong)."""
+    """Convert rows to another type exactly (the interpreter's own cast of int8 to bf16 is wrong)."""
     if INTERP:
         rows = rows.to(tl.float32)
     return rows.to(dtype)
@@ -106,22 +96,20 @@ def widened(rows, dtype: tl.constexpr):
 
 @triton.jit
 def _product(a_part, x_part, acc):
-    """acc + a_part @ x_part; quantized rows with 16-bit activations are widened (exactly), two quantized operands go
-    to the tensor cores as they are.
+    """Return acc + a_part @ x_part.
 
-    `acc` is int32 for two int8 operands, whose sum is exact.
+    Quantized rows with 16-bit activations are widened (exactly); two quantized operands go to the tensor cores
+    directly. `acc` is int32 for two int8 operands (an exact sum).
     """
     if x_part.dtype == tl.int8:
         return tl.dot(a_part, x_part, acc, out_dtype=tl.int32)
-    else:  # Triton 3.6 compiles what comes after a return
+    else:  # Triton 3.6 compiles code after a return
         return dot_ieee(widened(a_part, x_part.dtype), x_part, acc)
 
 
 @triton.jit
 def _store(planes, result, a_scale, x_scale, slot, split, token, rank, lane, count, num_tokens, ranks):
-    """A tile of a plane [RANKS, TILE] fp32 or int32, times the scales of its rows and columns; `slot` -1: the result
-    is zero already.
-    """
+    """Store a tile of a plane [RANKS, TILE] fp32 or int32, times its scales; `slot` -1: the result is zero already."""
     result = result.to(tl.float32)
     if a_scale is not None:
         result *= tl.load(
@@ -138,11 +126,10 @@ def _shrink_blocks(
     x, a, a_scale, x_scale, slot, token, rank, lane, count, start, k, ranks, width, BLOCKS: tl.constexpr,
     SCALES: tl.constexpr,
 ):  # fmt: skip
-    """fp32 [RANKS, TILE]: A rows @ x^T over `width` columns from `start`, with x_scale [k / 128, SCALES]: BLOCKS
-    products at once, each with its scales.
+    """Return A rows @ x^T over `width` columns from `start`, fp32 [RANKS, TILE], with x_scale [k / 128, SCALES].
 
-    In this order Triton 3.6 leaves no load after the wait for another one: what goes to shared memory is stored there
-    as soon as its load is through.
+    BLOCKS products run at once, each with its scales. In this order no load of Triton 3.6 waits for another after the
+    wait: operands are stored to shared memory as soon as their load completes.
     """
     block = tl.arange(0, BLOCKS)
     column = start + block[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -165,14 +152,14 @@ def shrink_once_kernel(
     TILE: tl.constexpr, RANKS: tl.constexpr, BLOCK_K: tl.constexpr, ORDER: tl.constexpr, EVEN: tl.constexpr,
     SCALES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program for each piece of work, which it loads at once: planes[split, tile's tokens, ranks] = (A rows @ x^T)^T
-    for a (tile, split, block of ranks).
+    """A program per work item (tile, split, block of ranks), loaded at once.
 
-    Next to a base GEMM that keeps every queue full a load takes microseconds: as few as possible depend on each other.
+    planes[split, tokens, ranks] = (A rows @ x^T)^T. Next to a base GEMM that fills every queue a load takes
+    microseconds: few loads depend on each other.
     """
     wait_then_launch(PDL)
     place = tl.arange(0, ORDER)
-    # all of it, since the part that is needed is not known yet
+    # load all of it before the needed part is known
     order = tl.load(token_order + place, mask=place < num_tokens, other=0)
     row = tiles + tl.program_id(0) // (splits * rank_blocks) * 3
     slot, first, count = tl.load(row), tl.load(row + 1), tl.load(row + 2)
@@ -205,7 +192,7 @@ def shrink_once_kernel(
 
 @triton.jit
 def _block_scale(x_scale, start, stop, token, lane, count, SCALES: tl.constexpr):
-    """The tokens' scales [TILE] of the block in which a step from column `start` lies."""
+    """Return the tokens' scales [TILE] of the block of column `start`."""
     return tl.load(x_scale + start // 128 * SCALES + token, mask=lane < tl.where(start < stop, count, 0), other=0.0)
 
 
@@ -215,8 +202,9 @@ def shrink_kernel(
     TILE: tl.constexpr, RANKS: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
     SCALES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The same pieces of work for any number of programs and columns: loads pipelined through shared memory, those
-    of scales by block by hand.
+    """The same work items for any number of programs and columns.
+
+    Loads are pipelined through shared memory, those of scales per block by hand.
     """
     PRODUCT: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
     SUM: tl.constexpr = tl.float32 if SCALES else PRODUCT
@@ -228,7 +216,7 @@ def shrink_kernel(
         tile_row = tiles + item // per_tile * 3
         slot, first, count = tl.load(tile_row), tl.load(tile_row + 1), tl.load(tile_row + 2)
         if count == 0:
-            item = work  # unused tiles are the last ones
+            item = work  # unused tiles come last
         else:
             split = item % per_tile // rank_blocks
             rank = item % rank_blocks * RANKS + tl.arange(0, RANKS)
@@ -258,40 +246,30 @@ def shrink_kernel(
                             _product(a_part, x_part, tl.zeros([RANKS, TILE], PRODUCT)).to(tl.float32)
                             * step_scale[None, :]
                         )
-                        # no further ahead: that undoes the pipeline
+                        # no further ahead, which would undo the pipeline
                         step_scale = _block_scale(x_scale, start + BLOCK_K, stop, token, lane, count, SCALES)
                     elif x_scale is None or x.dtype.element_ty == tl.int8:
                         acc = _product(a_part, x_part, acc)
-                    else:  # FP8 tensor cores keep 14 bits of a running sum: only a step's own sum is left to them
+                    else:  # FP8 tensor cores keep 14 bits of a running sum: sum across steps in fp32
                         acc += _product(a_part, x_part, tl.zeros([RANKS, TILE], tl.float32))
             _store(
-                planes,
-                acc,
-                a_scale,
-                None if SCALES else x_scale,
-                slot,
-                split,
-                token,
-                rank,
-                lane,
-                count,
-                num_tokens,
+                planes, acc, a_scale, None if SCALES else x_scale, slot, split, token, rank, lane, count, num_tokens,
                 ranks,
-            )
+            )  # fmt: skip
             item += tl.num_programs(0)
 
 
 def once_block(ranks: int, width: int) -> tuple[int, int, int]:
-    """(ranks, input features, warps) of a program of `shrink_once_kernel` for planes of `width` input features."""
+    """Return (ranks, input features, warps) of a program of `shrink_once_kernel`, for planes of `width` features."""
     block_k = next_power_of_2(width)
     return 32 if ranks % 32 == 0 else 16, block_k, 8 if block_k >= 512 else 4
 
 
 def loop_block(ranks: int, tile: int, itemsize: int) -> tuple[int, int]:
-    """(ranks, input features) of a step of `shrink_kernel`: x is read once for each block of ranks, so few blocks for
-    many tokens.
+    """Return (ranks, input features) of a step of `shrink_kernel`.
 
-    The features are a part of 128, so that a step lies in one block of scales.
+    x is read once per block of ranks, so there are few blocks for many tokens. The features divide 128, so that a step
+    is in one block of scales.
     """
     if itemsize == 4:
         return 16, 32
@@ -314,10 +292,10 @@ def launch(
     sm_budget: int | None = None,
     pdl: bool = False,
 ) -> None:
-    """ValueError unless tensors are contiguous, a's ranks a multiple of 16, and eight-bit tensors (e4m3, int8), and
-    only they, have scales of the right shape.
+    """Fill `out`. a has x's dtype, or 8 bits with a 16-bit x.
 
-    a has x's dtype, or eight bits with a 16-bit x.
+    Raises ValueError unless tensors are contiguous, a's ranks a multiple of 16, and exactly the 8-bit tensors (e4m3,
+    int8) have scales of the right shape.
     """
     tokens, k = x.shape
     ranks = a.shape[1]
@@ -336,16 +314,16 @@ def launch(
             raise ValueError(
                 f"lora_shrink: {name} is {values.dtype}{tuple(values.shape)} with scales "
                 f"{None if scale is None else tuple(scale.shape)}; "
-                f"{EIGHT_BIT[0]} and {EIGHT_BIT[1]} need one for each row, other dtypes none"
+                f"{EIGHT_BIT[0]} and {EIGHT_BIT[1]} need one scale per row, other dtypes none"
             )
-    scales = 0  # columns of scales by block
+    scales = 0  # columns of scales per block
     if x_scale is not None and x_scale.dim() == 2:
         scales = padded_scales(tokens)
         if k % BLOCK or x_scale.shape != (k // BLOCK, scales):
             raise ValueError(
-                f"lora_shrink: x {tuple(x.shape)} has scales {tuple(x_scale.shape)}; for scales by block K must be a "
+                f"lora_shrink: x {tuple(x.shape)} has scales {tuple(x_scale.shape)}; for scales per block K must be a "
                 f"multiple of {BLOCK}, "
-                f"and they [K / {BLOCK}, {scales}] as quantize_blocks has them for {tokens} tokens"
+                f"and the scales [K / {BLOCK}, {scales}] as from quantize_blocks for {tokens} tokens"
             )
     if tokens == 0:
         return
@@ -358,43 +336,18 @@ def launch(
         work = tiles.shape[0] * splits * rank_blocks
         if work <= programs:
             shrink_once_kernel[(work,)](
-                *tensors,
-                tokens,
-                k,
-                ranks,
-                width,
-                rank_blocks,
-                splits,
-                TILE=tile,
-                RANKS=rank_block,
-                BLOCK_K=block_k,
-                ORDER=max(32, next_power_of_2(tokens)),
-                EVEN=k == splits * width and width == block_k,
-                SCALES=scales,
-                num_warps=warps,
-                **pdl_options(pdl),
-            )
+                *tensors, tokens, k, ranks, width, rank_blocks, splits, TILE=tile, RANKS=rank_block, BLOCK_K=block_k,
+                ORDER=max(32, next_power_of_2(tokens)), EVEN=k == splits * width and width == block_k, SCALES=scales,
+                num_warps=warps, **pdl_options(pdl),
+            )  # fmt: skip
             return
     rank_block, block_k = loop_block(ranks, tile, x.element_size())
     rank_blocks = cdiv(ranks, rank_block)
     shrink_kernel[(min(programs, tiles.shape[0] * splits * rank_blocks),)](
-        *tensors,
-        tokens,
-        k,
-        ranks,
-        width,
-        tiles.shape[0],
-        rank_blocks,
-        splits,
-        TILE=tile,
-        RANKS=rank_block,
-        BLOCK_K=block_k,
-        STAGES=4,
-        EVEN=k % block_k == 0 and ranks % rank_block == 0,
-        SCALES=scales,
-        num_warps=4,
+        *tensors, tokens, k, ranks, width, tiles.shape[0], rank_blocks, splits, TILE=tile, RANKS=rank_block,
+        BLOCK_K=block_k, STAGES=4, EVEN=k % block_k == 0 and ranks % rank_block == 0, SCALES=scales, num_warps=4,
         **pdl_options(pdl),
-    )
+    )  # fmt: skip
 
 
 lora_shrink = register("lora_shrink", reference, fake, launch, kind="lora_shrink", family="lora")

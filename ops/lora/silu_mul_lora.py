@@ -1,21 +1,20 @@
-"""SiLU(gate) * up with the LoRA delta of gate and up made by the launch that adds it: LoRA's second half writes nothing
-that is read again.
+"""`silu_mul_lora`: SiLU(gate) * up fused with the LoRA delta of gate and up, which is never written to memory.
 
-The product of a token's ranks and B is one of whole numbers: `lora_round` has rounded the ranks to int8, with a step
-for each of the two halves, since widening B's int8 rows to bf16 costs more instructions than the rest of the product.
+The product of a token's ranks and B is an integer product: `lora_round` has rounded the ranks to int8, with a step for
+gate and one for up, since widening B's int8 rows to bf16 takes more instructions than the rest of the product.
 """
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 import triton
 import triton.language as tl
 
 from ..core.registry import register
-from ..core.reproducible import silu_in_fp32
+from ..core.reproducible_sums import silu_in_fp32
 from ..core.triton_support import cdiv, in_fp32, next_power_of_2, pdl_options, pdl_start, require_contiguous, round_to
 from ..elementwise.silu_mul import silu
-from .rounded import columns_of, fits, load_b, load_ranks, load_scale, load_step, load_tokens, product
+from .expand_rounded import columns_of, fits, load_b, load_ranks, load_scale, load_step, load_tokens, product
 from .shrink import dequantized
 
 BLOCKS = ((128, 4, 1, 1), (1 << 30, 4, 1, 2))  # (most tokens, warps, steps, parts): see `block`
@@ -31,15 +30,15 @@ def reference(
     tiles: torch.Tensor,
     tile: int,
 ) -> torch.Tensor:
-    """h [T, I] = silu(gate + delta of gate) * (up + delta of up) in gate_up's dtype, from fp32 with one rounding; no
-    delta for tokens without an adapter.
+    """Return h [T, I] = silu(gate + delta of gate) * (up + delta of up) in gate_up's dtype, rounded once from fp32.
 
-    delta[t, half i] = ranks[t, i*R:(i+1)*R] @ b[slot of t, half i]^T * rank_step[t, i] * b_scale[slot of t, half i]
+    delta[t, half i] = ranks[t, i*R:(i+1)*R] @ b[slot of t, half i]^T * rank_step[t, i] * b_scale[slot of t, half i],
+    zero for tokens without an adapter.
 
     gate_up            [T, 2I]
-    ranks, rank_step   [T, 2R] int8, [T, 2] fp32: `lora_round`'s; those of tokens without an adapter may hold anything
-    b, b_scale         [S, 2I, R] int8, [S, 2I] fp32; alpha / rank already folded in
-    token_order, tiles, tile   of `lora_plan`
+    ranks, rank_step   [T, 2R] int8, [T, 2] fp32 of `lora_round`; arbitrary for tokens without an adapter
+    b, b_scale         [S, 2I, R] int8, [S, 2I] fp32; includes alpha / rank
+    token_order, tiles, tile   from `lora_plan`
     """
     check(gate_up, ranks, rank_step, b, b_scale)
     width, rank = gate_up.shape[1] // 2, b.shape[2]
@@ -57,16 +56,9 @@ def reference(
 
 
 def fake(
-    gate_up: torch.Tensor,
-    ranks: torch.Tensor,
-    rank_step: torch.Tensor,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
-    token_order: torch.Tensor,
-    tiles: torch.Tensor,
-    tile: int,
+    gate_up: torch.Tensor, ranks: torch.Tensor, rank_step: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, *_: Any
 ) -> torch.Tensor:
-    """The results of `reference`, not filled."""
+    """Return an empty result."""
     check(gate_up, ranks, rank_step, b, b_scale)
     return gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
 
@@ -74,7 +66,7 @@ def fake(
 def check(
     gate_up: torch.Tensor, ranks: torch.Tensor, rank_step: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor
 ) -> None:
-    """Raises ValueError for shapes and dtypes that are not those of `reference`."""
+    """Raise ValueError unless shapes and dtypes are those of `reference`."""
     if (
         gate_up.dim() != 2
         or gate_up.shape[1] % 2
@@ -107,10 +99,9 @@ def check(
 
 @triton.jit
 def _load_both(ranks, rank_step, token, slot, RANK: tl.constexpr, RANKS: tl.constexpr, WARPS: tl.constexpr):
-    """Of 16 tokens the ranks of gate and of up as the products' other operand, int8 [WARPS, 16, RANKS] (every warp
-    loads all of them), and their steps.
+    """Load the ranks of gate and of up of 16 tokens, int8 [WARPS, 16, RANKS] (in every warp), and their steps.
 
-    The steps are fp32 [WARPS * 64, 1]; zeros where there is no adapter.
+    The steps are fp32 [WARPS * 64, 1]; zeros without an adapter.
     """
     gate_q, up_q = (
         load_ranks(ranks, token, 0, 2, RANK, RANKS, WARPS),
@@ -121,7 +112,7 @@ def _load_both(ranks, rank_step, token, slot, RANK: tl.constexpr, RANKS: tl.cons
 
 @triton.jit
 def _load_halves(gate_up, token, column, WIDTH: tl.constexpr):
-    """gate and up, each [WARPS * 64, 8]."""
+    """Load gate and up, each [WARPS * 64, 8]."""
     source, inside = gate_up + token * (2 * WIDTH) + column, (token >= 0) & (column < WIDTH)
     return tl.load(source, mask=inside, other=0.0), tl.load(source + WIDTH, mask=inside, other=0.0)
 
@@ -131,11 +122,11 @@ def _store(
     h, gate, up, gate_q, up_q, gate_step, up_step, gate_rows, up_rows, gate_scale, up_scale, token, slot, column,
     WIDTH: tl.constexpr, WARPS: tl.constexpr, BOTH: tl.constexpr,
 ):  # fmt: skip
-    """h of 16 tokens. In one block of code the loads of gate, up and what the next 16 tokens need would be put off
-    until the products are done.
+    """Store h of 16 tokens.
 
-    So a product is in a branch that is always taken for tokens with an adapter. BOTH: both are, for which they need
-    more registers.
+    In one block of code the compiler would defer loads of gate, up and the next 16 tokens until after the products. So
+    each product is in a branch that is always taken for tokens with an adapter. BOTH: one branch for both products,
+    which needs more registers.
     """
     gate_delta, up_delta = tl.zeros([2, WARPS, 8, 32], tl.float32), tl.zeros([2, WARPS, 8, 32], tl.float32)
     if slot >= 0:
@@ -158,10 +149,9 @@ def silu_mul_lora_kernel(
     RANK: tl.constexpr, RANKS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program for each (tile, 16 * PARTS of its tokens, STEPS * 32 * WARPS columns of h); those of unused tiles and
-    tokens end at once.
+    """A program per (tile, 16 * PARTS of its tokens, STEPS * 32 * WARPS columns of h); unused ones return at once.
 
-    B's rows of a step's columns serve all its tokens, 16 at a time; what the next 16 need is under way meanwhile.
+    B's rows of a step's columns serve all its tokens, 16 at a time; loads for the next 16 tokens overlap with them.
     """
     tile = tiles + tl.program_id(0) // (blocks * groups) * 3
     done = tl.program_id(0) // blocks % groups * (16 * PARTS)
@@ -202,8 +192,9 @@ def silu_mul_lora_kernel(
 
 
 def block(tokens: int, tile: int, width: int) -> tuple[int, int, int]:
-    """(warps, steps, parts) of a program for `tokens` tokens in tiles of `tile` and h of `width` columns: 32 * warps
-    columns a step, 16 tokens a part.
+    """Return (warps, steps, parts) of a program, for tiles of `tile` tokens and h of `width` columns.
+
+    A step has 32 * warps columns, a part 16 tokens.
     """
     warps, steps, parts = next(chosen for most, *chosen in BLOCKS if tokens <= most)
     warps = min(warps, next_power_of_2(cdiv(width, 32)))
@@ -224,25 +215,18 @@ def launch(
     sm_budget: Optional[int] = None,
     pdl: bool = False,
 ) -> None:
-    """Fill `out` = (h,). With `pdl`, the launch before it in the stream is taken to be neither the plan's nor the one
-    that wrote b. Does not heed `sm_budget`.
+    """Fill `out` = (h,). With `pdl`, the previous launch in the stream must write neither the plan nor b.
 
-    Raises ValueError where `fits` objects.
+    Ignores `sm_budget`. Raises ValueError if `fits` returns a reason.
     """
     check(gate_up, ranks, rank_step, b, b_scale)
     objection = fits(b.shape[2])
     if objection:
-        raise ValueError(f"silu_mul_lora: {objection}; lora_expand and silu_mul do")
+        raise ValueError(f"silu_mul_lora: {objection}; use lora_expand and silu_mul")
     require_contiguous(
-        "silu_mul_lora",
-        gate_up=gate_up,
-        ranks=ranks,
-        rank_step=rank_step,
-        b=b,
-        b_scale=b_scale,
-        token_order=token_order,
-        tiles=tiles,
-    )
+        "silu_mul_lora", gate_up=gate_up, ranks=ranks, rank_step=rank_step, b=b, b_scale=b_scale,
+        token_order=token_order, tiles=tiles,
+    )  # fmt: skip
     tokens, width, rank = gate_up.shape[0], gate_up.shape[1] // 2, b.shape[2]
     if gate_up.numel() == 0:
         return

@@ -1,16 +1,24 @@
-"""Speculation on the device, without a CPU in the loop: what each sequence's tokens are, where it stands, and what may
-come next.
+"""Speculative decoding on the device: drafts, their inputs, and their acceptance.
 
-The device keeps `history` [R, H] int32 (row r: the tokens of the sequence that holds row r) and `lengths` [R] int32
-(how many of them there are), because plans are made before the host knows how many drafts were accepted.
+The device keeps `history` [R, H] int32 (row r: the tokens of the sequence in row r) and `lengths` [R] int32 (their
+number), because plans are made before the host receives the number of accepted drafts. It also keeps `rings` [G, W]
+int32: ring buffers of recent answers, one per adapter content.
 
-The device also keeps `rings` [G, W] int32: what adapters have answered last, a ring for each adapter's content.
-
-draft_ngram     the tokens that followed the latest, longest earlier occurrence of a sequence's end
-draft_recalled  the same from a ring, where that agrees with more of the end
-place_drafts    a step's inputs for the sequences that only the device can place: tokens, positions, slots, lengths
-accept_drafts   sampled tokens against drafts: how many hold; the history grows by them
-keep_answers    answers that ended go into a ring
+draft_ngram         tokens that followed the latest, longest earlier occurrence of a sequence's last tokens
+draft_from_answers  `draft_recalled`: the same from a ring buffer, if it matches more tokens
+place_drafts        a step's tokens, positions, slots and lengths of sequences with drafts
+accept_drafts       compares sampled tokens with drafts and appends the accepted ones to the history
+store_answers       `keep_answers`: copies finished answers to a ring buffer
 """
 
-from . import accept_drafts, draft_ngram, draft_recalled, keep_answers, place_drafts
+from . import (
+    accept_drafts,
+    draft_ngram,
+    place_drafts,
+)
+from . import (
+    draft_from_answers as draft_recalled,
+)
+from . import (
+    store_answers as keep_answers,
+)

@@ -1,10 +1,12 @@
-"""`accept_drafts`: the drafts that the model itself samples are accepted, and the history grows by them.
+"""`accept_drafts`: accept the drafts that the model samples itself, and append them to the history.
 
-A draft was computed as if it were the next token. It holds exactly when the token that the row before it sampled is the
-same: noise depends on (seed, step, token) alone, so that row has sampled what a step of its own would have. Up to the
-first draft that does not hold, and with the token sampled in its place, the sequence is what it would have been without
-drafts, greedy or not; the other rows' tokens are void.
+A draft was computed as if it were the next token. It is accepted if the row before it sampled the same token: noise
+depends only on (seed, step, token), so that row sampled what a step of its own would have. Up to the first rejected
+draft, with the token sampled in its place, the sequence equals one without drafts, greedy or not; tokens of the other
+rows are discarded.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -23,14 +25,14 @@ def reference(
     history: torch.Tensor,
     lengths: torch.Tensor,
 ) -> torch.Tensor:
-    """Count the drafts that hold, and append what was sampled up to there.
+    """Count accepted drafts, and append them and the next sampled token to the history.
 
-    tokens   [N] int32: sampled tokens; -1 (no token) ends a sequence's part and is kept as 0
+    tokens   [N] int32: sampled tokens; -1 (no token) ends a sequence's part and is stored as 0
     drafts   [B, K] int32 (K may be 0)
     rows     [B] int32: each sequence's row of the history, -1: none
-    counts   [B] int32: how many of its drafts were computed; -1 counts as 0
-    first    [B] int32: the place of a sequence's first sampled token in `tokens`; its others follow
-    writes history [R, H] and lengths [R] int32: the accepted drafts and one token more, as far as the row has room
+    counts   [B] int32: number of computed drafts; -1 counts as 0
+    first    [B] int32: index in `tokens` of a sequence's first sampled token; its others follow
+    writes history [R, H] and lengths [R] int32, as far as the row has room
     returns  [B] int32: accepted drafts
     """
     accepted = torch.zeros_like(rows)
@@ -48,16 +50,8 @@ def reference(
     return accepted
 
 
-def fake(
-    tokens: torch.Tensor,
-    drafts: torch.Tensor,
-    rows: torch.Tensor,
-    counts: torch.Tensor,
-    first: torch.Tensor,
-    history: torch.Tensor,
-    lengths: torch.Tensor,
-) -> torch.Tensor:
-    """The results of `reference`, not filled."""
+def fake(tokens: torch.Tensor, drafts: torch.Tensor, rows: torch.Tensor, *_: Any) -> torch.Tensor:
+    """Return an empty result."""
     return torch.empty_like(rows)
 
 
@@ -66,7 +60,7 @@ def _accept_kernel(
     tokens, drafts, rows, counts, first, history, lengths, accepted, width, most, COUNT: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program takes one sequence: COUNT >= 1 + K."""
+    """A program processes one sequence: COUNT >= 1 + K."""
     pdl_start(PDL)
     index = tl.program_id(0)
     row = tl.load(rows + index)
@@ -77,7 +71,7 @@ def _accept_kernel(
     step = tl.arange(0, COUNT)
     sampled = tl.load(tokens + tl.load(first + index) + step, mask=step <= count, other=-1)
     draft = tl.load(drafts + index * most + step, mask=step < count, other=0)
-    # the first that does not hold; after the last draft there is none to hold
+    # index of the first rejected draft, or the number of drafts
     held = tl.min(tl.where((step < count) & (sampled == draft), COUNT, step), axis=0)
     length = tl.load(lengths + row)
     place = length + step
@@ -100,7 +94,7 @@ def launch(
     sm_budget: int | None = None,
     pdl: bool = False,
 ) -> None:
-    """One program a sequence. Too short to heed `sm_budget`."""
+    """Launch one program per sequence. Ignores `sm_budget`: the launch is small."""
     require_contiguous("accept_drafts", tokens=tokens, drafts=drafts, history=history)
     if len(rows) == 0:
         return

@@ -1,10 +1,9 @@
-"""`draft_ngram`: drafts from a sequence's own tokens: what followed the last time that it ended as it ends now.
+"""`draft_ngram`: drafts from a sequence's own tokens: those that followed an earlier occurrence of its last tokens.
 
-Of all earlier places whose tokens agree with the sequence's end, the one with the longest agreement is taken (at most
-`LONGEST` tokens count), and among equals the latest. What followed there is the draft; where the end is reached, it
-goes on from the place again, so that a run of one token or a short cycle drafts itself. A sequence without any such
-place drafts its last token once more. The same history always gives the same drafts. How many tokens agreed is told
-too, since another source may agree with more (`draft_recalled`).
+Of all earlier positions that match the sequence's end, the longest match wins (up to `LONGEST` tokens), then the
+latest. The tokens after it are the draft; at the end of the sequence the draft continues from the match again, so a run
+of one token or a short cycle repeats. A sequence without a match drafts its last token. The same history always gives
+the same drafts. The match length is returned too, because another source may match more tokens (`draft_recalled`).
 """
 
 import torch
@@ -16,7 +15,7 @@ from ..core.triton_support import next_power_of_2, pdl_options, pdl_start, requi
 
 LONGEST = 8
 WINDOW = 8192
-"""Earlier places that are looked at, the latest ones: a longer search would take longer than the step gains."""
+"""Latest earlier positions that are searched: a longer search takes longer than the step gains."""
 BLOCK = 1024
 
 
@@ -26,9 +25,9 @@ def reference(
     """Draft `count` tokens for each sequence.
 
     history  [R, H] int32: tokens of each row
-    lengths  [R] int32: how many there are, at least 1
-    rows     [B] int32: the row of each sequence; -1: none, and its drafts are 0
-    returns  drafts [B, count] int32, and how many tokens agreed [B] int32
+    lengths  [R] int32: number of tokens, at least 1
+    rows     [B] int32: the row of each sequence; -1: none, with drafts 0
+    returns  drafts [B, count] int32, and the number of matching tokens [B] int32
     """
     longest = torch.zeros_like(rows)
     drafts = torch.zeros(len(rows), count, dtype=torch.int32, device=history.device)
@@ -52,7 +51,7 @@ def reference(
 def fake(
     history: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The results of `reference`, not filled."""
+    """Return empty results."""
     return history.new_empty(rows.shape[0], count), torch.empty_like(rows)
 
 
@@ -61,7 +60,7 @@ def _draft_kernel(
     history, lengths, rows, drafts, longest, width, count, LONGEST: tl.constexpr, WINDOW: tl.constexpr,
     COUNT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program looks at all places of one sequence."""
+    """A program searches all positions of one sequence."""
     pdl_start(PDL)
     index = tl.program_id(0)
     row = tl.load(rows + index)
@@ -103,7 +102,7 @@ def launch(
     sm_budget: int | None = None,
     pdl: bool = False,
 ) -> None:
-    """One program a sequence; it reads LONGEST tokens a place, from L2. Too short to heed `sm_budget`."""
+    """Launch one program per sequence; it reads LONGEST tokens per position, from L2. Ignores `sm_budget`."""
     require_contiguous("draft_ngram", history=history, lengths=lengths, rows=rows)
     if len(rows) == 0 or count == 0:
         out[1].zero_()

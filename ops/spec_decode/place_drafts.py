@@ -1,9 +1,10 @@
-"""`place_drafts`: a step's inputs for sequences of which only the device knows how many tokens they have.
+"""`place_drafts`: inputs of sequences with drafts; only the device has their lengths.
 
-A sequence of n tokens computes its last one and its drafts: rows at positions n - 1, n, ... of a context that ends with
-them. Their keys and values go where the block table says; those of drafts that turn out wrong are overwritten by the
-next step, before anything reads them.
+A sequence of n tokens computes its last token and its drafts: rows at positions n - 1, n, ... of a context that ends
+with them. The block table gives their KV slots; the next step overwrites those of rejected drafts before any read.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -32,7 +33,7 @@ def reference(
     history      [R, H] int32, lengths [R] int32: the rows' tokens
     drafts       [B, K] int32 (K may be 0)
     rows         [B] int32: the row of each sequence, -1: none
-    counts       [B] int32: how many of its drafts a sequence computes; -1: its inputs are right already
+    counts       [B] int32: number of drafts that a sequence computes; -1: leave its inputs
     query_start  [>= B + 1] int32: its first row of the step
     block_table  [>= B, P] int32
     writes input_ids, positions, slot_mapping [T] and context_lens [>= B], all int32
@@ -51,20 +52,8 @@ def reference(
         context_lens[index] = length + count
 
 
-def fake(
-    history: torch.Tensor,
-    lengths: torch.Tensor,
-    drafts: torch.Tensor,
-    rows: torch.Tensor,
-    counts: torch.Tensor,
-    query_start: torch.Tensor,
-    block_table: torch.Tensor,
-    input_ids: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    context_lens: torch.Tensor,
-) -> None:
-    """Nothing is returned."""
+def fake(*_: Any) -> None:
+    """Return nothing."""
 
 
 @triton.jit(do_not_specialize=["width", "most", "blocks"])
@@ -108,7 +97,7 @@ def launch(
     sm_budget: int | None = None,
     pdl: bool = False,
 ) -> None:
-    """One program a sequence. Too short to heed `sm_budget`."""
+    """Launch one program per sequence. Ignores `sm_budget`: the launch is small."""
     require_contiguous("place_drafts", history=history, drafts=drafts, block_table=block_table)
     if len(rows) == 0:
         return

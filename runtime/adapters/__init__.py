@@ -1,14 +1,13 @@
-"""Adapters: disk -> host memory -> a slot on the device.
+"""Adapters: disk -> host memory -> a slot on the GPU.
 
-registry         names and files
-describing       what an adapter's config and header say, read in a process of its own (describe_worker)
-lora_requests    vLLM's LoRARequests as names
-room             how many adapters an engine takes, of which rank, on which projections
-store            adapters in host memory
-host_memory      page-locked memory
-stacks           their way into the device's stacks
-packing          one adapter's tensors in its slot's layout
-slot_copy        from host memory into a slot
-slot_cache       packed adapters kept on disk, in a cache_folder of compiler/program
-background       threads that load
+registry           names, numbers, content hashes and directories of adapters
+describer          parse configs and headers of adapters in a child process (describer_process)
+lora_requests      vLLM's LoRARequests -> adapter names
+adapter_limits     number of slots, LoRA rank and target projections of an engine
+packing            an adapter's tensors -> the layout of its slot
+host_store         cache of packed adapters in host memory
+host_memory        page-locked blocks of host memory
+slot_loader        load adapters into GPU slots while steps run
+disk_cache         cache of packed adapters on disk
+background_jobs    run jobs of low priority on one background thread
 """

@@ -1,11 +1,10 @@
-"""Adapters that were packed once, kept on disk as their slots' bytes, so that they come back without being read,
-checked and packed again.
+"""Cache packed adapters on disk as their slots' bytes, so that a later start skips reading, checking and packing.
 
-Two kinds of files lie next to the kept programs, in `adapters`. `<key>.slot` holds one adapter's slot of every stack: a
-header, with the key and a sha256 of each piece, and the bytes. `<key>.hash` holds the content hash of a PEFT adapter
-whose values were found good, and a digest of itself. The keys cover all that these follow from, the sources of the
-modules that make them included.
-$SIDESTREAM_ADAPTER_CACHE_GB bounds their size (32 unless given; 0: nothing is kept). Deleting them is always safe.
+The folder `adapters` of the cache directory has two kinds of files. `<key>.slot` is one adapter's slot of every stack:
+a header with the key and a sha256 per chunk, and the bytes. `<key>.hash` is the content hash of a checked PEFT adapter.
+The keys cover all inputs, including the sources of the modules that make the files.
+
+$SIDESTREAM_ADAPTER_CACHE_GB bounds their size (default 32; 0 disables the cache). Deleting files is always safe.
 """
 
 import hashlib
@@ -33,89 +32,78 @@ from ...graphs.adapter import Adapter
 from ...graphs.adapter_file import read_fully, readers
 from ...graphs.config import LlamaConfig
 from ...graphs.lora import LoraShape
-from .background import Background, Stopped
+from .background_jobs import BackgroundJobs, JobCancelled
 
-VARIABLE = "SIDESTREAM_ADAPTER_CACHE_GB"
+SIZE_VARIABLE = "SIDESTREAM_ADAPTER_CACHE_GB"
 DEFAULT_GB = 32.0
 FORMAT = 2
-SOURCES = ("packing.py", "store.py", "disk_cache.py")
-PIECES = 8  # as many as there are readers
-LARGEST_PIECE = 32 << 20
-WRITTEN_AT_ONCE = 4 << 20
+SOURCES = ("packing.py", "host_memory.py", "host_store.py", "disk_cache.py")
+NUM_CHUNKS = 8  # as many as there are readers
+MAX_CHUNK_BYTES = 32 << 20
+WRITE_BYTES = 4 << 20
 WRITE_PAUSE = 0.004
-_PAGE = 4096
+_ALIGNMENT = 4096
 _CONTENT_HASH = re.compile(rb"[0-9a-f]{64}")
 _log = logging.getLogger(__name__)
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a slot's file says of itself: whose bytes, how many, and the sha256 of each `piece` of them."""
+    """Header of a slot's file. `sums`: the sha256 of each `chunk` bytes."""
 
     format: int
     key: str
     size: int
-    piece: int
+    chunk: int
     sums: list[str]
 
 
-class SlotCache:
-    """What is kept of adapters on this machine. Reading never raises: what is damaged counts as absent and is removed
-    (logged).
-
-    background   does the writing, when nothing else was asked for in a while
-    """
+class AdapterDiskCache:
+    """Cached adapters of this machine. Reading never raises: damaged files are logged and removed."""
 
     def __init__(self, folder: CacheFolder) -> None:
         self.folder = folder
-        self.background = Background("adapter-keeper")
+        self.jobs = BackgroundJobs("adapter-keeper")
         self._warned = False
 
     @classmethod
-    def from_environment(cls) -> "SlotCache | None":
-        """The cache next to the kept programs; None when it is switched off.
-
-        Raises OptionError for a size that is no number.
-        """
-        given = os.environ.get(VARIABLE) or str(DEFAULT_GB)
+    def from_environment(cls) -> "AdapterDiskCache | None":
+        """Return the cache, or None if it is disabled. Raises OptionError for a size that is not a number."""
+        text = os.environ.get(SIZE_VARIABLE) or str(DEFAULT_GB)
         try:
-            size = float(given)
+            size = float(text)
         except ValueError:
             size = math.nan
         if not 0 <= size < 1e9:
             raise OptionError(
-                f"{VARIABLE}={given!r} must be a number of gigabytes, such as {DEFAULT_GB:.0f}; 0 keeps nothing"
+                f"{SIZE_VARIABLE}={text!r} must be a number of gigabytes, such as {DEFAULT_GB:.0f}; 0 disables it"
             )
         return cls(CacheFolder(cache_directory() / "adapters", int(size * 1e9))) if size else None
 
-    # -- content hashes --------------------------------------------------------------------------------------------
-
-    def recall(self, source: str) -> str | None:
-        """The content hash that was found for an adapter's `source`."""
+    def find_hash(self, source: str) -> str | None:
+        """Return the content hash of an adapter by its `source`, or None."""
         content = self.folder.recall(_hash_name(source))
         if content is None:
             return None
         if not _CONTENT_HASH.fullmatch(content):
-            self.forget(source)
+            self.remove_hash(source)
             return None
         return content.decode("ascii")
 
-    def remember(self, adapter: Adapter) -> None:
-        """Keep an adapter's content hash, soon."""
+    def save_hash_later(self, adapter: Adapter) -> None:
+        """Write an adapter's content hash in the background."""
         name, content = _hash_name(adapter.source), adapter.content_hash.encode("ascii")
-        self.background.later(lambda stopped: self._attempt(lambda: self.folder.keep(name, content)))
+        self.jobs.submit(lambda stopped: self._try_to_write(lambda: self.folder.keep(name, content)))
 
-    def forget(self, source: str) -> None:
-        """A content hash turned out to be wrong."""
+    def remove_hash(self, source: str) -> None:
+        """Remove a content hash that is wrong."""
         self.folder.damaged(_hash_name(source), "it is not the adapter's content hash")
 
-    # -- slots -----------------------------------------------------------------------------------------------------
-
     def has(self, key: str) -> bool:
-        """Whether there is a slot of this key, good or damaged."""
+        """Return whether there is a slot of this key, intact or damaged."""
         return f"{key}.slot" in self.folder
 
     def load(self, key: str, memory: NDArray[np.uint8]) -> bool:
-        """Fill `memory` with the slot's bytes; False, and anything in `memory`, when it is absent or damaged."""
+        """Fill `memory` with the slot's bytes. Returns False, with undefined `memory`, if absent or damaged."""
         name, fault = f"{key}.slot", ""
         with self.folder.reading(name) as handle:
             if handle is None:
@@ -129,34 +117,31 @@ class SlotCache:
         return not fault
 
     def save(self, key: str, memory: NDArray[np.uint8], stopped: threading.Event | None = None) -> None:
-        """Keep a slot; a full or read-only disk only costs the next start its time (logged).
-
-        Raises Stopped once `stopped` is set, and has kept nothing.
-        """
-        size, piece = memory.nbytes, _piece(memory.nbytes)
+        """Write a slot; log write errors. Raises JobCancelled, having written nothing, once `stopped` is set."""
+        size, chunk = memory.nbytes, _chunk_size(memory.nbytes)
 
         def fill(handle: int) -> None:
             os.lseek(handle, _header_size(size), os.SEEK_SET)
-            sums = [hashlib.sha256() for _ in range(0, size, piece)]
-            for first in range(0, size, piece):
-                for begin in range(first, min(first + piece, size), WRITTEN_AT_ONCE):
-                    part = memory[begin : min(begin + WRITTEN_AT_ONCE, first + piece)].data
-                    sums[first // piece].update(part)
+            sums = [hashlib.sha256() for _ in range(0, size, chunk)]
+            for first in range(0, size, chunk):
+                for begin in range(first, min(first + chunk, size), WRITE_BYTES):
+                    part = memory[begin : min(begin + WRITE_BYTES, first + chunk)].data
+                    sums[first // chunk].update(part)
                     write_fully(handle, part)
                     if stopped is not None and stopped.wait(WRITE_PAUSE):
-                        raise Stopped
-            header = msgspec.json.encode(Header(FORMAT, key, size, piece, [digest.hexdigest() for digest in sums]))
+                        raise JobCancelled
+            header = msgspec.json.encode(Header(FORMAT, key, size, chunk, [digest.hexdigest() for digest in sums]))
             os.pwrite(handle, header.ljust(_header_size(size), b" "), 0)
 
-        self._attempt(lambda: self.folder.write(f"{key}.slot", size + _header_size(size), fill))
+        self._try_to_write(lambda: self.folder.write(f"{key}.slot", size + _header_size(size), fill))
 
-    def _attempt(self, write: Callable[[], None]) -> None:
+    def _try_to_write(self, write: Callable[[], None]) -> None:
         try:
             write()
         except OSError as error:
             if not self._warned:
                 _log.warning(
-                    "packed adapters are not kept for the next start: %s; free space there, or set SIDESTREAM_CACHE",
+                    "packed adapters are not cached for the next start: %s; free space there, or set SIDESTREAM_CACHE",
                     error,
                 )
             self._warned = True
@@ -170,9 +155,7 @@ def packing_key(
     lora: LoraShape,
     constants: Mapping[str, torch.Tensor],
 ) -> str:
-    """A hash of everything, but an adapter's content, that decides its slots' bytes: recipes and the constants that
-    they name, shapes and dtypes, sources, releases, the processor's kind.
-    """
+    """Return a hash of all inputs of a slot's bytes except the adapter's content."""
     content = {
         "sources": _sources(),
         "torch": torch.__version__,
@@ -190,7 +173,7 @@ def packing_key(
 
 
 def slot_key(packing: str, content_hash: str) -> str:
-    """Under which the slot of an adapter is kept."""
+    """Return the key of an adapter's slot."""
     return hashlib.sha256(f"{packing} {content_hash}".encode()).hexdigest()
 
 
@@ -206,28 +189,28 @@ def _sources() -> str:
     return digest.hexdigest()
 
 
-def _piece(size: int) -> int:
-    """Bytes under one checksum: few pieces, as each asks for the interpreter, and yet several to read at a time."""
-    return min(LARGEST_PIECE, max(1, -(-size // (PIECES * _PAGE))) * _PAGE)
+def _chunk_size(size: int) -> int:
+    """Return the bytes per checksum: several chunks to read in parallel, but few, as each takes the GIL."""
+    return min(MAX_CHUNK_BYTES, max(1, -(-size // (NUM_CHUNKS * _ALIGNMENT))) * _ALIGNMENT)
 
 
 def _header_size(size: int) -> int:
-    """Bytes before the slot's own: whole pages, with room for every checksum."""
-    return -(-(512 + 72 * -(-size // _piece(size))) // _PAGE) * _PAGE
+    """Return the header's bytes, a multiple of 4096, for a slot of `size` bytes."""
+    return -(-(512 + 72 * -(-size // _chunk_size(size))) // _ALIGNMENT) * _ALIGNMENT
 
 
 def _read_slot(handle: int, key: str, memory: NDArray[np.uint8]) -> str:
-    """What is wrong with a file; empty when `memory` holds its bytes."""
-    size, piece, start = memory.nbytes, _piece(memory.nbytes), _header_size(memory.nbytes)
+    """Fill `memory` from a slot's file; return the fault, or "" on success."""
+    size, chunk, start = memory.nbytes, _chunk_size(memory.nbytes), _header_size(memory.nbytes)
     if os.fstat(handle).st_size != start + size:
         return f"it has {os.fstat(handle).st_size} bytes instead of {start + size}"
     header = msgspec.json.decode(os.pread(handle, start, 0), type=Header)
-    if header != Header(FORMAT, key, size, piece, header.sums) or len(header.sums) != -(-size // piece):
-        return "its header is another's"
+    if header != Header(FORMAT, key, size, chunk, header.sums) or len(header.sums) != -(-size // chunk):
+        return "its header belongs to another slot"
 
-    def read(place: int) -> bool:
-        part = memory[place * piece : (place + 1) * piece]
-        read_fully(handle, part, start + place * piece)
-        return hashlib.sha256(part.data).hexdigest() == header.sums[place]
+    def read(index: int) -> bool:
+        part = memory[index * chunk : (index + 1) * chunk]
+        read_fully(handle, part, start + index * chunk)
+        return hashlib.sha256(part.data).hexdigest() == header.sums[index]
 
     return "" if all(list(readers().map(read, range(len(header.sums))))) else "its checksum is wrong"

@@ -1,19 +1,25 @@
-"""Host memory from which a GPU copies by itself: in huge pages, and page-locked in place."""
+"""Page-locked host memory from which a GPU copies asynchronously, and an adapter's block of it."""
 
+import math
 import mmap
 import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import accumulate
 from typing import Any
 
 import torch
 
+ALIGNMENT = 4096
+"""A page of the operating system: page-locking one tensor must not touch its neighbours."""
+LOCK_PAUSE = 0.0002
+CHUNK_BYTES = 1 << 20
+"""Bytes per page-locking call and per copy: no step can be launched during a call that locks pages."""
+
 
 def host_bytes(count: int) -> torch.Tensor:
-    """uint8 [count] that begins at a page; in huge pages where the system has them, which are found and locked
-    hundreds of times faster.
-    """
+    """Return page-aligned uint8 [count], in huge pages if possible: they are locked hundreds of times faster."""
     memory = mmap.mmap(-1, max(1, count), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError, AttributeError):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -21,26 +27,54 @@ def host_bytes(count: int) -> torch.Tensor:
 
 
 def page_lock(
-    owner: Any, pieces: Sequence[torch.Tensor], device_calls: Any, *, pause: float = 0.0, remedy: str
+    owner: Any, chunks: Sequence[torch.Tensor], device_calls: Any, *, pause: float = 0.0, remedy: str
 ) -> None:
-    """Page-lock uint8 tensors of `host_bytes`, until `owner`, which holds them, goes: the allocator for page-locked
-    tensors rounds up to powers of two, half as much again for a typical adapter.
+    """Page-lock uint8 tensors of `host_bytes` for the lifetime of `owner`. torch's pinned allocator would round up to
+    powers of two.
 
-    device_calls   held during each piece's call
-    pause          seconds after each piece, in which steps are launched
-    The memory should have been written before, or the call also has to find and clear its pages. Raises MemoryError,
-    whose text ends with `remedy`.
+    device_calls   context manager held during each chunk's call
+    pause          seconds after each chunk, in which steps are launched
+
+    Write the memory first, or the call also has to allocate its pages. Raises MemoryError, with `remedy` at its end.
     """
     runtime = torch.cuda.cudart()
-    for piece in pieces:
-        pointer = piece.data_ptr()
+    for chunk in chunks:
+        pointer = chunk.data_ptr()
         with device_calls:
-            error = int(runtime.cudaHostRegister(pointer, piece.nbytes, 0))
+            error = int(runtime.cudaHostRegister(pointer, chunk.nbytes, 0))
         if error:
-            total = sum(each.nbytes for each in pieces)
+            total = sum(each.nbytes for each in chunks)
             raise MemoryError(
                 f"{total / 2**20:.0f} MiB of host memory could not be page-locked (CUDA error {error}); {remedy}"
             )
         weakref.finalize(owner, runtime.cudaHostUnregister, pointer).atexit = False
         if pause:
             time.sleep(pause)
+
+
+def block_offsets(sizes: Sequence[int]) -> list[int]:
+    """Return the offsets of tensors of these bytes in a block, and the block's size."""
+    return list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
+
+
+class Block:
+    """One adapter's slot of every stack, in their order: `tensors` and `bytes` (numpy) are views of `memory`."""
+
+    def __init__(self, shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> None:
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes]
+        offsets = block_offsets(sizes)
+        self.memory = host_bytes(offsets[-1])
+        self.bytes = self.memory.numpy()
+        self.tensors = [
+            self.memory[first : first + size].view(dtype).view(shape)
+            for first, size, (shape, dtype) in zip(offsets, sizes, shapes, strict=False)
+        ]
+        self.num_users = 0
+        self.locked = False
+
+    def page_lock(self, device_calls: Any, steps_running: bool) -> None:
+        """See `page_lock`; while steps run in chunks with pauses, as an adapter takes tens of milliseconds."""
+        chunks = self.memory.split(CHUNK_BYTES if steps_running else self.memory.numel())
+        pause = LOCK_PAUSE if steps_running else 0.0
+        page_lock(self, chunks, device_calls, pause=pause, remedy="lower max_cpu_loras")
+        self.locked = True

@@ -1,4 +1,4 @@
-"""LoRARequests as names of adapters."""
+"""Convert vLLM's LoRARequests to adapter names."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,17 +12,17 @@ from .registry import AdapterRegistry
 
 
 def adapter_names(
-    asked: Sequence[Any], registry: AdapterRegistry, add_adapter: Callable[[str, str], None]
+    requests: Sequence[Any], registry: AdapterRegistry, add_adapter: Callable[[str, str], None]
 ) -> list[str | None]:
-    """The names that LoRARequests (or None: the base model) mean; one that is not known is added from its path.
+    """Return the adapter's name of each LoRARequest (None: the base model); add unregistered ones from their paths.
 
-    Raises RequestError for what is no LoRARequest and for a name that was loaded from another directory, and what
-    `add_adapter` raises.
+    Raises RequestError for another type or a name that was loaded from another directory, and what `add_adapter`
+    raises.
     """
-    wrong = next((each for each in asked if each is not None and not isinstance(each, LoRARequest)), None)
+    wrong = next((each for each in requests if each is not None and not isinstance(each, LoRARequest)), None)
     if wrong is not None:
         raise RequestError(f"lora_request must be a LoRARequest, a list of them or None, not {type(wrong).__name__}")
-    for each in dict.fromkeys(each for each in asked if each is not None and each.lora_path):
+    for each in dict.fromkeys(each for each in requests if each is not None and each.lora_path):
         number = registry.numbers.get(each.lora_name)
         if number is None:
             add_adapter(each.lora_name, each.lora_path)
@@ -31,12 +31,12 @@ def adapter_names(
                 f"adapter {each.lora_name!r} was loaded from another directory than {each.lora_path!r}; use another "
                 "name, or add_adapter(..., replace=True)"
             )
-    return [None if each is None else each.lora_name for each in asked]
+    return [None if each is None else each.lora_name for each in requests]
 
 
-def _directory(named: str) -> Path:
-    """The directory that a path or hub id means; the path itself where there is no adapter any more."""
+def _directory(path: str) -> Path:
+    """Return the directory of a path or hub id; the path itself if the adapter no longer exists."""
     try:
-        return adapter_directory(named)
+        return adapter_directory(path)
     except AdapterError:
-        return Path(named)
+        return Path(path)

@@ -1,8 +1,5 @@
-"""One adapter's tensors into its slot's layout, alike layers together: some hundred large operations instead of ten
-thousand small ones.
-
-The thread that launches steps shares the interpreter with those that pack, so what counts is how rarely packing asks
-for it.
+"""Pack an adapter's tensors into the layout of its slot, equal layers together: some hundred large operations instead
+of ten thousand small ones. The thread that launches steps shares the GIL, so packing must take it rarely.
 """
 
 import re
@@ -13,74 +10,68 @@ from typing import Any
 
 import torch
 
-from ...compiler.graph.recipe import Recipe, materialize
+from ...compiler.graph.materialize import materialize
+from ...compiler.graph.recipe import Recipe
 
-ELEMENTS_AT_ONCE = 1 << 21  # 8 MiB in fp32: copies made on the way stay within the processor's caches
+GROUP_ELEMENTS = 1 << 21  # 8 MiB in fp32: intermediate copies stay within the CPU's caches
 PACKING_THREADS = 8
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 class Bundle:
-    """Recipes that read the same tensors, such as the values and the scales of one stack."""
+    """Recipes with the same source tensors, such as the values and the scales of one stack."""
 
     def __init__(self, sources: frozenset[str]) -> None:
-        self.places: list[int] = []
+        self.stacks: list[int] = []  # indices
         self.recipes: list[Recipe] = []
-        self.names = {_NUMBER.sub("#", name): name for name in sources}
-        self.alone = len(self.names) != len(sources)  # it reads two layers
+        self.names = {_LAYER.sub("#", name): name for name in sources}
+        self.separate = len(self.names) != len(sources)  # its sources are of two layers
 
-    def add(self, place: int, recipe: Recipe) -> None:
-        """One more, for the stack at `place`."""
-        self.places.append(place)
+    def add(self, stack: int, recipe: Recipe) -> None:
+        """Add the recipe of a stack."""
+        self.stacks.append(stack)
         self.recipes.append(recipe)
-        self.alone |= _has_zeros(recipe)  # these have one slot
+        self.separate |= _has_zeros(recipe)  # zeros have the shape of one slot
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """Equal for bundles that differ in their layer only."""
-        return (self.places[0] if self.alone else None, *(_NUMBER.sub("#", str(recipe)) for recipe in self.recipes))
+        """A key that is equal for bundles that differ in their layer only."""
+        return (self.stacks[0] if self.separate else None, *(_LAYER.sub("#", str(recipe)) for recipe in self.recipes))
 
 
-class Packing:
-    """How an adapter becomes its slot of every stack.
-
-    `recipes`: by stack, in the stacks' order; `shapes`: of one slot of each.
-    """
+class Packer:
+    """Packs adapters. `recipes`: by stack, in the stacks' order; `shapes`: of one slot of each stack."""
 
     def __init__(self, recipes: Mapping[str, Recipe], shapes: Sequence[tuple[int, ...]]) -> None:
         bundles: dict[frozenset[str], Bundle] = {}
-        for place, recipe in enumerate(recipes.values()):
+        for stack, recipe in enumerate(recipes.values()):
             sources = recipe.sources()
-            bundles.setdefault(sources, Bundle(sources)).add(place, recipe)
-        alike: dict[tuple[Any, ...], list[Bundle]] = {}
+            bundles.setdefault(sources, Bundle(sources)).add(stack, recipe)
+        by_form: dict[tuple[Any, ...], list[Bundle]] = {}
         for bundle in bundles.values():
-            alike.setdefault((bundle.form, *(shapes[place] for place in bundle.places)), []).append(bundle)
-        self._groups = [group for bundles in alike.values() for group in _cut(bundles, shapes)]
+            by_form.setdefault((bundle.form, *(shapes[stack] for stack in bundle.stacks)), []).append(bundle)
+        self._groups = [group for equal in by_form.values() for group in _split(equal, shapes)]
 
     def pack(self, lookup: Callable[[str], torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-        """Fill `targets`, one slot of each stack, from the adapter's tensors:
-
-        `lookup("model.layers.0.self_attn.q_proj.lora_a")`.
-        """
+        """Fill `targets`, one slot of each stack; `lookup` returns the adapter's tensor of a module and side."""
         for group in self._groups:
             first = group[0]
-            find = partial(_stacked, lookup, None if first.alone else [bundle.names for bundle in group])
-            memo: dict[Recipe, Any] = {}  # values and scales share their work
+            find = partial(_stacked, lookup, None if first.separate else [bundle.names for bundle in group])
+            memo: dict[Recipe, Any] = {}  # shared by values and scales
             for index, recipe in enumerate(first.recipes):
                 slots = materialize(recipe, find, memo)
                 for bundle, slot in zip(group, slots, strict=True):
-                    targets[bundle.places[index]].copy_(slot)
+                    targets[bundle.stacks[index]].copy_(slot)
 
 
-def use_few_threads() -> None:
-    """For the calling thread, which packs while steps run: torch's operations use at most half of the processor's
-    cores and PACKING_THREADS.
+def limit_torch_threads() -> None:
+    """Let torch use at most half of the CPU's cores and PACKING_THREADS for operations of the calling thread.
 
-    torch gives threads to come the number that was set last; a thread that ends at once sets the usual one.
+    torch gives new threads the number that was set last, so a short-lived thread restores it.
     """
-    usual = torch.get_num_threads()
-    torch.set_num_threads(max(1, min(PACKING_THREADS, usual // 2)))
-    restore = threading.Thread(target=torch.set_num_threads, args=(usual,))
+    default = torch.get_num_threads()
+    torch.set_num_threads(max(1, min(PACKING_THREADS, default // 2)))
+    restore = threading.Thread(target=torch.set_num_threads, args=(default,))
     restore.start()
     restore.join()
 
@@ -88,16 +79,16 @@ def use_few_threads() -> None:
 def _stacked(
     lookup: Callable[[str], torch.Tensor], layers: Sequence[Mapping[str, str]] | None, name: str
 ) -> torch.Tensor:
-    """[layers, ...]: what is called `name` in the first layer."""
+    """Return [layers, ...]: in each layer the tensor that is called `name` in the first one."""
     if layers is None:
         return lookup(name).unsqueeze(0)
-    return torch.stack([lookup(names[_NUMBER.sub("#", name)]) for names in layers])
+    return torch.stack([lookup(names[_LAYER.sub("#", name)]) for names in layers])
 
 
-def _cut(bundles: list[Bundle], shapes: Sequence[tuple[int, ...]]) -> Iterator[list[Bundle]]:
-    """Pieces of ELEMENTS_AT_ONCE, or of one bundle."""
-    size = max(torch.Size(shapes[place]).numel() for place in bundles[0].places)
-    count = 1 if bundles[0].alone else max(1, ELEMENTS_AT_ONCE // max(1, size))
+def _split(bundles: list[Bundle], shapes: Sequence[tuple[int, ...]]) -> Iterator[list[Bundle]]:
+    """Split into groups of GROUP_ELEMENTS, or of one bundle."""
+    size = max(torch.Size(shapes[stack]).numel() for stack in bundles[0].stacks)
+    count = 1 if bundles[0].separate else max(1, GROUP_ELEMENTS // max(1, size))
     return (bundles[first : first + count] for first in range(0, len(bundles), count))
 
 

@@ -1,4 +1,4 @@
-"""The adapters that the engine knows: names, numbers, contents, and where their files are."""
+"""Registry of the engine's adapters: names, numbers, content hashes and directories."""
 
 import hashlib
 import logging
@@ -17,43 +17,46 @@ from ...graphs.adapter_description import describe_adapter
 from ...graphs.config import LlamaConfig
 from ...graphs.draft.config import LORA_DIRECTORY, EagleConfig
 from ...graphs.lora import LoraShape
+from ...graphs.lora_stacks import check_fits
 from ...graphs.model_directory import WEIGHTS, adapter_directory, without_file_name
-from ...graphs.stack import check_fits
 from ..api.errors import RequestError
-from ..text.adapter_chat import NO_CHAT, AdapterChat, read_adapter_chat
-from ..text.chat_files import ChatTemplateError
-from .describing import AdapterDescriber
-from .disk_cache import SlotCache
+from ..text.chat_files import NO_CHAT, AdapterChat, ChatTemplateError, read_adapter_chat
+from .describer import AdapterDescriber
+from .disk_cache import AdapterDiskCache
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 MAX_ADAPTERS = 4096
-READERS = 8  # threads; reading, checking and hashing all release the interpreter
-Stamp = tuple[tuple[int, ...], ...]
-_Read = tuple[Path, Adapter, Stamp | None, AdapterChat]
+READERS = 8  # threads; reading, checking and hashing release the GIL
+FileStamp = tuple[tuple[int, ...], ...]
+_Files = tuple[Path, Adapter, FileStamp | None, AdapterChat]
 _log = logging.getLogger("sidestream")
 
 
 @dataclass(frozen=True)
-class KnownAdapter:
-    """A registered adapter: its number in plans, and what was read from disk, without the tensors."""
+class RegisteredAdapter:
+    """A registered adapter.
+
+    number   its number in step plans
+    adapter  its files' content without tensors
+    roots    directories that must contain its files when they are read again; None: any directory
+    chat     its own chat templates and tokens
+    """
 
     number: int
     name: str
     path: Path
     adapter: Adapter
     roots: tuple[Path, ...] | None = None
-    """Directories under which its files must lie when they are read again; None: anywhere."""
     chat: AdapterChat = NO_CHAT
-    """Its own chat templates and tokens."""
 
     @property
     def content_hash(self) -> str:
-        """Same hash, same outputs."""
+        """Adapters with the same hash give the same outputs."""
         return self.adapter.content_hash
 
 
 def check_name(name: str) -> None:
-    """Raises RequestError unless `name` may name an adapter."""
+    """Raise RequestError for an invalid adapter name."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise RequestError(
             f"adapter name {str(name)[:140]!r} must be 1 to 128 letters, digits, dots, underscores or hyphens; "
@@ -62,21 +65,20 @@ def check_name(name: str) -> None:
 
 
 class AdapterRegistry:
-    """Name -> adapter, safe for several threads.
+    """Name -> adapter; thread-safe.
 
-    numbers, hashes   name -> number and number -> content hash: what the scheduler sees. A number is never used twice,
-                      so a reloaded adapter is a new one
-    max_rank          largest rank that is accepted
-    allowed_roots     directories under which adapters and their files must lie, after all links; None = anywhere
-    max_adapters      most names at a time
-    keep              adapters whose tensors are kept from `add` until they are first `read`; others are read from disk
-                      again
-    cache             what is kept of adapters between runs: one whose file is known from before is hashed, and its
-                      tensors are not kept
-    lenient           unknown fields of adapter_config.json are ignored instead of refused
-    describe          who reads the configs and the weights' headers
-    draft             the trained draft that is in use: adapters' own LoRAs of it are read with them
-    lora, draft_lora  the stacks' shapes once they are fixed: what does not fit is refused
+    numbers, hashes   name -> number and number -> content hash, for the scheduler. Numbers are never reused: a reloaded
+                      adapter gets a new one
+    max_rank          largest accepted LoRA rank
+    allowed_roots     directories that must contain adapters' files after symlinks are resolved; None: any directory
+    max_adapters      maximum number of names
+    keep              number of adapters whose tensors stay in memory from `add` to the first `read`
+    disk_cache        content hashes and packed adapters of earlier runs; tensors of a file with a cached hash are not
+                      kept
+    lenient           ignore unknown fields of adapter_config.json instead of raising an error
+    describe          reads configs and weights' headers
+    draft             the trained draft in use: adapters' LoRAs of the draft are read too
+    lora, draft_lora  shapes of the stacks, once allocated; adapters that do not fit are rejected
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class AdapterRegistry:
         allowed_roots: Sequence[str | Path] | None = None,
         max_adapters: int = MAX_ADAPTERS,
         keep: int = 64,
-        cache: SlotCache | None = None,
+        disk_cache: AdapterDiskCache | None = None,
         lenient: bool = False,
         describe: Describe = describe_adapter,
         draft: EagleConfig | None = None,
@@ -102,71 +104,69 @@ class AdapterRegistry:
         self.hashes: dict[int, str] = {}
         self.lora: LoraShape | None = None
         self.draft_lora: LoraShape | None = None
-        self.cache = cache
+        self.disk_cache = disk_cache
         self._keep = keep
         self._lenient, self._describe = lenient, describe
-        self._stamps: dict[int, Stamp | None] = {}
-        self._by_number: dict[int, KnownAdapter] = {}
-        self._fresh: dict[int, Adapter] = {}
+        self._stamps: dict[int, FileStamp | None] = {}
+        self._by_number: dict[int, RegisteredAdapter] = {}
+        self._unread: dict[int, Adapter] = {}
         self._unused: set[int] = set()
-        self._next = 0
+        self._next_number = 0
         self._lock = threading.Lock()
 
     def restrict(self, roots: Sequence[str | Path]) -> None:
-        """From now on adapters and their files must lie under one of `roots`; those that are here may stay."""
+        """Set `allowed_roots` for adapters added from now on."""
         self.allowed_roots = tuple(Path(os.path.realpath(root)) for root in roots)
 
-    def continue_at(self, number: int) -> None:
-        """The next adapter gets this number: another process has counted."""
+    def set_next_number(self, number: int) -> None:
+        """Set the next adapter's number, which another process has assigned."""
         with self._lock:
-            self._next = number
+            self._next_number = number
 
-    def add(self, name: str, path: str | Path, replace_name: bool = False) -> KnownAdapter:
-        """Read and check a PEFT adapter's directory.
+    def add(self, name: str, path: str | Path, replace_name: bool = False) -> RegisteredAdapter:
+        """Read, check and register a PEFT adapter's directory.
 
-        `replace_name`: the name may be in use; its former adapter keeps its number until `drop`. Raises RequestError
-        for a bad or used name, a name that was removed or replaced while the files were read, a directory that is not
-        allowed or one adapter too many, AdapterError for a directory that cannot be served; then nothing has changed.
+        With `replace_name` the name may be in use; its previous adapter keeps its number until `drop`. Raises
+        RequestError for the name, the directory's location or too many adapters, and AdapterError for files that cannot
+        be served; the registry is then unchanged.
         """
-        former = self.numbers.get(name)
-        read = self._read(name, path, replace_name)
-        return self._register(name, *read, replace_name, former)
+        previous = self.numbers.get(name)
+        files = self._read(name, path, replace_name)
+        return self._register(name, files, replace_name, previous)
 
     def add_all(
-        self, paths: Mapping[str, str | Path], refused: dict[str, Exception] | None = None
-    ) -> Iterator[KnownAdapter]:
-        """Adds several, read on some threads and numbered in the order given. One that can't be added raises as `add`
-        does, or is left out and put into `refused`.
-        """
+        self, paths: Mapping[str, str | Path], rejected: dict[str, Exception] | None = None
+    ) -> Iterator[RegisteredAdapter]:
+        """Add adapters, read by a thread pool, in the given order. Errors raise as in `add` or go to `rejected`."""
         waiting = deque(paths.items())
         # few at a time: each holds an adapter's tensors
-        reads: deque[tuple[str, Future[_Read]]] = deque()
+        reads: deque[tuple[str, Future[_Files]]] = deque()
         with ThreadPoolExecutor(READERS, "adapter-reader") as pool:
             while waiting or reads:
                 while waiting and len(reads) < READERS:
                     name, path = waiting.popleft()
                     reads.append((name, pool.submit(self._read, name, path, False)))
-                name, read = reads.popleft()
+                name, files = reads.popleft()
                 try:
-                    known = self._register(name, *read.result())
-                except (ValueError, OSError) as problem:
-                    if refused is None:
+                    registered = self._register(name, files.result())
+                except (ValueError, OSError) as error:
+                    if rejected is None:
                         raise
-                    refused[name] = problem
+                    rejected[name] = error
                 else:
-                    yield known
+                    yield registered
 
-    def _read(self, name: str, path: str | Path, replace_name: bool) -> _Read:
+    def _read(self, name: str, path: str | Path, replace_name: bool) -> _Files:
         check_name(name)
-        self._check_room(name, replace_name)
-        lora = self.lora  # what does not fit the stacks is refused before it takes memory
-        rank = self.max_rank if lora is None else min(self.max_rank, lora.rank)
+        self._check_capacity(name, replace_name)
+        lora = self.lora  # rejects what does not fit before its tensors are read
+        max_rank = self.max_rank if lora is None else min(self.max_rank, lora.rank)
         try:
             directory = self._resolve(name, path)
             stamp = _stamp(directory)
-            adapter = self._load(directory, rank, self.allowed_roots, fresh=True)
-        except AdapterError as problem:
-            raise AdapterError(f"adapter {name!r}: {problem}") from None
+            adapter = self._load(directory, max_rank, self.allowed_roots, use_cache=True)
+        except AdapterError as error:
+            raise AdapterError(f"adapter {name!r}: {error}") from None
         if lora is not None:
             try:
                 check_fits(adapter, lora)
@@ -180,8 +180,8 @@ class AdapterRegistry:
         read = describer.read_chat if isinstance(describer, AdapterDescriber) else read_adapter_chat
         try:
             return read(directory, self.allowed_roots)
-        except ChatTemplateError as problem:
-            _log.warning("adapter %r: its chat template is not used: %s", name, problem)
+        except ChatTemplateError as error:
+            _log.warning("adapter %r: its chat template is not used: %s", name, error)
             return NO_CHAT
 
     def _check_draft(self, name: str, draft: Adapter | None) -> None:
@@ -189,8 +189,8 @@ class AdapterRegistry:
             return
         if self.draft_lora is None:
             _log.warning(
-                "adapter %r: its LoRA of the draft is not used: the engine was started without any; name an adapter "
-                "that has one at the start",
+                "adapter %r: its LoRA of the draft is not used: no adapter at the start had one; start with such an "
+                "adapter",
                 name,
             )
             return
@@ -199,104 +199,92 @@ class AdapterRegistry:
         except ValueError as error:
             raise RequestError(f"adapter {name!r}, its LoRA of the draft: {error}") from error
 
-    def _load(self, directory: Path, max_rank: int, roots: tuple[Path, ...] | None, fresh: bool = False) -> Adapter:
-        """An adapter and its LoRA of the draft. `fresh`: what the cache knows by its source has no tensors; and what it
-        does not is told to it.
-        """
+    def _load(self, directory: Path, max_rank: int, roots: tuple[Path, ...] | None, use_cache: bool = False) -> Adapter:
+        """Load an adapter and its LoRA of the draft; with `use_cache` without tensors if the hash is cached."""
+        cache = self.disk_cache if use_cache else None
 
-        def load(path: Path, config: LlamaConfig, rank: int) -> Adapter:
-            recall = self.cache.recall if fresh and self.cache is not None else None
-            found = load_adapter(path, config, rank, self._lenient, recall, roots, self._describe)
-            if fresh and self.cache is not None and found.tensors:
-                self.cache.remember(found)
-            return found
+        def load(path: Path, config: LlamaConfig, max_rank: int) -> Adapter:
+            find_hash = None if cache is None else cache.find_hash
+            loaded = load_adapter(path, config, max_rank, self._lenient, find_hash, roots, self._describe)
+            if cache is not None and loaded.tensors:
+                cache.save_hash_later(loaded)
+            return loaded
 
         adapter = load(directory, self.config, max_rank)
         if self.draft is None or not (directory / LORA_DIRECTORY).is_dir():
             return adapter
         try:
             draft = load(directory / LORA_DIRECTORY, self.draft, self.max_rank)
-        except AdapterError as problem:
-            raise AdapterError(f"its LoRA of the draft: {problem}") from None
+        except AdapterError as error:
+            raise AdapterError(f"its LoRA of the draft: {error}") from None
         both = hashlib.sha256(f"{adapter.content_hash} {draft.content_hash}".encode()).hexdigest()
-        if not (adapter.tensors and draft.tensors):  # all of it, or nothing
+        if not (adapter.tensors and draft.tensors):  # all tensors or none
             adapter, draft = replace(adapter, tensors={}), replace(draft, tensors={})
         return replace(adapter, content_hash=both, draft=draft)
 
     def _register(
-        self,
-        name: str,
-        directory: Path,
-        adapter: Adapter,
-        stamp: Stamp | None,
-        chat: AdapterChat,
-        replace_name: bool = False,
-        former: int | None = None,
-    ) -> KnownAdapter:
+        self, name: str, files: _Files, replace_name: bool = False, previous: int | None = None
+    ) -> RegisteredAdapter:
+        directory, adapter, stamp, chat = files
         with self._lock:
-            self._check_room(name, replace_name)
-            if self.numbers.get(name) != former:
+            self._check_capacity(name, replace_name)
+            if self.numbers.get(name) != previous:
                 raise RequestError(f"adapter {name!r} was removed or replaced meanwhile; load it again")
             draft = None if adapter.draft is None else replace(adapter.draft, tensors={})
             bare = replace(adapter, tensors={}, draft=draft)
-            known = KnownAdapter(self._next, name, directory, bare, self.allowed_roots, chat)
-            self._next += 1
-            self._by_number[known.number] = known
-            if len(self._fresh) < self._keep:
-                self._fresh[known.number] = adapter
-            self._stamps[known.number] = stamp
-            self.hashes[known.number] = adapter.content_hash
-            self.numbers[name] = known.number
-        return known
+            number = self._next_number
+            self._next_number += 1
+            registered = RegisteredAdapter(number, name, directory, bare, self.allowed_roots, chat)
+            self._by_number[number] = registered
+            if len(self._unread) < self._keep:
+                self._unread[number] = adapter
+            self._stamps[number] = stamp
+            self.hashes[number] = adapter.content_hash
+            self.numbers[name] = number
+        return registered
 
     def remove(self, name: str) -> int:
-        """Forget a name; returns its number, by which requests that are under way still reach the adapter until
-        `drop`.
-        """
+        """Remove a name and return its number, which active requests may use until `drop`."""
         self.require(name)
         with self._lock:
             number = self.numbers.pop(name)
             if number in self._unused:
-                self._forget(number)
+                self._delete(number)
             return number
 
     def drop(self, number: int) -> None:
-        """Nothing uses this number any more. What is known of it goes; while its name is still there, with the name:
-        the news of both come on different ways, in any order.
-        """
+        """Delete an unused number, at once or with its name: the two calls may come in any order."""
         with self._lock:
             if number in self.numbers.values():
                 self._unused.add(number)
             else:
-                self._forget(number)
+                self._delete(number)
 
-    def is_wanted(self, number: int) -> bool:
-        """Whether something may still use the number."""
+    def is_in_use(self, number: int) -> bool:
+        """Return whether the number may still be used."""
         with self._lock:
             return number in self._by_number and number not in self._unused
 
-    def _forget(self, number: int) -> None:
+    def _delete(self, number: int) -> None:
         self._unused.discard(number)
-        for known in (self._by_number, self._fresh, self._stamps, self.hashes):
-            known.pop(number, None)
+        for table in (self._by_number, self._unread, self._stamps, self.hashes):
+            table.pop(number, None)
 
     def read(self, number: int) -> Adapter:
-        """The adapter with its tensors.
-
-        Raises AdapterError when its files are gone or are no longer those that were registered.
-        """
-        known = self._by_number[number]
+        """Return the adapter with its tensors. Raises AdapterError if its files are missing or have changed."""
+        registered = self._by_number[number]
         with self._lock:
-            fresh = self._fresh.pop(number, None)
-        if fresh is not None and fresh.tensors:
-            return fresh
-        stamp = _stamp(known.path)
-        adapter = self._load(known.path, self.max_rank, known.roots)
-        if adapter.content_hash != known.content_hash:
-            if self.cache is not None:
-                for now, then in ((adapter, known.adapter), (adapter.draft, known.adapter.draft)):
+            unread = self._unread.pop(number, None)
+        if unread is not None and unread.tensors:
+            return unread
+        stamp = _stamp(registered.path)
+        adapter = self._load(registered.path, self.max_rank, registered.roots)
+        if adapter.content_hash != registered.content_hash:
+            if self.disk_cache is not None:
+                before = registered.adapter
+                for now, then in ((adapter, before), (adapter.draft, before.draft)):
                     if now is not None and then is not None and now.source == then.source:
-                        self.cache.forget(now.source)
+                        self.disk_cache.remove_hash(now.source)
             raise AdapterError("its files have changed since it was registered; register it again")
         with self._lock:
             if number in self._stamps:
@@ -304,24 +292,22 @@ class AdapterRegistry:
         return adapter
 
     def is_unchanged(self, number: int) -> bool:
-        """Whether what is known by the adapter's content hash may stand for its files: not yet asked since `add`, or
-        they look as they did then.
+        """Return whether the adapter was not read since `add`, or its files have the stamps of then.
 
-        It is no proof, and need not be one: what is kept under the content hash is what was registered. Only that files
-        were changed may be told later.
+        A wrong answer is harmless: the disk cache holds what was registered under the content hash.
         """
-        known = self._by_number[number]
+        registered = self._by_number[number]
         with self._lock:
-            fresh, stamp = number in self._fresh, self._stamps.get(number)
-        return fresh or (stamp is not None and stamp == _stamp(known.path))
+            unread, stamp = number in self._unread, self._stamps.get(number)
+        return unread or (stamp is not None and stamp == _stamp(registered.path))
 
-    def let_go(self, number: int) -> None:
-        """Its tensors are not needed for the first `read`."""
+    def discard_tensors(self, number: int) -> None:
+        """Discard the tensors that are held for the first `read`."""
         with self._lock:
-            self._fresh.pop(number, None)
+            self._unread.pop(number, None)
 
     def require(self, name: str) -> None:
-        """Raises RequestError for a name that is not registered."""
+        """Raise RequestError for a name that is not registered."""
         if name not in self.numbers:
             known = ", ".join(sorted(self.numbers)[:20]) or "none"
             raise RequestError(
@@ -329,22 +315,22 @@ class AdapterRegistry:
                 "add_adapter"
             )
 
-    def by_number(self, number: int) -> KnownAdapter:
-        """The adapter that a plan means."""
+    def by_number(self, number: int) -> RegisteredAdapter:
+        """Return the adapter with a plan's number. Raises KeyError."""
         return self._by_number[number]
 
     @property
     def adapters(self) -> list[Adapter]:
-        """Everything that has a name, without tensors."""
+        """All named adapters, without tensors."""
         return [self._by_number[number].adapter for number in self.numbers.values()]
 
-    def _check_room(self, name: str, replace_name: bool) -> None:
+    def _check_capacity(self, name: str, replace_name: bool) -> None:
         if name in self.numbers:
             if not replace_name:
-                raise RequestError(f"adapter {name!r} is there already; choose another name, or give replace=True")
+                raise RequestError(f"adapter {name!r} already exists; choose another name, or give replace=True")
         elif len(self.numbers) >= self.max_adapters:
             raise RequestError(
-                f"adapter {name!r} is one more than the {self.max_adapters} that are allowed; remove another first"
+                f"adapter {name!r} exceeds the maximum of {self.max_adapters} adapters; remove another first"
             )
 
     def _resolve(self, name: str, path: str | Path) -> Path:
@@ -353,18 +339,17 @@ class AdapterRegistry:
         directory = Path(os.path.realpath(without_file_name(Path(path))))
         if not any(directory.is_relative_to(root) for root in self.allowed_roots):
             raise RequestError(
-                f"adapter {name!r}: its path does not lie under a directory from which adapters may be loaded; move "
-                "it there"
+                f"adapter {name!r}: its path is not under a directory from which adapters may be loaded; move it there"
             )
         return directory
 
 
-def _stamp(directory: Path) -> Stamp | None:
-    """What tells one state of an adapter's files from another without reading them; None when they are not there."""
+def _stamp(directory: Path) -> FileStamp | None:
+    """Return inode, size and times of an adapter's files, or None if they do not exist."""
     try:
         states = [(directory / name).stat() for name in (WEIGHTS, CONFIG)]
         draft = directory / LORA_DIRECTORY
         states += [(draft / name).stat() for name in (WEIGHTS, CONFIG) if draft.is_dir()]
-    except (OSError, ValueError):  # ValueError: a zero byte in the path
+    except (OSError, ValueError):  # ValueError: a null byte in the path
         return None
     return tuple((state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns) for state in states)

@@ -1,12 +1,12 @@
-"""What is asked and answered; imports nothing of runtime.
+"""What a caller passes and gets: parameters, requests, outputs, errors. Imports nothing else of runtime.
 
-sampling_params     how one request samples
-sampling_defaults   what a model's authors want it sampled with
-checks              of its fields, one by one
-beam_search         the same for `LLM.beam_search`
-structured_outputs  what an answer must look like
-request             what is asked of the engine, and what a step adds to an answer
-lora_request        an adapter as vLLM's users name it
-outputs             what a caller gets back
-errors              what goes wrong through a caller's doing
+sampling_params     sampling of one request
+sampling_defaults   sampling defaults of a model's generation_config.json
+checks              checks of single fields
+beam_search         parameters and outputs of `LLM.beam_search`
+structured_outputs  constraints on an answer
+request             a request to the engine, and what a step adds to its output
+lora_request        vLLM's LoRARequest
+outputs             outputs and log-probabilities
+errors              errors that a caller can cause or must handle
 """

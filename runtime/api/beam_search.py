@@ -1,4 +1,4 @@
-"""What is asked of `LLM.beam_search`, and what it gives, with vLLM's names."""
+"""Parameters and outputs of `LLM.beam_search`, with vLLM's names."""
 
 import math
 from dataclasses import dataclass, field
@@ -12,15 +12,15 @@ from .sampling_params import MAX_LOGPROBS, SamplingParams
 
 @dataclass(frozen=True)
 class BeamSearchParams:
-    """How the likeliest continuations of a prompt are looked for; checked on construction.
+    """Parameters of a beam search; checked on construction.
 
-    beam_width       how many are followed, and given back
+    beam_width       number of continuations to keep and return
     max_tokens       most tokens of each
-    ignore_eos       go on after an end of sequence
-    temperature      above 0 one drawn token joins the likeliest ones that each continuation is extended by
-    length_penalty   continuations are ranked by cum_logprob / length ** length_penalty; prompt and answer count, an
-                     end of sequence does not, as in vLLM
-    include_stop_str_in_output   `text` shows special tokens, such as an end of sequence
+    ignore_eos       continue after an end of sequence
+    temperature      above 0: extend each continuation by one sampled token too, besides the likeliest ones
+    length_penalty   rank by cum_logprob / length ** length_penalty; as in vLLM length includes the prompt but not an
+                     end of sequence
+    include_stop_str_in_output   show special tokens, such as an end of sequence, in `text`
     """
 
     beam_width: int
@@ -38,12 +38,12 @@ class BeamSearchParams:
         if isinstance(penalty, bool) or not isinstance(penalty, (int, float)) or not math.isfinite(penalty):
             raise RequestError(f"length_penalty={penalty!r} must be a number; 0 ranks by cum_logprob alone")
         if self.max_tokens is None:
-            raise RequestError("max_tokens=None must be an integer; a beam search has a last step")
+            raise RequestError("max_tokens=None must be an integer; a beam search needs a limit")
         _ = self.sampling  # checks the other fields
 
     @property
     def sampling(self) -> SamplingParams:
-        """How one token is asked for, with the candidates that it is chosen among."""
+        """Parameters of a single step, with the candidates as log-probabilities."""
         return SamplingParams(
             max_tokens=self.max_tokens,
             temperature=self.temperature,
@@ -57,11 +57,11 @@ class BeamSearchParams:
 class BeamSearchSequence:
     """One continuation.
 
-    tokens         the prompt's token ids and the answer's, an end of sequence included
-    cum_logprob    sum over the answer's tokens of the logarithm of their probability under the raw logits
-    text           all tokens as text, the prompt included; None without a tokenizer
-    logprobs       for each token of the answer the candidates that there were
-    finish_reason  `stop` (end of sequence, whose id is `stop_reason`) or `length`
+    tokens         token ids of prompt and answer, including an end of sequence
+    cum_logprob    sum of the answer's log-probabilities under the raw logits
+    text           text of prompt and answer; None without a tokenizer
+    logprobs       candidates of each answer token
+    finish_reason  `stop` (end of sequence, with its id as `stop_reason`) or `length`
     """
 
     tokens: list[int]
@@ -75,6 +75,6 @@ class BeamSearchSequence:
 
 @dataclass
 class BeamSearchOutput:
-    """What was found for one prompt, best first."""
+    """Continuations of one prompt, best first."""
 
     sequences: list[BeamSearchSequence]

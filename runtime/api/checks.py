@@ -1,4 +1,4 @@
-"""Checks of single fields of `SamplingParams`: each raises RequestError with the field's name and what it may be."""
+"""Checks of single request fields. Each raises RequestError with the field's name and its allowed values."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -12,20 +12,20 @@ MAX_BIASES = 1024
 MAX_ALLOWED = 4096
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARACTERS = 4096
-"""Of all bad words together: they become tokens next to other requests' steps."""
+"""Of all bad words together: tokenizing them delays other requests."""
 MAX_TOKENS = 1 << 24
 BIAS_LIMIT = 100.0
 MAX_DRAFTS = 7
 
 
 def plain(value: Any) -> Any:
-    """Return NumPy's and torch's scalars and arrays as Python's numbers and lists, and anything else as it is."""
+    """Return NumPy and torch values as Python numbers and lists, and anything else unchanged."""
     convert = getattr(value, "tolist", None)
     return convert() if callable(convert) and not isinstance(value, memoryview) else value
 
 
 def make_plain(params: Any) -> None:
-    """Replace NumPy's and torch's values in the fields of a frozen dataclass, see `plain`."""
+    """Apply `plain` to the fields of a frozen dataclass."""
     for each in fields(params):
         value = getattr(params, each.name)
         if hasattr(value, "tolist"):
@@ -33,44 +33,44 @@ def make_plain(params: Any) -> None:
 
 
 def check_text(name: str, text: str) -> None:
-    """Raise RequestError for a string that is no text: it holds one half of a surrogate pair, which UTF-8 has not."""
+    """Raise RequestError for a string with half of a surrogate pair, which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise RequestError(
-            f"{name} holds the lone surrogate {text[error.start]!a} at character {error.start}, which is no text; send "
-            "both halves of the pair, or replace it: text.encode(errors='replace').decode()"
+            f"{name} holds the lone surrogate {text[error.start]!a} at character {error.start}, which is not text; "
+            "send both halves of the pair, or replace it: text.encode(errors='replace').decode()"
         ) from None
 
 
 def check_integer(name: str, value: Any, low: int, high: int, hint: str = "") -> None:
-    """`value` is an integer from low to high; `hint` explains a special value."""
+    """Require an integer from low to high; `hint` explains a special value."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise RequestError(f"{name}={value!r} must be an integer from {low} to {high}" + (f" ({hint})" if hint else ""))
 
 
 def check_number(name: str, value: Any, low: float, high: float, hint: str = "", low_open: bool = False) -> None:
-    """`value` is a number from low to high (`low_open`: above low); `hint` explains a special value."""
+    """Require a number from low to high (`low_open`: above low); `hint` explains a special value."""
     valid = (
         isinstance(value, (int, float))
         and not isinstance(value, bool)
         and low <= value <= high
         and not (low_open and value == low)
     )
-    if not valid:  # NaN fails the comparison as well
+    if not valid:  # also for NaN
         span = f"above {low:g} and at most {high:g}" if low_open else f"from {low:g} to {high:g}"
         raise RequestError(f"{name}={value!r} must be a number {span}" + (f" ({hint})" if hint else ""))
 
 
 def is_speculation(value: Any) -> bool:
-    """Whether `value` is one of the ways to say how many drafts a step has: "off", "auto", or 1 to MAX_DRAFTS."""
+    """Return whether `value` is "off", "auto" or a number of drafts from 1 to MAX_DRAFTS."""
     if isinstance(value, int) and not isinstance(value, bool):
         return 1 <= value <= MAX_DRAFTS
     return value in ("off", "auto")
 
 
 def as_stop_strings(stop: Any) -> tuple[str, ...]:
-    """One stop string or several, or None, as a tuple."""
+    """Return one or several stop strings, or None, as a tuple."""
     if stop is None:
         return ()
     strings = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Sequence) else (stop,)
@@ -84,7 +84,7 @@ def as_stop_strings(stop: Any) -> tuple[str, ...]:
 
 
 def as_bad_words(words: Any) -> tuple[str, ...]:
-    """A list of words, or None, as a tuple."""
+    """Return a list of words, or None, as a tuple."""
     if words is None:
         return ()
     if not isinstance(words, Sequence) or isinstance(words, (str, bytes)):
@@ -93,7 +93,7 @@ def as_bad_words(words: Any) -> tuple[str, ...]:
         raise RequestError(f"bad_words has {len(words)} words; at most {MAX_BAD_WORDS} are allowed")
     for word in words:
         if not isinstance(word, str) or not word.strip():
-            raise RequestError(f"bad_words holds {word!r}; each must be a word, not empty and more than spaces")
+            raise RequestError(f"bad_words holds {word!r}; each must be a word of more than spaces")
         check_text("bad_words", word)
     characters = sum(map(len, words))
     if characters > MAX_BAD_WORD_CHARACTERS:
@@ -104,7 +104,7 @@ def as_bad_words(words: Any) -> tuple[str, ...]:
 
 
 def as_token_ids(name: str, token_ids: Any, most: int) -> tuple[int, ...]:
-    """One token id or several, or None, as a tuple of at most `most`."""
+    """Return one or several token ids, or None, as a tuple of at most `most`."""
     if token_ids is None:
         return ()
     many = isinstance(token_ids, Sequence) and not isinstance(token_ids, (str, bytes))
@@ -117,7 +117,7 @@ def as_token_ids(name: str, token_ids: Any, most: int) -> tuple[int, ...]:
 
 
 def as_biases(biases: Any) -> dict[int, float]:
-    """A mapping from token ids to numbers, or None, as a dict."""
+    """Return a mapping from token ids to numbers, or None, as a dict."""
     if biases is None:
         return {}
     if not isinstance(biases, Mapping):

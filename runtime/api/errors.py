@@ -1,25 +1,24 @@
-"""What goes wrong through a caller's doing, told apart from faults of the engine."""
+"""Errors that callers can cause or must handle, apart from bugs of the engine."""
 
 
 class RequestError(ValueError):
-    """A request cannot be served as asked; the text names the field and the remedy. Only this request is affected.
+    """A request cannot be served; the message names the field and the remedy. Other requests are not affected.
 
-    `code`: what a server calls it, see docs/protocol.md.
+    code  error code of servers, see docs/protocol.md
     """
 
     code = "invalid_request"
 
 
 class CapacityError(RuntimeError):
-    """The device's memory does not hold what the options ask for; the text says how much is missing and what would
-    free it.
-    """
+    """The device has too little memory for the options; the message says how much is missing and how to free it."""
 
 
 class ServerError(RuntimeError):
-    """A server answered with an error, or could not be reached.
+    """A server reported an error or could not be reached.
 
-    `code`: see docs/protocol.md; `retry_after`: seconds after which it may go better, or None.
+    code         see docs/protocol.md
+    retry_after  seconds to wait before a retry, or None
     """
 
     def __init__(self, message: str, code: str = "request_failed", retry_after: float | None = None) -> None:
@@ -29,15 +28,15 @@ class ServerError(RuntimeError):
 
 
 class EngineDeadError(ServerError):
-    """The engine died, was restarted, or cannot be reached: what was open is lost.
+    """The engine died, was restarted, or cannot be reached; open requests are lost.
 
-    The same client may be used again; it connects again.
+    The client can still be used: it connects again.
     """
 
 
 class OverloadedError(ServerError):
-    """The server takes no more work at this moment; try again after `retry_after` seconds."""
+    """The server accepts no more requests now; retry after `retry_after` seconds."""
 
 
 class DeadlineError(ServerError):
-    """A request's deadline passed before it was complete."""
+    """A request's deadline passed before the request finished."""

@@ -1,4 +1,4 @@
-"""An adapter as vLLM's users name it."""
+"""vLLM's LoRARequest."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,11 @@ from .errors import RequestError
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """An adapter by name and directory, for `lora_request=` of `LLM.generate` and `LLM.chat`; `adapter=` takes names.
+    """An adapter for `lora_request=` of `LLM.generate` and `LLM.chat`, as in vLLM; `adapter=` takes a name.
 
-    lora_name     the adapter's name; it is loaded at the first use of a name that is not known
-    lora_int_id   from 1 on, as in vLLM, where it tells adapters apart; here the name does
-    lora_path     its directory in PEFT's format; '' for an adapter that is loaded
+    lora_name     name that identifies the adapter; it is loaded when the name is first used
+    lora_int_id   positive integer, not used; in vLLM it identifies the adapter
+    lora_path     directory in PEFT's format; '' for a loaded adapter
     """
 
     lora_name: str
@@ -22,7 +22,7 @@ class LoRARequest:
         if not isinstance(self.lora_name, str) or not self.lora_name:
             raise RequestError(f"lora_name={self.lora_name!r} must be an adapter's name")
         if isinstance(self.lora_int_id, bool) or not isinstance(self.lora_int_id, int) or self.lora_int_id < 1:
-            raise RequestError(f"lora_int_id={self.lora_int_id!r} must be an integer from 1 on")
+            raise RequestError(f"lora_int_id={self.lora_int_id!r} must be a positive integer")
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""What a caller gets back, shaped as vLLM's outputs."""
+"""Outputs of requests, with vLLM's names."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -10,12 +10,13 @@ FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 
 @dataclass(frozen=True)
 class Logprob:
-    """Natural logarithm of a token's probability under the raw logits, and the token's rank among them (1 =
-    likeliest).
+    """Log-probability of a token.
 
-    decoded_token   what the token adds to a text, U+FFFD for a part of a character; None without a tokenizer or with
+    logprob         natural logarithm of the probability under the raw logits
+    rank            1 = likeliest
+    decoded_token   text of the token, U+FFFD for a part of a character; None without a tokenizer or with
                     detokenize=False
-    token_bytes     the same as UTF-8: the bytes of an answer's tokens are those of its text
+    token_bytes     the same as UTF-8; the bytes of an answer's tokens make up its text
     """
 
     logprob: float
@@ -28,16 +29,15 @@ class Logprob:
 class CompletionOutput:
     """One completion of a prompt.
 
-    text                the new text only; '' without a tokenizer or with detokenize=False
-    token_ids           every sampled token, the ending one included
-    cumulative_logprob  sum over the chosen tokens; None unless logprobs were asked for
-    logprobs            for each token a dict: the chosen token first, then the likeliest ones
-    text_offsets        for each token of `logprobs` the character of `text` at which it begins; that of the whole
-                        character for a token that begins inside one
-    finish_reason       None while it runs; `stop`, `length`, `abort`, `timeout` (its deadline passed) or `error` (it
-                        could not be served)
-    stop_reason         the stop string or stop token id that ended it, None for end-of-sequence; what happened, for
-                        `timeout` and `error`
+    text                new text without the prompt; '' without a tokenizer or with detokenize=False
+    token_ids           all sampled tokens, including the one that ended it
+    cumulative_logprob  sum of the sampled tokens' log-probabilities; None unless logprobs were requested
+    logprobs            for each token a dict: the sampled token first, then the likeliest ones
+    finish_reason       None while it runs, `stop`, `length`, `abort`, `timeout` (deadline passed) or `error`
+    stop_reason         stop string or stop token id that ended it, None for end-of-sequence; for `timeout` and `error`
+                        a message
+    text_offsets        for each token of `logprobs` the character of `text` at which it begins; a token inside a
+                        character has that character's offset
     """
 
     index: int
@@ -51,13 +51,13 @@ class CompletionOutput:
 
     @property
     def finished(self) -> bool:
-        """Whether no more tokens will follow."""
+        """Whether it has ended."""
         return self.finish_reason is not None
 
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """When a request came, got its first token (None: it got none) and ended; seconds since the epoch."""
+    """Times of arrival, first token (None: there was none) and end, in seconds since the epoch."""
 
     arrival_time: float
     first_token_time: float | None
@@ -66,16 +66,16 @@ class RequestMetrics:
 
 @dataclass
 class RequestOutput:
-    """One request's prompt and its n completions; `adapter` is the LoRA adapter's name or None for the base model.
+    """Output of one request: its prompt and n completions.
 
-    num_cached_tokens   how many tokens of the prompt were found in the prefix cache
-    num_draft_tokens    drafts that were computed for its completions, and num_accepted_tokens: those that became output
-    num_history_draft_tokens, num_history_accepted_tokens   of both those that came from former answers of its adapter
-    num_trained_draft_tokens, num_trained_accepted_tokens   of both those that a trained draft made
-    metrics             when it came and ended
-    lora_request        what the caller gave as such, or None
-    prompt_logprobs     None unless they were asked for; else None for the prompt's first token, and for each other a
-                        dict: the prompt's own token first, then the likeliest ones
+    adapter             name of the LoRA adapter; None: the base model
+    num_cached_tokens   prompt tokens found in the prefix cache
+    lora_request        the caller's LoRARequest, or None
+    prompt_logprobs     None unless requested; else None for the first prompt token, and a dict for each other one: the
+                        prompt's token first, then the likeliest ones
+    num_draft_tokens, num_accepted_tokens   computed drafts, and those that became output
+    num_history_*       of these the drafts from former answers of the adapter
+    num_trained_*       of these the drafts from a trained draft
     """
 
     request_id: str

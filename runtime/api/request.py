@@ -1,4 +1,4 @@
-"""What is asked of the engine, and what one step adds to an answer."""
+"""A request to the engine, and what one step adds to its output."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -9,10 +9,10 @@ from .sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class Continuation:
-    """What an earlier engine made of one completion, for one that goes on with it.
+    """Output of an earlier engine for one completion, to be continued.
 
-    `token_ids`: its tokens so far; `characters`: how much of their text the caller has (Unicode code points);
-    `finished`: it is complete.
+    characters  length of the text that the caller has, in Unicode code points
+    finished    the completion has ended
     """
 
     token_ids: list[int]
@@ -24,18 +24,19 @@ class Constraint(Protocol):
     """A compiled `StructuredOutputsParams` (`structured.matcher.Grammar`)."""
 
     def matcher(self) -> Any:
-        """What follows one completion."""
-        ...
+        """Return the state for one completion."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked: already tokenized and checked.
+    """A tokenized and checked request.
 
-    `priority`: lower is served sooner; `timeout`: seconds after which it ends as it is;
-    `owner`: whose it is, such as a client's connection: steps are shared fairly between owners;
-    `continues`: what there is of each of its completions already, or nothing;
-    `bad_words`: token sequences that its output must not hold; `grammar`: what its output must look like, compiled.
+    priority   lower is served sooner
+    timeout    seconds after which it ends unfinished
+    owner      such as a client's connection; steps are shared fairly between owners
+    continues  earlier output of each completion, or ()
+    bad_words  token sequences that the output must not hold
+    grammar    compiled constraint on the output
     """
 
     request_id: str
@@ -53,11 +54,11 @@ class Request:
 
 @dataclass(slots=True)
 class Delta:
-    """What one step added to one completion.
+    """New output of one completion from one step.
 
-    `text_offset`: where in the completion's text the token of `logprobs` begins.
-    `prompt_logprobs`: of the next tokens of the prompt, beginning with its second one. They come before the first
-    token, also for requests that do not stream, and with nothing else.
+    text_offset      character of the completion's text at which the token of `logprobs` begins
+    prompt_logprobs  of the next prompt tokens, from the second one on; sent before the first token without other
+                     fields, also for requests that do not stream
     """
 
     request_id: str

@@ -1,4 +1,4 @@
-"""What a model's authors want it sampled with: `SamplingDefaults`."""
+"""Sampling defaults of a model."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -8,7 +8,7 @@ from .sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """Fields of `SamplingParams` for requests that do not set them; None: the field's own default."""
+    """Defaults for fields of `SamplingParams`; None: the field's own default."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -22,5 +22,5 @@ class SamplingDefaults:
         return {each.name: value for each in fields(self) if (value := getattr(self, each.name)) is not None}
 
     def params(self) -> SamplingParams:
-        """Return the parameters of a request that sets none."""
+        """Return the parameters of a request without its own."""
         return SamplingParams(**self.given())

@@ -1,4 +1,4 @@
-"""How one request samples: `SamplingParams`, with the spellings that vLLM's users know."""
+"""Sampling of one request: `SamplingParams`, with vLLM's names."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -34,7 +34,7 @@ REFUSED = {
     "flat_logprobs": "leave it out",
     "extra_args": "leave it out",
 }
-"""vLLM's fields that ask for what there is not, and what to do instead."""
+"""Unsupported fields of vLLM -> remedy."""
 _FINAL, _CUMULATIVE, _DELTA = 2, 0, 1  # vLLM's RequestOutputKind
 
 
@@ -42,35 +42,36 @@ _FINAL, _CUMULATIVE, _DELTA = 2, 0, 1  # vLLM's RequestOutputKind
 class SamplingParams:
     """Sampling options of one request; checked on construction.
 
-    n                    how many completions of the prompt; completion i draws with seed + i
-    temperature          0 = greedy (argmax, the lowest id wins a tie)
+    n                    number of completions; completion i uses seed + i
+    temperature          0 = greedy (argmax; the lowest id wins a tie)
     top_k                keep the k likeliest tokens; 0 or -1 = off
-    top_p                keep the smallest set of tokens whose probabilities reach top_p; 1 = off
+    top_p                keep the smallest set of tokens with a total probability of at least top_p; 1 = off
     min_p                drop tokens less likely than min_p times the likeliest one; 0 = off
-    seed                 makes the draw repeatable; None = drawn from the engine's seed
-    max_tokens           None = as many as max_model_len leaves room for
+    seed                 seed of random numbers; None = derived from the engine's seed
+    max_tokens           None = up to max_model_len
     min_tokens           no end-of-sequence or stop token before this many tokens
-    stop                 strings that end the text; cut off unless include_stop_str_in_output
-    stop_token_ids       token ids that end the text, next to the model's own (ignore_eos switches only those off)
-    logprobs             report this many likeliest tokens and the chosen one, at each position, from the raw logits (0
-                         = only the chosen one)
-    prompt_logprobs      report this many likeliest tokens and the prompt's own one, at each place of the prompt but the
-                         first (0 = only the prompt's own). The whole prompt is computed, also what the prefix cache has
-    presence_penalty, frequency_penalty   subtracted from the logits of tokens in the output (once; once per
-                                          occurrence), -2..2
+    stop                 strings that end the text; removed from it unless include_stop_str_in_output
+    stop_token_ids       token ids that end the text, besides the model's own
+    ignore_eos           ignore the model's own end-of-sequence tokens
+    logprobs             number of likeliest tokens to report at each position, besides the sampled one, from the raw
+                         logits; 0 = only the sampled one
+    prompt_logprobs      the same for the prompt's tokens from the second on. The whole prompt is computed, even if it
+                         is cached
+    presence_penalty     subtracted from the logits of tokens in the output, -2..2
+    frequency_penalty    the same, once per occurrence, -2..2
     repetition_penalty   divides positive and multiplies negative logits of tokens in prompt and output, > 0
     logit_bias           {token id: number added to its logit}, -100..100
-    allowed_token_ids    nothing but these tokens is sampled
-    bad_words            these words are never generated: the last token of a word is banned where the output ends with
-                         the word's other tokens. A word is taken with and without a space in front
-    skip_reading_prefix_cache  True = compute the whole prompt, also what the prefix cache has
-    structured_outputs   what the answer must look like: StructuredOutputsParams, or its fields as a dict
-    speculation          drafts a step, where the engine was started with speculation: "off", "auto" or 1 to 7, at most
-                         the engine's own; None = as the engine does. The tokens are the same
-    detokenize           False = token ids only, the text stays ''
-    output_kind          vLLM's RequestOutputKind; `generate` gives whole answers whatever it is, DELTA is refused
+    allowed_token_ids    sample only these tokens
+    bad_words            words that are never generated, with or without a space before them: a word's last token is
+                         banned after its other tokens
+    skip_reading_prefix_cache  True = compute the whole prompt, even if it is cached
+    structured_outputs   constraint on the answer: StructuredOutputsParams, or its fields as a dict
+    speculation          drafts per step if the engine has speculation: "off", "auto" or 1 to 7, at most the engine's
+                         number; None = the engine's. It does not change the tokens
+    detokenize           False = token ids only, without text
+    output_kind          vLLM's RequestOutputKind; `generate` always returns whole answers, DELTA is refused
 
-    The other fields are vLLM's, and refused unless they ask for nothing.
+    Other fields of vLLM are refused unless they have no effect.
     """
 
     n: int = 1
@@ -111,12 +112,12 @@ class SamplingParams:
     def __post_init__(self) -> None:
         make_plain(self)
         for name, remedy in REFUSED.items():
-            if not self._asks_nothing(name):
+            if not self._has_no_effect(name):
                 raise RequestError(f"{name} is not supported; {remedy}")
         if self.output_kind is not None:
             kind = getattr(self.output_kind, "value", self.output_kind)
             if kind == _DELTA:
-                raise RequestError("output_kind=DELTA is not supported; use stream, which gives what each step added")
+                raise RequestError("output_kind=DELTA is not supported; use stream")
             if kind not in (_CUMULATIVE, _FINAL):
                 raise RequestError(f"output_kind={self.output_kind!r} must be a RequestOutputKind")
         if self.spaces_between_special_tokens is not True:
@@ -162,15 +163,13 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             allowed = as_token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED)
             if not allowed:
-                raise RequestError(
-                    "allowed_token_ids is empty, so that nothing could be sampled; leave it out or name one"
-                )
+                raise RequestError("allowed_token_ids is empty, so no token can be sampled; leave it out or add one")
             object.__setattr__(self, "allowed_token_ids", tuple(dict.fromkeys(allowed)))
         object.__setattr__(self, "structured_outputs", _as_structured_outputs(self.structured_outputs))
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need the text; set detokenize=True or use stop_token_ids")
 
-    def _asks_nothing(self, name: str) -> bool:
+    def _has_no_effect(self, name: str) -> bool:
         value = getattr(self, name)
         if name == "logits_processors":
             return value is None or (isinstance(value, Sequence) and len(value) == 0)
@@ -180,52 +179,52 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **fields: Any) -> Self:
-        """Parameters of these fields, where None stands for the default (max_tokens=None still for no limit)."""
+        """Return parameters with these fields; None means the default, except for max_tokens (no limit)."""
         kept = {name: value for name, value in fields.items() if value is not None or name == "max_tokens"}
         return cls(**kept)
 
     def clone(self) -> Self:
-        """A copy; as parameters do not change, `dataclasses.replace` makes a changed one."""
+        """Return a copy; `dataclasses.replace` makes a changed one."""
         return replace(self)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop`, always as a tuple."""
+        """`stop` as a tuple."""
         return cast(tuple[str, ...], self.stop)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """`stop_token_ids`, always as a tuple."""
+        """`stop_token_ids` as a tuple."""
         return cast(tuple[int, ...], self.stop_token_ids)
 
     @property
     def biases(self) -> dict[int, float]:
-        """`logit_bias`, always as a dict."""
+        """`logit_bias` as a dict."""
         return cast(dict[int, float], self.logit_bias)
 
     @property
     def allowed_ids(self) -> tuple[int, ...] | None:
-        """`allowed_token_ids` as a tuple, each id once; None: all tokens are allowed."""
+        """`allowed_token_ids` as a tuple of distinct ids; None: all."""
         return cast(tuple[int, ...] | None, self.allowed_token_ids)
 
     @property
     def banned_words(self) -> tuple[str, ...]:
-        """`bad_words`, always as a tuple."""
+        """`bad_words` as a tuple."""
         return cast(tuple[str, ...], self.bad_words)
 
     @property
     def constraint(self) -> StructuredOutputsParams | None:
-        """`structured_outputs`, never as a dict."""
+        """`structured_outputs` as StructuredOutputsParams."""
         return cast(StructuredOutputsParams | None, self.structured_outputs)
 
     @property
     def greedy(self) -> bool:
-        """Whether no random number is drawn."""
+        """Whether sampling is greedy."""
         return self.temperature == 0.0
 
     @property
     def needs_history(self) -> bool:
-        """Whether the next token's logits depend on which tokens came before (beyond the model itself)."""
+        """Whether penalties need the former tokens."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     def __repr__(self) -> str:
@@ -248,7 +247,7 @@ def _as_structured_outputs(given: Any) -> StructuredOutputsParams | None:
         return _as_structured_outputs(StructuredOutputsParams(**given))
     except TypeError:
         known = ", ".join(field.name for field in fields(StructuredOutputsParams))
-        raise RequestError(f"structured_outputs has a field that there is not; its fields are {known}") from None
+        raise RequestError(f"structured_outputs has an unknown field; its fields are {known}") from None
 
 
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(SamplingParams)} | {

@@ -1,4 +1,4 @@
-"""What an answer must look like: `StructuredOutputsParams`, with the spellings that vLLM's users know."""
+"""Constraints on an answer: `StructuredOutputsParams`, with vLLM's names."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from .checks import check_text
 from .errors import RequestError
 
 MAX_CONSTRAINT_BYTES = 256 << 10
-"""Of a schema, a grammar, a regular expression or all choices, as UTF-8."""
+"""Of a schema, a grammar, a regular expression or all choices together, as UTF-8."""
 MAX_NESTING = 64
 MAX_CONSTRAINT_CHOICES = 4096
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
@@ -21,18 +21,17 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """One constraint on the answer; checked on construction, compiled when the request comes.
+    """One constraint on the answer; checked on construction, compiled when the request arrives.
 
-    json          a JSON schema, as a dict or as JSON text; true: any JSON value
-    regex         a regular expression that the whole answer matches (Rust's syntax: no look-around, no back references)
+    json          JSON schema, as a dict or JSON text; true: any JSON value
+    regex         regular expression for the whole answer (Rust syntax: no look-around, no back references)
     choice        the answer is one of these strings
-    grammar       a context-free grammar, in Lark's or in GBNF's notation
+    grammar       context-free grammar in Lark or GBNF notation
     json_object   True: any JSON object
-    disable_any_whitespace  no white space between JSON's tokens
-    whitespace_pattern      a regular expression of the white space between JSON's tokens
+    disable_any_whitespace  no white space between JSON tokens
+    whitespace_pattern      regular expression for the white space between JSON tokens
 
-    Exactly one of the first five is given. The other fields are vLLM's: `disable_fallback` asks for nothing here, and
-    the rest is refused.
+    Give exactly one of the first five. `disable_fallback` has no effect; other fields of vLLM are refused.
 
     Raises RequestError.
     """
@@ -63,7 +62,7 @@ class StructuredOutputsParams:
         for name in ("regex", "grammar", "whitespace_pattern"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
-                raise RequestError(f"structured_outputs.{name} must be a text that is not empty")
+                raise RequestError(f"structured_outputs.{name} must be a non-empty text")
         if self.json is not None:
             object.__setattr__(self, "json", _as_schema_text(self.json))
         if self.choice is not None:
@@ -71,7 +70,7 @@ class StructuredOutputsParams:
         if self.json is None and self.json_object is not True:
             for name in ("disable_any_whitespace", "whitespace_pattern"):
                 if getattr(self, name):
-                    raise RequestError(f"structured_outputs.{name} goes with json or json_object only; leave it out")
+                    raise RequestError(f"structured_outputs.{name} needs json or json_object; leave it out")
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
             raise RequestError("structured_outputs.whitespace_pattern contradicts disable_any_whitespace")
         size = len(self.text.encode("utf-8", "surrogatepass")) + len(self.whitespace_pattern or "")
@@ -81,7 +80,7 @@ class StructuredOutputsParams:
             )
 
     def check_text(self) -> None:
-        """Raise RequestError for a constraint with half of a surrogate pair, which no answer can have."""
+        """Raise RequestError for a constraint with half of a surrogate pair, which no answer can contain."""
         text = self.text
         if self.json is not None and "\\u" in text:  # an escape such as \ud83d is ASCII in a schema's text
             text = json.dumps(json.loads(text), ensure_ascii=False)
@@ -92,7 +91,7 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        """Which of the constraints is given."""
+        """Name of the given constraint."""
         return next(name for name in _KINDS if self._is_given(name))
 
     def _is_given(self, name: str) -> bool:
@@ -110,7 +109,7 @@ class StructuredOutputsParams:
 
 
 def _as_schema_text(schema: Any) -> str:
-    """Return a schema as JSON text, `true` (any JSON value) as `{}`; `$ref` and keywords are left to the compiler."""
+    """Return a schema as JSON text, `true` (any JSON value) as `{}`; the compiler checks `$ref` and keywords."""
     try:
         if isinstance(schema, str):
             if len(schema) > MAX_CONSTRAINT_BYTES:
@@ -121,11 +120,11 @@ def _as_schema_text(schema: Any) -> str:
     except RecursionError:
         raise RequestError(f"structured_outputs.json is nested deeper than {MAX_NESTING} levels") from None
     except (TypeError, ValueError) as error:
-        raise RequestError(f"structured_outputs.json is no JSON: {str(error)[:200]}") from None
+        raise RequestError(f"structured_outputs.json is not JSON: {str(error)[:200]}") from None
     if schema is True:
         return "{}"
     if schema is False:
-        raise RequestError("structured_outputs.json is false, which no answer fits; true and {} are any JSON value")
+        raise RequestError("structured_outputs.json is false, which no answer matches; true and {} allow any JSON")
     if not isinstance(schema, dict):
         raise RequestError(f"structured_outputs.json must be a JSON schema, not a {type(schema).__name__}")
     level: list[Any] = [schema]
@@ -143,12 +142,12 @@ def _as_schema_text(schema: Any) -> str:
 
 def _as_choices(choices: Any) -> tuple[str, ...]:
     if not isinstance(choices, Sequence) or isinstance(choices, (str, bytes)) or not choices:
-        raise RequestError("structured_outputs.choice must be a list of strings that is not empty")
+        raise RequestError("structured_outputs.choice must be a list of strings with at least one entry")
     if len(choices) > MAX_CONSTRAINT_CHOICES:
         raise RequestError(
             f"structured_outputs.choice has {len(choices)} entries; at most {MAX_CONSTRAINT_CHOICES} are allowed"
         )
     for choice in choices:
         if not isinstance(choice, str) or not choice:
-            raise RequestError(f"structured_outputs.choice holds {str(choice)[:40]!r}; each must be a text, not empty")
+            raise RequestError(f"structured_outputs.choice holds {str(choice)[:40]!r}; each must be a non-empty text")
     return tuple(choices)

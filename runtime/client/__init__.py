@@ -1,9 +1,9 @@
-"""Speaks with a server.
+"""Clients of a server.
 
 client           `Client`, for blocking code
 async_client     `AsyncClient`, for asyncio
-connection       greeting, heartbeats, what is open
+connection       greeting, heartbeats, open requests and calls
 link             the socket on an asyncio loop
-lora_requests    adapters as vLLM's users name them, loaded where the server has them not
-requests         what is asked, and chunks put together
+requests         requests as messages, and chunks as outputs
+lora_requests    load the adapters of vLLM's LoRARequest on the server
 """

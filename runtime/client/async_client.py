@@ -1,4 +1,4 @@
-"""`AsyncClient`: speaks with a server from an asyncio program. `docs/protocol.md` says what goes over the wire."""
+"""`AsyncClient`: a client for asyncio programs. `docs/protocol.md` specifies the protocol."""
 
 import asyncio
 import contextlib
@@ -14,21 +14,21 @@ from ..api.request import Continuation
 from ..api.sampling_params import SamplingParams
 from ..protocol import messages as protocol
 from ..protocol.addresses import AddressError, check_keys, default_address, parse
+from ..protocol.chat_templates import adapter_templates, welcome_templates
 from ..protocol.curve_keys import ClientKeys, load_client_keys
 from ..protocol.messages import AdapterInfo, Chunk, Health, Message, Welcome
-from ..protocol.templates import adapter_templates, welcome_templates
-from ..text.chat import ChatRenderer
 from ..text.chat_files import ChatTemplates
 from ..text.chat_messages import as_conversations
+from ..text.chat_renderer import ChatRenderer
 from ..text.prompts import Prompt, as_list, one_for_each, without_special_tokens
 from .connection import Connection
 from .lora_requests import LoraRequests
-from .requests import Assembly, continued, submission
+from .requests import OutputAssembler, continued, submission
 
 CONNECT_SECONDS = 10.0
 CALL_SECONDS = 60.0
-MANY = 1024
-_UNHEARD = ("wrong_instance", "hello_first")
+MAX_CONCURRENT_REQUESTS = 1024
+_NOT_PROCESSED = ("wrong_instance", "hello_first")
 
 T = TypeVar("T", bound=Message)
 
@@ -40,23 +40,20 @@ class AsyncClient:
             async for chunk in client.stream("To be", SamplingParams(max_tokens=32), adapter="poetry"):
                 print(chunk.text, end="")
 
-    address          `ipc://...` or `tcp://host:port`; None: $SIDESTREAM_ADDRESS, or where `sidestream serve` listens by
-                     default
-    keys             this client's folder of `sidestream keygen`; needed for tcp beyond the loopback
-    connect_timeout  seconds to wait for a server that is not there, or still loads, before EngineDeadError
+    address          `ipc://...` or `tcp://host:port`; None: $SIDESTREAM_ADDRESS, or the default of `sidestream serve`
+    keys             this client's folder of `sidestream keys curve`; needed for tcp beyond the loopback
+    connect_timeout  seconds to wait for a server that does not run or still loads, before EngineDeadError
     call_timeout     seconds to wait for the answer to a call (adapters, stats, health) before TimeoutError
-    silence_seconds  after so many seconds without a sign of life the engine counts as dead; None: what the server
-                     names. A killed engine is noticed at once, as its connection breaks; this is for one that hangs or
-                     a network that is gone.
-    on_lost          is called, within the loop, when a connection that was made breaks, with what is known about it
+    silence_seconds  silence after which the engine counts as dead; None: the server's value. For engines that hang and
+                     broken networks; a killed engine closes its connection and is noticed at once.
+    on_lost          called within the loop, with the error, when an established connection breaks
 
-    It connects at the first use, and again at the first use after a loss. What was open when the engine died raises
-    EngineDeadError and is not repeated. Belongs to one loop and is not thread-safe: other threads use `Client`, or a
-    client of their own. Chunks are taken off the wire at once and wait in this process, so a slow consumer holds up
-    nobody; an answer's size is bounded by its max_tokens.
+    It connects at the first use, and again at the first use after a loss. Requests that were open when the engine died
+    raise EngineDeadError and are not repeated. It belongs to one loop and is not thread-safe. Chunks are read at once
+    and queued in this process, so a slow consumer delays no other; max_tokens limits an answer's size.
 
-    Raises RequestError (a fault of the request), EngineDeadError, OverloadedError (try again later), DeadlineError,
-    ServerError (all others), TimeoutError.
+    Raises RequestError (invalid request), EngineDeadError, OverloadedError (try again later), DeadlineError,
+    ServerError (other errors), TimeoutError.
     """
 
     def __init__(
@@ -74,16 +71,16 @@ class AsyncClient:
         client_keys = load_client_keys(keys) if isinstance(keys, (str, Path)) else keys
         check_keys(self.address, client_keys is not None)
         if self.address.scheme == "tcp" and self.address.port == 0:
-            raise AddressError(f"{self.address} names no port to connect to")
+            raise AddressError(f"{self.address} has no port to connect to")
         self.connect_timeout, self.call_timeout = connect_timeout, call_timeout
-        self._requests_made = itertools.count(1)
+        self._request_numbers = itertools.count(1)
         self._renderer = ChatRenderer()
         self._lora_requests = LoraRequests(self.list_adapters, self.load_adapter)
         self._connection = Connection(self.address, client_keys, connect_timeout, silence_seconds, name)
         self._connection.on_lost = on_lost
 
     async def connect(self) -> Welcome:
-        """Connect, unless that is done; what the server is and may be asked.
+        """Connect if not connected, and return the server's description. Other methods call it themselves.
 
         Raises EngineDeadError when nothing answers within connect_timeout.
         """
@@ -102,8 +99,8 @@ class AsyncClient:
         await self.close()
 
     async def get_default_sampling_params(self) -> SamplingParams:
-        """The parameters of prompts without sampling_params: SamplingParams() with what the model's
-        generation_config.json sets. Given parameters are sent as they are.
+        """Return the parameters for prompts without sampling_params: SamplingParams() with the values of the model's
+        generation_config.json.
         """
         return (await self.connect()).sampling_defaults.params()
 
@@ -121,16 +118,18 @@ class AsyncClient:
         continues: Sequence[Continuation] = (),
         lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[Chunk, None]:
-        """One prompt's answer as it grows; the last chunk has `usage`. It is asked for at the first chunk that is
-        awaited.
+        """Generate one prompt's answer in chunks; the last chunk has `usage`.
 
-        Leaving early (break and aclose, cancellation) aborts the request. `timeout`: longest wait for a chunk, in
-        seconds, before TimeoutError. `deadline_seconds`: the server ends the request then, with DeadlineError.
-        `request_id`: for `abort`, unique among this client's open requests. `stream=False`: the server sends the answer
-        when it is complete. `continues`: what another engine made of each completion already; the chunks go on from
-        there. `lora_request`: instead of `adapter`, see `generate`.
+        The request is sent when the first chunk is awaited. Leaving early (break and aclose, cancellation) aborts it.
+
+        timeout           longest wait for a chunk in seconds, before TimeoutError
+        deadline_seconds  after it the server ends the request, with DeadlineError
+        request_id        id for `abort`, unique among this client's open requests
+        stream            False: the server sends the answer when it is complete
+        continues         state of each completion on another engine; the chunks continue there
+        lora_request      in place of `adapter`, see `generate`
         """
-        adapter = await self._lora_requests.names(adapter, lora_request)
+        adapter = await self._lora_requests.resolve(adapter, lora_request)
         lists = self.stream_lists(
             prompt,
             sampling_params,
@@ -164,17 +163,17 @@ class AsyncClient:
         adapter_content: str = "",
         direct: Callable[[Chunk], bool] | None = None,
     ) -> AsyncGenerator[list[Chunk], None]:
-        """As `stream`, with the chunks that have arrived together as one list, which is never empty.
+        """Generate as `stream` does, in lists of the chunks that arrived together. A list is never empty.
 
-        `when_accepted` is called when the server has taken the request, with the number of the prompt's tokens and the
-        version of the adapter that answers. `owner`: for whom the request is, where a client asks for several; the
-        server's steps are shared fairly between them. `adapter_content`: the version that the adapter has to be;
-        another one is a RequestError with the code `adapter_changed`. `direct` is called, within the loop, with each
-        chunk from the middle of the answer that arrives while the next list is awaited: one for which it returns True
-        is in no list, and no task is woken for it; `timeout` counts between lists. What it raises ends the stream.
+        when_accepted    called when the server has queued the request: number of prompt tokens, version of the adapter
+        owner            the user for whom the client asks, if it serves several; owners share steps fairly
+        adapter_content  required version of the adapter; for another one RequestError has the code `adapter_changed`
+        direct           called within the loop with each chunk from the middle of the answer that arrives while the
+                         next list is awaited. If it returns True the chunk is in no list, and no task is woken. An
+                         exception ends the stream. `timeout` counts between lists.
         """
         message = submission(
-            request_id or f"r{next(self._requests_made)}",
+            request_id or f"r{next(self._request_numbers)}",
             prompt,
             sampling_params or await self.get_default_sampling_params(),
             adapter,
@@ -195,8 +194,8 @@ class AsyncClient:
                     if chunks[-1].usage is not None:
                         return
             except EngineDeadError as problem:
-                # a request that was never heard may be sent again
-                if attempt or request.accepted or problem.code not in _UNHEARD:
+                # the server did not process the request, so it is sent again
+                if attempt or request.accepted or problem.code not in _NOT_PROCESSED:
                     raise
             finally:
                 self._connection.leave(request)
@@ -212,29 +211,30 @@ class AsyncClient:
         deadline_seconds: float | None = None,
         timeout: float | None = None,
     ) -> list[RequestOutput]:
-        """The whole answers, in the order of the prompts, as `LLM.generate` gives them.
+        """Generate the whole answers, in the order of the prompts, as `LLM.generate` does.
 
-        `prompt_token_ids` of a text prompt is empty: the server tokenizes, and a long prompt's ids would be larger than
-        its answer. Times in `metrics` are those of this machine's clock. Request ids are not used twice.
+        sampling_params  one for all prompts, or a list with one for each
+        adapter          the same
+        lora_request     the same, in place of `adapter`; the server loads an unknown adapter from the request's path, a
+                         directory on its machine, and keeps it
+        timeout          seconds for all prompts together, before TimeoutError
 
-        sampling_params and adapter are one for all prompts, or a list of one for each; so is `lora_request`, which may
-        stand for adapter: an adapter that the server does not know is loaded from its path, a directory on the server's
-        machine, and stays. `timeout`: seconds for all together, before TimeoutError. The first error is raised, and the
-        other requests are aborted.
+        The first error is raised, and the other requests are aborted. `prompt_token_ids` of a text prompt is empty,
+        since the server tokenizes. `metrics` has times of this machine's clock.
         """
         items = as_list(prompts)
-        adapter = await self._lora_requests.names(adapter, lora_request)
-        asked = one_for_each("lora_request", lora_request, LoRARequest, len(items), None)
+        adapter = await self._lora_requests.resolve(adapter, lora_request)
+        lora_requests = one_for_each("lora_request", lora_request, LoRARequest, len(items), None)
         given = isinstance(sampling_params, SamplingParams)
-        usual = SamplingParams() if given else await self.get_default_sampling_params()
-        params = one_for_each("sampling_params", sampling_params, SamplingParams, len(items), usual)
+        default = SamplingParams() if given else await self.get_default_sampling_params()
+        params = one_for_each("sampling_params", sampling_params, SamplingParams, len(items), default)
         adapters = one_for_each("adapter", adapter, str, len(items), None)
-        at_once = asyncio.Semaphore(MANY)
+        limit = asyncio.Semaphore(MAX_CONCURRENT_REQUESTS)
 
-        async def one(index: int) -> RequestOutput:
-            async with at_once:
-                request_id = f"r{next(self._requests_made)}"
-                assembly = Assembly(request_id, items[index], params[index], adapters[index])
+        async def generate_one(index: int) -> RequestOutput:
+            async with limit:
+                request_id = f"r{next(self._request_numbers)}"
+                assembler = OutputAssembler(request_id, items[index], params[index], adapters[index])
                 chunks = self.stream(
                     items[index],
                     params[index],
@@ -246,18 +246,17 @@ class AsyncClient:
                 )
                 async with contextlib.aclosing(chunks):
                     async for chunk in chunks:
-                        assembly.add(chunk)
-                assembly.output.lora_request = asked[index]
-                return assembly.output
+                        assembler.add(chunk)
+                assembler.output.lora_request = lora_requests[index]
+                return assembler.output
 
         try:
             async with asyncio.timeout(timeout), asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(index)) for index in range(len(items))]
+                tasks = [group.create_task(generate_one(index)) for index in range(len(items))]
         except* Exception as problems:
-            first: BaseException = problems
-            while isinstance(first, BaseExceptionGroup):
-                first = first.exceptions[0]
-            failure = first
+            failure: BaseException = problems
+            while isinstance(failure, BaseExceptionGroup):
+                failure = failure.exceptions[0]
         else:
             return [task.result() for task in tasks]
         raise failure
@@ -278,10 +277,11 @@ class AsyncClient:
         deadline_seconds: float | None = None,
         timeout: float | None = None,
     ) -> list[RequestOutput]:
-        """Answers to one conversation or to a list of them, as `LLM.chat` gives them. The template that the server
-        reports is run here, in a child process with limits; see `LLM.chat` for its options, `generate` for the others.
+        """Generate answers to one conversation or a list of them, as `LLM.chat` does; see there and `generate`.
+
+        The server's template runs in a child process of this machine, with limits.
         """
-        adapter = await self._lora_requests.names(adapter, lora_request)
+        adapter = await self._lora_requests.resolve(adapter, lora_request)
         prompts = await self.chat_prompts(
             messages,
             adapter,
@@ -302,8 +302,8 @@ class AsyncClient:
         )
 
     async def chat_prompts(self, messages: Any, adapter: Any = None, **options: Any) -> list[Prompt]:
-        """The prompts that `chat` would send, for `stream`; `adapter`: one for all or one for each, its own template
-        is used if it has one; `options`: those of `chat` that the template sees.
+        """Return the prompts that `chat` would send, for `stream`. `adapter`: one for all or a list; an adapter's own
+        template has priority. `options`: the template's options of `chat`.
         """
         base = welcome_templates(await self.connect())
         conversations = as_conversations(messages)
@@ -314,81 +314,59 @@ class AsyncClient:
         return [without_special_tokens(text) for text in texts]
 
     async def chat_templates(self, adapter: str, timeout: float | None = None) -> ChatTemplates:
-        """The chat templates in an adapter's directory; none if it has none of its own."""
+        """Return the chat templates in an adapter's directory, possibly none."""
         return adapter_templates(
-            await self._call(
-                lambda call: protocol.GetChatTemplates(call=call, adapter=adapter), protocol.ChatTemplatesFound, timeout
-            )
+            await self._call(protocol.GetChatTemplates, protocol.ChatTemplatesFound, timeout, adapter=adapter)
         )
 
     async def abort(self, request_id: str) -> None:
-        """End an open request; its stream gets a last chunk with finish_reason `abort`.
-
-        An id that is not open is ignored.
-        """
+        """Abort a request; its stream ends with a chunk of finish_reason `abort`. Ignores unknown ids."""
         self._connection.abort(request_id)
 
     async def load_adapter(
         self, name: str, path: str | Path, replace: bool = False, timeout: float | None = None
     ) -> None:
-        """Make a PEFT adapter in a directory on the server's machine usable as `name`; `replace`: also when the name
-        is taken.
-        """
-        await self._call(
-            lambda call: protocol.LoadAdapter(call=call, name=name, path=str(path), replace=replace),
-            protocol.Done,
-            timeout,
-        )
+        """Load a PEFT adapter from a directory on the server's machine; `replace`: also if the name exists."""
+        await self._call(protocol.LoadAdapter, protocol.Done, timeout, name=name, path=str(path), replace=replace)
 
     async def unload_adapter(self, name: str, timeout: float | None = None) -> None:
-        """Forget an adapter."""
-        await self._call(lambda call: protocol.UnloadAdapter(call=call, name=name), protocol.Done, timeout)
+        """Unload an adapter."""
+        await self._call(protocol.UnloadAdapter, protocol.Done, timeout, name=name)
 
     async def list_adapters(self, timeout: float | None = None) -> list[AdapterInfo]:
-        """All adapters that requests may name, and where they are."""
-        return (await self._call(lambda call: protocol.ListAdapters(call=call), protocol.Adapters, timeout)).adapters
+        """Return all adapters and whether they are on the GPU, in host memory or on disk."""
+        return (await self._call(protocol.ListAdapters, protocol.Adapters, timeout)).adapters
 
     async def tokenize(self, text: str, add_special_tokens: bool = True, timeout: float | None = None) -> list[int]:
-        """A text's ids, as the server makes them of a prompt; add_special_tokens=False: without BOS."""
-        return (
-            await self._call(
-                lambda call: protocol.Tokenize(call=call, text=text, add_special_tokens=add_special_tokens),
-                protocol.Tokens,
-                timeout,
-            )
-        ).token_ids
+        """Return a text's token ids, as of a prompt; add_special_tokens=False: without BOS."""
+        tokens = await self._call(
+            protocol.Tokenize, protocol.Tokens, timeout, text=text, add_special_tokens=add_special_tokens
+        )
+        return tokens.token_ids
 
     async def detokenize(self, token_ids: Sequence[int], timeout: float | None = None) -> str:
-        """The text of ids, special tokens included."""
-        return (
-            await self._call(
-                lambda call: protocol.Detokenize(call=call, token_ids=list(token_ids)), protocol.Text, timeout
-            )
-        ).text
+        """Return the text of token ids, special tokens included."""
+        return (await self._call(protocol.Detokenize, protocol.Text, timeout, token_ids=list(token_ids))).text
 
     async def stats(self, timeout: float | None = None) -> dict[str, int | float]:
-        """The server's counters and gauges, by name."""
-        return (await self._call(lambda call: protocol.GetStats(call=call), protocol.Stats, timeout)).values
+        """Return the server's counters and gauges by name."""
+        return (await self._call(protocol.GetStats, protocol.Stats, timeout)).values
 
     async def health(self, timeout: float | None = None) -> Health:
-        """Whether requests are served; also answered while the engine loads.
-
-        Raises EngineDeadError when nothing answers within `timeout`.
-        """
+        """Return the server's health, also while it loads. Raises EngineDeadError without an answer in `timeout`."""
+        seconds = self.connect_timeout if timeout is None else timeout
         try:
-            return await self._connection.ask(
-                lambda call: protocol.GetHealth(call=call), Health, self.connect_timeout if timeout is None else timeout
-            )
+            return await self._connection.call(protocol.GetHealth, Health, seconds)
         except (TimeoutError, AddressError) as problem:
             raise EngineDeadError(f"nothing answers at {self.address}: {problem}", "engine_dead") from None
 
-    async def _call(self, make: Callable[[int], Message], kind: type[T], timeout: float | None) -> T:
+    async def _call(self, message: type[Message], reply: type[T], timeout: float | None, **fields: Any) -> T:
         seconds = self.call_timeout if timeout is None else timeout
         await self.connect()
         try:
-            return await self._connection.ask(make, kind, seconds)
+            return await self._connection.call(message, reply, seconds, **fields)
         except EngineDeadError as problem:
-            if problem.code not in _UNHEARD:
+            if problem.code not in _NOT_PROCESSED:
                 raise
         await self.connect()
-        return await self._connection.ask(make, kind, seconds)
+        return await self._connection.call(message, reply, seconds, **fields)

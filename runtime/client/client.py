@@ -1,29 +1,38 @@
-"""`Client`: speaks with a server from blocking code.
-
-An `AsyncClient` on a loop in a thread of its own does the work, heartbeats included.
-"""
+"""`Client`: a client for blocking code. It runs an `AsyncClient` on an event loop in its own thread."""
 
 import asyncio
+import functools
 import queue
 import threading
 import weakref
-from collections.abc import Coroutine, Generator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from ..api.errors import RequestError
 from ..api.lora_request import LoRARequest
-from ..api.outputs import RequestOutput
 from ..api.sampling_params import SamplingParams
 from ..processes.threads import start_thread
 from ..protocol.curve_keys import ClientKeys
-from ..protocol.messages import AdapterInfo, Chunk, Health, Welcome
-from ..text.chat_files import ChatTemplates
+from ..protocol.messages import Chunk
 from ..text.prompts import Prompt
 from .async_client import CALL_SECONDS, CONNECT_SECONDS, AsyncClient
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _blocking(
+    method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate["Client", P], T]:
+    """Return a method of `Client` that calls the `AsyncClient` method and waits for its result."""
+
+    @functools.wraps(method)
+    def call(self: "Client", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._wait(method(self._client, *args, **kwargs))
+
+    return call
 
 
 class Client:
@@ -34,9 +43,9 @@ class Client:
             for chunk in client.stream("To be", adapter="poetry"):
                 print(chunk.text, end="")
 
-    Arguments, errors and behaviour are those of `AsyncClient`. Thread-safe: any thread may call anything, and calls of
-    several threads share the connection (an iterator of `stream` belongs to one thread at a time). Not usable in a
-    forked child. Ctrl-C during a call aborts its requests.
+    Arguments, errors and behaviour are those of `AsyncClient`. Thread-safe: calls of several threads share the
+    connection; an iterator of `stream` belongs to one thread at a time. It cannot be used in a forked child. Ctrl-C
+    during a call aborts its requests.
     """
 
     def __init__(
@@ -65,10 +74,6 @@ class Client:
         self._end = weakref.finalize(self, stop)
         self._end.atexit = False
 
-    def connect(self) -> Welcome:
-        """Connect, unless that is done; what the server is and may be asked. Every other call does it by itself."""
-        return self._wait(self._client.connect())
-
     def close(self) -> None:
         """End the connection and the thread; open requests are aborted and raise EngineDeadError.
 
@@ -93,75 +98,20 @@ class Client:
     def __exit__(self, *problem: object) -> None:
         self.close()
 
-    def get_default_sampling_params(self) -> SamplingParams:
-        """See `AsyncClient.get_default_sampling_params`."""
-        return self._wait(self._client.get_default_sampling_params())
-
-    def generate(
-        self,
-        prompts: Any,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        adapter: str | Sequence[str | None] | None = None,
-        *,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
-        priority: int = 0,
-        deadline_seconds: float | None = None,
-        timeout: float | None = None,
-    ) -> list[RequestOutput]:
-        """The whole answers, in the order of the prompts; see `AsyncClient.generate`."""
-        return self._wait(
-            self._client.generate(
-                prompts,
-                sampling_params,
-                adapter,
-                lora_request=lora_request,
-                priority=priority,
-                deadline_seconds=deadline_seconds,
-                timeout=timeout,
-            )
-        )
-
-    def chat(
-        self,
-        messages: Any,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        adapter: str | Sequence[str | None] | None = None,
-        *,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
-        priority: int = 0,
-        deadline_seconds: float | None = None,
-        timeout: float | None = None,
-    ) -> list[RequestOutput]:
-        """Answers to one conversation or to a list of them; see `AsyncClient.chat`."""
-        return self._wait(
-            self._client.chat(
-                messages,
-                sampling_params,
-                adapter,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                chat_template_kwargs=chat_template_kwargs,
-                lora_request=lora_request,
-                priority=priority,
-                deadline_seconds=deadline_seconds,
-                timeout=timeout,
-            )
-        )
-
-    def chat_prompts(self, messages: Any, adapter: Any = None, **options: Any) -> list[Prompt]:
-        """The prompts that `chat` would send, for `stream`; see `AsyncClient.chat_prompts`."""
-        return self._wait(self._client.chat_prompts(messages, adapter, **options))
-
-    def chat_templates(self, adapter: str, timeout: float | None = None) -> ChatTemplates:
-        """The chat templates in an adapter's directory; see `AsyncClient.chat_templates`."""
-        return self._wait(self._client.chat_templates(adapter, timeout))
+    connect = _blocking(AsyncClient.connect)
+    get_default_sampling_params = _blocking(AsyncClient.get_default_sampling_params)
+    generate = _blocking(AsyncClient.generate)
+    chat = _blocking(AsyncClient.chat)
+    chat_prompts = _blocking(AsyncClient.chat_prompts)
+    chat_templates = _blocking(AsyncClient.chat_templates)
+    abort = _blocking(AsyncClient.abort)
+    load_adapter = _blocking(AsyncClient.load_adapter)
+    unload_adapter = _blocking(AsyncClient.unload_adapter)
+    list_adapters = _blocking(AsyncClient.list_adapters)
+    tokenize = _blocking(AsyncClient.tokenize)
+    detokenize = _blocking(AsyncClient.detokenize)
+    stats = _blocking(AsyncClient.stats)
+    health = _blocking(AsyncClient.health)
 
     def stream(
         self,
@@ -175,9 +125,9 @@ class Client:
         request_id: str | None = None,
         lora_request: LoRARequest | None = None,
     ) -> Generator[Chunk, None, None]:
-        """One prompt's answer as it grows; the last chunk has `usage`.
+        """Generate one prompt's answer in chunks; the last chunk has `usage`.
 
-        Asked for at the first chunk; leaving early (break, close) aborts it.
+        The request is sent when the first chunk is requested; leaving early (break, close) aborts it.
         """
         chunks = self._client.stream(
             prompt,
@@ -214,46 +164,6 @@ class Client:
         finally:
             pumping.cancel()
 
-    def abort(self, request_id: str) -> None:
-        """End an open request by its id; its stream gets a last chunk with finish_reason `abort`.
-
-        An id that is not open is ignored.
-        """
-        self._wait(self._client.abort(request_id))
-
-    def load_adapter(self, name: str, path: str | Path, replace: bool = False, timeout: float | None = None) -> None:
-        """Make a PEFT adapter in a directory on the server's machine usable as `name`; `replace`: also when the name
-        is taken.
-        """
-        self._wait(self._client.load_adapter(name, path, replace, timeout))
-
-    def unload_adapter(self, name: str, timeout: float | None = None) -> None:
-        """Forget an adapter."""
-        self._wait(self._client.unload_adapter(name, timeout))
-
-    def list_adapters(self, timeout: float | None = None) -> list[AdapterInfo]:
-        """All adapters that requests may name, and where they are."""
-        return self._wait(self._client.list_adapters(timeout))
-
-    def tokenize(self, text: str, add_special_tokens: bool = True, timeout: float | None = None) -> list[int]:
-        """A text's ids, as the server makes them of a prompt; add_special_tokens=False: without BOS."""
-        return self._wait(self._client.tokenize(text, add_special_tokens, timeout))
-
-    def detokenize(self, token_ids: Sequence[int], timeout: float | None = None) -> str:
-        """The text of ids, special tokens included."""
-        return self._wait(self._client.detokenize(token_ids, timeout))
-
-    def stats(self, timeout: float | None = None) -> dict[str, int | float]:
-        """The server's counters and gauges, by name."""
-        return self._wait(self._client.stats(timeout))
-
-    def health(self, timeout: float | None = None) -> Health:
-        """Whether requests are served; also answered while the engine loads.
-
-        Raises EngineDeadError when nothing answers.
-        """
-        return self._wait(self._client.health(timeout))
-
     def _start(self, work: Coroutine[Any, Any, T]) -> Any:
         with self._lock:
             if self._closed:
@@ -271,7 +181,6 @@ class Client:
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
-    """Run a client's loop until it is stopped."""
     try:
         loop.run_forever()
     finally:
@@ -279,7 +188,7 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _stop(client: AsyncClient, loop: asyncio.AbstractEventLoop, once: threading.Lock) -> None:
-    """End a client's connection and its loop soon; may be called by any thread, and more than once."""
+    """End a client's connection and its loop soon. Any thread may call it, more than once."""
     if once.acquire(blocking=False):
         loop.call_soon_threadsafe(lambda: loop.create_task(_shut_down(client, loop)))
 
@@ -289,7 +198,7 @@ async def _shut_down(client: AsyncClient, loop: asyncio.AbstractEventLoop) -> No
         await client.close()
         others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for _ in range(3):
-            await asyncio.sleep(0)  # those that wait report the end to their callers
+            await asyncio.sleep(0)  # waiting tasks report the end to their callers
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)

@@ -1,7 +1,7 @@
-"""A client's socket on an asyncio loop: frames out, frames in, and the news that the other side is gone.
+"""A client's socket on an asyncio loop.
 
-pyzmq's own asyncio sockets make a future for each frame; here one callback takes in all that has arrived, which a
-client of hundreds of streams needs.
+pyzmq's asyncio sockets make a future for each frame. Here one callback reads all frames that have arrived, as a client
+with hundreds of streams needs.
 """
 
 import asyncio
@@ -23,18 +23,18 @@ _EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 )
-_FRAMES_AT_ONCE = 256
+_MAX_FRAMES_PER_CALLBACK = 256
 _LINGER_MS = 200
-_WAITING_FRAMES = 10000
+_QUEUED_FRAMES = 10000
 
 
 class ClientLink:
-    """One DEALER, from its connection to that connection's end; never used for a second one, so nothing that is meant
-    for an engine reaches its successor.
+    """One DEALER for one connection, so that no message for an engine reaches its successor.
 
-    `on_frame(bytes)` is called for each frame, `on_lost(problem)` when the connection is cut (EngineDeadError) or
-    refused (another ServerError); it must close the link. Belongs to the loop that runs when it is made; not
-    thread-safe.
+    on_frame  called with each frame
+    on_lost   called when the connection breaks (EngineDeadError) or is refused (another ServerError); must call `close`
+
+    Belongs to the running loop; not thread-safe.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class ClientLink:
         settings = {
             zmq.LINGER: 0,
             zmq.MAXMSGSIZE: MAX_FRAME_BYTES,
-            zmq.SNDHWM: _WAITING_FRAMES,
-            zmq.RCVHWM: _WAITING_FRAMES,
+            zmq.SNDHWM: _QUEUED_FRAMES,
+            zmq.RCVHWM: _QUEUED_FRAMES,
             zmq.RECONNECT_IVL: 50,
             zmq.RECONNECT_IVL_MAX: 500,
             zmq.IPV6: int(":" in address.host),
@@ -65,12 +65,12 @@ class ClientLink:
             keys.secure(self._socket)
         self._monitor: zmq.Socket[Any] = self._socket.get_monitor_socket(_EVENTS)
         self._loop.add_reader(self._socket.FD, self._read)
-        self._news()  # its descriptor tells of nothing new until it was found empty once
+        self._read_events()  # its descriptor signals nothing until it was read empty once
         self._loop.add_reader(self._monitor.FD, self._read_monitor)
         self._socket.connect(str(address))
 
     def send(self, frame: bytes) -> bool:
-        """Queue a frame; False when the queue is full (the other side does not read)."""
+        """Queue a frame; returns False when the queue is full."""
         if self._closed:
             return False
         try:
@@ -79,17 +79,17 @@ class ClientLink:
             return False
         finally:
             if cast(int, self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                self.read_soon()  # sending swallowed the signal that something arrived
+                self.read_soon()  # sending cleared the signal that something arrived
         return True
 
     def read_soon(self) -> None:
-        """Look for frames, even without a signal."""
+        """Read frames soon, without waiting for a signal."""
         if not self._scheduled and not self._closed:
             self._scheduled = True
             self._loop.call_soon(self._read)
 
     def close(self, linger: bool = False) -> None:
-        """Cut the connection; `linger`: what is queued still goes out, for a moment."""
+        """Close the connection; `linger`: send queued frames for a moment."""
         if self._closed:
             return
         self._closed = True
@@ -101,34 +101,34 @@ class ClientLink:
 
     def _read(self) -> None:
         self._scheduled = False
-        for _ in range(_FRAMES_AT_ONCE):
-            if not self._take_frame():
+        for _ in range(_MAX_FRAMES_PER_CALLBACK):
+            if not self._read_frame():
                 return
         self.read_soon()
 
-    def _take_frame(self) -> bool:
-        """Hand the next frame on; False if there is none."""
+    def _read_frame(self) -> bool:
+        """Read one frame and call `on_frame`; returns False if none has arrived."""
         if self._closed:
             return False
         try:
             frames = self._socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.ZMQError:  # nothing more has arrived
+        except zmq.ZMQError:  # no frame has arrived
             return False
         if len(frames) == 1:
             self._on_frame(frames[0])
         return True
 
     def _read_monitor(self) -> None:
-        """The connection was made, refused or cut: what arrived before its end is still read."""
-        lost = None if self._closed else self._news()
+        """Handle connection events. Frames that arrived before the end are read first."""
+        lost = None if self._closed else self._read_events()
         if lost is None:
             return
-        while self._take_frame():
+        while self._read_frame():
             pass
         if not self._closed:
             self._on_lost(lost)
 
-    def _news(self) -> ServerError | None:
+    def _read_events(self) -> ServerError | None:
         lost: ServerError | None = None
         while True:
             try:
@@ -139,13 +139,13 @@ class ClientLink:
                 self._connected = True
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 lost = ServerError(
-                    "the engine does not admit this client's key; add it with `sidestream keygen` on the engine's side",
+                    "the engine does not admit this client's key; add it with `sidestream keys curve` on its machine",
                     "forbidden",
                 )
             elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                 lost = ServerError(
-                    "the other side does not speak this protocol, or needs (other) keys; give this client's folder "
-                    "of `sidestream keygen`",
+                    "the other side does not use this protocol, or needs (other) keys; give this client's folder of "
+                    "`sidestream keys curve`",
                     "forbidden",
                 )
             elif event == zmq.EVENT_DISCONNECTED and self._connected:

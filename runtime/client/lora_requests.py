@@ -1,4 +1,4 @@
-"""LoRARequests of a client's callers, as names of adapters that the server has."""
+"""Load the adapters of vLLM's LoRARequest on the server."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -10,44 +10,44 @@ from ..protocol.messages import AdapterInfo
 
 
 class LoraRequests:
-    """Has an adapter loaded, from its directory on the server's machine, if the server does not know its name.
+    """Resolves LoRARequests to adapter names; the server loads unknown adapters from its own directories.
 
-    listed   asks the server which adapters it has
-    load     has it load one: name, directory
+    list_adapters  returns the server's adapters
+    load           loads an adapter: name, directory
     """
 
     def __init__(
-        self, listed: Callable[[], Awaitable[list[AdapterInfo]]], load: Callable[[str, str], Awaitable[None]]
+        self, list_adapters: Callable[[], Awaitable[list[AdapterInfo]]], load: Callable[[str, str], Awaitable[None]]
     ) -> None:
-        self._listed, self._load = listed, load
+        self._list_adapters, self._load = list_adapters, load
         self._loaded: dict[str, str] = {}
-        self._one_at_a_time = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
-    async def names(self, adapter: Any, asked: Any) -> Any:
-        """What `adapter=` or `lora_request=` of a call names, one for all or one a prompt (None: the base model).
+    async def resolve(self, adapter: Any, lora_request: Any) -> Any:
+        """Return the adapter names of a call's `adapter` or `lora_request`, one or a list (None: the base model).
 
-        Raises RequestError when both are given, for what is no LoRARequest, and for a name that this client had loaded
-        from another directory. The directories of other adapters are the server's business.
+        Raises RequestError for both together, other types, and a name that this client loaded from another directory.
         """
-        if asked is None:
+        if lora_request is None:
             return adapter
         if adapter is not None:
             raise RequestError("adapter and lora_request name the same thing; give one of them")
-        entries = list(asked) if isinstance(asked, Sequence) and not isinstance(asked, str) else [asked]
+        several = isinstance(lora_request, Sequence) and not isinstance(lora_request, str)
+        entries = list(lora_request) if several else [lora_request]
         wrong = next((each for each in entries if each is not None and not isinstance(each, LoRARequest)), None)
         if wrong is not None:
             kind = type(wrong).__name__
             raise RequestError(f"lora_request must be a LoRARequest, a list of them or None, not {kind}")
-        paths = [each for each in dict.fromkeys(entries) if each is not None and each.lora_path]
-        if paths:
-            async with self._one_at_a_time:
-                await self._make_known(paths)
+        with_path = [each for each in dict.fromkeys(entries) if each is not None and each.lora_path]
+        if with_path:
+            async with self._lock:
+                await self._load_unknown(with_path)
         names = [None if each is None else each.lora_name for each in entries]
-        return names if isinstance(asked, Sequence) else names[0]
+        return names if several else names[0]
 
-    async def _make_known(self, paths: list[LoRARequest]) -> None:
-        known = {info.name for info in await self._listed()}
-        for each in paths:
+    async def _load_unknown(self, requests: list[LoRARequest]) -> None:
+        known = {info.name for info in await self._list_adapters()}
+        for each in requests:
             if each.lora_name not in known:
                 await self._load(each.lora_name, each.lora_path)
                 self._loaded[each.lora_name] = each.lora_path

@@ -1,4 +1,4 @@
-"""A client's open requests: what is asked as a message, and chunks put together as outputs. Knows no socket."""
+"""Requests as messages, chunks of open requests, and chunks as outputs. Opens no socket."""
 
 import asyncio
 import time
@@ -25,15 +25,15 @@ from ..protocol.messages import (
 from ..text.prompts import Prompt, adds_special_tokens, text_or_ids
 from ..text.token_bytes import as_text
 
-_OURS = frozenset({"invalid_request", "unknown_adapter", "adapter_changed", "duplicate_id", "bad_frame"})
-_GONE = frozenset({"engine_dead", "wrong_instance", "hello_first"})
-_LATER = frozenset({"loading", "draining", "overloaded", "too_many_requests", "slow_reader"})
+_REQUEST_ERRORS = frozenset({"invalid_request", "unknown_adapter", "adapter_changed", "duplicate_id", "bad_frame"})
+_DEAD_ERRORS = frozenset({"engine_dead", "wrong_instance", "hello_first"})
+_RETRY_ERRORS = frozenset({"loading", "draining", "overloaded", "too_many_requests", "slow_reader"})
 
 
 def submission(request_id: str, prompt: Prompt, params: SamplingParams, adapter: str | None, **more: Any) -> Submit:
-    """The message that asks for one prompt's completions.
+    """Return the message that submits one prompt.
 
-    Raises RequestError for what could not travel; the server checks the rest.
+    Raises RequestError for what cannot be sent; the server checks the rest.
     """
     text, ids = text_or_ids(prompt)
     if adapter is not None:
@@ -56,25 +56,24 @@ def submission(request_id: str, prompt: Prompt, params: SamplingParams, adapter:
 
 
 def continued(so_far: Continuation) -> Continued:
-    """What there is of a completion, in the form in which it travels."""
+    """Return the state of a completion as a message's field."""
     return Continued(so_far.token_ids, so_far.characters, so_far.finished)
 
 
 def sampling_of(params: SamplingParams) -> Sampling:
-    """Checked sampling parameters in the form in which they travel."""
+    """Return checked sampling parameters as a message's field."""
     return msgspec.convert(params, Sampling, from_attributes=True)
 
 
 def exception_of(error: Error) -> Exception:
-    """What a caller is told about an error message."""
-    if error.code in _OURS:
+    if error.code in _REQUEST_ERRORS:
         refused = RequestError(error.message)
         refused.code = error.code
         return refused
     kind: type[ServerError] = ServerError
-    if error.code in _GONE:
+    if error.code in _DEAD_ERRORS:
         kind = EngineDeadError
-    elif error.code in _LATER:
+    elif error.code in _RETRY_ERRORS:
         kind = OverloadedError
     elif error.code == "deadline_exceeded":
         kind = DeadlineError
@@ -82,16 +81,12 @@ def exception_of(error: Error) -> Exception:
 
 
 def is_plain(chunk: Chunk) -> bool:
-    """Whether a chunk is from the middle of a completion: nothing begins or ends with it."""
+    """Return whether a chunk neither begins nor ends a completion and has no prompt log-probabilities."""
     return chunk.finish_reason is None and chunk.usage is None and chunk.prompt_logprobs is None and chunk.first > 0
 
 
-class OpenRequest:
-    """What has arrived for one request and was not taken yet.
-
-    when_accepted  is told the prompt's tokens and the adapter's version
-    direct         is offered a plain chunk at once while a task waits in `take`; one that it takes is not in any list
-    """
+class PendingRequest:
+    """A request's chunks that have arrived and were not taken yet. See `AsyncClient.stream_lists` for the callbacks."""
 
     def __init__(
         self,
@@ -104,36 +99,34 @@ class OpenRequest:
         self._when_accepted, self._direct = when_accepted, direct
         self.accepted = False
         self.ended = False
-        self._received = {index: len(so_far.token_ids) for index, so_far in enumerate(continues)}
+        self._num_received = {index: len(so_far.token_ids) for index, so_far in enumerate(continues)}
         self._arrived: list[Chunk] = []
         self._problem: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     def accept(self, prompt_tokens: int, adapter_content: str) -> None:
-        """The server has taken it."""
+        """Record that the server has queued the request."""
         self.accepted = True
         if self._when_accepted is not None:
             self._when_accepted(prompt_tokens, adapter_content)
 
     def put(self, chunk: Chunk) -> None:
-        """A chunk has arrived."""
         if self.ended:
             return
-        known = self._received.get(chunk.index, 0)
-        if chunk.first != known:
-            self.fail(
-                ServerError(f"tokens {known} to {chunk.first} of request {self.request_id} did not arrive", "bad_frame")
-            )
+        received = self._num_received.get(chunk.index, 0)
+        if chunk.first != received:
+            text = f"tokens {received} to {chunk.first} of request {self.request_id} did not arrive"
+            self.fail(ServerError(text, "bad_frame"))
             return
         self.accepted = True
-        self._received[chunk.index] = known + len(chunk.token_ids)
+        self._num_received[chunk.index] = received + len(chunk.token_ids)
         waiter = self._waiter
         try:
-            # a task that waits has dealt with all that arrived before
+            # a waiting task has processed all earlier chunks
             waits = waiter is not None and not waiter.done()
             if waits and self._direct is not None and is_plain(chunk) and self._direct(chunk):
                 return
-        except Exception as problem:  # raised where the chunks are taken, as if it had happened there
+        except Exception as problem:  # raised by `take`
             self.fail(problem)
             return
         self.ended = chunk.usage is not None
@@ -141,35 +134,33 @@ class OpenRequest:
         self.wake()
 
     def fail(self, problem: Exception) -> None:
-        """The request ended with an error."""
         if not self.ended:
             self.ended = True
             self._problem = problem
             self.wake()
 
     def wake(self) -> None:
-        """The task that waits for it goes on once the loop's present callback is over, in the order of these calls."""
+        """Wake the waiting task after the loop's current callback. Tasks run in the order of these calls."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def take(self, timeout: float | None) -> list[Chunk]:
-        """The chunks that have arrived since the last call; waits for one.
+        """Return the chunks since the last call; waits for one. After the last chunk raises the request's error.
 
-        Raises what the request failed with, after the chunks before it, or TimeoutError after `timeout` seconds without
-        one.
+        Raises TimeoutError after `timeout` seconds without a chunk.
         """
         if not self._arrived and self._problem is None:
-            waiter = self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter = asyncio.get_running_loop().create_future()
             if timeout is None:
-                await waiter
+                await self._waiter
             else:
-                await self._within(timeout, waiter)
+                await self._wait(timeout, self._waiter)
         if not self._arrived and self._problem is not None:
             raise self._problem
         chunks, self._arrived = self._arrived, []
         return chunks
 
-    async def _within(self, timeout: float, waiter: asyncio.Future[None]) -> None:
+    async def _wait(self, timeout: float, waiter: asyncio.Future[None]) -> None:
         try:
             async with asyncio.timeout(timeout):
                 await waiter
@@ -177,19 +168,16 @@ class OpenRequest:
             raise TimeoutError(f"no answer to request {self.request_id} within {timeout:g} s") from None
 
 
-class Assembly:
-    """Puts a request's chunks together."""
-
+class OutputAssembler:
     def __init__(self, request_id: str, prompt: Prompt, params: SamplingParams, adapter: str | None) -> None:
         text, ids = text_or_ids(prompt)
-        self.output = RequestOutput(
-            request_id, text, ids or [], [CompletionOutput(index) for index in range(params.n)], False, adapter
-        )
+        completions = [CompletionOutput(index) for index in range(params.n)]
+        self.output = RequestOutput(request_id, text, ids or [], completions, False, adapter)
         if params.prompt_logprobs is not None:
             self.output.prompt_logprobs = [None]
 
     def add(self, chunk: Chunk) -> None:
-        """Take a chunk in. Raises ServerError for a completion that was not asked for."""
+        """Add a chunk. Raises ServerError for a completion outside the request."""
         if not 0 <= chunk.index < len(self.output.outputs):
             raise ServerError(f"the server sent completion {chunk.index} of {len(self.output.outputs)}", "bad_frame")
         completion = self.output.outputs[chunk.index]
@@ -200,7 +188,7 @@ class Assembly:
         if chunk.logprobs is not None:
             completion.logprobs = (completion.logprobs or []) + list(map(_entry, chunk.logprobs))
             completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + sum(
-                place[0].logprob for place in chunk.logprobs if place
+                position[0].logprob for position in chunk.logprobs if position
             )
             completion.text_offsets = (completion.text_offsets or []) + (chunk.text_offsets or [])
         if chunk.finish_reason is not None:
@@ -218,8 +206,7 @@ class Assembly:
             self.output.metrics = RequestMetrics(arrival, arrival + first if first else None, now)
 
 
-def _entry(place: list[TokenLogprob]) -> dict[int, Logprob]:
-    """One place's tokens, in their order."""
+def _entry(position: list[TokenLogprob]) -> dict[int, Logprob]:
     return {
         token.token_id: Logprob(
             token.logprob,
@@ -227,5 +214,5 @@ def _entry(place: list[TokenLogprob]) -> dict[int, Logprob]:
             None if token.token_bytes is None else as_text(token.token_bytes),
             token.token_bytes,
         )
-        for token in place
+        for token in position
     }

@@ -1,5 +1,6 @@
-"""Beam search over an engine that answers requests: each step asks for one token of every continuation with its
-likeliest candidates, and keeps the best continuations. The prefix cache holds what they have in common.
+"""Beam search: each step requests one token and its likeliest candidates for every continuation, and keeps the best.
+
+The prefix cache holds what the continuations have in common.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,10 +25,9 @@ def beam_search(
     tokenizer: Tokenizer | None,
     generate: Generate,
 ) -> list[BeamSearchOutput]:
-    """For each request's prompt and adapter its `beam_width` best continuations, best first.
+    """Return the `beam_width` best continuations of each request's prompt, best first.
 
-    `generate(prompts, sampling, adapters)` completes prompts as `LLM.generate` does. Raises RequestError where it could
-    not complete one.
+    `generate(prompts, sampling, adapters)` completes prompts like `LLM.generate`. Raises RequestError if it fails.
     """
     sampling = replace(params.sampling, max_tokens=1, ignore_eos=True)
     searches = [_Search(request.prompt_ids, params, eos_ids) for request in requests]
@@ -56,9 +56,7 @@ def _candidates(output: RequestOutput) -> Candidates:
 
 
 class _Search:
-    """One prompt's. `beams`: the continuations that are followed; none once they cannot be better than what is
-    complete.
-    """
+    """Search of one prompt. `beams`: open continuations; none once they cannot beat the complete ones."""
 
     def __init__(self, prompt: list[int], params: BeamSearchParams, eos_ids: frozenset[int]) -> None:
         self.beams = [BeamSearchSequence(list(prompt))]
@@ -68,7 +66,7 @@ class _Search:
         self._longest = len(prompt) + params.max_tokens
 
     def extend(self, candidates: Sequence[Candidates]) -> None:
-        """One more token for each beam, of its candidates."""
+        """Extend each beam by one of its candidates."""
         if not self.beams:
             return
         width = self._params.beam_width
@@ -77,8 +75,8 @@ class _Search:
             for beam, entries in zip(self.beams, candidates, strict=True)
             for token, entry in entries.items()
         ]
-        going = [each for each in every if each[1] not in self._eos_ids]
-        self.beams = [_extended(*each) for each in nlargest(width, going, key=lambda each: each[0])]
+        open_ones = [each for each in every if each[1] not in self._eos_ids]
+        self.beams = [_extended(*each) for each in nlargest(width, open_ones, key=lambda each: each[0])]
         for each in every:
             if each[1] in self._eos_ids:
                 ended = _extended(*each)
@@ -90,7 +88,7 @@ class _Search:
             self.beams = []
 
     def best(self) -> list[BeamSearchSequence]:
-        """The best that were found, best first."""
+        """Return the best continuations, best first."""
         for beam in self.beams:
             beam.finish_reason = "length"
         return nlargest(self._params.beam_width, self._complete + self.beams, key=self._score)
@@ -100,8 +98,8 @@ class _Search:
         return float(sequence.cum_logprob / length**self._params.length_penalty)
 
     def _best_to_come(self, beam: BeamSearchSequence) -> float:
-        """The highest score that a continuation of it may get: no text is likelier than its beginning, and with a
-        penalty above 0 the longest has the highest score at the same likelihood.
+        """Return an upper bound of the scores of a beam's continuations: they are at most as likely as the beam, and
+        with a penalty above 0 the longest one scores highest.
         """
         penalty = self._params.length_penalty
         return float(beam.cum_logprob / (self._longest if penalty > 0 else len(beam.tokens)) ** penalty)

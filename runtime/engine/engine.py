@@ -1,4 +1,4 @@
-"""The loop between scheduler and runner, and what becomes of the tokens. Knows neither torch nor a device."""
+"""The loop between scheduler and runner, and the outputs of its requests. Needs neither torch nor a device."""
 
 import logging
 import time
@@ -11,26 +11,27 @@ from ..api.errors import RequestError
 from ..api.outputs import FinishReason, RequestMetrics, RequestOutput
 from ..api.request import Continuation, Delta, Request
 from ..api.sampling_params import SEED_LIMIT, SamplingParams
-from ..scheduler.forbidden import Forbidden
-from ..scheduler.runner_protocol import Runner
-from ..scheduler.scheduler import Sampled, Scheduler
+from ..scheduler.logit_edits import BadWords
+from ..scheduler.scheduler import SampledToken, Scheduler
 from ..scheduler.sequence import Sequence, Status
-from ..scheduler.speculation import Speculation, most_drafts, speculation_of
-from ..scheduler.step_plan import StepMasks, StepPlan, StepResult
+from ..scheduler.speculation import DraftCounts, Speculation, make_speculation, max_drafts
+from ..scheduler.step_plan import Runner, StepMasks, StepPlan, StepResult
 from ..text.tokenizer import Tokenizer
-from .completion import Completion
+from .completion_state import CompletionState
 
 _log = logging.getLogger(__name__)
-WAIT_FOR_LOADS = 0.01  # seconds; deadlines and new requests are looked at in between
-FAULT = "a fault in the engine; the request alone is affected"
-NOTHING = Continuation([])
+WAIT_FOR_LOADS = 0.01  # seconds between checks of deadlines and new requests
+FAULT = "the engine failed on this request; others are not affected"
+NO_OUTPUT = Continuation([])
+Progress = tuple[list[Delta], list[RequestOutput]]
+"""New output of streaming requests, and finished requests."""
 
 
 @dataclass
-class _Live:
+class _OpenRequest:
     request: Request
-    completions: list[Completion]
-    open: set[int]  # completions that are not finished
+    completions: list[CompletionState]
+    open: set[int]  # unfinished completions
     stream: bool
     arrival_time: float  # this and the next: seconds since the epoch
     first_token_time: float | None = None
@@ -39,9 +40,10 @@ class _Live:
 class Engine:
     """Runs requests to their end.
 
-    `overlap`: plan step n + 1 while the device computes step n (results are then taken in one step late); without a
-    device there is nothing to overlap. `eos_ids` end a text unless ignore_eos. `num_sampled` counts the tokens made so
-    far, `num_compiled` the kernels that steps had to compile.
+    overlap       plan step n + 1 while the device computes step n; results are then committed one step later
+    eos_ids       tokens that end a text unless ignore_eos
+    num_sampled   number of sampled tokens
+    num_compiled  number of kernels that steps had to compile
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class Engine:
         self.seed = seed
         self._depth = 1 if overlap else 0
         self._in_flight: deque[Any] = deque()
-        self._live: dict[str, _Live] = {}
+        self._requests: dict[str, _OpenRequest] = {}
         self._arrivals = 0
         self.num_sampled = 0
         self.num_compiled = 0
@@ -68,31 +70,30 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a request is unfinished or a step is in flight."""
-        return bool(self._live) or bool(self._in_flight)
+        return bool(self._requests) or bool(self._in_flight)
 
     def add(self, request: Request, stream: bool = False, alone: bool = False) -> None:
-        """Queue a request.
+        """Queue a request. Raises RequestError, and queues nothing, if it can never run.
 
-        Raises RequestError (and queues nothing) if it can never run; `stream` makes its text token by token, which one
-        that continues another needs. `alone`: it is suspected of a step that did not return, and has steps of its own
-        until it is beyond suspicion.
+        stream  decode token by token, as a continued request needs
+        alone   the request is suspected of a step that did not return: give it steps of its own until it is cleared
         """
-        if request.request_id in self._live:
+        if request.request_id in self._requests:
             raise RequestError(f"request_id={request.request_id!r} is in use; choose another")
         params, limits = request.params, self.scheduler.limits
         prompt_length = len(request.prompt_ids)
         room = limits.max_model_len - prompt_length
         limit = prompt_length + (room if params.max_tokens is None else min(params.max_tokens, room))
         deadline = None if request.timeout is None else self.scheduler.clock() + request.timeout
-        forbidden = Forbidden(request.bad_words) if request.bad_words else None
+        bad_words = BadWords(request.bad_words) if request.bad_words else None
         completions = []
         for index in range(params.n):
-            so_far = request.continues[index] if request.continues else NOTHING
+            earlier = request.continues[index] if request.continues else NO_OUTPUT
             sequence = Sequence(
                 arrival=self._arrivals + index,
                 request_id=request.request_id,
                 index=index,
-                tokens=[*request.prompt_ids, *so_far.token_ids],
+                tokens=[*request.prompt_ids, *earlier.token_ids],
                 prompt_length=prompt_length,
                 limit=limit,
                 params=params,
@@ -103,70 +104,70 @@ class Engine:
                 priority=request.priority,
                 owner=request.owner,
                 deadline=deadline,
-                # of several completions the first does it, and one that goes on has been scored before
-                scores_prompt=params.prompt_logprobs is not None and index == 0 and not so_far.token_ids,
-                forbidden=forbidden,
+                # once per prompt: for the first completion, and not again for a continued one
+                scores_prompt=params.prompt_logprobs is not None and index == 0 and not earlier.token_ids,
+                bad_words=bad_words,
                 matcher=None if request.grammar is None else request.grammar.matcher(),
                 speculation=self._speculation(params),
             )
-            completion = Completion(sequence, self.tokenizer, stream)
-            if so_far.finished:
+            completion = CompletionState(sequence, self.tokenizer, stream)
+            if earlier.finished:
                 sequence.status = Status.FINISHED
-            elif so_far.token_ids:
-                completion.resume(so_far.characters)
+            elif earlier.token_ids:
+                completion.resume(earlier.characters)
             completions.append(completion)
         running = [completion.sequence for completion in completions if not completion.sequence.finished]
         for sequence in running:
             self.scheduler.add(sequence, alone)
         self._arrivals += params.n
         unfinished = {sequence.index for sequence in running}
-        self._live[request.request_id] = _Live(request, completions, unfinished, stream, time.time())
+        self._requests[request.request_id] = _OpenRequest(request, completions, unfinished, stream, time.time())
         self._start_loads()
 
     def unfinished(self) -> list[tuple[Request, bool]]:
-        """Every request as it may be asked of another engine now, and whether it streams. One that streams continues
-        what was delivered of it; another begins again.
+        """Return every open request as another engine can run it, and whether it streams. A streaming request continues
+        its delivered output; another one starts again.
         """
-        return [(self._again(live), live.stream) for live in self._live.values()]
+        return [(self._resumable(open_request), open_request.stream) for open_request in self._requests.values()]
 
-    def _again(self, live: _Live) -> Request:
+    def _resumable(self, open_request: _OpenRequest) -> Request:
+        completions = open_request.completions
         continues: tuple[Continuation, ...] = ()
-        if live.stream and any(completion.sequence.output_ids for completion in live.completions):
+        if open_request.stream and any(completion.sequence.output_ids for completion in completions):
             continues = tuple(
-                Continuation(list(each.sequence.output_ids), each.shown, each.sequence.finished)
-                for each in live.completions
+                Continuation(list(each.sequence.output_ids), each.shown, each.sequence.finished) for each in completions
             )
-        deadline = live.completions[0].sequence.deadline
+        deadline = completions[0].sequence.deadline
         left = None if deadline is None else max(deadline - self.scheduler.clock(), 1e-3)
-        return replace(live.request, timeout=left, continues=continues)
+        return replace(open_request.request, timeout=left, continues=continues)
 
     def abort(self, request_id: str) -> None:
-        """End a request now; unknown ids (it may just have finished) are ignored."""
-        live = self._live.pop(request_id, None)
-        for completion in live.completions if live else ():
+        """End a request now. Unknown ids, such as of a request that just finished, are ignored."""
+        open_request = self._requests.pop(request_id, None)
+        for completion in open_request.completions if open_request else ():
             self.scheduler.finish(completion.sequence, "abort")
 
-    def step(self) -> tuple[list[Delta], list[RequestOutput]]:
-        """Advance by one step: what was added to requests that stream, and the requests that finished."""
+    def step(self) -> Progress:
+        """Advance by one step."""
         self.take_loads_in()
-        plan = self.plan()  # while masks are made
-        self._constrain()
+        plan = self.plan()  # while masks are filled
+        self._send_masks()
         if plan is not None:
             self._in_flight.append(self.runner.submit(plan))
-            self._constrain()
+            self._send_masks()
         deltas, finished = self.take_ended()
         if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
             result = self.runner.collect(self._in_flight.popleft())
             progress = self.commit(result)
             self.begin_masks()
-            more, others = self.deliver(progress, result)
-            deltas, finished = deltas + more, finished + others
-        elif plan is None and self.scheduler.has_work:  # everything waits for an adapter on its way
+            new_deltas, new_finished = self.deliver(progress, result)
+            deltas, finished = deltas + new_deltas, finished + new_finished
+        elif plan is None and self.scheduler.has_work:  # every sequence waits for an adapter that is loading
             self.take_loads_in(WAIT_FOR_LOADS)
         return deltas, finished
 
-    def _constrain(self) -> None:
-        """Have the oldest step sampled if it waits for masks: the forward of the next one can follow at once."""
+    def _send_masks(self) -> None:
+        """Send the masks of the oldest step if it waits for them, so that it is sampled and the next one can start."""
         if not self._in_flight:
             return
         if self.scheduler.drafts_due:
@@ -177,11 +178,11 @@ class Engine:
             self.runner.constrain(self._in_flight[0], masks)
 
     def begin_masks(self) -> None:
-        """Have masks made while the caller goes on; see `Scheduler.begin_masks`."""
+        """See `Scheduler.begin_masks`."""
         self.scheduler.begin_masks()
 
     def masks_due(self) -> StepMasks | None:
-        """The masks that the oldest issued step waits for, once; see `Scheduler.masks_due`."""
+        """See `Scheduler.masks_due`."""
         return self.scheduler.masks_due()
 
     def close(self) -> None:
@@ -189,7 +190,7 @@ class Engine:
         self.scheduler.close()
 
     def plan(self) -> StepPlan | None:
-        """The next step; the copies of adapters that go with it are started."""
+        """Return the next step and start the loads of its adapters."""
         plan = self.scheduler.schedule()
         self._start_loads()
         return plan
@@ -202,110 +203,105 @@ class Engine:
                 self.runner.forget_adapter(number)
 
     def take_loads_in(self, timeout: float = 0.0) -> None:
-        """Tell the scheduler which adapters have arrived; waits up to `timeout` seconds for the first."""
+        """Report finished adapter loads to the scheduler. Wait up to `timeout` seconds for the first."""
         if self.scheduler.asynchronous_loads:
             for slot, number, problem in self.runner.loaded(timeout):
                 self.scheduler.load_done(slot, number, problem)
 
     def forget_device(self) -> None:
-        """What is in the KV pages and adapter slots is about to be lost: waits for adapters on their way, and forgets
-        what lies where. No request may be under way.
+        """Wait for adapter loads, then forget the content of KV pages and slots, because their memory will be freed.
+        Call it only without open requests.
         """
         self._start_loads()
         while self.scheduler.states.slots.num_loading:
             self.take_loads_in(WAIT_FOR_LOADS)
         self.scheduler.forget_device()
 
-    def take_ended(self) -> tuple[list[Delta], list[RequestOutput]]:
-        """Deltas and outputs of what the scheduler ended by itself: deadlines that passed, adapters that could not
-        be loaded.
-        """
+    def take_ended(self) -> Progress:
+        """Return the output of sequences that the scheduler itself ended, for a deadline or an error."""
         deltas: list[Delta] = []
         finished: list[RequestOutput] = []
         for sequence in self.scheduler.take_ended():
-            live = self._live.get(sequence.request_id)
-            if live is None or sequence.index not in live.open:
+            open_request = self._requests.get(sequence.request_id)
+            if open_request is None or sequence.index not in open_request.open:
                 continue
-            live.open.discard(sequence.index)
-            completion = live.completions[sequence.index]
+            open_request.open.discard(sequence.index)
+            completion = open_request.completions[sequence.index]
             completion.close()
-            if live.stream:
+            if open_request.stream:
                 reason: FinishReason | None = sequence.finish_reason  # type: ignore[assignment]
-                deltas.append(
-                    Delta(
-                        sequence.request_id, sequence.index, completion.fresh_text(), [], reason, sequence.stop_reason
-                    )
-                )
-            if not live.open:
-                del self._live[sequence.request_id]
-                finished.append(_output(live))
+                text = completion.fresh_text()
+                deltas.append(Delta(sequence.request_id, sequence.index, text, [], reason, sequence.stop_reason))
+            self._close_if_done(open_request, finished)
         return deltas, finished
 
-    def commit(self, result: StepResult) -> list[Sampled]:
-        """The part of taking a step in that the next plan waits for; `deliver` does the rest."""
+    def _close_if_done(self, open_request: _OpenRequest, finished: list[RequestOutput]) -> None:
+        if not open_request.open:
+            del self._requests[open_request.request.request_id]
+            finished.append(_output(open_request))
+
+    def commit(self, result: StepResult) -> list[SampledToken]:
+        """Commit what the next plan depends on; `deliver` does the remaining work."""
         progress = self.scheduler.commit(result)
         self.num_sampled += len(progress)
         self.num_compiled += result.compiled
         return progress
 
-    def deliver(self, progress: list[Sampled], result: StepResult) -> tuple[list[Delta], list[RequestOutput]]:
-        """Text, stop strings and outputs of a committed step.
+    def deliver(self, progress: list[SampledToken], result: StepResult) -> Progress:
+        """Decode text, find stop strings and build outputs of a committed step.
 
-        A fault here ends the request that it belongs to (finish_reason `error`), and no other.
+        An exception ends the request that it is about (finish_reason `error`), and no other.
         """
-        deltas = self._score_prompts()
+        deltas = self._prompt_logprobs()
         finished: list[RequestOutput] = []
         for sampled in progress:
             sequence = sampled.sequence
-            live = self._live.get(sequence.request_id)
-            # ended meanwhile, by the scheduler or by another completion's fault
-            if live is None or sequence.index not in live.open:
+            open_request = self._requests.get(sequence.request_id)
+            # ended since, by the scheduler or by an error of another completion
+            if open_request is None or sequence.index not in open_request.open:
                 continue
-            if live.first_token_time is None:
-                live.first_token_time = time.time()
-            completion = live.completions[sequence.index]
+            if open_request.first_token_time is None:
+                open_request.first_token_time = time.time()
+            completion = open_request.completions[sequence.index]
             try:
                 if completion.plain and (sampled.following or sequence.finish_reason is None):
-                    deltas.append(
-                        Delta(sequence.request_id, sequence.index, completion.extend(sampled.token), [sampled.token])
-                    )
+                    text = completion.extend(sampled.token)
+                    deltas.append(Delta(sequence.request_id, sequence.index, text, [sampled.token]))
                     continue
-                delta = self._advance(live, sampled, result)
+                delta = self._advance(open_request, sampled, result)
             except Exception:
-                _log.exception("a fault while request %r was worked on", sequence.request_id)
-                delta = self._fail(live, sequence)
+                _log.exception("the engine failed on request %r", sequence.request_id)
+                delta = self._fail(open_request, sequence)
             if delta is not None:
                 deltas.append(delta)
-            if not live.open:
-                del self._live[sequence.request_id]
-                finished.append(_output(live))
+            self._close_if_done(open_request, finished)
         return deltas, finished
 
-    def _score_prompts(self) -> list[Delta]:
+    def _prompt_logprobs(self) -> list[Delta]:
         deltas = []
         for scored in self.scheduler.take_scored():
-            live = self._live.get(scored.sequence.request_id)
-            if live is not None:
-                entries = live.completions[scored.sequence.index].prompt_entries(scored)
-                deltas.append(Delta(scored.sequence.request_id, scored.sequence.index, "", [], prompt_logprobs=entries))
+            sequence = scored.sequence
+            open_request = self._requests.get(sequence.request_id)
+            if open_request is not None:
+                entries = open_request.completions[sequence.index].prompt_entries(scored)
+                deltas.append(Delta(sequence.request_id, sequence.index, "", [], prompt_logprobs=entries))
         return deltas
 
-    def _advance(self, live: _Live, sampled: Sampled, result: StepResult) -> Delta | None:
+    def _advance(self, open_request: _OpenRequest, sampled: SampledToken, result: StepResult) -> Delta | None:
         sequence = sampled.sequence
-        completion = live.completions[sequence.index]
+        completion = open_request.completions[sequence.index]
         stop = completion.accept(sampled.token, sampled.row, result, sampled.following > 0)
         if stop is not None:
-            if sampled.following:  # drafts after the stop string held, and nobody wants them
+            if sampled.following:  # drop drafts that were accepted after the stop string
                 del sequence.tokens[-sampled.following :]
-            if sequence.finished:  # the length limit was met by the very token that completes the stop string
+            if sequence.finished:  # by its length limit, with the token that completes the stop string
                 sequence.finish_reason, sequence.stop_reason = "stop", stop
             else:
                 self.scheduler.finish(sequence, "stop", stop)
         delta: Delta | None = None
         ended = sequence.finished and (stop is not None or not sampled.following)
-        if live.stream:
+        if open_request.stream:
             reason: FinishReason | None = sequence.finish_reason if ended else None  # type: ignore[assignment]
-            logprobs = completion.logprobs[-1] if completion.logprobs else None
             delta = Delta(
                 sequence.request_id,
                 sequence.index,
@@ -313,34 +309,32 @@ class Engine:
                 [sampled.token],
                 reason,
                 sequence.stop_reason if ended else None,
-                logprobs,
-                completion.text_offset,
+                *completion.last_logprobs(),
             )
         if ended:
-            live.open.discard(sequence.index)
+            open_request.open.discard(sequence.index)
         return delta
 
-    def _fail(self, live: _Live, sequence: Sequence) -> Delta | None:
-        """End a request whose handling raised."""
-        for completion in live.completions:
-            other = completion.sequence
-            if not other.finished:
-                self.scheduler.finish(other, "error", FAULT)
+    def _fail(self, open_request: _OpenRequest, sequence: Sequence) -> Delta | None:
+        """End a request after an exception."""
+        for completion in open_request.completions:
+            if not completion.sequence.finished:
+                self.scheduler.finish(completion.sequence, "error", FAULT)
         sequence.finish_reason, sequence.stop_reason = "error", FAULT
-        live.open.clear()
-        return Delta(sequence.request_id, sequence.index, "", [], "error", FAULT) if live.stream else None
+        open_request.open.clear()
+        return Delta(sequence.request_id, sequence.index, "", [], "error", FAULT) if open_request.stream else None
 
     def _speculation(self, params: SamplingParams) -> Speculation | None:
-        """How the request speculates. Raises RequestError if it asks for what the engine was not started with."""
+        """Return the request's speculation. Raises RequestError if the engine was started without it."""
         option = self.scheduler.limits.speculation
         if params.speculation not in (None, "off") and option == "off":
             raise RequestError(
                 f"speculation={params.speculation!r} needs an engine that was started with speculation; leave it out"
             )
-        return speculation_of(option if params.speculation is None else params.speculation, most_drafts(option))
+        return make_speculation(option if params.speculation is None else params.speculation, max_drafts(option))
 
     def _seed(self, params: SamplingParams, index: int) -> int:
-        """The completion's own seed: the caller's plus its index, else a mix of the engine's seed and the arrival
+        """Return a completion's seed: the caller's plus its index, else a hash of the engine's seed and the arrival
         number.
         """
         if params.seed is not None:
@@ -351,25 +345,23 @@ class Engine:
         return (mixed ^ (mixed >> 31)) - SEED_LIMIT
 
 
-def _output(live: _Live) -> RequestOutput:
-    request = live.request
-    outputs = [completion.output() for completion in live.completions]
-    cached = live.completions[0].sequence.cached_tokens
-    metrics = RequestMetrics(live.arrival_time, live.first_token_time, time.time())
-    speculations = [speculation for each in live.completions if (speculation := each.sequence.speculation) is not None]
+def _output(open_request: _OpenRequest) -> RequestOutput:
+    request, completions = open_request.request, open_request.completions
+    speculations = [each.sequence.speculation for each in completions]
+    drafts = DraftCounts.total(each.counts for each in speculations if each is not None)
     return RequestOutput(
         request.request_id,
         request.prompt,
         list(request.prompt_ids),
-        outputs,
+        [completion.output() for completion in completions],
         True,
         request.adapter,
-        cached,
-        metrics,
-        num_draft_tokens=sum(each.drafted for each in speculations),
-        num_accepted_tokens=sum(each.accepted for each in speculations),
-        num_history_draft_tokens=sum(each.history_drafted for each in speculations),
-        num_history_accepted_tokens=sum(each.history_accepted for each in speculations),
-        num_trained_draft_tokens=sum(each.trained_drafted for each in speculations),
-        num_trained_accepted_tokens=sum(each.trained_accepted for each in speculations),
+        completions[0].sequence.cached_tokens,
+        RequestMetrics(open_request.arrival_time, open_request.first_token_time, time.time()),
+        num_draft_tokens=drafts.drafted,
+        num_accepted_tokens=drafts.accepted,
+        num_history_draft_tokens=drafts.history_drafted,
+        num_history_accepted_tokens=drafts.history_accepted,
+        num_trained_draft_tokens=drafts.trained_drafted,
+        num_trained_accepted_tokens=drafts.trained_accepted,
     )

@@ -1,4 +1,4 @@
-"""What the options of `LLM` come to for a given model and device."""
+"""Values of `LLM`'s options for a given model and device."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -40,7 +40,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class EngineSizes:
-    """What the options come to: every size is known."""
+    """Sizes of an engine."""
 
     max_model_len: int
     max_num_seqs: int
@@ -48,15 +48,16 @@ class EngineSizes:
 
     @property
     def blocks(self) -> int:
-        """Pages of the longest sequence: columns of the block table."""
+        """KV pages of the longest sequence: columns of the block table."""
         return pages_for(self.max_model_len)
 
 
 def resolve_sizes(
     options: EngineOptions, max_positions: int, device: torch.device, usual: int | None = None
 ) -> EngineSizes:
-    """Fill in what was left open; `usual`: the longest context where none is asked for, if not all positions. Raises
-    OptionError for a max_model_len beyond the model's positions.
+    """Return the sizes, with defaults for those not given; `usual`: default context length, if below `max_positions`.
+
+    Raises OptionError for a max_model_len beyond the model's positions.
     """
     if options.max_model_len is not None and options.max_model_len > max_positions:
         raise OptionError(
@@ -72,18 +73,17 @@ def resolve_sizes(
     if options.num_kv_pages is not None and options.num_kv_pages < sizes.blocks:
         raise OptionError(
             f"num_kv_pages={options.num_kv_pages} do not hold one sequence of max_model_len={sizes.max_model_len} "
-            "tokens; "
-            f"give at least {sizes.blocks}, or lower max_model_len"
+            f"tokens; give at least {sizes.blocks}, or lower max_model_len"
         )
     return sizes
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How a model is loaded, checked as far as that goes without the model: what `LLM`'s keywords come to.
+    """Options for loading a model.
 
-    hadamard, center_keys, smooth_channels  whether the calibration decides this field of `compiler`
-    as_rounded  the fields of `compiler` that rounded weights decide
+    hadamard, center_keys, smooth_channels  whether the calibration sets this field of `compiler`
+    as_rounded  fields of `compiler` that rounded weights set
     """
 
     engine: EngineOptions
@@ -102,11 +102,10 @@ class LoadOptions:
 
 
 def default_precision(engine: EngineOptions, config: LlamaConfig, device: torch.device) -> Precision:
-    """Return the precision of an engine where none is given: int8 on a GPU, or with a calibration that is given; else
-    on a CPU, where eight bits gain no speed, that of the checkpoint's weights.
+    """Return the default precision: int8 on a GPU or with a given calibration; else, on a CPU, where eight bits are no
+    faster, that of the checkpoint's weights.
 
-    A float16 checkpoint runs in fp32, which holds each of its values exactly. bf16 has three bits of mantissa less, so
-    that it would round each weight.
+    A float16 checkpoint runs in fp32, which holds its values exactly; bf16 has three bits of mantissa less.
     """
     if device.type != "cpu" or engine.names_calibration:
         return DEFAULT_PRECISION
@@ -118,9 +117,9 @@ def default_precision(engine: EngineOptions, config: LlamaConfig, device: torch.
 def load_options(
     engine: EngineOptions, given: Mapping[str, Any], device: torch.device, config: LlamaConfig
 ) -> LoadOptions:
-    """Return the options for a model, from what `read_keywords` returns and the resolved device.
+    """Return the options for a model. `engine`, `given`: from `read_keywords`; `device`: from `resolve_device`.
 
-    Raises OptionError for values that are unknown or contradict each other.
+    Raises OptionError for unknown or contradictory values.
     """
     default = default_precision(engine, config, device)
     try:
@@ -129,9 +128,9 @@ def load_options(
         if "precision" in given or default == DEFAULT_PRECISION:
             raise
         raise OptionError(f"{problem}. precision={default!r}, of the checkpoint, is the default on a CPU") from None
-    # where nothing is gained by size, an answer shall not depend on what shares its steps
+    # on a CPU size-specific programs are no faster, so an answer need not depend on the size of its batch
     compiler = replace(compiler, size_independent=device.type == "cpu")
-    # of a vocabulary that is split the sampler gathers what a step needs
+    # with a split vocabulary the sampler gathers the logits
     compiler = replace(compiler, gather_logits=compiler.tensor_parallel == 1)
     if engine.draft is not None and compiler.tensor_parallel > 1:
         raise OptionError(
@@ -152,10 +151,7 @@ def load_options(
 
 
 def resolve_device(device: str | torch.device | None) -> torch.device:
-    """The device to use: the GPU if there is one, unless `device` says otherwise.
-
-    Raises OptionError for one that is not there.
-    """
+    """Return the device to use, by default the GPU if there is one. Raises OptionError for an unavailable one."""
     has_gpu = torch.cuda.is_available()
     try:
         chosen = torch.device(device if device is not None else "cuda" if has_gpu else "cpu")
@@ -169,7 +165,7 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
     if not has_gpu or index >= torch.cuda.device_count():
         count = torch.cuda.device_count() if has_gpu else 0
         raise OptionError(
-            f"device={device!r} is not there; this machine has {count} CUDA devices; use device='cpu' to run without"
+            f"device={device!r} is not available; this machine has {count} CUDA devices; use device='cpu' without a GPU"
         )
     return torch.device("cuda", index)
 
@@ -180,12 +176,12 @@ def compile_options(
     default: Precision = DEFAULT_PRECISION,
     layers: int | None = None,
 ) -> CompileOptions:
-    """Return the compiler's options: the fields that were given (by `read_keywords`), in agreement with the engine's.
+    """Return the compiler's options from the `given` fields (of `read_keywords`) and the engine's.
 
-    default   the precision where none is given; `dtype` chooses between bf16 and fp32 then
-    layers    of the model, where it is known
+    default   precision if none is given; then `dtype` chooses between bf16 and fp32
+    layers    number of the model's layers, if known
 
-    Raises OptionError for unknown values and for options that contradict each other.
+    Raises OptionError for unknown or contradictory values.
     """
     dtype = engine.dtype
     try:
@@ -204,7 +200,7 @@ def compile_options(
     if len(cache) > 1:
         raise OptionError(
             f"kv_dtype={kv_dtype!r} contradicts kv_cache_dtype={kv_cache_dtype!r}; they are two names of one option, "
-            "give one of them"
+            "give only one"
         )
     result = CompileOptions(**{**given, "precision": precision, "kv_dtype": cache.pop()})
     if layers is not None:
@@ -224,7 +220,7 @@ def compile_options(
 
 
 def check_layers(options: CompileOptions, layers: int) -> None:
-    """Raises OptionError where an option names a layer that the model does not have."""
+    """Raise OptionError if an option names a layer that the model does not have."""
     for name in LAYERED:
         chosen = getattr(options, name)
         if not isinstance(chosen, bool) and chosen and chosen[-1] >= layers:

@@ -56,7 +56,7 @@ def connect(start: bool) -> bool:
     if address is None:
         if not start:
             raise ClusterError(
-                "no Ray is running on this machine; start one with `sidestream deploy`, or set RAY_ADDRESS"
+                "no Ray is running on this machine; start one with `sidestream fleet deploy`, or set RAY_ADDRESS"
             )
         start_local()
         address, started = local_address(), True

@@ -18,7 +18,7 @@ from ..protocol.addresses import default_address, parse
 from ..server.settings import ServeSettings
 
 _SERVING = "serving at "
-_COMMAND = ("-m", "sidestream.runtime.server.replicas.engine")
+_COMMAND = ("-m", "sidestream.runtime.server.replica_process")
 
 
 class EngineProcess:
@@ -90,7 +90,7 @@ def private_address(name: str, keys: bool) -> str:
     if len(hosts) > 1:
         raise ValueError(
             f"the cluster has {len(hosts)} hosts, and engines on other hosts need keys: create them with "
-            "`sidestream keygen DIR --client gateway`, copy DIR to every host, and set engine-keys to it"
+            "`sidestream keys curve DIR --client gateway`, copy DIR to every host, and set engine-keys to it"
         )
     folder = parse(default_address()).path
     directory = folder.parent if folder is not None else Path(f"/tmp/sidestream-{os.getuid()}")

@@ -51,12 +51,12 @@ class FleetOptions(Struct, frozen=True, kw_only=True, rename="kebab", forbid_unk
     proxy_location     hosts that serve HTTP: EveryNode with a replica, or HeadOnly
     ingresses          processes that serve HTTP
     ingress_resources  Ray resources of each of them, such as {"stable": 1} to avoid machines that may disappear
-    keys               TOML file of hashed keys (`sidestream keys add`), on every host that serves HTTP
+    keys               TOML file of hashed keys (`sidestream keys http add`), on every host that serves HTTP
     insecure           serve other machines without keys
     allowed_origins    allowed CORS origins ("*": all); None: loopback origins
     usage_log          SQLite file of the usage log, on each host that serves HTTP; None: no log
     metrics_compat     "vllm": export vLLM's metric names too
-    engine_keys        directory from `sidestream keygen` on every host: engines use TCP; None: socket files on one host
+    engine_keys        directory from `sidestream keys curve` on every host: engines use TCP; None: socket files on one host
     """
 
     name: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_-]{1,64}\Z")] = "sidestream"

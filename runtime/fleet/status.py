@@ -75,7 +75,7 @@ def fleet_status(name: str, seconds: float = 10.0) -> FleetStatus:
 
     application = serve.status().applications.get(name)
     if application is None:
-        raise ValueError(f"this Ray has no fleet {name!r}; `sidestream deploy` starts one")
+        raise ValueError(f"this Ray has no fleet {name!r}; `sidestream fleet deploy` starts one")
     replicas = {each: dict(deployment.replica_states) for each, deployment in application.deployments.items()}
     gateway: dict[str, Any] = {}
     if replicas.get("ingress", {}).get("RUNNING"):

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from ..processes.channel import Channel, ChannelClosed
-from ..processes.watch import HEARTBEAT_SECONDS
+from ..processes.watchdog import HEARTBEAT_SECONDS
 from .app import build_app, make_components
 from .connections import ConnectionCount, limited_protocol
 from .settings import KEEP_ALIVE_SECONDS, MAX_HEADER_BYTES, GatewaySettings
@@ -38,7 +38,7 @@ def check_exposure(settings: GatewaySettings) -> None:
     if not settings.host.startswith(LOOPBACK_HOSTS) and not has_key:
         raise ValueError(
             f"--host {settings.host} can be reached from other machines, and no key is required; give --api-keys FILE "
-            "(from `sidestream keys add`), --api-key, or --insecure if the network is trusted"
+            "(from `sidestream keys http add`), --api-key, or --insecure if the network is trusted"
         )
 
 
@@ -133,7 +133,7 @@ async def _serve(
                 ready = True
                 on_ready(url)
             if channel is not None:
-                channel.beat()
+                channel.send_heartbeat()
             await asyncio.sleep(HEARTBEAT_SECONDS if ready else 0.02)
 
     def read() -> None:

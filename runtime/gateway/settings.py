@@ -16,7 +16,7 @@ class GatewaySettings(Struct, frozen=True, kw_only=True):
 
     host, port               listen address; port 0 picks a free port
     engines                  addresses of the engines
-    engine_keys              folder of client keys from `sidestream keygen`; None: no CURVE
+    engine_keys              folder of client keys from `sidestream keys curve`; None: no CURVE
     api_key                  the only API key, without limits; "": no key
     keys                     TOML file of hashed keys; None: no keys
     insecure                 allow a non-loopback address without keys

@@ -1,8 +1,10 @@
-"""Processes that are started, and watched while they run.
+"""Child processes, threads that end with the interpreter, and memory.
 
-child       a process and the line to it
-garbage     how often a process looks for garbage
-last_words  what it says before it ends
-memory      faults that mean that memory ran out
-watch       who beats, and which step takes too long
+channel             messages between a supervisor and a process that it started
+child               start and stop a process; keep the end of its stderr
+garbage_collection  when a process collects cyclic garbage
+helper_process      a process that answers one line at a time, with a time limit
+out_of_memory       recognise errors of a process that ran out of memory
+threads             threads that are stopped when the interpreter exits
+watchdog            heartbeats, and steps or processes that take too long
 """

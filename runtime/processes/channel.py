@@ -1,6 +1,6 @@
-"""The supervisor's line to a process that it started: msgpack messages over a socket pair.
+"""Messages between a supervisor and a process that it started: msgpack over a socket pair.
 
-Its end closes with the process, however that dies.
+A channel closes when either process ends, however it ends.
 """
 
 import contextlib
@@ -10,19 +10,16 @@ from typing import Any
 
 import msgspec
 
-_LENGTH = 4
+_LENGTH_BYTES = 4
 _MAX_MESSAGE = 1 << 25  # settings may name 4,096 adapters, each at a path of 4 KiB
 
 
 class ChannelClosed(ConnectionError):
-    """The other process is gone."""
+    """The other process has ended or closed the channel."""
 
 
 class Channel:
-    """One end. `send` blocks (messages are few and small); `receive` takes what has arrived.
-
-    Several threads may send, one receives.
-    """
+    """One end of a channel. Several threads may send; one thread receives."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
@@ -31,38 +28,34 @@ class Channel:
 
     @classmethod
     def pair(cls) -> tuple["Channel", socket.socket]:
-        """(this process's end, the other end to be handed to a child)."""
+        """Return (this process's end, the socket to pass to a child)."""
         mine, theirs = socket.socketpair()
         return cls(mine), theirs
 
     @classmethod
     def from_fd(cls, fd: int) -> "Channel":
-        """The end that a child was given."""
+        """Return the end that a child inherited."""
         return cls(socket.socket(fileno=fd))
 
     def fileno(self) -> int:
-        """For polling."""
         return self._socket.fileno()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Raises ChannelClosed when nobody listens any more."""
+        """Send a message; blocks while the socket is full. Raises ChannelClosed."""
         try:
             with self._sending:
                 self._socket.sendall(_frame(message))
         except OSError as error:
-            raise ChannelClosed("the other process is gone") from error
+            raise ChannelClosed("the other process has ended") from error
 
-    def beat(self) -> None:
-        """Say that this process is alive. Never waits: to a process that does not read, or is gone, nothing is sent."""
+    def send_heartbeat(self) -> None:
+        """Send a heartbeat. Never blocks; sends nothing if the other process does not read or has ended."""
         # so short that the socket takes all of it or nothing
         with self._sending, contextlib.suppress(OSError):
-            self._socket.send(_BEAT, socket.MSG_DONTWAIT)
+            self._socket.send(_HEARTBEAT, socket.MSG_DONTWAIT)
 
     def receive(self, block: bool = False) -> list[dict[str, Any]]:
-        """Messages that have arrived, perhaps none (`block`: at least one).
-
-        Raises ChannelClosed at the end of the line.
-        """
+        """Return the messages that have arrived, possibly none (`block`: at least one). Raises ChannelClosed."""
         messages: list[dict[str, Any]] = []
         while True:
             try:
@@ -70,34 +63,34 @@ class Channel:
             except BlockingIOError:
                 return messages
             except OSError:
-                data = b""  # it died, and left something unread
+                data = b""  # the other process ended and left something unread
             if not data:
                 if messages:
-                    return messages  # the next call finds the end again
-                raise ChannelClosed("the other process is gone")
+                    return messages  # the next call raises
+                raise ChannelClosed("the other process has ended")
             self._buffer += data
-            messages += self._take()
+            messages += self._decode_buffer()
 
-    def _take(self) -> list[dict[str, Any]]:
+    def _decode_buffer(self) -> list[dict[str, Any]]:
         messages = []
-        while len(self._buffer) >= _LENGTH:
-            length = int.from_bytes(self._buffer[:_LENGTH], "big")
+        while len(self._buffer) >= _LENGTH_BYTES:
+            length = int.from_bytes(self._buffer[:_LENGTH_BYTES], "big")
             if length > _MAX_MESSAGE:
-                raise ChannelClosed("the other process sends nonsense")
-            if len(self._buffer) < _LENGTH + length:
+                raise ChannelClosed(f"a message has {length} bytes; the limit is {_MAX_MESSAGE}")
+            end = _LENGTH_BYTES + length
+            if len(self._buffer) < end:
                 break
-            messages.append(msgspec.msgpack.decode(self._buffer[_LENGTH : _LENGTH + length], type=dict[str, Any]))
-            del self._buffer[: _LENGTH + length]
+            messages.append(msgspec.msgpack.decode(self._buffer[_LENGTH_BYTES:end], type=dict[str, Any]))
+            del self._buffer[:end]
         return messages
 
     def close(self) -> None:
-        """Hang up."""
         self._socket.close()
 
 
 def _frame(message: dict[str, Any]) -> bytes:
     body = msgspec.msgpack.encode(message)
-    return len(body).to_bytes(_LENGTH, "big") + body
+    return len(body).to_bytes(_LENGTH_BYTES, "big") + body
 
 
-_BEAT = _frame({"event": "beat"})
+_HEARTBEAT = _frame({"event": "beat"})

@@ -1,6 +1,4 @@
-"""A child process that answers one line with one line: work on what somebody else wrote, with a limit on its time, away
-from the memory and the interpreter of the process that asks.
-"""
+"""A child process that answers each line with one line: untrusted work with a time limit, outside this process."""
 
 import os
 import selectors
@@ -11,22 +9,22 @@ from collections.abc import Sequence
 START_SECONDS = 20.0
 
 
-class ChildProcess:
-    """Started by the first `ask`, and again after one that failed. Not thread-safe.
+class HelperProcess:
+    """A process that the first `ask` starts, and the next `ask` after a failure starts again. Not thread-safe.
 
-    command   its program, which prints a line when it is ready, and then one for every line that it reads
-    most      bytes of its longest answer
+    command           its program, which prints a line when it is ready, and then one for each line that it reads
+    max_answer_bytes  limit on an answer
     """
 
-    def __init__(self, command: Sequence[str], most: int) -> None:
-        self._command, self._most = tuple(command), most
+    def __init__(self, command: Sequence[str], max_answer_bytes: int) -> None:
+        self._command, self._max_answer_bytes = tuple(command), max_answer_bytes
         self._child: subprocess.Popen[bytes] | None = None
 
     def ask(self, line: bytes, seconds: float) -> bytes:
-        """The answer to a line; both end with a newline.
+        """Send a line and return the answer; both end with a newline.
 
-        Raises TimeoutError when there is none after `seconds`, OSError when the child ended or says too much. The
-        child is ended then.
+        Raises TimeoutError after `seconds`, OSError when the child ended or its answer is too long. The child is then
+        killed.
         """
         try:
             if self._child is None or self._child.poll() is not None:
@@ -45,7 +43,7 @@ class ChildProcess:
             raise
 
     def close(self) -> None:
-        """End the child, if it runs."""
+        """Kill the child if it runs."""
         if self._child is not None:
             self._child.kill()
             self._child.wait()
@@ -74,8 +72,8 @@ class ChildProcess:
                         if not waiting:
                             selector.unregister(child.stdin)
                     else:
-                        part = os.read(child.stdout.fileno(), 1 << 16)
-                        answer += part
-                        if not part or len(answer) > self._most:
-                            raise OSError("the child process ended" if not part else "its answer is too long")
+                        data = os.read(child.stdout.fileno(), 1 << 16)
+                        answer += data
+                        if not data or len(answer) > self._max_answer_bytes:
+                            raise OSError("the child process ended" if not data else "its answer is too long")
         return bytes(answer)

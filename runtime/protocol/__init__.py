@@ -1,11 +1,10 @@
 """The protocol between a server and its clients; docs/protocol.md specifies it.
 
-protocol         messages and limits
-framing          messages as frames, and what is refused as none
-templates        chat templates in a welcome
-zmtp             the transport below it, as the server speaks it with peers that need no keys
-inflow           what peers with keys have sent of messages without an end
-addresses        where a server listens
-keys             CURVE keys: who may speak with a server
-channel          the supervisor's line to its children
+messages          messages and limits
+framing           encode and decode messages as frames; refuse malformed ones
+chat_templates    chat templates in messages
+zmtp              ZMTP, the transport below, as the server speaks it with clients that need no keys
+partial_messages  limit the bytes of unfinished messages of clients with keys
+addresses         where a server listens, and which addresses are safe
+curve_keys        CURVE keys: which clients may connect
 """

@@ -1,7 +1,7 @@
-"""Where an engine listens: `ipc:///absolute/path` or `tcp://host:port`, and what makes an address safe to use.
+"""Addresses of a server, `ipc:///absolute/path` or `tcp://host:port`, and checks that they are safe. Opens no socket.
 
-An ipc socket is guarded by the directory that it lies in (0700, ours); a tcp port on the loopback is open to every user
-of the machine, and anything beyond needs CURVE keys. Nothing here opens a socket.
+An ipc socket is protected by its directory (mode 0700, owned by this user). Every user of the machine can connect to a
+tcp port on the loopback. Other tcp addresses need CURVE keys.
 """
 
 import fcntl
@@ -21,12 +21,12 @@ _TCP = re.compile(
 
 
 class AddressError(ValueError):
-    """An address is malformed, or not safe to use as it is; the text says which and what to do."""
+    """An address is malformed or not safe to use."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """A parsed address: `path` for ipc, `host` and `port` for tcp. Its `str` is what ZeroMQ takes."""
+    """A parsed address: `path` for ipc, `host` and `port` for tcp. `str` gives ZeroMQ's form."""
 
     scheme: str
     path: Path | None = None
@@ -40,23 +40,23 @@ class Address:
 
     @property
     def local(self) -> bool:
-        """Whether only processes of this machine can reach it: ipc, or tcp on a loopback address."""
+        """Whether only processes of this machine can connect: ipc, or tcp on a loopback address."""
         if self.scheme == "ipc":
             return True
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
-            return False  # a name may resolve to anything
+            return False  # a name may resolve to any address
 
 
 def parse(text: str) -> Address:
-    """Raises AddressError for anything but `ipc:///absolute/path` and `tcp://host:port` (`localhost` becomes
-    127.0.0.1; port 0 lets the system choose).
+    """Parse `ipc:///absolute/path` or `tcp://host:port`. `localhost` becomes 127.0.0.1; with port 0 the system chooses
+    a port. Raises AddressError.
     """
-    scheme, separator, rest = text.partition("://")
+    scheme, separator, location = text.partition("://")
     if separator and scheme == "ipc":
-        return Address("ipc", path=_socket_path(text, rest))
-    match = _TCP.fullmatch(rest) if separator and scheme == "tcp" else None
+        return Address("ipc", path=_socket_path(text, location))
+    match = _TCP.fullmatch(location) if separator and scheme == "tcp" else None
     if match is None:
         raise AddressError(
             f"address {text[:200]!r} must be ipc:///absolute/path or tcp://host:port, for example tcp://127.0.0.1:5757"
@@ -68,15 +68,15 @@ def parse(text: str) -> Address:
         try:
             host = ipaddress.IPv6Address(host).compressed
         except ValueError:
-            raise AddressError(f"address {text!r}: [{host}] is no IPv6 address") from None
+            raise AddressError(f"address {text!r}: [{host}] is not an IPv6 address") from None
     return Address("tcp", host="127.0.0.1" if host == "localhost" else host, port=port)
 
 
-def _socket_path(text: str, rest: str) -> Path:
-    path = Path(rest)
-    if not path.is_absolute() or not path.name or ".." in path.parts or "\x00" in rest:
+def _socket_path(text: str, location: str) -> Path:
+    path = Path(location)
+    if not path.is_absolute() or not path.name or ".." in path.parts or "\x00" in location:
         raise AddressError(
-            f"address {text[:200]!r} must hold an absolute path without '..', for example "
+            f"address {text[:200]!r} must have an absolute path without '..', for example "
             "ipc:///run/user/1000/sidestream/engine.sock"
         )
     length = len(os.fsencode(path))
@@ -89,7 +89,7 @@ def _socket_path(text: str, rest: str) -> Path:
 
 
 def default_address() -> str:
-    """`$SIDESTREAM_ADDRESS`, or an ipc socket in a directory of this user's own."""
+    """Return `$SIDESTREAM_ADDRESS`, or an ipc socket in a private directory of this user."""
     if os.environ.get(ENVIRONMENT):
         return os.environ[ENVIRONMENT]
     runtime = os.environ.get("XDG_RUNTIME_DIR")
@@ -102,9 +102,7 @@ def default_address() -> str:
 
 
 def temporary_root() -> Path:
-    """Where this machine keeps what does not last. Python finds no such directory on a full disk, for it tries to write
-    a file there; sockets need no room.
-    """
+    """Return the directory for temporary files. `tempfile` finds none on a full disk, but a socket needs no space."""
     try:
         return Path(tempfile.gettempdir())
     except FileNotFoundError:
@@ -112,22 +110,21 @@ def temporary_root() -> Path:
 
 
 def check_keys(address: Address, keys: bool, flag: str = "--keys") -> None:
-    """Raises AddressError for tcp beyond the loopback without CURVE keys, which the command's `flag` gives.
+    """Raise AddressError for tcp beyond the loopback without CURVE keys. Call it before binding and connecting.
 
-    To be asked before binding and before connecting.
+    `flag`: the option that gives keys, for the message.
     """
     if not address.local and not keys:
         raise AddressError(
-            f"{address} can be reached from other machines, so it needs keys: make them with `sidestream keygen DIR` "
-            f"and give them with {flag}; "
-            "or use an ipc address or tcp://127.0.0.1:PORT"
+            f"{address} can be reached from other machines, so it needs keys: make them with "
+            f"`sidestream keys curve DIR` and give them with {flag}; or use an ipc address or tcp://127.0.0.1:PORT"
         )
 
 
 def make_private_directory(address: Address) -> None:
-    """For binding: creates an ipc address's directory with mode 0700. Does nothing for tcp.
+    """Create an ipc address's directory with mode 0700, or check the one that exists. Does nothing for tcp.
 
-    Raises AddressError if the directory is there and other users could enter it, or it is not ours.
+    Raises AddressError as `check_private_directory` does.
     """
     if address.path is None:
         return
@@ -141,10 +138,9 @@ def make_private_directory(address: Address) -> None:
 
 
 def check_private_directory(address: Address) -> None:
-    """For connecting: raises AddressError unless an ipc address's directory is ours (or root asks) and closed to other
-    users. Nothing to check for tcp.
+    """Raise AddressError unless an ipc address's directory belongs to this user (or root asks) and is closed to others.
 
-    A socket in a directory that anybody may write to could be anybody's: it would be told our prompts.
+    In a directory that others can write to, another user's process could listen and receive the prompts.
     """
     if address.path is None:
         return
@@ -157,9 +153,9 @@ def check_private_directory(address: Address) -> None:
             "address"
         ) from None
     if not stat.S_ISDIR(found.st_mode):
-        raise AddressError(f"{directory} is not a directory (links are not followed here); choose another address")
+        raise AddressError(f"{directory} is not a directory (links are not followed); choose another address")
     if found.st_uid != os.getuid() and os.getuid() != 0:
-        raise AddressError(f"{directory} belongs to another user; choose an address in a directory of your own")
+        raise AddressError(f"{directory} belongs to another user; choose an address in your own directory")
     if stat.S_IMODE(found.st_mode) & 0o077:
         raise AddressError(
             f"{directory} is open to other users (mode {stat.S_IMODE(found.st_mode):03o}); chmod 700 it, or choose "
@@ -168,11 +164,9 @@ def check_private_directory(address: Address) -> None:
 
 
 class AddressLock:
-    """Held by the process that serves at an ipc address: a second bind would silently take the socket over. Nothing to
-    hold for tcp.
+    """A lock on an ipc address, since a second bind would silently take over the socket. Does nothing for tcp.
 
-    The lock is the kernel's (flock), so it goes with its process, however that ends. Raises AddressError if another
-    process holds it.
+    The kernel releases it (flock) when its process ends. Raises AddressError if another process holds it.
     """
 
     def __init__(self, address: Address) -> None:
@@ -189,7 +183,7 @@ class AddressLock:
             ) from None
 
     def release(self) -> None:
-        """Let another process serve here."""
+
         if self._file is not None:
             os.close(self._file)
             self._file = None

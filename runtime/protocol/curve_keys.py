@@ -1,15 +1,12 @@
-"""CURVE keys: who may speak with an engine over tcp, and how both sides know each other.
+"""CURVE keys: which clients may connect to a server over tcp, and which server a client trusts.
 
-`sidestream keygen DIR` makes one folder for each side, which is all that this side needs:
+`sidestream keys curve DIR` makes one folder for each side:
 
-    DIR/server/        server.secret   allowed/NAME.public      stays with the engine: `sidestream serve --keys
-                       DIR/server`
-    DIR/client-NAME/   client.secret   server.public            goes to the client: `Client(address,
-                       keys="DIR/client-NAME")`
+    DIR/server/        server.secret, allowed/NAME.public   for `sidestream serve --keys DIR/server`
+    DIR/client-NAME/   client.secret, server.public         for `Client(address, keys="DIR/client-NAME")`
 
-A file holds one key: 40 characters of Z85 and a line end. A public key follows from its secret. Secret files have mode
-0600 and are refused with any other; files are never overwritten. The engine admits the keys in `allowed` only (ZAP),
-the client the one engine that holds server.public's secret.
+A file holds one key: 40 characters of Z85 and a newline. Secret files must have mode 0600; files are never overwritten.
+The server admits the keys in `allowed` (ZAP); the client trusts only the server with server.public's secret.
 """
 
 import os
@@ -30,21 +27,19 @@ _KEY = re.compile(rb"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
 
 class KeyFileError(ValueError):
-    """A key file is missing, damaged, or open to other users; the text names it and the remedy."""
+    """A key file is missing, damaged, or open to other users."""
 
 
 @dataclass(frozen=True)
 class ServerKeys:
-    """An engine's pair, and the folder of the public keys that it admits (read at each connection, so keys can come
-    and go while it runs).
-    """
+    """A server's key pair, and the folder of admitted public keys, which is read at each connection."""
 
     public: bytes
     secret: bytes = field(repr=False)
     allowed: Path
 
     def allows(self, public: bytes) -> bool:
-        """Whether a client with this public key may connect now; a file that cannot be read admits nobody."""
+        """Return whether a client with this public key may connect. Files that cannot be read are skipped."""
         for path in self.allowed.glob("*.public"):
             try:
                 if _read(path) == public:
@@ -54,10 +49,7 @@ class ServerKeys:
         return False
 
     def secure(self, socket: zmq.Socket[Any]) -> None:
-        """Makes a socket, before it is bound, speak CURVE only.
-
-        A `Gate` must be open in the same context, or nobody is admitted.
-        """
+        """Require CURVE on a socket, before it is bound. Its context needs a `ZapHandler` to admit clients."""
         socket.curve_publickey, socket.curve_secretkey, socket.curve_server = self.public, self.secret, True
         socket.zap_domain = DOMAIN
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
@@ -65,22 +57,21 @@ class ServerKeys:
 
 @dataclass(frozen=True)
 class ClientKeys:
-    """A client's pair, and the public key of the engine that it trusts."""
+    """A client's key pair, and the public key of the server that it trusts."""
 
     public: bytes
     secret: bytes = field(repr=False)
     server: bytes
 
     def secure(self, socket: zmq.Socket[Any]) -> None:
-        """Makes a socket, before it connects, speak CURVE, and with this engine only."""
+        """Require CURVE and this server's key on a socket that is not connected yet."""
         socket.curve_publickey, socket.curve_secretkey, socket.curve_serverkey = self.public, self.secret, self.server
 
 
 def generate(directory: Path, clients: list[str]) -> list[Path]:
-    """Writes the folders above; an engine's pair that is there already is kept, and the clients are added to it.
-    Returns the clients' folders.
+    """Write the folders above and return the clients' folders. Keeps a server's existing keys and adds the clients.
 
-    Raises KeyFileError for a bad name or a client that has keys already.
+    Raises KeyFileError for an invalid name or a client that already has keys.
     """
     server = directory / "server"
     for name in clients:
@@ -95,7 +86,7 @@ def generate(directory: Path, clients: list[str]) -> list[Path]:
                 f"server/allowed/{name}.public"
             )
     if len(set(clients)) < len(clients):
-        raise KeyFileError("a client is named twice; give each its own name")
+        raise KeyFileError("a client is named twice; give each a different name")
     for folder in (directory, server, server / "allowed"):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not (server / "server.secret").exists():
@@ -114,28 +105,28 @@ def generate(directory: Path, clients: list[str]) -> list[Path]:
 
 
 def load_server_keys(directory: str | Path) -> ServerKeys:
-    """The engine's side. Raises KeyFileError, also when no client is allowed or an allowed one's file is damaged."""
+    """Load a server's keys. Raises KeyFileError, also if no client is allowed or an allowed key is damaged."""
     directory = Path(directory)
     secret = _read_secret(directory / "server.secret")
     if not [_read(path) for path in directory.glob("allowed/*.public")]:
         raise KeyFileError(
-            f"{directory / 'allowed'} holds no NAME.public, so nobody could connect; add a client with `sidestream "
-            "keygen DIR --client NAME`"
+            f"{directory / 'allowed'} has no NAME.public, so no client could connect; add one with "
+            "`sidestream keys curve DIR --client NAME`"
         )
     return ServerKeys(zmq.curve_public(secret), secret, directory / "allowed")
 
 
 def load_client_keys(directory: str | Path) -> ClientKeys:
-    """A client's side. Raises KeyFileError."""
+    """Load a client's keys. Raises KeyFileError."""
     directory = Path(directory)
     secret = _read_secret(directory / "client.secret")
     return ClientKeys(zmq.curve_public(secret), secret, _read(directory / "server.public"))
 
 
-class Gate:
-    """Answers ZAP's question, "may this public key in?", for every CURVE socket of a context, in a thread of its own.
+class ZapHandler:
+    """Answers ZAP requests (may this public key connect?) for all CURVE sockets of a context, in its own thread.
 
-    Open it before the socket binds and close it after the socket is closed. There is one gate for a context.
+    Open it before the socket binds and close it after the socket. A context has one.
     """
 
     def __init__(self, context: zmq.Context[Any], keys: ServerKeys) -> None:
@@ -148,11 +139,10 @@ class Gate:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread."""
         self._stopping.set()
         self._thread.join(timeout=5)
 
-    def __enter__(self) -> "Gate":
+    def __enter__(self) -> "ZapHandler":
         return self
 
     def __exit__(self, *problem: object) -> None:
@@ -191,26 +181,27 @@ def _read(path: Path) -> bytes:
         with path.open("rb") as file:
             key = file.read(64).rstrip(b"\r\n")
     except OSError as error:
-        raise KeyFileError(
-            f"{path}: {error.strerror}; make keys with `sidestream keygen DIR` and name the folder of this side"
-        ) from None
+        raise _unreadable(path, error) from None
     if not _KEY.fullmatch(key):
         raise KeyFileError(
-            f"{path} is no key: it must hold 40 characters of Z85; make a new one with `sidestream keygen DIR`"
+            f"{path} is not a key: it must have 40 characters of Z85; make a new one with `sidestream keys curve DIR`"
         )
     return key
 
 
+def _unreadable(path: Path, error: OSError) -> KeyFileError:
+    text = f"{path}: {error.strerror}; make keys with `sidestream keys curve DIR` and give this side's folder"
+    return KeyFileError(text)
+
+
 def _read_secret(path: Path) -> bytes:
+
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
     except OSError as error:
-        raise KeyFileError(
-            f"{path}: {error.strerror}; make keys with `sidestream keygen DIR` and name the folder of this side"
-        ) from None
+        raise _unreadable(path, error) from None
     if mode & 0o077:
         raise KeyFileError(
-            f"{path} is open to other users (mode {mode:03o}); chmod 600 it, and make new keys if somebody may have "
-            "read it"
+            f"{path} is open to other users (mode {mode:03o}); chmod 600 it, and make new keys if it may have been read"
         )
     return _read(path)

@@ -1,4 +1,4 @@
-"""Messages as frames: the header before each, and what is refused when bytes are no message."""
+"""Encode messages as frames, and decode frames; malformed ones raise FrameError."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -23,11 +23,7 @@ from .messages import (
 
 
 class FrameError(ValueError):
-    """A frame that is not one of the protocol's.
-
-    `code` is the error code to answer with, `request_id` or `call` what the answer belongs to (where that much could be
-    read).
-    """
+    """A malformed frame. `code`: the error code of the answer; `request_id`, `call`: what it refers to, if readable."""
 
     def __init__(self, code: ErrorCode, message: str, request_id: str | None = None, call: int | None = None) -> None:
         super().__init__(message)
@@ -38,14 +34,14 @@ class FrameError(ValueError):
 
 @dataclass(frozen=True)
 class Frame:
-    """A decoded frame: the engine instance that its sender means, and the message."""
+    """A decoded frame: the sender's engine-instance id, and the message."""
 
     instance: bytes
     message: Any
 
 
-class _Named(Struct):
-    """As much of a faulty message as tells whose it is."""
+class _Ids(Struct):
+    """The fields that identify a malformed message."""
 
     request_id: RequestId | None = None
     call: CallId | None = None
@@ -53,22 +49,19 @@ class _Named(Struct):
 
 _encoder = msgspec.msgpack.Encoder()
 _from_client: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ClientMessage)
-_named: msgspec.msgpack.Decoder[_Named] = msgspec.msgpack.Decoder(_Named)
+_ids: msgspec.msgpack.Decoder[_Ids] = msgspec.msgpack.Decoder(_Ids)
 _from_server: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ServerMessage)
 
 
 def header(instance: bytes) -> bytes:
-    """The bytes before every message. Raises ValueError for an instance id of the wrong length."""
+    """Return the bytes before each message. Raises ValueError for an instance id of the wrong length."""
     if len(instance) != INSTANCE_BYTES:
         raise ValueError(f"an instance id has {INSTANCE_BYTES} bytes, not {len(instance)}")
     return MAGIC + PROTOCOL_VERSION.to_bytes(2, "big") + instance
 
 
 def encode(message: Message, instance: bytes = NO_INSTANCE) -> bytes:
-    """A message as a frame.
-
-    Raises FrameError for one that is too long to be sent (the other side would cut the connection).
-    """
+    """Return a message as a frame. Raises FrameError above MAX_FRAME_BYTES: the other side would disconnect."""
     frame = header(instance) + _encoder.encode(message)
     if len(frame) > MAX_FRAME_BYTES:
         raise FrameError(
@@ -78,18 +71,12 @@ def encode(message: Message, instance: bytes = NO_INSTANCE) -> bytes:
 
 
 def decode_from_client(frame: bytes) -> Frame:
-    """What a client sent: a Frame with a ClientMessage.
-
-    Raises FrameError, and nothing else, for any bytes that are no such frame.
-    """
+    """Decode a frame with a ClientMessage. Raises FrameError, and nothing else, for any other bytes."""
     return _decode(frame, _from_client)
 
 
 def decode_from_server(frame: bytes) -> Frame:
-    """What a server sent: a Frame with a ServerMessage.
-
-    Raises FrameError, and nothing else, for any bytes that are no such frame.
-    """
+    """Decode a frame with a ServerMessage. Raises FrameError, and nothing else, for any other bytes."""
     return _decode(frame, _from_server)
 
 
@@ -101,26 +88,26 @@ def _decode(frame: bytes, decoder: msgspec.msgpack.Decoder[Any]) -> Frame:
     version = int.from_bytes(frame[2:4], "big")
     if version != PROTOCOL_VERSION:
         raise FrameError(
-            "unsupported_version", f"the frame speaks protocol version {version}; this side speaks {PROTOCOL_VERSION}"
+            "unsupported_version", f"the frame has protocol version {version}; this side has {PROTOCOL_VERSION}"
         )
     try:
         message = decoder.decode(memoryview(frame)[HEADER_BYTES:])
     except (ValueError, RecursionError) as error:  # also UnicodeDecodeError, and every error of msgspec
-        raise _attributed(memoryview(frame)[HEADER_BYTES:], f"the message is malformed: {_short(error)}") from None
+        raise _frame_error(memoryview(frame)[HEADER_BYTES:], f"the message is malformed: {_short(error)}") from None
     return Frame(bytes(frame[4:HEADER_BYTES]), message)
 
 
-def _attributed(body: memoryview, text: str) -> FrameError:
+def _frame_error(body: memoryview, text: str) -> FrameError:
     try:
-        named = _named.decode(body)
+        ids = _ids.decode(body)
     except (ValueError, RecursionError):
         return FrameError("bad_frame", text)
-    if named.request_id is None and named.call is None:
+    if ids.request_id is None and ids.call is None:
         return FrameError("bad_frame", text)
-    return FrameError("invalid_request", text, named.request_id, named.call)
+    return FrameError("invalid_request", text, ids.request_id, ids.call)
 
 
 def _short(error: BaseException) -> str:
-    """What was wrong, without more of the sender's bytes than needed to find it."""
+    """Return an error's text, shortened and printable: it may contain the sender's bytes."""
     text = "too deeply nested" if isinstance(error, RecursionError) else str(error)
     return "".join(letter if letter.isprintable() else "?" for letter in text[:200])

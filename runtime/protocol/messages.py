@@ -1,8 +1,7 @@
-"""The protocol between a server and its clients: messages, limits, and their way into frames and back.
-`docs/protocol.md` specifies it for other languages.
+"""Messages between a server and its clients, and their limits. `docs/protocol.md` specifies them.
 
-A frame is a 20-byte header (magic, protocol version, engine-instance id) and one msgpack map whose `type` names the
-message. Nothing in here knows a socket.
+A frame is a 20-byte header (magic, protocol version, engine-instance id) and one msgpack map; its `type` names the
+message.
 """
 
 from typing import Annotated, Literal
@@ -15,7 +14,7 @@ MAGIC = b"SS"
 PROTOCOL_VERSION = 2
 INSTANCE_BYTES = 16
 NO_INSTANCE = bytes(INSTANCE_BYTES)
-"""What a client that knows no instance yet puts into its frames."""
+"""Instance id in a client's frames before `welcome`."""
 HEADER_BYTES = len(MAGIC) + 2 + INSTANCE_BYTES
 
 MAX_FRAME_BYTES = 4 << 20
@@ -23,12 +22,13 @@ MAX_PROMPT_CHARACTERS = 1 << 20
 MAX_PROMPT_TOKENS = 1 << 18
 MAX_CHOICES = 256
 MAX_OPEN_REQUESTS = 4096
-"""Unfinished requests of one connection."""
+"""Limit on the unfinished requests of one connection."""
 MAX_CHUNK_TOKENS = 256
 MAX_FRAME_CHUNKS = 1024
+MAX_ERROR_CHARACTERS = 4096
 HEARTBEAT_SECONDS = 0.5
 SILENCE_SECONDS = 10.0
-"""A peer that was silent for so long is gone."""
+"""Silence after which a peer counts as disconnected."""
 
 RequestId = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[!-~]+\Z")]
 AdapterName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9._-]+\Z")]
@@ -66,26 +66,12 @@ ErrorCode = Literal[
     "request_failed",
     "engine_dead",
 ]
-RETRYABLE: frozenset[str] = frozenset(
-    {
-        "wrong_instance",
-        "hello_first",
-        "loading",
-        "draining",
-        "overloaded",
-        "too_many_requests",
-        "slow_reader",
-        "engine_dead",
-    }
-)
-"""Codes after which the same request may succeed, on a fresh connection or after `retry_after` seconds."""
-
 
 Constraint = Annotated[str, Meta(min_length=1, max_length=1 << 18)]
 
 
 class StructuredOutputs(Struct, frozen=True, omit_defaults=True):
-    """The fields of `StructuredOutputsParams` that travel; `json`: the schema as JSON text."""
+    """Fields of `StructuredOutputsParams`; `json`: the schema as JSON text."""
 
     json: Constraint | None = None
     regex: Constraint | None = None
@@ -97,7 +83,7 @@ class StructuredOutputs(Struct, frozen=True, omit_defaults=True):
 
 
 class Sampling(Struct, frozen=True, omit_defaults=True):
-    """The fields of `SamplingParams` that travel, with its defaults and meanings."""
+    """Fields of `SamplingParams`, with its defaults and meanings."""
 
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
     temperature: float = 1.0
@@ -127,7 +113,13 @@ class Sampling(Struct, frozen=True, omit_defaults=True):
 
 
 class Message(Struct, frozen=True, tag_field="type", omit_defaults=True):
-    """What every message is: a map with its `type`; unknown fields are ignored, absent ones have their defaults."""
+    """Base of all messages: a map with a `type`. Unknown fields are ignored, missing fields have their defaults."""
+
+
+class Call(Message, frozen=True):
+    """A call or its answer. `call`: a number of the client's choice."""
+
+    call: CallId
 
 
 # -- from a client -------------------------------------------------------------------------------------------------
@@ -140,9 +132,7 @@ class Hello(Message, tag="hello", frozen=True):
 
 
 class Continued(Struct, frozen=True, omit_defaults=True):
-    """What another engine made of one completion: its tokens, how much of their text the client has (in Unicode code
-    points), and whether it is complete.
-    """
+    """One completion as another engine left it: tokens, received text in Unicode code points, complete or not."""
 
     token_ids: Annotated[list[TokenId], Meta(max_length=MAX_PROMPT_TOKENS)] = []
     characters: Count = 0
@@ -152,13 +142,13 @@ class Continued(Struct, frozen=True, omit_defaults=True):
 class Submit(Message, tag="submit", frozen=True):
     """A request: exactly one of `prompt` and `prompt_token_ids`.
 
-    add_special_tokens  a text gets the special tokens that the model expects at the start, such as BOS
-    stream            chunks as tokens come; else the whole answer at its end
-    priority          smaller runs earlier; equal ones first come, first served
-    deadline_seconds  counted from arrival; the request ends with `deadline_exceeded` when it passes
-    continues         what there is of each of the n completions already: the answer goes on from there
-    owner             for whom the client asks, where it asks for several: steps are shared fairly between them
-    adapter_content   the adapter has to be this version of it, as `accepted` and `adapters` tell it; "": any
+    add_special_tokens  add the model's special tokens to a text, such as BOS
+    stream              send chunks as tokens are sampled; False: the whole answer at the end
+    priority            smaller runs earlier; equal priorities are served in order of arrival
+    deadline_seconds    counted from arrival; after it the request ends with `deadline_exceeded`
+    continues           state of each of the n completions; the answer continues there
+    owner               the user for whom the client asks, if it serves several; owners share steps fairly
+    adapter_content     required version of the adapter, as in `accepted` and `adapters`; "": any
     """
 
     request_id: RequestId
@@ -181,75 +171,60 @@ class Abort(Message, tag="abort", frozen=True):
     request_ids: Annotated[list[RequestId], Meta(max_length=MAX_OPEN_REQUESTS)]
 
 
-class LoadAdapter(Message, tag="load_adapter", frozen=True):
-    """Makes a directory on the server's machine usable as adapter `name`; `replace`: also when the name is taken."""
+class LoadAdapter(Call, tag="load_adapter", frozen=True):
+    """Load an adapter from a directory on the server's machine; `replace`: also if the name exists."""
 
-    call: CallId
     name: AdapterName
     path: Path
     replace: bool = False
 
 
-class UnloadAdapter(Message, tag="unload_adapter", frozen=True):
-    """Forgets an adapter."""
-
-    call: CallId
+class UnloadAdapter(Call, tag="unload_adapter", frozen=True):
     name: AdapterName
 
 
-class ListAdapters(Message, tag="list_adapters", frozen=True):
-    """Asks for all adapters."""
-
-    call: CallId
+class ListAdapters(Call, tag="list_adapters", frozen=True):
+    """Request the list of adapters."""
 
 
-class Tokenize(Message, tag="tokenize", frozen=True):
-    """Asks for a text's ids; `add_special_tokens`: as a prompt has them."""
+class Tokenize(Call, tag="tokenize", frozen=True):
+    """Request the token ids of a text; `add_special_tokens`: as a prompt has them."""
 
-    call: CallId
     text: Annotated[str, Meta(max_length=MAX_PROMPT_CHARACTERS)]
     add_special_tokens: bool = True
 
 
-class Detokenize(Message, tag="detokenize", frozen=True):
-    """Asks for the text of ids, special tokens included."""
+class Detokenize(Call, tag="detokenize", frozen=True):
+    """Request the text of token ids, special tokens included."""
 
-    call: CallId
     token_ids: Annotated[list[TokenId], Meta(max_length=MAX_PROMPT_TOKENS)]
 
 
-class GetChatTemplates(Message, tag="get_chat_templates", frozen=True):
-    """Asks for the chat templates that an adapter's directory holds."""
-
-    call: CallId
+class GetChatTemplates(Call, tag="get_chat_templates", frozen=True):
     adapter: AdapterName
 
 
-class GetStats(Message, tag="get_stats", frozen=True):
-    """Asks for counters and gauges."""
-
-    call: CallId
+class GetStats(Call, tag="get_stats", frozen=True):
+    """Request counters and gauges."""
 
 
-class GetHealth(Message, tag="get_health", frozen=True):
-    """Asks whether requests are served; needs no `hello`."""
-
-    call: CallId
+class GetHealth(Call, tag="get_health", frozen=True):
+    """Request the server's health; needs no `hello`."""
 
 
 class Beat(Message, tag="beat", frozen=True):
-    """Says that the sender is alive; goes both ways."""
+    """Heartbeat, in both directions."""
 
 
 # -- from the server -----------------------------------------------------------------------------------------------
 
 
 class Welcome(Message, tag="welcome", frozen=True):
-    """Answers `hello`: what is served, and its limits. The frame's header holds the instance id to use from now on.
+    """Answer to `hello`: the served model and its limits. The frame's header has the instance id to use from now on.
 
-    chat_template    the one that is used without tools
-    chat_templates   all of them by name, where there are others too
-    special_tokens   what a template may insert, by name, such as `eos_token`
+    chat_template    the template without tools
+    chat_templates   all templates by name, if there are others
+    special_tokens   tokens that a template may insert, by name, such as `eos_token`
     """
 
     server_version: Short
@@ -272,9 +247,7 @@ class Welcome(Message, tag="welcome", frozen=True):
 
 
 class Accepted(Message, tag="accepted", frozen=True):
-    """The request is queued; its chunks follow. `adapter_content`: the version of its adapter that answers, "" for the
-    base model.
-    """
+    """The request is queued. `adapter_content`: the version of its adapter, "" for the base model."""
 
     request_id: RequestId
     prompt_tokens: Count
@@ -282,8 +255,8 @@ class Accepted(Message, tag="accepted", frozen=True):
 
 
 class TokenLogprob(Struct, frozen=True, array_like=True):
-    """One token at one position: natural logarithm of its raw probability, its rank (1 = likeliest), and its bytes,
-    which may be a part of a character.
+    """One token at one position: natural log-probability, rank (1: most likely), and bytes, which may be no whole
+    character.
     """
 
     token_id: int
@@ -293,8 +266,10 @@ class TokenLogprob(Struct, frozen=True, array_like=True):
 
 
 class Usage(Struct, frozen=True):
-    """What a request cost; seconds since arrival. `accepted_tokens`: drafts that became output, `history_*` and
-    `trained_*`: of both those that came from former answers and those that a trained draft made.
+    """Token counts of a request, and seconds since its arrival.
+
+    `accepted_tokens`: drafts that became output. `history_*`, `trained_*`: drafts from former answers and from a
+    trained draft model.
     """
 
     prompt_tokens: int
@@ -311,13 +286,13 @@ class Usage(Struct, frozen=True):
 
 
 class Chunk(Struct, frozen=True, array_like=True, gc=False):
-    """What was added to one completion of a request; an array of its fields in this order, trailing defaults left out.
+    """New part of one completion; an array of its fields in this order, without trailing defaults.
 
-    first        how many tokens of this completion were sent before
-    logprobs     for each token the chosen one first, then the likeliest
-    usage        only in the request's last chunk
-    prompt_logprobs  for the prompt's next tokens (from its second on) its own one first, then the likeliest
-    text_offsets     with logprobs: for each token the character of the completion's text at which it begins
+    first            number of tokens of this completion sent before
+    logprobs         for each token: the chosen one first, then the most likely ones
+    usage            only in the request's last chunk
+    prompt_logprobs  for the next prompt tokens (from the second on): the prompt's own first, then the most likely ones
+    text_offsets     with logprobs: for each token, the index of its first character in the completion's text
     """
 
     request_id: str
@@ -334,22 +309,16 @@ class Chunk(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Chunks(Message, tag="chunks", frozen=True):
-    """Pieces of any of the connection's requests."""
-
     chunks: Annotated[list[Chunk], Meta(max_length=MAX_FRAME_CHUNKS)]
 
 
-class Done(Message, tag="done", frozen=True):
-    """A call succeeded and has nothing more to say."""
-
-    call: CallId
+class Done(Call, tag="done", frozen=True):
+    """A call succeeded and returns nothing."""
 
 
 class AdapterInfo(Struct, frozen=True):
-    """One adapter.
-
-    `where`: gpu, cpu (ready in host memory), disk, loading; `content`: a hash of its config and weights;
-    `chat_template`: a hash of its own chat templates, "" if it has none.
+    """One adapter. `where`: cpu means ready in host memory. `content`: hash of its config and weights. `chat_template`:
+    hash of its own chat templates, "" if it has none.
     """
 
     name: str
@@ -361,48 +330,36 @@ class AdapterInfo(Struct, frozen=True):
     chat_template: Short = ""
 
 
-class Adapters(Message, tag="adapters", frozen=True):
-    """Answers `list_adapters`."""
-
-    call: CallId
+class Adapters(Call, tag="adapters", frozen=True):
     adapters: list[AdapterInfo]
 
 
-class Tokens(Message, tag="tokens", frozen=True):
-    """Answers `tokenize`."""
-
-    call: CallId
+class Tokens(Call, tag="tokens", frozen=True):
     token_ids: Annotated[list[TokenId], Meta(max_length=MAX_PROMPT_TOKENS)]
 
 
-class Text(Message, tag="text", frozen=True):
-    """Answers `detokenize`."""
-
-    call: CallId
+class Text(Call, tag="text", frozen=True):
     text: Annotated[str, Meta(max_length=MAX_PROMPT_CHARACTERS)]
 
 
-class ChatTemplatesFound(Message, tag="chat_templates", frozen=True):
-    """Answers `get_chat_templates`; none where the adapter has none."""
+class ChatTemplatesFound(Call, tag="chat_templates", frozen=True):
+    """Answer to `get_chat_templates`; empty if the adapter has none."""
 
-    call: CallId
     chat_templates: Templates = {}
     special_tokens: SpecialTokens = {}
 
 
-class Stats(Message, tag="stats", frozen=True):
-    """Answers `get_stats`: counters (since the start, names end in `_total`) and gauges, by name."""
+class Stats(Call, tag="stats", frozen=True):
+    """Answer to `get_stats`: counters since the start (names end in `_total`) and gauges, by name."""
 
-    call: CallId
     values: dict[str, int | float]
 
 
-class Health(Message, tag="health", frozen=True):
-    """Answers `get_health`. status: loading, ok, stalled (the GPU process gives no sign of life, or a step takes far
-    too long), draining, dead; `phase` and `progress` (0..1) say more while it loads.
+class Health(Call, tag="health", frozen=True):
+    """Answer to `get_health`. `stalled`: the GPU process sends no heartbeats, or a step is late. `phase` and `progress`
+    (0..1) describe loading.
     """
 
-    call: CallId
     status: Literal["loading", "ok", "stalled", "draining", "dead"]
     phase: Short = ""
     progress: float = 0.0
@@ -411,10 +368,10 @@ class Health(Message, tag="health", frozen=True):
 
 
 class Error(Message, tag="error", frozen=True):
-    """Something failed: the request or the call that is named, or (neither named) the frame or the whole connection."""
+    """An error of the request or call with this id; without one, of the frame or the whole connection."""
 
     code: ErrorCode
-    message: Annotated[str, Meta(max_length=4096)]
+    message: Annotated[str, Meta(max_length=MAX_ERROR_CHARACTERS)]
     request_id: RequestId | None = None
     call: CallId | None = None
     retry_after: float | None = None

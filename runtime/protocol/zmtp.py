@@ -1,49 +1,47 @@
-"""The server's side of ZMTP 3.1 without encryption: greeting, READY, and messages of one frame. Knows no socket.
+"""The server's side of ZMTP 3.1 without encryption: greeting, READY, and messages of one frame. Opens no socket.
 
-libzmq's own ROUTER cannot serve peers that nobody has admitted: it keeps all parts of an unfinished message, it aborts
-the process when a peer claims the routing id that the next one would get, and when a connection breaks while it has
-stopped reading and a heartbeat is due. Here a peer has no say in what it is called, the parts of a long message are
-dropped as they come, and what is kept of a peer is one frame and one read.
+libzmq's ROUTER is not safe with untrusted peers. It keeps all parts of an unfinished message; it aborts the process
+when a peer claims the next routing id, and when a connection breaks while reading is paused and a heartbeat is due.
+Here a peer cannot choose its id, parts of a multipart message are dropped as they arrive, and at most one frame and one
+read are kept per peer.
 """
 
 from .messages import MAX_FRAME_BYTES
 
 MAX_PARTS = 64
-"""Frames of one message, which should have one; a peer that sends more is cut off."""
+"""Limit on the frames of one message, which should have one; more close the connection."""
 MAX_COMMAND_BYTES = 4096
 MORE, LONG, COMMAND = 1, 2, 4
 SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 GREETING = SIGNATURE + b"\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
-SEVERAL = b""
-"""What stands for a message of several frames; as a frame of the protocol has a header, nothing else is empty."""
-_PEERS = (b"DEALER", b"ROUTER", b"REQ")
+MULTIPART = b""
+"""Returned in place of a message of several frames. A frame of the protocol has a header, so it is never empty."""
+_PEER_TYPES = (b"DEALER", b"ROUTER", b"REQ")
 
 
 class ZmtpError(ValueError):
-    """A peer does not speak ZMTP as it should, and is to be cut off."""
+    """A peer violated ZMTP; its connection must be closed."""
 
 
-def head(size: int, flags: int = 0) -> bytes:
-    """The bytes before a frame of `size` bytes."""
+def frame_header(size: int, flags: int = 0) -> bytes:
+    """Return the bytes before a frame's body of `size` bytes."""
     return bytes((flags, size)) if size < 256 else bytes((flags | LONG,)) + size.to_bytes(8, "big")
 
 
-def command(name: bytes, rest: bytes) -> bytes:
-    """A command as a frame."""
-    body = bytes((len(name),)) + name + rest
-    return head(len(body), COMMAND) + body
+def command(name: bytes, data: bytes) -> bytes:
+    body = bytes((len(name),)) + name + data
+    return frame_header(len(body), COMMAND) + body
 
 
-def metadata(name: bytes, value: bytes) -> bytes:
-    """A property of READY."""
+def _property(name: bytes, value: bytes) -> bytes:
     return bytes((len(name),)) + name + len(value).to_bytes(4, "big") + value
 
 
-READY = command(b"READY", metadata(b"Socket-Type", b"ROUTER"))
+READY = command(b"READY", _property(b"Socket-Type", b"ROUTER"))
 
 
 class Reader:
-    """One peer's bytes, cut into messages. `replies` is what the peer is to be sent for them: READY, PONG."""
+    """Splits one peer's bytes into messages. `replies` collects bytes to send to the peer: READY and PONG."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -53,25 +51,23 @@ class Reader:
         self.replies = bytearray()
 
     def __len__(self) -> int:
-        """Bytes that are kept."""
         return len(self._buffer)
 
     def feed(self, data: bytes) -> None:
-        """Bytes have arrived."""
         self._buffer += data
 
-    def take(self) -> bytes | None:
-        """The next message, SEVERAL for one of several frames, or None if it has not arrived. Raises ZmtpError."""
-        if not self._greeted and not self._greet():
+    def next_message(self) -> bytes | None:
+        """Return the next message, MULTIPART for one of several frames, None if it is incomplete. Raises ZmtpError."""
+        if not self._greeted and not self._read_greeting():
             return None
         at, message = 0, None
         while message is None:
-            place = self._frame(at)
-            if place is None:
+            body = self._body_at(at)
+            if body is None:
                 break
-            flags, first, at = self._buffer[at], *place
+            flags, first, at = self._buffer[at], *body
             if flags & COMMAND:
-                self._command(bytes(self._buffer[first:at]))
+                self._run_command(bytes(self._buffer[first:at]))
             elif not self.ready:
                 raise ZmtpError("a message before READY")
             elif flags & MORE:
@@ -79,26 +75,26 @@ class Reader:
                 if self._parts >= MAX_PARTS:
                     raise ZmtpError(f"a message of more than {MAX_PARTS} frames")
             elif self._parts or at == first:
-                self._parts, message = 0, SEVERAL
+                self._parts, message = 0, MULTIPART
             else:
                 message = bytes(self._buffer[first:at])
         del self._buffer[:at]
         return message
 
-    def _greet(self) -> bool:
-        known = self._buffer[: len(GREETING)]
-        if (known[:1] != SIGNATURE[:1] and known) or (len(known) > 9 and known[9:10] != SIGNATURE[9:]):
-            raise ZmtpError("not a ZMTP greeting")
-        if len(known) < len(GREETING):
+    def _read_greeting(self) -> bool:
+        greeting = self._buffer[: len(GREETING)]
+        if (greeting[:1] != SIGNATURE[:1] and greeting) or (len(greeting) > 9 and greeting[9:10] != SIGNATURE[9:]):
+            raise ZmtpError("no ZMTP greeting")
+        if len(greeting) < len(GREETING):
             return False
-        if known[10] < 3 or known[12:32] != GREETING[12:32]:
-            raise ZmtpError("another version, or encrypted")
+        if greeting[10] < 3 or greeting[12:32] != GREETING[12:32]:
+            raise ZmtpError("a version below 3, or a mechanism other than NULL")
         self._greeted = True
         del self._buffer[: len(GREETING)]
         return True
 
-    def _frame(self, at: int) -> tuple[int, int] | None:
-        """Where the frame that begins at `at` has its body; None if it has not arrived."""
+    def _body_at(self, at: int) -> tuple[int, int] | None:
+        """Return (start, end) of the body of the frame that begins at `at`; None if it is incomplete."""
         buffer = self._buffer
         if len(buffer) - at < 2:
             return None
@@ -112,30 +108,30 @@ class Reader:
         else:
             first, size = at + 2, buffer[at + 1]
         if size > (MAX_COMMAND_BYTES if flags & COMMAND else MAX_FRAME_BYTES):
-            raise ZmtpError("a frame above the limit")
+            raise ZmtpError(f"a frame of {size} bytes exceeds the limit")
         return (first, first + size) if first + size <= len(buffer) else None
 
-    def _command(self, body: bytes) -> None:
-        name, rest = (body[1 : 1 + body[0]], body[1 + body[0] :]) if body else (b"", b"")
+    def _run_command(self, body: bytes) -> None:
+        name, data = (body[1 : 1 + body[0]], body[1 + body[0] :]) if body else (b"", b"")
         if name == b"READY" and not self.ready:
-            if _properties(rest).get(b"socket-type") not in _PEERS:
-                raise ZmtpError("a socket that does not speak with a ROUTER")
+            if _properties(data).get(b"socket-type") not in _PEER_TYPES:
+                raise ZmtpError("a socket type that cannot connect to a ROUTER")
             self.ready = True
             self.replies += READY
-        elif name == b"PING" and self.ready and 2 <= len(rest) <= 18:
-            self.replies += command(b"PONG", rest[2:])
+        elif name == b"PING" and self.ready and 2 <= len(data) <= 18:
+            self.replies += command(b"PONG", data[2:])
         elif not self.ready or name == b"ERROR":
             raise ZmtpError("no READY")
 
 
 def _properties(data: bytes) -> dict[bytes, bytes]:
-    """What READY says, names in lower case. An `Identity` among them is nobody's business here."""
-    found, at = {}, 0
+    """Return the properties of READY, names in lower case. A peer's `Identity` is ignored."""
+    properties, at = {}, 0
     while at < len(data):
         value = at + 1 + data[at] + 4
         end = value + int.from_bytes(data[value - 4 : value], "big")
         if end > len(data):
-            raise ZmtpError("a READY that is cut off")
-        found[data[at + 1 : value - 4].lower()] = data[value:end]
+            raise ZmtpError("a truncated READY")
+        properties[data[at + 1 : value - 4].lower()] = data[value:end]
         at = end
-    return found
+    return properties

@@ -1,11 +1,10 @@
-"""Calibration results, as files, and the arithmetic behind them. Nothing in here runs an engine.
+"""Calibration and rounded weights: their files and arithmetic. Runs no engine.
 
-calibration         file of calibrated factors
+calibration         file of calibration results, and the options that they set
 rounded_weights     file of rounded weights
-file_names          names of both next to a model's weights
-figures             statistics of keys, values and channels from a plain Llama
-inputs              a batch of texts for a plain Llama
-kv_error            simulated error of a quantized KV cache for one layer
-error_compensation  round a weight so that its products change least
-texts, defaults     default calibration texts, their size, and what is rounded
+model_statistics    statistics of keys, values and channels from a plain Llama
+kv_error            simulated error of a quantized KV cache
+error_compensation  GPTQ-like rounding of one weight
+texts               default calibration texts
+defaults            file names and default sizes
 """

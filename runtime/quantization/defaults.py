@@ -1,10 +1,18 @@
-"""How much is read, and what is rounded for, where nothing else is asked. Does without torch."""
+"""File names and default sizes of calibration. Imports no torch."""
 
 from collections.abc import Mapping
 from typing import Any
 
-FIGURE_TOKENS, LENGTH = 4096, 512  # of the text, and of a piece of it
-ROUND_TOKENS = 131072  # sums over few tokens fit those tokens alone
+AUTO, OFF = "auto", "off"  # option values: the file next to the model's weights, and none
+FILE_NAME = "sidestream_calibration.safetensors"
+
+FIGURE_TOKENS, LENGTH = 4096, 512  # tokens of the text, and of one piece
+ROUND_TOKENS = 131072  # with few tokens the rounding would only fit these
 CPU_TOKENS, CPU_LENGTH = 1024, 256
-# of int8: the arm `int8-calibrated-rounded-values` of `sidestream eval --real`
+# for int8, as the arm `int8-calibrated-rounded-values` of `sidestream eval --real`
 ROUNDED_FOR: Mapping[str, Any] = {"norm_rotation": 64, "rotate_values": True}
+
+
+def file_name(precision: str) -> str:
+    """Return the file name of rounded weights for a precision."""
+    return f"sidestream_rounded_{precision}.safetensors"

@@ -1,24 +1,23 @@
-"""Rounding a weight so that its product with typical inputs changes least (GPTQ, arXiv 2210.17323).
+"""Rounds a weight so that its product with typical inputs changes least (GPTQ, arXiv 2210.17323).
 
-Columns are rounded one after the other; what rounding a column does to the product is made up for, as far as inputs
-correlate, by the columns that are not rounded yet.
+Columns are rounded one after another; later columns compensate the error as far as inputs correlate.
 """
 
 from typing import NamedTuple
 
 import torch
 
-from ...ops.core.eight_bits import QUANTIZED_MAX
+from ...ops.core.dtypes import QUANTIZED_MAX
 from ...ops.elementwise.quantize import to_steps
 
-DAMPING = 0.01  # of the mean diagonal, added to it: directions that the text hardly has are not followed
-BLOCK = 128  # columns whose errors reach the columns after them in one product
+DAMPING = 0.01  # of the mean diagonal, added to it, so that rare directions of the text count little
+BLOCK = 128  # columns whose errors are propagated in one product
 
 
 class Compensation(NamedTuple):
-    """How errors are passed on, told from the inputs of a linear.
+    """Error propagation for one linear.
 
-    order  int64 [K]: columns in the order in which they are rounded, those of the largest inputs first
+    order  int64 [K]: columns in the order of rounding, largest inputs first
     upper  fp32 [K, K]: the upper Cholesky factor of the inverse of X^T X, damped, in that order
     """
 
@@ -27,7 +26,7 @@ class Compensation(NamedTuple):
 
 
 def compensation(products: torch.Tensor) -> Compensation:
-    """From X^T X, fp32 [K, K], of the inputs X [tokens, K] of a linear. Factored in fp64: three matrices of K x K."""
+    """Return the compensation for X^T X, fp32 [K, K], of the inputs X [tokens, K]. Needs three fp64 matrices."""
     sizes = products.diagonal()
     order = torch.argsort(sizes, descending=True, stable=True)
     ordered = products[order][:, order].double()
@@ -37,11 +36,11 @@ def compensation(products: torch.Tensor) -> Compensation:
 
 
 def round_rows(weight: torch.Tensor, how: Compensation, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight fp32 [N, K] -> (values [N, K] of int8 or e4m3, fp32 scale [N]): every row by itself, with the scale that
-    rounding to nearest has.
+    """Return (values [N, K] of int8 or e4m3, fp32 scales [N]) of a weight fp32 [N, K]. Rows are independent, and their
+    scales are those of rounding to nearest.
     """
     scale = weight.abs().amax(-1).clamp_min(1e-12) / QUANTIZED_MAX[dtype]
-    left = weight.t()[how.order].contiguous()  # a column lies in one piece
+    left = weight.t()[how.order].contiguous()  # contiguous columns
     values = torch.empty_like(left, dtype=dtype)
     for first in range(0, len(left), BLOCK):
         last = min(first + BLOCK, len(left))

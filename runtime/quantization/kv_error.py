@@ -1,7 +1,6 @@
-"""What a quantized KV cache does to attention: simulated for one layer and one sequence with the layer's own queries,
-keys and values.
+"""Simulated error of attention with a quantized KV cache, for one layer and one sequence.
 
-Queries [T, HQ, D] and keys [T, HK, D] are those after RoPE, values [T, HK, D]; row t is token t, attention is causal.
+Queries [T, HQ, D] and keys [T, HK, D] are those after RoPE, values [T, HK, D]; attention is causal.
 """
 
 from typing import Any
@@ -16,7 +15,7 @@ CACHES = {"fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 def stored(heads: torch.Tensor, kv_dtype: str) -> torch.Tensor:
-    """heads [T, H, D] as they come back, in fp32, from a cache of `kv_dtype` with one scale per token and head."""
+    """Return heads [T, H, D] in fp32 as read from a cache of `kv_dtype`, with one scale per token and head."""
     tokens, count, width = heads.shape
     pages = -(-tokens // PAGE_SIZE)
     cache = torch.zeros(kv_cache_shape(pages, count, width), dtype=torch.uint8, device=heads.device).view(
@@ -38,13 +37,14 @@ def score_variance(
     center: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
 ) -> float:
-    """Mean over queries and heads of the variance, under the attention weights, of the error of the scores (in nats
-    squared).
+    """Return the variance of the score errors under the attention weights, in nats squared, averaged over queries and
+    heads.
 
-    What all keys of a query have in common drops out, as it does in softmax; half the variance is, to first order, the
-    KL divergence between the attention with and without quantization. With e4m3 the queries are quantized too, as in
-    prefill. `center` [HK, D]: subtracted from k before it is stored, given without Hadamard. `weights`:
-    `attention_weights(q, k, softmax_scale)` if they are at hand.
+    An error that all keys of a query share has no effect on softmax. To first order half the variance is the KL
+    divergence from the attention without quantization. With e4m3 the queries are quantized too, as in prefill.
+
+    center   [HK, D], subtracted from k before it is stored, without Hadamard
+    weights  `attention_weights(q, k, softmax_scale)`, if already computed
     """
     q, k = q.float(), k.float()
     exact = _scores(q, k, softmax_scale)
@@ -59,24 +59,22 @@ def score_variance(
 
 
 def value_error(v: torch.Tensor, weights: torch.Tensor, kv_dtype: str, *, rotated: bool = False) -> tuple[float, float]:
-    """(sum of the squared errors, sum of squares) of attention's output [T, HQ, D] when v is stored in `kv_dtype`,
-    each head rotated or not.
-    """
+    """Return (sum of squared errors, sum of squares) of attention's output [T, HQ, D] with v stored in `kv_dtype`."""
     v = v.float()
-    seen = hadamard_reference(v) if rotated else v
-    difference = _outputs(weights, stored(seen, kv_dtype) - seen)
+    cached = hadamard_reference(v) if rotated else v
+    difference = _outputs(weights, stored(cached, kv_dtype) - cached)
     return float(difference.square().sum()), float(_outputs(weights, v).square().sum())
 
 
 def attention_weights(q: torch.Tensor, k: torch.Tensor, softmax_scale: float) -> torch.Tensor:
-    """Causal softmax(q k^T * softmax_scale) [HK, HQ / HK, T, T]."""
+    """Return the causal softmax(q k^T * softmax_scale) [HK, HQ / HK, T, T]."""
     scores = _scores(q.float(), k.float(), softmax_scale)
     future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
     return scores.masked_fill(future, float("-inf")).softmax(-1)
 
 
 def outliers(heads: torch.Tensor) -> float:
-    """Mean over tokens and heads of amax / rms: 1 for equal magnitudes, sqrt(D) for a single channel."""
+    """Return the mean of amax / rms over tokens and heads: 1 for equal magnitudes, sqrt(D) for a single channel."""
     heads = heads.float()
     return float((heads.abs().amax(-1) / heads.square().mean(-1).sqrt().clamp_min(1e-12)).mean())
 

@@ -1,7 +1,7 @@
-"""Weights as `sidestream calibrate --round` has rounded them, as a file next to the checkpoint.
+"""File of weights that `sidestream calibrate --round` rounded.
 
-It is one safetensors file: for each linear's weight the eight-bit values and a scale for each row, and in the metadata
-one JSON object with the checkpoint that they are of and the options that they hold for.
+The file is in safetensors format: eight-bit values and row scales of each linear; the metadata has one JSON object
+about the checkpoint and the options (`Origin`).
 """
 
 import hashlib
@@ -22,35 +22,35 @@ from ...compiler.graph.recipe import Recipe, rounded_from, rounded_name, rounded
 from ...compiler.options import CompileOptions, OptionError
 from ...graphs.checkpoint import Checkpoint
 from ...graphs.config import LlamaConfig
-from ...graphs.regular_file import FileRefusedError, open_regular
 from ...graphs.safetensors_file import SafetensorsFile
+from ...graphs.untrusted_files import FileRefusedError, open_regular
 from .calibration import Calibration
-from .file_names import OFF, file_name
+from .defaults import OFF, file_name
 
 KEY = "sidestream_rounding"
 VERSION = 1
 HOLDS_FOR = ("precision", "norm_rotation", "rotate_activations", "smooth_channels", "rotate_values")
 ROUNDING_DECIDES = ("norm_rotation", "rotate_values")
-"""Options that are those of the file where they are not given."""
+"""Options that the file sets unless they are given."""
 VALUES = {"int8": (torch.int8, "I8"), "fp8": (torch.float8_e4m3fn, "F8_E4M3")}
 SAMPLED_ROWS = 4
 _MAX_METADATA = 16 << 20
-_MAX_EXTRA_BYTES = 32 << 20  # of a file beyond its tensors: the header
+_MAX_EXTRA_BYTES = 32 << 20  # of a file besides its tensors
 
 
 class RoundingError(OptionError):
-    """Rounded weights that cannot be used: the file is damaged, of another checkpoint, or holds for other options."""
+    """The file of rounded weights is damaged, or belongs to another checkpoint or other options."""
 
 
 class Origin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a file says of itself.
+    """Origin of rounded weights.
 
-    checkpoint   which weights were rounded (`checkpoint_digest`)
-    calibration  which powers of two smooth its channels (`exponents_digest`)
-    options      those of HOLDS_FOR
-    recipes      weight -> how it was made of the checkpoint before it was rounded
-    tokens       of text that the inputs were taken from
-    adapters     names of the adapters that read it too, next to the base
+    checkpoint   `checkpoint_digest` of the original weights
+    calibration  `exponents_digest` of the channels' smoothing
+    options      values of HOLDS_FOR
+    recipes      weight -> its derivation from the checkpoint before rounding
+    tokens       number of tokens of the text
+    adapters     names of the adapters that also ran
     """
 
     version: int
@@ -63,14 +63,12 @@ class Origin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def options_of(options: CompileOptions) -> dict[str, Any]:
-    """The options that rounded weights hold for, as JSON has them."""
+    """Return the options that rounded weights depend on, as in JSON."""
     return json.loads(json.dumps({name: getattr(options, name) for name in HOLDS_FOR}))
 
 
 def checkpoint_digest(checkpoint: Checkpoint) -> str:
-    """Which weights they are, without reading them all: a sha256 over the names and shapes of all tensors and some rows
-    of each, which a merged adapter or any training changes.
-    """
+    """Return a sha256 over names, shapes and some rows of all tensors; training or merging an adapter changes it."""
     digest = hashlib.sha256()
     for name in sorted(checkpoint.names()):
         tensor = checkpoint.tensor(name)
@@ -81,7 +79,7 @@ def checkpoint_digest(checkpoint: Checkpoint) -> str:
 
 
 def exponents_digest(calibration: Calibration | None, options: CompileOptions) -> str:
-    """Which powers of two smooth the channels: their sha256; "" where none do."""
+    """Return a sha256 over the exponents that smooth channels; "" without smoothing."""
     if calibration is None or not options.smooth_channels:
         return ""
     digest = hashlib.sha256()
@@ -92,14 +90,14 @@ def exponents_digest(calibration: Calibration | None, options: CompileOptions) -
 
 @dataclass(frozen=True)
 class Rounding:
-    """An open file: its header is read and checked, its tensors are read when they are asked for."""
+    """An open file with a checked header; tensors are read on demand."""
 
     path: Path
     origin: Origin
     file: SafetensorsFile
 
     def before(self, lookup: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:
-        """`lookup`, and before it this file's tensors, views of it."""
+        """Return a lookup of tensors by name in this file (as views), then in `lookup`."""
 
         def find(name: str) -> torch.Tensor:
             return self._tensor(name) if name in self.file.shapes else lookup(name)
@@ -113,15 +111,15 @@ class Rounding:
         return tensor
 
     def check(self, recipes: Iterable[Recipe], shapes: Mapping[str, tuple[int, ...]], directory: Path | None) -> None:
-        """Raises RoundingError unless each `rounded` recipe has its tensor here: rounded from what the recipe says, and
-        of the checkpoint's shape (`shapes`).
+        """Raise RoundingError unless the file has a tensor for each `rounded` recipe, with the recipe's source and the
+        checkpoint's shape (`shapes`).
         """
         for part in (each for recipe in recipes for each in rounded_parts(recipe)):
             name, source = rounded_name(part), rounded_from(part)
             wanted, held = str(part.args[0]), self.origin.recipes.get(source)
             if held != wanted:
                 raise RoundingError(
-                    f"rounded weights {self.path} hold {source} as {held or 'nothing'}, and with these options it is "
+                    f"rounded weights {self.path} have {source} as {held or 'nothing'}, but these options need "
                     f"{wanted}: start with the options that they were written with, {_remedies(directory)}"
                 )
             dtype = ("F32", VALUES[self.origin.options["precision"]][1])[part.attrs["index"] == 0]
@@ -149,7 +147,7 @@ def _unreadable(path: Path, problem: object) -> RoundingError:
 
 
 def open_rounding(path: str | Path) -> Rounding:
-    """The file at `path`, its header checked. Raises RoundingError for any other than `write_rounding` wrote."""
+    """Open a file of `write_rounding` and check its header. Raises RoundingError for any other file."""
     path = Path(path)
     try:
         with open(open_regular(path), "rb") as opened_file:
@@ -158,15 +156,15 @@ def open_rounding(path: str | Path) -> Rounding:
         with safe_open(str(path), framework="pt") as opened:
             text = (opened.metadata() or {}).get(KEY, "")
         if not text or len(text) > _MAX_METADATA or size > _tensor_bytes(file) + _MAX_EXTRA_BYTES:
-            raise ValueError("it does not say what it holds")
+            raise ValueError("it has no valid description")
         origin = msgspec.json.decode(text, type=Origin)
         if origin.version != VERSION:
             raise ValueError(f"it has version {origin.version}, this release reads {VERSION}")
         if not set(origin.options) >= set(HOLDS_FOR) or origin.options["precision"] not in VALUES:
-            raise ValueError("it does not say which options it holds for")
+            raise ValueError("its description has no options")
     except FileNotFoundError:
         raise RoundingError(
-            f"rounded weights {path}: there is no such file; `sidestream calibrate MODEL --round` writes one"
+            f"rounded weights {path} does not exist; `sidestream calibrate MODEL --round` writes one"
         ) from None
     except RoundingError:
         raise
@@ -187,12 +185,12 @@ def find_rounding(
     calibration: Calibration | None,
     as_rounded: Collection[str] = (),
 ) -> tuple[Rounding | None, CompileOptions]:
-    """The rounded weights in use and the options with them: the file that was `given`, else the one for this precision
-    next to the checkpoint; None where there is none, where nothing is quantized, for "off", and for weights that are
-    stored in eight bits already.
+    """Return the rounded weights and the options with them: from the `given` file, else from the one for this precision
+    in the checkpoint's directory. None without a file, for "off", without quantization, and for a checkpoint that
+    stores eight-bit weights.
 
-    `as_rounded`: the options that the file decides. Raises RoundingError for a file that is damaged, of another
-    checkpoint, or holds for other options.
+    `as_rounded`: options that the file sets. Raises RoundingError for a file that is damaged or belongs to another
+    checkpoint or other options.
     """
     if given is not None and not isinstance(given, (str, Path)):
         raise RoundingError(f"rounded_weights={given!r} must be the path of a file, or {OFF!r}")
@@ -201,8 +199,8 @@ def find_rounding(
         return None, options
     if directory is None or config.weight_format:
         if named:
-            which = "random weights" if directory is None else "weights that the checkpoint stores in eight bits"
-            raise RoundingError(f"rounded_weights={str(given)!r} can't be of {which}; leave it out")
+            which = "random weights" if directory is None else "a checkpoint of eight-bit weights"
+            raise RoundingError(f"rounded_weights={str(given)!r} cannot be used with {which}; leave it out")
         return None, options
     path = directory / file_name(options.precision) if given is None else Path(given)
     if not named and not path.exists():
@@ -218,8 +216,8 @@ def find_rounding(
         )
     if found.origin.calibration != exponents_digest(calibration, options):
         raise RoundingError(
-            f"rounded weights {path} hold for channels that another calibration has smoothed: give the calibration "
-            f"that was written with them, {_remedies(directory)}"
+            f"rounded weights {path} need another calibration: give the calibration that was written with them, "
+            f"{_remedies(directory)}"
         )
     return found, replace(options, rounded_weights=True)
 
@@ -240,7 +238,7 @@ def _check_options(found: Rounding, options: CompileOptions, directory: Path) ->
         held = ", ".join(f"{name}={theirs[name]!r}" for name in differing)
         asked = ", ".join(f"{name}={ours[name]!r}" for name in differing)
         raise RoundingError(
-            f"rounded weights {found.path} hold for {held}, and these options have {asked}: start with {held}, "
+            f"rounded weights {found.path} were made with {held}, but these options have {asked}: start with {held}, "
             f"{_remedies(directory)}"
         )
 
@@ -251,8 +249,7 @@ def write_rounding(
     shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     tensors: Iterable[tuple[str, torch.Tensor]],
 ) -> None:
-    """Write the file, its tensors one at a time as they come, in the order of `shapes` (name -> shape and dtype): none
-    is kept. Readers see the former file or the whole new one.
+    """Write the file atomically, one tensor at a time, in the order of `shapes` (name -> shape and dtype).
 
     Raises OSError.
     """
@@ -269,7 +266,7 @@ def write_rounding(
             file.write(len(text).to_bytes(8, "little") + text)
             for name, tensor in tensors:
                 if (tuple(tensor.shape), tensor.dtype) != shapes[name]:
-                    raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not as announced")
+                    raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, but {shapes[name]} was declared")
                 file.write(tensor.contiguous().cpu().flatten().view(torch.uint8).numpy().data)
             file.close()
             os.chmod(file.name, 0o644)

@@ -1,6 +1,4 @@
-"""What a model reads while it is calibrated, where nobody names a text: prose and code in turn, of many modules of
-Python's library.
-"""
+"""Default calibration texts: prose and code from modules of Python's standard library."""
 
 import ast
 import importlib.util
@@ -8,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, zip_longest
 from pathlib import Path
 
-# `sidestream eval` measures with none of these
+# not used by `sidestream eval`
 STANDARD_LIBRARY = (
     "textwrap",
     "argparse",
@@ -31,25 +29,23 @@ STANDARD_LIBRARY = (
     "timeit",
     "http.client",
 )
-BLOCK = 2048  # characters, of a module's prose or code
-CHARACTERS_A_TOKEN = 8  # more than any text has
+BLOCK = 2048  # characters of prose or code
+CHARACTERS_A_TOKEN = 8  # upper bound
 ADAPTER_DOCUMENTS = 2
 
 
 def standard_text() -> str:
-    """Docstrings and code of the standard library, a block of each module's in turn; "" where its sources are not
-    there.
-    """
+    """Return docstrings and code of the modules, a block of each in turn; "" without source files."""
     found = (importlib.util.find_spec(name) for name in STANDARD_LIBRARY)
     paths = [Path(spec.origin) for spec in found if spec is not None and spec.origin is not None]
     sources = [path.read_text(encoding="utf-8") for path in paths if path.is_file() and path.suffix == ".py"]
-    # the first half of a module is mostly its docstring
+    # the second half, because the first is mostly the docstring
     parts = chain.from_iterable((_blocks(_prose(source)), _blocks(source[len(source) // 2 :])) for source in sources)
     return "\n\n".join(block for row in zip_longest(*parts, fillvalue="") for block in row if block)
 
 
 def _prose(source: str) -> str:
-    """The docstrings of a module, its classes and functions."""
+    """Return the docstrings of a module, its classes and functions."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
     found = (ast.get_docstring(node) for node in ast.walk(ast.parse(source)) if isinstance(node, kinds))
     return "\n\n".join(text for text in found if text)
@@ -60,9 +56,7 @@ def _blocks(text: str) -> list[str]:
 
 
 def documents(ids: Sequence[int], length: int, adapters: int) -> Iterator[tuple[list[int], int]]:
-    """(token ids, adapter slot or -1): every piece of the text for the base, and two pieces for each adapter in
-    turn.
-    """
+    """Yield (token ids, adapter slot or -1): all pieces of the text for the base, then two for each adapter."""
     pieces = [list(ids[first : first + length]) for first in range(0, len(ids), length)]
     pieces = [piece for piece in pieces if len(piece) > 1]
     yield from ((piece, -1) for piece in pieces)

@@ -1,26 +1,21 @@
-"""Which tokens of which sequences the next step computes, and the plan sent to the worker. No tensor, no device.
+"""Continuous batching: plans the next step, without a tensor or a device, and commits its results.
 
-scheduler        continuous batching: schedule, commit, abort
-batch_builder    number of tokens of each sequence in the next step; preemption
-drafting         number of drafts in a step with speculation="auto"
-speculation      drafts of one sequence and their acceptance rate
-states           waiting, running, held and finished sequences
+scheduler        plan steps, commit results, abort sequences
+batch_builder    tokens per sequence in the next step, chunking of prompts, admission
+preemption       preempt running sequences for pages, adapter slots, priorities and owners
+sequence_states  resources of waiting, running and held sequences
 sequence         state of one sequence
-rows             tables of the running sequences, and step plans built from them
-masks            token masks of constrained sequences in issued steps
-logit_edits      biases, bans and penalties of a step
-prompt_scores    rows of logits for prompt log-probabilities
-forbidden        tokens that would complete a bad word
+waiting_queue    order of admission: priorities, fair shares
+adapter_slots    loading and LRU eviction of adapters on the device
+kv_cache         allocation of KV pages, prefix cache
+speculation      number of drafts per step, acceptance rates, step times
+answer_history   recent answers by adapter, a source of drafts
+failed_steps     recovery from a failed step, search for the faulty sequence
+logit_edits      biases, bad words, penalties of a step
+token_masks      grammar masks of a step
+prompt_logprobs  rows and results of prompt log-probabilities
+plan_builder     arrays of a step plan from tables of running sequences
+step_plan        step plan, masks, drafts and result; interface of runners
+step_codec       these as bytes
 limits           configuration and statistics of the scheduler
-kv_pages         free, shared and cached KV pages
-answer_history   recent answers by adapter, as a source of drafts
-prefix_cache     keys of shared prompt prefixes
-waiting          order of admission
-suspects         sequences that may have caused a failed step
-residency        adapters that should be on the device
-adapter_slots    adapter slots and their eviction
-step_plan        what one step computes, and its results
-step_codec       both as flat bytes
-runner_protocol  interface of an object that executes plans
-step_times       time of programs and of whole steps
 """

@@ -1,22 +1,28 @@
-"""What a scheduler is told of its engine, and what it tells about itself."""
+"""Scheduler configuration and statistics."""
 
 from dataclasses import dataclass
 
 from ...ops.core.kv_layout import pages_for
+from .speculation import DraftCounts
 from .step_plan import most_logits
 
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """The engine's sizes: KV pages, tokens of a sequence, sequences at once, query tokens of a step, adapter slots.
+    """Sizes and policies of one engine's scheduler.
 
-    slot_patience: after so many steps a request whose adapter finds every slot in use has the sequences of another
-    adapter put back.
-    owner_patience: after so many steps a request that finds no row or pages has sequences put back of the owner that
-    runs the most, if its own owner runs at least two fewer.
-    speculation: drafts of a request that does not say: "off" (and none for any), "auto", or so many.
-    speculation_history: tokens of former answers that the device keeps for each adapter's content, to draft from.
-    step_times: (sequences, rows a sequence, seconds) of the programs that were timed, which "auto" goes by.
+    num_pages               KV pages
+    max_model_len           most tokens of a sequence
+    max_num_seqs            most running sequences
+    max_num_batched_tokens  most query tokens of a step
+    num_slots               adapter slots
+    slot_patience           steps that a request waits for an adapter slot before another adapter's sequences are
+                            preempted
+    owner_patience          steps that a request waits for a row or pages before sequences of the owner with the most
+                            running ones are preempted; its own owner must run at least two fewer
+    speculation             drafts of requests that do not set it: "off" (also off for all others), "auto" or a number
+    step_times              (sequences, rows per sequence, seconds) of timed programs, for "auto"
+    speculation_history     tokens of former answers that the device keeps for each adapter content
     """
 
     num_pages: int
@@ -32,25 +38,25 @@ class SchedulerLimits:
     speculation_history: int = 0
 
     @property
-    def follows(self) -> bool:
-        """Whether the device keeps the sequences' tokens."""
+    def speculates(self) -> bool:
+        """Whether sequences may have drafts; then the device keeps their tokens."""
         return self.speculation != "off"
 
     @property
-    def remembered(self) -> int:
-        """Tokens of a ring of former answers; 0: there are none."""
-        return self.speculation_history if self.follows else 0
+    def ring_tokens(self) -> int:
+        """Tokens of a ring buffer of former answers; 0: there are none."""
+        return self.speculation_history if self.speculates else 0
 
     @property
     def extra_logits(self) -> int:
-        """Rows of logits that a step may have beyond one a sequence."""
+        """Most rows of logits of a step beyond one per sequence."""
         return most_logits(self.max_num_seqs, self.max_num_batched_tokens) - self.max_num_seqs
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}, "
-                "so not every running sequence would get its token in a step; raise the one or lower the other"
+                "so a step has no token for some running sequences; raise max_num_batched_tokens or lower max_num_seqs"
             )
         if self.num_pages < pages_for(self.max_model_len):
             raise ValueError(
@@ -59,12 +65,9 @@ class SchedulerLimits:
             )
 
 
-@dataclass(frozen=True)
-class SchedulerStats:
-    """Where things stand now, and (from `preemptions` on) counts since the start; prefix_* count prompt tokens,
-    cached ones are those found in the cache; `drafted`: drafts that were computed, `accepted`: those that became
-    output, `history_*` and `trained_*`: of both those that came from former answers and from a trained draft.
-    """
+@dataclass(kw_only=True)
+class SchedulerStats(DraftCounts):
+    """Current state, and (from `preemptions` on, and drafts) counts since the start. prefix_* count prompt tokens."""
 
     running: int
     waiting: int
@@ -82,9 +85,3 @@ class SchedulerStats:
     adapter_loads: int
     adapter_evictions: int
     adapter_failures: int
-    drafted: int
-    accepted: int
-    history_drafted: int
-    history_accepted: int
-    trained_drafted: int
-    trained_accepted: int

@@ -1,21 +1,55 @@
-"""What a step changes about single logits: biases, bans, allowed tokens, and the history that penalties need."""
+"""Changes to single logits in a step: biases, bans, allowed tokens, and token counts for penalties."""
 
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..api.errors import RequestError
-from .sequence import Sequence
 from .step_plan import Int32
 
+if TYPE_CHECKING:
+    from .sequence import Sequence
+
 NOTHING_LEFT = (
-    "no token is left to sample: allowed_token_ids holds only tokens that bad_words or min_tokens forbids here; allow "
-    "more tokens"
+    "no token is left to sample: bad_words or min_tokens forbids all of allowed_token_ids here; allow more tokens"
 )
 
 
+class BadWords:
+    """Token sequences that an output must not hold. As in vLLM, the prompt does not count.
+
+    always  tokens that are banned in every step, from sequences of one token
+    """
+
+    def __init__(self, sequences: Iterable[tuple[int, ...]]) -> None:
+        self.always: set[int] = set()
+        self._after: dict[int, list[tuple[list[int], int]]] = {}  # last prefix token -> (whole prefix, banned token)
+        for *prefix, token in sequences:
+            if prefix:
+                self._after.setdefault(prefix[-1], []).append((prefix, token))
+            else:
+                self.always.add(token)
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether bans depend on former tokens."""
+        return bool(self._after)
+
+    def banned_after(self, tokens: list[int], start: int) -> set[int]:
+        """Return the banned tokens after `tokens`; the output begins at `start`."""
+        if len(tokens) == start or tokens[-1] not in self._after:
+            return self.always
+        output_length = len(tokens) - start
+        return self.always | {
+            token
+            for prefix, token in self._after[tokens[-1]]
+            if len(prefix) <= output_length and tokens[-len(prefix) :] == prefix
+        }
+
+
 class LogitEdits:
-    """The flat lists of a SamplingPlan, gathered row by row."""
+    """The flat arrays of a SamplingPlan, gathered row by row."""
 
     def __init__(self) -> None:
         self._bias_rows: list[int] = []
@@ -26,8 +60,8 @@ class LogitEdits:
         self._history_counts: list[int] = []
         self._allowed: list[tuple[int, Int32]] = []
 
-    def add(self, sequence: Sequence, row: int, step: int) -> None:
-        """Append one sequence's; `step` = output tokens so far. Raises RequestError when no token would be left."""
+    def add(self, sequence: "Sequence", row: int, step: int) -> None:
+        """Append a sequence's edits; `step`: its output tokens so far. Raises RequestError if no token is left."""
         params = sequence.params
         values: dict[int, float] = dict(params.biases)
         banned = sequence.banned(step)
@@ -46,9 +80,9 @@ class LogitEdits:
             self._history_counts.extend(counts.values())
 
     def arrays(self) -> dict[str, Any]:
-        """The fields of a SamplingPlan that these lists are."""
+        """Return the fields of the SamplingPlan."""
         rows = [np.full(len(allowed), row, np.int32) for row, allowed in self._allowed]
-        none = np.zeros(0, np.int32)
+        none = _int32([])
         return {
             "bias_rows": _int32(self._bias_rows),
             "bias_tokens": _int32(self._bias_tokens),

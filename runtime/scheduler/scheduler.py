@@ -1,50 +1,45 @@
-"""Continuous batching: which tokens of which sequences the next step computes. Pure CPU bookkeeping; no tensor, no
-device.
+"""Continuous batching: plans steps and commits their results, without a tensor or a device.
 
-A step first gives every decoding sequence its one token, then goes on with prompts that are under way, then admits
-waiting sequences (by priority, fairly between owners and adapters: `waiting`), all under `max_num_batched_tokens` (long
-prompts are cut into chunks). What the prefix cache holds of a prompt is not computed again. When pages run out, the
-last running sequence (lowest priority, newest) is put back and computed again later (preemption by recompute): its
-tokens are kept, so its output does not change. So it is when an owner finds no room for long (`choice`).
+The batch of a step is built under `max_num_batched_tokens` (`batch_builder`). When KV pages or adapter slots run out,
+sequences are preempted (`preemption`). Cached prefixes are not computed again (`kv_cache`). A request waits while its
+adapter has no slot or is loading (`adapter_slots`), and others pass it.
 
-Adapters: at most `num_slots` are resident (`residency`). A request whose adapter finds no slot, or is on its way into
-one, waits, and others pass it.
-
-Plans may be made one step ahead: a token that the last plan samples is `in_flight` until `commit`, and the next plan
-refers to it by its row in that plan. Pages that a plan in flight still writes may be handed to a later plan, because
-plans run in order on one stream.
+Plans are made ahead: a token that an issued plan samples is `in_flight` until `commit`, and the next plan refers to it
+by its row in that plan. Pages that a plan in flight writes may be given to a later plan, because plans run in order on
+one stream.
 """
 
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict
 from heapq import heappop, heappush
 from typing import NamedTuple
 
 from ..api.errors import RequestError
-from ..text.structured.filling import Filler, Memory
-from .batch_builder import Choice
+from ..text.structured.mask_filling import MaskFiller, Memory
+from .batch_builder import BatchBuilder
+from .failed_steps import STEP_FAULT, IssuedStep, find_lost
 from .limits import SchedulerLimits, SchedulerStats
-from .masks import MasksOfStep
-from .prompt_scores import Scored, scored_by
-from .rows import SequenceFault, Work, build_plan
+from .plan_builder import SequenceFault, Work, build_plan
+from .preemption import Preemption
+from .prompt_logprobs import ScoredTokens, scored_tokens
 from .sequence import Sequence, Status
-from .states import States
-from .step_plan import FORMER_ANSWERS, OWN_TOKENS, TRAINED_DRAFT, StepDrafts, StepMasks, StepPlan, StepResult
-from .suspects import STEP_FAULT, Issued, what_is_lost
+from .sequence_states import SequenceStates
+from .speculation import DraftCounts
+from .step_plan import OWN_TOKENS, StepDrafts, StepMasks, StepPlan, StepResult
+from .token_masks import StepMaskBuilder
 
 _log = logging.getLogger(__name__)
-PLAN_FAULT = "a fault in the scheduler while this request was worked on; others are not affected"
+PLAN_FAULT = "the scheduler failed on this request; others are not affected"
+NO_TOKEN = "the model's output is not finite: its values, or its adapter's, overflow; check the adapter's weights"
 
 
-NO_TOKEN = (
-    "the model's output is not a number: its values, or those of the adapter, overflow; check the adapter's weights"
-)
+class SampledToken(NamedTuple):
+    """One new token.
 
-
-class Sampled(NamedTuple):
-    """One sequence's new token; `row` is its row in the step's result, `following`: how many tokens of the same step
-    come after it, which the sequence has already.
+    row        its row in the step's result
+    following  number of later tokens of the same step, which the sequence already holds
     """
 
     sequence: Sequence
@@ -54,16 +49,13 @@ class Sampled(NamedTuple):
 
 
 class Scheduler:
-    """Plans steps and takes their results in.
+    """Plans steps and commits their results.
 
-    adapter_numbers      name -> the number by which the runner knows the adapter (may change while the engine runs; a
-                         number keeps its meaning)
-    adapter_hashes       number -> hash of the adapter's content, which the prefix cache goes by
-    asynchronous_loads   False: a plan says which adapters to copy before it runs. True: `take_loads` says what to copy
-                         meanwhile, and `load_done` must be called for each when it is over
-    clock                seconds, for deadlines; must never go back
-
-    `states` knows where each sequence stands and what it holds, `choice` what a step computes.
+    adapter_numbers      name -> adapter number; numbers are never reused, names may get new ones
+    adapter_hashes       number -> hash of the adapter's content, for the prefix cache
+    asynchronous_loads   False: a plan has the adapters to load before it runs. True: `take_loads` returns the adapters
+                         to load meanwhile, and `load_done` reports each
+    clock                monotonic seconds, for deadlines
     """
 
     def __init__(
@@ -76,30 +68,29 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits = limits
-        self.states = States(limits, adapter_hashes, asynchronous_loads)
-        self.choice = Choice(self.states)
-        self._times = self.choice.drafting.times
+        self.states = SequenceStates(limits, adapter_hashes, asynchronous_loads)
+        self.preemption = Preemption(self.states)
+        self.batch_builder = BatchBuilder(self.states, self.preemption)
+        self._times = self.batch_builder.draft_planner.times
         self.adapter_numbers = {} if adapter_numbers is None else adapter_numbers
         self.clock = clock
-        self.timeouts = self.drafted = self.accepted = self.history_drafted = self.history_accepted = 0
-        self.trained_drafted = self.trained_accepted = 0
-        self._issued: dict[int, Issued] = {}
-        self._masked = -1  # the last step whose masks were made
-        self._masks: MasksOfStep | None = None  # that are being made
-        self._filler = Filler()
-        self._drafts: StepDrafts | None = None  # the last ones that the device told
-        self._void: dict[int, set[Sequence]] = {}  # of issued steps: the sequences whose tokens will be wrong
-        self._loads: list[tuple[int, int]] = []  # for the plan that is being made
+        self.timeouts = 0
+        self.draft_counts = DraftCounts()
+        self._issued: dict[int, IssuedStep] = {}
+        self._masked = -1  # last step with complete masks
+        self._masks: StepMaskBuilder | None = None
+        self._filler = MaskFiller()
+        self._drafts: StepDrafts | None = None  # the last ones from the device
+        self._void: dict[int, set[Sequence]] = {}  # issued step -> sequences with invalid tokens
+        self._loads: list[tuple[int, int]] = []  # for the next plan
         self._deadlines: list[tuple[float, int, Sequence]] = []
         self._ended: list[Sequence] = []
-        self._scored: list[Scored] = []
-
-    # -- requests --------------------------------------------------------------------------------------------------
+        self._scored: list[ScoredTokens] = []
 
     def add(self, sequence: Sequence, alone: bool = False) -> None:
-        """Queue a sequence; `alone`: it is suspected, and computed in steps of its own until it is beyond suspicion.
+        """Queue a sequence. `alone`: it is suspected of a failed step, and gets steps of its own until it is cleared.
 
-        Raises RequestError for one that can never run.
+        Raises RequestError if it can never run.
         """
         if sequence.adapter is not None:
             sequence.number = self._number(sequence.adapter)
@@ -109,18 +100,19 @@ class Scheduler:
                 f"max_model_len={self.limits.max_model_len}; "
                 "shorten the prompt or raise max_model_len"
             )
-        if not self.states.waiting.active(sequence.number):
-            self.states.residency.requested(sequence.number)
-        self.states.waiting.enter(sequence, queued=not alone)
+        states = self.states
+        if not states.waiting.active(sequence.number):
+            states.residency.prefetch(sequence.number)
+        states.waiting.enter(sequence, queued=not alone)
         if alone:
             sequence.status = Status.HELD
-            self.choice.suspects.try_alone(sequence)
+            self.batch_builder.suspects.add_alone(sequence)
         if sequence.deadline is not None:
-            # mostly those of finished sequences
-            if len(self._deadlines) > 64 + 2 * (len(self.states.running) + len(self.states.waiting)):
+            # most entries may be of finished sequences
+            if len(self._deadlines) > 64 + 2 * (len(states.running) + len(states.waiting)):
                 self._deadlines = sorted(entry for entry in self._deadlines if not entry[-1].finished)
             heappush(self._deadlines, (sequence.deadline, sequence.arrival, sequence))
-        self.choice.uses_priorities |= sequence.priority != 0
+        self.preemption.uses_priorities |= sequence.priority != 0
 
     def _number(self, name: str) -> int:
         if self.limits.num_slots == 0:
@@ -134,32 +126,30 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait to be admitted."""
+        """Number of waiting sequences."""
         return len(self.states.waiting)
 
     @property
     def has_work(self) -> bool:
         """Whether any sequence is unfinished."""
-        return bool(self.states.running) or self.num_waiting > 0 or bool(self.choice.suspects)
+        return bool(self.states.running) or self.num_waiting > 0 or bool(self.batch_builder.suspects)
 
     @property
-    def holds_back(self) -> bool:
-        """Whether the last plan left out a sequence whose last token must be known first."""
-        return self.choice.holds_back
+    def waits_for_results(self) -> bool:
+        """Whether the last plan left out a sequence that needs its token in flight first."""
+        return self.batch_builder.waits_for_results
 
     def finish(self, sequence: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
-        """End a sequence now (also to abort one): its pages, row and adapter slot come free for the next plan."""
+        """End a sequence now (also to abort it): its pages, row and adapter slot are free for the next plan."""
         self.states.finish(sequence, reason, stop_reason)
 
     def take_ended(self) -> list[Sequence]:
-        """Sequences that the scheduler itself has ended since the last call: their deadline passed, or their adapter
-        could not be loaded.
-        """
+        """Return the sequences that the scheduler itself ended since the last call, for a deadline or an error."""
         ended, self._ended = self._ended, []
         return ended
 
     def stats(self) -> SchedulerStats:
-        """Where things stand."""
+        """Return the current statistics."""
         states = self.states
         slots, pages, cache = states.slots, states.pages, states.prefix_cache
         return SchedulerStats(
@@ -179,104 +169,92 @@ class Scheduler:
             adapter_loads=slots.loads,
             adapter_evictions=slots.evictions,
             adapter_failures=states.residency.failures,
-            drafted=self.drafted,
-            accepted=self.accepted,
-            history_drafted=self.history_drafted,
-            history_accepted=self.history_accepted,
-            trained_drafted=self.trained_drafted,
-            trained_accepted=self.trained_accepted,
+            **asdict(self.draft_counts),
         )
-
-    # -- adapters --------------------------------------------------------------------------------------------------
 
     @property
     def asynchronous_loads(self) -> bool:
-        """Whether adapters are copied while steps run (see the class)."""
+        """Whether adapters are loaded while steps run (see the class)."""
         return self.states.residency.asynchronous
 
     def take_loads(self) -> list[tuple[int, int]]:
-        """(slot, adapter number) of copies to start now; slot -1: only bring it into host memory.
+        """Return (slot, adapter number) of loads to start now; slot -1: into host memory only.
 
-        To be called after `add` and `schedule`.
+        Call it after `add` and `schedule`.
         """
         return self.states.residency.take_loads()
 
     def load_done(self, slot: int, number: int, problem: str | None = None) -> None:
-        """A copy that `take_loads` asked for is complete, or could not be made: `problem` then ends every sequence that
-        waits for the adapter (a later request tries again). Reports for slot -1 change nothing."""
+        """Report the end of a load from `take_loads`; slot -1 has no effect. `problem`: why it failed; all sequences
+        that wait for the adapter end with it, and a later request tries again.
+        """
         if slot < 0:
             return
         if problem is None:
-            self.states.residency.arrived(number)
+            self.states.residency.finish_load(number)
             return
-        for sequence in [*self.states.waiting.of(number), *self.choice.suspects.held(number)]:
+        for sequence in [*self.states.waiting.of(number), *self.batch_builder.suspects.held(number)]:
             self._end(sequence, "error", problem)
-        self.states.residency.failed(number)
+        self.states.residency.fail_load(number)
 
     def forget_device(self) -> None:
-        """What is in the KV pages and adapter slots is about to be lost. No sequence is unfinished, and no adapter is
-        on its way.
+        """Forget KV pages, adapter slots and former answers, because their memory will be freed. Call it only without
+        unfinished sequences and loads.
         """
         self.states.prefix_cache.reset()
         self.states.residency.forget_resident()
-        self.states.rings.empty_all()
+        self.states.answers.clear_all()
 
     def forget_adapter(self, number: int) -> None:
-        """No request will use this adapter any more (it was removed, or its name has a new content); those that are
-        here finish on it.
-        """
-        self.states.rings.empty(number)
+        """Retire a removed or replaced adapter: unfinished requests still use it, new ones cannot."""
+        self.states.answers.clear(number)
         self.states.residency.retire(number)
 
     def take_retired(self) -> list[int]:
-        """Forgotten adapters that nobody uses any more, since the last call: the runner can drop them."""
+        """Return the retired adapters that have become unused since the last call: the runner can drop them."""
         retired = self.states.residency.take_retired()
         for number in retired:
-            self.states.rings.empty(number, for_ever=True)
-            if self.states.first_acceptances is not None:
-                self.states.first_acceptances.forget(number)
+            self.states.answers.clear(number, forget=True)
+            if self.states.adapter_acceptance is not None:
+                self.states.adapter_acceptance.forget(number)
         return retired
 
-    # -- planning --------------------------------------------------------------------------------------------------
-
     def schedule(self) -> StepPlan | None:
-        """The next step, or None if nothing can be computed before an issued step is committed or an adapter has
-        arrived (or at all).
+        """Return the next step; None if nothing can be computed before a commit or the end of a load, or at all.
 
-        A fault of its own, or a request that leaves no token to sample, ends the sequence that it was about
-        (`take_ended`), and the step is planned without it.
-        Raises what nobody can be blamed for.
+        An exception while a sequence is handled ends that sequence (`take_ended`), and the step is planned without it.
+        Other exceptions are raised.
         """
-        states = self.states
+        states, builder = self.states, self.batch_builder
         while True:
             work: Work = []
-            self.choice.at = None
+            builder.current = None
             try:
                 self._expire()
-                if not self.choice.fill(work, idle=not self._issued):
+                if not builder.fill(work, idle=not self._issued):
                     return None
                 self._loads += states.residency.loads_of_plan()
-                rings = states.rings if self.limits.follows else None
-                plan = build_plan(states.step, work, states.rows, self._loads, rings)
+                answers = states.answers if self.limits.speculates else None
+                plan = build_plan(states.step, work, states.rows, self._loads, answers)
             except Exception as error:
-                culprit = error.sequence if isinstance(error, SequenceFault) else self.choice.at
+                culprit = error.sequence if isinstance(error, SequenceFault) else builder.current
                 if culprit is None or culprit.finished:
                     raise
-                asked_for = isinstance(error.__cause__, RequestError)
-                if not asked_for:
-                    _log.exception("a fault while request %r was planned", culprit.request_id)
-                self.choice.take_back(work)
-                self._end(culprit, "error", str(error.__cause__) if asked_for else PLAN_FAULT)
+                is_refusal = isinstance(error.__cause__, RequestError)
+                if not is_refusal:
+                    _log.exception("the scheduler failed on request %r", culprit.request_id)
+                builder.undo(work)
+                self._end(culprit, "error", str(error.__cause__) if is_refusal else PLAN_FAULT)
                 continue
             self._loads = []
-            if self._times.known and self._issued and (plan.decode or plan.verifies):
-                self._times.planned(states.step, len(work), int(plan.drafts.max(initial=0)))
+            if self._times.available and self._issued and (plan.decode or plan.verifies):
+                self._times.plan(states.step, len(work), int(plan.drafts.max(initial=0)))
             self._issued[states.step] = (plan, [sequence for sequence, _ in work])
             states.step += 1
             return plan
 
     def _expire(self) -> None:
-        """End the sequences whose deadlines have passed."""
+        """End sequences after their deadlines."""
         if not self._deadlines:
             return
         now = self.clock()
@@ -291,84 +269,85 @@ class Scheduler:
                 self.timeouts += 1
 
     @property
+    def _oldest(self) -> int:
+        """Oldest step in flight; without one, the last masked step."""
+        return next(iter(self._issued), self._masked)
+
+    @property
     def drafts_due(self) -> bool:
-        """Whether the oldest step that has not come back has no masks before its drafts are told (`take_drafts`)."""
-        step = next(iter(self._issued), self._masked)
+        """Whether the oldest step in flight needs its drafts (`take_drafts`) before its masks can be built."""
+        step = self._oldest
         if step == self._masked or not self._issued[step][0].masks_drafts:
             return False
         return self._drafts is None or self._drafts.step != step
 
     def take_drafts(self, drafts: StepDrafts) -> None:
-        """What the device drafted in an issued step; that of one that has failed meanwhile changes nothing."""
+        """Take the drafts of an issued step; those of a failed step have no effect."""
         self._drafts = drafts
 
     def begin_masks(self) -> None:
-        """Have the masks of the oldest step that has not come back made by other threads, if it needs some and has none
-        yet: the tokens that they depend on are known. To be called after `schedule`, `commit` and `fail_step`, before
-        other work; `masks_due` waits for them.
+        """Start to fill the masks of the oldest step in flight in other threads, if it needs some.
+
+        Call it after `schedule`, `commit` and `fail_step`, before other work. `masks_due` waits for the masks.
         """
-        step = next(iter(self._issued), self._masked)
+        step = self._oldest
         if self._masks is not None and self._masks.step != step:
-            self._masks.drop()  # their step has failed
+            self._masks.cancel()  # their step has failed
             self._masks = None
         if step == self._masked or self._masks is not None:
             return
         plan, sequences = self._issued[step]
         if len(plan.masked_rows):
-            self._masks = MasksOfStep(plan, sequences, self._void.get(step, ()), self._end, self._filler)
+            self._masks = StepMaskBuilder(plan, sequences, self._void.get(step, ()), self._end, self._filler)
 
     def place_masks(self, memory: Memory) -> None:
-        """Have masks filled there from now on, where there is room."""
+        """Fill masks in this memory from now on while it has space."""
         self._filler.memory = memory
 
     def masks_due(self) -> StepMasks | None:
-        """The masks of the oldest step that has not come back, if it needs some, has none yet, and no drafts are due.
-        To be called after `schedule`, `take_drafts`, `commit` and `fail_step`.
+        """Return the masks of the oldest step in flight, once; None if it needs none or its drafts first.
+
+        Call it after `schedule`, `take_drafts`, `commit` and `fail_step`.
         """
         self.begin_masks()
-        making = self._masks
-        if making is None or self.drafts_due:
+        builder = self._masks
+        if builder is None or self.drafts_due:
             return None
-        masks = making.finish(self._drafts if self._issued[making.step][0].masks_drafts else None)
-        self._masks, self._masked = None, making.step  # not before: the wait may be interrupted
+        masks = builder.finish(self._drafts if self._issued[builder.step][0].masks_drafts else None)
+        self._masks, self._masked = None, builder.step  # not earlier: the wait may be interrupted
         return masks
 
     def close(self) -> None:
-        """End the thread that has masks made. May be called twice."""
+        """End the threads that fill masks. May be called twice."""
         self._filler.close()
 
     def _end(self, sequence: Sequence, reason: str, text: str | None) -> None:
-        """End a sequence of the scheduler's own accord: `take_ended` tells of it."""
+        """End a sequence for the scheduler's own reasons, and report it by `take_ended`."""
         self.states.finish(sequence, reason, text)
         self._ended.append(sequence)
 
     def issued(self, step: int) -> list[Sequence]:
-        """The unfinished sequences of a step that was planned and has not come back."""
+        """Return the unfinished sequences of a step in flight."""
         return [sequence for sequence in self._issued[step][1] if not sequence.finished]
 
-    # -- results ---------------------------------------------------------------------------------------------------
-
-    def commit(self, result: StepResult) -> list[Sampled]:
-        """Take a step's tokens in, in the order in which steps were issued; ends sequences that met their
-        end-of-sequence, a stop token or their limit, and (with an error) those that got no token.
-
-        Tokens of sequences that ended meanwhile are dropped.
+    def commit(self, result: StepResult) -> list[SampledToken]:
+        """Add a step's tokens to their sequences, in the order of issue. End sequences at an end-of-sequence or stop
+        token, at their limit, and (with an error) without a token. Tokens of finished sequences are dropped.
         """
         plan, sequences = self._issued.pop(result.step)
-        if self._times.known:
-            self._times.came(result.step, self.clock())
+        if self._times.available:
+            self._times.commit(result.step, self.clock())
         void = self._void.pop(result.step, ())
         self.states.residency.committed = result.step
-        for scored in scored_by(plan, sequences, result):
+        for scored in scored_tokens(plan, sequences, result):
             if scored.sequence not in void:
                 scored.sequence.scored += len(scored.ranks)
                 self._scored.append(scored)
         tokens = result.tokens.tolist()
-        progress: list[Sampled] = []
-        finished = Status.FINISHED
         if plan.verifies:
-            self._commit_drafts(plan, sequences, void, tokens, result, progress)
-            return progress
+            return self._commit_drafts(plan, sequences, void, tokens, result)
+        progress: list[SampledToken] = []
+        finished = Status.FINISHED
         for row in plan.sample_rows.tolist():
             sequence, token = sequences[row], tokens[row]
             if sequence.status is finished or sequence in void:
@@ -378,11 +357,11 @@ class Scheduler:
                 self._end(sequence, "error", NO_TOKEN)
                 continue
             self._append(sequence, token)
-            progress.append(Sampled(sequence, token, row))
+            progress.append(SampledToken(sequence, token, row))
         return progress
 
     def _append(self, sequence: Sequence, token: int) -> None:
-        """One more token of a sequence, which may be its last."""
+        """Append a token, and end the sequence if it is the last one."""
         states = self.states
         sequence.tokens.append(token)
         if sequence.counts is not None:
@@ -403,21 +382,21 @@ class Scheduler:
         void: Collection[Sequence],
         tokens: list[int],
         result: StepResult,
-        progress: list[Sampled],
-    ) -> None:
-        """A step with drafts: of each sequence those that hold and one token more, as far as it goes on."""
+    ) -> list[SampledToken]:
+        """Add the accepted drafts of each sequence and one more token, up to its end."""
         if result.accepted is None:
-            raise RuntimeError(f"step {plan.step} had drafts, and its result does not say how many hold")
+            raise RuntimeError(f"step {plan.step} had drafts, but its result has no `accepted`")
         first, drafts, accepted = plan.first_logits.tolist(), plan.drafts.tolist(), result.accepted.tolist()
-        first_acceptances = self.states.first_acceptances
+        adapter_acceptance = self.states.adapter_acceptance
         sources = [OWN_TOKENS] * len(drafts) if result.sources is None else result.sources.tolist()
+        progress: list[SampledToken] = []
         for index in plan.sample_rows.tolist():
             sequence = sequences[index]
             if sequence.finished or sequence in void:
                 continue
             sequence.in_flight -= 1
             sequence.drafted -= drafts[index]
-            if sequence.status is Status.RUNNING:  # not put back meanwhile: their keys and values are there
+            if sequence.status is Status.RUNNING:  # not preempted since: the drafts' keys and values are stored
                 sequence.computed += accepted[index]
             taken: list[int] = []
             for token in tokens[first[index] : first[index] + 1 + accepted[index]]:
@@ -428,26 +407,20 @@ class Scheduler:
                     taken.append(token)
                 if sequence.finished:
                     break
-            held = min(accepted[index], len(taken))
-            self.drafted += drafts[index]
-            self.accepted += held
-            if sources[index] == FORMER_ANSWERS:
-                self.history_drafted += drafts[index]
-                self.history_accepted += held
-            elif sources[index] == TRAINED_DRAFT:
-                self.trained_drafted += drafts[index]
-                self.trained_accepted += held
+            used = min(accepted[index], len(taken))
+            self.draft_counts.add(drafts[index], used, sources[index])
             if drafts[index] and sequence.speculation is not None:
-                sequence.speculation.note(drafts[index], held, sources[index])
-                if first_acceptances is not None and sequence.speculation.adaptive:
-                    first_acceptances.note(sequence.number, drafts[index], held)
+                sequence.speculation.add(drafts[index], used, sources[index])
+                if adapter_acceptance is not None and sequence.speculation.adaptive:
+                    adapter_acceptance.add(sequence.number, drafts[index], used)
             progress += (
-                Sampled(sequence, token, first[index] + place, len(taken) - 1 - place)
+                SampledToken(sequence, token, first[index] + place, len(taken) - 1 - place)
                 for place, token in enumerate(taken)
             )
+        return progress
 
-    def take_scored(self) -> list[Scored]:
-        """What committed steps have scored of prompts since the last call."""
+    def take_scored(self) -> list[ScoredTokens]:
+        """Return the prompt tokens that committed steps have scored since the last call."""
         scored, self._scored = self._scored, []
         return scored
 
@@ -455,29 +428,27 @@ class Scheduler:
         try:
             self.states.prefix_cache.publish(sequence, sequence.computed)
         except Exception:
-            _log.exception("a fault while a page of request %r was published", sequence.request_id)
+            _log.exception("could not publish a page of request %r", sequence.request_id)
             self._end(sequence, "error", PLAN_FAULT)
 
     def fail_step(self, step: int, problem: str = STEP_FAULT) -> None:
-        """A step that was issued has failed on the device: it has no tokens, and what it should have stored is not
-        there.
+        """Recover from an issued step that failed on the device. Call it in place of `commit`.
 
-        Its sequences, and those that were to read what it should have stored, are computed again: the step's own ones
-        as `suspects`, until the one is found with which a step fails when it is alone. That one ends with finish_reason
-        `error` (`take_ended`). To be called in place of `commit`.
+        Its sequences, and those that were to read keys and values from it, are computed again: its own ones as
+        suspects, until a step with only one of them fails. That one ends with finish_reason `error` (`take_ended`).
         """
         failed = self._issued.pop(step)
-        self._times.failed(step)
+        self._times.fail(step)
         void = self._void.pop(step, set())
         self.states.residency.committed = step
-        self.states.rings.empty_all()
-        lost, pages = what_is_lost(failed, list(self._issued.values()), self.states.running)
+        self.states.answers.clear_all()
+        lost, pages = find_lost(failed, list(self._issued.values()), self.states.running)
         self.states.pages.unpublish(pages)
         for later, (_, sequences) in self._issued.items():
             self._void.setdefault(later, set()).update(set(lost).intersection(sequences))
         plan, sequences = failed
         ends = plan.context_lens.tolist()
-        accused = {
+        suspected = {
             sequence: min(ends[row], len(sequence.tokens))
             for row, sequence in enumerate(sequences)
             if sequence.status is Status.RUNNING and sequence not in void
@@ -485,7 +456,7 @@ class Scheduler:
         for sequence in lost:
             sequence.in_flight = sequence.drafted = 0
             if sequence.status is Status.RUNNING:
-                (self.states.hold if sequence in accused else self.states.preempt)(sequence)
-        guilty = self.choice.suspects.accuse(accused) if accused else None
-        if guilty is not None:
-            self._end(guilty, "error", problem)
+                (self.preemption.hold if sequence in suspected else self.preemption.preempt)(sequence)
+        faulty = self.batch_builder.suspects.add(suspected) if suspected else None
+        if faulty is not None:
+            self._end(faulty, "error", problem)

@@ -1,4 +1,4 @@
-"""One sequence's state while the engine works on it. A request with n > 1 is n sequences."""
+"""State of one sequence. A request with n > 1 is n sequences."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -8,18 +8,18 @@ import numpy as np
 
 from ..api.sampling_params import SamplingParams
 from ..text.structured.matcher import Matcher
-from .forbidden import Forbidden
+from .logit_edits import BadWords
 from .speculation import Speculation
 from .step_plan import Int32
 
 
 class Status(Enum):
-    """Where a sequence stands."""
+    """State of a sequence."""
 
     WAITING = "waiting"
     RUNNING = "running"
     HELD = "held"
-    """Put back because a step with it failed, and not in the queue: it may be the culprit."""
+    """Not queued: it may have caused a failed step (`failed_steps`)."""
     FINISHED = "finished"
 
 
@@ -27,31 +27,28 @@ class Status(Enum):
 class Sequence:
     """A prompt and its continuation.
 
-    tokens      prompt and output ids that are known
-    in_flight   tokens that an issued plan samples and whose ids have not come back yet, drafts not counted
-    drafted     drafts of issued plans: as many tokens more may come back
-    computed    how many tokens' keys and values are written by issued plans, drafts not counted
-    limit       most tokens that prompt and output may come to
-    row         the sequence's row in the scheduler's tables while it runs, else -1
-    number      the adapter's number, which stays the same when its name is given to another adapter; -1 = the base
-                model
-    priority    lower is served sooner
-    owner       whose it is: steps are shared fairly between owners
-    deadline    when it ends unfinished, on the scheduler's clock
-    page_keys   names of its full pages' contents, as far as they were needed
-    published   how many of its pages are findable, and `publish_at` the number of tokens that fill the next one
-    cached_tokens  how many tokens of its prompt were found in the prefix cache
-    charged     how many of its tokens its owner's and its adapter's shares were charged for
-    chunked_at  the last step that computed a part of its prompt
-    scores_prompt  whether the log-probabilities of its prompt are wanted, and `scored`: how many there are
-    forbidden   tokens that may not come next, or None
-    matcher     what its output must look like, or None
-    allowed     the only tokens that may be sampled, or None
-    edits_logits  whether anything about its logits is changed in some of its steps; `needs_history`: what that is
-                  depends on the tokens before
-    followed    whether the device keeps its tokens
-    speculation  how many drafts it gets, or None: it wants none, or something about its logits is edited
-    sampled_at  (step, row of that step's plan) of the last sample, which is where a token in flight will be found
+    tokens         known ids of prompt and output
+    limit          most tokens of prompt and output
+    number         adapter number, -1 = the base model; a name that gets new content gets a new number
+    priority       lower is served sooner
+    owner          steps are shared fairly between owners
+    deadline       time at which it ends unfinished, on the scheduler's clock
+    in_flight      sampled tokens of plans in flight, without drafts
+    drafted        drafts of issued plans
+    computed       tokens with keys and values written by issued plans, without drafts
+    row            its row in the scheduler's tables while it runs, else -1
+    sampled_at     (step, row of the plan) of the last sampled token, where a token in flight will be found
+    page_keys      content keys of its first full pages
+    published      number of its pages in the prefix cache; `publish_at`: number of tokens that fill the next one
+    cached_tokens  prompt tokens that the prefix cache had
+    charged        tokens that its owner's and adapter's shares were charged for
+    chunked_at     last step with a chunk of its prompt
+    scores_prompt  report log-probabilities of its prompt; `scored`: number of those reported
+    matcher        state of its grammar, or None
+    allowed        the only tokens that may be sampled, or None
+    edits_logits   some steps change its logits; `needs_history`: how depends on its former tokens
+    on_device      the device keeps its tokens
+    speculation    None: no drafts, as always when logits are edited
     """
 
     arrival: int
@@ -87,24 +84,24 @@ class Sequence:
     chunked_at: int = -1
     scores_prompt: bool = False
     scored: int = 0
-    forbidden: Forbidden | None = None
+    bad_words: BadWords | None = None
     matcher: Matcher | None = None
     speculation: Speculation | None = None
     drafted: int = 0
-    followed: bool = False
+    on_device: bool = False
     allowed: Int32 | None = field(init=False)
     edits_logits: bool = field(init=False)
     needs_history: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        params, forbidden = self.params, self.forbidden
+        params, bad_words = self.params, self.bad_words
         self.allowed = None if params.allowed_ids is None else np.asarray(params.allowed_ids, np.int32)
-        self.needs_history = params.needs_history or (forbidden is not None and forbidden.needs_history)
+        self.needs_history = params.needs_history or (bad_words is not None and bad_words.needs_history)
         self.edits_logits = (
             self.needs_history
             or bool(params.biases)
             or params.min_tokens > 0
-            or forbidden is not None
+            or bad_words is not None
             or self.allowed is not None
         )
         if self.edits_logits:
@@ -112,47 +109,47 @@ class Sequence:
 
     @property
     def reads_cache(self) -> bool:
-        """Whether what the prefix cache holds of it need not be computed."""
+        """Whether it may use cached pages instead of computing them."""
         unscored = self.scores_prompt and self.scored < self.prompt_length - 1
         return not unscored and not self.params.skip_reading_prefix_cache
 
     @property
     def order(self) -> tuple[int, int]:
-        """Who comes first: by priority, then by arrival."""
+        """Sort key: priority, then arrival."""
         return self.priority, self.arrival
 
     @property
     def length(self) -> int:
-        """Tokens that exist, whether their ids are known here or not."""
+        """Number of tokens, those in flight included."""
         return len(self.tokens) + self.in_flight
 
     @property
-    def most_tokens(self) -> int:
-        """Tokens that exist if every draft in flight is accepted."""
+    def max_length(self) -> int:
+        """Number of tokens if every draft in flight is accepted."""
         return len(self.tokens) + self.in_flight + self.drafted
 
     @property
     def output_ids(self) -> list[int]:
-        """The sampled tokens that are known."""
+        """Known sampled tokens."""
         return self.tokens[self.prompt_length :]
 
+    @property
+    def finished(self) -> bool:
+        """Whether it has ended."""
+        return self.status is Status.FINISHED
+
     def history(self) -> Counter[int]:
-        """Each distinct known token -> how often it occurs in the output (0 = in the prompt only)."""
+        """Return each distinct known token -> its count in the output (0 = in the prompt only)."""
         if self.counts is None:
             self.counts = Counter(dict.fromkeys(self.tokens[: self.prompt_length], 0))
             self.counts.update(self.output_ids)
         return self.counts
 
     def banned(self, step: int) -> set[int]:
-        """The tokens that may not come next, after `step` tokens of output."""
+        """Return the tokens that may not come next, after `step` output tokens."""
         banned: set[int] = set()
         if step < self.params.min_tokens:
             banned |= self.stop_ids | self.eos_ids
-        if self.forbidden is not None:
-            banned |= self.forbidden.after(self.tokens, self.prompt_length)
+        if self.bad_words is not None:
+            banned |= self.bad_words.banned_after(self.tokens, self.prompt_length)
         return banned
-
-    @property
-    def finished(self) -> bool:
-        """Whether nothing more will be computed."""
-        return self.status is Status.FINISHED

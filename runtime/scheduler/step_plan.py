@@ -1,10 +1,11 @@
-"""What one step computes: flat arrays that the scheduler makes and the runner reads, and what comes back.
+"""The plan of one step, its results, and the interface of the runner that executes it.
 
-Nothing in here refers to a tensor or a device, so that a plan can cross a process boundary.
+Arrays are NumPy's, without a tensor or a device, so that a plan can cross a process boundary.
 """
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,57 +15,47 @@ Int64 = NDArray[np.int64]
 Float32 = NDArray[np.float32]
 
 AHEAD = 3
-"""Steps that may be with the device at once: the one that runs, the next one, and after steps of few tokens one
-more.
-"""
-
-
+"""Most steps in flight: the running one, the next one, and one more after steps of few tokens."""
 SCORED_ROWS = 128
-"""Prompt tokens of which a step may give log-probabilities next to the rows that it samples."""
-
-
+"""Most rows of logits of a step for prompt log-probabilities, besides one per sequence."""
 DRAFT_SIZES = (1, 3, 7)
-"""Drafts a sequence for which there are programs; a step of other counts runs in the next larger one."""
+"""Drafts per sequence for which there are programs; other numbers run in the next larger program."""
 VERIFIED_ROWS = 256
-"""Query rows of a step with drafts, at most: from there on rows cost as much as steps."""
-
-
+"""Most query rows of a step with drafts: beyond that more rows take as long as more steps."""
 RINGS = 64
-"""Adapter contents whose last answers the device keeps at a time."""
-
-
+"""Ring buffers for former answers on the device, one per adapter content."""
 OWN_TOKENS, FORMER_ANSWERS, TRAINED_DRAFT = 0, 1, 2
-"""Where a sequence's drafts came from."""
+"""Sources of a sequence's drafts."""
 
 
 def drafts_within(sequences: int, budget: int) -> int:
-    """The most drafts that each of so many sequences may have in a step of `budget` tokens."""
+    """Return the most drafts per sequence in a step of `budget` tokens."""
     rows = min(VERIFIED_ROWS, budget)
     return max((size for size in DRAFT_SIZES if sequences * (1 + size) <= rows), default=0)
 
 
 def no_rows() -> Int32:
-    """An empty array."""
+    """Return an empty array."""
     return np.zeros(0, np.int32)
 
 
 def most_logits(max_num_seqs: int, max_num_batched_tokens: int) -> int:
-    """Rows of logits that a step may have: one a sequence, and those of prompts whose log-probabilities are wanted."""
+    """Return the most rows of logits of a step: one per sequence and those for prompt log-probabilities."""
     return min(max_num_seqs + SCORED_ROWS, max_num_batched_tokens)
 
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """How the rows of a step are sampled; arrays are [B] unless said otherwise ([T] in a step with drafts, where every
-    token's row is sampled; rows in the flat lists are rows of the logits).
+    """Sampling of a step's rows; arrays are [B], or [T] in a step with drafts, which samples every row.
 
-    `greedy`: every sampled row has temperature 0. `num_logprobs`: likeliest tokens to report a row, -1 = none;
-    `num_prompt_logprobs`: the same for the prompt tokens that are scored. The flat
-    lists (rows, tokens, values) add `bias_values` to single logits (-inf bans a token); a row that `allowed_rows` names
-    gets one of its `allowed_tokens`; `history_*` list each distinct
-    token of a penalised row with the number of times that it occurs in the output (0 = in the prompt only), and the
-    three penalties are per row. `steps`: tokens of output so far; in a plan that follows sequences this less the row's
-    position, which the device adds.
+    greedy               every sampled row has temperature 0
+    num_logprobs         likeliest tokens to report per row, -1 = none; num_prompt_logprobs: the same for scored prompts
+    steps                output tokens so far; with follow_rows less the row's position, which the device adds
+    bias_*               numbers to add to single logits, flat; -inf bans a token
+    allowed_*            the only tokens of a row, flat; other rows may get all
+    history_*            distinct tokens of penalized rows and their counts in the output, flat; 0 = in the prompt only
+
+    Rows of flat arrays are rows of the logits.
     """
 
     greedy: bool
@@ -93,30 +84,27 @@ class SamplingPlan:
 class StepPlan:
     """One step: T query tokens of B sequences, grouped by sequence.
 
-    step           number of the step
-    decode         each sequence has exactly one query token
-    input_ids [T]  a token whose id only the device knows yet holds 0
-    positions, slot_mapping [T]; adapter_index [T] (-1 = base model)
-    block_table [B, P], context_lens [B] (query tokens included), query_start [B + 1]
-    logits_indices [R]  row of each sequence's last query token, then of other tokens that are scored
-    scored_rows [N]     rows of the logits after which a prompt goes on with scored_tokens [N]: their log-probabilities
-                        are wanted
-    sample_rows [S]     sequences that get a new token (the others are in the midst of their prompt)
-    feed_positions, feed_rows [F]  input_ids[feed_positions] = the last step's tokens[feed_rows], on the device
-    masked_rows [M]     sampled sequences that need a mask: the step samples when its StepMasks have come
-    follow_rows [B]     row of the device's history that each sequence has, -1 = none (its prompt goes on). Empty in an
-                        engine without speculation
-    drafts [B]          drafts that a sequence computes after its last token. Then input_ids, positions and slot_mapping
-                        are the device's to fill in, and context_lens is the most that there may be; -1 = all is known
-    told_rows, told_lengths [N], told_tokens   histories that begin: row, number of tokens, and all these tokens
-    rings [B]           ring of former answers that each sequence may be drafted from, -1 = none; ring_ends, ring_filled
-                        [B]: the place after the ring's newest token, and how many tokens up to there count
-    next_tokens [B]     the token after each sequence's last query token, in the midst of its prompt; -1: it is sampled.
-                        Empty as follow_rows is
-    kept [N, 5]         answers that go into rings before anything else: row of the history, the first of its tokens
-                        that is kept, the one after the last, ring, place in the ring
-    slot_loads [L, 2]   (slot, adapter number) to copy into the stacks before the step; empty where adapters are copied
-                        while steps run
+    step                number of the step
+    decode              each sequence has exactly one query token
+    input_ids [T]       0 for a token that is still on the device
+    positions, slot_mapping [T], adapter_index [T]     adapter_index: -1 = base model
+    block_table [B, P], context_lens [B], query_start [B + 1]   context_lens includes the query tokens
+    logits_indices [R]  rows of each sequence's last query token, then of further scored tokens
+    scored_rows, scored_tokens [N]   rows of the logits, and the prompt's next token to score there
+    sample_rows [S]     sequences that get a new token; prompts that continue get none
+    feed_positions, feed_rows [F]   input_ids[feed_positions] = last step's tokens[feed_rows], on the device
+    masked_rows [M]     sampled sequences with a token mask: sampling waits for the step's StepMasks
+    follow_rows [B]     row of each sequence's tokens on the device, -1 = none (its prompt continues). Empty in an
+                        engine without speculation, as next_tokens
+    drafts [B]          drafts after each sequence's last token; -1: all its tokens are in the plan. With drafts the
+                        device fills in input_ids, positions and slot_mapping, and context_lens is an upper bound
+    start_rows, start_lengths [N], start_tokens   sequences that the device tracks from now on, and all their tokens
+    rings [B]           ring buffer of former answers to draft from, -1 = none
+    ring_ends, ring_filled [B]   place after the ring's newest token, and number of valid tokens before it
+    next_tokens [B]     the prompt's token after each sequence's last query token; -1: it is sampled
+    kept [N, 5]         answers to copy into rings before the step: row of the sequence's tokens, first token, end,
+                        ring, place in the ring
+    slot_loads [L, 2]   (slot, adapter number) to load before the step; empty with asynchronous loads
     """
 
     step: int
@@ -139,9 +127,9 @@ class StepPlan:
     masked_rows: Int32 = field(default_factory=no_rows)
     follow_rows: Int32 = field(default_factory=no_rows)
     drafts: Int32 = field(default_factory=no_rows)
-    told_rows: Int32 = field(default_factory=no_rows)
-    told_lengths: Int32 = field(default_factory=no_rows)
-    told_tokens: Int32 = field(default_factory=no_rows)
+    start_rows: Int32 = field(default_factory=no_rows)
+    start_lengths: Int32 = field(default_factory=no_rows)
+    start_tokens: Int32 = field(default_factory=no_rows)
     rings: Int32 = field(default_factory=no_rows)
     ring_ends: Int32 = field(default_factory=no_rows)
     ring_filled: Int32 = field(default_factory=no_rows)
@@ -155,17 +143,17 @@ class StepPlan:
 
     @cached_property
     def verifies(self) -> bool:
-        """Whether any sequence has drafts: all rows are sampled."""
+        """Whether any sequence has drafts; then all rows are sampled."""
         return int(self.drafts.max(initial=0)) > 0
 
     @cached_property
     def masks_drafts(self) -> bool:
-        """Whether any sequence that needs masks has drafts: its masks follow from its StepDrafts."""
+        """Whether any sequence with a mask has drafts: its masks depend on its StepDrafts."""
         return len(self.masked_rows) > 0 and self.verifies and bool((self.drafts[self.masked_rows] > 0).any())
 
     @cached_property
     def first_logits(self) -> Int32:
-        """Row of the logits from which each sequence gets its first token [B]; those after its drafts follow."""
+        """Row of the logits of each sequence's first new token [B]; rows of its drafts follow."""
         return self.query_start[:-1] if self.verifies else np.arange(self.num_sequences, dtype=np.int32)
 
     @property
@@ -186,8 +174,9 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class StepDrafts:
-    """What the device drafted for the sequences of a plan that need masks (`masks_drafts`): tokens [M, K], in the order
-    of `masked_rows`; of each as many count as the plan says. Empty where they could not be read.
+    """Drafts of a plan's sequences with masks (`masks_drafts`).
+
+    tokens [M, K]  in the order of `masked_rows`; the plan has the number that counts. Empty if they could not be read
     """
 
     step: int
@@ -196,12 +185,11 @@ class StepDrafts:
 
 @dataclass(frozen=True)
 class StepMasks:
-    """Which tokens a step's rows may get. It follows a plan with `masked_rows` as soon as the tokens before are known,
-    while the device computes the step's logits.
+    """Allowed tokens of a step's rows. Sent after the plan, while the device computes the logits.
 
-    rows [N] (sequences of the plan; those of `masked_rows` that ended meanwhile are left out), places [N] (0: the mask
-    of the sequence's first token, i: of the one after its i-th draft; a sequence has them up to its last one without a
-    gap), words [N, W]: a bit for each token, 32 a word, lowest bit first
+    rows [N]      sequences of the plan; those of `masked_rows` that have finished are left out
+    places [N]    0: mask of the sequence's first new token, i: of the token after draft i, without gaps
+    words [N, W]  a bit for each token, 32 per word, lowest bit first
     """
 
     step: int
@@ -210,9 +198,7 @@ class StepMasks:
     words: Int32
 
     def drafts_left(self, plan: StepPlan) -> Int32:
-        """How many drafts of each sequence may hold [B]: those of constrained ones as far as there are masks for the
-        tokens after them.
-        """
+        """Return how many drafts of each sequence may be accepted [B]: with masks, those followed by one."""
         left = plan.drafts.copy()
         left[plan.masked_rows] = 0
         np.maximum.at(left, self.rows, self.places)
@@ -221,14 +207,14 @@ class StepMasks:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step sampled.
+    """Tokens that a step sampled.
 
-    tokens [B] (-1: the logits are no numbers; rows outside `sample_rows` are meaningless; [T] in a step with drafts, of
-    which a sequence gets 1 + accepted [B] from its first one on); with logprobs: token ids and
-    log-probabilities [B, 1 + k], the chosen token first, then the k likeliest, and the rank of the chosen one [B].
-    `prompt_*`: the same for the N prompt tokens that were scored. `sources` [B]: where the drafts came from,
-    OWN_TOKENS, FORMER_ANSWERS or TRAINED_DRAFT; None where there were own tokens only. `compiled`: the kernels that had
-    to be compiled before the step could be launched.
+    tokens [B]         -1: the logits are not finite; undefined outside `sample_rows`. [T] with drafts: a sequence gets
+                       1 + accepted [B] of them from its first row on
+    logprob_tokens, logprobs [B, 1 + k]   the chosen token, then the k likeliest; ranks [B]: of the chosen one
+    prompt_*           the same for N scored prompt tokens
+    sources [B]        source of the drafts; None: OWN_TOKENS for all
+    compiled           number of kernels that were compiled to launch the step
     """
 
     step: int
@@ -242,3 +228,33 @@ class StepResult:
     accepted: Int32 | None = None
     sources: Int32 | None = None
     compiled: int = 0
+
+
+class Runner(Protocol):
+    """Executes plans in the order of `submit`, and loads adapters meanwhile; adapters go by their registry numbers.
+
+    A scheduler without asynchronous loads uses `submit` and `collect` alone.
+    """
+
+    def submit(self, plan: StepPlan) -> Any:
+        """Start a step and return a handle, without waiting for the device."""
+
+    def drafts(self, handle: Any) -> StepDrafts:
+        """Wait for the drafts of a submitted step with `masks_drafts`. They precede the step's logits."""
+
+    def constrain(self, handle: Any, masks: StepMasks) -> None:
+        """Send the masks of the last submitted step, so that it is sampled. Call it before the next `submit`."""
+
+    def collect(self, handle: Any) -> StepResult:
+        """Wait for a submitted step. Steps are collected in order."""
+
+    def start_load(self, slot: int, number: int) -> None:
+        """Start to load an adapter into a slot that no step in flight uses; slot -1: into host memory only."""
+
+    def loaded(self, timeout: float = 0.0) -> list[tuple[int, int, str | None]]:
+        """Return (slot, number, error or None) of loads that ended since the last call. Wait up to `timeout` seconds
+        for the first.
+        """
+
+    def forget_adapter(self, number: int) -> None:
+        """Drop an unused adapter."""

@@ -1,23 +1,21 @@
-"""A server: three processes, and a fourth where it answers HTTP.
+"""A server: supervisor, batcher and GPU process; optionally an HTTP gateway, and several engines on one host.
 
-supervisor       starts the others, watches them, stops them
-replicas         several engines on one host, each started again alone
-front            the HTTP front's process, where there is one
-batcher          the process between clients and GPU: its loop
-state            what its parts know of the server as a whole
-front_desk       what clients ask for, one message at a time
-submissions      requests on their way into the engine
-adapter_desk     adapters that clients load, unload and list
-grammar_desk     constraints on answers, compiled next to the batcher's loop
-token_desk       texts that clients have tokenized
-open_requests    requests that are not finished, and their chunks
-retries          requests that go on after a step that did not return
-listener         where clients connect
-connections      the clients, and what has to go out to them
-stepper          plans out, results in, adapters brought in
-gpu_process      the process that drives the GPU
-served           the model and the adapters that it serves
-gpu_link         plans and results between those two
-shared_masks     memory in which the one fills masks and the other reads them
-settings         what `sidestream serve` is told
+supervisor          starts, watches and restarts an engine's batcher and GPU process
+supervisor_loop     the loop over child processes that both supervisors share, and the gateway's process
+replica_supervisor  several engines on one host, each restarted alone
+replica_process     entry point of one of them: a supervisor in its own process
+batcher             the process between clients and GPU process: its loop
+server_state        status of the server, and requests to resubmit after a restart of the GPU process
+message_router      dispatches clients' messages; tokenizes texts for clients
+submissions         checks, tokenizes and queues requests; compiles their grammars
+adapter_requests    loads, unloads and lists adapters for clients
+open_requests       unfinished requests and their chunks
+listener            sockets that clients connect to
+connections         connected clients, their heartbeats and output queues
+stepper             submits steps ahead, receives results and loaded adapters
+gpu_link            plans, masks and results between batcher and GPU process
+shared_masks        shared memory for token masks
+gpu_process         the process that drives the GPU
+served_model        the model and adapters in the GPU process
+settings            settings that the processes share
 """

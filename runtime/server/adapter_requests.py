@@ -1,36 +1,35 @@
-"""Adapters that clients load, unload and list."""
+"""Load, unload and list adapters for clients."""
 
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+from ..protocol.chat_templates import within_limits
 from ..protocol.messages import (
     AdapterInfo,
     ChatTemplatesFound,
     Done,
-    Error,
     ErrorCode,
     GetChatTemplates,
     LoadAdapter,
     UnloadAdapter,
 )
-from ..protocol.templates import fitting
 from ..text.chat_files import ChatTemplates
-from .connections import Client, Connections
-from .gpu_link import Answer, LoadedAdapter
+from .connections import ClientConnection, Connections
+from .gpu_link import Load, LoadedAdapter, LoadReply, Unload
 from .open_requests import OpenRequests
-from .state import ServerState
+from .server_state import ServerState
 from .stepper import Stepper
 from .submissions import LOADING_RETRY
 
 
-class AdapterDesk:
-    """Loads and unloads go to the GPU process under a ticket; its answer goes to the client that asked.
+class AdapterRequests:
+    """Sends loads and unloads to the GPU process under a ticket, and its replies to the clients.
 
-    admin    clients may load and unload
-    roots    directories under which a loaded adapter must lie
-    changed  is told of each change, before the client is: the name, and the directory or None
+    admin      clients may load and unload
+    roots      directories from which adapters may be loaded
+    on_change  called before the client gets its reply: name, and directory or None
     """
 
     def __init__(
@@ -40,101 +39,100 @@ class AdapterDesk:
         requests: OpenRequests,
         admin: bool,
         roots: list[str],
-        changed: Callable[[str, str | None], None],
+        on_change: Callable[[str, str | None], None],
     ) -> None:
         self._state, self._connections, self._requests = state, connections, requests
-        self._admin, self._roots, self._changed = admin, roots, changed
-        self._tickets: dict[int, tuple[Client, int, LoadAdapter | UnloadAdapter]] = {}
+        self._admin, self._roots, self._on_change = admin, roots, on_change
+        self._pending: dict[int, tuple[ClientConnection, LoadAdapter | UnloadAdapter]] = {}
         self._next_ticket = 0
 
-    def change(self, client: Client, message: LoadAdapter | UnloadAdapter) -> None:
-        """Have an adapter loaded or unloaded, or answer why not."""
+    def change(self, client: ClientConnection, message: LoadAdapter | UnloadAdapter) -> None:
+        """Start to load or unload an adapter, or send an error."""
+        stepper = self._state.stepper
         refusal = self._refusal(message)
-        if refusal is not None or self._state.stepper is None:
+        if refusal is not None or stepper is None:
             code, text = refusal or ("loading", "the model is being loaded")
-            self._connections.say(
-                client, Error(code, text, call=message.call, retry_after=LOADING_RETRY if code == "loading" else None)
-            )
+            retry_after = LOADING_RETRY if code == "loading" else None
+            self._connections.send_error(client, code, text, call=message.call, retry_after=retry_after)
             return
         self._next_ticket += 1
-        self._tickets[self._next_ticket] = client, message.call, message
+        self._pending[self._next_ticket] = client, message
         if isinstance(message, LoadAdapter):
-            self._state.stepper.read_adapter(self._next_ticket, message.name, message.path, message.replace)
+            stepper.link.send(Load(self._next_ticket, message.name, message.path, message.replace))
         else:
-            self._state.stepper.retire(message.name)
-            self._state.stepper.drop_adapter(self._next_ticket, message.name)
+            stepper.remove_adapter(message.name)
+            stepper.link.send(Unload(self._next_ticket, message.name))
 
     def _refusal(self, message: LoadAdapter | UnloadAdapter) -> tuple[ErrorCode, str] | None:
+        name, stepper = message.name, self._state.stepper
         if not self._admin:
             return (
                 "forbidden",
                 "adapters cannot be loaded or unloaded through this server; start it with --allow-adapter-loading",
             )
-        if self._state.stepper is None:
+        if stepper is None:
             return "loading", "the model is being loaded"
         if self._state.draining:
             return "draining", "the server is about to stop"
-        if any(pending.name == message.name for _, _, pending in self._tickets.values()):
-            return "adapter_in_use", f"adapter {message.name!r} is being loaded or unloaded at this moment"
-        known = self._state.stepper.known.get(message.name)
+        if any(pending.name == name for _, pending in self._pending.values()):
+            return "adapter_in_use", f"adapter {name!r} is being loaded or unloaded at this moment"
+        adapter = stepper.adapters.get(name)
         if isinstance(message, UnloadAdapter):
-            return self._unload_refusal(self._state.stepper, message.name, known)
-        if self._state.stepper.ready.num_slots == 0:
+            return self._unload_refusal(stepper, name, adapter)
+        if stepper.ready.num_slots == 0:
             return (
                 "adapter_error",
                 "the server was started without adapter slots; start it with an adapter, or with --max-loras N and "
                 "--max-lora-rank R",
             )
-        if known and not message.replace:
-            text = f"adapter {message.name!r} is there already; choose another name, or give replace=True"
-            return "adapter_in_use", text
-        if not within(message.path, self._roots):
-            return "forbidden", _outside(message.path)
+        if adapter and not message.replace:
+            return "adapter_in_use", f"adapter {name!r} already exists; choose another name, or give replace=True"
+        if not is_within(message.path, self._roots):
+            return "forbidden", _path_error(message.path)
         return None
 
-    def _unload_refusal(self, stepper: Stepper, name: str, known: LoadedAdapter | None) -> tuple[ErrorCode, str] | None:
-        if known is None:
-            return "unknown_adapter", f"adapter {name!r} is not known; list_adapters tells which are"
-        # the engine has those that wait, run or are suspected; not those whose prompts are being tokenized
-        if stepper.scheduler.states.waiting.active(known.number) or any(
+    def _unload_refusal(
+        self, stepper: Stepper, name: str, adapter: LoadedAdapter | None
+    ) -> tuple[ErrorCode, str] | None:
+        if adapter is None:
+            return "unknown_adapter", f"adapter {name!r} is not known; list_adapters lists all"
+        # the engine has waiting, running and suspected requests, but not those whose prompts are being tokenized
+        if stepper.scheduler.states.waiting.active(adapter.number) or any(
             request.adapter == name and not request.admitted for request in self._requests.all()
         ):
             return "adapter_in_use", f"adapter {name!r} has open requests; wait for them or abort them"
         return None
 
-    def answered(self, answer: Answer) -> None:
-        """The GPU process has read or dropped an adapter, or could not."""
-        client, call, asked = self._tickets.pop(answer.ticket)
-        if answer.problem is None:
-            self._changed(asked.name, asked.path if isinstance(asked, LoadAdapter) else None)
-        if answer.adapter is not None and self._state.stepper is not None:
-            self._state.stepper.register(answer.adapter)
-        if client.gone:
-            return
-        if answer.problem is not None:
-            self._connections.say(client, Error("adapter_error", answer.problem[:4096], call=call))
+    def receive_reply(self, reply: LoadReply) -> None:
+        """Send the GPU process's reply to the client."""
+        client, message = self._pending.pop(reply.ticket)
+        if reply.problem is None:
+            self._on_change(message.name, message.path if isinstance(message, LoadAdapter) else None)
+        if reply.adapter is not None and self._state.stepper is not None:
+            self._state.stepper.add_adapter(reply.adapter)
+        if reply.problem is not None:
+            self._connections.send_error(client, "adapter_error", reply.problem, call=message.call)
         else:
-            self._connections.say(client, Done(call))
+            self._connections.send(client, Done(message.call))
 
-    def chat_templates(self, asked: GetChatTemplates) -> ChatTemplatesFound:
-        """Return the templates of an adapter's directory; none for one that is not known."""
+    def chat_templates(self, message: GetChatTemplates) -> ChatTemplatesFound:
+        """Return the templates in an adapter's directory; none for an unknown adapter."""
         stepper = self._state.stepper
-        known = None if stepper is None else stepper.known.get(asked.adapter)
-        found = fitting(ChatTemplates() if known is None else known.chat.templates)
-        return ChatTemplatesFound(asked.call, dict(found.templates), dict(found.tokens))
+        adapter = None if stepper is None else stepper.adapters.get(message.adapter)
+        found = within_limits(ChatTemplates() if adapter is None else adapter.chat.templates)
+        return ChatTemplatesFound(message.call, dict(found.templates), dict(found.tokens))
 
     def infos(self) -> list[AdapterInfo]:
-        """All adapters that requests may name."""
         stepper = self._state.stepper
-        return [] if stepper is None else [_info(stepper, adapter) for adapter in stepper.known.values()]
+        return [] if stepper is None else [_info(stepper, adapter) for adapter in stepper.adapters.values()]
 
     def engine_died(self, retry_after: float | None) -> None:
-        """Tell the clients that wait for an answer of the GPU process."""
-        for client, call, _ in self._tickets.values():
-            if not client.gone:
-                error = Error("engine_dead", "the engine died", call=call, retry_after=retry_after)
-                self._connections.say(client, error)
-        self._tickets.clear()
+        """Send an error to the clients that wait for a reply of the GPU process."""
+        for client, message in self._pending.values():
+            self._connections.send_error(
+                client, "engine_dead", "the engine died", call=message.call, retry_after=retry_after
+            )
+        self._pending.clear()
 
 
 def _info(stepper: Stepper, adapter: LoadedAdapter) -> AdapterInfo:
@@ -151,19 +149,16 @@ def _info(stepper: Stepper, adapter: LoadedAdapter) -> AdapterInfo:
     return AdapterInfo(adapter.name, adapter.rank, adapter.content, where, slots.users(number), waiting, chat)
 
 
-def _outside(path: str) -> str:
-    """Why a path may not be read."""
+def _path_error(path: str) -> str:
     if path.startswith("~") or not os.path.isabs(path):
         return (
-            f"the path {path[:100]!r} is not absolute, and a server expands no `~` and resolves no hub id; give the "
-            "whole path of a directory on the server's machine"
+            f"the path {path[:100]!r} is not absolute; a server expands no `~` and resolves no hub id. Give the "
+            "absolute path of a directory on the server's machine"
         )
-    return (
-        "the path is outside the directories that adapters may be loaded from; start the server with --adapter-root DIR"
-    )
+    return "the path is outside the directories for adapters; start the server with --adapter-root DIR"
 
 
-def within(path: str, roots: list[str]) -> bool:
-    """Whether a path, links resolved, lies under one of the roots."""
-    resolved = Path(os.path.realpath(path))  # Path.resolve raises for links in a circle
+def is_within(path: str, roots: list[str]) -> bool:
+    """Return whether a path, with links resolved, is inside one of the roots."""
+    resolved = Path(os.path.realpath(path))  # Path.resolve raises for cyclic links
     return any(resolved.is_relative_to(os.path.realpath(root)) for root in roots)

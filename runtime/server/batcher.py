@@ -1,9 +1,9 @@
-"""The batcher process: clients on one side, the GPU process on the other, and the loop between them.
+"""The batcher process: the loop between clients and the GPU process.
 
-`python -m sidestream.runtime.server.batcher FD` starts it.
+The supervisor starts it as `python -m sidestream.runtime.server.batcher FD`.
 
-One thread. Results of the GPU process come first, because the next plan waits for them; then clients' messages, a
-limited number at a time.
+It has one thread. Results of the GPU process come first, because the next plan waits for them; then a limited number of
+clients' messages.
 """
 
 import contextlib
@@ -23,92 +23,81 @@ import zmq
 
 from ..api.sampling_defaults import SamplingDefaults
 from ..processes.channel import Channel, ChannelClosed
-from ..processes.garbage import GarbageLook, collect_seldom
-from ..processes.watch import HEARTBEAT_SECONDS, STALL_SECONDS, AwakeClock
+from ..processes.garbage_collection import PeriodicCollection, raise_gc_thresholds
+from ..processes.watchdog import HEARTBEAT_SECONDS, STALL_SECONDS, AwakeClock
 from ..protocol.addresses import make_private_directory, parse
 from ..protocol.curve_keys import load_server_keys
 from ..protocol.messages import INSTANCE_BYTES
 from ..scheduler.step_plan import StepDrafts
 from ..text.chat_files import read_chat_templates
-from ..text.encoder import Encoder, keep_large_blocks_apart
+from ..text.encoder_thread import Encoder, keep_large_blocks_apart
 from ..text.generation_config import AUTO, describe, sampling_defaults
 from ..text.tokenizer import load_tokenizer
-from .adapter_requests import AdapterDesk
+from .adapter_requests import AdapterRequests
 from .connections import Connections
-from .gpu_link import Answer, BatcherEnd, InHostMemory, LoadDone, Loading, Ready, StepFailed
-from .grammar_requests import GrammarDesk
+from .gpu_link import BatcherLink, InHostMemory, LoadDone, Loading, LoadReply, Ready, StepFailed
 from .listener import MAX_PEERS, CurveListener, Listener, OpenListener
-from .message_router import FrontDesk
+from .message_router import MessageRouter, TokenizeRequests
 from .open_requests import OpenRequests
-from .retries import Retries
+from .server_state import RetryQueue, ServerState
 from .settings import ServeSettings
-from .state import ServerState
 from .stepper import Stepper
-from .submissions import Submissions, missing_adapter
-from .tokenize_requests import TokenDesk
+from .submissions import GrammarQueue, Submissions, missing_adapter
 
 _log = logging.getLogger(__name__)
 TICK_SECONDS = 0.1
 BUSY_TICK_MS = 20
-FRAMES_AT_ONCE = 64
+MAX_FRAMES_PER_TURN = 64
 RESTART_RETRY = 5.0
-FAREWELL_SECONDS = 1.0
+FLUSH_SECONDS = 1.0
 DESCRIPTORS = MAX_PEERS + 256
 HUNG_STEP = "a step that computed this request alone did not return within {:g} s, and the engine was ended"
 
 
 class Batcher:
-    """The process's state and its loop; `run` returns the exit code."""
-
     def __init__(self, settings: ServeSettings, channel: Channel, context: "zmq.Context[Any]") -> None:
         self._settings, self._channel, self._context = settings, channel, context
-        self._state = ServerState()
+        self._state = state = ServerState()
         model = Path(settings.model)
         self._tokenizer = load_tokenizer(model)
         self._encoder = None if self._tokenizer is None else Encoder(self._tokenizer)
         self._listener = self._listen()
-        self._connections = Connections(self._listener, os.urandom(INSTANCE_BYTES))
-        self._requests = OpenRequests(self._connections)
-        self._grammars = GrammarDesk(self._tokenizer)
+        self._connections = connections = Connections(self._listener, os.urandom(INSTANCE_BYTES))
+        self._requests = requests = OpenRequests(connections)
+        self._grammars = GrammarQueue(self._tokenizer)
         self._submissions = Submissions(
-            self._state,
-            self._connections,
-            self._requests,
-            self._tokenizer,
-            self._encoder,
-            self._grammars,
-            settings.max_waiting,
+            state, connections, requests, self._tokenizer, self._encoder, self._grammars, settings.max_waiting
         )
-        self._adapters = AdapterDesk(
-            self._state,
-            self._connections,
-            self._requests,
+        self._adapters = AdapterRequests(
+            state,
+            connections,
+            requests,
             settings.admin,
             settings.adapter_roots,
             lambda name, path: channel.send({"event": "adapter", "name": name, "path": path}),
         )
-        self._tokens = TokenDesk(self._connections, self._tokenizer, self._encoder)
-        self._desk = FrontDesk(
+        self._tokenize = TokenizeRequests(connections, self._tokenizer, self._encoder)
+        self._router = MessageRouter(
             settings,
-            self._state,
-            self._connections,
-            self._requests,
+            state,
+            connections,
+            requests,
             self._submissions,
             self._adapters,
-            self._tokens,
+            self._tokenize,
             read_chat_templates(model, settings.chat_template),
             self._tokenizer is not None,
             self._sampling_defaults(model),
         )
         self._stop_at: float | None = None
         self._poller = zmq.Poller()
-        self._link: BatcherEnd | None = None
+        self._link: BatcherLink | None = None
         self._clock = AwakeClock()
-        self._gpu_heard = 0.0
-        self._gave_up = self._told_to_end = False
-        self._retries = Retries()
-        self._answers_told = 0
-        self._expect_gpu(settings.generation)
+        self._last_gpu_message = 0.0
+        self._hang_reported = self._ending = False
+        self._retries = RetryQueue()
+        self._finished_reported = 0
+        self._open_link(settings.generation)
         for source in (self._listener.source, channel, self._grammars, *([self._encoder] if self._encoder else [])):
             self._poller.register(source, zmq.POLLIN)
 
@@ -128,55 +117,57 @@ class Batcher:
     # -- loop ------------------------------------------------------------------------------------------------------
 
     def run(self, early: Iterable[dict[str, Any]] = ()) -> int:
-        """Serve until the supervisor says stop or is gone. `early`: orders that came with the settings."""
-        _allow_descriptors()
-        _tame_garbage_collector()
-        garbage = GarbageLook()
-        next_tick = next_beat = 0.0
+        """Serve until the supervisor orders the end or has ended. Returns the exit code.
+
+        `early`: orders that arrived together with the settings.
+        """
+        _raise_descriptor_limit()
+        _configure_garbage_collection()
+        collection = PeriodicCollection()
+        next_tick = next_heartbeat = 0.0
         try:
             for order in early:
-                self._obey(order)
+                self._execute(order)
             self._channel.send({"event": "bound", "address": self._listener.address})
             while True:
                 stepper = self._state.stepper
-                busy = self._connections.waiting or (stepper is not None and stepper.in_flight)
+                busy = self._connections.has_output or (stepper is not None and stepper.in_flight)
                 wait = 0 if self._listener.pending else BUSY_TICK_MS if busy else int(TICK_SECONDS * 1000)
                 ready = dict(self._poller.poll(wait))
-                self._clock.look()
+                self._clock.update()
                 if self._link is not None and self._link.results in ready:
-                    self._hear_gpu(self._link)
+                    self._receive_from_gpu(self._link)
                 if self._channel.fileno() in ready:
                     for order in self._channel.receive():
-                        self._obey(order)
+                        self._execute(order)
                 if self._encoder is not None and self._encoder.fileno() in ready:
                     self._take_encoded(self._encoder)
                 if self._grammars.fileno() in ready:
                     for key, grammar in self._grammars.take():
-                        self._submissions.compiled(key, grammar)
+                        self._submissions.constraint_compiled(key, grammar)
                 now = time.monotonic()
                 if self._listener.pending or self._listener.source in ready or now >= next_tick:
-                    self._hear_clients()
+                    self._receive_from_clients()
                 if now >= next_tick:
                     next_tick = now + TICK_SECONDS
-                    self._connections.beat()
-                    self._watch_gpu()
-                if now >= next_beat:
-                    next_beat = now + HEARTBEAT_SECONDS
-                    self._channel.beat()
-                    self._tell_answers()
-                self._settle()
-                garbage.look()  # plans are out
+                    self._connections.send_heartbeats()
+                    self._check_gpu()
+                if now >= next_heartbeat:
+                    next_heartbeat = now + HEARTBEAT_SECONDS
+                    self._channel.send_heartbeat()
+                    self._report_finished()
+                self._end_turn()
+                collection.collect_if_due()  # plans were sent
                 if self._stop_at is not None and (not self._requests or now >= self._stop_at):
-                    return self._farewell()
+                    return self._finish()
         except ChannelClosed:
-            if not self._told_to_end:
-                _log.error("the supervisor is gone")
-            shutil.rmtree(self._settings.directory, ignore_errors=True)  # which it would have done
+            if not self._ending:
+                _log.error("the supervisor has ended")
+            shutil.rmtree(self._settings.directory, ignore_errors=True)  # in place of the supervisor
             return 1
 
-    def _hear_gpu(self, link: BatcherEnd) -> None:
-        """Results and messages of the GPU process."""
-        self._gpu_heard = self._clock.seconds
+    def _receive_from_gpu(self, link: BatcherLink) -> None:
+        self._last_gpu_message = self._clock.seconds
         while (message := link.receive()) is not None:
             stepper = self._state.stepper
             if isinstance(message, Loading):
@@ -186,93 +177,93 @@ class Batcher:
             elif stepper is None:
                 continue
             elif isinstance(message, tuple):
-                self._requests.progress(*stepper.take(*message))
-                if not self._answers_told:  # before its client hears: this process may be dead at the next beat
-                    self._tell_answers()
+                self._requests.send_progress(*stepper.receive_result(*message))
+                if not self._finished_reported:  # before the client's answer: this process may die before a heartbeat
+                    self._report_finished()
                 self._connections.flush()
             elif isinstance(message, StepDrafts):
-                stepper.take_drafts(message)
+                stepper.receive_drafts(message)
             elif isinstance(message, StepFailed):
-                stepper.fail(message.step)
+                stepper.fail_step(message.step)
             elif isinstance(message, LoadDone):
-                stepper.load_done(message)
+                stepper.finish_load(message)
             elif isinstance(message, InHostMemory):
                 stepper.in_host_memory = set(message.numbers)
-            elif isinstance(message, Answer):
-                self._adapters.answered(message)
+            elif isinstance(message, LoadReply):
+                self._adapters.receive_reply(message)
 
     def _take_encoded(self, encoder: Encoder) -> None:
-        """Texts that are tokenized. In a function of its own: the loop must not keep the last one."""
-        for key, outcome in encoder.take():
-            if not self._tokens.answered(key, outcome):
-                self._submissions.encoded(key, outcome)
+        """Handle tokenized texts. A function of its own, so that the loop keeps no reference to the last one."""
+        for key, result in encoder.take():
+            if not self._tokenize.finish(key, result):
+                self._submissions.prompt_encoded(key, result)
 
-    def _hear_clients(self) -> None:
-        self._listener.look()
-        for _ in range(FRAMES_AT_ONCE):
+    def _receive_from_clients(self) -> None:
+        self._listener.poll()
+        for _ in range(MAX_FRAMES_PER_TURN):
             arrived = self._listener.receive()
             if arrived is None:
                 return
-            self._desk.receive(*arrived)
-            # dozens of requests at once take as long as a short step: the next plan goes first
-            if self._link is not None and self._link.has_news:
+            self._router.receive(*arrived)
+            # dozens of requests take as long as a short step: the next plan goes first
+            if self._link is not None and self._link.has_input:
                 return
 
-    def _settle(self) -> None:
-        """What every turn of the loop ends with: lost clients' requests end, plans go out, chunks go out."""
-        self._forget_lost()
+    def _end_turn(self) -> None:
+        """Abort requests of lost clients, send plans and chunks."""
+        self._abort_lost()
         stepper = self._state.stepper
         if stepper is not None:
             stepper.link.flush()
-            stepper.pump()
-            ended = stepper.take_ended()
-            if ended[0] or ended[1]:
-                self._requests.progress(*ended)
+            stepper.submit_steps()
+            deltas, finished = stepper.engine.take_ended()
+            if deltas or finished:
+                self._requests.send_progress(deltas, finished)
         self._connections.flush()
-        self._forget_lost()
+        self._abort_lost()
 
-    def _forget_lost(self) -> None:
-        for identity in self._listener.take_gone():
-            self._connections.hung_up(identity)
+    def _abort_lost(self) -> None:
+        for identity in self._listener.take_disconnected():
+            self._connections.disconnected(identity)
         for client in self._connections.take_lost():
-            self._submissions.lose(client)
+            self._submissions.abort_all(client)
 
-    # -- the GPU process's lives -----------------------------------------------------------------------------------
+    # -- the GPU process ---------------------------------------------------------------------------------------------
 
-    def _watch_gpu(self) -> None:
-        """Notice a GPU process that is stopped, and have one ended whose step does not return."""
+    def _check_gpu(self) -> None:
+        """Notice a GPU process that is stopped; report a step that does not return to the supervisor."""
         stepper = self._state.stepper
         if stepper is None:
             return
-        self._state.stalled = self._clock.seconds - self._gpu_heard > STALL_SECONDS or stepper.watch.late
-        step = stepper.watch.overdue
-        if step is None or self._gave_up:
+        silence = self._clock.seconds - self._last_gpu_message
+        self._state.stalled = silence > STALL_SECONDS or stepper.watchdog.late
+        step = stepper.watchdog.overdue
+        if step is None or self._hang_reported:
             return
-        self._gave_up = True
-        limit = stepper.watch.limit
-        guilty = self._retries.accuse(stepper, step)
-        request = None if guilty is None else self._requests.get(guilty)
+        self._hang_reported = True
+        limit = stepper.watchdog.limit
+        cause = self._retries.record_hang(stepper, step)
+        request = None if cause is None else self._requests.get(cause)
         if request is not None:
             self._submissions.fail(request, HUNG_STEP.format(limit))
         self._channel.send({"event": "overdue", "generation": self._generation, "seconds": limit})
 
-    def _tell_answers(self) -> None:
-        """Let the supervisor know that requests were answered: what dies later did not die at its start."""
-        answered = self._requests.counts["finished_total"]
-        if answered > self._answers_told:
-            self._answers_told = answered
+    def _report_finished(self) -> None:
+        """Report finished requests to the supervisor, which then resets its count of deaths."""
+        finished = self._requests.counts["finished_total"]
+        if finished > self._finished_reported:
+            self._finished_reported = finished
             self._channel.send({"event": "answered"})
 
-    def _expect_gpu(self, generation: int) -> None:
-        """Be ready for a new GPU process."""
+    def _open_link(self, generation: int) -> None:
         self._generation = generation
-        self._gpu_heard = self._clock.seconds
-        self._gave_up = False
-        self._link = BatcherEnd(self._context, Path(self._settings.directory), generation)
+        self._last_gpu_message = self._clock.seconds
+        self._hang_reported = False
+        self._link = BatcherLink(self._context, Path(self._settings.directory), generation)
         self._poller.register(self._link.results, zmq.POLLIN)
 
-    def _gpu_ready(self, ready: Ready, link: BatcherEnd) -> None:
-        self._state.stepper = Stepper(
+    def _gpu_ready(self, ready: Ready, link: BatcherLink) -> None:
+        self._state.stepper = stepper = Stepper(
             ready,
             link,
             self._tokenizer,
@@ -281,20 +272,20 @@ class Batcher:
             self._clock,
             link.open_masks(ready.masks),
         )
-        self._grammars.ready(ready)
+        self._grammars.prepare(ready)
         self._state.phase, self._state.progress = "ready", 1.0
         self._channel.send({"event": "serving"})
         still_open = {}
         for request in self._requests.all():
-            missing = missing_adapter(self._state.stepper, request.adapter, request.adapter_content)
+            missing = missing_adapter(stepper, request.adapter, request.adapter_content)
             if missing is not None and missing[0] == "adapter_changed":
                 self._requests.refuse(request, *missing)
                 continue
             still_open[request.key] = request
             request.scored_here = 0
-        refused = self._retries.resubmit(self._state.stepper, set(still_open))
-        for key, problem in refused.items():
-            self._requests.refuse(still_open[key], "engine_dead", f"the engine died, and this cannot go on: {problem}")
+        for key, problem in self._retries.resubmit(stepper, set(still_open)).items():
+            text = f"the engine died, and this request cannot continue: {problem}"
+            self._requests.refuse(still_open[key], "engine_dead", text)
 
     def _gpu_died(self, restarting: bool) -> None:
         if self._link is not None:
@@ -302,49 +293,48 @@ class Batcher:
             self._link.close()
             self._link = None
         retry_after = RESTART_RETRY if restarting else None
-        going_on = self._retries.take(self._state.stepper if restarting else None)
+        resubmitted = self._retries.save(self._state.stepper if restarting else None)
         if self._state.stepper is not None:
             self._state.stepper.close()
         self._state.stepper, self._state.stalled = None, False
-        self._submissions.engine_died(retry_after, going_on)
+        self._submissions.engine_died(retry_after, resubmitted)
         self._adapters.engine_died(retry_after)
         self._connections.flush()
-        if not going_on:
+        if not resubmitted:
             self._connections.instance = os.urandom(INSTANCE_BYTES)
         self._state.phase, self._state.progress = "restarting" if restarting else "dead", 0.0
         self._state.dead = not restarting
 
     # -- the supervisor's orders -----------------------------------------------------------------------------------
 
-    def _obey(self, order: dict[str, Any]) -> None:
+    def _execute(self, order: dict[str, Any]) -> None:
         what = order["order"]
         if what == "gpu_died":
             self._gpu_died(bool(order["restarting"]))
+            if self._state.dead:
+                self._stop_at = time.monotonic()
         elif what == "gpu_starting":
-            self._expect_gpu(int(order["generation"]))
+            self._open_link(int(order["generation"]))
         elif what == "drain":
             self._state.draining = True
             self._stop_at = time.monotonic() + float(order["seconds"])
         elif what == "end":
-            self._told_to_end = True
-        if what == "gpu_died" and self._state.dead:
-            self._stop_at = time.monotonic()
+            self._ending = True
 
-    def _farewell(self) -> int:
-        """End what is still open, and give the last words a moment to go out."""
+    def _finish(self) -> int:
+        """Abort open requests, send queued messages, and return the exit code."""
         for request in self._requests.all():
             self._submissions.abort(request)
-        until = time.monotonic() + FAREWELL_SECONDS
+        deadline = time.monotonic() + FLUSH_SECONDS
         self._connections.flush()
-        while self._connections.waiting and time.monotonic() < until:
+        while self._connections.has_output and time.monotonic() < deadline:
             time.sleep(0.01)
             self._connections.flush()
         self._channel.send({"event": "drained"})
-        self._listener.close(FAREWELL_SECONDS)
+        self._listener.close(FLUSH_SECONDS)
         return 0
 
     def close(self) -> None:
-        """Threads and sockets."""
         gc.unfreeze()
         if self._encoder is not None:
             self._encoder.close()
@@ -354,23 +344,23 @@ class Batcher:
         self._listener.close(0)
 
 
-def _allow_descriptors() -> None:
-    """Each connection takes one; many systems allow a process 1024 unless it asks for more."""
+def _raise_descriptor_limit() -> None:
+    """Raise the soft limit on descriptors, often 1024: each connection needs one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _tame_garbage_collector() -> None:
-    """What is loaded stays: looking through it again and again would cost milliseconds in the middle of a step."""
+def _configure_garbage_collection() -> None:
+    """Exclude loaded modules from collections, which would take milliseconds in the middle of a step."""
     gc.collect()
     gc.freeze()
-    collect_seldom()
+    raise_gc_thresholds()
 
 
 def run(fd: int) -> int:
-    """The process: settings from the channel, then serve. Returns the exit code."""
+    """Receive settings from the channel `fd` and serve. Returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s batcher %(message)s")
     keep_large_blocks_apart()
     channel = Channel.from_fd(fd)
@@ -391,7 +381,7 @@ def run(fd: int) -> int:
         return batcher.run(early)
     finally:
         batcher.close()
-        context.destroy(linger=int(FAREWELL_SECONDS * 1000))
+        context.destroy(linger=int(FLUSH_SECONDS * 1000))
 
 
 if __name__ == "__main__":

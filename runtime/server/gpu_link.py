@@ -1,8 +1,8 @@
-"""Between the batcher and the GPU process: plans one way, results the other, over two private ipc sockets.
+"""Plans, masks, results and messages between the batcher and the GPU process, over two private ipc sockets.
 
-A frame pair (kind, body): plans, drafts, masks and results are flat arrays (`steps/wire.py`), all else small messages.
-Masks lie in memory that both share, and the frame says where, unless there is none or they are too many.
-Each thread of the GPU process has a socket of its own for results; the batcher hears them all on one.
+A message is a pair of frames (kind, body). Plans, drafts, masks and results are flat arrays (`scheduler.step_codec`),
+all else is msgpack. Masks in shared memory are sent as their position. Each thread of the GPU process that sends has
+its own socket; the batcher receives from all of them on one.
 """
 
 import logging
@@ -16,34 +16,21 @@ import numpy as np
 import zmq
 from msgspec import Struct
 
-from ..scheduler.step_codec import (
-    pack_drafts,
-    pack_masks,
-    pack_placed,
-    pack_plan,
-    pack_result,
-    unpack_drafts,
-    unpack_masks,
-    unpack_placed,
-    unpack_plan,
-    unpack_result,
-)
+from ..scheduler import step_codec as codec
 from ..scheduler.step_plan import StepDrafts, StepMasks, StepPlan, StepResult
-from ..text.adapter_chat import NO_CHAT, AdapterChat
+from ..text.chat_files import NO_CHAT, AdapterChat
 from .shared_masks import SharedMasks
 
 _log = logging.getLogger(__name__)
-PLAN, DRAFTS, MASKS, PLACED, RESULT, MESSAGE = b"P", b"D", b"K", b"S", b"R", b"M"
+PLAN, DRAFTS, MASKS, MASK_POSITION, RESULT, MESSAGE = b"P", b"D", b"K", b"S", b"R", b"M"
 
 
 class Notice(Struct, frozen=True, tag_field="type"):
-    """A small message."""
+    """Base of the msgpack messages."""
 
 
 class LoadedAdapter(Struct, frozen=True):
-    """An adapter that the GPU process can serve: its number in plans, what lists say about it, and its own chat
-    templates.
-    """
+    """An adapter that the GPU process can serve: its number in plans, content hash and chat templates."""
 
     name: str
     number: int
@@ -53,18 +40,18 @@ class LoadedAdapter(Struct, frozen=True):
 
 
 class Loading(Notice, frozen=True, tag="loading"):
-    """GPU -> batcher: how far the start-up has come."""
+    """GPU -> batcher: progress of the start, 0 to 1."""
 
     phase: str
     progress: float = 0.0
 
 
 class Ready(Notice, frozen=True, tag="ready"):
-    """GPU -> batcher: plans may come; the engine's sizes.
+    """GPU -> batcher: plans are accepted; the engine's sizes.
 
-    masks                     the path of its `SharedMasks`
-    lora_rank, lora_targets   what adapters that come later may have
-    left_out                  adapters that could not be read when the process was started again, and why, for clients
+    masks                     path of its `SharedMasks`; "" if there are none
+    lora_rank, lora_targets   limits for adapters that are loaded later
+    left_out                  adapters that could not be read at a restart: name -> error for clients
     """
 
     vocabulary: int
@@ -90,25 +77,25 @@ class Ready(Notice, frozen=True, tag="ready"):
 
 
 class Alive(Notice, frozen=True, tag="alive"):
-    """GPU -> batcher: the process runs, whatever its other threads do."""
+    """GPU -> batcher: heartbeat."""
 
 
 class StepFailed(Notice, frozen=True, tag="step_failed"):
-    """GPU -> batcher: a step raised; its tokens do not exist."""
+    """GPU -> batcher: a step raised and has no tokens."""
 
     step: int
     message: str
 
 
 class StartLoad(Notice, frozen=True, tag="start_load"):
-    """Batcher -> GPU: bring an adapter into a slot while steps run (-1: into host memory only)."""
+    """Batcher -> GPU: copy an adapter into a slot while steps run (-1: into host memory only)."""
 
     slot: int
     number: int
 
 
 class LoadDone(Notice, frozen=True, tag="load_done"):
-    """GPU -> batcher: a StartLoad is over."""
+    """GPU -> batcher: a StartLoad has ended."""
 
     slot: int
     number: int
@@ -116,13 +103,13 @@ class LoadDone(Notice, frozen=True, tag="load_done"):
 
 
 class InHostMemory(Notice, frozen=True, tag="in_host_memory"):
-    """GPU -> batcher: the adapters that are ready in host memory; sent when that has changed."""
+    """GPU -> batcher: numbers of the adapters in host memory, sent on changes."""
 
     numbers: list[int]
 
 
 class Retire(Notice, frozen=True, tag="retire"):
-    """Batcher -> GPU: nobody uses an adapter's number any more."""
+    """Batcher -> GPU: an adapter's number is unused from now on."""
 
     number: int
 
@@ -137,14 +124,14 @@ class Load(Notice, frozen=True, tag="load"):
 
 
 class Unload(Notice, frozen=True, tag="unload"):
-    """Batcher -> GPU: forget an adapter's number."""
+    """Batcher -> GPU: remove an adapter's name."""
 
     ticket: int
     name: str
 
 
-class Answer(Notice, frozen=True, tag="answer"):
-    """GPU -> batcher: what became of a Load or Unload; `problem` is a text for the caller."""
+class LoadReply(Notice, frozen=True, tag="load_reply"):
+    """GPU -> batcher: result of a Load or Unload; `problem` is an error for the client."""
 
     ticket: int
     adapter: LoadedAdapter | None = None
@@ -152,70 +139,65 @@ class Answer(Notice, frozen=True, tag="answer"):
 
 
 _decode = msgspec.msgpack.Decoder(
-    Loading | Ready | Alive | StepFailed | StartLoad | LoadDone | InHostMemory | Retire | Load | Unload | Answer
+    Loading | Ready | Alive | StepFailed | StartLoad | LoadDone | InHostMemory | Retire | Load | Unload | LoadReply
 ).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class Timing(Struct, frozen=True):
-    """When the GPU process received a step's plan, had launched it, and had its tokens (time.monotonic_ns of this
-    machine).
-    """
+    """Times at which the GPU process received a step's plan, had launched it, and had its tokens (monotonic_ns)."""
 
     received: int
     launched: int
     done: int
 
 
-Heard = tuple[StepResult, Timing] | StepDrafts | Notice
+Received = tuple[StepResult, Timing] | StepDrafts | Notice
 
 
 def _addresses(directory: Path, generation: int) -> tuple[str, str]:
     return f"ipc://{directory}/plans-{generation}.sock", f"ipc://{directory}/results-{generation}.sock"
 
 
-class BatcherEnd:
-    """The batcher's end, bound before the GPU process starts; one for each life of the GPU process."""
+class BatcherLink:
+    """The batcher's end for one GPU process, bound before that process starts."""
 
     def __init__(self, context: "zmq.Context[Any]", directory: Path, generation: int) -> None:
         self._plans, self.results = context.socket(zmq.PUSH), context.socket(zmq.PULL)
         for socket, address in zip((self._plans, self.results), _addresses(directory, generation), strict=True):
             socket.linger = 0
-            socket.set_hwm(0)  # at most a few steps are on their way
+            socket.set_hwm(0)  # only a few steps are in flight
             socket.bind(address)
         self._backlog: deque[tuple[bytes, bytes]] = deque()
-        self._heard: deque[Heard] = deque()
+        self._received: deque[Received] = deque()
         self._masks: SharedMasks | None = None
 
     def open_masks(self, path: str) -> SharedMasks | None:
-        """The memory for masks that a GPU process has told of; where it cannot be shared, masks go by message."""
+        """Map the GPU process's memory for masks. Returns None if that fails: masks are then sent as messages."""
         try:
             self._masks = SharedMasks.open(path) if path else None
         except (OSError, ValueError) as problem:
-            _log.warning("masks go by message: %s", problem)
+            _log.warning("masks are sent as messages: %s", problem)
         return self._masks
 
     def submit(self, plan: StepPlan) -> None:
-        """Ship a plan."""
-        self._send((PLAN, pack_plan(plan)))
+        self._send((PLAN, codec.pack_plan(plan)))
 
     def constrain(self, masks: StepMasks) -> None:
-        """Ship the masks of a step whose plan was shipped."""
         place = None if self._masks is None else self._masks.find(masks.words)
-        self._send((MASKS, pack_masks(masks)) if place is None else (PLACED, pack_placed(masks, *place)))
+        self._send(
+            (MASKS, codec.pack_masks(masks)) if place is None else (MASK_POSITION, codec.pack_placed(masks, *place))
+        )
 
-    def tell(self, notice: Notice) -> None:
-        """Ship a message."""
+    def send(self, notice: Notice) -> None:
         self._send((MESSAGE, _encode(notice)))
 
-    def _send(self, parts: tuple[bytes, bytes]) -> None:
-        self._backlog.append(parts)
+    def _send(self, frames: tuple[bytes, bytes]) -> None:
+        self._backlog.append(frames)
         self.flush()
 
     def flush(self) -> None:
-        """Send what could not be sent yet: there is no way to a GPU process whose socket is not connected yet, or
-        that has just died.
-        """
+        """Send the backlog. Nothing can be sent to a GPU process that has not connected yet or has just died."""
         try:
             while self._backlog:
                 self._plans.send_multipart(self._backlog[0], zmq.NOBLOCK, copy=False)
@@ -224,46 +206,44 @@ class BatcherEnd:
             return
 
     @property
-    def has_news(self) -> bool:
-        """Whether something has arrived."""
-        return bool(self._heard) or bool(self.results.get(zmq.EVENTS) & zmq.POLLIN)
+    def has_input(self) -> bool:
+        return bool(self._received) or bool(self.results.get(zmq.EVENTS) & zmq.POLLIN)
 
-    def receive(self) -> "Heard | None":
-        """What has arrived next, or None."""
-        return self._heard.popleft() if self._heard else self._receive()
+    def receive(self) -> "Received | None":
+        return self._received.popleft() if self._received else self._read_socket()
 
-    def drafts(self) -> StepDrafts | None:
-        """Drafts, if they are what has arrived next: they mostly come with the result of the step before, and their
-        masks are waited for. What else has arrived is for `receive`, which is to be called then.
+    def receive_drafts(self) -> StepDrafts | None:
+        """Return the next message if it is drafts; another one is kept for `receive`.
+
+        Drafts mostly arrive with the result of the step before, and the device waits for their masks.
         """
-        if not self._heard:
-            message = self._receive()
+        if not self._received:
+            message = self._read_socket()
             if message is None:
                 return None
-            self._heard.append(message)
-        return self._heard.popleft() if isinstance(self._heard[0], StepDrafts) else None  # type: ignore[return-value]
+            self._received.append(message)
+        return self._received.popleft() if isinstance(self._received[0], StepDrafts) else None  # type: ignore[return-value]
 
-    def _receive(self) -> "Heard | None":
+    def _read_socket(self) -> "Received | None":
         try:
-            kind, *parts = self.results.recv_multipart(zmq.NOBLOCK)
+            kind, *bodies = self.results.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return None
         if kind == RESULT:
-            return unpack_result(parts[0]), Timing(*np.frombuffer(parts[1], np.int64).tolist())
+            return codec.unpack_result(bodies[0]), Timing(*np.frombuffer(bodies[1], np.int64).tolist())
         if kind == DRAFTS:
-            return unpack_drafts(parts[0])
-        return _decode(parts[0])
+            return codec.unpack_drafts(bodies[0])
+        return _decode(bodies[0])
 
     def close(self) -> None:
-        """Unbind."""
         self._plans.close(0)
         self.results.close(0)
         if self._masks is not None:
             self._masks.close()
 
 
-class GpuEnd:
-    """The GPU process's end: its main thread receives; each thread that reports makes a `Reporter`."""
+class GpuLink:
+    """The GPU process's end. Its main thread receives; each thread that sends makes a `ResultSender`."""
 
     def __init__(self, context: "zmq.Context[Any]", directory: Path, generation: int) -> None:
         self._context = context
@@ -271,46 +251,45 @@ class GpuEnd:
         self.plans = context.socket(zmq.PULL)
         self.plans.linger = 0
         self.plans.set_hwm(0)
-        self.lost = self.plans.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        """Readable once the batcher is gone."""
+        self.disconnected = self.plans.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        """Readable when the batcher has ended."""
         self.plans.connect(plans)
         self._masks: SharedMasks | None = None
 
     def share_masks(self, rows: int, words: int) -> str:
-        """Make memory for so many masks a step, of so many words; returns where the batcher finds it, or nothing
-        where it cannot be had: then masks come by message.
+        """Create memory for masks of a step, int32 [rows, words], and return its path. Returns "" if that fails: masks
+        are then received as messages.
         """
         try:
             self._masks = SharedMasks.create(rows, words)
         except (OSError, ValueError) as problem:
-            _log.warning("masks come by message: %s", problem)
+            _log.warning("masks are received as messages: %s", problem)
             return ""
         return self._masks.path
 
     def receive(self) -> tuple[StepPlan, int] | StepMasks | Notice | None:
-        """(plan, when it came), masks, a message, or None."""
+        """Return (plan, time of arrival in ns), masks, a message, or None."""
         try:
-            parts = self.plans.recv_multipart(zmq.NOBLOCK, copy=False)  # masks may have megabytes
+            frames = self.plans.recv_multipart(zmq.NOBLOCK, copy=False)  # masks may have megabytes
         except zmq.Again:
             return None
-        kind, body = parts[0].bytes, parts[1].buffer
+        kind, body = frames[0].bytes, frames[1].buffer
         if kind == PLAN:
-            # a copy, so that torch takes the arrays without a warning
-            return unpack_plan(bytearray(body)), time.monotonic_ns()
+            # a copy: torch warns about read-only arrays
+            return codec.unpack_plan(bytearray(body)), time.monotonic_ns()
         if kind == MASKS:
-            return unpack_masks(body)
-        if kind == PLACED and self._masks is not None:
-            step, place, rows, places = unpack_placed(body)
+            return codec.unpack_masks(body)
+        if kind == MASK_POSITION and self._masks is not None:
+            step, place, rows, places = codec.unpack_placed(body)
             return StepMasks(step, rows, places, self._masks.masks(*place))
         return _decode(body)
 
-    def reporter(self) -> "Reporter":
-        """For one thread."""
-        return Reporter(self._context, self._results)
+    def sender(self) -> "ResultSender":
+        return ResultSender(self._context, self._results)
 
 
-class Reporter:
-    """One thread's way to the batcher."""
+class ResultSender:
+    """Sends one thread's results to the batcher."""
 
     def __init__(self, context: "zmq.Context[Any]", address: str) -> None:
         self._socket = context.socket(zmq.PUSH)
@@ -318,19 +297,17 @@ class Reporter:
         self._socket.set_hwm(0)
         self._socket.connect(address)
 
-    def result(self, result: StepResult, received: int, launched: int) -> None:
-        """Hand a step's tokens over."""
+    def send_result(self, result: StepResult, received: int, launched: int) -> None:
+        """Send a step's tokens, with the times at which its plan was received and launched (monotonic_ns)."""
         times = np.asarray([received, launched, time.monotonic_ns()], np.int64)
-        self._socket.send_multipart((RESULT, pack_result(result), times.tobytes()))
+        self._socket.send_multipart((RESULT, codec.pack_result(result), times.tobytes()))
 
-    def drafts(self, drafts: StepDrafts) -> None:
-        """Tell what a step has for drafts."""
-        self._socket.send_multipart((DRAFTS, pack_drafts(drafts)))
+    def send_drafts(self, drafts: StepDrafts) -> None:
+        self._socket.send_multipart((DRAFTS, codec.pack_drafts(drafts)))
 
-    def tell(self, notice: Notice) -> None:
-        """Ship a message."""
+    def send(self, notice: Notice) -> None:
         self._socket.send_multipart((MESSAGE, _encode(notice)))
 
     def close(self) -> None:
-        """Send what is left and close."""
+        """Close the socket; queued messages are still sent."""
         self._socket.close()

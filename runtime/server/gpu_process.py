@@ -1,11 +1,11 @@
-"""The GPU process: builds the runner, then takes plans in and hands tokens back.
+"""The GPU process: builds the runner, then receives plans and sends tokens.
 
-`python -m sidestream.runtime.server.gpu_process FD` is how the supervisor starts it.
+The supervisor starts it as `python -m sidestream.runtime.server.gpu_process FD`.
 
-Its main thread only receives plans and launches them; a second one waits for results and sends them; a third reads
-adapters from disk; a fourth says that the process is alive (`watch`). So a plan that arrives while the device is busy
-is launched at once, after the step that runs. A step that needs masks computes its logits meanwhile; it is sampled when
-they have come, and plans after it wait until then. If they are also for drafts, these are told first.
+The main thread receives and launches plans; a second thread waits for results and sends them; a third reads adapters
+from disk; a fourth sends heartbeats. So a plan that arrives while the device is busy is launched at once. A step that
+needs masks computes its logits first and is sampled when the masks arrive; later plans wait until then. If the masks
+also cover drafts, the drafts are sent first.
 """
 
 import logging
@@ -24,38 +24,46 @@ from typing import Any, NamedTuple, NoReturn
 import msgspec
 import zmq
 
-from ..engine.spelling import with_server_flags
+from ..engine.flag_spelling import with_server_flags
 from ..processes.channel import Channel, ChannelClosed
-from ..processes.garbage import collect_seldom
-from ..processes.memory import out_of_memory
-from ..processes.watch import Pulse
+from ..processes.garbage_collection import raise_gc_thresholds
+from ..processes.out_of_memory import out_of_memory
+from ..processes.watchdog import HeartbeatThread
 from ..scheduler.step_plan import StepDrafts, StepMasks, StepPlan, no_rows
 from .gpu_link import (
     Alive,
-    Answer,
-    GpuEnd,
+    GpuLink,
     InHostMemory,
     Load,
     LoadDone,
     Loading,
+    LoadReply,
     Notice,
     Ready,
-    Reporter,
+    ResultSender,
     Retire,
     StartLoad,
     StepFailed,
     Unload,
 )
-from .served import LOST, Served, ServedModel, for_caller, is_fatal, with_loaded, without_directories
+from .served_model import (
+    EXIT_DEVICE_LOST,
+    Servable,
+    ServedModel,
+    is_fatal,
+    load_again,
+    text_for_client,
+    without_directories,
+)
 from .settings import ServeSettings
 
 _log = logging.getLogger(__name__)
 POLL_LOADS_MS = 1
 HOST_MEMORY_SECONDS = 0.1
 END_SECONDS = 1.5
-MORE_WORDS = 32
-"""A tokenizer may know more tokens than have logits, and masks are as wide as it needs."""
-STEP_FAULT = "a step failed on the device"
+EXTRA_MASK_WORDS = 32
+"""A tokenizer may have more tokens than the model has logits, and masks are as wide as the tokenizer needs."""
+STEP_FAILED = "a step failed on the device"
 
 
 class _Step(NamedTuple):
@@ -64,51 +72,50 @@ class _Step(NamedTuple):
     received: int
     launched: int
     problem: str | None = None
-    drafts: bool = False  # only these are to be told
+    drafts_only: bool = False  # send its drafts, not its result
 
 
 class _Loop:
-    """Runs until the batcher or the supervisor is gone."""
+    """Runs until the batcher or the supervisor has ended."""
 
-    def __init__(self, link: GpuEnd, channel: Channel, served: Served, ready: Ready) -> None:
+    def __init__(self, link: GpuLink, channel: Channel, served: Servable, ready: Ready) -> None:
         self._link, self._channel, self._served, self._ready = link, channel, served, ready
         self._runner = served.runner
-        self._reporter = link.reporter()
+        self._sender = link.sender()
         self._steps: queue.SimpleQueue[_Step | None] = queue.SimpleQueue()
         self._plans: deque[tuple[StepPlan, int]] = deque()
-        self._unsampled: _Step | None = None  # launched, and waiting for masks
-        self._errands: queue.SimpleQueue[Load | Unload | None] = queue.SimpleQueue()
+        self._unsampled: _Step | None = None  # launched, waits for masks
+        self._adapter_work: queue.SimpleQueue[Load | Unload | None] = queue.SimpleQueue()
         self._loads = 0
         self._in_host_memory: set[int] = set()
-        self._look_again = 0.0
-        self._broken, self._ending = threading.Event(), threading.Event()
+        self._next_host_memory_report = 0.0
+        self._device_lost, self._ending = threading.Event(), threading.Event()
 
     def run(self) -> int:
-        """Serve. Returns the exit code: 70 when the device's context is lost."""
         threads = [
-            threading.Thread(target=target, args=(self._link.reporter(),), daemon=True)
-            for target in (self._collect, self._read_adapters)
+            threading.Thread(target=target, args=(self._link.sender(),), daemon=True)
+            for target in (self._send_results, self._read_adapters)
         ]
         for thread in threads:
             thread.start()
         ready = self._ready
-        masks = self._link.share_masks(ready.max_num_seqs, -(-ready.vocabulary // 32) + MORE_WORDS)
-        self._reporter.tell(msgspec.structs.replace(ready, masks=masks))
+        masks = self._link.share_masks(ready.max_num_seqs, -(-ready.vocabulary // 32) + EXTRA_MASK_WORDS)
+        self._sender.send(msgspec.structs.replace(ready, masks=masks))
         poller = zmq.Poller()
-        for source in (self._link.plans, self._link.lost, self._channel):
+        for source in (self._link.plans, self._link.disconnected, self._channel):
             poller.register(source, zmq.POLLIN)
         try:
-            while not self._broken.is_set():
+            while not self._device_lost.is_set():
                 arrived = dict(poller.poll(POLL_LOADS_MS if self._loads else 500))
                 while (message := self._link.receive()) is not None:
-                    self._take(message)
+                    self._receive(message)
                 if self._loads:
                     self._report_loads()
-                if time.monotonic() >= self._look_again:
+                if time.monotonic() >= self._next_host_memory_report:
                     self._report_host_memory()
-                if self._link.lost in arrived:
-                    self._supervisor_gone()
-                    _log.error("the batcher is gone")
+                if self._link.disconnected in arrived:
+                    self._check_supervisor()
+                    _log.error("the batcher has ended")
                     return 0
                 if self._channel.fileno() in arrived:
                     self._channel.receive()
@@ -117,27 +124,27 @@ class _Loop:
         finally:
             self._ending.set()
             self._steps.put(None)
-            self._errands.put(None)
-            # the interpreter must not end in the middle of their tensor operations: C++ would abort the process
+            self._adapter_work.put(None)
+            # if the interpreter ended in the middle of their tensor operations, C++ would abort the process
             for thread in threads:
                 thread.join(END_SECONDS)
-        return LOST
+        return EXIT_DEVICE_LOST
 
-    def _supervisor_gone(self) -> None:
-        """Raises ChannelClosed if the supervisor is stopping both processes: the batcher went first."""
+    def _check_supervisor(self) -> None:
+        """Raise ChannelClosed if the supervisor is stopping both processes and the batcher ended first."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._channel, selectors.EVENT_READ)
             while selector.select(1.0):
                 self._channel.receive()
 
-    def _take(self, message: Any) -> None:
+    def _receive(self, message: Any) -> None:
         if isinstance(message, StartLoad):
             self._loads += 1
             self._runner.start_load(message.slot, message.number)
         elif isinstance(message, Retire):
             self._runner.forget_adapter(message.number)
         elif isinstance(message, Notice):
-            self._errands.put(message)  # type: ignore[arg-type]
+            self._adapter_work.put(message)  # type: ignore[arg-type]
         elif isinstance(message, StepMasks):
             self._sample(message)
         else:
@@ -148,12 +155,12 @@ class _Loop:
             if step.problem is None and len(plan.masked_rows):
                 self._unsampled = step
                 if plan.masks_drafts:
-                    self._steps.put(step._replace(drafts=True))
+                    self._steps.put(step._replace(drafts_only=True))
             else:
                 self._steps.put(step)
 
     def _sample(self, masks: StepMasks) -> None:
-        """The step that waits for these masks goes on; those of one that has failed come too late."""
+        """Sample the step that waits for these masks. Masks of a step that has failed are ignored."""
         step = self._unsampled
         if step is None or step.step != masks.step:
             return
@@ -168,95 +175,92 @@ class _Loop:
         try:
             handle = launch()
         except Exception as error:
-            _log.exception("step %d failed", number)
-            if is_fatal(error):
-                self._broken.set()
-            return _Step(number, None, received, received, STEP_FAULT)
+            self._log_failure(number, error)
+            return _Step(number, None, received, received, STEP_FAILED)
         return _Step(number, handle, received, time.monotonic_ns())
+
+    def _log_failure(self, step: int, error: Exception) -> None:
+        _log.exception("step %d failed", step)
+        if is_fatal(error):
+            self._device_lost.set()
 
     def _report_loads(self) -> None:
         for slot, number, problem in self._runner.loaded():
             self._loads -= 1
-            self._reporter.tell(LoadDone(slot, number, None if problem is None else without_directories(problem)))
+            self._sender.send(LoadDone(slot, number, None if problem is None else without_directories(problem)))
 
     def _report_host_memory(self) -> None:
-        self._look_again = time.monotonic() + HOST_MEMORY_SECONDS
+        self._next_host_memory_report = time.monotonic() + HOST_MEMORY_SECONDS
         numbers = set(self._served.in_host_memory())
         if numbers != self._in_host_memory:
             self._in_host_memory = numbers
-            self._reporter.tell(InHostMemory(sorted(numbers)))
+            self._sender.send(InHostMemory(sorted(numbers)))
 
-    def _collect(self, reporter: Reporter) -> None:
-        """The thread that waits for the device."""
+    def _send_results(self, sender: ResultSender) -> None:
+        """Run the thread that waits for the device."""
         while (step := self._steps.get()) is not None:
             if step.problem is not None:
-                reporter.tell(StepFailed(step.step, step.problem))
+                sender.send(StepFailed(step.step, step.problem))
                 continue
-            if step.drafts:
-                reporter.drafts(self._drafts(step))
+            if step.drafts_only:
+                sender.send_drafts(self._drafts(step))
                 continue
             try:
                 result = self._runner.collect(step.handle)
             except Exception as error:
-                _log.exception("step %d failed", step.step)
-                reporter.tell(StepFailed(step.step, STEP_FAULT))
-                if is_fatal(error):
-                    self._broken.set()
+                sender.send(StepFailed(step.step, STEP_FAILED))
+                self._log_failure(step.step, error)
                 continue
-            reporter.result(result, step.received, step.launched)
-        reporter.close()
+            sender.send_result(result, step.received, step.launched)
+        sender.close()
 
     def _drafts(self, step: _Step) -> StepDrafts:
-        """A step's drafts; none where they cannot be read, and what is wrong with the device shows at the step's
-        end.
-        """
+        """Return a step's drafts, none if they cannot be read. The step's result then reports the device's error."""
         try:
             return self._runner.drafts(step.handle)
         except Exception as error:
-            _log.exception("the drafts of step %d", step.step)
-            if is_fatal(error):
-                self._broken.set()
+            self._log_failure(step.step, error)
             return StepDrafts(step.step, no_rows().reshape(0, 0))
 
-    def _read_adapters(self, reporter: Reporter) -> None:
-        """The thread that reads adapters from disk."""
-        while (errand := self._errands.get()) is not None and not self._ending.is_set():
+    def _read_adapters(self, sender: ResultSender) -> None:
+        """Run the thread that reads adapters from disk."""
+        while (work := self._adapter_work.get()) is not None and not self._ending.is_set():
             try:
-                if isinstance(errand, Load):
-                    answer = Answer(errand.ticket, self._served.add_adapter(errand.name, errand.path, errand.replace))
+                if isinstance(work, Load):
+                    reply = LoadReply(work.ticket, self._served.add_adapter(work.name, work.path, work.replace))
                 else:
-                    self._served.remove_adapter(errand.name)
-                    answer = Answer(errand.ticket)
+                    self._served.remove_adapter(work.name)
+                    reply = LoadReply(work.ticket)
             except Exception as error:
-                answer = Answer(errand.ticket, problem=for_caller(error, errand.name))
-            reporter.tell(answer)
+                reply = LoadReply(work.ticket, problem=text_for_client(error, work.name))
+            sender.send(reply)
 
 
-def run(fd: int, build: Callable[[ServeSettings], Served] = ServedModel) -> int:
-    """The process: settings from the channel, then serve. Returns the exit code."""
+def run(fd: int, build: Callable[[ServeSettings], Servable] = ServedModel) -> int:
+    """Receive settings from the channel `fd` and serve. Returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s gpu %(message)s")
     try:
         return _serve(Channel.from_fd(fd), build)
     except ChannelClosed:
-        return 1  # the supervisor has said why
+        return 1  # the supervisor has reported the reason
 
 
-def _serve(channel: Channel, build: Callable[[ServeSettings], Served]) -> int:
+def _serve(channel: Channel, build: Callable[[ServeSettings], Servable]) -> int:
     (first, *_) = channel.receive(block=True)
     settings = msgspec.convert(first["settings"], ServeSettings)
     with zmq.Context() as context:
-        link = GpuEnd(context, Path(settings.directory), settings.generation)
+        link = GpuLink(context, Path(settings.directory), settings.generation)
         linger = 0
         try:
-            with _pulse(channel, link.reporter()):
-                link.reporter().tell(Loading("loading"))
+            with _heartbeats(channel, link.sender()):
+                link.sender().send(Loading("loading"))
                 try:
                     served = build(settings)
-                    ready = with_loaded(served, settings.loaded_adapters)
+                    ready = load_again(served, settings.loaded_adapters)
                 except Exception as error:
                     memory = out_of_memory(error)
-                    clear = isinstance(error, (ValueError, OSError)) or type(error).__module__.startswith("sidestream.")
-                    if not (memory or clear):
+                    ours = isinstance(error, (ValueError, OSError)) or type(error).__module__.startswith("sidestream.")
+                    if not (memory or ours):
                         _log.exception("the model could not be loaded")
                     text = memory or with_server_flags(" ".join(str(error).split()) or type(error).__name__)
                     channel.send({"event": "failed", "message": text})
@@ -268,21 +272,19 @@ def _serve(channel: Channel, build: Callable[[ServeSettings], Served]) -> int:
             context.destroy(linger=linger)
 
 
-def _pulse(channel: Channel, reporter: Reporter) -> Pulse:
-    """Beats for the supervisor and for the batcher."""
+def _heartbeats(channel: Channel, sender: ResultSender) -> HeartbeatThread:
+    """Return a thread that sends heartbeats to the supervisor and the batcher."""
 
     def beat() -> None:
-        channel.beat()
-        reporter.tell(Alive())
+        channel.send_heartbeat()
+        sender.send(Alive())
 
-    return Pulse(beat, reporter.close)
+    return HeartbeatThread(beat, sender.close)
 
 
 def main() -> NoReturn:
-    """Ends without the interpreter's clean-up: a thread may be in the middle of an import or of a tensor operation, and
-    the clean-up would take away what it uses.
-    """
-    collect_seldom()
+    """Run and end without the interpreter's clean-up, which would break threads inside imports or tensor operations."""
+    raise_gc_thresholds()
     code = run(int(sys.argv[1]))
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):

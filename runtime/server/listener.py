@@ -1,7 +1,7 @@
-"""Where clients connect: frames in, frames out, and the news that a connection is gone.
+"""Sockets that clients connect to.
 
-Without keys `OpenListener` speaks ZMTP itself (`wire/zmtp.py` says why); with keys `CurveListener` leaves it to libzmq,
-which admits only peers that hold an allowed key.
+Without keys `OpenListener` implements ZMTP itself, for the reasons in `protocol.zmtp`. With keys `CurveListener` uses
+libzmq, which admits only clients with an allowed key. Both have the same methods.
 """
 
 import ctypes
@@ -11,68 +11,28 @@ import select
 import socket
 import time
 from collections import deque
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 
 from ..protocol.addresses import Address
-from ..protocol.curve_keys import Gate, ServerKeys
-from ..protocol.inflow import Inflow
+from ..protocol.curve_keys import ServerKeys, ZapHandler
 from ..protocol.messages import MAX_FRAME_BYTES
-from ..protocol.zmtp import GREETING, SEVERAL, Reader, ZmtpError, head
+from ..protocol.partial_messages import PartialMessageLimit
+from ..protocol.zmtp import GREETING, MULTIPART, Reader, ZmtpError, frame_header
 
 BACKLOG = 512
 MAX_PEERS = 2048
 READ_BYTES = 256 << 10
-MAX_KEPT_BYTES = 256 << 20
-"""What all peers' unfinished frames may take; above it the peer that holds the most is cut off."""
+MAX_BUFFERED_BYTES = 256 << 20
+"""Limit on the unfinished frames of all peers; above it the peer with the most bytes is disconnected."""
 MAX_OUT_BYTES = 4 << 20
-"""A peer is sent nothing more while so much waits for it."""
+"""Nothing more is queued for a peer with so many unsent bytes."""
 MAX_REPLY_BYTES = 1 << 20
-"""Answers to PING may wait on top of that and of one frame; a peer that leaves more unread is cut off."""
-SILENT_SECONDS = 5.0
-"""A peer has so long to send its first frame."""
+"""Limit on unread answers to PING, on top of that and one frame; above it the peer is disconnected."""
+FIRST_FRAME_SECONDS = 5.0
+"""Time limit for a peer's first frame."""
 SEND_HWM = 256
-
-
-class Listener(Protocol):
-    """What the batcher needs of one."""
-
-    address: str
-
-    @property
-    def source(self) -> Any:
-        """For zmq.Poller: readable when `look` or `receive` may have something."""
-        ...
-
-    def look(self) -> None:
-        """See what has arrived: once before a series of `receive`."""
-        ...
-
-    def receive(self) -> tuple[bytes, bytes] | None:
-        """(the connection's id, a frame; empty for a message that is not one frame), or None."""
-        ...
-
-    def send(self, identity: bytes, frame: bytes) -> None:
-        """Raises BlockingIOError while the peer does not take more, ConnectionError when it is gone."""
-        ...
-
-    def drop(self, identity: bytes) -> None:
-        """Cut a connection."""
-        ...
-
-    def take_gone(self) -> list[bytes]:
-        """The connections that have ended since the last call, as far as that is known."""
-        ...
-
-    @property
-    def pending(self) -> bool:
-        """Whether `receive` has something that `source` does not show."""
-        ...
-
-    def close(self, seconds: float) -> None:
-        """Let what was sent go out for so long, then hang up."""
-        ...
 
 
 class _Peer:
@@ -83,11 +43,11 @@ class _Peer:
         self.message: bytes | None = None
         self.out = bytearray(GREETING)
         self.arrived = time.monotonic()
-        self.waits = False
+        self.watches_output = False
 
 
 class OpenListener:
-    """Unencrypted connections, one `_Peer` each; connections take turns, a frame each."""
+    """Unencrypted connections. They take turns, one frame each."""
 
     def __init__(self, address: Address) -> None:
         self._socket = _bound(address)
@@ -99,25 +59,25 @@ class OpenListener:
         self._epoll = select.epoll()
         self._epoll.register(self._socket, select.EPOLLIN)
         self._peers: dict[bytes, _Peer] = {}
-        self._silent: dict[bytes, _Peer] = {}
+        self._without_frame: dict[bytes, _Peer] = {}
         self._by_fd: dict[int, _Peer] = {}
         self._ready: deque[_Peer] = deque()
-        self._gone: list[bytes] = []
-        self._kept = 0
-        self._arrivals = 0
+        self._disconnected: list[bytes] = []
+        self._buffered = 0
+        self._num_accepted = 0
 
     @property
     def source(self) -> Any:
-        """See `Listener`."""
+        """A source for zmq.Poller, readable when `poll` or `receive` may have something."""
         return self._epoll.fileno()
 
     @property
     def pending(self) -> bool:
-        """See `Listener`."""
+        """Whether `receive` has something that `source` does not show."""
         return bool(self._ready)
 
-    def look(self) -> None:
-        """Accept, read and write what can be, once for each connection."""
+    def poll(self) -> None:
+        """Accept, read and write once per connection; call it before a series of `receive`."""
         for fd, events in self._epoll.poll(0, MAX_PEERS + 1):
             peer = self._by_fd.get(fd)
             if peer is None:
@@ -128,53 +88,52 @@ class OpenListener:
                 self._write(peer)
             if events & ~select.EPOLLOUT and peer.message is None and peer.fd in self._by_fd:
                 self._read(peer)
-        self._cut_silent()
+        self._drop_silent()
 
     def receive(self) -> tuple[bytes, bytes] | None:
-        """See `Listener`."""
+        """Return (connection id, frame), or None. The frame is empty for a message of several frames."""
         while self._ready:
             peer = self._ready.popleft()
             if peer.message is None or peer.fd < 0:
                 continue
             message = peer.message
-            self._next(peer)
+            self._parse(peer)
             return peer.identity, message
         return None
 
     def send(self, identity: bytes, frame: bytes) -> None:
-        """See `Listener`."""
+        """Send a frame. Raises BlockingIOError while the peer's queue is full, ConnectionError when it is gone."""
         peer = self._peers.get(identity)
         if peer is None:
-            raise ConnectionError("the connection is gone")
+            raise ConnectionError("the connection has ended")
         if len(peer.out) >= MAX_OUT_BYTES:
             raise BlockingIOError(errno.EAGAIN, "the peer does not read")
         quiet = not peer.out
-        peer.out += head(len(frame))
+        peer.out += frame_header(len(frame))
         peer.out += frame
-        if quiet:  # else epoll tells when there is room
+        if quiet:  # else epoll reports when the socket accepts more
             self._write(peer)
             if peer.fd < 0:
-                raise ConnectionError("the connection is gone")
+                raise ConnectionError("the connection has ended")
 
     def drop(self, identity: bytes) -> None:
-        """See `Listener`."""
         peer = self._peers.pop(identity, None)
         if peer is not None:
-            self._silent.pop(identity, None)
-            self._kept -= len(peer.reader)
+            self._without_frame.pop(identity, None)
+            self._buffered -= len(peer.reader)
             self._by_fd.pop(peer.fd)
             self._epoll.unregister(peer.fd)
             peer.end.close()
             peer.fd, peer.message = -1, None
-            self._gone.append(identity)
+            self._disconnected.append(identity)
 
-    def take_gone(self) -> list[bytes]:
-        """See `Listener`."""
-        gone, self._gone = self._gone, []
-        return gone
+    def take_disconnected(self) -> list[bytes]:
+        """Return the ids of connections that have ended since the last call."""
+        disconnected, self._disconnected = self._disconnected, []
+        return disconnected
 
     def close(self, seconds: float) -> None:
-        """See `Listener`. The socket's file goes, unless another server has put its own there."""
+        """Send queued frames for at most `seconds`, close all connections, and remove the socket file if it is ours."""
         if self._epoll.closed:
             return
         self._socket.close()
@@ -196,32 +155,32 @@ class OpenListener:
             except BlockingIOError:
                 return
             except OSError as error:
-                # out of descriptors: the connection stays in the backlog until there is one
-                if error.errno in (errno.EMFILE, errno.ENFILE) and not self._make_room():
+                # no descriptor is free: the connection stays in the backlog
+                if error.errno in (errno.EMFILE, errno.ENFILE) and not self._drop_oldest_without_frame():
                     return
                 continue
-            if len(self._peers) >= MAX_PEERS and not self._make_room():
+            if len(self._peers) >= MAX_PEERS and not self._drop_oldest_without_frame():
                 end.close()
                 continue
             end.setblocking(False)
             if end.family != socket.AF_UNIX:
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._arrivals += 1
-            peer = _Peer(b"%d" % self._arrivals, end)
-            self._peers[peer.identity] = self._silent[peer.identity] = self._by_fd[peer.fd] = peer
+            self._num_accepted += 1
+            peer = _Peer(b"%d" % self._num_accepted, end)
+            self._peers[peer.identity] = self._without_frame[peer.identity] = self._by_fd[peer.fd] = peer
             self._epoll.register(peer.fd, select.EPOLLIN)
             self._write(peer)
 
-    def _make_room(self) -> bool:
-        """Cut the peer that has been here longest without a frame, if there is one."""
-        if not self._silent:
+    def _drop_oldest_without_frame(self) -> bool:
+        """Close the oldest connection without a frame; returns False if there is none."""
+        if not self._without_frame:
             return False
-        self.drop(next(iter(self._silent)))
+        self.drop(next(iter(self._without_frame)))
         return True
 
-    def _cut_silent(self) -> None:
-        late = time.monotonic() - SILENT_SECONDS
-        while self._silent and (peer := next(iter(self._silent.values()))).arrived < late:
+    def _drop_silent(self) -> None:
+        late = time.monotonic() - FIRST_FRAME_SECONDS
+        while self._without_frame and (peer := next(iter(self._without_frame.values()))).arrived < late:
             self.drop(peer.identity)
 
     def _read(self, peer: _Peer) -> None:
@@ -234,24 +193,23 @@ class OpenListener:
         if not data:
             self.drop(peer.identity)
             return
-        self._kept += len(data)
+        self._buffered += len(data)
         peer.reader.feed(data)
-        self._next(peer, len(data))
-        while self._kept > MAX_KEPT_BYTES:
+        self._parse(peer, len(data))
+        while self._buffered > MAX_BUFFERED_BYTES:
             self.drop(max(self._peers.values(), key=lambda each: len(each.reader)).identity)
 
-    def _next(self, peer: _Peer, fed: int = 0) -> None:
-        """Have the peer's next message ready."""
+    def _parse(self, peer: _Peer, fed: int = 0) -> None:
         before = len(peer.reader)
         try:
-            peer.message = peer.reader.take()
+            peer.message = peer.reader.next_message()
         except ZmtpError:
-            self._kept -= before - len(peer.reader)
+            self._buffered -= before - len(peer.reader)
             self.drop(peer.identity)
             return
-        self._kept -= before - len(peer.reader)
+        self._buffered -= before - len(peer.reader)
         if peer.message is not None:
-            self._silent.pop(peer.identity, None)
+            self._without_frame.pop(peer.identity, None)
             self._ready.append(peer)
         if peer.reader.replies:
             peer.out += peer.reader.replies
@@ -271,65 +229,61 @@ class OpenListener:
         except OSError:
             self.drop(peer.identity)
             return
-        if peer.waits != bool(peer.out):
-            peer.waits = bool(peer.out)
+        if peer.watches_output != bool(peer.out):
+            peer.watches_output = bool(peer.out)
             self._epoll.modify(peer.fd, select.EPOLLIN | (select.EPOLLOUT if peer.out else 0))
 
 
 class CurveListener:
-    """A ROUTER of libzmq that admits the holders of allowed keys.
+    """A ROUTER of libzmq that admits clients with allowed keys; methods as in `OpenListener`.
 
-    ZMTP's own heartbeats are off: one that is due when a connection breaks while its input is stopped would abort the
-    process. The protocol has its own.
+    ZMTP's heartbeats are off, as the protocol has its own: libzmq aborts if one is due when a connection breaks while
+    reading is paused.
     """
 
     def __init__(self, context: "zmq.Context[Any]", address: Address, keys: ServerKeys) -> None:
-        self._gate = Gate(context, keys)
-        # libzmq counts routing ids up from rand(), whose start is the same in each process unless somebody seeds it
+        self._zap = ZapHandler(context, keys)
+        # libzmq numbers routing ids from rand(), which gives the same start in each process without a seed
         ctypes.CDLL(None).srand(int.from_bytes(os.urandom(4), "big"))
         self._router = router = context.socket(zmq.ROUTER)
         router.linger = 0
         router.router_mandatory = True
         router.sndhwm = router.rcvhwm = SEND_HWM
         router.maxmsgsize = MAX_FRAME_BYTES
-        router.setsockopt(zmq.HANDSHAKE_IVL, int(SILENT_SECONDS * 1000))
+        router.setsockopt(zmq.HANDSHAKE_IVL, int(FIRST_FRAME_SECONDS * 1000))
         router.ipv6 = ":" in address.host
         keys.secure(router)
         try:
             router.bind(str(address))
         except zmq.ZMQError:
-            self._gate.close()
+            self._zap.close()
             raise
-        self._inflow = Inflow(router)
+        self._partial = PartialMessageLimit(router)
         bound = router.getsockopt(zmq.LAST_ENDPOINT)
         self.address = bound.decode().rstrip("\x00") if isinstance(bound, bytes) else str(address)
 
     @property
     def source(self) -> Any:
-        """See `Listener`."""
         return self._router
 
     @property
     def pending(self) -> bool:
-        """The poller sees what libzmq has read."""
         return False
 
-    def look(self) -> None:
-        """libzmq reads by itself; a message without an end is cut off."""
-        self._inflow.look(waiting=True)
+    def poll(self) -> None:
+        """Close connections with too long partial messages; libzmq accepts and reads in its own thread."""
+        self._partial.check(queued=True)
 
     def receive(self) -> tuple[bytes, bytes] | None:
-        """See `Listener`."""
         try:
             identity, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
-            self._inflow.look()
+            self._partial.check()
             return None
-        self._inflow.came(frames)
-        return identity.bytes, frames[0].bytes if len(frames) == 1 else SEVERAL
+        self._partial.count_message(frames)
+        return identity.bytes, frames[0].bytes if len(frames) == 1 else MULTIPART
 
     def send(self, identity: bytes, frame: bytes) -> None:
-        """See `Listener`."""
         try:
             self._router.send_multipart((identity, frame), zmq.NOBLOCK)
         except zmq.Again:
@@ -337,24 +291,26 @@ class CurveListener:
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, errno.EHOSTUNREACH):
                 raise
-            raise ConnectionError("the connection is gone") from error
+            raise ConnectionError("the connection has ended") from error
 
     def drop(self, identity: bytes) -> None:
-        """libzmq has no way to cut one connection: it stays, forgotten."""
+        """Do nothing: libzmq cannot close a single connection."""
 
-    def take_gone(self) -> list[bytes]:
-        """libzmq does not tell; sending does."""
+    def take_disconnected(self) -> list[bytes]:
+        """Return nothing: libzmq reports a lost connection only when sending."""
         return []
 
     def close(self, seconds: float) -> None:
-        """See `Listener`."""
-        self._inflow.close()
+        self._partial.close()
         self._router.close(int(seconds * 1000))
-        self._gate.close()
+        self._zap.close()
+
+
+Listener = OpenListener | CurveListener
 
 
 def _bound(address: Address) -> socket.socket:
-    """A listening socket; a socket file that a killed server left is replaced. Raises OSError."""
+    """Return a listening socket. Replaces the socket file of a killed server. Raises OSError."""
     if address.path is not None:
         bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         target: Any = str(address.path)

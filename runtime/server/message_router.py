@@ -1,53 +1,83 @@
-"""What clients ask for, one message at a time.
+"""Dispatch clients' messages and answer them. An error in a message affects only its sender."""
 
-Whatever is wrong with a message is answered to its sender and concerns nobody else.
-"""
-
+import itertools
 import logging
 import time
+from functools import partial
+from typing import Any
 
 from ... import __version__
 from ..api.sampling_defaults import SamplingDefaults
+from ..protocol import messages as protocol
+from ..protocol.chat_templates import within_limits
 from ..protocol.framing import FrameError, decode_from_client
-from ..protocol.messages import (
-    MAX_SHORT,
-    NO_INSTANCE,
-    Abort,
-    Adapters,
-    Detokenize,
-    Error,
-    GetChatTemplates,
-    GetHealth,
-    GetStats,
-    Hello,
-    ListAdapters,
-    LoadAdapter,
-    Message,
-    Stats,
-    Submit,
-    Tokenize,
-    UnloadAdapter,
-    Welcome,
-)
-from ..protocol.templates import fitting
+from ..protocol.messages import MAX_PROMPT_CHARACTERS, MAX_PROMPT_TOKENS, MAX_SHORT, NO_INSTANCE
 from ..text.chat_files import DEFAULT, ChatTemplates
-from .adapter_requests import AdapterDesk
-from .connections import MAX_FAULTS, Client, Connections
+from ..text.encoder_thread import Encoder
+from ..text.tokenizer import Tokenizer, TooManyTokens
+from .adapter_requests import AdapterRequests
+from .connections import MAX_BAD_FRAMES, ClientConnection, Connections
 from .open_requests import OpenRequests
+from .server_state import ServerState
 from .settings import ServeSettings
-from .state import ServerState
 from .stepper import Stepper
-from .submissions import FAULT, LOADING_RETRY, Submissions
-from .tokenize_requests import TokenDesk
+from .submissions import LOADING_RETRY, OVERLOAD_RETRY, SERVER_ERROR, Submissions
 
 _log = logging.getLogger(__name__)
+CHARACTERS_PER_TOKEN = 8
 
 
-class FrontDesk:
-    """Reads the clients' messages, and answers them or passes them on.
+class TokenizeRequests:
+    """Tokenizes and detokenizes for clients in the encoder's thread. Both arguments are None without a tokenizer."""
 
-    `templates`: the model's chat templates, which clients receive, as are `sampling_defaults`; `has_tokenizer`: whether
-    prompts may be text.
+    def __init__(self, connections: Connections, tokenizer: Tokenizer | None, encoder: Encoder | None) -> None:
+        self._connections, self._tokenizer, self._encoder = connections, tokenizer, encoder
+        self._calls: dict[str, tuple[ClientConnection, int]] = {}
+        self._numbers = itertools.count()
+
+    def start(self, client: ClientConnection, message: protocol.Tokenize | protocol.Detokenize) -> None:
+        """Queue the work, or send an error."""
+        if self._tokenizer is None or self._encoder is None:
+            self._connections.send_error(client, "invalid_request", "this model has no tokenizer", call=message.call)
+            return
+        if isinstance(message, protocol.Tokenize):
+            work: partial[Any] = partial(
+                self._tokenizer.encode, message.text, message.add_special_tokens, MAX_PROMPT_TOKENS
+            )
+            size = len(message.text)
+        else:
+            work = partial(self._tokenizer.decode, message.token_ids, skip_special_tokens=False)
+            size = CHARACTERS_PER_TOKEN * len(message.token_ids)
+        if not self._encoder.has_room_for(size):
+            text = "too much text waits to be tokenized"
+            self._connections.send_error(client, "overloaded", text, call=message.call, retry_after=OVERLOAD_RETRY)
+            return
+        key = f"call {next(self._numbers)}"
+        self._calls[key] = client, message.call
+        self._encoder.put_work(key, work, size, client.number)
+
+    def finish(self, key: str, result: list[int] | str | Exception) -> bool:
+        """Send the encoder's result to its client; returns False if the key belongs to no call."""
+        entry = self._calls.pop(key, None)
+        if entry is None:
+            return False
+        client, call = entry
+        if isinstance(result, TooManyTokens) or (isinstance(result, str) and len(result) > MAX_PROMPT_CHARACTERS):
+            text = f"the answer has more than {MAX_PROMPT_TOKENS} tokens or {MAX_PROMPT_CHARACTERS} characters"
+            self._connections.send_error(client, "invalid_request", text, call=call)
+        elif isinstance(result, Exception):
+            self._connections.send_error(client, "request_failed", "the text could not be tokenized", call=call)
+        elif isinstance(result, str):
+            self._connections.send(client, protocol.Text(call, result))
+        else:
+            self._connections.send(client, protocol.Tokens(call, result))
+        return True
+
+
+class MessageRouter:
+    """Decodes frames, checks instance and hello, and passes messages on.
+
+    `templates` and `sampling_defaults` are sent to clients in `welcome`; `has_tokenizer`: prompts may be text.
     """
 
     def __init__(
@@ -57,95 +87,91 @@ class FrontDesk:
         connections: Connections,
         requests: OpenRequests,
         submissions: Submissions,
-        adapters: AdapterDesk,
-        tokens: TokenDesk,
+        adapters: AdapterRequests,
+        tokenize: TokenizeRequests,
         templates: ChatTemplates,
         has_tokenizer: bool,
         sampling_defaults: SamplingDefaults,
     ) -> None:
         self._settings, self._state = settings, state
         self._connections, self._requests = connections, requests
-        self._submissions, self._adapters, self._tokens = submissions, adapters, tokens
-        self._templates, self._has_tokenizer = fitting(templates), has_tokenizer
+        self._submissions, self._adapters, self._tokenize = submissions, adapters, tokenize
+        self._templates, self._has_tokenizer = within_limits(templates), has_tokenizer
         self._defaults = sampling_defaults
         self._bad_frames = 0
 
     def receive(self, identity: bytes, data: bytes) -> None:
-        """One message of the listener: the connection's id, and the frame (empty: a message that was not one frame).
+        """Handle a message of the connection `identity`: its frame, empty for a message of several frames.
 
-        Never raises for anything that a client can send.
+        Never raises, whatever a client sends.
         """
-        client = self._connections.heard(identity)
+        client = self._connections.client_of(identity)
         if client is None:
             return
         try:
             if not data:
-                raise FrameError("bad_frame", "a message is exactly one frame, and that is not empty")
+                raise FrameError("bad_frame", "a message must be exactly one frame that is not empty")
             frame = decode_from_client(data)
         except FrameError as error:
-            self._fault(client, error)
+            self._bad_frames += 1
+            client.bad_frames += 1
+            if client.bad_frames <= MAX_BAD_FRAMES:
+                self._connections.send_error(client, error.code, str(error), error.request_id, error.call)
             return
-        client.faults = 0
+        client.bad_frames = 0
         message = frame.message
-        if isinstance(message, Hello):
-            self._hello(client)
-        elif isinstance(message, GetHealth):
-            self._connections.say(client, self._state.health(message.call))
+        if isinstance(message, protocol.Hello):
+            self._receive_hello(client)
+        elif isinstance(message, protocol.GetHealth):
+            self._connections.send(client, self._state.health(message.call))
         elif frame.instance != self._connections.instance and frame.instance != NO_INSTANCE:
             client.greeted = False
-            self._submissions.lose(client)
-            self._connections.say(
-                client, Error("wrong_instance", "the engine was restarted; its requests are lost; say hello again")
-            )
+            self._submissions.abort_all(client)
+            text = "the engine was restarted and its requests are lost; send hello again"
+            self._connections.send_error(client, "wrong_instance", text)
         elif not client.greeted:
-            self._connections.say(client, Error("hello_first", "this connection is not known; say hello first"))
+            self._connections.send_error(client, "hello_first", "this connection is not known; send hello first")
         else:
-            self._serve(client, message)
+            self._dispatch(client, message)
 
-    def _fault(self, client: Client, error: FrameError) -> None:
-        self._bad_frames += 1
-        client.faults += 1
-        if client.faults <= MAX_FAULTS:
-            self._connections.say(client, Error(error.code, str(error)[:4096], error.request_id, error.call))
-
-    def _serve(self, client: Client, message: Message) -> None:
-        request_id, call = getattr(message, "request_id", None), getattr(message, "call", None)
+    def _dispatch(self, client: ClientConnection, message: protocol.Message) -> None:
         try:
-            if isinstance(message, Submit):
+            if isinstance(message, protocol.Submit):
                 self._submissions.submit(client, message)
-            elif isinstance(message, Abort):
+            elif isinstance(message, protocol.Abort):
                 for each in message.request_ids:
                     self._submissions.abort(self._requests.get(client.open.get(each, "")))
-            elif isinstance(message, (LoadAdapter, UnloadAdapter)):
+            elif isinstance(message, (protocol.LoadAdapter, protocol.UnloadAdapter)):
                 self._adapters.change(client, message)
-            elif isinstance(message, ListAdapters):
-                self._connections.say(client, Adapters(message.call, self._adapters.infos()))
-            elif isinstance(message, (Tokenize, Detokenize)):
-                self._tokens.ask(client, message)
-            elif isinstance(message, GetChatTemplates):
-                self._connections.say(client, self._adapters.chat_templates(message))
-            elif isinstance(message, GetStats):
-                self._connections.say(client, Stats(message.call, self._stats()))
+            elif isinstance(message, protocol.ListAdapters):
+                self._connections.send(client, protocol.Adapters(message.call, self._adapters.infos()))
+            elif isinstance(message, (protocol.Tokenize, protocol.Detokenize)):
+                self._tokenize.start(client, message)
+            elif isinstance(message, protocol.GetChatTemplates):
+                self._connections.send(client, self._adapters.chat_templates(message))
+            elif isinstance(message, protocol.GetStats):
+                self._connections.send(client, protocol.Stats(message.call, self._stats()))
         except Exception:
-            _log.exception("a fault while a message of client %d was served", client.number)
+            _log.exception("a message of client %d could not be handled", client.number)
+            request_id, call = getattr(message, "request_id", None), getattr(message, "call", None)
             request = self._requests.get(client.open.get(request_id, "")) if request_id is not None else None
             if request is not None:
                 self._submissions.fail(request)
             else:
-                self._connections.say(client, Error("request_failed", FAULT, request_id, call))
+                self._connections.send_error(client, "request_failed", SERVER_ERROR, request_id, call)
 
-    def _hello(self, client: Client) -> None:
+    def _receive_hello(self, client: ClientConnection) -> None:
         for key in list(client.open.values()):
             self._submissions.abort(self._requests.get(key))
         if self._state.stepper is None:
-            self._connections.say(client, Error("loading", "the model is being loaded", retry_after=LOADING_RETRY))
+            self._connections.send_error(client, "loading", "the model is being loaded", retry_after=LOADING_RETRY)
             return
         client.greeted = True
-        self._connections.say(client, self._welcome(self._state.stepper))
+        self._connections.send(client, self._welcome(self._state.stepper))
 
-    def _welcome(self, stepper: Stepper) -> Welcome:
+    def _welcome(self, stepper: Stepper) -> protocol.Welcome:
         ready, templates, tokens = stepper.ready, self._templates.templates, self._templates.tokens
-        return Welcome(
+        return protocol.Welcome(
             server_version=__version__,
             model=self._settings.served_model_name[:MAX_SHORT],
             vocabulary=ready.vocabulary,

@@ -1,10 +1,10 @@
-"""What `sidestream serve` is told, as the three processes share it."""
+"""Settings of `sidestream serve`, shared by its processes."""
 
 from typing import Any
 
 from msgspec import Struct, field
 
-from ..processes.watch import SILENCE_SECONDS
+from ..processes.watchdog import SILENCE_SECONDS
 
 DRAIN_SECONDS = 30.0
 MAX_WAITING = 4096
@@ -15,24 +15,23 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
 
     model             model directory
     llm               further arguments of `LLM`
-    adapters          name -> directory; they may lie anywhere
-    loaded_adapters   the same for those that clients have loaded: filled in by the supervisor, for processes that are
-                      started again
-    bind              the clients' address
+    adapters          name -> directory, anywhere on the machine
+    loaded_adapters   the same for adapters that clients loaded; set by the supervisor for restarted processes
+    bind              address for clients
     keys              directory of CURVE keys
-    drain_seconds     how long open requests may go on after SIGTERM
-    restart           start the processes again when one dies or is ended
-    step_timeout      seconds after which a step that has not returned ends the GPU process; None: see
-                      `watch.StepWatch`; 0: no process is ended for being late or silent
-    silence_seconds   after so many seconds without a beat a process is ended
+    drain_seconds     time for open requests after SIGTERM
+    restart           restart processes that die or are killed
+    step_timeout      seconds after which a step that has not returned gets the GPU process killed; None: see
+                      `StepWatchdog`; 0: never kill a process for being late or silent
+    silence_seconds   kill a process after so many seconds without a heartbeat
     admin             clients may load and unload adapters
-    adapter_roots     directories under which a loaded adapter must lie
-    max_waiting       requests that may wait to be admitted before newcomers are told `overloaded`
-    served_model_name what clients are told
-    chat_template     a Jinja template in place of the model's own
-    gpu_command       command that runs the GPU process (its arguments: the channel's descriptor)
-    directory, generation   where the processes' own sockets lie, and which life of the GPU process this is: filled in
-                            by the supervisor
+    adapter_roots     directories from which clients may load adapters
+    max_waiting       limit on waiting requests; above it new ones get `overloaded`
+    served_model_name model name for clients
+    chat_template     a Jinja template instead of the model's
+    gpu_command       command of the GPU process, without the channel's descriptor
+    directory, generation   directory of the processes' sockets, and number of the GPU process's restarts; set by the
+                            supervisor
     """
 
     model: str

@@ -1,7 +1,9 @@
-"""A client's requests on their way into the engine, and out of it when they end early."""
+"""Submit clients' requests to the engine: check, tokenize, compile constraints, queue; and end them early."""
 
 import logging
 from collections.abc import Collection
+from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 from msgspec import structs
@@ -11,46 +13,76 @@ from ..api.request import Constraint, Continuation, Request
 from ..api.sampling_params import SamplingParams
 from ..api.structured_outputs import StructuredOutputsParams
 from ..protocol.messages import MAX_OPEN_REQUESTS, Accepted, Error, ErrorCode, Submit
-from ..text.bad_words import bad_word_ids
-from ..text.encoder import INLINE_CHARACTERS, Encoder
-from ..text.prompts import check_continues, check_request, too_long
+from ..text.encoder_thread import INLINE_CHARACTERS, Encoder, TextThread
+from ..text.prompts import bad_word_ids, check_continues, check_request, too_long
+from ..text.structured.grammar_compiler import GrammarCompiler
 from ..text.tokenizer import Tokenizer, TooManyTokens
-from .connections import Client, Connections
-from .grammar_requests import GrammarDesk
+from .connections import ClientConnection, Connections
+from .gpu_link import Ready
 from .open_requests import OpenRequest, OpenRequests
-from .state import ServerState
+from .server_state import ServerState
 from .stepper import Stepper
 
 _log = logging.getLogger(__name__)
 _DEFAULTS = structs.asdict(Submit("x").sampling)
-FAULT = "a fault in the server while this request was worked on; others are not affected"
+SERVER_ERROR = "an error in the server ended this request; others are not affected"
 LOADING_RETRY = 1.0
 OVERLOAD_RETRY = 1.0
-OWNERS_SHARE = 8
+MAX_SHARES_PER_CONNECTION = 8
+_PREPARE = "prepare"
 
 
 def missing_adapter(stepper: Stepper, name: str | None, content: str) -> tuple[ErrorCode, str] | None:
-    """Why a request for this adapter cannot be served; None: it can be. `content`: the version that it has to be, if
-    any.
-    """
+    """Return why requests for this adapter cannot be served, or None. `content`: the required version, "" for any."""
     if name is None:
         return None
-    known = stepper.known.get(name)
-    if known is None and name in stepper.ready.left_out:
+    adapter = stepper.adapters.get(name)
+    if adapter is None and name in stepper.ready.left_out:
         problem = stepper.ready.left_out[name]
         return "unknown_adapter", (
-            f"adapter {name!r} could not be read when the engine was started again ({problem}); mend its directory and "
+            f"adapter {name!r} could not be read when the engine was restarted ({problem}); repair its directory and "
             "load it"
         )
-    if known is None:
-        return "unknown_adapter", f"adapter {name!r} is not known; list_adapters tells which are"
-    if content and known.content != content:
+    if adapter is None:
+        return "unknown_adapter", f"adapter {name!r} is not known; list_adapters lists all"
+    if content and adapter.content != content:
         return "adapter_changed", f"adapter {name!r} was replaced while its request was open; send the request again"
     return None
 
 
+class GrammarQueue(TextThread):
+    """Compiles constraints in a thread, apart from the batcher's loop."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        super().__init__("sidestream-grammars")
+        self._tokenizer = tokenizer
+        self._compiler: GrammarCompiler | None = None
+
+    def prepare(self, ready: Ready) -> None:
+        """Set the model's sizes and read its vocabulary, so that no request waits for that."""
+        if self._compiler is None:
+            self._compiler = GrammarCompiler(self._tokenizer, ready.vocabulary, ready.eos_ids)
+            if self._tokenizer is not None and find_spec("llguidance") is not None:
+                self.put_work(_PREPARE, self._compiler.prepare, 0, None)
+
+    def put(self, key: str, params: StructuredOutputsParams, owner: int) -> None:
+        """Queue a constraint, after `prepare`. Its result has this `key`."""
+        if self._compiler is None:
+            raise RuntimeError("a constraint arrived before the model was ready")
+        self.put_work(key, partial(self._compiler.compile, params), len(params.text), owner)
+
+    def take(self) -> list[tuple[str, Any]]:
+        """Return (key, Grammar or exception) of the constraints that are done."""
+        return [(key, result) for key, result in super().take() if key != _PREPARE]
+
+    def close(self) -> None:
+        super().close()
+        if self._compiler is not None:
+            self._compiler.close()
+
+
 class Submissions:
-    """Checks, tokenizes and queues requests. `encoder` is None where the model has no tokenizer."""
+    """Requests before they are in the engine. `encoder` is None if the model has no tokenizer."""
 
     def __init__(
         self,
@@ -59,7 +91,7 @@ class Submissions:
         requests: OpenRequests,
         tokenizer: Tokenizer | None,
         encoder: Encoder | None,
-        grammars: GrammarDesk,
+        grammars: GrammarQueue,
         max_waiting: int,
     ) -> None:
         self._state, self._connections, self._requests = state, connections, requests
@@ -70,26 +102,25 @@ class Submissions:
         self._compiling: dict[str, tuple[OpenRequest, Submit, SamplingParams, list[int]]] = {}
         self._default_params = SamplingParams()
 
-    def submit(self, client: Client, message: Submit) -> None:
-        """Take a request in, or answer why not."""
+    def submit(self, client: ClientConnection, message: Submit) -> None:
+        """Accept a request or send an error."""
         refusal = self._refusal(client, message)
         if refusal is not None:
             self._requests.counts["refused_total"] += 1
-            self._connections.say(client, refusal)
+            self._connections.send(client, refusal)
             return
-        request = self._requests.begin(client, message.request_id, message.stream, message.adapter)
+        request = self._requests.open(client, message.request_id, message.stream, message.adapter)
         try:
             params = self._params(message)
         except RequestError as error:
-            self._requests.refuse(request, "invalid_request", str(error)[:4096], how="refused")
+            self._requests.refuse(request, "invalid_request", str(error), how="refused")
             return
         if message.prompt_token_ids is not None:
-            self._enqueue(request, message, params, message.prompt_token_ids)
+            self._compile_or_add(request, message, params, message.prompt_token_ids)
         elif message.prompt is not None and self._tokenizer is not None:
             if len(message.prompt) <= INLINE_CHARACTERS or self._encoder is None:
-                self._enqueue(
-                    request, message, params, self._tokenizer.encode(message.prompt, message.add_special_tokens)
-                )
+                ids = self._tokenizer.encode(message.prompt, message.add_special_tokens)
+                self._compile_or_add(request, message, params, ids)
             else:
                 self._encoding[request.key] = request, message, params
                 longest = 0 if self._state.stepper is None else self._state.stepper.ready.max_model_len
@@ -100,7 +131,7 @@ class Submissions:
             text = "text needs a tokenizer, and this model has none; send prompt_token_ids"
             self._requests.refuse(request, "invalid_request", text, how="refused")
 
-    def _refusal(self, client: Client, message: Submit) -> Error | None:
+    def _refusal(self, client: ClientConnection, message: Submit) -> Error | None:
         stepper = self._state.stepper
 
         def error(code: ErrorCode, text: str, retry_after: float | None = None) -> Error:
@@ -120,79 +151,96 @@ class Submissions:
                 f"this connection has {MAX_OPEN_REQUESTS} requests open; wait for one to end",
                 OVERLOAD_RETRY,
             )
-        full = self._full(stepper, client, message.owner, message.sampling.n)
-        if full is not None:
-            return error("overloaded", full, OVERLOAD_RETRY)
+        overload = self._overload(stepper, client, message.owner, message.sampling.n)
+        if overload is not None:
+            return error("overloaded", overload, OVERLOAD_RETRY)
         if message.prompt is not None and self._encoder is not None and not self._encoder.has_room(message.prompt):
             return error("overloaded", "too much text waits to be tokenized", OVERLOAD_RETRY)
         if (message.prompt is None) == (message.prompt_token_ids is None):
             return error("invalid_request", "give exactly one of prompt and prompt_token_ids")
         if message.continues and not message.stream:
-            return error("invalid_request", "continues needs stream=true; without it, ask for the whole answer again")
+            return error("invalid_request", "continues needs stream=true; without it, request the whole answer again")
         missing = missing_adapter(stepper, message.adapter, message.adapter_content)
         return None if missing is None else error(*missing)
 
-    def _full(self, stepper: Stepper, client: Client, owner: str, count: int) -> str | None:
-        """Why so many more sequences of an owner may not wait, if they may not.
+    def _overload(self, stepper: Stepper, client: ClientConnection, owner: str, count: int) -> str | None:
+        """Return why `count` more sequences of an owner may not wait, or None.
 
-        An owner may hold as many places as are free at most (Choudhury and Hahne's dynamic threshold): one alone gets
-        half of them, and the next one still finds some. All owners that one connection names may hold `OWNERS_SHARE`
-        times as many, so that whatever it names, other connections find some.
+        An owner may hold at most as many places as are free (Choudhury and Hahne's dynamic threshold): a single owner
+        gets half of them, and another one still finds some. All owners of a connection together may hold
+        `MAX_SHARES_PER_CONNECTION` times as many, so that other connections find some.
         """
         free = self._max_waiting - stepper.scheduler.num_waiting - len(self._encoding) - len(self._compiling)
         if count > free:
             return "too many requests are waiting"
-        if count + self._max_waiting - free <= free:  # nobody can hold more than all do
+        if count + self._max_waiting - free <= free:  # all owners together hold less than one may
             return None
         waiting = stepper.scheduler.states.waiting
         owners = [message.owner for request, message, *_ in self._encoding.values() if request.client is client]
         owners += [message.owner for request, message, *_ in self._compiling.values() if request.client is client]
         held = waiting.held(f"{client.number}:{owner}") + owners.count(owner)
         if held + count > free:
-            return (
-                f"too many requests are waiting: {held} of them are this client's, what is left ({free}) is for others"
-            )
-        if waiting.held_by(f"{client.number}:") + len(owners) + count > OWNERS_SHARE * free:
-            return "too many requests are waiting that came through this connection"
+            return f"too many requests are waiting: {held} are this client's; the {free} free places are for others"
+        if waiting.held_by(f"{client.number}:") + len(owners) + count > MAX_SHARES_PER_CONNECTION * free:
+            return "too many requests of this connection are waiting"
         return None
 
     def _params(self, message: Submit) -> SamplingParams:
         given: dict[str, Any] = structs.asdict(message.sampling)
         changed = {name: value for name, value in given.items() if value != _DEFAULTS[name]}
-        asked = changed.get("structured_outputs")
-        if asked is not None:
-            changed["structured_outputs"] = StructuredOutputsParams(**structs.asdict(asked))
+        structured = changed.get("structured_outputs")
+        if structured is not None:
+            changed["structured_outputs"] = StructuredOutputsParams(**structs.asdict(structured))
         return SamplingParams(**changed) if changed else self._default_params
 
-    def _enqueue(self, request: OpenRequest, message: Submit, params: SamplingParams, ids: list[int]) -> None:
-        """Hand a tokenized request to the engine, or to the grammars' thread first."""
+    def _compile_or_add(self, request: OpenRequest, message: Submit, params: SamplingParams, ids: list[int]) -> None:
+        """Add a tokenized request to the engine, or compile its constraint first."""
         constraint = params.constraint
         if constraint is None:
             self._add(request, message, params, ids)
-        elif self._grammars.has_room(constraint):
+        elif self._grammars.has_room_for(len(constraint.text)):
             self._compiling[request.key] = request, message, params, ids
             self._grammars.put(request.key, constraint, request.client.number)
         else:
             text = "too many schemas and grammars wait to be compiled"
             self._requests.refuse(request, "overloaded", text, OVERLOAD_RETRY, how="refused")
 
-    def compiled(self, key: str, outcome: Constraint | Exception) -> None:
-        """Take an outcome of the grammars' thread in; nothing happens to one that is nobody's any more."""
+    def constraint_compiled(self, key: str, result: Constraint | Exception) -> None:
+        """Continue a request with its compiled constraint, unless it has ended."""
         entry = self._compiling.pop(key, None)
         if entry is None or self._requests.get(key) is not entry[0]:
             return
         request, message, params, ids = entry
-        if isinstance(outcome, RequestError):
-            self._requests.refuse(request, "invalid_request", str(outcome)[:4096], how="refused")
-        elif isinstance(outcome, Exception):
-            _log.error("a fault while a constraint was compiled", exc_info=outcome)
+        if isinstance(result, RequestError):
+            self._requests.refuse(request, "invalid_request", str(result), how="refused")
+        elif isinstance(result, Exception):
+            _log.error("a constraint could not be compiled", exc_info=result)
             self.fail(request)
         else:
-            try:
-                self._add(request, message, params, ids, outcome)
-            except Exception:
-                _log.exception("a fault while a request of client %d was queued", request.client.number)
-                self.fail(request)
+            self._guarded(request, self._add, message, params, ids, result)
+
+    def prompt_encoded(self, key: str, result: list[int] | Exception) -> None:
+        """Continue a request with its token ids, unless it has ended."""
+        entry = self._encoding.pop(key, None)
+        if entry is None or self._requests.get(key) is not entry[0]:
+            return
+        request, message, params = entry
+        stepper = self._state.stepper
+        if isinstance(result, TooManyTokens) and stepper is not None:
+            problem = too_long(result.tokens, stepper.ready.max_model_len)
+            self._requests.refuse(request, "invalid_request", str(problem), how="refused")
+        elif isinstance(result, Exception):
+            self._requests.refuse(request, "request_failed", "the prompt could not be tokenized")
+        else:
+            self._guarded(request, self._compile_or_add, message, params, result)
+
+    def _guarded(self, request: OpenRequest, work: Any, *arguments: Any) -> None:
+        """Call `work(request, *arguments)`; an exception ends this request only."""
+        try:
+            work(request, *arguments)
+        except Exception:
+            _log.exception("a request of client %d could not be queued", request.client.number)
+            self.fail(request)
 
     def _add(
         self,
@@ -202,7 +250,7 @@ class Submissions:
         ids: list[int],
         grammar: Constraint | None = None,
     ) -> None:
-        """Hand a request to the engine."""
+        """Add a request to the engine, or refuse it."""
         stepper = self._state.stepper
         if stepper is None:
             self._requests.refuse(request, "engine_dead", "the engine died", LOADING_RETRY)
@@ -221,7 +269,7 @@ class Submissions:
                 check_continues(continues, len(ids), params, vocabulary, longest)
                 request.sent = {index: len(so_far.token_ids) for index, so_far in enumerate(continues)}
             banned = bad_word_ids(params.banned_words, self._tokenizer, vocabulary)
-            stepper.add(
+            stepper.engine.add(
                 Request(
                     request.key,
                     message.prompt,
@@ -238,57 +286,37 @@ class Submissions:
                 request.stream,
             )
         except RequestError as error:
-            self._requests.refuse(request, "invalid_request", str(error)[:4096], how="refused")
+            self._requests.refuse(request, "invalid_request", str(error), how="refused")
             return
         request.admitted = True
         request.prompt_tokens = len(ids)
         if message.adapter is not None:
-            request.adapter_content = stepper.known[message.adapter].content
-        self._connections.say(request.client, Accepted(request.request_id, len(ids), request.adapter_content))
-
-    def encoded(self, key: str, outcome: list[int] | Exception) -> None:
-        """Take an outcome of the encoder in; nothing happens to one that is nobody's any more."""
-        entry = self._encoding.pop(key, None)
-        if entry is None or self._requests.get(key) is not entry[0]:
-            return
-        request, message, params = entry
-        stepper = self._state.stepper
-        if isinstance(outcome, TooManyTokens) and stepper is not None:
-            problem = too_long(outcome.tokens, stepper.ready.max_model_len)
-            self._requests.refuse(request, "invalid_request", str(problem), how="refused")
-            return
-        if isinstance(outcome, Exception):
-            self._requests.refuse(request, "request_failed", "the prompt could not be tokenized")
-            return
-        try:
-            self._enqueue(request, message, params, outcome)
-        except Exception:
-            _log.exception("a fault while a request of client %d was queued", request.client.number)
-            self.fail(request)
+            request.adapter_content = stepper.adapters[message.adapter].content
+        self._connections.send(request.client, Accepted(request.request_id, len(ids), request.adapter_content))
 
     def abort(self, request: OpenRequest | None) -> None:
-        """End a request; nothing happens to one that is over."""
+        """Abort a request; does nothing for None."""
         if request is not None:
             self._drop(request)
-            self._requests.aborted(request)
+            self._requests.abort(request)
 
-    def fail(self, request: OpenRequest, text: str = FAULT) -> None:
-        """End a request with which the server's own code failed, or a step did not return."""
+    def fail(self, request: OpenRequest, text: str = SERVER_ERROR) -> None:
+        """End a request after an error of the server or a step that did not return."""
         self._drop(request)
         self._requests.refuse(request, "request_failed", text)
 
-    def lose(self, client: Client) -> None:
-        """A client is gone or too slow: its requests end, and their pages are free for the next plan."""
+    def abort_all(self, client: ClientConnection) -> None:
+        """Abort all requests of a client that is gone or too slow, without an answer."""
         for key in list(client.open.values()):
             request = self._requests.get(key)
             if request is not None:
                 self._drop(request)
                 self._requests.close(request, "aborted")
 
-    def engine_died(self, retry_after: float | None, going_on: Collection[str] = ()) -> None:
-        """Tell every client that has a request open, but for those (by key) that go on in the engine's next life."""
+    def engine_died(self, retry_after: float | None, resubmitted: Collection[str] = ()) -> None:
+        """End all requests with an error, except those with a key in `resubmitted`."""
         for request in self._requests.all():
-            if request.key in going_on:
+            if request.key in resubmitted:
                 continue
             if not request.admitted:
                 self._drop(request)

@@ -1,16 +1,13 @@
-"""The supervisor of a server: starts the batcher and the GPU process, watches them, and stops them in good order.
+"""The supervisor of an engine: starts, watches, restarts and stops the batcher, the GPU process and the HTTP gateway.
 
-    python: serve(ServeSettings(model="path", bind="ipc:///run/user/1000/sidestream/engine.sock"))
+    Supervisor(ServeSettings(model="path", bind="ipc:///run/user/1000/sidestream/engine.sock")).run()
 
-Each child hangs on a channel that closes with its process; each child ends when the supervisor's end closes, so nothing
-outlives `kill -9` of any of them.
+Each child has a channel that closes when either process ends, and ends with it. So no process outlives `kill -9` of
+another one.
 """
 
 import os
-import selectors
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,68 +21,57 @@ from msgspec import structs
 
 from ..processes.channel import ChannelClosed
 from ..processes.child import STOP_SECONDS, Child, status_text
-from ..processes.watch import LOOK_AT_STOPPED_SECONDS, LOOK_SECONDS, START_SILENCE_SECONDS, AwakeClock, StopWatch
+from ..processes.watchdog import POLL_SECONDS, STOPPED_POLL_SECONDS, StoppedProcesses
 from ..protocol.addresses import AddressLock, check_keys, make_private_directory, parse, temporary_root
-from .front import Front
 from .gpu_link import Ready
 from .settings import ServeSettings
+from .supervisor_loop import EXIT_DEAD, EXIT_SETTINGS, GatewayProcess, SupervisorLoop
 
-DEATHS = 5
-"""So many deaths in a row, with no request answered between them, are not an accident any more."""
-EXIT_DEAD = 1
-EXIT_SETTINGS = 2
+MAX_DEATHS = 5
+"""After so many deaths in a row, without a finished request between them, processes are not restarted."""
 
 
-class Supervisor:
-    """`run` serves until SIGTERM or SIGINT (exit code 0), a start that fails (2), or a death that is not to be
-    repaired (1).
+class Supervisor(SupervisorLoop):
+    """`run` serves until SIGTERM or SIGINT (exit code 0), a failed start (2), or a death without a restart (1).
+
+    Raises AddressError or KeyFileError for an address that may not be used.
     """
 
-    def __init__(self, settings: ServeSettings, say: Callable[[str], None] = print, front: Front | None = None) -> None:
-        self._say, self._front = say, front
+    def __init__(
+        self, settings: ServeSettings, print_line: Callable[[str], None] = print, gateway: GatewayProcess | None = None
+    ) -> None:
         self._address = parse(settings.bind)
         check_keys(self._address, settings.keys is not None)
         make_private_directory(self._address)
         self._lock = AddressLock(self._address)
-        self._runtime = Path(
-            tempfile.mkdtemp(prefix="sidestream-", dir=os.environ.get("XDG_RUNTIME_DIR") or temporary_root())
-        )
-        self._settings = structs.replace(settings, directory=str(self._runtime), generation=0)
+        root = os.environ.get("XDG_RUNTIME_DIR") or temporary_root()
+        self._directory = Path(tempfile.mkdtemp(prefix="sidestream-", dir=root))
+        super().__init__(structs.replace(settings, directory=str(self._directory), generation=0), print_line, gateway)
         self._batcher: Child | None = None
         self._gpu: Child | None = None
-        self._clock, self._stops = AwakeClock(), StopWatch()
-        self._one_of_several = settings.llm.get("tensor_parallel_size", 1) > 1
+        self._stopped = StoppedProcesses()
+        self._is_parallel = settings.llm.get("tensor_parallel_size", 1) > 1
         self._deaths = 0
         self._was_ready = False
-        self._draining_until: float | None = None
-        self._wake, self._waker = socket.socketpair()
-        self._wake.setblocking(False)
-        self._waker.setblocking(False)
+        self._drain_deadline = 0.0
 
-    def run(self) -> int:
-        """See the class."""
-        former = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
-        former_fd = signal.set_wakeup_fd(self._waker.fileno())
-        try:
-            self._batcher = self._start_batcher()
-            self._gpu = self._start_gpu()
-            return self._watch()
-        finally:
-            children = [child for child in (self._gpu, self._batcher) if child is not None]
-            self._order({"order": "end"})
-            for child in children:
-                child.channel.close()
-            if self._front is not None:
-                self._front.close()
-            for child in children:
-                child.stop()
-            shutil.rmtree(self._runtime, ignore_errors=True)
-            if self._address.path is not None:
-                self._address.path.unlink(missing_ok=True)
-            self._lock.release()
-            signal.set_wakeup_fd(former_fd)
-            for number, handler in former.items():
-                signal.signal(number, handler)
+    def _start(self) -> None:
+        self._batcher = self._start_batcher()
+        self._gpu = self._start_gpu()
+
+    def _stop(self) -> None:
+        children = [child for child in (self._gpu, self._batcher) if child is not None]
+        self._order({"order": "end"})
+        for child in children:
+            child.channel.close()
+        if self._gateway is not None:
+            self._gateway.close()
+        for child in children:
+            child.stop()
+        shutil.rmtree(self._directory, ignore_errors=True)
+        if self._address.path is not None:
+            self._address.path.unlink(missing_ok=True)
+        self._lock.release()
 
     def _start_batcher(self) -> Child:
         command = [sys.executable, "-m", "sidestream.runtime.server.batcher"]
@@ -95,119 +81,85 @@ class Supervisor:
         command = self._settings.gpu_command or [sys.executable, "-m", "sidestream.runtime.server.gpu_process"]
         return Child.start("GPU process", command, self._settings, self._clock.seconds)
 
-    def _watch(self) -> int:
-        while True:
-            timeout = LOOK_AT_STOPPED_SECONDS if self._one_of_several else LOOK_SECONDS
-            if self._draining_until is not None:
-                timeout = min(timeout, max(0.0, self._draining_until - time.monotonic()))
-            with selectors.DefaultSelector() as selector:
-                selector.register(self._wake, selectors.EVENT_READ)
-                for child in self._children():
-                    selector.register(child.channel, selectors.EVENT_READ, child)
-                ready: list[Child | None] = [key.data for key, _ in selector.select(timeout)]
-            ready.sort(key=lambda child: child is not None)  # a signal first: what dies with it is not started again
-            self._clock.look()
-            code: int | None = None
-            for caller in ready:
-                # a process that another's death has replaced meanwhile has nothing more to say
-                if caller is not None and all(caller is not child for child in self._children()):
-                    continue
-                code = self._hear(caller) if caller is not None else self._signalled()
-                if code is not None:
-                    return code
-            self._end_silent()
-            self._end_stopped()
-            if self._draining_until is not None and time.monotonic() >= self._draining_until:
-                return 0
+    def _engines(self) -> list[Child]:
+        return [child for child in (self._batcher, self._gpu) if child is not None]
 
-    def _children(self) -> list[Child]:
-        front = None if self._front is None else self._front.child
-        return [child for child in (self._batcher, self._gpu, front) if child is not None]
+    def _with_heartbeat(self) -> list[Child]:
+        return self._children()
 
-    def _end_silent(self) -> None:
-        """Kill a process that has not beaten for too long; its death is then noticed like any other."""
-        for child in self._children():
-            if self._settings.step_timeout == 0:
-                continue
-            seconds = self._settings.silence_seconds if child.started else START_SILENCE_SECONDS
-            if self._clock.seconds - child.heard > seconds:
-                child.heard = self._clock.seconds
-                self._say(f"the {child.name} gave no sign of life for {seconds:g} s; ending it")
-                child.process.kill()
+    def _timeout(self) -> float:
+        timeout = STOPPED_POLL_SECONDS if self._is_parallel else POLL_SECONDS
+        return min(timeout, max(0.0, self._drain_deadline - time.monotonic())) if self._draining else timeout
 
-    def _end_stopped(self) -> None:
-        """Kill a GPU process that is stopped while other ranks wait for it, inside their kernels."""
-        if self._gpu is None or not self._one_of_several or self._settings.step_timeout == 0:
+    def _on_turn_end(self) -> int | None:
+        self._kill_stopped()
+        return 0 if self._draining and time.monotonic() >= self._drain_deadline else None
+
+    def _kill_stopped(self) -> None:
+        """Kill a GPU process that is stopped while other tensor-parallel processes wait for it inside their kernels."""
+        if self._gpu is None or not self._is_parallel or self._settings.step_timeout == 0:
             return
-        if self._stops.look([self._gpu.process.pid]):
-            self._say("the GPU process is stopped by a signal (SIGSTOP), and other ranks wait for it; ending it")
+        if self._stopped.find([self._gpu.process.pid]):
+            self._print_line(
+                "the GPU process is stopped by a signal (SIGSTOP), and other ranks wait for it; killing it"
+            )
             self._gpu.process.kill()
 
-    def _signalled(self) -> int | None:
-        received = self._wake.recv(64)
-        if not set(received) & {signal.SIGTERM, signal.SIGINT}:
-            return None
-        # the second signal, or nothing to drain
-        if self._draining_until is not None or self._batcher is None or not self._was_ready:
+    def _on_signals(self, count: int) -> int | None:
+        # the second signal, or no engine to drain
+        if self._draining or self._batcher is None or not self._was_ready:
             return 0
         seconds = self._settings.drain_seconds
-        self._say(f"draining for up to {seconds:g} s; a second signal stops at once")
-        self._draining_until = time.monotonic() + seconds + STOP_SECONDS
-        if self._front is not None:
-            self._front.draining()  # first: a batcher that has nothing to do ends at once
+        self._print_line(f"draining for up to {seconds:g} s; a second signal stops at once")
+        self._draining, self._drain_deadline = True, time.monotonic() + seconds + STOP_SECONDS
+        if self._gateway is not None:
+            self._gateway.send_draining()  # first: an idle batcher ends at once
         self._order({"order": "drain", "seconds": seconds})
         return None
 
-    def _hear(self, child: Child) -> int | None:
-        try:
-            messages = child.channel.receive()
-        except ChannelClosed:
-            return self._died(child)
-        child.heard = self._clock.seconds
-        if self._front is not None and child is self._front.child:
-            return self._hear_front(child, messages)
-        for message in messages:
-            event = message["event"]
-            if event == "failed":
-                self._say(f"error: {message['message']}")
-                if not (self._was_ready and self._settings.restart):
-                    return EXIT_SETTINGS
-                # it could start once: its end counts as a death
-            elif event == "ready":
-                child.started = True
-                self._take_ready(msgspec.convert(message["ready"], Ready))
-            elif event == "adapter":
-                self._take_adapter(message["name"], message["path"])
-            elif event == "serving":
-                self._was_ready = True
-                self._say(f"serving at {self._settings.bind}")
-            elif event == "answered":
-                self._deaths = 0
-            elif event == "overdue":
-                self._end_overdue(message)
-            elif event == "bound":
-                child.started = True
-                self._settings = structs.replace(self._settings, bind=message["address"])
-                if self._front is not None and self._front.child is None:
-                    self._front.start([message["address"]], self._clock.seconds)
-            elif event == "drained":
-                return 0 if self._draining_until is not None else EXIT_DEAD
+    def _on_message(self, child: Child, message: dict[str, Any]) -> int | None:
+        event = message["event"]
+        if event == "failed":
+            self._print_line(f"error: {message['message']}")
+            if not (self._was_ready and self._settings.restart):
+                return EXIT_SETTINGS
+            # a restart failed: its end counts as a death
+        elif event == "ready":
+            child.started = True
+            self._keep_adapter_limits(msgspec.convert(message["ready"], Ready))
+        elif event == "adapter":
+            self._keep_adapter(message["name"], message["path"])
+        elif event == "serving":
+            self._was_ready = True
+            self._print_line(f"serving at {self._settings.bind}")
+        elif event == "answered":
+            self._deaths = 0
+        elif event == "overdue":
+            self._kill_overdue(message)
+        elif event == "bound":
+            child.started = True
+            self.addresses = [message["address"]]
+            self._settings = structs.replace(self._settings, bind=message["address"])
+            if self._gateway is not None and self._gateway.child is None:
+                self._gateway.start(self.addresses, self._clock.seconds)
+        elif event == "drained":
+            return 0 if self._draining else EXIT_DEAD
         return None
 
-    def _take_ready(self, ready: Ready) -> None:
-        """Later lives of the GPU process have the same room for adapters."""
-        self._say(capacity_line(ready))
-        room = {
+    def _keep_adapter_limits(self, ready: Ready) -> None:
+        """Give restarted GPU processes the same adapter slots and ranks."""
+        self._print_line(capacity_line(ready))
+        limits = {
             "max_loras": ready.num_slots,
             "max_lora_rank": ready.lora_rank,
             "lora_target_modules": ready.lora_targets,
         }
         if ready.lora_rank:
             given = {name: value for name, value in self._settings.llm.items() if value is not None}
-            self._settings = structs.replace(self._settings, llm=room | given)
+            self._settings = structs.replace(self._settings, llm=limits | given)
 
-    def _take_adapter(self, name: str, path: str | None) -> None:
-        """A client has had an adapter loaded from `path`, or unloaded: so do later lives of the GPU process."""
+    def _keep_adapter(self, name: str, path: str | None) -> None:
+        """Give restarted GPU processes the adapters that clients have loaded; `path` None: unloaded."""
         given, loaded = dict(self._settings.adapters), dict(self._settings.loaded_adapters)
         given.pop(name, None)
         loaded.pop(name, None)
@@ -215,53 +167,26 @@ class Supervisor:
             loaded[name] = path
         self._settings = structs.replace(self._settings, adapters=given, loaded_adapters=loaded)
 
-    def _end_overdue(self, message: dict[str, Any]) -> None:
-        """The batcher has waited too long for a step: kill the GPU process, unless it has been replaced meanwhile."""
+    def _kill_overdue(self, message: dict[str, Any]) -> None:
+        """Kill the GPU process whose step the batcher reports as overdue, unless it has been replaced."""
         if self._gpu is not None and message["generation"] == self._settings.generation:
-            self._say(f"a step did not return within {message['seconds']:g} s; ending the GPU process")
+            self._print_line(f"a step did not return within {message['seconds']:g} s; killing the GPU process")
             self._gpu.process.kill()
 
-    def _hear_front(self, child: Child, messages: list[dict[str, Any]]) -> int | None:
-        for message in messages:
-            if message["event"] == "failed":
-                self._say(f"error: {message['message']}")
-                return EXIT_SETTINGS
-            if message["event"] == "ready":
-                child.started = True
-                self._say(f"answering HTTP at {message['address']}")
-                self._say(f"console at {message['address']}/")
-        return None
-
-    def _front_died(self, front: Front, status: int) -> int | None:
-        """The HTTP front alone is started again: the engine, and who speaks with it otherwise, go on."""
-        if self._draining_until is not None:
-            return None
-        self._say(f"the gateway died ({status_text(status)})")
-        if not self._settings.restart or not front.again([self._settings.bind], self._clock.seconds):
-            return EXIT_DEAD
-        self._say("starting the gateway again")
-        return None
-
-    def _died(self, child: Child) -> int | None:
-        status = child.stop()
-        if self._front is not None and child is self._front.child:
-            self._front.child = None
-            return self._front_died(self._front, status)
-        if self._draining_until is not None and child is self._batcher:
+    def _on_death(self, child: Child, status: int) -> int | None:
+        if self._draining and child is self._batcher:
             return 0
-        self._say(f"the {child.name} died ({status_text(status)})")
+        self._print_line(f"the {child.name} died ({status_text(status)})")
         self._deaths += 1
-        restarting = (
-            self._settings.restart and self._was_ready and self._deaths < DEATHS and self._draining_until is None
-        )
+        restarting = self._settings.restart and self._was_ready and self._deaths < MAX_DEATHS and not self._draining
         if child is self._gpu:
             self._gpu = None
             self._order({"order": "gpu_died", "restarting": restarting})
             if not restarting:
-                return self._last_words()
-            self._settings = structs.replace(self._settings, generation=self._settings.generation + 1)
+                return self._wait_for_batcher()
+            self._next_generation()
             self._order({"order": "gpu_starting", "generation": self._settings.generation})
-            self._say("starting the GPU process again")
+            self._print_line("starting the GPU process again")
             self._gpu = self._start_gpu()
             return None
         self._batcher = None
@@ -270,18 +195,21 @@ class Supervisor:
             self._gpu = None
         if not restarting:
             return EXIT_DEAD
-        self._settings = structs.replace(self._settings, generation=self._settings.generation + 1)
-        self._say("starting both processes again")
-        self._batcher, self._gpu = self._start_batcher(), self._start_gpu()
+        self._next_generation()
+        self._print_line("starting both processes again")
+        self._start()
         return None
 
-    def _last_words(self) -> int:
-        """The GPU process is dead for good: the batcher tells its clients and ends."""
+    def _next_generation(self) -> None:
+        self._settings = structs.replace(self._settings, generation=self._settings.generation + 1)
+
+    def _wait_for_batcher(self) -> int:
+        """Wait until the batcher has sent its clients an error; the GPU process is not restarted."""
         if self._batcher is not None:
             try:
                 self._batcher.process.wait(STOP_SECONDS)
             except subprocess.TimeoutExpired:
-                self._say("the batcher did not end by itself")
+                self._print_line("the batcher did not end by itself")
         return EXIT_DEAD
 
     def _order(self, order: dict[str, Any]) -> None:
@@ -289,11 +217,10 @@ class Supervisor:
             try:
                 self._batcher.channel.send(order)
             except ChannelClosed:
-                return  # its own death is noticed by itself
+                return  # the loop handles its death
 
 
 def capacity_line(ready: Ready) -> str:
-    """What the engine holds, on one line."""
     seconds = sum(ready.seconds.values())
     return (
         f"ready in {seconds:.1f} s on {ready.device}: {ready.num_pages * ready.page_size} KV tokens "
@@ -302,11 +229,3 @@ def capacity_line(ready: Ready) -> str:
         f"{ready.max_model_len} tokens each, "
         f"{ready.max_num_batched_tokens} tokens a step"
     )
-
-
-def serve(settings: ServeSettings, say: Callable[[str], None] = print, front: Front | None = None) -> int:
-    """Serve until told to stop; returns the exit code. `front`: the HTTP front to start with it.
-
-    Raises AddressError or KeyFileError for an address that may not be used.
-    """
-    return Supervisor(settings, say, front).run()

@@ -1,19 +1,16 @@
-"""Text to tokens and back.
+"""Tokenizer, prompts, chat templates and detokenizer.
 
-tokenizer        text to ids and back, or nothing but ids
-tokenizer_files  a directory's tokenizer.json or tokenizer.model, with the added tokens that its other files name
-sentencepiece_model  tokenizer.model, as a tokenizer of the tokenizers library
-special_tokens   the special and added tokens that a directory's files name
-token_bytes      the bytes of every token of a vocabulary
-generation_config  the tokens that end a text, and a model's own sampling defaults
-detokenizer      text that grows token by token, never half a character
-prompts          what callers may pass as prompts
-bad_words        words that must not be generated, as tokens
-requests         prompts as the engine's requests
-encoder          text to ids on a thread of its own
-chat             what callers may pass as conversations, as prompts
-chat_messages    messages in one form, whoever wrote them
-chat_files       the chat templates in a model's directory
-adapter_chat     the same of an adapter's directory, which somebody else wrote
-chat_template    messages to text; chat_worker is the child process that renders them
+tokenizer            text to token ids and back
+tokenizer_files      reads tokenizer.json or tokenizer.model with the added tokens of a directory's other files
+sentencepiece_model  reads tokenizer.model as a tokenizer of the tokenizers library
+special_tokens       reads the special and added tokens of a directory
+token_bytes          the bytes of every token of a vocabulary
+generation_config    end-of-text tokens, and a model's sampling defaults
+detokenizer          streams tokens as text, without incomplete characters; stop strings
+prompts              checks prompts and bad_words, and makes requests of them
+encoder_thread       tokenizes on a thread of its own
+chat_messages        checks and normalizes messages
+chat_files           reads chat templates of a model's or an adapter's directory
+chat_renderer        renders messages with a chat template, in a child process (chat_worker)
+structured           structured outputs: token masks from schemas, regular expressions and grammars
 """

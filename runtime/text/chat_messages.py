@@ -1,7 +1,6 @@
-"""Messages of a conversation in one form, whoever wrote them: OpenAI's dicts and objects, as HTTP, the clients and
-`LLM` receive them.
+"""Checks and normalizes messages: OpenAI's dicts and objects from HTTP, the clients and `LLM`.
 
-Needs neither the engine nor torch.
+Imports neither the engine nor torch.
 """
 
 import json
@@ -14,14 +13,14 @@ from ..api.errors import RequestError
 
 Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
+# type of a text part -> key of its text
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Content parts that are text, and the key of the text."""
 _CLIENTS_OWN = ("index", "parsed_arguments")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class ChatInputError(RequestError):
-    """A message or an option of a chat is wrong. `param` names it, such as `messages[1].content`."""
+    """A message or an option of a chat is invalid. `param` names it, such as `messages[1].content`."""
 
     def __init__(self, message: str, param: str) -> None:
         super().__init__(message)
@@ -29,7 +28,7 @@ class ChatInputError(RequestError):
 
 
 def as_conversations(messages: Any) -> list[list[Message]]:
-    """One conversation or several, as a list, each message a dict that chat templates can read.
+    """Return one or several conversations as a list, each message a dict for chat templates.
 
     `content` is a text or a list of {"type": "text", "text": ...}; `developer` becomes `system`; arguments of tool
     calls become objects; keys without a value are dropped, and unknown keys are kept. Raises ChatInputError.
@@ -54,7 +53,7 @@ def is_list(value: Any) -> TypeGuard[Sequence[Any]]:
 
 
 def as_mapping(value: Any) -> Mapping[str, Any] | None:
-    """Return a dict's, a pydantic model's or a dataclass's fields; None for anything else."""
+    """Return the fields of a dict, a pydantic model or a dataclass; None for anything else."""
     if isinstance(value, Mapping):
         return value
     if callable(getattr(value, "model_dump", None)):
@@ -131,7 +130,7 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields with a value, without those that clients add for themselves."""
+    """Return the fields with a value, without those that clients add."""
     return {key: value for key, value in fields.items() if value is not None and key not in _CLIENTS_OWN}
 
 

@@ -1,9 +1,8 @@
-"""Renders chat templates, as a script of its own: `chat_template` runs it in a child process, because Jinja's sandbox
-bounds neither time nor memory.
+"""Chat template worker: renders Jinja templates in a child process, because Jinja's sandbox limits no time or memory.
 
-One JSON object a line: {} when it is ready, then {"template", "tokens", "messages", "variables", "continue", "limit"}
-in, {"text"} or {"error"} out. `tokens`: the model's special tokens by name, which `variables` may replace. Needs
-nothing but jinja2.
+`chat_renderer` runs this script, which needs only jinja2. Protocol, one JSON object per line: {} when ready, then
+{"template", "tokens", "messages", "variables", "continue", "limit"} in, {"text"} or {"error"} out. `tokens` are the
+model's special tokens by name; `variables` override them.
 """
 
 import json
@@ -23,29 +22,27 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MEMORY_BYTES = 512 << 20
 KEPT_TEMPLATES = 8
-TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Is put at the end of the message that the model goes on with, as transformers does: what follows it is cut off."""
-PROBE = "4815162342"
-"""A content that no filter changes."""
-DEFAULTS = {"tools": None, "documents": None, "add_generation_prompt": False}
-"""Variables that every template has."""
+TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # ends the message to continue, as in transformers; text after it is cut off
+PROBE = "4815162342"  # content that no filter changes
+DEFAULTS = {"tools": None, "documents": None, "add_generation_prompt": False}  # variables of every template
 
 Message = dict[str, Any]
 
 
 class RefusedError(ValueError):
-    """The template cannot do what is asked; the text is for the caller."""
+    """The request cannot be rendered; the text is for the caller."""
 
 
 class Generation(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}`, which some templates put around answers for training: the text in
-    it, unchanged. It is a block of its own, as in transformers: variables that are set in it end with it.
+    """`{% generation %} ... {% endgeneration %}`, which marks answers for training: returns its text unchanged.
+
+    As in transformers it is a block of its own: variables set in it end with it.
     """
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
     def parse(self, parser: Any) -> Any:
-        """Return the nodes inside, as the body of a call."""
+        """Return the inner nodes as the body of a call."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.CallBlock(self.call_method("_inside"), [], [], body).set_lineno(line)
@@ -61,7 +58,6 @@ class Dict:
         return dict(*values, **named)
 
     def fromkeys(self, *values: Any) -> dict[Any, Any]:
-        """See dict.fromkeys."""
         return dict.fromkeys(*values)
 
 
@@ -81,11 +77,11 @@ class Namespace(jinja2.utils.Namespace):
 
 def _check_name(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace takes no attribute {name!r}")
+        raise jinja2.exceptions.SecurityError(f"a namespace must not have an attribute {name!r}")
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """Return the environment that chat templates are written for: transformers' settings, filters and functions."""
+    """Return the Jinja environment of chat templates: transformers' settings, filters and functions."""
 
     def refuse(message: str) -> None:
         raise jinja2.exceptions.TemplateError(str(message))
@@ -111,21 +107,21 @@ def environment() -> ImmutableSandboxedEnvironment:
 
 
 class Forms(NamedTuple):
-    """What a template makes text of, as the content of a message: a text, a list of parts."""
+    """Contents that a template renders: a text, a list of parts."""
 
     text: bool
     parts: bool
 
 
 class _Part(dict[str, str]):
-    """A part that is not seen in a text that is made of the whole list."""
+    """A part that is invisible when the whole list is rendered as text."""
 
     def __repr__(self) -> str:
         return ""
 
 
 class Template:
-    """A compiled template. `forms` finds out which contents it reads."""
+    """A compiled template. `forms` detects the contents that it renders."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -133,11 +129,9 @@ class Template:
         self._forms: dict[str, Forms] = {}
 
     def render(self, messages: list[Message], variables: dict[str, Any], limit: int) -> str:
-        """Return the rendered text. Raises RefusedError when it has more than `limit` characters, and what the template
-        raises.
-        """
+        """Return the rendered text. Raises RefusedError above `limit` characters, and the template's errors."""
         pieces, length = [], 0
-        # one dict, and not keywords: a variable may have any name
+        # a dict and not keywords: variables may have any name
         for piece in self._compiled.generate({**variables, "messages": messages}):
             length += len(piece)
             if length > limit:
@@ -146,16 +140,16 @@ class Template:
         return "".join(pieces)
 
     def forms(self, role: str, tokens: dict[str, Any], limit: int) -> Forms:
-        """Try both forms of content on a small conversation, with no variable of a caller.
+        """Render both forms of content in a small conversation, without the caller's variables.
 
-        The syntax does not tell: templates loop over parts in macros, through filters, by index, or for a role alone.
+        Syntax does not suffice: templates loop over parts in macros, through filters, by index, or for one role only.
         """
         if role not in self._forms:
             found = Forms(
                 self._shows(_conversation(role, PROBE), tokens, limit),
                 self._shows(_conversation(role, [_Part(type="text", text=PROBE)]), tokens, limit),
             )
-            if not any(found):  # the template refuses the conversation, or leaves out this role's content
+            if not any(found):  # the template rejects the conversation, or omits this role's content
                 found = Forms(True, False) if role == "user" else self.forms("user", tokens, limit)
             self._forms[role] = found
         return self._forms[role]
@@ -167,7 +161,7 @@ class Template:
 
 
 def _conversation(role: str, content: Any) -> list[Message]:
-    """Return a short conversation in which `role` says `content`."""
+    """Return a short conversation with `content` in the role `role`."""
     ask, last = {"role": "user", "content": "1"}, {"role": role, "content": content}
     if role == "user":
         return [last]
@@ -181,7 +175,7 @@ def _conversation(role: str, content: Any) -> list[Message]:
 
 
 def adapted(template: Template, messages: list[Message], tokens: dict[str, Any], limit: int) -> list[Message]:
-    """Return the messages with each content in a form that the template reads: as it is where possible."""
+    """Return the messages with each content in a form that the template renders, unchanged if possible."""
     made = []
     for message in messages:
         content, forms = message["content"], template.forms(message["role"], tokens, limit)
@@ -196,7 +190,7 @@ def adapted(template: Template, messages: list[Message], tokens: dict[str, Any],
 def rendered(asked: dict[str, Any]) -> str:
     """Return the prompt. `continue`: it ends within the last message, as with transformers' continue_final_message.
 
-    Raises RefusedError and what the template raises.
+    Raises RefusedError and the template's errors.
     """
     template, tokens, limit = compiled(asked["template"]), asked["tokens"], asked["limit"]
     messages = adapted(template, asked["messages"], tokens, limit)
@@ -206,47 +200,47 @@ def rendered(asked: dict[str, Any]) -> str:
     content = messages[-1]["content"]
     if isinstance(content, list):
         if not content:
-            raise RefusedError("continue_final_message: the last message has no text to go on with")
-        said = content[-1]["text"]
-        tagged: Any = [*content[:-1], {**content[-1], "text": said + TAG}]
+            raise RefusedError("continue_final_message: the last message has no text to continue")
+        ending = content[-1]["text"]
+        tagged: Any = [*content[:-1], {**content[-1], "text": ending + TAG}]
     else:
-        said, tagged = content, content + TAG
+        ending, tagged = content, content + TAG
     text = template.render([*messages[:-1], {**messages[-1], "content": tagged}], variables, limit + len(TAG))
     place = text.rfind(TAG.strip())
-    if place < 0 or said.strip() not in text:
+    if place < 0 or ending.strip() not in text:
         raise RefusedError(
             "continue_final_message: the chat template drops the last message's text or parts of it, so that it cannot "
             "be continued; end the text elsewhere, or send it without continue_final_message"
         )
     kept = text[:place]
-    # a template that strips contents has stripped the tag's space, and would have stripped the text's
+    # a template that strips contents removed the tag's space, and would have stripped the text
     return kept if text.startswith(TAG, place) else kept.rstrip()
 
 
 @lru_cache(maxsize=KEPT_TEMPLATES)
 def compiled(source: str) -> Template:
-    """Return the template, compiled once."""
+    """Return the compiled template."""
     return Template(source)
 
 
 def answer(line: str) -> dict[str, str]:
-    """Return the answer to one line; never raises for what a template or its variables can do."""
+    """Return the answer to one line; never raises errors of a template or its variables."""
     try:
         text = rendered(json.loads(line))
-        text.encode()  # a lone surrogate is no text
+        text.encode()  # raises for a lone surrogate
     except MemoryError:
         return {"error": f"it needs more than {MEMORY_BYTES >> 20} MiB of memory"}
     except RefusedError as problem:
         return {"error": str(problem)}
     except UnicodeEncodeError:
-        return {"error": "the rendered chat holds a lone surrogate, which no text has"}
-    except Exception as problem:  # the child goes on
+        return {"error": "the rendered chat has a lone surrogate, which is not valid text"}
+    except Exception as problem:  # the worker continues
         return {"error": f"{type(problem).__name__}: {problem}"[:500]}
     return {"text": text}
 
 
 def main() -> None:
-    """Answer until the input ends."""
+    """Answer requests until the input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     print("{}", flush=True)

@@ -1,4 +1,4 @@
-"""generation_config.json and its like: the tokens that end a text, and a model's own sampling defaults."""
+"""End-of-text tokens and sampling defaults from generation_config.json and related files."""
 
 import logging
 from pathlib import Path
@@ -12,10 +12,9 @@ from .tokenizer import load_tokenizer
 
 _log = logging.getLogger(__name__)
 FILE = "generation_config.json"
-AUTO, VLLM = "auto", "vllm"
-"""Values of the option `generation_config` that are no directory: the model's own sampling defaults, or none."""
+AUTO, VLLM = "auto", "vllm"  # `generation_config` without a directory: the model's sampling defaults, or none
 _AGAIN = "download or save it again"
-_FIELDS = {
+_FIELDS = {  # sampling default in the file -> name in `SamplingParams`
     "temperature": "temperature",
     "top_p": "top_p",
     "top_k": "top_k",
@@ -23,18 +22,17 @@ _FIELDS = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-"""The file's name of a sampling default -> the name in `SamplingParams`."""
-_DEFAULT_EOS = "</s>"
-"""transformers' for a tokenizer.model whose tokenizer_config.json names none."""
+_DEFAULT_EOS = "</s>"  # of transformers, for a tokenizer.model without a name in tokenizer_config.json
 
 
 def sampling_defaults(directory: Path | None, source: str | Path = AUTO) -> SamplingDefaults:
-    """Return the sampling defaults of a model's directory (None: none), as vLLM takes them: `do_sample` counts for
-    nothing, and values that cannot be are left out with a warning.
+    """Return the sampling defaults of a model's directory (None: none), as in vLLM.
+
+    `do_sample` is ignored, and invalid values are dropped with a warning.
 
     source   the option `generation_config`: "auto", "vllm" or a directory
 
-    Raises ConfigError for a file that is not JSON, and for a directory in `source` that has no such file.
+    Raises ConfigError for a file that is not JSON, and for a directory in `source` without such a file.
     """
     if source == VLLM:
         return SamplingDefaults()
@@ -54,17 +52,16 @@ def sampling_defaults(directory: Path | None, source: str | Path = AUTO) -> Samp
 
 
 def describe(defaults: SamplingDefaults) -> str:
-    """Return a line for a start: the defaults, as the file names them; "" for none."""
+    """Return a start-up line with the defaults, as named in the file; "" for none."""
     given = defaults.given()
     named = ", ".join(f"{name} {given[ours]:g}" for name, ours in _FIELDS.items() if ours in given)
     return named and f"{FILE} sets the sampling defaults {named} (generation_config 'vllm' takes none)"
 
 
 def eos_token_ids(directory: Path | None, source: str | Path = AUTO) -> frozenset[int]:
-    """Return the ids that end a text: `eos_token_id` of generation_config.json and of config.json, each a number or a
-    list, and the tokenizer's `eos_token`.
+    """Return the ids that end a text: `eos_token_id` of generation_config.json and config.json, and the `eos_token`.
 
-    source   as for `sampling_defaults`; its directory has the generation_config.json to read
+    source   as for `sampling_defaults`
 
     Raises ConfigError for a file that is not JSON.
     """
@@ -76,8 +73,9 @@ def eos_token_ids(directory: Path | None, source: str | Path = AUTO) -> frozense
 
 
 def _eos_of_tokenizer(directory: Path) -> int | None:
-    """Return the id of `eos_token`, as transformers finds it: in special_tokens_map.json, which tokenizer_config.json
-    replaces where it lists the added tokens too, or in the latter.
+    """Return the id of `eos_token`, as transformers finds it.
+
+    It is in special_tokens_map.json or tokenizer_config.json; the latter takes precedence if it lists the added tokens.
     """
     config = _optional(directory / "tokenizer_config.json")
     usual = {} if (directory / "tokenizer.json").is_file() else {"eos_token": _DEFAULT_EOS}

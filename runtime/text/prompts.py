@@ -1,28 +1,28 @@
-"""What callers may pass as prompts, and as one value for all of them or one for each; every fault is found before any
-work starts. `LLM` and the client share it, so it imports neither the engine nor torch.
+"""Checks of prompts and bad_words, and requests made from them.
+
+`LLM` and the client use it, so it imports neither the engine nor torch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..api.checks import check_text, plain
 from ..api.errors import RequestError
-from ..api.request import Continuation
+from ..api.request import Constraint, Continuation, Request
 from ..api.sampling_params import SamplingParams
+from ..api.structured_outputs import StructuredOutputsParams
 from .tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-MAX_CONTINUED_TOKENS = 1 << 18
-"""Of all completions of a request together."""
+MAX_CONTINUED_TOKENS = 1 << 18  # of all completions of a request
 _KEYS = ("prompt", "prompt_token_ids")
 _SPECIAL = "add_special_tokens"
 
 
 def as_list(prompts: Any) -> list[Prompt]:
-    """One prompt or several, as a list: text, token ids, or {"prompt": text} / {"prompt_token_ids": ids}. With
-    "add_special_tokens": False a text gets no BOS, as one that a chat template made needs none.
+    """Return one or several prompts as a list: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
 
-    Raises RequestError for anything else.
+    "add_special_tokens": False omits BOS from a text, for example from a rendered chat. Raises RequestError otherwise.
     """
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
@@ -34,9 +34,9 @@ def as_list(prompts: Any) -> list[Prompt]:
 
 
 def one_for_each(name: str, value: Any, kind: type, count: int, default: Any) -> list[Any]:
-    """One value for each of `count` prompts, from one for all, a list, or None.
+    """Return one value for each of `count` prompts, from one for all, a list, or None.
 
-    Raises RequestError, which calls it `name`, for a value that is no `kind` and for a list of another length.
+    Raises RequestError, which names `name`, for a value that is not a `kind` and for a list of another length.
     """
     value = plain(value)
     if value is None or isinstance(value, kind):
@@ -47,7 +47,7 @@ def one_for_each(name: str, value: Any, kind: type, count: int, default: Any) ->
         )
     if len(value) != count:
         raise RequestError(
-            f"{name} has {len(value)} entries for {count} prompts; give one for each, or a single one for all"
+            f"{name} has {len(value)} entries for {count} prompts; give one per prompt, or a single one for all"
         )
     for index, entry in enumerate(value):
         if entry is not None and not isinstance(entry, kind):
@@ -56,16 +56,16 @@ def one_for_each(name: str, value: Any, kind: type, count: int, default: Any) ->
 
 
 def text_or_ids(prompt: Any, where: str = "") -> tuple[str | None, list[int] | None]:
-    """One prompt as text or as token ids; the other is None. `where` begins the text of an error.
+    """Return one prompt as (text, None) or (None, token ids). `where`: prefix of errors.
 
-    Raises RequestError for what is neither.
+    Raises RequestError for other prompts.
     """
     if isinstance(prompt, Mapping):
         given = [key for key in _KEYS if prompt.get(key) is not None]
         unknown = set(prompt) - {*_KEYS, _SPECIAL}
         if unknown or len(given) != 1:
             raise RequestError(
-                f"{where}a prompt given as a dict has exactly one of the keys {' and '.join(_KEYS)}; this one has "
+                f"{where}a prompt as a dict must have exactly one of the keys {' and '.join(_KEYS)}; this one has "
                 f"{sorted(map(str, prompt))}"
             )
         if not isinstance(prompt.get(_SPECIAL, True), bool):
@@ -79,7 +79,7 @@ def text_or_ids(prompt: Any, where: str = "") -> tuple[str | None, list[int] | N
     values = prompt.tolist() if hasattr(prompt, "tolist") and not isinstance(prompt, memoryview) else prompt
     if not isinstance(values, Sequence) or isinstance(values, (bytes, bytearray, memoryview)):
         raise RequestError(f"{where}a prompt is text or a list of token ids, not {type(prompt).__name__}")
-    if type(values) is list and set(map(type, values)) == {int}:  # as nearly all are, however long
+    if type(values) is list and set(map(type, values)) == {int}:  # the usual case, checked fast
         return None, values.copy()
     values = [plain(value) for value in values]
     wrong = next((value for value in values if not _is_id(value)), None)
@@ -91,12 +91,12 @@ def text_or_ids(prompt: Any, where: str = "") -> tuple[str | None, list[int] | N
 
 
 def adds_special_tokens(prompt: Any) -> bool:
-    """Whether a checked prompt, if it is text, gets the special tokens that the model expects at the start."""
+    """Return whether a checked text prompt gets the special tokens that the model expects at the start."""
     return not isinstance(prompt, Mapping) or bool(prompt.get(_SPECIAL, True))
 
 
 def without_special_tokens(text: str) -> Prompt:
-    """What a chat template made, as a prompt: the text holds its special tokens itself."""
+    """Return a rendered chat as a prompt: its text already has the special tokens."""
     return {"prompt": text, _SPECIAL: False}
 
 
@@ -108,7 +108,7 @@ def check_request(
     max_model_len: int,
     where: str = "",
 ) -> None:
-    """Raises RequestError for a tokenized prompt that cannot be served with these parameters."""
+    """Raise RequestError for a tokenized prompt that cannot be served with these parameters."""
     _check_ids(ids, vocabulary, max_model_len, where)
     if params.stop_strings and tokenizer is None:
         raise RequestError(f"{where}stop strings need a tokenizer, and this model has none; use stop_token_ids")
@@ -128,9 +128,9 @@ def check_request(
 def check_continues(
     continues: Sequence[Continuation], prompt_length: int, params: SamplingParams, vocabulary: int, max_model_len: int
 ) -> None:
-    """Raises RequestError for completions that cannot go on from what there is of them."""
+    """Raise RequestError for completions that cannot continue from their tokens."""
     if len(continues) != params.n:
-        raise RequestError(f"continues has {len(continues)} entries for n={params.n} completions; give one for each")
+        raise RequestError(f"continues has {len(continues)} entries for n={params.n} completions; give one each")
     if all(so_far.finished for so_far in continues):
         raise RequestError("every completion in continues is finished; there is nothing left to do")
     room = max_model_len - prompt_length
@@ -148,7 +148,7 @@ def check_continues(
 
 
 def too_long(tokens: int, max_model_len: int, where: str = "") -> RequestError:
-    """The error of a prompt of so many tokens."""
+    """Return the error for a prompt that is too long."""
     return RequestError(
         f"{where}the prompt has {tokens} tokens, which leaves no room for output within "
         f"max_model_len={max_model_len}; shorten it or raise max_model_len"
@@ -170,3 +170,97 @@ def _check_ids(ids: list[int], vocabulary: int, max_model_len: int, where: str) 
 
 def _is_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def bad_word_ids(
+    words: Sequence[str], tokenizer: Tokenizer | None, vocabulary: int, where: str = ""
+) -> tuple[tuple[int, ...], ...]:
+    """Return the token sequences of the words, as in vLLM. `where`: prefix of errors.
+
+    A word is encoded without a leading space, and with one if that has another first token and as many tokens. Raises
+    RequestError for words that cannot be banned.
+    """
+    if not words:
+        return ()
+    if tokenizer is None:
+        raise RequestError(f"{where}bad_words need a tokenizer, and this model has none; use logit_bias")
+    sequences: list[list[int]] = []
+    for word in words:
+        plain = tokenizer.encode(word.lstrip(), add_special_tokens=False)
+        spaced = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
+        if not plain:
+            raise RequestError(f"{where}bad_words: the tokenizer has no tokens for {word!r}; leave it out")
+        sequences.append(plain)
+        if spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
+            sequences.append(spaced)
+        if max(map(max, sequences[-2:])) >= vocabulary:
+            raise RequestError(
+                f"{where}bad_words: {word!r} has a token outside the model's vocabulary of {vocabulary}; is this "
+                "another model's tokenizer?"
+            )
+    if len({ids[0] for ids in sequences if len(ids) == 1}) >= vocabulary:
+        raise RequestError(f"{where}bad_words bans every token of the vocabulary; leave some out")
+    return tuple(map(tuple, sequences))
+
+
+def make_requests(
+    prompts: Any,
+    sampling_params: Any,
+    adapter: Any,
+    *,
+    tokenizer: Tokenizer | None,
+    vocabulary: int,
+    max_model_len: int,
+    adapters: Mapping[str, int],
+    first: int,
+    default_params: SamplingParams | None = None,
+    priority: Any = None,
+    compile_grammar: Callable[[StructuredOutputsParams], Constraint],
+) -> list[Request]:
+    """Return one request per prompt, numbered from `first`; `default_params`: for prompts without sampling_params.
+
+    Raises RequestError naming the prompt that cannot be served and the remedy.
+    """
+    items = as_list(prompts)
+    params = one_for_each(
+        "sampling_params", sampling_params, SamplingParams, len(items), default_params or SamplingParams()
+    )
+    chosen = one_for_each("adapter", adapter, str, len(items), None)
+    priorities = one_for_each("priority", priority, int, len(items), 0)
+    requests = []
+    for index, item in enumerate(items):
+        where = f"prompt {index}: " if len(items) > 1 else ""
+        text, ids = text_or_ids(item, where)
+        if text is not None:
+            ids = _encode(text, tokenizer, adds_special_tokens(item), where)
+        check_request(ids or [], params[index], tokenizer, vocabulary, max_model_len, where)
+        if chosen[index] is not None and chosen[index] not in adapters:
+            known = ", ".join(sorted(adapters)) or "none"
+            raise RequestError(
+                f"{where}adapter {chosen[index]!r} is not known (known: {known}); pass it to LLM(adapters=...) or "
+                "call add_adapter first"
+            )
+        banned = bad_word_ids(params[index].banned_words, tokenizer, vocabulary, where)
+        constraint = params[index].constraint
+        requests.append(
+            Request(
+                str(first + index),
+                text,
+                ids or [],
+                params[index],
+                chosen[index],
+                priorities[index],
+                bad_words=banned,
+                grammar=None if constraint is None else compile_grammar(constraint),
+            )
+        )
+    return requests
+
+
+def _encode(text: str, tokenizer: Tokenizer | None, add_special_tokens: bool, where: str) -> list[int]:
+    if tokenizer is None:
+        raise RequestError(
+            f"{where}text needs a tokenizer, and the model's directory has neither tokenizer.json nor "
+            "tokenizer.model; copy one there, or pass token ids instead"
+        )
+    return tokenizer.encode(text, add_special_tokens)

@@ -1,6 +1,6 @@
-"""`tokenizer.model`, SentencePiece's format, as a tokenizer of the tokenizers library that encodes as transformers'.
+"""Reads `tokenizer.model` (SentencePiece) as a tokenizer of the tokenizers library that encodes as transformers does.
 
-The file is a protobuf message (sentencepiece_model.proto), of which a few fields are read here.
+The file is a protobuf message (sentencepiece_model.proto); only a few fields are read.
 """
 
 import re
@@ -13,15 +13,14 @@ from typing import Any
 from ..api.errors import RequestError
 
 MODEL = "tokenizer.model"
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
-"""Types of pieces; bytes (6) and unused ones (5) need no treatment."""
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # types of pieces; unused (5) and byte (6) need no treatment
 UNIGRAM, BPE = 1, 2
 SPACE = "\u2581"
 
 
 @dataclass
 class SentencePieceModel:
-    """The content of a file. `pieces`: text, score and type of each id; `named`: the special pieces by their names."""
+    """Content of a file. `pieces`: text, score and type of each id; `named`: special pieces by name."""
 
     pieces: list[tuple[str, float, int]] = field(default_factory=list)
     kind: int = UNIGRAM
@@ -35,7 +34,7 @@ class SentencePieceModel:
 
 
 def read_sentencepiece(path: Path) -> SentencePieceModel:
-    """Read a file. Raises RequestError for one that is no SentencePiece model of a known kind."""
+    """Read a file. Raises RequestError unless it is a SentencePiece model of a supported kind."""
     try:
         return _model(path.read_bytes())
     except (ValueError, IndexError, struct.error, OSError) as error:
@@ -65,12 +64,12 @@ def _model(data: bytes) -> SentencePieceModel:
             default = {"unk": "<unk>", "bos": "<s>", "eos": "</s>"}[name]
             found.named[f"{name}_token"] = trainer[text].decode() if text in trainer else default
     if not found.pieces or found.kind not in (UNIGRAM, BPE):
-        raise ValueError("no pieces, or of a kind that is not known")
+        raise ValueError("no pieces, or of an unsupported kind")
     return found
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Yield the fields of a protobuf message: number, and a number or bytes. Raises ValueError, IndexError."""
+    """Yield (field number, number or bytes) of a protobuf message. Raises ValueError, IndexError."""
     place = 0
     while place < len(data):
         key, place = _varint(data, place)
@@ -108,9 +107,9 @@ def build_tokenizer(model: SentencePieceModel, llama: bool, config: dict[str, An
     """Return the model as a `tokenizers.Tokenizer`, without added tokens.
 
     llama     as transformers' LlamaTokenizer, which ignores the file's normalizer; else by the file's settings
-    config    tokenizer_config.json: `legacy` puts a space in front of each text between two special tokens, and not
-              only of the first one; `add_prefix_space=False` (with `llama`) puts none
-    renamed   id -> the token that takes the place of a piece
+    config    tokenizer_config.json: `legacy` prepends a space to each text between special tokens, and not only to the
+              first; `add_prefix_space=False` (with `llama`) prepends none
+    renamed   id -> the token that replaces a piece
     """
     from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 
@@ -126,7 +125,7 @@ def build_tokenizer(model: SentencePieceModel, llama: bool, config: dict[str, An
             steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
         if model.escape:
             steps.append(normalizers.Replace(" ", SPACE))
-        if prefix and scheme == "always":  # Metaspace puts none before a space, SentencePiece does
+        if prefix and scheme == "always":  # SentencePiece prepends one before a space, Metaspace does not
             steps.append(normalizers.Replace(Regex(rf"\A{SPACE}"), SPACE * 2))
         tokenizer.normalizer = normalizers.Sequence(steps)
         splits: list[Any] = [pre_tokenizers.Metaspace(SPACE, scheme, split=False)] if prefix else []
@@ -148,7 +147,7 @@ def _unigram(model: SentencePieceModel) -> Any:
 
 
 def _bpe(model: SentencePieceModel, llama: bool, renamed: dict[int, str]) -> Any:
-    """Return the model, with the merges that its pieces imply: the likeliest piece first."""
+    """Return the model with the merges that its pieces imply, most likely piece first."""
     from tokenizers import models
 
     kept = {text for number, (text, _, _) in enumerate(model.pieces) if number not in renamed}
@@ -166,7 +165,7 @@ def _bpe(model: SentencePieceModel, llama: bool, renamed: dict[int, str]) -> Any
         for split in range(1, len(text)):
             left, right = text[:split], text[split:]
             if left in parts and right in parts:
-                # transformers' orders: by id or by score, then by the lengths or the texts of the parts
+                # transformers' order: by id or score, then by the lengths or texts of the parts
                 rank = (number, len(left), len(right)) if llama else (-model.pieces[number][1], number, left, right)
                 ranked.append((rank, left, right))
     options: dict[str, Any] = {"byte_fallback": True} if llama else {"byte_fallback": model.byte_fallback}

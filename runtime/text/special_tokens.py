@@ -1,4 +1,5 @@
-"""The special and added tokens that a checkpoint's files name next to its vocabulary, as transformers reads them:
+"""Reads the special and added tokens in a checkpoint's files, as transformers does.
+
 tokenizer_config.json, and in older checkpoints special_tokens_map.json and added_tokens.json.
 """
 
@@ -12,39 +13,37 @@ from .sentencepiece_model import MODEL, read_sentencepiece
 
 CONFIG = "tokenizer_config.json"
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-CLASS_DEFAULTS = {
+CLASS_DEFAULTS = {  # tokens of transformers' class that tokenizer_config.json does not set
     "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
     "Qwen2Tokenizer": dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),
     "GPT2Tokenizer": dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>"),
 }
-"""What transformers' class has for tokens that tokenizer_config.json does not name."""
+# model types for which transformers ignores the class in tokenizer_config.json
 CLASS_OF_TYPE = {"mistral": "", "phi3": "", "qwen2": "Qwen2Tokenizer"}
-"""Model types for which transformers ignores the class that tokenizer_config.json names."""
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
-Token = dict[str, Any]
-"""The arguments of `tokenizers.AddedToken`."""
+Token = dict[str, Any]  # arguments of `tokenizers.AddedToken`
 
 
 def read_text(path: Path) -> str | None:
-    """Return the text of a file, None where there is none. Raises ValueError and OSError."""
+    """Return the text of a file, or None if there is none. Raises ValueError and OSError."""
     return path.read_text(encoding="utf-8") if path.is_file() else None
 
 
 def read_object(path: Path, read: Callable[[Path], str | None] = read_text) -> dict[str, Any]:
-    """Return the JSON object in a file, empty where there is no file. Raises RequestError for anything else."""
+    """Return the JSON object in a file, empty if there is no file. Raises RequestError for anything else."""
     try:
         text = read(path)
         found = {} if text is None else json.loads(text)
     except (ValueError, RecursionError, OSError) as problem:
         raise RequestError(f"{path} cannot be read: {problem}; download or copy it again") from None
     if not isinstance(found, dict):
-        raise RequestError(f"{path} cannot be read: it holds no JSON object; download or copy it again")
+        raise RequestError(f"{path} cannot be read: it is not a JSON object; download or copy it again")
     return found
 
 
 def tokenizer_class(directory: Path, config: Mapping[str, Any]) -> str:
-    """Return the tokenizer's class in transformers, such as `LlamaTokenizer`; "": none with a behaviour of its own."""
+    """Return the tokenizer's class in transformers, such as `LlamaTokenizer`; "": no special behaviour."""
     name, model_type = config.get("tokenizer_class"), read_object(directory / "config.json").get("model_type")
     if isinstance(model_type, str) and model_type in CLASS_OF_TYPE:
         return CLASS_OF_TYPE[model_type]
@@ -52,12 +51,12 @@ def tokenizer_class(directory: Path, config: Mapping[str, Any]) -> str:
 
 
 class TokenFiles:
-    """The tokens that a directory's files name.
+    """Tokens in a directory's files.
 
-    config   tokenizer_config.json, with what special_tokens_map.json adds
-    named    name -> text, such as `eos_token` -> `</s>`: the variables that chat templates have
-    by_id    id -> token, of those that are listed with an id
-    lists_extra   whether there is a list of special tokens without names
+    config       tokenizer_config.json, with additions from special_tokens_map.json
+    named        name -> text, such as `eos_token` -> `</s>`: variables of chat templates
+    by_id        id -> token, of tokens listed with an id
+    lists_extra  whether there is a list of special tokens without names
     """
 
     def __init__(self, config: Mapping[str, Any], special: Mapping[str, Any], added: Mapping[str, Any]) -> None:
@@ -89,18 +88,18 @@ class TokenFiles:
 
     @classmethod
     def of(cls, directory: Path) -> "TokenFiles":
-        """Read the files of a directory. Raises RequestError for those that cannot be read."""
+        """Read the files of a directory. Raises RequestError for unreadable ones."""
         config = read_object(directory / CONFIG)
         special = read_object(directory / "special_tokens_map.json")
         defaults = CLASS_DEFAULTS.get(tokenizer_class(directory, config), {})
         if (directory / MODEL).is_file() and not (directory / "tokenizer.json").is_file():
             defaults = read_sentencepiece(directory / MODEL).named | defaults
-            special.pop("additional_special_tokens", None)  # transformers has the model's own in their place
+            special.pop("additional_special_tokens", None)  # transformers uses the model's own
         config = defaults | config
         return cls(config, special, read_object(directory / "added_tokens.json"))
 
     def added(self, there: set[str]) -> list[Token]:
-        """Return the tokens to add to a tokenizer that has the added tokens `there`, in the order of their ids."""
+        """Return the tokens to add to a tokenizer with the added tokens `there`, in the order of their ids."""
         made = list(self.by_id.values())
         listed = there | {token["content"] for token in made}
         names = {token["content"] for token in self._named.values()}
@@ -112,7 +111,7 @@ class TokenFiles:
 
 
 def as_token(entry: Any) -> Token | None:
-    """Return a token that is given as text or as an object with flags; None for anything else."""
+    """Return a token given as text or as an object with flags; None for anything else."""
     if isinstance(entry, str):
         return {"content": entry}
     if not isinstance(entry, dict) or not isinstance(entry.get("content"), str):

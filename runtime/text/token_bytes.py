@@ -1,4 +1,4 @@
-"""The bytes of every token of a vocabulary, from which streams and log-probabilities make their text."""
+"""Bytes of every token of a vocabulary, for streams and log-probabilities."""
 
 import codecs
 import json
@@ -7,18 +7,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+# what a decoder does with spaces at the start of a text: keep them, drop one, or drop all of the first token
 Start = Literal["keep", "once", "first"]
-"""What a decoder does with spaces at the beginning of a text: nothing, drop one, or drop all of the first token."""
-EACH_BYTE = "sidestream.each_byte"
-"""Name of the error handler that puts one U+FFFD for each byte that is part of no character."""
+EACH_BYTE = "sidestream.each_byte"  # error handler: one U+FFFD per invalid byte
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 @dataclass(frozen=True)
 class Contributions:
-    """What each token adds to a text. `pieces[id]`: its bytes; `texts[id]`: the same as a string, None where the bytes
-    are not whole characters.
-    """
+    """What each token adds to a text: `pieces[id]` as bytes, `texts[id]` as text (None: incomplete characters)."""
 
     pieces: list[bytes]
     texts: list[str | None]
@@ -26,11 +23,11 @@ class Contributions:
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """The bytes of every token, for a tokenizer whose text is the concatenation of its tokens' bytes.
+    """Bytes of every token; a text is their concatenation.
 
-    pieces      the bytes of each token; those of special tokens are their names
-    special     ids that `skip_special_tokens` leaves out
-    each_byte   each byte that is part of no character becomes a U+FFFD; else a sequence that is cut off becomes one
+    pieces      bytes of each token; special tokens have their names
+    special     ids that `skip_special_tokens` omits
+    each_byte   each invalid byte becomes a U+FFFD; else each truncated sequence becomes one
     start       see `Start`
     """
 
@@ -41,7 +38,7 @@ class TokenBytes:
 
     @property
     def errors(self) -> str:
-        """How bytes that are part of no character are decoded, as `bytes.decode` names it."""
+        """Error handler of `bytes.decode` for invalid bytes."""
         return EACH_BYTE if self.each_byte else "replace"
 
     @cached_property
@@ -51,7 +48,7 @@ class TokenBytes:
 
     @cached_property
     def skipped(self) -> Contributions:
-        """Contributions where special tokens are left out."""
+        """Contributions without special tokens."""
         pieces, texts = self.pieces[:], self.shown.texts[:]
         for token in self.special:
             if 0 <= token < len(pieces):
@@ -59,25 +56,23 @@ class TokenBytes:
         return Contributions(pieces, texts)
 
     def contributions(self, skip_special_tokens: bool) -> Contributions:
-        """What each token adds to a text."""
+        """Return each token's contribution to a text."""
         return self.skipped if skip_special_tokens else self.shown
 
     def begin(self, piece: bytes) -> tuple[bytes, bool]:
-        """What the contribution of a token adds at the beginning of a text, and whether the token after it is still at
-        the beginning.
-        """
+        """Return what a piece adds at the start of a text, and whether the next token is still at the start."""
         if self.start == "first":
             return piece.replace(b" ", b""), not piece
         return piece.removeprefix(b" ") if self.start == "once" else piece, not piece and self.start != "keep"
 
 
 def as_text(piece: bytes) -> str:
-    """The bytes of one token as text; a part of a character becomes U+FFFD."""
+    """Return the bytes of one token as text; an incomplete character becomes U+FFFD."""
     return piece.decode("utf-8", "replace")
 
 
 def fast_token_bytes(tokenizer: Any) -> TokenBytes | None:
-    """The table of a `tokenizers.Tokenizer`; None if its decoder does more than to put tokens next to one another."""
+    """Return the table of a `tokenizers.Tokenizer`, or None if its decoder does more than concatenate tokens."""
     rules = None if tokenizer.decoder is None else _rules(json.loads(tokenizer.decoder.__getstate__()))
     if rules is None:
         return None
@@ -100,9 +95,7 @@ def fast_token_bytes(tokenizer: Any) -> TokenBytes | None:
 
 
 def letters() -> list[str]:
-    """The letter that stands for each byte in a byte-level vocabulary (GPT-2's): printable Latin-1 for itself, the
-    others from U+0100 on.
-    """
+    """Return the letter of each byte in a byte-level vocabulary (GPT-2): printable Latin-1, others from U+0100 on."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     spare = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]
@@ -110,7 +103,7 @@ def letters() -> list[str]:
 
 @dataclass
 class _Rules:
-    """What the decoders of a tokenizer.json do with a token's name."""
+    """How the decoders of a tokenizer.json treat a token's name."""
 
     replacements: list[tuple[str, str]]
     byte_level: bool = False
@@ -120,7 +113,7 @@ class _Rules:
 
 
 def _rules(decoder: dict[str, Any]) -> _Rules | None:
-    """The rules of a decoder or a sequence of decoders; None if it does anything else."""
+    """Return the rules of a decoder or a sequence of decoders; None for any other decoder."""
     rules = _Rules([])
     for each in decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]:
         kind = each["type"]

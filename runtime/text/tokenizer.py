@@ -1,20 +1,17 @@
-"""Text to token ids and back:
-
-`tokenizer.json`, or Llama 2's `tokenizer.model`, through `tokenizers`; or nothing but ids.
-"""
+"""Text to token ids and back, with the `tokenizers` library."""
 
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...graphs.regular_file import LFS_POINTER, is_lfs_pointer
+from ...graphs.untrusted_files import LFS_POINTER, is_lfs_pointer
 from ..api.errors import RequestError
 from .token_bytes import TokenBytes, fast_token_bytes
 
 
 class TooManyTokens(RequestError):
-    """A text has so many `tokens`, more than were asked for."""
+    """A text has `tokens` tokens, more than the limit."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__(f"the text has {tokens} tokens")
@@ -22,41 +19,36 @@ class TooManyTokens(RequestError):
 
 
 class Tokenizer(Protocol):
-    """What the engine needs of a tokenizer."""
+    """Interface of a tokenizer for the engine."""
 
     def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
-        """The text's ids; `add_special_tokens`: with those that the model expects at the start.
+        """Return the text's ids; `add_special_tokens` adds those that the model expects at the start.
 
-        Raises TooManyTokens for more than `most`: a list of a million ids is tens of MiB, of which Python keeps some.
+        Raises TooManyTokens for more than `most`: a list of a million ids takes tens of MiB, and Python keeps some of
+        it.
         """
-        ...
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The ids' text; incomplete UTF-8 becomes U+FFFD."""
-        ...
+        """Return the ids' text; incomplete UTF-8 becomes U+FFFD."""
 
     @property
     def byte_table(self) -> TokenBytes | None:
-        """Every token's bytes, if the text of ids is the concatenation of their bytes; made at the first use."""
-        ...
+        """Bytes of every token, if texts are concatenations of them; computed at first use."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token adds to a text, as UTF-8; b"" for an id that is no token."""
-        ...
+        """Return what a token adds to a text, as UTF-8; b"" for an invalid id."""
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a token, as the vocabulary spells it; None if it is not there."""
-        ...
+        """Return the id of a token, as spelled in the vocabulary; None if it is not there."""
 
 
+# Words in the library's cache, 10,000 by default. Ordinary texts are encoded as fast, and clients that send random
+# words (of up to 256 characters) use a tenth of the memory.
 MOST_WORDS = 1000
-"""Words whose tokens the tokenizers library remembers; by itself 10,000. Texts of ordinary words are encoded as fast,
-and clients that invent words make a process keep a tenth of the memory: a word has up to 256 characters.
-"""
 
 
 class FastTokenizer:
-    """A tokenizer of the tokenizers library, or the `tokenizer.json` of one."""
+    """A tokenizer of the tokenizers library, or the path of a `tokenizer.json`."""
 
     def __init__(self, source: Any) -> None:
         from .tokenizer_files import read_json
@@ -64,30 +56,27 @@ class FastTokenizer:
         self._tokenizer = read_json(source) if isinstance(source, Path) else source
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        remember = getattr(self._tokenizer.model, "_resize_cache", None)  # models without a memory have none
+        remember = getattr(self._tokenizer.model, "_resize_cache", None)  # some models have no cache
         if remember is not None:
             remember(MOST_WORDS)
         self._bytes: dict[int, bytes] = {}
 
     def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
-        """See `Tokenizer`."""
-        # unlike `encode`, it lets other threads run meanwhile; unlike `encode_batch`, it keeps no places in the text
+        # unlike `encode`, it releases the GIL; unlike `encode_batch`, it stores no offsets
         (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         if most is not None and len(found) > most:
             raise TooManyTokens(len(found))
         return list(found.ids)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """See `Tokenizer`."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """See `Tokenizer`."""
         table = self.byte_table
         if table is not None:
             return table.pieces[token_id] if 0 <= token_id < len(table.pieces) else b""
         piece = self._bytes.get(token_id)
-        if piece is None:  # log-probabilities ask for the same thousands again and again
+        if piece is None:  # log-probabilities repeat the same thousands of tokens
             before = self._word
             text = self.decode([*before, token_id], skip_special_tokens=False)
             piece = text[len(self.decode(before, skip_special_tokens=False)) :].encode()
@@ -96,17 +85,16 @@ class FastTokenizer:
 
     @cached_property
     def _word(self) -> list[int]:
-        """A token that another one may follow in a text; [] if there is none."""
+        """A token that may precede another one in a text; [] if there is none."""
         return next(([token] for token in range(self.size) if self.decode([token]).isalpha()), [])
 
     def token_id(self, token: str) -> int | None:
-        """See `Tokenizer`."""
         found: int | None = self._tokenizer.token_to_id(token)
         return found
 
     @property
     def size(self) -> int:
-        """One more than the highest id."""
+        """The highest id plus one."""
         return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def has_token(self, text: str) -> bool:
@@ -114,17 +102,16 @@ class FastTokenizer:
         return self._tokenizer.token_to_id(text) is not None
 
     def definition(self) -> str:
-        """The tokenizer as the text of a tokenizer.json."""
+        """Return the tokenizer as the text of a tokenizer.json."""
         return str(self._tokenizer.to_str())
 
     @cached_property
     def byte_table(self) -> TokenBytes | None:
-        """See `Tokenizer`."""
         return fast_token_bytes(self._tokenizer)
 
 
 def load_tokenizer(directory: Path | None) -> Tokenizer | None:
-    """The tokenizer in a model's directory; None if there is none (prompts are token ids then, and texts stay '')."""
+    """Return the tokenizer of a model's directory, or None without one (prompts are then token ids, and texts '')."""
     if directory is None:
         return None
     for name in ("tokenizer.json", "tokenizer.model"):

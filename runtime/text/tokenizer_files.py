@@ -1,4 +1,4 @@
-"""A directory's tokenizer as a `tokenizers.Tokenizer`, with the added tokens that its other files name."""
+"""Reads a directory's tokenizer as a `tokenizers.Tokenizer`, with the added tokens of its other files."""
 
 import logging
 from pathlib import Path
@@ -15,10 +15,7 @@ _log = logging.getLogger("sidestream")
 
 
 def read_tokenizer(directory: Path) -> Any:
-    """Return the tokenizer, as transformers' AutoTokenizer has it; None where there is none.
-
-    Raises RequestError for files that cannot be read.
-    """
+    """Return the tokenizer as transformers' AutoTokenizer loads it, or None. Raises RequestError."""
     is_json = (directory / "tokenizer.json").is_file()
     if not is_json and not (directory / MODEL).is_file():
         return None
@@ -31,7 +28,7 @@ def read_tokenizer(directory: Path) -> Any:
     moved = [token["content"] for number, token in files.by_id.items() if _id(tokenizer, token) != number]
     if moved:
         _log.warning(
-            "%s: %d added tokens have other ids than added_tokens_decoder or added_tokens.json says: %s",
+            "%s: %d added tokens have other ids than in added_tokens_decoder or added_tokens.json: %s",
             directory.name, len(moved), ", ".join(map(repr, moved[:5])),
         )  # fmt: skip
     return tokenizer
@@ -42,7 +39,7 @@ def read_json(path: Path) -> Any:
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises Exception itself
-        raise RequestError(f"{path} is no tokenizer that can be read ({error}); download or copy it again") from error
+        raise RequestError(f"{path} is not a readable tokenizer ({error}); download or copy it again") from error
 
 
 def _from_sentencepiece(directory: Path, files: TokenFiles) -> Any:
@@ -51,10 +48,10 @@ def _from_sentencepiece(directory: Path, files: TokenFiles) -> Any:
     llama = tokenizer_class(directory, files.config) == "LlamaTokenizer"
     names = {number: token["content"] for number, token in files.by_id.items()}
     tokenizer = build_tokenizer(model, llama, files.config, names)
-    if model.prefix and not llama:  # they are looked for before a space is put in front of each text
+    if model.prefix and not llama:  # match them before a space is prepended to the text
         for token in files.by_id.values():
             token["normalized"] = False
-    kinds = () if files.lists_extra else (CONTROL, USER_DEFINED) if llama else (CONTROL,)  # a list replaces the model's
+    kinds = () if files.lists_extra else (CONTROL, USER_DEFINED) if llama else (CONTROL,)
     marks = [(text, kind) for text, _, kind in model.pieces if kind in kinds]
     tokenizer.add_tokens([AddedToken(text, normalized=False, special=kind == CONTROL) for text, kind in marks])
     return tokenizer
@@ -65,7 +62,7 @@ def _id(tokenizer: Any, token: Token) -> Any:
 
 
 def _add_ends(tokenizer: Any, files: TokenFiles) -> None:
-    """Begin texts with BOS unless `add_bos_token` is false, and end them with EOS if `add_eos_token` is true."""
+    """Add BOS to texts unless `add_bos_token` is false, and EOS if `add_eos_token` is true."""
     bos, eos = files.named.get("bos_token"), files.named.get("eos_token")
     first = [bos] if bos and files.config.get("add_bos_token") is not False else []
     last = [eos] if eos and files.config.get("add_eos_token") is True else []

@@ -1,23 +1,23 @@
-"""Owns tensors and CUDA graphs.
+"""Load a model onto its device and execute step plans: tensors, CUDA graphs, sampling.
 
-runner           executes plans: a bucket's program, filled and replayed
-handle           a step on its way, and what comes back of it
-inputs           arrays of a step on their way to the device, and back
-sampler          from logits to tokens
-sharded_sampler  the same where each rank has a part of the vocabulary
-histories        the tokens of the sequences that run, and where their drafts come from
-followed         what surrounds a program whose sequences have histories, as CUDA graphs
-trained_draft    a trained draft: its pass over a step's rows, and the chain that drafts for the next
-draft_parts      from a head's directory to what that runs
-programs         the programs that are ready, and who waits for others
-step_times       what programs take, measured or estimated at a start
-buckets          which sizes have a program
-model            from a directory to a model that runs: `load_model`
-weights          a program's weights from a checkpoint
-progress         what a start is busy with, on stderr
-threads          how many threads the reference ops take on a CPU
-sleep            memory that goes to others while the engine sleeps
-regions          tensors in memory that can be given back
-cuda_pages       a GPU's addresses whose memory comes and goes
-capacity         does it fit, and how many KV pages the rest holds
+model_loader        load a model: adapters, compilation, memory plan, weights, programs
+weight_loader       load a program's weights from a checkpoint, or make random ones
+memory_budget       memory demand of an engine, and the number of KV pages that fit
+progress            start-up progress on stderr
+cpu_threads         number of torch threads for a model on a CPU
+model_runner        execute step plans: fill a bucket's inputs, replay its program, sample
+buckets             choose the bucket, and so the program, of each step
+bound_programs      keep the programs of buckets, build them in the background, measure their times
+step_inputs         static input tensors of a bucket
+staging             copy small arrays to the device in one transfer, and back
+step_handle         a submitted step's results on their way to the host
+sampler             logits -> tokens and log-probabilities
+sharded_sampler     the same for vocabularies split over tensor-parallel ranks
+token_history       tokens of running sequences on the device, and n-gram drafts from them
+trained_draft       compile and run a trained draft (EAGLE head)
+spec_decode_graphs  place, sample and accept drafts around a program, as CUDA graphs
+sleep               sleep mode: release a model's memory and restore it
+sleep_memory        memory that is restored at the same addresses
+calibrate/          calibrate and round with the engine's own programs
+tensor_parallel/    one process per tensor-parallel rank
 """

@@ -1,4 +1,4 @@
-"""Which program serves a step: the smallest bucket that holds it."""
+"""Choose the bucket, and so the program, of each step."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,10 +16,12 @@ MIXED_SEQUENCES = (8, 64)
 class Buckets:
     """The engine's buckets.
 
-    On a GPU: decode buckets of 1, 2, 4, 8, then every 8 to 64 and every 16 beyond; mixed buckets of 64, 128, 192, 256,
-    384, ... tokens and few, some or all sequences. With `drafts` (most of a sequence) also buckets of steps with
-    drafts: 2, 4 and 8 rows a sequence, as far as VERIFIED_ROWS go. `rounded` (the CPU, where a padded row costs as much
-    as a real one): everything rounded up to powers of two.
+    On a GPU there are decode buckets of 1, 2, 4, 8, then every 8 up to 64 and every 16 beyond; mixed buckets of 64,
+    128, 192, 256, 384, ... tokens and 8, 64 or all sequences; and verify buckets for steps with drafts: 2, 4 and 8 rows
+    per sequence, up to VERIFIED_ROWS in all.
+
+    drafts   maximum drafts per sequence
+    rounded  round all sizes up to powers of two; for the CPU, where a padded row takes as long as a real one
     """
 
     max_num_seqs: int
@@ -31,12 +33,12 @@ class Buckets:
     drafts: int = 0
 
     def decode_sizes(self) -> list[int]:
-        """Batch sizes of the decode buckets, ascending; the last is max_num_seqs."""
+        """Return batch sizes of the decode buckets, ascending; the last is max_num_seqs."""
         steps = [1, 2, 4, 8, *range(16, FINE_DECODE, 8), *range(FINE_DECODE, self.max_num_seqs, 16)]
         return [size for size in steps if size < self.max_num_seqs] + [self.max_num_seqs]
 
     def mixed_sizes(self) -> list[int]:
-        """Token counts of the mixed buckets, ascending; the last is max_num_batched_tokens."""
+        """Return token counts of the mixed buckets, ascending; the last is max_num_batched_tokens."""
         sizes = [SMALLEST_MIXED << power for power in range(self.max_num_batched_tokens.bit_length())]
         sizes = sorted(
             size for base in sizes for size in ((base,) if base == SMALLEST_MIXED else (base, base + base // 2))
@@ -44,12 +46,12 @@ class Buckets:
         return [size for size in sizes if size < self.max_num_batched_tokens] + [self.max_num_batched_tokens]
 
     def sequence_sizes(self) -> list[int]:
-        """Rows of logits of the mixed buckets, ascending: sequences, and at last also tokens of prompts."""
+        """Return numbers of logit rows of the mixed buckets, ascending; the last includes scored prompt tokens."""
         sizes = [size for size in MIXED_SEQUENCES if size < self.max_num_seqs] + [self.max_num_seqs]
         return sizes + [self.logit_rows] * (self.logit_rows > self.max_num_seqs)
 
     def verify_sizes(self) -> list[tuple[int, int]]:
-        """(sequences, rows a sequence) of the buckets of steps with drafts."""
+        """Return (sequences, rows per sequence) of the verify buckets."""
         return [
             (size, rows) for rows in self._verify_rows() for size in self.decode_sizes() if size * rows <= VERIFIED_ROWS
         ]
@@ -59,82 +61,78 @@ class Buckets:
 
     @property
     def sampled_rows(self) -> int:
-        """Most rows that a step samples."""
+        """Maximum number of rows that a step samples."""
         return max(self.max_num_seqs, self._largest_verify().tokens if self.drafts else 0)
 
     @property
     def logit_rows(self) -> int:
-        """Most rows of logits of a step without drafts."""
+        """Maximum number of logit rows of a step without drafts."""
         return most_logits(self.max_num_seqs, self.max_num_batched_tokens)
 
     def largest(self) -> Bucket:
-        """The bucket that needs the most memory."""
+        """Return the bucket that needs the most memory."""
         return self._make(self.max_num_batched_tokens, self.max_num_seqs, decode=False, lora=self.lora)
 
     def largest_decode(self) -> Bucket:
-        """The decode bucket that holds every decode step."""
+        """Return the bucket for every decode step."""
         return self._make(self.max_num_seqs, self.max_num_seqs, decode=True, lora=self.lora)
 
     def _largest_verify(self) -> Bucket:
-        """The bucket that holds every step with drafts."""
+        """Return the bucket for every step with drafts."""
         sequences = min(self.max_num_seqs, VERIFIED_ROWS // 2)
-        most = min(VERIFIED_ROWS, sequences * self._verify_rows()[-1])
-        return self._make_verify(sequences, next(rows for rows in self._verify_rows() if sequences * rows >= most))
+        total = min(VERIFIED_ROWS, sequences * self._verify_rows()[-1])
+        return self._make_verify(sequences, next(rows for rows in self._verify_rows() if sequences * rows >= total))
 
     def largest_of_each_kind(self) -> list[Bucket]:
-        """Buckets that hold every step but one that scores more of a prompt than there are rows for sequences."""
+        """Return buckets for every step, except for one with more logit rows than max_num_seqs."""
         return [self.largest(), self.largest_decode(), *([self._largest_verify()] if self.drafts else [])]
 
     def warm_up_buckets(self) -> list[Bucket]:
-        """Mixed buckets that launch every kernel of a prompt's step, with their LoRA-free twins.
-
-        One of each token count, on which the layers depend, and one of each number of rows of logits, on which the
-        head depends.
+        """Return mixed buckets that launch every kernel of a prompt's step: one of each token count, on which the
+        layers depend, and one of each number of logit rows, on which the head depends.
         """
-        twins = (True, False) if self.lora else (False,)
         few, *more = self.sequence_sizes()
-        places = [(tokens, few) for tokens in self.mixed_sizes()]
-        places += [(_at_least(self.mixed_sizes(), sequences), sequences) for sequences in more]
-        return [self._make(*place, decode=False, lora=lora) for place in places for lora in twins]
+        sizes = [(tokens, few) for tokens in self.mixed_sizes()]
+        sizes += [(_at_least(self.mixed_sizes(), sequences), sequences) for sequences in more]
+        return [self._make(*size, decode=False, lora=lora) for size in sizes for lora in self._lora_variants()]
 
     def later_buckets(self) -> list[Bucket]:
-        """The other mixed buckets."""
-        twins = (True, False) if self.lora else (False,)
+        """Return the other mixed buckets."""
         first = set(self.warm_up_buckets())
         buckets = [
             self._make(tokens, sequences, decode=False, lora=lora)
             for fewer, sequences in pairwise(self.sequence_sizes())
             for tokens in self.mixed_sizes()
-            if tokens > fewer  # a step has no more rows of logits than tokens
-            for lora in twins
+            if tokens > fewer  # a step has at most one row of logits per token
+            for lora in self._lora_variants()
         ]
         return [bucket for bucket in buckets if bucket not in first]
 
     def decode_buckets(self) -> list[Bucket]:
-        """Every decode bucket, largest first, with its LoRA-free twin."""
-        twins = (True, False) if self.lora else (False,)
-        return [
-            self._make(size, size, decode=True, lora=lora) for size in reversed(self.decode_sizes()) for lora in twins
-        ]
+        """Return the decode buckets, largest first."""
+        sizes = reversed(self.decode_sizes())
+        return [self._make(size, size, decode=True, lora=lora) for size in sizes for lora in self._lora_variants()]
 
     def captured_buckets(self) -> list[Bucket]:
-        """Every bucket that is a CUDA graph from the start: of decode steps, and of steps with drafts."""
-        twins = (True, False) if self.lora else (False,)
-        verify = [self._make_verify(*sizes, lora) for sizes in reversed(self.verify_sizes()) for lora in twins]
+        """Return the buckets that are captured as CUDA graphs at the start: decode and verify buckets."""
+        sizes = reversed(self.verify_sizes())
+        verify = [self._make_verify(*size, lora) for size in sizes for lora in self._lora_variants()]
         return [*self.decode_buckets(), *verify]
 
     def chain_bucket(self, sequences: int, lora: bool) -> Bucket:
-        """The bucket of a trained draft's chain: a row for each of so many sequences."""
+        """Return the bucket of a trained draft's chain: one row per sequence."""
         return self._make(sequences, sequences, decode=True, lora=lora)
 
     def chain_buckets(self) -> list[Bucket]:
-        """Those of every batch size that has steps with drafts, largest first."""
-        twins = (True, False) if self.lora else (False,)
+        """Return the chain buckets of every batch size with verify buckets, largest first."""
         sizes = sorted({size for size, _ in self.verify_sizes()}, reverse=True)
-        return [self.chain_bucket(size, lora) for size in sizes for lora in twins]
+        return [self.chain_bucket(size, lora) for size in sizes for lora in self._lora_variants()]
+
+    def _lora_variants(self) -> tuple[bool, ...]:
+        return (True, False) if self.lora else (False,)
 
     def pick(self, plan: StepPlan) -> Bucket:
-        """The bucket for a step."""
+        """Return the bucket for a step."""
         tokens, sequences = plan.num_tokens, len(plan.logits_indices)
         lora = self.lora and plan.uses_lora
         if plan.verifies:
@@ -155,15 +153,12 @@ class Buckets:
             _at_least(self.mixed_sizes(), tokens), _at_least(self.sequence_sizes(), sequences), False, lora
         )
 
-    def _pick_verify(self, sequences: int, most: int, lora: bool) -> Bucket:
-        return self._make_verify(
-            self._verify_size(sequences), next(rows for rows in self._verify_rows() if rows >= most), lora
-        )
-
-    def _verify_size(self, sequences: int) -> int:
+    def _pick_verify(self, sequences: int, rows: int, lora: bool) -> Bucket:
         if self.rounded:
-            return min(next_power_of_2(sequences), self.max_num_seqs)
-        return _at_least(self.decode_sizes(), sequences)
+            size = min(next_power_of_2(sequences), self.max_num_seqs)
+        else:
+            size = _at_least(self.decode_sizes(), sequences)
+        return self._make_verify(size, _at_least(self._verify_rows(), rows), lora)
 
     def _make_verify(self, sequences: int, rows: int, lora: bool | None = None) -> Bucket:
         lora = self.lora if lora is None else lora

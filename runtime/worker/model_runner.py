@@ -1,9 +1,7 @@
-"""Executes step plans: picks the bucket's program, fills its static inputs, replays it, samples, and hands tokens
-back.
-"""
+"""Execute step plans: choose the bucket's program, fill its static inputs, replay it, sample, return tokens."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -12,53 +10,51 @@ from typing import Any
 import torch
 
 from ...compiler.api import BIND_ERRORS, CompiledModel
-from ...compiler.program.collectives import check_same_order
 from ...compiler.program.program import Bucket, Program
-from ...compiler.run.ahead import KernelsAhead
-from ...compiler.run.compilations import Compilations
-from ...compiler.run.emit import BoundProgram
-from ...ops.collectives.group import group_named, tensor_parallel_group
-from ..adapters.stacks import AdapterStacks, Report
+from ...compiler.run.bound_program import BoundProgram
+from ...compiler.run.collectives import check_same_order
+from ...compiler.run.kernel_compilation import Compilations, KernelsAhead
+from ...ops.collectives.tensor_parallel_group import group_named, tensor_parallel_group
+from ..adapters.slot_loader import LoadReport, SlotLoader
 from ..scheduler.step_plan import StepDrafts, StepMasks, StepPlan, StepResult
-from .answer_history import Histories
+from .bound_programs import BoundPrograms, measure_programs
 from .buckets import Buckets
-from .inputs.step_inputs import StepInputs
-from .program_times import time_programs
-from .programs import ReadyPrograms
 from .progress import progress, stage
-from .sampler import Sampler, is_plain
+from .sampler import Sampler, edits_logits, needs_logprobs
 from .sharded_sampler import ShardedSampler
-from .spec_decode_graphs import Surroundings, arrays
-from .step_handle import Handle
-from .trained_draft import First
+from .spec_decode_graphs import SpecDecodeGraphs, extra_inputs
+from .step_handle import StepHandle
+from .step_inputs import StepInputs
+from .token_history import TokenHistory
+from .trained_draft import BoundFirstPass
 
-CAPTURE_TOKENS = 2048  # a mixed step beyond this keeps the GPU busy longer than it takes to launch it
+CAPTURE_TOKENS = 2048  # a larger mixed step runs longer on the GPU than its launch takes
 
 
 @dataclass
-class _Ready:
-    """A bucket's program, bound."""
+class _BucketProgram:
+    """A bucket's bound program. With speculation `spec_decode`, with a trained draft also `first_pass`."""
 
     inputs: StepInputs
     bound: BoundProgram
     logits: torch.Tensor
-    around: Surroundings | None = None  # where sequences are followed
-    first: First | None = None  # a trained draft's
+    spec_decode: SpecDecodeGraphs | None = None
+    first_pass: BoundFirstPass | None = None
     uses: int = 0
 
     @property
-    def parts(self) -> list[BoundProgram]:
-        """The target's, and the draft's first pass."""
-        return [self.bound, *([] if self.first is None else [self.first.bound])]
+    def all_bound(self) -> list[BoundProgram]:
+        """The target's program and the draft's first pass."""
+        return [self.bound, *([] if self.first_pass is None else [self.first_pass.bound])]
 
 
 class ModelRunner:
-    """Owns the device side: weights, adapter stacks, KV caches, one program per bucket. Plans are executed in order on
-    one stream.
+    """Owns the device's state: weights, adapter stacks, KV caches, one program per bucket. Executes plans in order on
+    one stream; implements `Runner`.
 
-    `tensors`: every weight, adapter stack and KV buffer by name. On a GPU decode buckets are replayed as CUDA graphs
-    (all captured by `warm_up`, mixed ones of moderate size at their second use) unless `enforce_eager`; on the CPU the
-    programs' steps run the ops' references.
+    `tensors`: all weights, adapter stacks and KV caches by name. On a GPU, without `enforce_eager`, decode buckets are
+    replayed as CUDA graphs, captured by `warm_up`, and mixed ones of up to CAPTURE_TOKENS, captured at their second
+    use. On the CPU programs run the ops' references.
     """
 
     def __init__(
@@ -68,44 +64,46 @@ class ModelRunner:
         buckets: Buckets,
         device: torch.device,
         *,
-        stacks: AdapterStacks | None = None,
+        slot_loader: SlotLoader | None = None,
         vocabulary: int,
         enforce_eager: bool = False,
         fail_on_compilation: bool = False,
         arena_bytes: int = 0,
-        histories: Histories | None = None,
+        token_history: TokenHistory | None = None,
     ) -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self.compiled = compiled
         self.buckets = buckets
         self.device = device
-        self.stacks = stacks
-        self.histories = histories
-        self.trained = None if histories is None else histories.trained
+        self.slot_loader = slot_loader
+        self.token_history = token_history
+        self.trained_draft = None if token_history is None else token_history.trained
         self.captures = device.type == "cuda" and not enforce_eager
         self._tensors = dict(tensors)
         self._arena = torch.empty(arena_bytes, dtype=torch.uint8, device=device)
-        self._vocabulary = vocabulary
-        self._ranks = compiled.options.tensor_parallel
+        self._tp_size = compiled.options.tensor_parallel
         self._logits: dict[tuple[torch.dtype, int], torch.Tensor] = {}
-        self.programs: ReadyPrograms[_Ready] = ReadyPrograms()
-        self._sampler = self._make_sampler(Sampler(buckets.sampled_rows, device))
+        self.programs: BoundPrograms[_BucketProgram] = BoundPrograms()
+        self._sampler: Sampler | ShardedSampler = Sampler(buckets.sampled_rows, device)
+        if self._tp_size > 1:
+            group = group_named(tensor_parallel_group(self._tp_size))
+            self._sampler = ShardedSampler(self._sampler, group, vocabulary)
         self._last_tokens = torch.zeros(buckets.max_num_seqs, dtype=torch.int32, device=device)
-        self._pool: Any = None
-        self._waiting: Handle | None = None  # for masks
+        self._graph_pool: Any = None
+        self._awaiting_masks: StepHandle | None = None
         self._compilations = Compilations(fail=fail_on_compilation)
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Every weight, adapter stack and KV buffer by name, for programs other than the engine's own."""
+        """All weights, adapter stacks and KV caches by name, for other programs."""
         return self._tensors
 
     def warm_up(self, show_progress: bool = False) -> float:
-        """GPU only: compile every kernel that a step can launch, and capture every decode bucket's program; returns the
-        seconds that it took.
+        """GPU only: compile every kernel that a step can launch, and capture the program of every decode bucket.
+        Returns the seconds taken.
 
-        The mixed buckets of few sequences launch all kernels that those of more launch, which a test holds.
+        The mixed buckets of few sequences launch all kernels of those with more; a test checks this.
         """
         begin = time.perf_counter()
         if self.device.type == "cuda":
@@ -113,67 +111,57 @@ class ModelRunner:
             compiling = stage("compiling kernels, a minute or more at the first start", show_progress)
             with compiling, KernelsAhead(self.device) as ahead:
                 for bucket in progress([*mixed, *decode], "making programs", "program", show_progress):
-                    for bound in self._program(bucket).parts:
+                    for bound in self._program(bucket).all_bound:
                         ahead.add(bound)
                 ahead.call(partial(self._sampler.warm_up, self._program(mixed[0]).logits))
-                if self.histories is not None:
-                    ahead.call(self.histories.warm_up)
-                for bound in self.trained.bound_chains() if self.trained is not None else ():
+                if self.token_history is not None:
+                    ahead.call(self.token_history.warm_up)
+                for bound in self.trained_draft.bound_chains() if self.trained_draft is not None else ():
                     ahead.add(bound)
-                # a step must not wait for these: at a start from the cache the model would have to be captured first
-                rest = self.compiled.unkept(self.buckets.later_buckets())
+                # stored now: after a start from the cache a step would first have to trace the model
+                rest = self.compiled.missing_programs(self.buckets.later_buckets())
                 for bucket in progress(rest, "making programs of more sequences", "program", show_progress):
                     self.compiled.keep(bucket)
             for bucket in mixed if self.captures else [*mixed, *decode]:
-                for bound in self._program(bucket).parts:
+                for bound in self._program(bucket).all_bound:
                     bound.prepare()
             for bucket in progress(decode if self.captures else [], "capturing CUDA graphs", "graph", show_progress):
                 self._capture(self._program(bucket))
-        if self.stacks is not None:
-            self.stacks.store.gently = True  # steps run from now on
+        if self.slot_loader is not None:
+            self.slot_loader.store.steps_running = True
         return time.perf_counter() - begin
 
-    def step_times(self) -> tuple[tuple[int, int, float], ...]:
-        """(sequences, rows a sequence, seconds) of every captured program of decode steps and of steps with drafts,
-        with LoRA where there is any; nothing where programs are not captured. To be called after `warm_up`, when no
-        step has run.
+    def measure_step_times(self) -> tuple[tuple[int, int, float], ...]:
+        """Return (sequences, rows per sequence, seconds) of every captured decode and verify program, with LoRA if
+        enabled; empty without captures. Call it after `warm_up` and before the first step, on all ranks together.
 
-        Their steps are padding only: nothing is stored, and no context is read. Ranks that share a model do this
-        together.
+        The steps are padding only: they store nothing and read no context.
         """
         buckets = self.buckets.captured_buckets() if self.captures else []
-        return time_programs(
-            ((bucket, self._all_of(bucket)) for bucket in buckets if bucket.lora == self.buckets.lora),
-            self.device,
-        )
+        with_lora = [bucket for bucket in buckets if bucket.lora == self.buckets.lora]
+        return measure_programs(((bucket, partial(self._replay_all, bucket)) for bucket in with_lora), self.device)
 
-    def _all_of(self, bucket: Bucket) -> Callable[[], None]:
-        """Runs a bucket's program, and what drafts add to it."""
-        ready = self._program(bucket)
-        runs: list[Callable[[], object]] = [bound.replay for bound in ready.parts]
-        if ready.around is not None:
-            runs.append(ready.around.replay)
+    def _replay_all(self, bucket: Bucket) -> None:
+        """Replay a bucket's program with its drafts."""
+        program = self._program(bucket)
+        for bound in program.all_bound:
+            bound.replay()
+        if program.spec_decode is not None:
+            program.spec_decode.replay()
 
-        def run() -> None:
-            for each in runs:
-                each()
+    def build_in_background(self) -> None:
+        """CPU only: build missing programs on a thread. Until then their steps run in larger programs, padded; only a
+        step with more logit rows than max_num_seqs may have none and wait.
 
-        return run
-
-    def build_aside(self) -> None:
-        """CPU only: no step from now on waits until a program is built.
-
-        Whatever has no program yet runs in a larger one, padded, until a thread has built its own; only a step that
-        scores more of a prompt than there are rows for sequences may have none that holds it. On a GPU `warm_up` has
-        met every kernel, and steps are replayed from the graphs that it captured. Ranks that share a model must run a
-        step in the same program, and wait for it.
+        On a GPU `warm_up` has compiled every kernel. Tensor-parallel ranks must run a step in the same program, so
+        they wait for it.
         """
-        if self.device.type == "cpu" and self._ranks == 1:
-            self.programs.build_aside(self.buckets.largest_of_each_kind(), self._make_ready)
+        if self.device.type == "cpu" and self._tp_size == 1:
+            self.programs.build_in_background(self.buckets.largest_of_each_kind(), self._make_program)
 
-    def submit(self, plan: StepPlan) -> Handle:
-        """Start a step. On a GPU this returns as soon as everything is launched. One with `masked_rows` computes its
-        logits, and is sampled by `constrain`. Raises CompiledInStep with fail_on_compilation.
+    def submit(self, plan: StepPlan) -> StepHandle:
+        """Start a step; on a GPU return after the launch. A step with `masked_rows` computes its logits and is sampled
+        by `constrain`. Raises CompiledInStep with fail_on_compilation.
         """
         before = self._compilations.count
         with self._compilations.watch():
@@ -181,180 +169,175 @@ class ModelRunner:
         handle.compiled = self._compilations.count - before
         return handle
 
-    def _submit(self, plan: StepPlan) -> Handle:
-        if self._waiting is not None:
-            raise RuntimeError(f"step {plan.step} came while step {self._waiting.step} waits for masks")
+    def _submit(self, plan: StepPlan) -> StepHandle:
+        if self._awaiting_masks is not None:
+            raise RuntimeError(f"step {plan.step} was submitted while step {self._awaiting_masks.step} waits for masks")
         for slot, number in plan.slot_loads.tolist():
-            if self.stacks is None:
+            if self.slot_loader is None:
                 raise RuntimeError("a plan loads an adapter, but the engine was started without adapter slots")
-            self.stacks.load(slot, number)
-        if self.stacks is not None:
-            self.stacks.before_step(plan.adapter_index)
-        ready = self._program(self.buckets.pick(plan))
-        ready.uses += 1
+            self.slot_loader.load(slot, number)
+        if self.slot_loader is not None:
+            self.slot_loader.before_step(plan.adapter_index)
+        program = self._program(self.buckets.pick(plan))
+        program.uses += 1
         if (
             self.captures
-            and not ready.bound.captured
-            and ready.uses > 1
-            and ready.bound.program.bucket.tokens <= CAPTURE_TOKENS  # type: ignore[union-attr]
+            and not program.bound.captured
+            and program.uses > 1
+            and program.bound.program.bucket.tokens <= CAPTURE_TOKENS  # type: ignore[union-attr]
         ):
-            self._capture(ready)
-        inputs = ready.inputs.tensors
+            self._capture(program)
+        inputs, spec_decode = program.inputs.tensors, program.spec_decode
         positions: torch.Tensor | None = None
-        handle = Handle(plan)
+        handle = StepHandle(plan)
         if not plan.follows:
-            ready.inputs.fill(plan, self._last_tokens)
+            program.inputs.fill(plan, self._last_tokens)
         else:
-            if self.histories is None or ready.around is None:
-                raise RuntimeError("a plan follows sequences, but the engine was started without speculation")
-            self.histories.begin(plan)
-            ready.inputs.fill(plan, self._last_tokens, ready.around.values(plan))
-            ready.around.place(plan)
+            if self.token_history is None or spec_decode is None:
+                raise RuntimeError("a plan uses speculation, but the engine was started without it")
+            self.token_history.start_step(plan)
+            program.inputs.fill(plan, self._last_tokens, spec_decode.input_values(plan))
+            spec_decode.place(plan)
             if plan.masks_drafts:
-                handle.send_drafts(ready.around.drafts, lasting=ready.around.captured)
+                handle.send_drafts(spec_decode.drafts, persistent=spec_decode.captured)
             positions = inputs["positions"]
             if not plan.decode and not plan.verifies:
                 positions = positions.index_select(0, inputs["logits_indices"])
-        ready.bound.replay()
-        logits = ready.logits[: len(plan.logits_indices)]
+        program.bound.replay()
+        logits = program.logits[: len(plan.logits_indices)]
         if len(plan.masked_rows):
-            handle.unsampled = ready, logits, positions
-            self._waiting = handle
+            handle.unsampled = program, logits, positions
+            self._awaiting_masks = handle
         else:
-            self._sample(handle, ready, logits, positions)
+            self._sample(handle, program, logits, positions)
         return handle
 
-    def drafts(self, handle: Handle) -> StepDrafts:
-        """Wait for the drafts of a step whose masks need them, which are there before its logits."""
+    def drafts(self, handle: StepHandle) -> StepDrafts:
+        """Wait for the drafts that a step's masks depend on; they are ready before its logits."""
         return handle.drafts()
 
-    def constrain(self, handle: Handle, masks: StepMasks) -> None:
+    def constrain(self, handle: StepHandle, masks: StepMasks) -> None:
         """Sample a step that waits for these masks."""
         if handle.unsampled is None or handle.step != masks.step:
-            raise RuntimeError(f"masks of step {masks.step} came when step {handle.step} waits for none")
-        (ready, logits, positions), handle.unsampled = handle.unsampled, None
-        self._waiting = None
+            raise RuntimeError(f"masks of step {masks.step} were sent, but step {handle.step} does not wait for them")
+        (program, logits, positions), handle.unsampled = handle.unsampled, None
+        self._awaiting_masks = None
         before = self._compilations.count
         with self._compilations.watch():
-            self._sample(handle, ready, logits, positions, masks)
+            self._sample(handle, program, logits, positions, masks)
         handle.compiled += self._compilations.count - before
 
     def _sample(
         self,
-        handle: Handle,
-        ready: _Ready,
+        handle: StepHandle,
+        program: _BucketProgram,
         logits: torch.Tensor,
         positions: torch.Tensor | None,
         masks: StepMasks | None = None,
     ) -> None:
-        plan, around = handle.plan, ready.around
-        if plan.follows and around is not None:
-            if around.captured and self._ranks == 1 and masks is None and is_plain(plan.sampling):
-                samples, counted = None, around.sample(plan)
+        plan, spec_decode = handle.plan, program.spec_decode
+        if plan.follows and spec_decode is not None:
+            tokens_only = masks is None and not edits_logits(plan.sampling) and not needs_logprobs(plan.sampling)
+            if spec_decode.captured and self._tp_size == 1 and tokens_only:
+                samples, verified = None, spec_decode.sample(plan)
             else:
                 samples = self._sampler(logits, plan, masks, positions)
-                counted = around.take(samples.tokens, plan, masks)
-            handle.send(samples, counted)
-            around.sent = handle.done
-            if self.trained is not None and ready.first is not None:
-                input_ids, staged = ready.inputs.tensors["input_ids"], ready.inputs.staged
-                self.trained.follow(ready.first, plan, staged, input_ids, counted.tokens, counted.accepted)
+                verified = spec_decode.accept(samples.tokens, plan, masks)
+            handle.send(samples, verified)
+            spec_decode.copied = handle.done
+            if self.trained_draft is not None and program.first_pass is not None:
+                input_ids, staged = program.inputs.tensors["input_ids"], program.inputs.staged
+                self.trained_draft.run_first_pass(
+                    program.first_pass, plan, staged, input_ids, verified.tokens, verified.accepted
+                )
             return
         samples = self._sampler(logits, plan, masks, positions)
-        # -1: no token; the embedding's kernel reads it as zeros, its reference would raise
-        fed = samples.tokens.clamp_min(0) if self.device.type == "cpu" else samples.tokens
-        self._last_tokens[: plan.num_sequences].copy_(fed)
+        # -1 is no token: the embedding's kernel reads it as zeros, its reference would raise
+        tokens = samples.tokens.clamp_min(0) if self.device.type == "cpu" else samples.tokens
+        self._last_tokens[: plan.num_sequences].copy_(tokens)
         handle.send(samples)
 
     def start_load(self, slot: int, number: int) -> None:
-        """Begin to bring an adapter into a slot that no submitted step reads; slot -1: only into host memory.
-
-        Returns at once.
-        """
-        if self.stacks is None:
+        """Start loading an adapter into an unused slot, or with slot -1 into host memory only; return at once."""
+        if self.slot_loader is None:
             raise RuntimeError("an adapter is to be loaded, but the engine was started without adapter slots")
-        self.stacks.start(slot, number)
+        self.slot_loader.start_load(slot, number)
 
-    def loaded(self, timeout: float = 0.0) -> list[Report]:
-        """(slot, number, None or what went wrong) of loads that have ended; waits up to `timeout` seconds for the
-        first.
-        """
-        return [] if self.stacks is None else self.stacks.finished(timeout)
+    def loaded(self, timeout: float = 0.0) -> list[LoadReport]:
+        """Return (slot, number, error or None) of ended loads; wait up to `timeout` seconds for the first."""
+        return [] if self.slot_loader is None else self.slot_loader.finished_loads(timeout)
 
     def forget_adapter(self, number: int) -> None:
-        """Drop an adapter that nothing uses any more."""
-        if self.stacks is not None:
-            self.stacks.forget(number)
+        """Free an adapter that nothing uses any more."""
+        if self.slot_loader is not None:
+            self.slot_loader.drop(number)
 
     def in_host_memory(self) -> list[int]:
-        """The adapters that are ready to be copied, by number."""
-        return [] if self.stacks is None else self.stacks.store.numbers
+        """Return the numbers of the adapters in host memory."""
+        return [] if self.slot_loader is None else self.slot_loader.store.numbers
 
-    def collect(self, handle: Handle) -> StepResult:
+    def collect(self, handle: StepHandle) -> StepResult:
         """Wait for a step's tokens."""
         result = handle.result()
-        if handle.done is not None and self.stacks is not None:
-            self.stacks.note_step(time.monotonic())
+        if handle.done is not None and self.slot_loader is not None:
+            self.slot_loader.record_step_end(time.monotonic())
         return result
 
-    def _make_sampler(self, sampler: Sampler) -> Sampler | ShardedSampler:
-        if self._ranks == 1:
-            return sampler
-        return ShardedSampler(sampler, group_named(tensor_parallel_group(self._ranks)), self._vocabulary)
+    def _program(self, bucket: Bucket) -> _BucketProgram:
+        return self.programs.get(bucket, self._make_program)
 
-    def _program(self, bucket: Bucket) -> _Ready:
-        return self.programs.get(bucket, self._make_ready)
-
-    def _make_ready(self, bucket: Bucket) -> _Ready:
-        program = self.compiled.program(bucket)
+    def _make_program(self, bucket: Bucket) -> _BucketProgram:
+        compiled = self.compiled.program(bucket)
         try:
-            ready = self._bind(program)
-        except BIND_ERRORS as problem:
-            ready = self._bind(self.compiled.rebuilt(bucket, problem))
-        if self._ranks > 1:
-            check_same_order(ready.bound.program, group_named(tensor_parallel_group(self._ranks)))
-        return ready
+            program = self._bind(compiled)
+        except BIND_ERRORS as error:
+            program = self._bind(self.compiled.rebuilt(bucket, error))
+        if self._tp_size > 1:
+            check_same_order(program.bound.program, group_named(tensor_parallel_group(self._tp_size)))
+        return program
 
-    def _bind(self, program: Program) -> _Ready:
-        inputs = StepInputs(program, self.device, () if self.histories is None else arrays(self.histories))
+    def _bind(self, program: Program) -> _BucketProgram:
+        extra = () if self.token_history is None else extra_inputs(self.token_history)
+        inputs = StepInputs(program, self.device, extra)
         outputs = self._outputs(program)
         if program.arena_bytes > self._arena.numel():
             self._arena = torch.empty(program.arena_bytes, dtype=torch.uint8, device=self.device)
         bound = BoundProgram(program, {**self._tensors, **inputs.tensors, **outputs}, self.device, arena=self._arena)
-        around = first = None
-        if self.histories is not None and program.bucket is not None:
-            around = Surroundings(self.histories, program.bucket, inputs, bound.outputs[0])
-        if self.trained is not None and program.bucket is not None:
-            query_start = inputs.staged["query_start"]
-            first = self.trained.bind_first(program.bucket, inputs.tensors, query_start, bound.outputs[1:])
-        return _Ready(inputs, bound, bound.outputs[0], around, first)
+        spec_decode = first_pass = None
+        if self.token_history is not None and program.bucket is not None:
+            spec_decode = SpecDecodeGraphs(self.token_history, program.bucket, inputs, bound.outputs[0])
+        if self.trained_draft is not None and program.bucket is not None:
+            query_start, features = inputs.staged["query_start"], bound.outputs[1:]
+            first_pass = self.trained_draft.bind_first_pass(program.bucket, inputs.tensors, query_start, features)
+        return _BucketProgram(inputs, bound, bound.outputs[0], spec_decode, first_pass)
 
     def _outputs(self, program: Program) -> dict[str, torch.Tensor]:
-        """Where a program puts its logits, and the hidden states that a trained draft reads."""
+        """Return the output buffers: logits, and the hidden states that a trained draft reads."""
         logits, *features = (view.buffer for view in program.outputs)
-        found = {}
+        outputs = {}
         for buffer in program.of_kind("output"):
-            if self.trained is not None and buffer.name in features:
-                found[buffer.name] = self.trained.feature(features.index(buffer.name), buffer.shape[0])
+            if self.trained_draft is not None and buffer.name in features:
+                index = features.index(buffer.name)
+                outputs[buffer.name] = self.trained_draft.feature_buffer(index, buffer.shape[0])
             elif buffer.name == logits:
-                found[buffer.name] = self._logits_rows(buffer.shape, buffer.dtype)
-        return found
+                outputs[buffer.name] = self._logits_buffer(buffer.shape, buffer.dtype)
+        return outputs
 
-    def _capture(self, ready: _Ready) -> None:
-        ready.inputs.clear()  # what runs before the capture must store nothing
-        with nullcontext() if self.stacks is None else self.stacks.device_calls:
-            for bound in ready.parts:
-                bound.capture(self._pool)
-                self._pool = bound.pool
-            bucket = ready.bound.program.bucket
-            if ready.around is not None and bucket is not None and (bucket.decode or bucket.verifies):
-                self._pool = ready.around.capture(self._pool)
+    def _capture(self, program: _BucketProgram) -> None:
+        program.inputs.clear()  # the runs before the capture must store nothing
+        with nullcontext() if self.slot_loader is None else self.slot_loader.device_calls:
+            for bound in program.all_bound:
+                bound.capture(self._graph_pool)
+                self._graph_pool = bound.pool
+            bucket = program.bound.program.bucket
+            if program.spec_decode is not None and bucket is not None and (bucket.decode or bucket.verifies):
+                self._graph_pool = program.spec_decode.capture(self._graph_pool)
 
-    def _logits_rows(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Programs share one logits buffer: each step's are read before the next step runs."""
-        most = max(self.buckets.logit_rows, self.buckets.sampled_rows)
-        if len(shape) != 2 or shape[0] > most:
+    def _logits_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return rows of the logits buffer that programs share: each step's are read before the next step runs."""
+        max_rows = max(self.buckets.logit_rows, self.buckets.sampled_rows)
+        if len(shape) != 2 or shape[0] > max_rows:
             return torch.empty(shape, dtype=dtype, device=self.device)
         if (dtype, shape[1]) not in self._logits:
-            self._logits[dtype, shape[1]] = torch.empty(most, shape[1], dtype=dtype, device=self.device)
+            self._logits[dtype, shape[1]] = torch.empty(max_rows, shape[1], dtype=dtype, device=self.device)
         return self._logits[dtype, shape[1]][: shape[0]]

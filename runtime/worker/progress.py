@@ -1,4 +1,4 @@
-"""What a start is busy with, on stderr: bars with the program's name on a terminal, one plain line each elsewhere."""
+"""Start-up progress on stderr: a bar on a terminal, one plain line otherwise."""
 
 import sys
 from collections.abc import Collection, Iterable, Iterator
@@ -11,11 +11,10 @@ Item = TypeVar("Item")
 
 
 def progress(items: Iterable[Item], doing: str, unit: str, show: bool, total: int | None = None) -> Iterator[Item]:
-    """The items, counted as they are taken; `total`: how many, for items that do not know it."""
+    """Yield the items and count them; `total`: their number, for items without a length."""
     count = len(items) if isinstance(items, Collection) else total
     if not show or not count or not sys.stderr.isatty():
-        if show and count:
-            _line(f"{doing} ({count} {unit}{'s' * (count != 1)})")
+        print_line(f"{doing} ({count} {unit}{'s' * (count != 1)})", bool(show and count))
         yield from items
         return
     yield from tqdm(items, desc=f"sidestream: {doing}", unit=unit, total=count, leave=False)
@@ -23,21 +22,16 @@ def progress(items: Iterable[Item], doing: str, unit: str, show: bool, total: in
 
 @contextmanager
 def stage(doing: str, show: bool) -> Iterator[None]:
-    """Says what goes on for as long as the block takes."""
+    """Show a text while the block runs."""
     if not show or not sys.stderr.isatty():
-        if show:
-            _line(doing)
+        print_line(doing, show)
         yield
         return
     with tqdm(total=0, bar_format="{desc} ...", desc=f"sidestream: {doing}", leave=False):
         yield
 
 
-def say(text: str, show: bool) -> None:
-    """One line of its own."""
+def print_line(text: str, show: bool) -> None:
+    """Print a line, if `show`."""
     if show:
-        _line(text)
-
-
-def _line(text: str) -> None:
-    print(f"sidestream: {text}", file=sys.stderr, flush=True)
+        print(f"sidestream: {text}", file=sys.stderr, flush=True)

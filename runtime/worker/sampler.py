@@ -1,4 +1,4 @@
-"""From logits to tokens on the device: penalties and biases, sampling, log-probabilities."""
+"""Sample tokens from logits on the device: penalties and biases, masks, sampling, log-probabilities."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,26 +10,24 @@ from ...ops.core.triton_support import cdiv
 from ...ops.elementwise.argmax import argmax
 from ...ops.elementwise.sample import sample, top_logprobs
 from ..scheduler.step_plan import Int32, SamplingPlan, StepMasks, StepPlan
-from .inputs.staging import Staging
+from .staging import Staging
 
-NUMBERS = (
+PARAMETERS = (  # in the order of `sample`'s arguments
     ("temperature", torch.float32),
+    ("top_k", torch.int32),
     ("top_p", torch.float32),
     ("min_p", torch.float32),
-    ("top_k", torch.int32),
     ("seeds", torch.int64),
     ("steps", torch.int64),
 )
-
-
-ROWS_AT_ONCE = 32
-Reported = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+SCORED_TOGETHER = 32  # prompt tokens: each takes several times its logits' memory
+Logprobs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class DeviceSamples:
-    """Tokens [B] int32 of a step, on the device (-1: no token, see `Sampler`); with logprobs: ids and values [B, 1 + k]
-    and the chosen token's rank [B]; `prompt_*`: the same for prompt tokens that were scored.
+    """Samples of a step on the device: tokens [B] int32 (-1: see `Sampler`); with logprobs token ids and values
+    [B, 1 + k] and the chosen token's rank [B]; `prompt_*`: the same for scored prompt tokens.
     """
 
     tokens: torch.Tensor
@@ -41,24 +39,28 @@ class DeviceSamples:
     prompt_ranks: torch.Tensor | None = None
 
 
-def is_plain(sampling: SamplingPlan) -> bool:
-    """Whether a step's tokens are taken from its logits as they are, and nothing else is asked."""
-    edits = len(sampling.history_rows), len(sampling.bias_rows), len(sampling.allowed_rows)
-    return sampling.num_logprobs < 0 and sampling.num_prompt_logprobs < 0 and not any(edits)
+def edits_logits(sampling: SamplingPlan) -> bool:
+    """Return whether a row has penalties, biases or allowed tokens."""
+    return any((len(sampling.history_rows), len(sampling.bias_rows), len(sampling.allowed_rows)))
+
+
+def needs_logprobs(sampling: SamplingPlan) -> bool:
+    """Return whether log-probabilities of output or prompt tokens are requested."""
+    return sampling.num_logprobs >= 0 or sampling.num_prompt_logprobs >= 0
 
 
 class Sampler:
     """Samples steps of at most `max_rows` rows of logits.
 
-    A step of greedy rows is one argmax; everything else is done only when a row asks for it. A row whose largest logit
-    is infinite, or with NaN among them, gets no token (-1).
+    A greedy step is one argmax; all else is done only if a row needs it. A row gets no token (-1) if its largest logit
+    is infinite or a logit is NaN.
     """
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         self.device = device
         self._max_rows = max_rows
         self._masks: Staging | None = None
-        self._numbers = Staging([(name, (max_rows,), dtype) for name, dtype in NUMBERS], device)
+        self._parameters = Staging([(name, (max_rows,), dtype) for name, dtype in PARAMETERS], device)
 
     def __call__(
         self,
@@ -67,48 +69,60 @@ class Sampler:
         masks: StepMasks | None = None,
         positions: torch.Tensor | None = None,
     ) -> DeviceSamples:
-        """logits [R, V] of the plan's sequences, in order (rows that sample nothing are computed along), then of other
-        prompt tokens that are scored. `masks`: which tokens some of them may get. `positions` [R] int32: what the
-        noise's steps are relative to.
+        """Sample a step.
+
+        logits     [R, V]: rows of the plan's sequences in order (also those that sample nothing), then of scored prompt
+                   tokens
+        masks      allowed tokens of some rows
+        positions  [R] int32, added to the plan's `steps` for the random numbers
         """
-        prompts = None if plan.sampling.num_prompt_logprobs < 0 else self._score(logits, plan)
+        prompts = None if plan.sampling.num_prompt_logprobs < 0 else self._score_prompts(logits, plan)
         sampling = plan.sampling
         logits = logits[: len(sampling.temperature)]
-        scores = logits
-        if len(sampling.history_rows) or len(sampling.bias_rows) or len(sampling.allowed_rows):
-            scores = edited_logits(logits, sampling)
+        scores = edited_logits(logits, sampling) if edits_logits(sampling) else logits
         masked = () if masks is None or not len(masks.rows) else self._upload(masks, plan.first_logits, *logits.shape)
-        tokens = argmax(scores, *masked) if sampling.greedy else self._draw(scores, sampling, masked, positions)
+        if sampling.greedy:
+            tokens = argmax(scores, *masked)
+        else:
+            tokens = draw(scores, self.parameters(sampling, positions), *masked)
         if sampling.num_logprobs < 0:
             return DeviceSamples(tokens, None, None, None, *(prompts or ()))
-        chosen = _reported(logits, tokens.clamp_min(0), sampling.num_logprobs)
+        chosen = _logprobs(logits, tokens.clamp_min(0), sampling.num_logprobs)
         return DeviceSamples(tokens, *chosen, *(prompts or ()))
 
     def warm_up(self, logits: torch.Tensor) -> None:
-        """Launch every kernel that samples rows of logits [R, V] such as these, masked or not. What comes out means
-        nothing.
-        """
-        numbers = {name: self._numbers.device[name][:1] for name, _ in NUMBERS}
+        """Launch every sampling kernel for logits [R, V] like these; the result is undefined."""
+        parameters = {name: self._parameters.device[name][:1] for name, _ in PARAMETERS}
         row = torch.zeros(1, dtype=torch.int32, device=logits.device)
         words = torch.zeros(1, cdiv(logits.shape[1], 32), dtype=torch.int32, device=logits.device)
-        for scores in (logits[:1], logits[:1].float()):  # those that were edited are in fp32
+        for scores in (logits[:1], logits[:1].float()):  # edited logits are fp32
             for masked in ((), (words, row)):
                 argmax(scores, *masked)
-                drawn_with(scores, numbers, *masked)
+                draw(scores, parameters, *masked)
 
-    def _score(self, logits: torch.Tensor, plan: StepPlan) -> Reported:
-        """The log-probabilities of prompts, some rows at a time: each takes several times its logits' memory."""
+    def parameters(self, sampling: SamplingPlan, positions: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """Return PARAMETERS of the plan, [R] each, on the device."""
+        rows = len(sampling.temperature)
+        for name, _ in PARAMETERS:
+            self._parameters.host[name][:rows] = getattr(sampling, name)
+        self._parameters.upload()
+        parameters = {name: self._parameters.device[name][:rows] for name, _ in PARAMETERS}
+        if positions is not None:
+            parameters["steps"] = parameters["steps"] + positions[:rows]
+        return parameters
+
+    def _score_prompts(self, logits: torch.Tensor, plan: StepPlan) -> Logprobs:
         rows = torch.from_numpy(plan.scored_rows.astype(np.int64)).to(logits.device)
         tokens = torch.from_numpy(plan.scored_tokens.astype(np.int32)).to(logits.device)
         parts = [
-            _reported(logits[some], wanted, plan.sampling.num_prompt_logprobs)
-            for some, wanted in zip(rows.split(ROWS_AT_ONCE), tokens.split(ROWS_AT_ONCE), strict=True)
+            _logprobs(logits[some], scored, plan.sampling.num_prompt_logprobs)
+            for some, scored in zip(rows.split(SCORED_TOGETHER), tokens.split(SCORED_TOGETHER), strict=True)
         ]
         ids, logprobs, ranks = (torch.cat(part) for part in zip(*parts, strict=True))
         return ids, logprobs, ranks
 
     def _upload(self, masks: StepMasks, first: Int32, rows: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The masks, and which of them holds for a row (-1: none), on the device."""
+        """Return the masks and each row's index into them (-1: none), on the device."""
         if self._masks is None:
             sizes = {"mask_rows": (self._max_rows,), "masks": (self._max_rows, cdiv(vocabulary, 32))}
             self._masks = Staging([(name, shape, torch.int32) for name, shape in sizes.items()], self.device)
@@ -119,43 +133,14 @@ class Sampler:
         self._masks.upload(count)
         return self._masks.device["masks"][:count], self._masks.device["mask_rows"][:rows]
 
-    def _draw(
-        self,
-        scores: torch.Tensor,
-        sampling: SamplingPlan,
-        masked: tuple[torch.Tensor, ...],
-        positions: torch.Tensor | None,
-    ) -> torch.Tensor:
-        return drawn_with(scores, self.numbers(sampling, positions), *masked)
 
-    def numbers(self, sampling: SamplingPlan, positions: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """The plan's temperature, top_k, top_p, min_p, seeds and steps, [R] each, on the device."""
-        rows = len(sampling.temperature)
-        for name, _ in NUMBERS:
-            self._numbers.host[name][:rows] = getattr(sampling, name)
-        self._numbers.upload()
-        numbers = {name: self._numbers.device[name][:rows] for name, _ in NUMBERS}
-        if positions is not None:
-            numbers["steps"] = numbers["steps"] + positions[:rows]
-        return numbers
+def draw(scores: torch.Tensor, parameters: Mapping[str, torch.Tensor], *masked: torch.Tensor) -> torch.Tensor:
+    """Draw tokens [R] from scores [R, V] with `Sampler.parameters`."""
+    return sample(scores, *(parameters[name] for name, _ in PARAMETERS), *masked)
 
 
-def drawn_with(scores: torch.Tensor, numbers: Mapping[str, torch.Tensor], *masked: torch.Tensor) -> torch.Tensor:
-    """The tokens [R] that `sample` draws from scores [R, V] with `Sampler.numbers`."""
-    return sample(
-        scores,
-        numbers["temperature"],
-        numbers["top_k"],
-        numbers["top_p"],
-        numbers["min_p"],
-        numbers["seeds"],
-        numbers["steps"],
-        *masked,
-    )
-
-
-def _reported(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> Reported:
-    """Ids and log-probabilities [N, 1 + count] of the tokens [N] and of the likeliest ones; the tokens' ranks [N]."""
+def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> Logprobs:
+    """Return ids, log-probabilities [N, 1 + count] of the tokens and the likeliest, and the tokens' ranks [N]."""
     top = top_logprobs(logits, tokens, count)
     return (
         torch.cat((tokens.unsqueeze(1), top.ids.to(torch.int32)), dim=1),
@@ -165,8 +150,8 @@ def _reported(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> Reporte
 
 
 def edited_logits(logits: torch.Tensor, sampling: SamplingPlan) -> torch.Tensor:
-    """fp32 logits [B, V] with penalties and biases, as vLLM defines them (repetition first, then frequency and
-    presence, then biases); -inf for tokens that are not allowed.
+    """Return fp32 logits [B, V] with penalties and biases in vLLM's order: repetition, frequency, presence, biases;
+    -inf for tokens that are not allowed.
     """
     edited = logits.float().clone()
 

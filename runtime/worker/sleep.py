@@ -1,5 +1,5 @@
-"""A model that sleeps: its device memory goes to others and comes back at the same addresses, so that programs and CUDA
-graphs stay as they are.
+"""Sleep mode: release a model's device memory and restore it at the same addresses, so that programs and CUDA graphs
+stay valid.
 """
 
 from collections.abc import Iterable
@@ -9,30 +9,30 @@ from typing import Protocol
 import torch
 
 from ..api.errors import RequestError
-from .capacity import Specs
-from .regions import Region
-from .weights import Source
+from .memory_budget import Specs
+from .sleep_memory import ReleasableTensors
+from .weight_loader import ReadWeights
 
 TAGS = ("weights", "kv_cache")
 LEVELS = (1, 2)
 
 
-class Sleeps(Protocol):
-    """A model that can sleep, in one process or on several ranks; see `Sleeper`."""
+class SleepControl(Protocol):
+    """See `Sleeper`; in one process or on several tensor-parallel ranks."""
 
     @property
     def asleep(self) -> frozenset[str]:
-        """What is away now."""
+        """The tags whose memory is released."""
 
     def sleep(self, level: int) -> None:
-        """Give the memory back."""
+        """Release the memory."""
 
     def wake_up(self, tags: Iterable[str] | None) -> None:
-        """Take memory again."""
+        """Restore memory."""
 
 
 def check_level(level: int) -> None:
-    """Raises RequestError for what is no level of sleep."""
+    """Raise RequestError unless `level` is 1 or 2."""
     if isinstance(level, bool) or level not in LEVELS:
         raise RequestError(
             f"level={level!r} must be 1, which keeps the weights in host memory, or 2, which reads them again at "
@@ -41,7 +41,7 @@ def check_level(level: int) -> None:
 
 
 def tags_of(tags: Iterable[str] | None) -> tuple[str, ...]:
-    """What `tags` names (None: all). Raises RequestError for an unknown one."""
+    """Return `tags` as a tuple (None: all). Raises RequestError for an unknown one."""
     wanted = TAGS if tags is None else (tags,) if isinstance(tags, str) else tuple(tags)
     unknown = next((tag for tag in wanted if tag not in TAGS), None)
     if unknown is not None:
@@ -50,9 +50,9 @@ def tags_of(tags: Iterable[str] | None) -> tuple[str, ...]:
 
 
 class Sleeper:
-    """Makes weights, adapter stacks and KV cache, puts them away and brings them back.
+    """Allocates weights, adapter stacks and KV cache; releases and restores their memory.
 
-    asleep   what is away now: of TAGS; the stacks go with the weights
+    asleep   the tags, of TAGS, whose memory is released; the stacks belong to the weights
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -60,28 +60,28 @@ class Sleeper:
         self._device = device
         self._level = 0
 
-    def read_weights(self, specs: Specs, source: Source) -> dict[str, torch.Tensor]:
-        """The weights by name."""
-        self._source, self._weights = source, Region(specs, self._device)
-        source.read(self._weights.tensors)
-        self._trim()
+    def read_weights(self, specs: Specs, read: ReadWeights) -> dict[str, torch.Tensor]:
+        """Allocate and read the weights; return them by name."""
+        self._read_weights, self._weights = read, ReleasableTensors(specs, self._device)
+        read(self._weights.tensors)
+        self._empty_cache()
         return dict(self._weights.tensors)
 
     def make_stacks(self, specs: Specs) -> dict[str, torch.Tensor]:
-        """Adapter stacks of zeros, which come back as zeros."""
-        self._stacks = Region(specs, self._device)
+        """Return adapter stacks of zeros, which are zeros again after a sleep."""
+        self._stacks = ReleasableTensors(specs, self._device)
         return dict(self._stacks.tensors)
 
     def make_cache(self, specs: Specs) -> dict[str, torch.Tensor]:
-        """KV caches of zeros, which come back as zeros."""
-        self._cache = Region(specs, self._device)
+        """Return KV caches of zeros, which are zeros again after a sleep."""
+        self._cache = ReleasableTensors(specs, self._device)
         return dict(self._cache.tensors)
 
     def sleep(self, level: int) -> None:
-        """Level 1 keeps the weights in host memory, level 2 nowhere; one that sleeps already stays as it is. No step
-        and no copy may be under way.
+        """Release the memory. Level 1 copies the weights to host memory, level 2 discards them. A sleeping model stays
+        unchanged. No step and no copy may be in flight.
 
-        Raises RequestError for another level, and MemoryError, having changed nothing, where host memory is short.
+        Raises RequestError for another level, and MemoryError, changing nothing, without enough host memory.
         """
         check_level(level)
         if self.asleep:
@@ -89,19 +89,18 @@ class Sleeper:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._level = level
-        if self._weights_leave:
+        if self._releases_weights:
             self._weights.release(keep=level == 1)
         self._stacks.release(keep=False)
         self._cache.release(keep=False)
         self.asleep = frozenset(TAGS)
-        self._trim()
+        self._empty_cache()
 
     def wake_up(self, tags: Iterable[str] | None) -> None:
-        """Bring back what the tags name (None: all).
+        """Restore the memory of the tags (None: all).
 
-        Raises RequestError for an unknown tag, CapacityError where the device has too little memory left, and
-        CheckpointError or OSError where weights that are to be read again are not there; what was not brought back
-        sleeps on, and may be tried again.
+        Raises RequestError for an unknown tag, CapacityError without enough device memory, and CheckpointError or
+        OSError if the weights cannot be read again. What was not restored stays asleep, and can be retried.
         """
         wanted = tags_of(tags)
         for tag, wake in zip(TAGS, (self._wake_weights, self._cache.restore), strict=True):
@@ -110,23 +109,23 @@ class Sleeper:
                 self.asleep -= {tag}
 
     @property
-    def _weights_leave(self) -> bool:
-        """On a CPU they are in host memory anyway."""
+    def _releases_weights(self) -> bool:
+        """Whether `sleep` releases the weights: on a CPU level 1 keeps them in place."""
         return self._level == 2 or self._device.type == "cuda"
 
     def _wake_weights(self) -> None:
         with ExitStack() as undo:
             self._stacks.restore()
             undo.callback(self._stacks.release, keep=False)
-            if self._weights_leave:
+            if self._releases_weights:
                 self._weights.restore()
             if self._level == 2:
                 undo.callback(self._weights.release, keep=False)
-                self._source.read(self._weights.tensors)
-                self._trim()
+                self._read_weights(self._weights.tensors)
+                self._empty_cache()
             undo.pop_all()
 
-    def _trim(self) -> None:
-        """Memory that torch's allocator holds for later goes back too."""
+    def _empty_cache(self) -> None:
+        """Release the cached memory of torch's allocator."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

@@ -1,6 +1,5 @@
-"""What surrounds the program of a step whose sequences are followed: its drafts are placed before the program, and what
-it samples is counted after it. As CUDA graphs where the program is one: launched one by one, a few small kernels keep
-the host longer than they keep the device.
+"""Speculative decoding around a program: place drafts before it, sample and accept drafts after it. If the program is
+a CUDA graph, both sides are too: launching a few small kernels takes the host longer than the device runs.
 """
 
 from dataclasses import dataclass
@@ -9,146 +8,143 @@ from typing import Any
 import torch
 
 from ...compiler.program.program import Bucket
-from ...compiler.run.captured import capture
+from ...compiler.run.cuda_graph import capture
 from ...ops.elementwise.argmax import argmax
 from ..scheduler.step_plan import Int32, StepMasks, StepPlan
-from .answer_history import Histories
-from .inputs.step_inputs import Beyond, StepInputs
-from .sampler import NUMBERS, drawn_with
+from .sampler import PARAMETERS, draw
+from .step_inputs import ExtraInput, StepInputs
+from .token_history import TokenHistory
 
 
 @dataclass(frozen=True)
-class Counted:
-    """What a step has sampled and how many drafts hold, int32 on the device; tokens [N], accepted [S] and sources [S],
-    where there are any, lie one after another in `whole`, so that they go to the host as one.
+class VerifyResult:
+    """A step's sampled tokens [N], accepted drafts [S] and draft sources [S] (if any), int32 on the device, as views of
+    `packed`, which goes to the host in one copy.
 
-    lasting  they are the same memory at each such step, so nothing may write them before they have been copied
+    persistent  each step writes to the same memory, so it must be copied before the next one
     """
 
     tokens: torch.Tensor
     accepted: torch.Tensor
-    whole: torch.Tensor
-    lasting: bool = False
+    packed: torch.Tensor
+    persistent: bool = False
 
-    def on_host(self, whole: Int32, plan: StepPlan) -> tuple[Int32, Int32, Int32 | None]:
-        """Tokens, accepted and sources of the plan's sequences, of a copy of `whole`."""
+    def unpack(self, packed: Int32, plan: StepPlan) -> tuple[Int32, Int32, Int32 | None]:
+        """Return tokens, accepted and sources of the plan's sequences from a host copy of `packed`."""
         rows, count = len(self.tokens), plan.num_sequences
-        after = whole[rows:].reshape(-1, len(self.accepted))
-        return whole[: len(plan.sampling.temperature)], after[0, :count], after[1, :count] if len(after) > 1 else None
+        rest = packed[rows:].reshape(-1, len(self.accepted))
+        return packed[: len(plan.sampling.temperature)], rest[0, :count], rest[1, :count] if len(rest) > 1 else None
 
 
-def arrays(histories: Histories) -> tuple[Beyond, ...]:
-    """What crosses to the device with a step's inputs, besides: for its histories, and for sampling."""
-    return (*histories.fields, *(Beyond(name, dtype, 0, of_rows=True) for name, dtype in NUMBERS))
+def extra_inputs(history: TokenHistory) -> tuple[ExtraInput, ...]:
+    """Return the arrays that speculation adds to a step's inputs: of its history, and for sampling."""
+    return (*history.extra_inputs, *(ExtraInput(name, dtype, 0, per_row=True) for name, dtype in PARAMETERS))
 
 
-class Surroundings:
-    """Those of one program: `inputs` are the program's, with room for `arrays`; `logits` what it returns.
+class SpecDecodeGraphs:
+    """Both sides of one program. `inputs`: the program's, with `extra_inputs`; `logits`: its output.
 
-    A step goes `values`, which cross with its inputs, `place`, the program, and then `sample`, where it is `captured`
-    and nothing is asked but tokens of the logits as they are, or `take`.
-    `drafts` [S, K] int32: what `place` has found for the bucket's sequences. `sent`: the event after which the last
-    step's `Counted` has been copied; the code that copies it leaves the event here.
+    A step calls `input_values`, `place`, the program, and then `sample` (if `captured` and only tokens of unedited
+    logits are needed) or `accept`.
+
+    drafts  [S, K] int32: the drafts of the last `place`
+    copied  event after which the last `VerifyResult` has been copied to the host, set by the caller
     """
 
-    def __init__(self, histories: Histories, bucket: Bucket, inputs: StepInputs, logits: torch.Tensor) -> None:
-        self._histories, self._bucket, self._inputs, self._logits = histories, bucket, inputs, logits
+    def __init__(self, history: TokenHistory, bucket: Bucket, inputs: StepInputs, logits: torch.Tensor) -> None:
+        self._history, self._bucket, self._inputs, self._logits = history, bucket, inputs, logits
         self.drafts = inputs.staged["rows"].new_empty(bucket.sequences, 0)
         self.captured = False
-        self.sent: Any = None
+        self.copied: Any = None
         self._sources: torch.Tensor | None = None
-        self._recorded: _Recorded | None = None
+        self._graphs: _Graphs | None = None
 
-    def values(self, plan: StepPlan) -> dict[str, Any]:
-        """What `arrays` hold for a step."""
-        values: dict[str, Any] = dict(self._histories.values(plan))
-        if self._recorded is not None and not plan.sampling.greedy:
-            values |= {name: getattr(plan.sampling, name) for name, _ in NUMBERS}
+    def input_values(self, plan: StepPlan) -> dict[str, Any]:
+        """Return the values of `extra_inputs` for a step."""
+        values: dict[str, Any] = dict(self._history.input_values(plan))
+        if self._graphs is not None and not plan.sampling.greedy:
+            values |= {name: getattr(plan.sampling, name) for name, _ in PARAMETERS}
         return values
 
     def place(self, plan: StepPlan) -> None:
-        """Fill in the inputs of this step, which was staged, and find its drafts."""
-        recorded = self._recorded
-        self.captured = recorded is not None and self._histories.as_made
-        if recorded is not None and self.captured:
-            recorded.before.replay()
-            self.drafts, self._sources = recorded.drafts, recorded.sources
+        """Draft, and complete the inputs of this step, which are staged."""
+        graphs = self._graphs
+        self.captured = graphs is not None and self._history.uses_default_ops
+        if graphs is not None and self.captured:
+            graphs.before.replay()
+            self.drafts, self._sources = graphs.drafts, graphs.sources
         elif (plan.drafts >= 0).any():
             self.drafts, self._sources = self._place()
-        else:  # all is known
+        else:  # the plan has all inputs
             self.drafts, self._sources = self.drafts[:, :0], None
 
-    def sample(self, plan: StepPlan) -> Counted:
-        """The tokens of all rows, taken in. To be called where `captured` only."""
-        if self._recorded is None:
-            raise RuntimeError("what a step samples was not captured; call `take` with it")
-        if self.sent is not None:
-            torch.cuda.current_stream(self._logits.device).wait_event(self.sent)
-        (self._recorded.greedy if plan.sampling.greedy else self._recorded.drawn).replay()
-        return self._recorded.counted
+    def sample(self, plan: StepPlan) -> VerifyResult:
+        """Sample all rows and accept drafts; only if `captured`."""
+        if self._graphs is None:
+            raise RuntimeError("sampling was not captured; call `accept`")
+        if self.copied is not None:
+            torch.cuda.current_stream(self._logits.device).wait_event(self.copied)
+        (self._graphs.greedy if plan.sampling.greedy else self._graphs.drawn).replay()
+        return self._graphs.result
 
-    def take(self, tokens: torch.Tensor, plan: StepPlan, masks: StepMasks | None = None) -> Counted:
-        """Take in the step's tokens [N]. Of a constrained sequence no more drafts hold than there are `masks` after
-        them.
-        """
-        left = None if masks is None or not plan.masks_drafts else self._histories.left(plan, masks)
-        accepted = self._histories.accept(self._inputs.staged, self.drafts, tokens, left)
+    def accept(self, tokens: torch.Tensor, plan: StepPlan, masks: StepMasks | None = None) -> VerifyResult:
+        """Accept drafts given the step's sampled tokens [N]; a constrained sequence needs a mask after each of them."""
+        limits = None if masks is None or not plan.masks_drafts else self._history.draft_limits(plan, masks)
+        accepted = self._history.accept(self._inputs.staged, self.drafts, tokens, limits)
         sources = () if self._sources is None else (self._sources[: len(accepted)],)
-        return Counted(tokens, accepted, torch.cat((tokens, accepted, *sources)))
+        return VerifyResult(tokens, accepted, torch.cat((tokens, accepted, *sources)))
 
     def capture(self, pool: Any) -> Any:
-        """GPU only: record both sides as CUDA graphs; returns the pool of their memory. Without a step in the inputs
-        (see `StepInputs.clear`), so that nothing is stored.
-        """
+        """GPU only: capture both sides and return their memory pool. Clear the inputs first, to store nothing."""
         staged = self._inputs.staged
         device, size, rows = self._logits.device, self._bucket.sequences, len(self._logits)
-        # outside the pool: what a graph leaves there any other one may overwrite
+        # outside the pool: another graph may overwrite memory of the pool
         drafts = torch.zeros(size, self._bucket.rows - 1, dtype=torch.int32, device=device)
-        sources = torch.zeros(size, dtype=torch.int32, device=device) if self._histories.tells_sources else None
-        whole = torch.zeros(rows + size * (1 if sources is None else 2), dtype=torch.int32, device=device)
+        sources = torch.zeros(size, dtype=torch.int32, device=device) if self._history.has_sources else None
+        packed = torch.zeros(rows + size * (1 if sources is None else 2), dtype=torch.int32, device=device)
 
         def place() -> None:
-            found, from_where = self._place()
-            drafts.copy_(found)
-            if sources is not None and from_where is not None:
-                sources.copy_(from_where)
+            new_drafts, new_sources = self._place()
+            drafts.copy_(new_drafts)
+            if sources is not None and new_sources is not None:
+                sources.copy_(new_sources)
 
-        def take(tokens: torch.Tensor) -> None:
-            accepted = self._histories.accept(staged, drafts, tokens)
-            torch.cat((tokens, accepted) if sources is None else (tokens, accepted, sources), out=whole)
+        def accept(tokens: torch.Tensor) -> None:
+            accepted = self._history.accept(staged, drafts, tokens)
+            torch.cat((tokens, accepted) if sources is None else (tokens, accepted, sources), out=packed)
 
-        def likeliest() -> None:
-            take(argmax(self._logits))
+        def sample_greedy() -> None:
+            accept(argmax(self._logits))
 
-        def draw() -> None:
-            numbers = {name: staged[name] for name, _ in NUMBERS}
-            numbers["steps"] = numbers["steps"] + self._inputs.tensors["positions"]  # see `SamplingPlan`
-            take(drawn_with(self._logits, numbers))
+        def sample_drawn() -> None:
+            parameters = {name: staged[name] for name, _ in PARAMETERS}
+            parameters["steps"] = parameters["steps"] + self._inputs.tensors["positions"]  # see `SamplingPlan`
+            accept(draw(self._logits, parameters))
 
         before = capture(device, place, place, pool)
-        greedy = capture(device, likeliest, likeliest, before.pool())
-        drawn = capture(device, draw, draw, greedy.pool())
-        counted = Counted(whole[:rows], whole[rows : rows + size], whole, lasting=True)
-        self._recorded = _Recorded(before, greedy, drawn, drafts, sources, counted)
+        greedy = capture(device, sample_greedy, sample_greedy, before.pool())
+        drawn = capture(device, sample_drawn, sample_drawn, greedy.pool())
+        result = VerifyResult(packed[:rows], packed[rows : rows + size], packed, persistent=True)
+        self._graphs = _Graphs(before, greedy, drawn, drafts, sources, result)
         return drawn.pool()
 
     def replay(self) -> None:
-        """Both sides once, of greedy rows, where there are any, as `time_programs` times them."""
-        if self._recorded is not None:
-            self._recorded.before.replay()
-            self._recorded.greedy.replay()
+        """Replay both sides once with greedy sampling, if captured, to measure their time."""
+        if self._graphs is not None:
+            self._graphs.before.replay()
+            self._graphs.greedy.replay()
 
     def _place(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self._histories.place(self._inputs.staged, self._inputs.tensors, self._bucket)
+        return self._history.place(self._inputs.staged, self._inputs.tensors, self._bucket)
 
 
 @dataclass(frozen=True)
-class _Recorded:
-    """The graphs of both sides, and where they leave what they find."""
+class _Graphs:
+    """The captured graphs and their outputs."""
 
     before: Any
     greedy: Any
     drawn: Any
     drafts: torch.Tensor
     sources: torch.Tensor | None
-    counted: Counted
+    result: VerifyResult

@@ -1,4 +1,4 @@
-"""A step on its way: what goes back to the host, and when it is there."""
+"""Handle of a submitted step: its results on their way to the host."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -6,64 +6,65 @@ from typing import Any
 import torch
 
 from ..scheduler.step_plan import Int32, StepDrafts, StepPlan, StepResult
-from .inputs.staging import to_host
 from .sampler import DeviceSamples
-from .spec_decode_graphs import Counted
+from .spec_decode_graphs import VerifyResult
+from .staging import to_host
 
 
 @dataclass
-class Handle:
-    """`samples`: copies of what the step sampled, in pinned memory, and `done`, the event after which they are valid.
-    Of a plan that follows its sequences they have the copy of `counted.whole` in place of tokens. `unsampled`: what
-    samples the step while it waits for masks. `compiled`: see `StepResult`.
+class StepHandle:
+    """A submitted step.
+
+    samples    copies in pinned memory, valid after the event `done`; with speculation `tokens` holds `verified.packed`
+    unsampled  arguments for sampling while the step waits for masks
+    compiled   see `StepResult`
     """
 
     plan: StepPlan
     samples: DeviceSamples | None = None
     done: Any = None
-    counted: Counted | None = None
+    verified: VerifyResult | None = None
     unsampled: Any = None
     compiled: int = 0
-    _drafted: tuple[torch.Tensor, Any, Int32] | None = None  # a copy, its event, and the rows that count
+    _drafts: tuple[torch.Tensor, Any, Int32] | None = None  # a copy, its event, and the rows that need masks
 
     @property
     def step(self) -> int:
         """The number of the step."""
         return self.plan.step
 
-    def send_drafts(self, drafts: torch.Tensor, lasting: bool) -> None:
-        """Send the drafts to the host, for masks that depend on them; `lasting`: see `to_host`."""
-        (copy,), found = to_host([drafts], drafts.device, lasting)
-        self._drafted = copy, found, self.plan.masked_rows
+    def send_drafts(self, drafts: torch.Tensor, persistent: bool) -> None:
+        """Copy the drafts to the host, for masks that depend on them; `persistent`: see `to_host`."""
+        (copy,), ready = to_host([drafts], drafts.device, persistent)
+        self._drafts = copy, ready, self.plan.masked_rows
 
-    def send(self, samples: DeviceSamples | None, counted: Counted | None = None) -> None:
-        """Send what was sampled to the host. `counted`: has the tokens of a plan that follows its sequences; without
-        `samples` there is nothing else.
-        """
-        if counted is not None:
-            samples = DeviceSamples(counted.whole) if samples is None else replace(samples, tokens=counted.whole)
-        given = {name: tensor for name, tensor in vars(samples).items() if tensor is not None}
-        copies, self.done = to_host(given.values(), given["tokens"].device, counted is not None and counted.lasting)
-        self.samples, self.counted = DeviceSamples(**dict(zip(given, copies, strict=True))), counted
+    def send(self, samples: DeviceSamples | None, verified: VerifyResult | None = None) -> None:
+        """Copy the samples to the host. With `verified` it supplies the tokens; `samples` may then be None."""
+        if verified is not None:
+            samples = DeviceSamples(verified.packed) if samples is None else replace(samples, tokens=verified.packed)
+        tensors = {name: tensor for name, tensor in vars(samples).items() if tensor is not None}
+        persistent = verified is not None and verified.persistent
+        copies, self.done = to_host(tensors.values(), tensors["tokens"].device, persistent)
+        self.samples, self.verified = DeviceSamples(**dict(zip(tensors, copies, strict=True))), verified
 
     def drafts(self) -> StepDrafts:
         """Wait for the drafts."""
-        if self._drafted is None:
+        if self._drafts is None:
             raise RuntimeError(f"step {self.step} has no drafts that masks depend on")
-        drafts, found, rows = self._drafted
-        if found is not None:
-            found.synchronize()
+        drafts, ready, rows = self._drafts
+        if ready is not None:
+            ready.synchronize()
         return StepDrafts(self.step, drafts.numpy()[rows])
 
     def result(self) -> StepResult:
-        """Wait for the tokens."""
+        """Wait for the samples."""
         if self.done is not None:
             self.done.synchronize()
         if self.samples is None:
             raise RuntimeError(f"step {self.step} was not sampled: it waits for masks")
         arrays = {name: tensor.numpy() for name, tensor in vars(self.samples).items() if tensor is not None}
-        if self.counted is not None:
-            tokens, accepted, sources = self.counted.on_host(arrays["tokens"], self.plan)
+        if self.verified is not None:
+            tokens, accepted, sources = self.verified.unpack(arrays["tokens"], self.plan)
             arrays["tokens"] = tokens
             return StepResult(self.step, **arrays, accepted=accepted, sources=sources, compiled=self.compiled)
         return StepResult(self.step, **arrays, compiled=self.compiled)

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from sidestream.compiler.cost.resources import Resources
+from sidestream.compiler.cost.kernel_resources import Resources
 from sidestream.compiler.cost.timings import Timings
 from support.browser import Browser
 from support.dumped import DECODE, compiled_on_meta, data_of

@@ -16,7 +16,7 @@ from sidestream.graphs.checkpoint import Checkpoint, CheckpointError
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.config_fields import ConfigError
 from sidestream.graphs.llama import Llama
-from sidestream.runtime.worker.weights import checkpoint_lookup, load_weights
+from sidestream.runtime.worker.weight_loader import checkpoint_lookup, load_weights
 from support.compiled import CompiledRunner
 from support.families import FAMILIES
 from support.paged import Chunk, PagedRunner, plain_model

@@ -8,9 +8,14 @@ from typing import Any
 import pytest
 import torch
 from sidestream.compiler.options import CompileOptions
-from sidestream.compiler.program.collectives import check_same_order
 from sidestream.compiler.program.program import Program
-from sidestream.ops.collectives.group import GroupError, RankGroup, register_group, tensor_parallel_group
+from sidestream.compiler.run.collectives import check_same_order
+from sidestream.ops.collectives.tensor_parallel_group import (
+    GroupError,
+    RankGroup,
+    register_group,
+    tensor_parallel_group,
+)
 from support.compiled import CompiledRunner
 from support.paged import Chunk, plain_model
 from support.ranks import run_on_ranks

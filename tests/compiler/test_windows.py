@@ -3,7 +3,7 @@
 from functools import cache
 
 import pytest
-from sidestream.compiler.cost.work import Assumptions, step_bytes, windows_of, work
+from sidestream.compiler.cost.bytes_and_flops import Assumptions, step_bytes, windows_of, work
 from sidestream.compiler.inspect.explain import explain_program, program_as_text
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.program.program import Bucket, Program

@@ -30,7 +30,9 @@ def test_a_bench_takes_its_model_by_position_and_by_its_former_flag(bench: str) 
     assert parser.parse_args(["bench", bench]).model is None
 
 
-@pytest.mark.parametrize("command", [["generate"], ["serve"], ["dump"], ["ledger"], ["demo"], ["bench", "latency"]])
+@pytest.mark.parametrize(
+    "command", [["generate"], ["serve"], ["inspect", "dump"], ["inspect", "ledger"], ["demo"], ["bench", "latency"]]
+)
 def test_what_few_need_stands_last(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main([*command, "--help"])
@@ -86,12 +88,12 @@ def test_the_commit_is_known_of_a_checkout_and_of_an_install_from_git(
 def test_a_config_is_enough_for_a_dump(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     alone = tmp_path / "alone.json"
     shutil.copy(DEMO_MODEL / "config.json", alone)
-    assert cli.main(["dump", "--shape", str(alone), "--layers", "0", "-o", str(tmp_path / "dump")]) == 0
+    assert cli.main(["inspect", "dump", "--shape", str(alone), "--layers", "0", "-o", str(tmp_path / "dump")]) == 0
     assert (tmp_path / "dump" / "index.html").is_file()
     capsys.readouterr()
-    assert cli.main(["dump", "--shape", "llama-3.1-8", "-o", str(tmp_path / "dump")]) == 2
+    assert cli.main(["inspect", "dump", "--shape", "llama-3.1-8", "-o", str(tmp_path / "dump")]) == 2
     assert "did you mean llama-3.1-8b?" in capsys.readouterr().err
-    assert cli.main(["dump", str(DEMO_MODEL), "--shape", str(alone)]) == 2
+    assert cli.main(["inspect", "dump", str(DEMO_MODEL), "--shape", str(alone)]) == 2
     assert "name two models" in capsys.readouterr().err
 
 
@@ -176,7 +178,7 @@ def test_the_demo_ends_with_where_the_command_is_and_three_things_to_try(
 
 
 def test_the_pass_table_of_a_dump_fits_a_hundred_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["dump", "--layers", "0", "-o", str(tmp_path / "dump")]) == 0
+    assert cli.main(["inspect", "dump", "--layers", "0", "-o", str(tmp_path / "dump")]) == 0
     table, _, _ = capsys.readouterr().out.partition("compiled in")
     assert max(map(len, table.splitlines())) <= 100
     assert "+9 sidestream.rms_norm" in table

@@ -17,7 +17,7 @@ from sidestream.runtime.demo_model import DEMO_MODEL
 from support.installed import ROOT, Installed
 from support.page_commands import NEEDS, NOT_RUN, commands, make_places, name_of, smaller
 
-PAGES = [ROOT / "README.md", ROOT / "docs" / "quickstart.md", ROOT / "docs" / "coming_from.md"]
+PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("quickstart", "coming_from", "compiler"))]
 MARK = "<!-- runnable(?P<server> next to `sidestream serve`)? -->\n```python\n(?P<code>.*?)```"
 EXAMPLES = [
     (page.name, bool(found["server"]), found["code"])
@@ -26,7 +26,7 @@ EXAMPLES = [
 ]
 HTTP = "http://127.0.0.1:8000"  # where the pages say that a server answers; the tests take another port
 LONG = {"eval", "bench latency", "bench throughput", "bench startup", "--shape"}  # with --exhaustive only
-CLIENTS = ("complete", "chat", "bench serve")
+CLIENTS = ("generate --server", "chat", "bench serve")
 
 # Runs commands and examples one after the other in one process: a JSON line with arguments, or with Python's code, in;
 # [exit code, stdout, stderr] out.
@@ -143,8 +143,8 @@ def test_the_checkout_is_out_of_sight_and_the_version_is_said(installed: Install
     assert Path(where.stdout.strip()).is_relative_to(installed.home), where.stderr
     said = installed.run("sidestream", "--version", cwd=tmp_path)
     assert said.returncode == 0 and "commit" not in said.stdout and "torch" in said.stdout
-    needs_more = installed.run("python", "-m", "sidestream.tools.dev.train.demo", cwd=tmp_path)
-    assert needs_more.returncode == 1 and "pip install 'sidestream[train]'" in needs_more.stderr.splitlines()[-1]
+    needs_more = installed.run("sidestream", "eval", "--real", cwd=tmp_path)
+    assert needs_more.returncode == 2 and "pip install 'sidestream[real]'" in needs_more.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_an_example_runs(code: str, shell: Session) -> None:
 
 def test_every_command_line_runs(shell: Session, pytestconfig: pytest.Config) -> None:
     tried, wrong = set(), []
-    shell.run(["keygen", "server-keys"])
+    shell.run(["keys", "curve", "server-keys"])
     for page in PAGES:
         for line in commands(page.read_text()):
             words = shlex.split(line)

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from sidestream.graphs import adapter_file
-from sidestream.graphs.adapter_file import AdapterFile, in_range
+from sidestream.graphs.adapter_file import AdapterFile
+from sidestream.graphs.safetensors_file import in_range
 from sidestream.graphs.safetensors_header import read_layout
 
 

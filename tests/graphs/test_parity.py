@@ -141,7 +141,7 @@ def test_random_batches(tmp_path: Path, draw: int) -> None:
 
 
 def test_a_slot_can_be_emptied(tmp_path: Path) -> None:
-    from sidestream.graphs.stack import fill_slot
+    from sidestream.graphs.lora_stacks import fill_slot
 
     base = tiny_llama(tmp_path, num_hidden_layers=1)
     model, _ = plain_model(base, tiny_adapters(base, [AdapterSpec()]))

@@ -42,7 +42,7 @@ SUBJECTS: dict[str, tuple[Callable[[], Callable[[torch.Tensor], None]], tuple[in
 
 
 def differing(name: str, seed: int) -> tuple[int, int]:
-    """(launches whose bits are not those of the first, launches) within SECONDS."""
+    """(launches that differ from the first one, launches) within SECONDS."""
     torch.manual_seed(seed)
     make, shape = SUBJECTS[name]
     launch, first = make(), None

@@ -9,7 +9,7 @@ import pytest
 import sidestream
 import torch
 from sidestream.compiler.options import CompileOptions
-from sidestream.tools.quality.demo_corpus import STYLES, facts
+from sidestream.tools.eval.demo_facts import STYLES, facts
 from support.compiled import CompiledRunner
 from support.paged import Chunk, plain_model
 from support.tiny import TinyBase

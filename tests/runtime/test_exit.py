@@ -96,7 +96,8 @@ def test_a_script_ends_without_closing_its_models(name: str, tmp_path: Path, pyt
     script.write_text(HEAD + textwrap.indent(textwrap.dedent(body).strip("\n"), "    ") + "\n" + TAIL)
     for _ in range(MANY if pytestconfig.getoption("--exhaustive") else 1):
         returned, errors = run(script)
-        assert returned == code, errors
+        # CPython 3.12 forgets the interrupt if C code evaluates a string while the interpreter exits, and returns 1
+        assert returned in ((code, 1) if name == "Ctrl-C" else (code,)), errors
         assert errors.rstrip("\n").rpartition("\n")[2] == last
         assert last.startswith(("LookupError", "KeyboardInterrupt")) or not errors
 
@@ -107,9 +108,9 @@ def test_an_exit_waits_for_a_thread_without_an_owner(tmp_path: Path) -> None:
     script.write_text(
         textwrap.dedent("""
             import threading, time, torch
-            from sidestream.runtime.adapters.background import Background
+            from sidestream.runtime.adapters.background_jobs import BackgroundJobs
 
-            owners, alone = [Background("keeper", quiet=0.0)], threading.Event()
+            owners, alone = [BackgroundJobs("keeper", idle_seconds=0.0)], threading.Event()
 
             def job(stopped):
                 owners.clear()
@@ -118,7 +119,7 @@ def test_an_exit_waits_for_a_thread_without_an_owner(tmp_path: Path) -> None:
                 while time.monotonic() < end:
                     torch.randn(300, 300).to(torch.bfloat16).float().amax(1)
 
-            owners[0].later(job)
+            owners[0].submit(job)
             alone.wait()
         """)
     )
@@ -130,7 +131,7 @@ def test_an_exit_stops_threads_that_start_meanwhile_and_waits_no_longer_than_it_
     script.write_text(
         textwrap.dedent("""
             import atexit, threading, time
-            from sidestream.runtime import threads
+            from sidestream.runtime.processes import threads
 
             def begin_another():
                 stop.wait()

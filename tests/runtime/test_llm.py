@@ -90,10 +90,10 @@ def test_preemption_does_not_change_the_output(llm):
     params = dataclasses.replace(GREEDY, max_tokens=70)
     alone = [llm.generate(ids, params, use_tqdm=False)[0].outputs[0].token_ids for ids in batch]
     seen = []
-    preempt = llm.engine.scheduler.states.preempt
-    llm.engine.scheduler.states.preempt = lambda sequence: (seen.append(sequence), preempt(sequence))
+    preempt = llm.engine.scheduler.preemption.preempt
+    llm.engine.scheduler.preemption.preempt = lambda sequence: (seen.append(sequence), preempt(sequence))
     together = llm.generate(batch, params, use_tqdm=False)
-    llm.engine.scheduler.states.preempt = preempt
+    llm.engine.scheduler.preemption.preempt = preempt
     assert seen, "seven pages do not hold four sequences of three pages"
     assert [output.outputs[0].token_ids for output in together] == alone
     assert_idle(llm)
@@ -199,7 +199,7 @@ def test_adapters_come_and_go(llm, base, adapters):
         base, adapters["first"], ids, 10
     )
     llm.remove_adapter("later")
-    with pytest.raises(RequestError, match="is there already"):
+    with pytest.raises(RequestError, match="already exists"):
         llm.add_adapter("first", adapters["third"])
     with pytest.raises(RequestError, match="letters, digits"):
         llm.add_adapter("a/b", adapters["third"])

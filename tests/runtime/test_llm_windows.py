@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from sidestream.compiler.cost.work import windows_of
+from sidestream.compiler.cost.bytes_and_flops import windows_of
 from sidestream.runtime.api.sampling_params import SamplingParams
 from sidestream.runtime.llm import LLM
 from support.tiny import AdapterSpec, TinyBase, oracle_greedy, tiny_adapters, tiny_model

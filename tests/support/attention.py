@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
-from sidestream.ops.core.eight_bits import QUANTIZED_MAX
+from sidestream.ops.core.dtypes import QUANTIZED_MAX
 from sidestream.ops.core.kv_layout import KEY, PAGE_SIZE, VALUE, kv_cache_shape, kv_scales_shape
 from sidestream.ops.core.triton_support import INTERPRETED
 

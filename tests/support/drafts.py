@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 import torch
-from sidestream.ops.spec_decode.keep_answers import SEPARATOR
+from sidestream.ops.spec_decode.store_answers import SEPARATOR
 
 WIDTH = 96
 

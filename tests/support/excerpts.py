@@ -1,9 +1,8 @@
-"""Excerpts of docs/internals.md: what the page shows, and under which torch it can be compared."""
+"""Excerpts of docs/internals.md: their text on the page, and the torch release that they were made with."""
 
 import pytest
 import torch
-from sidestream.tools.dev.pages.excerpts import BLOCK
-from sidestream.tools.dev.pages.internals import PAGE
+from sidestream.tools.dev.pages.tables import ROOT, blocks
 
 MADE_WITH = (2, 13)  # other releases of torch capture other node names
 same_torch = pytest.mark.skipif(
@@ -12,6 +11,5 @@ same_torch = pytest.mark.skipif(
 
 
 def shown(name: str) -> str | None:
-    """The excerpt's text on the page; None when the page does not show it."""
-    blocks = {block["name"]: block["text"] for block in BLOCK.finditer(PAGE.read_text())}
-    return blocks.get(name)
+    """Return the excerpt's text on the page; None when the page does not show it."""
+    return blocks((ROOT / "docs" / "internals.md").read_text()).get(name)

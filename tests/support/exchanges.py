@@ -18,7 +18,7 @@ from math import prod
 
 import torch
 from sidestream.ops.collectives.exchange import PURPOSE, Exchange, exchange_bytes
-from sidestream.ops.collectives.group import RankGroup, register_group, tensor_parallel_group
+from sidestream.ops.collectives.tensor_parallel_group import RankGroup, register_group, tensor_parallel_group
 
 from support.checks import poison
 

@@ -13,7 +13,7 @@ from sidestream.runtime.scheduler.step_plan import AHEAD, StepPlan, StepResult
 from sidestream.runtime.server import gpu_process
 from sidestream.runtime.server.gpu_link import LoadedAdapter, Ready
 from sidestream.runtime.server.settings import ServeSettings
-from sidestream.runtime.text.adapter_chat import read_adapter_chat
+from sidestream.runtime.text.chat_files import read_adapter_chat
 from sidestream.tools.bench.serving.simulated_gpu import SimulatedSizes, TimedRunner
 
 from support.fake_runner import FakeRunner
@@ -67,7 +67,7 @@ def _holds_thrice(plan: StepPlan, token: int | None) -> bool:
 
 
 class FakeServed:
-    """See `gpu_process.Served`. An adapter's path must be a directory, of which the last name counts as its content;
+    """See `gpu_process.Servable`. An adapter's path must be a directory, of which the last name counts as its content;
     while a file `held` is in it, it is being read.
     """
 

@@ -49,8 +49,8 @@ class FollowingFakeRunner(LoadingFakeRunner):
         self._keep(plan)
         for slot, number in plan.slot_loads.tolist():
             self.slots[slot] = number
-        told = iter(plan.told_tokens.tolist())
-        for row, length in zip(plan.told_rows.tolist(), plan.told_lengths.tolist(), strict=True):
+        told = iter(plan.start_tokens.tolist())
+        for row, length in zip(plan.start_rows.tolist(), plan.start_lengths.tolist(), strict=True):
             self.histories[row] = [next(told) for _ in range(length)]
         arrays = {
             name: getattr(plan, name).copy() for name in ("input_ids", "positions", "slot_mapping", "context_lens")
@@ -60,7 +60,7 @@ class FollowingFakeRunner(LoadingFakeRunner):
             if row >= 0:
                 self._look_up(plan, index, row)
             if drafts < 0:
-                assert row < 0 or row in plan.told_rows
+                assert row < 0 or row in plan.start_rows
                 continue
             tokens, known = self.histories[row], arrays["context_lens"][index]
             adapter = int(plan.adapter_index[mine.start])

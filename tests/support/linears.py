@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from sidestream.ops.core.device import H200_SMS
 from sidestream.ops.core.registry import Op
+from sidestream.ops.linear.kernel_selection import LinearConfig
 from sidestream.ops.linear.linear_8bit import launch_config, linear_8bit
-from sidestream.ops.linear.tuning import LinearConfig
 
 from support.checks import Tolerance, poison
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from sidestream.ops.attention.rope import rope_angles_reference
-from sidestream.ops.core.reproducible import exponential, linear, product
+from sidestream.ops.core.reproducible_sums import exponential, linear, product
 from sidestream.ops.elementwise.rms_norm import rms_norm_reference
 from sidestream.ops.elementwise.sample import gumbel_noise, top_logprobs
 from sidestream.ops.elementwise.silu_mul import silu_mul_reference

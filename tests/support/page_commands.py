@@ -14,22 +14,23 @@ from sidestream.runtime.demo_model import DEMO_MODEL
 SHELLS = {"", "sh", "bash", "shell", "console"}
 NOT_RUN = {  # first words of lines that belong to the reader's machine
     *("make", "pip", "git", "cd", "export", "source", "nvidia-smi", "hf", "huggingface-cli", "ls", "df", "free"),
-    *("python3", "uv", "sudo", "docker", "open", "mkdir", "cp"),
+    *("python3", "uv", "sudo", "docker", "open", "mkdir", "cp", "vllm"),
 }
+GROUPS = ("bench", "fleet", "inspect", "keys")
 OURS = ("sidestream", "python -m sidestream", "curl")
 
 # What is added to a command so that a CPU runs it in seconds: after its name, and at its end, where a flag wins over
 # an earlier one.
 SMALLER = {
     "demo": ("", "-o {place}/demo"),
-    "dump": ("", "--layers 0"),
-    "explain": ("", "--no-changes"),
+    "inspect dump": ("", "--layers 0"),
+    "inspect explain": ("", "--no-changes"),
     "bench latency": ("demo --output-len 96 --num-iters 1", "--concurrency 1 --lora none"),
     "bench throughput": ("demo --scale 64 --num-iters 1", "--concurrency 2 --lora none"),
     "bench startup": ("demo", "--num-adapters 0 --max-num-seqs 2"),
     "bench serve": ("--rate 5 --duration 1 --input-len 4 8 --output-len 4 8", ""),
     "chat": ("-m hello", "--max-tokens 8"),
-    "complete": ("", "--max-tokens 8"),
+    "generate --server": ("", "--max-tokens 8"),
 }
 # What a CPU cannot run ends with one line that names what is missing.
 NEEDS = {"tune": "GPU", "bench kernels": "GPU", "--ablate": "GPU"}
@@ -53,8 +54,10 @@ def commands(page: str) -> list[str]:
 
 
 def name_of(arguments: list[str]) -> str:
-    """`generate`, or `bench latency`."""
-    return " ".join(arguments[: 2 if arguments[0] == "bench" else 1])
+    """`generate`, `generate --server`, or `bench latency`."""
+    if arguments[0] == "generate":
+        return "generate --server" if "--server" in arguments else "generate"
+    return " ".join(arguments[: 2 if arguments[0] in GROUPS else 1])
 
 
 def smaller(arguments: list[str], place: Path) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 from sidestream.graphs.adapter import Adapter, load_adapter
 from sidestream.graphs.checkpoint import Checkpoint, checkpoint_config, load_weights
 from sidestream.graphs.llama import Llama
-from sidestream.graphs.stack import fill_slot, lora_shape_for, slot_tensors
+from sidestream.graphs.lora_stacks import fill_slot, lora_shape_for, slot_tensors
 from sidestream.ops.core.kv_layout import PAGE_SIZE, kv_cache_shape
 
 from .tiny import TinyBase

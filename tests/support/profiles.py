@@ -3,7 +3,7 @@
 from typing import Any
 
 from sidestream.compiler.program.program import Program, Step
-from sidestream.compiler.run.ranges import replay_range, step_range
+from sidestream.compiler.run.profiler_ranges import replay_range, step_range
 
 
 def program() -> Program:

@@ -8,7 +8,7 @@ from typing import Any
 
 import sidestream.compiler.api
 import torch
-from sidestream.ops.collectives.group import RankGroup, register_group, tensor_parallel_group
+from sidestream.ops.collectives.tensor_parallel_group import RankGroup, register_group, tensor_parallel_group
 from torch import distributed
 from torch.multiprocessing import start_processes
 

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from sidestream.ops.collectives.group import RankGroup, register_group
+from sidestream.ops.collectives.tensor_parallel_group import RankGroup, register_group
+from sidestream.ops.core.dtypes import round_residual
 from sidestream.ops.core.kv_layout import kv_cache_shape, kv_scales_shape
-from sidestream.ops.core.residual_stream import round_residual
 from sidestream.ops.elementwise.quantize_blocks import reference as quantize_blocks_reference
+from sidestream.ops.lora.expand_rounded import lora_round_reference
 from sidestream.ops.lora.plan import lora_active_reference
-from sidestream.ops.lora.rounded import lora_round_reference
 from sidestream.ops.lora.shrink import reference as lora_shrink_reference
 
 from support.drafts import answers_to_keep, rings_of_answers, steps_of_drafts

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from sidestream.compiler.program.program import Bucket, Program
-from sidestream.compiler.run.emit import BoundProgram
+from sidestream.compiler.run.bound_program import BoundProgram
 
 STEP = Bucket(3, 3, 12, 2, decode=True, lora=False)
 STEP_LORA = Bucket(3, 3, 12, 2, decode=True, lora=True)

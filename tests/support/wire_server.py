@@ -14,7 +14,7 @@ from typing import Any
 import zmq
 from sidestream.runtime.protocol import framing
 from sidestream.runtime.protocol import messages as protocol
-from sidestream.runtime.protocol.curve_keys import Gate, ServerKeys
+from sidestream.runtime.protocol.curve_keys import ServerKeys, ZapHandler
 from sidestream.runtime.protocol.messages import Chunk, Message, Usage
 
 
@@ -84,7 +84,7 @@ class WireServer:
 
     def _serve(self) -> None:
         context: zmq.Context[Any] = zmq.Context()
-        gate = None if self._keys is None else Gate(context, self._keys)
+        gate = None if self._keys is None else ZapHandler(context, self._keys)
         self._socket = context.socket(zmq.ROUTER)
         self._socket.linger = self._socket.sndhwm = 0  # a full queue would drop frames
         if self._keys is not None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from sidestream.runtime.processes.memory import out_of_memory
+from sidestream.runtime.processes.out_of_memory import out_of_memory
 from sidestream.tools import cli
 from sidestream.tools.commands import collect_env
 from sidestream.tools.options.engine import writing
@@ -16,12 +16,12 @@ from sidestream.tools.options.engine import writing
 COMMANDS = (
     ["demo"],
     ["generate"],
-    ["dump"],
-    ["ledger"],
-    ["complete"],
+    ["inspect", "dump"],
+    ["inspect", "ledger"],
     ["chat"],
-    ["keygen"],
-    ["keys"],
+    ["keys", "http"],
+    ["keys", "curve"],
+    ["fleet", "deploy"],
     ["usage"],
     ["collect-env"],
     ["bench", "latency"],
@@ -48,6 +48,26 @@ def test_top_help_names_every_command_and_the_demo_model(capsys: pytest.CaptureF
     shown = capsys.readouterr().out
     assert all(command[0] in shown for command in COMMANDS)
     assert "demo model" in shown
+    assert len(shown.splitlines()) <= 40 and max(map(len, shown.splitlines())) <= 80, "it fits one screen"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (["dump", "-o", "x"], ["inspect", "dump", "-o", "x"]),
+        (["keygen", "x"], ["keys", "curve", "x"]),
+        (["keys", "list", "x"], ["keys", "http", "list", "x"]),
+        (["deploy", "--check"], ["fleet", "deploy", "--check"]),
+        (["complete", "-p", "x", "--address=y"], ["generate", "--server", "-p", "x", "--server=y"]),
+    ],
+)
+def test_an_old_name_works_and_names_the_new_one(
+    old: list[str], new: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    parsed = cli.build_parser().parse_args(cli.with_new_name(old))
+    (hint,) = capsys.readouterr().err.splitlines()
+    assert parsed == cli.build_parser().parse_args(new) and f"now `{' '.join(new[:2])}" in hint
+    assert cli.with_new_name(new) == new and not capsys.readouterr().err
 
 
 def test_help_is_quick_because_torch_is_not_imported() -> None:
@@ -87,16 +107,16 @@ def test_the_process_that_watches_a_servers_others_needs_no_torch() -> None:
         (["generate", "--prompt-ids", "1,two"], "token ids"),
         (["generate", "-p", "hi", "--temperature", "-1"], "temperature"),
         (["generate", "-p", "hi", "--precision", "fp4"], "fp4"),
-        (["dump", "no/such/model"], "config.json"),
-        (["dump", "--bucket", "decode"], "decode:8"),
-        (["dump", "--disable-pass", "no_such_pass"], "no_such_pass"),
-        (["dump", "--precision", "bf16", "--kv-cache-dtype", "int8"], "int8"),
-        (["dump", "--max-lora-rank", "8"], "--max-lora-rank"),
-        (["dump", "-o", str(Path(__file__))], "is a file"),
-        (["ledger", "no/such/model"], "config.json"),
-        (["ledger", "--disable-pass", "no_such_pass"], "no_such_pass"),
-        (["ledger", "--json", "no/such/folder/out.json"], "existing directory"),
-        (["ledger", "--max-loras", "1"], "--max-loras"),
+        (["inspect", "dump", "no/such/model"], "config.json"),
+        (["inspect", "dump", "--bucket", "decode"], "decode:8"),
+        (["inspect", "dump", "--disable-pass", "no_such_pass"], "no_such_pass"),
+        (["inspect", "dump", "--precision", "bf16", "--kv-cache-dtype", "int8"], "int8"),
+        (["inspect", "dump", "--max-lora-rank", "8"], "--max-lora-rank"),
+        (["inspect", "dump", "-o", str(Path(__file__))], "is a file"),
+        (["inspect", "ledger", "no/such/model"], "config.json"),
+        (["inspect", "ledger", "--disable-pass", "no_such_pass"], "no_such_pass"),
+        (["inspect", "ledger", "--json", "no/such/folder/out.json"], "existing directory"),
+        (["inspect", "ledger", "--max-loras", "1"], "--max-loras"),
         (["bench"], "BENCH"),
         (["bench", "latency", "--output-len", "32"], "above 32"),
         (["bench", "latency", "--model", "no/such/model"], "config.json"),
@@ -155,7 +175,10 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     ("problem", "line"),
     [
         (OSError(errno.ENOSPC, "No space left on device"), "No space left on device; free some, or write to another"),
-        (FileNotFoundError(errno.ENOENT, "No such file or directory", "x.jsonl"), "x.jsonl: No such .*; name one that"),
+        (
+            FileNotFoundError(errno.ENOENT, "No such file or directory", "x.jsonl"),
+            "x.jsonl: No such .*; name an",
+        ),
         (PermissionError(errno.EACCES, "Permission denied", "/x"), "/x: Permission denied; check its permissions"),
         (ValueError("two\nlines"), "two lines"),
     ],

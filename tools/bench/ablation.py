@@ -1,9 +1,7 @@
-"""What each optimisation is worth: one is turned off (or exchanged for another choice) at a time, and a decode layer is
-timed again.
+"""Time a decode layer with one optimisation off, or exchanged for another choice, at a time.
 
-`sidestream bench latency --ablate`. Each arm compiles a model of Llama-3.1-8B's shape again with two and with six
-layers, replays both as CUDA graphs and takes a quarter of the difference (`bench_layer`), so that embedding, output
-projection and launch are left out.
+`sidestream bench latency --ablate`. Each arm compiles a model of Llama-3.1-8B's shape again and times a layer as
+`layer` does.
 """
 
 import json
@@ -21,26 +19,24 @@ SHARES = (0.1, 0.25, 0.5)
 
 @dataclass(frozen=True)
 class Arm:
-    """A change to the compiler's options; `lora`: also or only measured in steps with adapters ("both", "only",
-    "never").
-    """
+    """A change to the compiler's options; `lora`: steps with adapters are measured too ("both"), "only", or "never"."""
 
     name: str
     change: dict[str, Any] = field(default_factory=dict)
     lora: str = "both"
 
     def applies(self, lora: bool) -> bool:
-        """Whether the arm says something about steps with (without) adapters."""
+        """Return whether the arm changes steps with (without) adapters."""
         return self.lora == "both" or (self.lora == "only") == lora
 
 
 def todays_name(arm: str) -> str:
-    """An arm's name, where raw output may have a former one."""
+    """Return an arm's present name for a former one in raw output."""
     return arm.replace("LoRA beside the base", "LoRA next to the base")
 
 
 def arms() -> list[Arm]:
-    """Everything on, then one change a line."""
+    """Return the arm without changes, then one arm for each change."""
     from ...compiler.options import LoraLowering
     from ...compiler.pipeline import PASSES, STATIC_PASSES
 
@@ -78,7 +74,7 @@ def arms() -> list[Arm]:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; microseconds a layer, and what the change adds to them."""
+    """One line of the table; microseconds per layer, and the difference to the arm without changes."""
 
     tokens: int
     adapters: int
@@ -95,8 +91,9 @@ def ablate(
     on_row: Callable[[Row], None] = lambda row: None,
     device: str = "cuda",
 ) -> list[Row]:
-    """Times every arm at every number of sequences, without and with adapters mixed by p(k) ~ 1/k; `on_row` gets
-    each figure as it comes.
+    """Time every arm at every number of sequences, without and with adapters mixed by p(k) ~ 1/k.
+
+    `on_row` is called with each row.
     """
     from ...compiler.options import CompileOptions
 
@@ -124,19 +121,19 @@ def ablate(
 
 
 def run(tokens: Sequence[int], rank: int, slots: int, repeats: int, output_json: Path) -> int:
-    """Prints the table as it comes and writes the JSON."""
+    """Print the table row by row, and write the JSON."""
     print(f"{'C':>4}{'adapters':>10}  {'turned off or exchanged':<44}{'us/layer':>10}{'adds':>8}")
     rows = ablate(tokens, rank, slots, repeats, lambda row: print(line(row), flush=True))
     output_json.write_text(
         json.dumps({"ablation": [asdict(row) for row in rows], "environment": collect()}, indent=2) + "\n"
     )
     print(
-        "\nus/layer: a decode layer of Llama-3.1-8B's shape, 256 cached tokens a sequence; adds: what the change "
-        f"costs\nwrote {output_json}"
+        "\nus/layer: a decode layer of Llama-3.1-8B's shape, 256 cached tokens per sequence; adds: the difference"
+        f"\nwrote {output_json}"
     )
     return 0
 
 
 def line(row: Row) -> str:
-    """A row of the table."""
+    """Return a row of the table."""
     return f"{row.tokens:>4}{row.adapters:>10}  {row.arm:<44}{row.us_per_layer:>10.1f}{row.added_us:>+8.1f}"

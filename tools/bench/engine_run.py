@@ -1,7 +1,7 @@
-"""One engine under workloads A and P: `python engine_run.py JOB.json`, for `versus_vllm`.
+"""Run one engine under workloads A and P: `python engine_run.py JOB.json`, for `versus_vllm`.
 
 The engine is a module with vLLM's interface (`LLM`, `SamplingParams`, `LoRARequest`): vLLM or Sidestream. This file
-imports nothing else of Sidestream, so that the Python that has vLLM can run it by its path. The job:
+imports no other file of Sidestream, so that the Python with vLLM can run it by its path. The job:
 
   engine      "vllm" or "sidestream"
   arguments   of `LLM`
@@ -10,7 +10,7 @@ imports nothing else of Sidestream, so that the Python that has vLLM can run it 
   seed, repeats
   loads       [{"workload", "concurrency", "input_len", "output_len", "chosen": [index of an adapter or null, ...]}]
 
-Each line of stdout that begins with RESULT holds a JSON object: the engine's version and its start, then each load.
+Each line of stdout that begins with RESULT has a JSON object: the engine's version and start, then each load.
 """
 
 import json
@@ -30,10 +30,9 @@ RESULT = "RESULT "
 def measure(
     generate: Callable[[int], Any], output_len: int, repeats: int, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[float, float, float]:
-    """(median ms per step, spread in percent, median seconds of a whole run); `generate(n)` makes n outputs for every
-    request.
+    """Return (median ms per step, spread in percent, median seconds of a whole run).
 
-    Raises ValueError when the longer run was not slower, so that no time per step follows.
+    `generate(n)` makes n outputs for every request. Raises ValueError if the longer run was not slower.
     """
     generate(min(8, SHORT_OUTPUT))
     generate(SHORT_OUTPUT)
@@ -53,7 +52,7 @@ def measure(
 
 
 class Engine:
-    """The engine of a job, ready: every adapter has answered once."""
+    """The engine of a job; every adapter has answered once."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         self.job = job
@@ -68,9 +67,9 @@ class Engine:
         self.generate(max(len(self.adapters), 1), 16, 2, [*range(len(self.adapters))] or [None])
 
     def generate(self, concurrency: int, input_len: int, output_len: int, chosen: list[int | None]) -> None:
-        """Answers `concurrency` prompts of random ids with `output_len` tokens each.
+        """Answer `concurrency` prompts of random ids with `output_len` tokens each.
 
-        Raises RuntimeError when other than the tokens that were asked for came back.
+        Raises RuntimeError for another number of tokens.
         """
         source = random.Random(self.job["seed"])
         prompts = [
@@ -85,7 +84,7 @@ class Engine:
             raise RuntimeError(f"{made} tokens came back where {concurrency * output_len} were asked for")
 
     def run(self, load: dict[str, Any]) -> dict[str, Any]:
-        """The figures of one load."""
+        """Return the figures of one load."""
         count, input_len, repeats = load["concurrency"], load["input_len"], self.job["repeats"]
         if load["workload"] == "A":
             step, spread, whole = measure(
@@ -98,18 +97,18 @@ class Engine:
             started = time.perf_counter()
             self.generate(count, input_len, load["output_len"], load["chosen"])
             seconds.append(time.perf_counter() - started)
-        middle = statistics.median(seconds[1:])  # the first one warms up
+        middle = statistics.median(seconds[1:])  # the first run is a warm-up
         spread = 100 * (max(seconds[1:]) - min(seconds[1:])) / middle
         return {"ms_per_step": None, "spread_percent": spread, "tokens_per_second": count * input_len / middle}
 
 
 def say(result: dict[str, Any]) -> None:
-    """One line for the process that started this one."""
+    """Print one line for the parent process."""
     print(RESULT + json.dumps(result), flush=True)
 
 
 def main(file: str) -> None:
-    """Runs the job of a file."""
+    """Run the job of a file."""
     job = json.loads(Path(file).read_text(encoding="utf-8"))
     engine = Engine(job)
     say({"version": str(getattr(engine.module, "__version__", "unknown")), "start_up_seconds": engine.seconds})

@@ -1,6 +1,4 @@
-"""The memory-bandwidth floor of a decode step: no engine can step faster than the bytes that it must read take to
-arrive.
-"""
+"""The lower bound of a decode step: the time to read its bytes at the memory's bandwidth."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,8 +13,9 @@ SCALE_BYTES = 4
 
 
 def projection_widths(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """(inputs, outputs) of a decoder layer's linear projections as checkpoints and adapters store them, from the fields
-    of config.json: seven, or four where q/k/v and gate/up are packed.
+    """Return (inputs, outputs) of a decoder layer's linear projections, from the fields of config.json.
+
+    As checkpoints and adapters store them: seven, or four if q/k/v and gate/up are packed.
     """
     base = LlamaConfig.from_dict(config)
     names = dict.fromkeys(module.rpartition(".")[2] for module in base.stored_modules())
@@ -24,7 +23,7 @@ def projection_widths(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
 
 
 def weight_bytes(config: Mapping[str, Any], precision: str, lm_head: str = "auto") -> int:
-    """Bytes of the linear layers and of the output projection; norms and the few embedding rows are left out."""
+    """Return the bytes of the linear layers and the output projection, without norms and embedding rows."""
     width = ELEMENT_BYTES
     layer = sum(
         inputs * outputs * width[precision] + (outputs * SCALE_BYTES if width[precision] == 1 else 0)
@@ -46,7 +45,7 @@ def kv_element_bytes(precision: str, kv_cache_dtype: str) -> int:
 
 
 def kv_bytes_per_token(config: Mapping[str, Any], element_bytes: int) -> int:
-    """Bytes of one token's keys and values in all layers, the scales of 8-bit caches left out."""
+    """Return the bytes of one token's keys and values in all layers, without the scales of 8-bit caches."""
     base = LlamaConfig.from_dict(config)
     return base.num_hidden_layers * 2 * base.num_key_value_heads * base.stored_head_dim * element_bytes
 
@@ -54,7 +53,7 @@ def kv_bytes_per_token(config: Mapping[str, Any], element_bytes: int) -> int:
 def adapter_bytes(
     config: Mapping[str, Any], rank: int, targets: Sequence[str] | None = None, element_bytes: int = 2
 ) -> int:
-    """Bytes of one adapter of `rank` on `targets` (None: all projections)."""
+    """Return the bytes of one adapter of `rank` on `targets` (None: all projections)."""
     widths = projection_widths(config)
     return config["num_hidden_layers"] * sum(
         rank * (inputs + outputs) * element_bytes
@@ -66,16 +65,16 @@ def adapter_bytes(
 def decode_floor_ms(
     weights: float, kv_per_token: float, context_tokens: float, adapters: float, bandwidth: float, gpus: int = 1
 ) -> float:
-    """Milliseconds of a decode step that reads all weights, `context_tokens` cached tokens (all sequences together)
-    and the active adapters' bytes, divided over so many GPUs that read `bandwidth` bytes a second each.
+    """Return the milliseconds of a decode step that reads all weights, cached tokens and active adapters once.
+
+    context_tokens  of all sequences
+    bandwidth       bytes per second of each of `gpus` GPUs
     """
     return 1e3 * (weights + kv_per_token * context_tokens + adapters) / (bandwidth * gpus)
 
 
 def gpu_under(llm: Any) -> "Gpu":
-    """Return the figures of the GPU that an engine uses; of an engine on a CPU those of this machine's or an assumed
-    one.
-    """
+    """Return the figures of an engine's GPU; on a CPU those of this machine's GPU, or of an assumed one."""
     from ...compiler.cost.hardware import gpu_here, gpu_of
 
     return gpu_of(llm.device) if llm.device.type == "cuda" else gpu_here()

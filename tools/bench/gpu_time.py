@@ -1,4 +1,4 @@
-"""How long launches take on a GPU, told by events around them."""
+"""Times of launches on a GPU, measured with CUDA events."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def elapsed_us(run: Callable[[], Any], count: int = 1) -> float:
-    """Microseconds of a call of `run`, `count` of them in a row."""
+    """Return microseconds per call of `run`, over `count` calls."""
     import torch
 
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -19,7 +19,7 @@ def elapsed_us(run: Callable[[], Any], count: int = 1) -> float:
 
 
 def captured(launches: Sequence[Callable[[], Any]], rounds: int) -> Any:
-    """A CUDA graph of `rounds` times all launches, in a row. They must have run before: compiling can't be captured."""
+    """Return a CUDA graph of `rounds` times all launches, which must be compiled already."""
     import torch
 
     torch.cuda.synchronize()
@@ -32,7 +32,7 @@ def captured(launches: Sequence[Callable[[], Any]], rounds: int) -> Any:
 
 
 def launch_us(launches: Sequence[Callable[[], Any]], rounds: int, repeats: int) -> float:
-    """Microseconds of one launch in such a graph: the median of `repeats` replays after two that warm up."""
+    """Return microseconds per launch of such a graph: the median of `repeats` replays after two warm-up replays."""
     graph = captured(launches, rounds)
     times = [elapsed_us(graph.replay) for _ in range(repeats + 2)]
     return statistics.median(times[2:]) / (rounds * len(launches))

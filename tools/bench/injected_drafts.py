@@ -1,6 +1,6 @@
-"""Drafts of a chosen acceptance for `bench latency --speculate`: what speed comes to at that rate, not which rate a
-model has. They are a recorded continuation of the very prompts, of which each token is corrupted with probability
-1 - p.
+"""Drafts with a given acceptance rate for `bench latency --speculate`.
+
+Drafts are a recorded continuation of the prompts, with each token replaced by a wrong one with probability 1 - p.
 """
 
 from collections.abc import Sequence
@@ -12,16 +12,15 @@ from ...ops.spec_decode.accept_drafts import accept_drafts
 from ...ops.spec_decode.draft_ngram import LONGEST, draft_ngram
 
 KEY_TOKENS = 16
-"""So many tokens of its prompt tell a sequence, or all of a shorter one."""
+"""Number of first tokens that identify a recording."""
 
 
 class InjectedDrafts:
-    """In place of `draft_ngram` and `accept_drafts`: the tokens that follow in `recorded` (a prompt with its
-    continuation each), on the device. `key`: the first tokens that tell one from another.
+    """Replaces `draft_ngram` and `accept_drafts`: drafts come from `recorded`, prompts with their continuations.
 
-    Random weights find many tokens nearly as likely as the best one, and in eight bits a step of another size may
-    choose another of them. The continuation would leave the recording there, and no draft would hold after it. So each
-    token that a step samples is replaced with the recorded one, by a dozen small kernels that no real step has.
+    With random weights many tokens are nearly as likely as the best one, so that a step of another size may choose
+    another token and all later drafts would be wrong. Each sampled token is therefore replaced by the recorded one,
+    with a dozen small kernels that no real step has. `key`: number of first tokens that identify a recording.
     """
 
     def __init__(
@@ -35,9 +34,9 @@ class InjectedDrafts:
     def draft(
         self, history: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `draft_ngram`; all that counts agrees, so that former answers know no better."""
+        """See `draft_ngram`; the counts are equal for all drafts, so that earlier answers are not preferred."""
         which, places, tokens = self._following(history, lengths, rows, count)
-        # a word for each sequence and place, the same at every run
+        # one random word for each sequence and position, the same in every run
         word = ((which * 0x1F123BB5 + places + 1) * 0x9E3779B1) & 0xFFFFFFFF
         word = ((word ^ (word >> 15)) * 0x85EBCA6B) & 0xFFFFFFFF
         right = (word ^ (word >> 13)) < self._acceptance * 2.0**32
@@ -53,15 +52,15 @@ class InjectedDrafts:
         history: torch.Tensor,
         lengths: torch.Tensor,
     ) -> torch.Tensor:
-        """See `accept_drafts`; `tokens` become the recorded ones."""
+        """See `accept_drafts`; `tokens` are replaced by the recorded ones."""
         most = drafts.shape[1] + 1
         _, _, recorded = self._following(history, lengths, rows, most)
         offsets = torch.arange(most, device=rows.device)
         mine = (rows >= 0)[:, None] & (offsets <= counts.clamp_min(0)[:, None])
-        spare = len(tokens)  # a place more, for what is nobody's
+        spare = len(tokens)  # one more column for padding rows
         sampled = torch.cat([tokens, tokens.new_zeros(1)])
         places = torch.where(mine, first.long()[:, None] + offsets, spare)
-        # -1: a step that has not read its whole prompt samples nothing
+        # -1: a step before the end of its prompt samples no token
         sampled.scatter_(0, places.view(-1), torch.where(sampled[places] < 0, -1, recorded).view(-1))
         tokens.copy_(sampled[:spare])
         return accept_drafts(tokens, drafts, rows, counts, first, history, lengths)
@@ -69,7 +68,7 @@ class InjectedDrafts:
     def _following(
         self, history: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """([B, 1]: which recording is a row's, [B, count]: places in it, [B, count] int32: its tokens there)."""
+        """Return ([B, 1] recording of each row, [B, count] positions in it, [B, count] int32 tokens there)."""
         recorded, mine = self._recorded, rows.clamp_min(0).long()
         same = history[mine, None, : self._key] == recorded[None, :, : self._key]
         which = same.all(-1).int().argmax(1, keepdim=True)
@@ -84,11 +83,11 @@ def inject(
     recorded = [[*prompt, *output.outputs[0].token_ids] for prompt, output in zip(prompts, outputs, strict=True)]
     key = min(KEY_TOKENS, *map(len, prompts))
     injected = InjectedDrafts(recorded, acceptance, vocabulary, key, llm.device)
-    histories = llm.engine.runner.histories
-    histories.draft, histories.hold = injected.draft, injected.hold
+    history = llm.engine.runner.token_history
+    history.draft_op, history.accept_op = injected.draft, injected.hold
 
 
 def stop_injecting(llm: Any) -> None:
-    """Let `llm` draft and answer by itself again."""
-    histories = llm.engine.runner.histories
-    histories.draft, histories.hold = draft_ngram, accept_drafts
+    """Restore drafting and sampling of `llm`."""
+    history = llm.engine.runner.token_history
+    history.draft_op, history.accept_op = draft_ngram, accept_drafts

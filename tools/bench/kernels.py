@@ -1,11 +1,11 @@
-"""`sidestream bench kernels`: workload K, every op of a decode layer alone, next to the time that its bytes need.
+"""`sidestream bench kernels`: time every op of a decode layer alone (workload K), next to the time for its bytes.
 
-The steps are those of a real program of Llama-3.1-8B's shape with six layers of random weights, in int8 or e4m3. One
-op's launches of all six layers follow each other in a CUDA graph, so its weights (100 MB and more in all) are never in
-the L2 cache; launches don't overlap (no programmatic dependent launch).
+The steps are those of a program of Llama-3.1-8B's shape with six layers of random weights, in int8 or e4m3. One op's
+launches of all six layers run in a row in a CUDA graph, so its weights (100 MB and more) are never in the L2 cache.
+Launches do not overlap (no programmatic dependent launch).
 
-A second table is attention alone: decode by sequences and context next to the bytes, prefill next to the tensor cores'
-peak, for each cache dtype.
+A second table times attention alone, for each cache dtype: decode next to the memory's bandwidth, prefill next to the
+peak of the tensor cores.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...compiler.options import DEFAULT_PRECISION
-from ..options.engine import positive
+from ..options.engine import add_value, positive
 from ..options.environment import collect
 from ..options.models import pick_adapters
 from .gpu_time import launch_us
@@ -27,7 +27,7 @@ from .layer import CONTEXT, DEPTHS, Layers, Variant
 if TYPE_CHECKING:
     from ...compiler.cost.hardware import Gpu
 
-ROUNDS = 8  # times that a graph has all layers' launches of a step
+ROUNDS = 8  # repetitions of all layers' launches in a graph
 CHOICES = (1, 16, 64, 256)
 
 EXAMPLES = """\
@@ -39,7 +39,7 @@ examples:
 
 @dataclass(frozen=True)
 class Row:
-    """One op of the layer; microseconds."""
+    """Times of one op of the layer in microseconds."""
 
     tokens: int
     place: int
@@ -50,7 +50,7 @@ class Row:
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds the bench to the `sidestream bench` parser."""
+    """Add the bench to the `sidestream bench` parser."""
     parser = commands.add_parser(
         "kernels",
         help="time every op of a decode layer alone (needs a GPU)",
@@ -64,36 +64,21 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         nargs="+",
         default=list(CHOICES),
         metavar="T",
-        help="sequences in a step (default: 1 16 64 256)",
+        help="sequences (default: 1 16 64 256)",
     )
     parser.add_argument(
-        "--precision",
-        choices=("int8", "fp8"),
-        default=DEFAULT_PRECISION,
-        help="of the ops' weights and activations; adapters and the cache as it has them (default: %(default)s)",
+        "--precision", choices=("int8", "fp8"), default=DEFAULT_PRECISION, help="of the ops (default: %(default)s)"
     )
-    parser.add_argument(
-        "--lora-rank", type=positive, default=32, metavar="R", help="rank of the adapters (default: 32)"
-    )
-    parser.add_argument(
-        "--num-adapters",
-        type=positive,
-        default=8,
-        metavar="N",
-        help="resident adapters, mixed by p(k) ~ 1/k (default: 8)",
-    )
-    parser.add_argument(
-        "--repeats", type=positive, default=9, metavar="N", help="timed replays; the median counts (default: 9)"
-    )
+    add_value(parser, "--lora-rank", 32, "rank of the adapters", metavar="R")
+    add_value(parser, "--num-adapters", 8, "resident adapters, mixed by p(k) ~ 1/k")
+    add_value(parser, "--repeats", 9, "timed replays; the median counts")
     parser.add_argument("--only", choices=("ops", "attention"), help="one of the two tables (default: both)")
-    parser.add_argument(
-        "--output-json", type=Path, default=Path("bench-kernels.json"), metavar="FILE", help="where the figures go"
-    )
+    add_value(parser, "--output-json", Path("bench-kernels.json"), "file of the figures", Path, "FILE")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures and prints the table. Raises ValueError without a GPU."""
+    """Measure and print the tables. Raises ValueError without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -113,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def print_ops(options: argparse.Namespace, gpu: "Gpu") -> list[dict[str, Any]]:
-    """The table of a layer's ops, printed as it grows."""
+    """Print the ops of a layer row by row, and return the rows."""
     from ...compiler.options import CompileOptions
 
     layers = Layers(options.lora_rank, options.num_adapters, options=CompileOptions(precision=options.precision))
@@ -133,7 +118,7 @@ def print_ops(options: argparse.Namespace, gpu: "Gpu") -> list[dict[str, Any]]:
 
 
 def print_attention(repeats: int, gpu: "Gpu") -> list[dict[str, Any]]:
-    """The table of attention, printed as it grows."""
+    """Print attention row by row, and return the rows."""
     rows: list[dict[str, Any]] = []
     print(f"{'attention':<10}{'sequences x tokens':<27}{'cache':<14}{'us':>10}{'rate':>16}{'share':>7}")
     for row in measure_attention(repeats, gpu):
@@ -141,27 +126,26 @@ def print_attention(repeats: int, gpu: "Gpu") -> list[dict[str, Any]]:
         share = f"{row.share:>7.0%}" if row.share else f"{'-':>7}"
         unit = "GB/s" if row.kind == "decode" else "TFLOP/s"
         print(
-            f"{row.kind:<10}{row.shape:<27}{row.cache:<14}{row.us:>10.2f}{row.rate:>8.0f} {unit:<7}{share}",
-            flush=True,
+            f"{row.kind:<10}{row.shape:<27}{row.cache:<14}{row.us:>10.2f}{row.rate:>8.0f} {unit:<7}{share}", flush=True
         )
     return rows
 
 
 def measure(layers: Layers, tokens: int, adapters: Sequence[int], repeats: int, gpu: "Gpu") -> list[Row]:
-    """Every step that each layer has once, timed over the layers, next to what its bytes take on `gpu`."""
-    from ...compiler.cost.work import Assumptions, step_bytes
-    from ...compiler.run.emit import BoundProgram
+    """Time every step that each layer has once, over all layers, next to the time for its bytes on `gpu`."""
+    from ...compiler.cost.bytes_and_flops import Assumptions, step_bytes
+    from ...compiler.run.bound_program import BoundProgram
 
     depth = DEPTHS[-1]
     program = layers.program(depth, tokens, Variant("serial", pdl=False))
     bound = BoundProgram(program, layers.tensors(depth, tokens, adapters), layers.device)
-    bound.run()  # every input of every step is a real activation
+    bound.run()  # so that every input is a real activation
     assume = Assumptions(context=CONTEXT, adapters=len(set(adapters)))
     rows = []
     for place, indices in enumerate(repeated_steps(program, depth)):
         step = program.steps[indices[0]]
         floor = step_bytes(program, step, assume) / gpu.bytes_per_second() * 1e6
-        # what nobody reads is empty
+        # unused outputs are empty
         shape = "x".join(map(str, next((out.shape for out in step.outs if 0 not in out.shape), ())))
         us = launch_us([partial(bound.run_step, index) for index in indices], ROUNDS, repeats)
         rows.append(Row(tokens, place, step.op, shape, round(us, 3), round(floor, 3)))
@@ -169,12 +153,12 @@ def measure(layers: Layers, tokens: int, adapters: Sequence[int], repeats: int, 
 
 
 def repeated_steps(program: Any, depth: int) -> list[list[int]]:
-    """Indices of the steps that occur once in each layer, layer by layer, in the order of the layer's steps."""
+    """Return the indices of steps that occur once in each layer, in the order of a layer's steps."""
     from ...compiler.program.layers import step_layers
 
     by_layer: list[list[int]] = [[] for _ in range(depth)]
     for index, layer in enumerate(step_layers(program)):
         if 0 <= layer < depth:
             by_layer[layer].append(index)
-    middle = by_layer[1:-1]  # the first and the last layer may begin or end otherwise
+    middle = by_layer[1:-1]  # the first and the last layer may differ
     return [list(group) for group in zip(*middle, strict=True)]

@@ -1,13 +1,11 @@
-"""The attention part of `sidestream bench kernels`: decode and prefill of Llama-3.1-8B's heads over a cache of each
-dtype.
+"""Attention in `sidestream bench kernels`: decode and prefill of Llama-3.1-8B's heads, for each cache dtype.
 
-Decode rows stand next to the time that their keys, values, scales, queries and results need at the memory's bandwidth;
-prefill rows next to the tensor cores' peak for their products: half of the operations in e4m3, half in 16 bits for an
-e4m3 cache, all in 16 bits else. Pages lie in random order. A row's launches follow each other in a CUDA graph, over
-copies of the cache where one would stay in the L2.
+Decode is compared with the time for keys, values, scales, queries and results at the memory's bandwidth, prefill with
+the peak of the tensor cores: for an e4m3 cache half of the operations in e4m3, else all in 16 bits. Pages are in random
+order. The launches of a row run in a row in a CUDA graph, over copies of a cache that fits in the L2 cache.
 
-Prefill over an int8 cache is measured as prompt programs run it, with widen_kv in front; "int8 by tile" is attention
-alone, which converts what it reads.
+Prefill over an int8 cache includes widen_kv, as in prompt programs; "int8 by tile" is attention alone, which converts
+the keys and values itself.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,13 +20,13 @@ if TYPE_CHECKING:
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 CACHES = ("fp8_e4m3", "int8", "bf16")
 BY_TILE = "int8 by tile"
-WIDE_STEPS = 512  # what a program's buffer has room for
+WIDE_STEPS = 512  # size of a program's buffer
 DECODE_SEQUENCES = (1, 8, 64, 256)
 DECODE_CONTEXTS = (256, 1024, 8192, 32768)
-DECODE_BYTES = 24e9  # larger caches than this are left out
+DECODE_BYTES = 24e9  # larger caches are left out
 RAGGED = tuple(64 << step for step in range(8)) * 8  # 64 sequences of 64..8192 tokens
 L2_BYTES = 120e6
-PREFILLS = {  # name -> (tokens in the cache, of which new) of each sequence
+PREFILLS = {  # name -> (tokens in the cache, new ones among them) of each sequence
     "16 x 2048": ((2048, 2048),) * 16,
     "2048": ((2048, 2048),),
     "2048 after 8k": ((8192 + 2048, 2048),),
@@ -39,9 +37,7 @@ PREFILLS = {  # name -> (tokens in the cache, of which new) of each sequence
 
 @dataclass(frozen=True)
 class AttentionRow:
-    """One launch: `rate` in GB/s (decode) or TFLOP/s (prefill), `share` of the GPU's ceiling (0.0: not
-    known).
-    """
+    """One launch: `rate` in GB/s (decode) or TFLOP/s (prefill), `share` of the GPU's peak (0.0: unknown)."""
 
     kind: str
     shape: str
@@ -52,7 +48,7 @@ class AttentionRow:
 
 
 def measure_attention(repeats: int, gpu: "Gpu") -> Iterator[AttentionRow]:
-    """Every row of the table, one after the other."""
+    """Yield every row of the table."""
     for cache in CACHES:
         for sequences in DECODE_SEQUENCES:
             for context in DECODE_CONTEXTS:
@@ -66,20 +62,18 @@ def measure_attention(repeats: int, gpu: "Gpu") -> Iterator[AttentionRow]:
 
 
 def moved_bytes(contexts: Sequence[int], cache: str) -> int:
-    """Bytes that a decode step reads and writes: keys and values with their scales, the query and the result in
-    bf16.
-    """
+    """Return the bytes that a decode step reads and writes: keys and values with scales, query and result in bf16."""
     per_value = HEAD_DIM * 2 if cache == "bf16" else HEAD_DIM + 4
     return sum(contexts) * KV_HEADS * 2 * per_value + len(contexts) * HEADS * HEAD_DIM * 4
 
 
 def operations(sequences: Sequence[tuple[int, int]]) -> int:
-    """Multiplications and additions of causal attention: (tokens in the cache, of which new) of each sequence."""
+    """Return the operations of causal attention over sequences of (tokens in the cache, new ones among them)."""
     return sum(4 * HEADS * HEAD_DIM * (new * total - new * (new - 1) // 2) for total, new in sequences)
 
 
 def decode_row(shape: str, contexts: Sequence[int], cache: str, repeats: int, gpu: "Gpu") -> AttentionRow:
-    """Decode attention of one sequence for each of `contexts` tokens, next to the memory's bandwidth."""
+    """Time decode attention for sequences of `contexts` tokens, next to the memory's bandwidth."""
     us = time_attention([(context, 1) for context in contexts], cache, repeats, decode=True)
     moved = moved_bytes(contexts, cache)
     share = moved / gpu.bytes_per_second() / us * 1e6
@@ -87,7 +81,7 @@ def decode_row(shape: str, contexts: Sequence[int], cache: str, repeats: int, gp
 
 
 def prefill_row(shape: str, sequences: Sequence[tuple[int, int]], cache: str, repeats: int, gpu: "Gpu") -> AttentionRow:
-    """Attention of prompts, (tokens before, new tokens) each, next to the tensor cores' peak."""
+    """Time prompts of (cached tokens, new tokens), next to the peak of the tensor cores."""
     us = time_attention(sequences, cache, repeats, decode=False)
     done = operations(sequences)
     in_16_bits = gpu.flops_per_second(2)
@@ -97,7 +91,7 @@ def prefill_row(shape: str, sequences: Sequence[tuple[int, int]], cache: str, re
 
 
 def time_attention(sequences: Sequence[tuple[int, int]], cache: str, repeats: int, decode: bool) -> float:
-    """Microseconds of one launch."""
+    """Return microseconds per launch."""
     import torch
 
     from ...ops.attention.paged_attention import paged_attention
@@ -151,5 +145,5 @@ def time_attention(sequences: Sequence[tuple[int, int]], cache: str, repeats: in
 
         launches.append(launch)
     for run in launches:
-        run()  # compiles
+        run()  # compile
     return launch_us(launches, max(1, 16 // copies) if decode else 1, repeats)

@@ -1,8 +1,7 @@
-"""`sidestream bench latency`: workload A, milliseconds per decode step next to the floor.
+"""`sidestream bench latency`: milliseconds per decode step next to the floor (workload A).
 
 C requests of random token ids start at once, end-of-sequence is ignored, sampling is greedy. A step's time is (time for
-`output_len` outputs - time for 32 outputs) / (output_len - 32), so the prefill and everything else that happens once
-cancels out.
+`output_len` outputs - time for 32 outputs) / (output_len - 32), so that the prefill cancels out.
 """
 
 import argparse
@@ -22,6 +21,7 @@ from ..options.engine import (
     add_compile_options,
     add_ranks,
     add_run_options,
+    add_value,
     check_output,
     given,
     positive,
@@ -60,7 +60,7 @@ ENDLESS = {
     },
     "minItems": 4096,
 }
-"""A schema of which no answer is complete while it is measured."""
+"""A schema that no answer completes during the measurement."""
 LORA_CHOICES = ("none", "zipf", "four")
 
 DESCRIPTION = """\
@@ -83,13 +83,13 @@ examples:
   sidestream bench latency --shape llama-3.1-70b --tensor-parallel-size 2        one model over two GPUs
   sidestream bench latency --concurrency 64 --lora zipf --disable-pass pack_projections
   sidestream bench latency --speculate 7 --concurrency 1 --acceptance 0 0.5 0.8
-  sidestream bench latency --speculate auto --concurrency 1 64           what the engine's own choice gains or costs
-  sidestream bench latency --ablate --concurrency 8 64                   what each optimisation is worth
+  sidestream bench latency --speculate auto --concurrency 1 64           as many drafts as the engine chooses
+  sidestream bench latency --ablate --concurrency 8 64                   one optimisation off at a time
   sidestream bench latency demo --output-len 40 --concurrency 2          the demo model, to see the format"""
 
 
 def drafts(text: str) -> int | str:
-    """A number of drafts, or `auto`, for argparse."""
+    """Parse a number of drafts, or `auto`."""
     if text == "auto":
         return text
     value = int(text)
@@ -99,7 +99,7 @@ def drafts(text: str) -> int | str:
 
 
 def probability(text: str) -> float:
-    """A number from 0 to 1, for argparse."""
+    """Parse a number from 0 to 1."""
     value = float(text)
     if not 0.0 <= value <= 1.0:
         raise argparse.ArgumentTypeError(f"{text} must be from 0 to 1")
@@ -110,8 +110,8 @@ def probability(text: str) -> float:
 class Row:
     """One line of the table; times in milliseconds, throughput in output tokens per second.
 
-    drafts                          of each request and step, or "auto": as many as the engine chooses
-    tokens_per_step, drafts_per_step  of a request, where drafts are accepted at an injected rate
+    drafts                            per request and step; "auto": the engine chooses
+    tokens_per_step, drafts_per_step  per request, with drafts accepted at an injected rate
     """
 
     concurrency: int
@@ -130,7 +130,7 @@ class Row:
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Adds the bench to the `sidestream bench` parser."""
+    """Add the bench to the `sidestream bench` parser."""
     parser = commands.add_parser(
         "latency",
         help="time decode steps next to the memory-bandwidth floor",
@@ -141,86 +141,38 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     add_bench_model(parser)
     add_shape(parser)
-    parser.add_argument(
-        "--concurrency",
-        type=positive,
-        nargs="+",
-        default=[1, 8, 64],
-        metavar="C",
-        help="requests at once; several values are measured in turn (default: 1 8 64)",
-    )
+    add_value(parser, "--concurrency", [1, 8, 64], "requests at once, measured in turn", metavar="C", nargs="+")
     parser.add_argument(
         "--lora",
         nargs="+",
         choices=LORA_CHOICES,
         default=["none", "zipf"],
-        help="how requests use adapters (default: none zipf)",
+        help="adapters of the requests (default: none zipf)",
     )
+    add_value(parser, "--input-len", 128, "prompt tokens")
+    parser.add_argument("--output-len", type=positive, default=256, metavar="N", help="output tokens (default: 256)")
+    add_value(parser, "--num-iters", 3, "measurements of each line; the median counts")
+    add_value(parser, "--num-adapters", 8, "random adapters")
+    add_value(parser, "--lora-rank", 32, "their rank; alpha is twice as much", metavar="R")
+    add_value(parser, "--output-json", Path("bench-latency.json"), "file of the figures", Path, "FILE")
     parser.add_argument(
-        "--input-len", type=positive, default=128, metavar="N", help="prompt tokens (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--output-len",
-        type=positive,
-        default=256,
-        metavar="N",
-        help=f"output tokens, above {SHORT_OUTPUT} (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--num-iters",
-        type=positive,
-        default=3,
-        metavar="N",
-        help="measurements of each line; the median counts (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--num-adapters", type=positive, default=8, metavar="N", help="random adapters to make (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--lora-rank",
-        type=positive,
-        default=32,
-        metavar="R",
-        help="their rank; alpha is twice as much (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--output-json",
-        type=Path,
-        default=Path("bench-latency.json"),
-        metavar="FILE",
-        help="where the figures go (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--ablate",
-        action="store_true",
-        help="instead of the table: turn off one optimisation at a time and print what each is worth, us a layer (GPU)",
+        "--ablate", action="store_true", help="time a layer with one optimisation off at a time instead (GPU)"
     )
     parser.add_argument(
         "--structured",
         action="store_true",
-        help="measure each line again with answers that must fit a JSON schema (marked +json), also those of "
-        "--speculate, whose wrong drafts may leave the grammar",
+        help="measure each line again with answers that must fit a JSON schema (+json)",
     )
     parser.add_argument(
         "--speculate",
         type=drafts,
         metavar="K",
-        help="measure each line again with K drafts a request and step, or with as many as the engine chooses (auto), "
-        "accepted at an injected rate (marked @P): what speed such a rate gives, not which rate a model has",
+        help="measure each line again with K drafts per request and step (auto: the engine chooses), accepted at an "
+        "injected rate (@P), not at the rate of a model",
     )
+    add_value(parser, "--acceptance", [0.0, 0.75], "injected acceptance rates", probability, "P", nargs="+")
     parser.add_argument(
-        "--acceptance",
-        type=probability,
-        nargs="+",
-        default=[0.0, 0.75],
-        metavar="P",
-        help="with --speculate: probabilities with which a draft is right (default: 0 0.75)",
-    )
-    parser.add_argument(
-        "--profile",
-        type=Path,
-        metavar="FILE",
-        help="afterwards write a trace of some steps of the last line for Perfetto",
+        "--profile", type=Path, metavar="FILE", help="write a trace of some steps of the last line for Perfetto"
     )
     add_compile_options(parser)
     engine = parser.add_argument_group("engine")
@@ -230,7 +182,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raises ValueError for options that cannot be measured, before anything is built."""
+    """Raise ValueError for options that cannot be measured, before anything is built."""
     if options.output_len <= SHORT_OUTPUT:
         raise ValueError(
             f"--output-len {options.output_len} must be above {SHORT_OUTPUT}: a step's time is the difference to a "
@@ -246,12 +198,12 @@ def check(options: argparse.Namespace) -> None:
 
 
 def ranks_of(options: argparse.Namespace) -> int:
-    """Over how many GPUs the model is spread."""
+    """Return the number of GPUs of the model."""
     return getattr(options, "tensor_parallel_size", None) or 1
 
 
 def model_fields(options: argparse.Namespace) -> tuple[dict[str, Any], Path | None]:
-    """The fields of config.json and the checkpoint's directory (None: random weights)."""
+    """Return the fields of config.json and the checkpoint's directory (None: random weights)."""
     check_one_model(options)
     if options.model is None:
         return shape_fields(options.shape) if options.shape else LLAMA_8B, None
@@ -265,7 +217,7 @@ def model_fields(options: argparse.Namespace) -> tuple[dict[str, Any], Path | No
 
 
 def run(options: argparse.Namespace) -> int:
-    """Builds the engine once, measures every (lora, concurrency) pair, prints the table and writes the JSON."""
+    """Build the engine once, measure every (lora, concurrency) pair, print the table and write the JSON."""
     check(options)
     if options.ablate:
         from .ablation import run as ablate
@@ -309,7 +261,7 @@ def run(options: argparse.Namespace) -> int:
     if options.speculate:
         count = "as many drafts as the engine chooses" if options.speculate == "auto" else f"{options.speculate} drafts"
         print(f"@P: {count} a request and step, each right with the injected probability P")
-        print("times: as fast as the line without drafts, prompts left out")
+        print("times: speed relative to the line without drafts, without prompts")
     print(floor_note(gpu, on_gpu, ranks_of(options)))
     write(options, config, rows, start_up, gpu)
     print(f"wrote {options.output_json}")
@@ -317,7 +269,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def make_adapters(options: argparse.Namespace, config: dict[str, Any], directory: Path) -> dict[str, str]:
-    """Random adapters under `directory`, name -> path; none when no line of the table uses any."""
+    """Write random adapters below `directory` and return name -> path; none if no line uses adapters."""
     names = [f"random-{index}" for index in range(options.num_adapters)] if set(options.lora) - {"none"} else []
     return {
         name: write_random_adapter(directory / name, config, options.lora_rank, options.seed + index)
@@ -332,7 +284,7 @@ def build(
     adapters: dict[str, str],
     speculation: int | str | None = None,
 ) -> Any:
-    """The engine under test; without a checkpoint's directory one with random weights."""
+    """Return the engine; without a checkpoint's directory its weights are random."""
     from ...runtime.llm import LLM
 
     arguments = precision_arguments(options) | given(options, "gpu_memory_utilization", "device")
@@ -345,13 +297,13 @@ def build(
         "max_num_seqs": max(options.concurrency),
         "adapters": adapters,
         "enforce_eager": options.enforce_eager,
-        "enable_prefix_caching": False,  # the same prompts come again and again
+        "enable_prefix_caching": False,  # the same prompts repeat
         "seed": options.seed,
     }
     if adapters:
         arguments |= {"max_loras": len(adapters), "max_lora_rank": options.lora_rank}
     llm = LLM(config, load_format="dummy", **arguments) if directory is None else LLM(str(directory), **arguments)
-    llm.prefetch_adapters()  # reading them in the background would be measured with the first lines
+    llm.prefetch_adapters()  # else the first lines would include reading them in the background
     return llm
 
 
@@ -365,8 +317,9 @@ def load(
     structured: bool = False,
     acceptance: float | None = None,
 ) -> tuple[Callable[[int], None], int]:
-    """(a function that makes so many outputs for each request, adapters in use); with an `acceptance` from drafts that
-    are right with this probability.
+    """Return a function that makes so many outputs for each request, and the number of active adapters.
+
+    acceptance  probability that a draft is right; None: without drafts
     """
     from ...runtime.api.sampling_params import SamplingParams
 
@@ -392,7 +345,7 @@ def load(
     if options.speculate:
         from .injected_drafts import inject, stop_injecting
 
-        stop_injecting(llm)  # the line before may have injected
+        stop_injecting(llm)  # of the line before
     if acceptance is not None:
         inject(llm, prompts, generate(options.output_len, "off"), acceptance, config["vocab_size"])
     return generate, len(set(chosen) - {None})
@@ -408,7 +361,7 @@ def measure_row(
     structured: bool = False,
     acceptance: float | None = None,
 ) -> Row:
-    """One line of the table."""
+    """Measure one line of the table."""
     generate, active = load(llm, options, config, kind, names, concurrency, structured, acceptance)
     step, spread, whole = measure(generate, options.output_len, options.num_iters)
     tokens, chosen = (1.0, 0.0) if acceptance is None else per_step(llm, generate, options.output_len)
@@ -442,14 +395,14 @@ def measure_row(
 
 
 def times_decoding(row: Row, rows: Sequence[Row]) -> float:
-    """How many times the tokens of a step's time a row makes of what the row like it without drafts does."""
+    """Return the speed of a row relative to the row without drafts."""
     like = (row.lora, row.concurrency, row.structured)
     (without,) = (each for each in rows if each.drafts == 0 and (each.lora, each.concurrency, each.structured) == like)
     return row.tokens_per_step / row.ms_per_step * without.ms_per_step
 
 
 def per_step(llm: Any, generate: Callable[[int], Any], output_len: int) -> tuple[float, float]:
-    """(output tokens, drafts) of a request for each step that the runs' difference takes."""
+    """Return (output tokens, drafts) per request and step, over the difference of the two runs."""
     steps, drafted = [], []
     for length in (SHORT_OUTPUT, output_len):
         before = llm.engine.scheduler.states.step
@@ -461,14 +414,14 @@ def per_step(llm: Any, generate: Callable[[int], Any], output_len: int) -> tuple
 
 
 def header() -> str:
-    """The table's head."""
+    """Return the head of the table."""
     return (
         f"{'lora':<14}{'C':>5}{'adapters':>10}{'ms/step':>10}{'spread':>9}{'tok/s':>11}{'floor ms':>10}{'of floor':>10}"
     )
 
 
 def line(row: Row, on_gpu: bool = True) -> str:
-    """A row of the table; on a CPU without the floor, which is of a GPU's memory."""
+    """Return a row of the table, without the floor on a CPU."""
     name = row.lora + "+json" * row.structured
     if row.injected_acceptance is not None:
         name += f"@{row.injected_acceptance:g}"
@@ -481,7 +434,7 @@ def line(row: Row, on_gpu: bool = True) -> str:
 def write(
     options: argparse.Namespace, config: dict[str, Any], rows: Sequence[Row], start_up: float, gpu: "Gpu"
 ) -> None:
-    """Writes everything that is needed to read the figures later."""
+    """Write the figures, with all that is needed to interpret them."""
     asked = {
         name: value for name, value in vars(options).items() if name not in ("run", "output_json", "profile", "model")
     }

@@ -1,63 +1,34 @@
-"""One decode layer of a compiled program, in microseconds: what LoRA, its lowering, its share of the SMs and PDL each
-cost or bring.
+"""Time one decode layer of a compiled program.
 
 A model of Llama-3.1-8B's shape with random weights is compiled with two and with six layers and replayed as a CUDA
-graph; a quarter of the difference is a layer's time, so embedding, output projection and launch are left out. Sequences
-hold 256 tokens, adapters are mixed as in `bench latency`. Run as `python -m sidestream.tools.bench.layer`; needs a GPU.
+graph. A quarter of the difference is a layer's time, without embedding, output projection and launch. Sequences have
+256 cached tokens.
 """
 
-import argparse
-import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ...compiler.options import DEFAULT_PRECISION
-from ..options.engine import positive, share
-from ..options.environment import collect
-from ..options.models import LLAMA_8B, pick_adapters
+from ..options.models import LLAMA_8B
 from .gpu_time import elapsed_us
 
 DEPTHS = (2, 6)  # layers of the two programs
 CONTEXT = 256  # cached tokens of a sequence
 VOCABULARY = 4096
-LOWERINGS = ("none", "serial", "side_stream", "auto")
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to lower LoRA; `sm_share` is for the side stream alone (None: the default)."""
+    """A way to lower LoRA; `sm_share` is that of the side stream (None: the default)."""
 
     lowering: str
     sm_share: float | None = None
     pdl: bool = True
 
-    @property
-    def name(self) -> str:
-        """As the table has it."""
-        return (
-            self.lowering
-            + ("" if self.sm_share is None else f" {self.sm_share:.0%}")
-            + ("" if self.pdl else ", no PDL")
-        )
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the table; microseconds a layer."""
-
-    tokens: int
-    active_adapters: int
-    rank: int
-    variant: str
-    us_per_layer: float
-    base_share: float
-
 
 class Layers:
-    """The compiled models of both depths and their tensors, shared by every program."""
+    """Compiled models of both depths, and tensors that all programs share."""
 
     def __init__(
         self, rank: int, slots: int, device: str = "cuda", options: Any = None, config: Mapping[str, Any] = LLAMA_8B
@@ -82,7 +53,7 @@ class Layers:
         self._generator = torch.Generator(device).manual_seed(0)
 
     def bucket(self, tokens: int, lora: bool) -> Any:
-        """A decode step of `tokens` sequences."""
+        """Return the bucket of a decode step of `tokens` sequences."""
         from ...compiler.program.program import Bucket
         from ...ops.core.kv_layout import PAGE_SIZE
 
@@ -90,8 +61,8 @@ class Layers:
         return Bucket(tokens, tokens, tokens * blocks, blocks, decode=True, lora=lora)
 
     def program(self, depth: int, tokens: int, variant: Variant) -> Any:
-        """The program of one variant."""
-        from ...compiler.build import build_program
+        """Return the program of one variant."""
+        from ...compiler.build_program import build_program
 
         chosen: dict[str, Any] = {"pdl": variant.pdl}
         if variant.lowering != "none":
@@ -105,7 +76,7 @@ class Layers:
         )
 
     def tensors(self, depth: int, tokens: int, adapters: Sequence[int]) -> dict[str, Any]:
-        """Every tensor that the programs of `tokens` sequences bind; weights are made once."""
+        """Return the tensors that the programs of `tokens` sequences bind; weights are made once."""
         import torch
 
         from ...ops.core.kv_layout import PAGE_SIZE
@@ -148,132 +119,21 @@ class Layers:
         elif "lora" in name or dtype == torch.bfloat16:
             values = values / shape[-1] ** 0.5
         if dtype == torch.int8:
-            # as rows of a normal distribution are stored: small numbers would draw less power
+            # like quantized rows of a normal distribution: smaller numbers would draw less power
             values = (values * 36).round().clamp(-127, 127)
         return values.to(dtype)
 
 
 def replay_us(bound: Any, repeats: int, inner: int = 10) -> float:
-    """Microseconds of one replay: the median of `repeats` rows of `inner` replays, after one that warms up."""
+    """Return microseconds of one replay: the median of `repeats` rows of `inner` replays, after a warm-up row."""
     return statistics.median([elapsed_us(bound.replay, inner) for _ in range(repeats + 1)][1:])
 
 
 def layer_us(programs: Mapping[int, Any], tensors: Mapping[int, Mapping[str, Any]], repeats: int) -> float:
-    """Microseconds of a layer from the programs of both depths."""
-    from ...compiler.run.emit import BoundProgram
+    """Return microseconds of a layer from the programs of both depths."""
+    from ...compiler.run.bound_program import BoundProgram
 
     few, many = (
         replay_us(BoundProgram(programs[depth], tensors[depth], "cuda").capture(), repeats) for depth in DEPTHS
     )
     return (many - few) / (DEPTHS[1] - DEPTHS[0])
-
-
-def variants(lowerings: Sequence[str], shares: Sequence[float], without_pdl: bool) -> list[Variant]:
-    """Every variant that the options name; the SM share multiplies the side stream's alone."""
-    found = [Variant(lowering) for lowering in lowerings]
-    found += [Variant("side_stream", sm_share) for sm_share in shares]
-    return found + [replace(variant, pdl=False) for variant in found if without_pdl and variant.sm_share is None]
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    made = argparse.ArgumentParser(prog="python -m sidestream.tools.bench.layer", description=__doc__)
-    made.add_argument(
-        "--tokens",
-        type=positive,
-        nargs="+",
-        default=[1, 8, 16, 64, 128, 256],
-        metavar="T",
-        help="sequences in a step (default: %(default)s)",
-    )
-    made.add_argument(
-        "--lowering",
-        nargs="+",
-        choices=LOWERINGS,
-        default=list(LOWERINGS),
-        help="how LoRA is lowered (default: all)",
-    )
-    made.add_argument(
-        "--sm-share",
-        type=share,
-        nargs="*",
-        default=[],
-        metavar="S",
-        help="also the side stream with these shares of the SMs",
-    )
-    made.add_argument("--no-pdl", action="store_true", help="also everything without programmatic dependent launch")
-    made.add_argument(
-        "--lora-rank", type=positive, default=32, metavar="R", help="rank of the adapters (default: %(default)s)"
-    )
-    made.add_argument(
-        "--num-adapters",
-        type=positive,
-        default=8,
-        metavar="N",
-        help="resident adapters, mixed by p(k) ~ 1/k (default: %(default)s)",
-    )
-    made.add_argument(
-        "--precision",
-        choices=("int8", "fp8", "bf16"),
-        default=DEFAULT_PRECISION,
-        help="of weights and activations (default: %(default)s)",
-    )
-    made.add_argument(
-        "--lora-dtype",
-        choices=("auto", "bf16", "int8", "fp8"),
-        default="auto",
-        help="of the adapters",
-    )
-    made.add_argument(
-        "--repeats", type=positive, default=7, metavar="N", help="timed rows; the median counts (default: %(default)s)"
-    )
-    made.add_argument("--output-json", type=Path, metavar="FILE", help="also write the figures here")
-    return made
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and prints the table."""
-    from ...compiler.options import CompileOptions
-
-    options = parser().parse_args(arguments)
-    layers = Layers(
-        options.lora_rank,
-        options.num_adapters,
-        options=CompileOptions(precision=options.precision, lora_dtype=options.lora_dtype),
-    )
-    names = [str(slot) for slot in range(options.num_adapters)]
-    rows = []
-    print(f"{'tokens':>6}{'adapters':>10}  {'LoRA':<24}{'us/layer':>10}{'of none':>9}")
-    for tokens in options.tokens:
-        adapters = [int(name) for name in pick_adapters("zipf", names, tokens, 0) if name is not None]
-        tensors = {depth: layers.tensors(depth, tokens, adapters) for depth in DEPTHS}
-        base = None
-        for variant in variants(options.lowering, options.sm_share, options.no_pdl):
-            time = layer_us(
-                {depth: layers.program(depth, tokens, variant) for depth in DEPTHS}, tensors, options.repeats
-            )
-            base = time if variant == Variant("none") else base
-            rows.append(
-                Row(
-                    tokens,
-                    len(set(adapters)),
-                    options.lora_rank,
-                    variant.name,
-                    round(time, 2),
-                    round((base or time) / time, 3),
-                )
-            )
-            print(
-                f"{tokens:>6}{rows[-1].active_adapters:>10}  "
-                f"{variant.name:<24}{time:>10.1f}{rows[-1].base_share:>9.0%}",
-                flush=True,
-            )
-    if options.output_json is not None:
-        options.output_json.write_text(
-            json.dumps({"rows": [asdict(row) for row in rows], "environment": collect()}, indent=2) + "\n"
-        )
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

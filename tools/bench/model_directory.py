@@ -1,13 +1,10 @@
-"""A model directory without weights, for measuring servers: config.json, a tokenizer of the vocabulary's size, and
-random adapters.
+"""Write a model directory without weights: config.json, a tokenizer of the vocabulary's size, and random adapters.
 
     python -m sidestream.tools.bench.model_directory DIR --adapters 8
-    sidestream serve DIR --load-format dummy --lora-modules $(for i in 0 1 2 3 4 5 6 7; do echo
-    random-$i=DIR/adapters/random-$i; done)
+    sidestream serve DIR --load-format dummy --lora-modules random-0=DIR/adapters/random-0 ...
 
-By default the shape is that of Llama-3.1-8B. `--tiny` makes a model of two small layers, whose adapters take 50 kB
-each, so that hundreds are written in seconds; `--like MODEL` takes another directory's config. Adapters get rank
-`--rank` and alpha 2 * rank on all projections. Nothing is downloaded.
+The shape is that of Llama-3.1-8B, with `--tiny` that of two small layers with adapters of 50 kB, or with `--like MODEL`
+that of another directory. Adapters have rank `--rank` and alpha 2 * rank on all projections.
 """
 
 import argparse
@@ -32,8 +29,9 @@ TINY = LLAMA_8B | {
 
 
 def write_tokenizer(file: Path, vocabulary: int) -> None:
-    """A byte-level tokenizer.json of `vocabulary` tokens: the 256 bytes, then pairs and triples of letters, which
-    only output can hold.
+    """Return a byte-level tokenizer.json of `vocabulary` tokens: the 256 bytes, then pairs and triples of letters.
+
+    Only outputs can have the pairs and triples.
     """
     alphabet = letters()
     names = {letter: byte for byte, letter in enumerate(alphabet[:vocabulary])}
@@ -57,7 +55,7 @@ def write_tokenizer(file: Path, vocabulary: int) -> None:
 
 
 def write_model(directory: Path, config: Mapping[str, Any], adapters: int, rank: int) -> dict[str, str]:
-    """Writes the directory (which may exist); returns its adapters, name -> directory."""
+    """Write the directory, and return its adapters, name -> directory."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
     write_tokenizer(directory / "tokenizer.json", config["vocab_size"])
@@ -68,18 +66,12 @@ def write_model(directory: Path, config: Mapping[str, Any], adapters: int, rank:
 
 
 def main() -> int:
-    """Writes what was asked for."""
+    """Write the directory of the command line."""
     parser = argparse.ArgumentParser(
         prog="bench_model", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("directory", type=Path)
-    parser.add_argument(
-        "--adapters",
-        type=int,
-        default=0,
-        metavar="N",
-        help="random adapters, in DIR/adapters/random-0 ... (default: none)",
-    )
+    parser.add_argument("--adapters", type=int, default=0, metavar="N", help="random adapters (default: none)")
     parser.add_argument("--rank", type=int, default=32)
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--tiny", action="store_true", help="two small layers")

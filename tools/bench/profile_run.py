@@ -1,6 +1,4 @@
-"""A profile of an engine at work, for Perfetto: its programs' steps by name with their real kernels, copies, and the
-batcher's work, in four lanes.
-"""
+"""A trace of a running engine for Perfetto: steps with their kernels, copies, and the batcher, in four lanes."""
 
 import json
 from collections.abc import Callable
@@ -11,16 +9,15 @@ PROFILED_OUTPUTS = 6
 
 
 def write_profile(llm: Any, generate: Callable[[int], Any], path: Path) -> int:
-    """Runs `generate(PROFILED_OUTPUTS)` under torch's profiler and writes the lanes to `path`; returns how many steps
-    of programs it shows.
+    """Run `generate(PROFILED_OUTPUTS)` under torch's profiler, write the lanes to `path`, and return the steps.
 
-    Raises ProfileError when the profiler saw none of the engine's programs.
+    Raises ProfileError if the profiler recorded none of the engine's programs.
     """
     import torch
 
+    from ...compiler.inspect.chrome_trace import lane_trace
     from ...compiler.inspect.profile import exported
-    from ...compiler.inspect.profile_trace import lane_trace
-    from ...compiler.run.ranges import step_ranges
+    from ...compiler.run.profiler_ranges import step_ranges
 
     activities = [torch.profiler.ProfilerActivity.CPU]
     on_gpu = llm.device.type == "cuda"
@@ -30,7 +27,7 @@ def write_profile(llm: Any, generate: Callable[[int], Any], path: Path) -> int:
     try:
         with step_ranges() as recording, torch.profiler.profile(activities=activities) as profiler:
             generate(PROFILED_OUTPUTS)
-            if on_gpu:  # the same inputs once more, step by step: so a replayed graph's kernels get their steps
+            if on_gpu:  # the same inputs again, step by step, to assign kernels of a replayed graph to steps
                 for bound in list(recording.bound.values()):
                     if bound.captured:
                         bound.run()
@@ -43,9 +40,9 @@ def write_profile(llm: Any, generate: Callable[[int], Any], path: Path) -> int:
 
 
 def name_batcher(scheduler: Any, methods: tuple[str, ...] = ("schedule", "commit")) -> Callable[[], None]:
-    """Puts the scheduler's work into ranges of its own; returns what takes them away again."""
-    from ...compiler.inspect.profile_trace import BATCHER
-    from ...compiler.run.ranges import named
+    """Put the scheduler's calls into named ranges, and return a function that undoes it."""
+    from ...compiler.inspect.chrome_trace import BATCHER
+    from ...compiler.run.profiler_ranges import named
 
     def wrapped(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:

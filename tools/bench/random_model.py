@@ -1,4 +1,4 @@
-"""Random adapters, and tensors for a program that is measured: the right shapes and magnitudes, no meaning."""
+"""Random adapters and program inputs of the right shapes and magnitudes."""
 
 import json
 from collections.abc import Mapping
@@ -10,15 +10,14 @@ from ...graphs.config import LlamaConfig
 if TYPE_CHECKING:
     import torch
 
-    from ...compiler.cost.cost import Assumptions
+    from ...compiler.cost.bytes_and_flops import Assumptions
     from ...compiler.program.program import Program
 
 
 def write_random_adapter(directory: Path, config: Mapping[str, Any], rank: int, seed: int) -> str:
-    """Write an adapter of `rank` and alpha 2 * rank in bfloat16 and PEFT's format, on all projections as checkpoints of
-    the base name them; return the directory.
+    """Write an adapter of `rank` and alpha 2 * rank in bfloat16 and PEFT's format on all projections.
 
-    `config` holds the fields of the base model's config.json.
+    Returns the directory; `config` has the fields of the base model's config.json.
     """
     import torch
     from safetensors.torch import save_file
@@ -51,9 +50,9 @@ def write_random_adapter(directory: Path, config: Mapping[str, Any], rank: int, 
 def random_tensors(
     program: "Program", device: "torch.device", assume: "Assumptions", known: "dict[str, torch.Tensor]", seed: int = 0
 ) -> "dict[str, torch.Tensor]":
-    """A tensor for each input, weight and adapter; weights and adapters are taken from `known` and added to it.
+    """Return a tensor for each input, weight and adapter; weights and adapters are shared through `known`.
 
-    Inputs are those of sequences that are in the middle of an answer.
+    Inputs are those of sequences in the middle of an answer.
     """
     import torch
 
@@ -69,7 +68,7 @@ def random_tensors(
             if buffer.dtype == torch.float32:
                 tensor.fill_(1.0 if buffer.name.startswith("key_balance") else 0.002)
             else:
-                # as rows of a normal distribution are stored: small numbers would draw less power
+                # like quantized rows of a normal distribution: smaller numbers would draw less power
                 int8 = buffer.dtype == torch.int8
                 spread = 36.0 if int8 else 1.0 if buffer.dtype.itemsize == 1 else 0.05
                 values = torch.empty(buffer.shape, dtype=torch.bfloat16, device=device).normal_(

@@ -1,6 +1,6 @@
-"""`sidestream bench startup`: workload T, from `LLM(...)` to ready, cold and with warm caches.
+"""`sidestream bench startup`: from `LLM(...)` to ready, with cold and with warm caches (workload T).
 
-Each start is a process of its own. Cold: empty caches for programs and kernels. Warm: the same start again.
+Each start is a process of its own. Cold: empty caches of programs and kernels. Warm: the same start again.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ..options.engine import add_bench_model, add_compile_options, add_run_options, at_least, check_output, positive
+from ..options.engine import add_bench_model, add_compile_options, add_run_options, add_value, at_least, check_output
 from ..options.environment import collect
 from ..options.models import add_shape
 from .latency import build, make_adapters, model_fields
@@ -23,7 +23,7 @@ Time the start of the engine, split into capture and passes, loading, kernels an
 By default the model has the shape of Llama-3.1-8B with random weights; nothing is downloaded. Reading a checkpoint from
 disk comes on top."""
 
-KEEPING_SECONDS = 60.0  # that a start may take to put its packed adapters into the cache
+KEEPING_SECONDS = 60.0  # for a start to write its packed adapters to the cache
 
 EXAMPLES = """\
 examples:
@@ -32,11 +32,11 @@ examples:
 
 
 class StartError(Exception):
-    """A start in a process of its own did not come to its end; the text says why."""
+    """A start failed in its process; the message has the reason."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds the bench to the `sidestream bench` parser."""
+    """Add the bench to the `sidestream bench` parser."""
     parser = commands.add_parser(
         "startup",
         help="time a cold and a warm start",
@@ -46,27 +46,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_bench_model(parser)
     add_shape(parser)
-    parser.add_argument(
-        "--max-num-seqs",
-        type=positive,
-        default=256,
-        metavar="N",
-        dest="concurrency_limit",
-        help="requests at once (default: 256)",
-    )
-    parser.add_argument(
-        "--num-adapters",
-        type=at_least(0),
-        default=8,
-        metavar="N",
-        help="random adapters to make, 0 for none (default: 8)",
-    )
-    parser.add_argument(
-        "--lora-rank", type=positive, default=32, metavar="R", help="their rank; alpha is twice as much (default: 32)"
-    )
-    parser.add_argument(
-        "--output-json", type=Path, default=Path("bench-startup.json"), metavar="FILE", help="where the figures go"
-    )
+    add_value(parser, "--max-num-seqs", 256, "requests at once", dest="concurrency_limit")
+    add_value(parser, "--num-adapters", 8, "random adapters, 0 for none", at_least(0))
+    add_value(parser, "--lora-rank", 32, "their rank; alpha is twice as much", metavar="R")
+    add_value(parser, "--output-json", Path("bench-startup.json"), "file of the figures", Path, "FILE")
     parser.add_argument(
         "--once", action="store_true", help="start once, with the caches as they are, and print the figures as JSON"
     )
@@ -76,9 +59,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(options: argparse.Namespace) -> int:
-    """Starts twice in processes of their own, prints the split and writes the JSON."""
+    """Start twice in processes of their own, print the parts and write the JSON."""
     check_output("--output-json", options.output_json)
-    model_fields(options)  # a mistake in naming the model is said here, not by a process
+    model_fields(options)  # report a wrong model here, not in a process
     if options.once:
         print(json.dumps(start(options)))
         return 0
@@ -96,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def start_in_a_process(caches: Path) -> dict[str, float]:
-    """The figures of one start with the same arguments. Raises StartError with the last line that it said."""
+    """Return the figures of one start with the same arguments. Raises StartError with the last line of its output."""
     environment = {
         **os.environ,
         "SIDESTREAM_CACHE": str(caches / "sidestream"),
@@ -110,13 +93,13 @@ def start_in_a_process(caches: Path) -> dict[str, float]:
         check=False,
     )
     if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise StartError(f"the start failed: {said[-1].removeprefix('sidestream: error: ')}")
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise StartError(f"the start failed: {lines[-1].removeprefix('sidestream: error: ')}")
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def start(options: argparse.Namespace) -> dict[str, float]:
-    """Build the engine and answer one token; seconds of each part and of the whole."""
+    """Build the engine, answer one token, and return the seconds of each part and of the whole."""
     import time
 
     config, directory = model_fields(options)
@@ -130,6 +113,6 @@ def start(options: argparse.Namespace) -> dict[str, float]:
         first = time.perf_counter()
         llm.generate([[1, 2, 3]], use_tqdm=False)
         answered = time.perf_counter() - first
-        if llm.registry.cache is not None:
-            llm.registry.cache.background.finish(KEEPING_SECONDS)  # a server lives long enough by itself
+        if llm.registry.disk_cache is not None:
+            llm.registry.disk_cache.jobs.flush(KEEPING_SECONDS)  # a server lives long enough by itself
         return {**llm.seconds, "other": total - sum(llm.seconds.values()), "ready": total, "first_answer": answered}

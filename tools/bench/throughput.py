@@ -1,4 +1,4 @@
-"""`sidestream bench throughput`: workloads B (balanced) and P (prefill).
+"""`sidestream bench throughput`: whole requests (workloads B and P).
 
 B(C): C requests of 1024 prompt tokens and 128 outputs start at once: output tokens per second, and the time to each
 request's first token. P: 16 requests of 2048 prompt tokens and one output: prompt tokens per second, and the share of
@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..options.engine import add_bench_model, add_compile_options, add_ranks, add_run_options, check_output, positive
+from ..options.engine import add_bench_model, add_compile_options, add_ranks, add_run_options, add_value, check_output
 from ..options.environment import collect
 from ..options.models import add_shape, pick_adapters
 from .floors import gpu_under, projection_widths
@@ -41,7 +41,7 @@ examples:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; a workload or a GPU that has no such figure leaves it 0. Times in milliseconds."""
+    """One line of the table; figures that a workload or a GPU does not have are 0. Times in milliseconds."""
 
     workload: str
     concurrency: int
@@ -54,7 +54,7 @@ class Row:
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds the bench to the `sidestream bench` parser."""
+    """Add the bench to the `sidestream bench` parser."""
     parser = commands.add_parser(
         "throughput",
         help="time whole requests: prompts with answers, and prompts alone",
@@ -67,44 +67,19 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--workloads", nargs="+", choices=("B", "P"), default=["B", "P"], help="which workloads (default: both)"
     )
-    parser.add_argument(
-        "--concurrency",
-        type=positive,
-        nargs="+",
-        default=[32, 128],
-        metavar="C",
-        help="requests at once in B (default: 32 128)",
-    )
+    add_value(parser, "--concurrency", [32, 128], "requests at once in B", metavar="C", nargs="+")
     parser.add_argument(
         "--lora",
         nargs="+",
         choices=LORA_CHOICES,
         default=["none", "zipf"],
-        help="how requests use adapters (default: none zipf)",
+        help="adapters of the requests (default: none zipf)",
     )
-    parser.add_argument(
-        "--scale",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="divide prompt and output lengths by N, for a quick look (default: 1)",
-    )
-    parser.add_argument(
-        "--num-iters",
-        type=positive,
-        default=2,
-        metavar="N",
-        help="measurements of each line; the median counts (default: 2)",
-    )
-    parser.add_argument(
-        "--num-adapters", type=positive, default=8, metavar="N", help="random adapters to make (default: 8)"
-    )
-    parser.add_argument(
-        "--lora-rank", type=positive, default=32, metavar="R", help="their rank; alpha is twice as much (default: 32)"
-    )
-    parser.add_argument(
-        "--output-json", type=Path, default=Path("bench-throughput.json"), metavar="FILE", help="where the figures go"
-    )
+    add_value(parser, "--scale", 1, "divide prompt and output lengths by N, for a quick look")
+    add_value(parser, "--num-iters", 2, "measurements of each line; the median counts")
+    add_value(parser, "--num-adapters", 8, "random adapters")
+    add_value(parser, "--lora-rank", 32, "their rank; alpha is twice as much", metavar="R")
+    add_value(parser, "--output-json", Path("bench-throughput.json"), "file of the figures", Path, "FILE")
     add_compile_options(parser)
     engine = parser.add_argument_group("engine")
     add_ranks(engine)
@@ -113,7 +88,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(options: argparse.Namespace) -> int:
-    """Builds the engine once, measures every line, prints the table and writes the JSON."""
+    """Build the engine once, measure every line, print the table and write the JSON."""
     check_output("--output-json", options.output_json)
     config, directory = model_fields(options)
     jobs = [("B", count, BALANCED[0], BALANCED[1]) for count in options.concurrency] if "B" in options.workloads else []
@@ -147,7 +122,7 @@ def run(options: argparse.Namespace) -> int:
                     flush=True,
                 )
         llm.close()
-    shown = f"{gpu.fp8_tflops:.0f} TFLOP/s ({gpu.name})" if peak else f"not known of {gpu.name}"
+    shown = f"{gpu.fp8_tflops:.0f} TFLOP/s ({gpu.name})" if peak else f"unknown for {gpu.name}"
     if on_gpu:
         print(f"FP8 peak: {shown}")
     else:
@@ -176,7 +151,7 @@ def measure_row(
     output: int,
     peak: float | None,
 ) -> Row:
-    """One line of the table: the median run, after one that warms up. `peak`: FP8 operations a second of the GPU."""
+    """Return the median run after a warm-up. `peak`: FP8 operations per second of the GPU."""
     from ...runtime.api.sampling_params import SamplingParams
 
     source = random.Random(options.seed)
@@ -185,7 +160,7 @@ def measure_row(
     params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False)
     runs = []
     for _ in range(options.num_iters + 1):
-        for sequence in prompts:  # other tokens each time: nothing may come from a prefix cache
+        for sequence in prompts:  # other tokens each time, so that no prefix is cached
             sequence[0] = source.randrange(config["vocab_size"])
         runs.append(timed(llm, prompts, params, chosen))
     seconds, first = sorted(runs[1:], key=lambda run: run[0])[(options.num_iters - 1) // 2]
@@ -205,7 +180,7 @@ def measure_row(
 def timed(
     llm: Any, prompts: Sequence[Sequence[int]], params: Any, adapters: Sequence[str | None]
 ) -> tuple[float, list[float]]:
-    """(seconds of the whole run, seconds to the first token of each prompt)."""
+    """Return (seconds of the whole run, seconds to the first token of each prompt)."""
     first: dict[int, float] = {}
     begin = time.perf_counter()
     for chunk in llm.stream(prompts, params, adapter=list(adapters)):
@@ -215,14 +190,15 @@ def timed(
 
 
 def percentile(values: Sequence[float], share_below: float) -> float:
-    """The value below which `share_below` of the values lie (nearest rank)."""
+    """Return the value that a share of the values is below (nearest rank)."""
     ordered = sorted(values)
     return ordered[min(int(share_below * len(ordered)), len(ordered) - 1)]
 
 
 def prompt_flops(config: dict[str, Any], count: int, prompt: int) -> float:
-    """Floating-point operations of `count` prompts: two per weight and token (embedding and unread logits apart),
-    and causal attention.
+    """Return floating-point operations of `count` prompts: two per weight and token, and causal attention.
+
+    Embedding and unused logits are left out.
     """
     widths, layers = projection_widths(config), config["num_hidden_layers"]
     weights = layers * sum(inputs * outputs for inputs, outputs in widths.values())

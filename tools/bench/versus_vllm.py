@@ -1,7 +1,7 @@
 """Workloads A and P on vLLM and on Sidestream, in turn: `python -m sidestream.tools.bench.versus_vllm`.
 
-Each engine runs in a process of its own, once without adapters and once with them, so that neither pays for the other
-or for adapters that nobody asked for. `engine_run` is what such a process runs.
+Each engine runs `engine_run` in a process of its own, once without and once with adapters, so that neither pays for
+the other or for unused adapters.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..options.engine import add_bench_model, check_output, positive, share
+from ..options.engine import add_bench_model, add_value, check_output, positive, share
 from ..options.environment import collect
 from ..options.models import add_shape, pick_adapters
 from . import engine_run
@@ -45,11 +45,11 @@ examples:
 
 
 class EngineRunError(Exception):
-    """An engine's process did not come to its end; the text says why."""
+    """An engine's process failed; the message has the reason."""
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """A JSON object, for argparse."""
+    """Parse a JSON object."""
     try:
         found = json.loads(text)
     except ValueError as error:
@@ -60,7 +60,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Return the command line's parser."""
     parser = argparse.ArgumentParser(
         prog="python -m sidestream.tools.bench.versus_vllm",
         description=DESCRIPTION,
@@ -71,43 +71,36 @@ def build_parser() -> argparse.ArgumentParser:
     add_shape(parser)
     group = parser.add_argument_group("workloads")
     group.add_argument("--workloads", nargs="+", choices=("A", "P"), default=["A", "P"], help="(default: A P)")
-    group.add_argument("--concurrency", type=positive, nargs="+", default=[1, 8, 64], metavar="C", help="of A")
+    add_value(group, "--concurrency", [1, 8, 64], "requests at once in A", metavar="C", nargs="+")
     group.add_argument("--lora", nargs="+", choices=LORA_CHOICES, default=["none", "zipf"], help="(default: none zipf)")
-    group.add_argument("--input-len", type=positive, default=128, metavar="N", help="prompt tokens of A")
+    add_value(group, "--input-len", 128, "prompt tokens of A")
     group.add_argument(
         "--output-len", type=positive, default=256, metavar="N", help=f"outputs of A, above {SHORT_OUTPUT}"
     )
-    group.add_argument("--prefill-len", type=positive, default=PREFILL[0], metavar="N", help="prompt tokens of P")
-    group.add_argument(
-        "--num-iters", type=positive, default=2, metavar="N", help="runs of each line; the median counts"
-    )
-    group.add_argument("--num-adapters", type=positive, default=8, metavar="N", help="random adapters to make")
-    group.add_argument("--lora-rank", type=positive, default=32, metavar="R", help="their rank")
+    add_value(group, "--prefill-len", PREFILL[0], "prompt tokens of P")
+    add_value(group, "--num-iters", 2, "runs of each line; the median counts")
+    add_value(group, "--num-adapters", 8, "random adapters")
+    add_value(group, "--lora-rank", 32, "their rank", metavar="R")
     group.add_argument("--seed", type=int, default=0, help="of prompts, adapters and their mix")
     group = parser.add_argument_group("engines")
     group.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="(default: both)")
-    group.add_argument("--gpu-memory-utilization", type=share, default=0.6, metavar="SHARE", help="(default: 0.6)")
+    add_value(group, "--gpu-memory-utilization", 0.6, "of each engine", share, "SHARE")
     group.add_argument(
         "--precision", choices=("int8", "fp8", "bf16"), default="int8", help="of Sidestream (default: int8)"
     )
-    group.add_argument(
-        "--quantization",
-        default="fp8",
-        metavar="NAME",
-        help="of vLLM; none: bf16 (default: fp8, its fastest on Hopper)",
-    )
+    group.add_argument("--quantization", default="fp8", metavar="NAME", help="of vLLM; none: bf16 (default: fp8)")
     group.add_argument("--kv-cache-dtype", default="fp8", metavar="NAME", help="of vLLM (default: fp8)")
     group.add_argument("--vllm-args", type=json_object, default={}, metavar="JSON", help="more arguments of vllm.LLM")
     group.add_argument("--sidestream-args", type=json_object, default={}, metavar="JSON", help="of sidestream.LLM")
     group.add_argument(
         "--vllm-python", default=sys.executable, metavar="FILE", help="the Python that has vLLM (default: this one)"
     )
-    parser.add_argument("--output-json", type=Path, default=Path("versus-vllm.json"), metavar="FILE", help="figures")
+    add_value(parser, "--output-json", Path("versus-vllm.json"), "file of the figures", Path, "FILE")
     return parser
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raises ValueError for what cannot be measured, before anything starts."""
+    """Raise ValueError for options that cannot be measured, before anything starts."""
     if options.output_len <= SHORT_OUTPUT:
         raise ValueError(f"--output-len {options.output_len} must be above {SHORT_OUTPUT}")
     check_output("--output-json", options.output_json)
@@ -125,7 +118,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def loads(options: argparse.Namespace, kind: str) -> list[dict[str, Any]]:
-    """What an engine is asked; `kind` says how requests choose adapters."""
+    """Return the loads of an engine; `kind`: adapters of the requests."""
     wanted = [("A", count, options.input_len, options.output_len) for count in options.concurrency]
     wanted = [each for each in wanted if "A" in options.workloads]
     if "P" in options.workloads:
@@ -152,7 +145,7 @@ def job(
     adapters: Sequence[str],
     vocabulary: int,
 ) -> dict[str, Any]:
-    """What `engine_run` reads: the same for both engines, but for how each spells its precision."""
+    """Return the job for `engine_run`; engines differ only in the spelling of the precision."""
     asked = loads(options, kind)
     arguments: dict[str, Any] = {
         "model": str(model),
@@ -185,8 +178,8 @@ def job(
 
 
 def run_job(python: str, work: dict[str, Any], scratch: Path) -> list[dict[str, Any]]:
-    """What the engine's process said: its start, then each load. Raises EngineRunError."""
-    place = scratch / "run"  # of its own: Python would import what lies next to the file
+    """Run an engine's process, and return its start and its loads. Raises EngineRunError."""
+    place = scratch / "run"  # in a directory of its own: Python would import modules next to the file
     place.mkdir(exist_ok=True)
     file, log = place / "job.json", place / "log.txt"
     file.write_text(json.dumps(work))
@@ -198,14 +191,14 @@ def run_job(python: str, work: dict[str, Any], scratch: Path) -> list[dict[str, 
         lines = [line for line in process.stdout or () if line.startswith(RESULT)]
     found = [json.loads(line.removeprefix(RESULT)) for line in lines]
     if process.returncode or len(found) != len(work["loads"]) + 1:
-        said = log.read_text(errors="replace").strip().splitlines() or [f"exit code {process.returncode}"]
-        raise EngineRunError(f"{work['engine']} ended early: {said[-1]}")
+        lines = log.read_text(errors="replace").strip().splitlines() or [f"exit code {process.returncode}"]
+        raise EngineRunError(f"{work['engine']} ended early: {lines[-1]}")
     return found
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """A line for each load: both engines side by side, and how many times as fast Sidestream is."""
-    from ...compiler.records import columns
+    """Return a line for each load: both engines, and the speed of Sidestream relative to vLLM."""
+    from ...compiler.pass_records import columns
 
     cells: list[tuple[str, ...]] = [
         ("load", "C", "adapters", "vLLM ms/step", "Sidestream", "vLLM tok/s", "Sidestream", "times as fast")
@@ -223,7 +216,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
-    """Runs every engine with every choice of adapters; {"engines": starts and arguments, "rows": figures}."""
+    """Run every engine with every choice of adapters; return {"engines": starts and arguments, "rows": figures}."""
     rows: list[dict[str, Any]] = []
     engines: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="sidestream-bench-") as place:
@@ -262,7 +255,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures, prints the table and writes the JSON; 2 for a mistake, which is said in one line."""
+    """Measure, print the table and write the JSON; return 2 for a user's mistake."""
     options = build_parser().parse_args(arguments)
     try:
         check(options)

@@ -1,10 +1,13 @@
-"""One file a command of `sidestream`.
+"""One file for each command of `sidestream`.
 
-demo, generate                  a model in this process
-serve, complete, chat, keygen   a server and its clients (streaming: answers as they grow)
-run_batch                       a file of requests, answered by a server
-keys, usage                     a gateway's API keys, and who used what
-dump, explain, diff, ledger     what the compiler did (measured_steps: a dump's measured side)
-calibrate, eval                 how the KV cache is quantized, how close the answers are to bf16
-collect_env                     what a bug report needs
+demo                         the whole pipeline on the demo model
+generate                     answer prompts, in this process or on a server
+serve, gateway               a model's server; HTTP for running engines
+chat, run_batch              clients of a server
+keys, usage                  keys of gateways and engines; a gateway's usage log
+dump, diff, explain, ledger  `sidestream inspect`: compiled programs and passes
+calibrate, eval              quantization of a model, and its distance from bf16
+collect_env                  versions and hardware for a bug report
+streaming                    print the answers of a batch as they grow
+measured_steps               step times and kernel resources for a dump
 """

@@ -1,5 +1,6 @@
-"""`sidestream calibrate`: look at a model's keys, values and norms, and decide how its KV cache is quantized and its
-channels are smoothed; with --round, round its weights by what they are multiplied with.
+"""`sidestream calibrate`: choose how a model's KV cache is quantized and its channels are smoothed.
+
+With --round it also rounds the weights.
 """
 
 import argparse
@@ -9,8 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from ...compiler.options import DEFAULT_KV_DTYPE, EIGHT_BITS, NORM_ROTATIONS
-from ...runtime.quantization.defaults import CPU_LENGTH, CPU_TOKENS, FIGURE_TOKENS, LENGTH, ROUND_TOKENS, ROUNDED_FOR
-from ...runtime.quantization.file_names import FILE_NAME, file_name
+from ...runtime.quantization.defaults import (
+    CPU_LENGTH,
+    CPU_TOKENS,
+    FIGURE_TOKENS,
+    FILE_NAME,
+    LENGTH,
+    ROUND_TOKENS,
+    ROUNDED_FOR,
+    file_name,
+)
 from ...runtime.quantization.texts import CHARACTERS_A_TOKEN, documents, standard_text
 from ..options.engine import (
     adapters_of,
@@ -26,28 +35,30 @@ from ..options.engine import (
 from ..options.models import load_model
 
 DESCRIPTION = """\
-Run a short text through the unquantized model, with the base and with each adapter, and look at every layer's queries,
+Run a short text through the unquantized model, with the base and with each adapter, and measure every layer's queries,
 keys and values:
-  K amax, outliers   largest key, and how far it stands out in its head (1: flat, sqrt(head dim): one channel alone)
-  K bias             share of the keys' energy that is the same in all tokens, which centring removes
+  K amax, outliers   largest key, and its ratio to its head (1: flat, sqrt(head dim): a single channel)
+  K bias             share of the keys' energy that is equal in all tokens, which centring removes
   int8, e4m3         error of the attention scores in nats with a cache of that type: with Hadamard (the default), and
                      with the best treatment
   V int8, V e4m3     relative error of attention's output for a value cache of that type, and with V rotated
                      (--rotate-values)
-  K treated          what is chosen for the layer in the mode that --precision names: Hadamard, centring
-  gain               error of the scores with that mode's own cache and Hadamard over that of what is chosen
-The largest value of every channel after each norm and before each down_proj sets the powers of two by which
-`smooth_channels` brings them to one size in int8 mode: no figure of the table, and the largest gain where a model has
-channels of outliers.
-The file holds the keys' means, those powers and these figures, for int8 and fp8 mode alike. LLM(..., calibration=FILE)
-and --calibration FILE then decide what kv_dtype "auto" means (the mode's own type, int8 or e4m3, unless the other one's
-error is far smaller), and where keys are transformed and centred; as sidestream_calibration.safetensors in the model's
-directory, which is where it is written unless -o says otherwise, it is found without being named. Without one "auto" is
-the mode's own type, with Hadamard; an int8 engine on a GPU calibrates a model that takes less than a minute itself.
+  K treated          choice for the layer in the mode of --precision: Hadamard, centring
+  gain               error of the scores with that mode's own cache and Hadamard, divided by that of the choice
+The largest value of every channel after each norm and before each down_proj sets the powers of two with which
+`smooth_channels` scales channels to one size in int8 mode. The table does not show them; they gain most for models with
+outlier channels.
+
+The file has the keys' means, those powers and these figures, for int8 and fp8 mode alike. LLM(..., calibration=FILE)
+and --calibration FILE use it to choose the type of kv_dtype "auto" (the mode's own type, int8 or e4m3, unless the other
+one's error is far smaller), and the layers whose keys are transformed and centred. Engines find it as
+sidestream_calibration.safetensors in the model's directory, the default of -o. Without a file "auto" is the mode's own
+type, with Hadamard; an int8 engine on a GPU calibrates a model itself if that takes less than a minute.
+
 --round also writes the weights in eight bits, rounded so that their products with this text change least (GPTQ):
-sidestream_rounded_PRECISION.safetensors next to the calibration. They hold for this checkpoint, this calibration and
-these options; in the model's directory they are found without being named (--rounded-weights names or leaves them).
-For int8 the heads of V are rotated too. Who serves them need not say so."""
+sidestream_rounded_PRECISION.safetensors next to the calibration. They are valid for this checkpoint, this calibration
+and these options, and are found in the model's directory (--rounded-weights names another file or switches them off).
+For int8 the heads of V are rotated too, without an option at the server."""
 
 EXAMPLES = """\
 examples:
@@ -59,10 +70,10 @@ examples:
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Adds the command to the `sidestream` parser."""
+    """Add the command to the `sidestream` parser."""
     parser = commands.add_parser(
         "calibrate",
-        help="look at a model's keys and values, and decide how its KV cache is quantized",
+        help="choose how a model's KV cache is quantized",
         usage="%(prog)s [MODEL] [--lora-modules NAME=DIR ...] [--prompts FILE] [-o FILE]",
         description=DESCRIPTION,
         epilog=EXAMPLES,
@@ -70,11 +81,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     add_model(parser)
     parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help=f"default: {FILE_NAME} in the model's directory, where engines find it; of the demo model in this one",
+        "-o", "--output", type=Path, metavar="FILE", help=f"(default: {FILE_NAME} in the model's directory)"
     )
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE", help="UTF-8 text to run (default: sources of Python's standard library)"
@@ -83,35 +90,28 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "--tokens",
         type=positive,
         metavar="N",
-        help=f"tokens of text for the base; each adapter gets two pieces of it (default: {FIGURE_TOKENS}, "
-        f"and {ROUND_TOKENS} to round by, on a CPU {CPU_TOKENS})",
+        help=f"tokens of text for the base; each adapter reads two pieces (default: {FIGURE_TOKENS}, "
+        f"{ROUND_TOKENS} with --round, on a CPU {CPU_TOKENS})",
     )
     parser.add_argument(
-        "--length",
-        type=positive,
-        metavar="N",
-        help=f"tokens of a piece, at most the model's limit (default: {LENGTH}, on a CPU {CPU_LENGTH})",
+        "--length", type=positive, metavar="N", help=f"tokens of a piece (default: {LENGTH}, on a CPU {CPU_LENGTH})"
     )
     parser.add_argument(
         "--precision",
         choices=EIGHT_BITS,
         default=EIGHT_BITS[0],
-        help="the mode whose choices the table shows by layer, and that --round rounds for; the calibration serves all "
-        "of them (default: %(default)s)",
+        help="mode of the table and of --round (default: %(default)s)",
     )
-    parser.add_argument("--round", action="store_true", help="also round the weights by what they are multiplied with")
+    parser.add_argument("--round", action="store_true", help="also round the weights (GPTQ)")
     add_option(
         parser,
         "norm_rotation",
         type=int,
         choices=NORM_ROTATIONS,
-        help="with --round for int8: columns of a rotated block of what a norm makes (default: "
-        f"{ROUNDED_FOR['norm_rotation']})",
+        help=f"with --round for int8: columns of a rotated block after norms (default: {ROUNDED_FOR['norm_rotation']})",
     )
     add_option(
-        parser,
-        "rotate_values",
-        help="with --round for int8: where V is rotated by its weights: on, off, or layers such as 0,3-7 (default: on)",
+        parser, "rotate_values", help="with --round for int8: rotate V: on, off, or layers such as 0,3-7 (default: on)"
     )
     add_option(parser, "device", choices=("cpu", "cuda"))
     add_lora_options(parser)
@@ -119,7 +119,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the model twice over the text (means first, then errors), prints the table, writes the file."""
+    """Run the model twice over the text (means first, then errors), print the table, write the file."""
     directory = model_directory(options)
     names = list(adapters_of(options))
     output = options.output or (directory if options.model else Path()) / FILE_NAME
@@ -128,7 +128,7 @@ def run(options: argparse.Namespace) -> int:
     for name in given(options, *ROUNDED_FOR):
         if not (options.round and options.precision == "int8"):
             flag = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{flag} says how --round rounds for int8; add --round, or leave it out")
+            raise ValueError(f"{flag} is an option of --round for int8; add --round, or leave it out")
     if options.prompts is not None and not options.prompts.is_file():
         raise ValueError(f"--prompts {options.prompts} is no file; name a text file")
     if options.max_loras is not None and options.max_loras < len(names):
@@ -138,7 +138,7 @@ def run(options: argparse.Namespace) -> int:
     from ...graphs.checkpoint import Checkpoint
     from ...runtime.engine.resolve import resolve_device
     from ...runtime.quantization.calibration import fingerprint
-    from ...runtime.quantization.figures import calibrate
+    from ...runtime.quantization.model_statistics import calibrate
     from ...runtime.text.tokenizer import load_tokenizer
 
     device = resolve_device(options.device)
@@ -156,7 +156,7 @@ def run(options: argparse.Namespace) -> int:
     if not jobs:
         raise ValueError(f"{options.prompts} has less than two tokens; give it some text")
     base_pieces = sum(slot < 0 for _, slot in jobs)
-    # weights are rounded by more than figures need, unless the caller says how much is read
+    # rounding reads more text than the figures, unless --tokens is given
     figured = base_pieces if options.tokens else min(base_pieces, max(FIGURE_TOKENS // length, 1))
     calibration = calibrate(
         model,
@@ -180,7 +180,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_rounded(options: argparse.Namespace, output: Path) -> None:
-    """Raises ValueError for rounded weights that would be left with another calibration than their own."""
+    """Raise ValueError if existing rounded weights would not match the new calibration."""
     left = [output.parent / file_name(precision) for precision in EIGHT_BITS]
     left = [
         path for path in left if path.exists() and not (options.round and path.name == file_name(options.precision))
@@ -200,9 +200,9 @@ def _round(
     jobs: Sequence[tuple[list[int], int]],
     progress: bool,
 ) -> None:
-    """Write the rounded weights; `jobs`: the text that the calibration was made with."""
-    from ...runtime.worker.calibrate.reader import Document
+    """Write the rounded weights; `jobs` is the text of the calibration."""
     from ...runtime.worker.calibrate.rounding import round_weights
+    from ...runtime.worker.calibrate.scorer import Document
 
     adapters = adapters_of(options)
     names = [*adapters, None]  # slot -1 is the base model
@@ -218,8 +218,8 @@ def _bar(stage: str) -> None:
 
 
 def as_text(calibration: Any, precision: str) -> str:
-    """The table by layer with what is chosen in the mode `precision`, and what each mode gets for all layers."""
-    from ...compiler.records import columns
+    """Return the table by layer with the choices for the mode `precision`, and the choices of each mode."""
+    from ...compiler.pass_records import columns
     from ...runtime.quantization.calibration import KV_DTYPES, TREATMENTS
 
     chosen, own = calibration.kv_dtype(precision), DEFAULT_KV_DTYPE[precision]
@@ -254,8 +254,8 @@ def as_text(calibration: Any, precision: str) -> str:
 
 
 def _choice(calibration: Any, precision: str) -> str:
-    """What a mode gets, in words, and whether rotated values are worth their while."""
-    from ...runtime.quantization.calibration import WORTH_DTYPE
+    """Return the choices of a mode in words, and whether to rotate values."""
+    from ...runtime.quantization.calibration import MAX_DTYPE_ERROR
 
     kv_dtype = calibration.kv_dtype(precision)
     treated = [layer.treatment(kv_dtype) for layer in calibration.layers]
@@ -267,7 +267,7 @@ def _choice(calibration: Any, precision: str) -> str:
     plain, rotated = calibration.value_error(kv_dtype, False), calibration.value_error(kv_dtype, True)
     advice = (
         f"; --rotate-values on brings the values' error from {plain:.1e} to {rotated:.1e}"
-        if rotated < WORTH_DTYPE * plain
+        if rotated < MAX_DTYPE_ERROR * plain
         else ""
     )
     return ", ".join(words) + advice

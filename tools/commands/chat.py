@@ -5,22 +5,22 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..options.client import add_connection_options, add_sampling_options, connect, harmless, sampling_params
+from ..options.client import add_connection_options, add_sampling_options, connect, printable, sampling_params
 
 if TYPE_CHECKING:
     from ...runtime.api.sampling_params import SamplingParams
     from ...runtime.client.client import Client
-    from ...runtime.text.chat import ChatRenderer
     from ...runtime.text.chat_files import ChatTemplates
+    from ...runtime.text.chat_renderer import ChatRenderer
     from ...runtime.text.prompts import Prompt
 
 DESCRIPTION = """\
-Talk with a running server. The model's chat template comes from the server, or from --chat-template; without any, each
-line is answered by itself.
+Talk with a running server. The model's chat template comes from the server, or from --chat-template; without a template
+each line is a prompt of its own.
 
 Ctrl-C ends an answer, a second one (or Ctrl-D) the chat. Lines that begin with a slash:
-  /adapter NAME   go on with this adapter (`none`: the base model)
-  /adapters       what there is
+  /adapter NAME   use this adapter (`none`: the base model)
+  /adapters       list all adapters
   /system TEXT    the system message, from the next line on
   /reset          forget the conversation
   /quit"""
@@ -29,14 +29,14 @@ EXAMPLES = """\
 examples:
   sidestream chat
   sidestream chat --adapter pirate --system "Answer in one sentence."
-  sidestream chat -m "What is the capital of France?"                    one question, then the end
+  sidestream chat -m "What is the capital of France?"                    one question only
   sidestream chat --chat-template models/llama                           the template of a model directory, or a .jinja
                                                                          file
   sidestream chat --address tcp://gpu-host:5757 --keys keys/client-alice"""
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Adds the command to the `sidestream` parser."""
+    """Add the command to the `sidestream` parser."""
     parser = commands.add_parser(
         "chat",
         help="talk with a running server",
@@ -46,14 +46,11 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     group = parser.add_argument_group("conversation")
-    group.add_argument("-a", "--adapter", metavar="NAME", help="adapter to begin with (default: the base model)")
-    group.add_argument("-m", "--message", metavar="TEXT", help="say this, show the answer, and end")
+    group.add_argument("-a", "--adapter", metavar="NAME", help="first adapter (default: the base model)")
+    group.add_argument("-m", "--message", metavar="TEXT", help="send this, print the answer, and end")
     group.add_argument("--system", metavar="TEXT", help="system message")
     group.add_argument(
-        "--chat-template",
-        type=Path,
-        metavar="PATH",
-        help="a template file, or a model directory (default: the server's)",
+        "--chat-template", type=Path, metavar="PATH", help="a file or a model directory (default: the server's)"
     )
     add_sampling_options(parser, temperature=0.7, max_tokens=512)
     add_connection_options(parser)
@@ -61,8 +58,8 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def find_templates(path: Path | None, client: "Client") -> "ChatTemplates":
-    """The templates of --chat-template, or the server's, which may be none. Raises ChatTemplateError."""
-    from ...runtime.protocol.templates import welcome_templates
+    """Return the templates of --chat-template, or the server's, if any. Raises ChatTemplateError."""
+    from ...runtime.protocol.chat_templates import welcome_templates
     from ...runtime.text.chat_files import (
         DEFAULT,
         ChatTemplateError,
@@ -85,9 +82,9 @@ def find_templates(path: Path | None, client: "Client") -> "ChatTemplates":
 
 
 class Conversation:
-    """What was said, and what is said next. `turn` streams an answer to `output`.
+    """The messages of a chat, its adapter and its system message. `turn` prints an answer as it grows.
 
-    `is_served`: the templates are the server's, and an adapter's own come before them.
+    `is_served`: the templates are the server's, and an adapter's own take precedence.
     """
 
     def __init__(
@@ -107,7 +104,7 @@ class Conversation:
         self.messages: list[dict[str, str]] = []
 
     def prompt(self) -> "Prompt":
-        """The prompt for the next answer. Raises ChatTemplateError."""
+        """Return the prompt of the next answer. Raises ChatTemplateError."""
         from ...runtime.text.prompts import without_special_tokens
 
         templates = self.templates
@@ -119,9 +116,9 @@ class Conversation:
         return without_special_tokens(self.renderer.prompts(templates, system + self.messages)[0])
 
     def turn(self, text: str) -> str:
-        """Say something and show the answer as it grows; an interruption ends the answer and keeps what came.
+        """Send a message and print the answer; an interruption ends the answer, and its text is kept.
 
-        A failed turn leaves no trace.
+        A failed turn is removed.
         """
         self.messages.append({"role": "user", "content": text})
         answer = ""
@@ -131,7 +128,7 @@ class Conversation:
                 for chunk in chunks:
                     new = chunk.text if answer else chunk.text.lstrip()
                     answer += new
-                    print(harmless(new), end="", flush=True)
+                    print(printable(new), end="", flush=True)
             except KeyboardInterrupt:
                 chunks.close()
                 print(" [interrupted]", end="")
@@ -143,7 +140,7 @@ class Conversation:
         return answer
 
     def command(self, line: str) -> bool:
-        """Obey a line that begins with a slash; False when the chat is over."""
+        """Run a line that begins with a slash; return False at the end of the chat."""
         name, _, rest = line[1:].partition(" ")
         rest = rest.strip()
         if name in ("quit", "exit", "q"):
@@ -163,8 +160,8 @@ class Conversation:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Talks."""
-    from ...runtime.text.chat import ChatRenderer
+    """Run the chat."""
+    from ...runtime.text.chat_renderer import ChatRenderer
 
     params = sampling_params(options)
     with connect(options) as client:
@@ -184,7 +181,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def talk(conversation: Conversation) -> int:
-    """Reads lines until their end; a fault of one turn is said and the chat goes on. Returns the exit code."""
+    """Read lines until their end, print errors of turns, and return the exit code."""
     from ...runtime.api.errors import EngineDeadError, RequestError, ServerError
 
     terminal = sys.stdin.isatty()
@@ -192,7 +189,7 @@ def talk(conversation: Conversation) -> int:
         import readline  # noqa: F401  (line editing for input())
 
         print(
-            f"Talking with {harmless(conversation.client.connect().model)}. /help lists commands, Ctrl-D ends.",
+            f"Talking with {printable(conversation.client.connect().model)}. /help lists commands, Ctrl-D ends.",
             file=sys.stderr,
         )
     failed = 0
@@ -211,7 +208,7 @@ def talk(conversation: Conversation) -> int:
             elif not conversation.command(line):
                 return failed
         except (RequestError, ServerError) as problem:
-            print(f"sidestream: error: {' '.join(harmless(str(problem)).split())}", file=sys.stderr)
+            print(f"sidestream: error: {' '.join(printable(str(problem)).split())}", file=sys.stderr)
             if isinstance(problem, EngineDeadError) and not terminal:
                 return 2
             failed = 0 if terminal else 2

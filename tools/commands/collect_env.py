@@ -1,4 +1,4 @@
-"""`sidestream collect-env`: what a bug report needs to say about a machine, without names or paths of its user."""
+"""`sidestream collect-env`: versions and hardware for a bug report, without names or paths of the user."""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ examples:
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Adds the command to the `sidestream` parser."""
+    """Add the command to the `sidestream` parser."""
     parser = commands.add_parser(
         "collect-env",
         help="print versions and hardware for a bug report",
@@ -28,7 +28,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints what `collect` finds."""
+    """Print the result of `collect`."""
     found = collect()
     if options.json:
         json.dump(found, sys.stdout, indent=2)

@@ -1,4 +1,4 @@
-"""`sidestream demo`: the whole pipeline on the embedded demo model, in one screen."""
+"""`sidestream demo`: the whole pipeline on the embedded demo model, on one screen."""
 
 import argparse
 import shutil
@@ -21,25 +21,24 @@ from ..options.engine import (
 )
 
 if TYPE_CHECKING:
-    from ...compiler.records import PassRecord
+    from ...compiler.pass_records import PassRecord
 
 DESCRIPTION = """\
 Compile the demo model, answer one batch in which every prompt has another adapter (and one has none), and show what
-each compiler pass did. Needs no GPU, no network and no files: the model and its four adapters are inside the
-package. The precision is int8 on a CPU too, so that all passes are shown; `LLM` and `sidestream serve` take the
-checkpoint's there."""
+each compiler pass did. Needs no GPU, no network and no files: the model and its four adapters are in the package.
+The precision is int8 on a CPU too, so that all passes are shown; `LLM` and `sidestream serve` use the checkpoint's."""
 
 EXAMPLES = """\
 examples:
   sidestream demo
   sidestream demo --precision fp32                      nothing quantized
   sidestream demo --disable-pass pack_projections       the same answers with more kernels
-  sidestream demo --tensor-parallel-size 2              over two processes, as over two GPUs
-  sidestream demo -o dump/                              where the dump goes"""
+  sidestream demo --tensor-parallel-size 2              two processes, one model
+  sidestream demo -o dump/                              another directory for the dump"""
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Adds the command to the `sidestream` parser."""
+    """Add the command to the `sidestream` parser."""
     parser = commands.add_parser(
         "demo",
         help="see the whole pipeline on the demo model",
@@ -54,7 +53,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         type=Path,
         default=Path("sidestream_dump"),
         metavar="DIR",
-        help="where the dump goes (default: %(default)s)",
+        help="for the dump (default: %(default)s)",
     )
     add_option(parser, "device", choices=("cpu", "cuda"))
     add_ranks(parser)
@@ -63,7 +62,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the demo. Returns 1 when an answer is not the one that the demo model was trained to give."""
+    """Run the demo; return 1 if an answer is not the expected one."""
     check_output_directory("--output", options.output)
     from ...runtime.api.sampling_params import SamplingParams
     from ...runtime.llm import LLM
@@ -113,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def next_steps(dump: str) -> str:
-    """Where the command is, and three things to try with it."""
+    """Return the path of the command, and three commands to try."""
     command = Path(sys.argv[0])
     if command.name != "sidestream":
         command = Path(sys.executable).with_name("sidestream")
@@ -131,14 +130,14 @@ def next_steps(dump: str) -> str:
 
 
 def _short(path: Path) -> str:
-    """The path as one would type it from here."""
+    """Return the path relative to the current directory, if it is below it."""
     path = path.absolute()
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def pass_summary(records: "Sequence[PassRecord]") -> str:
-    """One line a pass: how often it matched, and how many kernels the model calls before and after."""
-    from ...compiler.records import columns
+    """Return one line per pass: its matches, and the number of kernels before and after."""
+    from ...compiler.pass_records import columns
 
     rows = [("pass", "matches", "kernels")]
     for record in records:

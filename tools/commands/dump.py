@@ -1,6 +1,4 @@
-"""`sidestream dump`: compile a model without loading its weights, and write down what every pass did and what the
-programs look like.
-"""
+"""`sidestream inspect dump`: compile a model without its weights, and write its graphs, passes and programs."""
 
 import argparse
 import contextlib
@@ -23,50 +21,39 @@ from ..options.engine import (
     ranks_arguments,
     writing,
 )
-from ..options.models import (
-    DEFAULT_BUCKETS,
-    add_shape,
-    as_bucket,
-    bucket,
-    check_one_model,
-    lora_shape,
-    shape_config,
-)
+from ..options.models import DEFAULT_BUCKETS, add_shape, as_bucket, bucket, check_one_model, lora_shape, shape_config
 
 DESCRIPTION = """\
-Compile a model and write the dumps: each pass's graph before and after as readable Python, its diff and op counts, what
-it refused and why, the programs as text and JSON, the schedule on its two lanes as SVG and as a trace, and index.html,
-one page over all of it for any browser. The same model, options and version give the same bytes, but for timings.json.
-No weights are read, so an 8B model takes seconds and little memory. Times are estimated for an H200, or for the GPU
-that was measured."""
+Compile a model and write a dump: each pass's graph before and after as readable Python, its diff, op counts and
+refusals with reasons, the programs as text and JSON, the schedule on its two lanes as SVG and as a trace, and
+index.html, a page over all of it. The same model, options and version give the same bytes, except for timings.json. No
+weights are read, so an 8B model takes seconds and little memory. Times are estimates for an H200, or for the measured
+GPU."""
 
 EXAMPLES = """\
 examples:
-  sidestream dump                                         the demo model and its adapters, into sidestream_dump/
-  sidestream dump models/llama --max-loras 8 --max-lora-rank 32 -o dump/
-  sidestream dump --shape llama-3.1-8b --layers 0         a shape that needs no files
-  sidestream dump --disable-pass pack_projections -o without/     compare with `diff -r sidestream_dump without`
-  sidestream dump --bucket 64 mixed:512                   the programs of 64 decoding sequences, and of 512 tokens of
-                                                          prefill and decode mixed
-  sidestream dump --layers 0                              graphs of layer 0 only; the others look alike
-  sidestream dump --resources                             with registers, shared memory and spills of every kernel;
-                                                          needs no GPU
-  sidestream dump --measure                               with each step's time on this machine too
-  sidestream dump --timings --measured gpu/timings.json   the same with what --measure found on another machine"""
+  sidestream inspect dump                                       the demo model, into sidestream_dump/
+  sidestream inspect dump models/llama --max-loras 8 --max-lora-rank 32 -o dump/
+  sidestream inspect dump --shape llama-3.1-8b --layers 0       a shape without files; graphs of layer 0 only
+  sidestream inspect dump --disable-pass pack_projections -o without/
+  sidestream inspect dump --bucket 64 mixed:512                 decode steps of 64 sequences, and mixed steps
+  sidestream inspect dump --resources                           registers, shared memory and spills of all kernels
+  sidestream inspect dump --measure                             also times of this machine
+  sidestream inspect dump --timings --measured gpu/timings.json  also times of --measure on another machine"""
 
 
 def layer(text: str) -> int:
-    """The number of a layer, for argparse."""
+    """Parse the number of a layer."""
     if not re.fullmatch(r"\d{1,4}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no layer; layers count from 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is no layer; layers are numbered from 0")
     return int(text)
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Adds the command to the `sidestream` parser."""
+    """Add the command to `sidestream inspect`."""
     parser = commands.add_parser(
         "dump",
-        help="write down what each compiler pass did",
+        help="write graphs, passes and programs of a compiled model",
         usage="%(prog)s [MODEL | --shape NAME] [-o DIR] [options]",
         description=DESCRIPTION,
         epilog=EXAMPLES,
@@ -80,7 +67,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         type=Path,
         default=Path("sidestream_dump"),
         metavar="DIR",
-        help="directory to write (default: %(default)s)",
+        help="output (default: %(default)s)",
     )
     parser.add_argument(
         "--bucket",
@@ -94,28 +81,18 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "--layers", nargs="+", type=layer, metavar="N", help="write the graphs of these layers only (default: all)"
     )
     parser.add_argument(
-        "--timings", action="store_true", help="show measured times on the page too; it then differs from run to run"
+        "--timings", action="store_true", help="show measured times on the page, which then differs from run to run"
     )
-    parser.add_argument(
-        "--measure",
-        action="store_true",
-        help="run the programs here, with random weights, and show each step's time; includes --resources",
-    )
+    parser.add_argument("--measure", action="store_true", help="time the programs' steps here; includes --resources")
     parser.add_argument(
         "--resources",
         action="store_true",
-        help="compile every kernel that the programs launch, for this GPU or else for sm_90, and show its registers, "
-        "shared memory and spills",
+        help="compile every kernel, and show its registers, shared memory and spills",
     )
     parser.add_argument(
-        "--measured", type=Path, metavar="FILE", help="a timings.json that --measure wrote elsewhere, for --timings"
+        "--measured", type=Path, metavar="FILE", help="a timings.json of --measure on another machine, for --timings"
     )
-    parser.add_argument(
-        "--ledger",
-        type=Path,
-        metavar="FILE",
-        help="JSON of pass names and the relative error that each added, for the page",
-    )
+    parser.add_argument("--ledger", type=Path, metavar="FILE", help="JSON of `sidestream inspect ledger`, for the page")
     add_ranks(parser)
     add_compile_options(parser)
     add_lora_options(parser)
@@ -123,7 +100,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compiles on the meta device and writes the dump."""
+    """Compile on the meta device and write the dump."""
     check_one_model(options)
     directory = None if options.shape else model_directory(options)
     check_output_directory("--output", options.output)
@@ -136,12 +113,10 @@ def run(options: argparse.Namespace) -> int:
 
     if options.measured is not None and options.measure:
         raise ValueError(
-            "--measure and --measured FILE contradict each other: measure here, or read what was measured elsewhere"
+            "--measure and --measured FILE contradict each other: measure here, or read times of another machine"
         )
     if options.measured is not None and not options.timings:
-        raise ValueError(
-            "--measured FILE is for the page, which shows measured times with --timings only; add --timings"
-        )
+        raise ValueError("--measured FILE is shown on the page with --timings only; add --timings")
     if (options.measure or options.resources) and (options.tensor_parallel_size or 1) > 1:
         raise ValueError("--measure and --resources are for one process; leave --tensor-parallel-size out")
     timings = None if options.measured is None else Timings.load(options.measured)
@@ -152,7 +127,10 @@ def run(options: argparse.Namespace) -> int:
     ledger = None if options.ledger is None else read_ledger(options.ledger)
     compile_options = CompileOptions(**compile_arguments(options), **ranks_arguments(options))
     if directory is None:
-        config, options.model = shape_config(options.shape), options.shape  # the demo model's adapters are not its own
+        config, options.model = (
+            shape_config(options.shape),
+            options.shape,
+        )  # not the demo model, so without its adapters
     else:
         config = checkpoint_config(directory)
     unknown = [number for number in options.layers or () if number >= config.num_hidden_layers]
@@ -202,7 +180,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def read_ledger(path: Path) -> dict[str, float]:
-    """Pass name -> relative error. Raises ValueError for anything but a JSON object of numbers."""
+    """Return pass name -> relative error. Raises ValueError for anything but a JSON object of numbers."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -1,6 +1,4 @@
-"""`sidestream explain`: compile a model without its weights, and say what runs, where a step's time goes, and what
-an option would change.
-"""
+"""`sidestream inspect explain`: estimate the time of a model's steps, and the effect of other options."""
 
 import argparse
 import json
@@ -32,26 +30,25 @@ from ..options.models import (
 
 DESCRIPTION = """\
 Compile a model and explain its steps: the pass table, kernels per layer on both lanes, the estimated time of a step
-against the floor (weights, cached tokens and adapters read once), which ops take it, and what it would be with another
-option or without a pass. No weights are read and no GPU is needed; times are estimates from bytes and FLOPs, whose
-error is published in docs/measurements."""
+next to the floor (weights, cached tokens and adapters read once) and by op, and the time with another option or without
+a pass. No weights are read and no GPU is needed; times are estimates from bytes and FLOPs, whose error is published in
+docs/measurements."""
 
 EXAMPLES = """\
 examples:
-  sidestream explain                                                      the demo model and its adapters
-  sidestream explain --shape models/llama-8b/config.json --max-loras 8 --max-lora-rank 32 --bucket decode:64
-  sidestream explain --shape llama-3.1-8b --max-loras 8 --max-lora-rank 32 --bucket decode:1 decode:64 --context 1024
-  sidestream explain --shape llama-3.1-8b --bucket decode:1 verify3:1 verify7:1   what drafts would cost
-  sidestream explain --json | jq '.programs[].estimated_us'"""
+  sidestream inspect explain                                                     the demo model and its adapters
+  sidestream inspect explain --shape llama-3.1-8b --max-loras 8 --max-lora-rank 32 --bucket decode:1 decode:64
+  sidestream inspect explain --shape llama-3.1-8b --bucket decode:1 verify3:1    a step with three drafts
+  sidestream inspect explain --json | jq '.programs[].estimated_us'"""
 
-CUTS = (1, 2)  # models with more layers are recompiled with so many for the table of changes: each layer adds the same
+CUTS = (1, 2)  # deeper models are compiled with so many layers for the table of changes, since each layer adds the same
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Adds the command to the `sidestream` parser."""
+    """Add the command to `sidestream inspect`."""
     parser = commands.add_parser(
         "explain",
-        help="say where a step's time goes, and what another option would change",
+        help="estimate the time of a step, and the effect of options",
         usage="%(prog)s [MODEL] [--bucket KIND:N ...] [options]",
         description=DESCRIPTION,
         epilog=EXAMPLES,
@@ -65,27 +62,17 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         type=bucket,
         default=[bucket(text) for text in DEFAULT_BUCKETS],
         metavar="KIND:N",
-        help="programs to explain: decode:N and mixed:N, and verify1:N, verify3:N and verify7:N for steps with so many "
-        f"drafts; the first one is compared under changes (default: {' '.join(DEFAULT_BUCKETS)})",
+        help="programs to explain: decode:N and mixed:N, and verify1:N, verify3:N and verify7:N for steps with drafts; "
+        f"changes are compared for the first one (default: {' '.join(DEFAULT_BUCKETS)})",
     )
     parser.add_argument(
-        "--context",
-        type=positive,
-        metavar="N",
-        help="cached tokens of each sequence (default: half of what the bucket holds)",
+        "--context", type=positive, metavar="N", help="cached tokens of a sequence (default: half of the bucket's)"
     )
     parser.add_argument(
-        "--adapters-in-batch",
-        type=positive,
-        metavar="N",
-        help="different adapters at work (default: one a sequence, at most all slots)",
+        "--adapters-in-batch", type=positive, metavar="N", help="active adapters (default: one per sequence)"
     )
     add_gpu(parser)
-    parser.add_argument(
-        "--no-changes",
-        action="store_true",
-        help="leave out the table of what a change would do, which compiles once for each change",
-    )
+    parser.add_argument("--no-changes", action="store_true", help="leave out the table of changes")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     add_ranks(parser)
     add_compile_options(parser)
@@ -94,9 +81,9 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compiles on the meta device and prints."""
+    """Compile on the meta device and print."""
     from ...compiler.api import compile_model
-    from ...compiler.cost.work import Assumptions
+    from ...compiler.cost.bytes_and_flops import Assumptions
     from ...compiler.inspect.explain import as_text, changes_as_text, compare_changes, explain
     from ...compiler.options import CompileOptions
     from ...graphs.llama import Llama
@@ -138,8 +125,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def changes_of(config: Any, lora: Any, options: Any, bucket: Any, assume: Any, gpu: Any) -> dict[str, float]:
-    """change -> seconds a step of the whole model; of a deep one two cuts are compiled, and what a layer adds is
-    taken times the layers.
+    """Return change -> seconds per step of the whole model.
+
+    Deep models are compiled with two depths, and the difference is multiplied.
     """
     from ...compiler.inspect.explain import what_ifs
 
@@ -154,9 +142,7 @@ def changes_of(config: Any, lora: Any, options: Any, bucket: Any, assume: Any, g
 
 
 def capturer(config: Any, lora: Any) -> Callable[[Any], tuple[Any, list[str]]]:
-    """A function options -> (a fresh graph of the model, its tensors' names); the model is captured once for each
-    dtype.
-    """
+    """Return a function options -> (a new graph of the model, names of its tensors); each dtype is captured once."""
     from ...compiler.graph.capture import capture_module
     from ...graphs.llama import Llama
 
@@ -174,11 +160,11 @@ def capturer(config: Any, lora: Any) -> Callable[[Any], tuple[Any, list[str]]]:
 
 
 def _config(options: argparse.Namespace) -> Any:
-    """The config of MODEL or of --shape."""
+    """Return the config of MODEL or of --shape."""
     from ...graphs.checkpoint import checkpoint_config
 
     check_one_model(options)
     if options.shape:
-        options.model = options.shape  # the demo model's adapters are not this one's
+        options.model = options.shape  # not the demo model, so without its adapters
         return shape_config(options.shape)
     return checkpoint_config(model_directory(options))

@@ -1,32 +1,33 @@
-"""`sidestream gateway`: HTTP as OpenAI spells it, before engines that run."""
+"""`sidestream gateway`: OpenAI-compatible HTTP for running engines."""
 
 import argparse
 import sys
 from typing import Any
 
 from ..options.config_file import ConfigAction
+from ..options.engine import add_value
 from ..options.gateway import add_gateway_options, gateway_settings
 from .serve import seconds
 
 DESCRIPTION = """\
-Answer HTTP as OpenAI and vLLM spell it, for one or several engines (`sidestream serve --no-http`) on this machine or
-others. SIGTERM or Ctrl-C: no new connections, open answers are finished.
+Answer HTTP, compatible with OpenAI and vLLM, for one or several engines (`sidestream serve --no-http`) on this machine
+or others. After SIGTERM or Ctrl-C there are no new connections, and open answers are finished.
 
-`sidestream serve` starts one by itself; this command is for more of them, for another machine, and for several
+`sidestream serve` starts a gateway by itself; this command is for more gateways, another machine, or several
 engines."""
 
 EXAMPLES = """\
 examples:
-  sidestream gateway                       before the `sidestream serve --no-http` on this machine
+  sidestream gateway                       for `sidestream serve --no-http` on this machine
   sidestream gateway --engine tcp://gpu1:5757 --engine tcp://gpu2:5757 --engine-keys keys/client-gateway
   sidestream gateway --host 0.0.0.0 --keys keys.toml --access-log -"""
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Adds the command to the `sidestream` parser."""
+    """Add the command to the `sidestream` parser."""
     parser = commands.add_parser(
         "gateway",
-        help="answer HTTP before engines that run",
+        help="answer HTTP for running engines",
         usage="%(prog)s [--engine ADDRESS ...] [options]",
         description=DESCRIPTION,
         epilog=EXAMPLES,
@@ -38,32 +39,19 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         action="append",
         default=[],
         metavar="ADDRESS",
-        help="ipc:///absolute/path or tcp://host:port; may be repeated (default: the one of `sidestream serve`)",
+        help="its address; may be repeated (default: that of `sidestream serve`)",
     )
+    group.add_argument("--engine-keys", metavar="DIR", help="a client's folder of `sidestream keys curve`")
     group.add_argument(
-        "--engine-keys",
-        metavar="DIR",
-        help="a client's folder of `sidestream keygen`; for engines on other machines",
+        "--config", action=ConfigAction, metavar="FILE", help="a TOML file of flags; the command line wins"
     )
-    group.add_argument(
-        "--config",
-        action=ConfigAction,
-        metavar="FILE",
-        help="a TOML file with any of these flags; those of the command line win",
-    )
-    group.add_argument(
-        "--drain-seconds",
-        type=seconds,
-        default=30.0,
-        metavar="S",
-        help="how long open answers may go on after SIGTERM (default: %(default)g)",
-    )
+    add_value(group, "--drain-seconds", 30.0, "time for open answers after SIGTERM", seconds, "S")
     add_gateway_options(parser, ["--keys", "--api-keys"])
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serves; returns 0 after SIGTERM."""
+    """Serve; return 0 after SIGTERM."""
     from msgspec.structs import replace
 
     from ...runtime.gateway.server_process import listen, serve

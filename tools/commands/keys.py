@@ -1,4 +1,4 @@
-"""`sidestream keys`: the API keys of a gateway."""
+"""`sidestream keys`: API keys of a gateway, and CURVE keys of an engine and its clients."""
 
 import argparse
 import os
@@ -10,24 +10,38 @@ from typing import Any
 
 from ..options.engine import check_output, positive
 
-DESCRIPTION = """\
-Make, list and revoke the API keys of a gateway (`sidestream gateway --keys FILE`). FILE holds hashes, owners, rights
-and limits as TOML, and you may edit it; a key itself is shown once, when it is made. A running gateway follows each
-change at its next request."""
+HTTP_DESCRIPTION = """\
+Make, list and revoke the API keys of a gateway (`sidestream serve --api-keys FILE`). FILE has hashes, owners, rights
+and limits as TOML, and you may edit it; a key itself is shown once, when it is made. A running gateway applies each
+change to its next request."""
 
-EXAMPLES = """\
+HTTP_EXAMPLES = """\
 examples:
-  sidestream keys add keys.toml --owner search                                    all models, no limits
-  sidestream keys add keys.toml --owner search --model llama 'sql-*' --tokens-per-minute 200000 --expires 90d
-  sidestream keys add keys.toml --owner operations --admin                        may load and unload adapters
-  sidestream keys add keys.toml --owner prometheus --model --metrics              may read /metrics, and nothing else
-  sidestream keys list keys.toml
-  sidestream keys revoke keys.toml search                                         the only key of this owner
-  sidestream keys revoke keys.toml search-3f9a1c                                  a key by its name"""
+  sidestream keys http add keys.toml --owner search    all models, no limits
+  sidestream keys http add keys.toml --owner search --model llama 'sql-*' --tokens-per-minute 200000 --expires 90d
+  sidestream keys http add keys.toml --owner operations --admin    may load and unload adapters
+  sidestream keys http add keys.toml --owner prometheus --model --metrics    may read /metrics, and nothing else
+  sidestream keys http list keys.toml
+  sidestream keys http revoke keys.toml search    the only key of this owner
+  sidestream keys http revoke keys.toml search-3f9a1c    a key by its name"""
+
+CURVE_DESCRIPTION = """\
+Make CURVE keys for an engine and its clients. Traffic over tcp is then encrypted, the engine accepts these clients
+only, and they accept this engine only.
+
+Secret files get mode 0600, and existing files are never overwritten; run it again with other names to add clients. To
+remove a client, delete DIR/server/allowed/NAME.public: it cannot connect again, but an open connection stays."""
+
+CURVE_EXAMPLES = """\
+examples:
+  sidestream keys curve keys/                                              one client, called `default`
+  sidestream keys curve keys/ --client alice --client bob                  two more, for the same engine
+  sidestream serve --bind tcp://0.0.0.0:5757 --keys keys/server
+  sidestream chat --address tcp://gpu-host:5757 --keys keys/client-alice"""
 
 
 def moment(text: str) -> datetime:
-    """A date (2026-12-31), a date with a time, or days from now (90d), for argparse."""
+    """Parse a date (2026-12-31), a date with a time, or days from now (90d)."""
     if re.fullmatch(r"\d{1,5}d", text):
         return datetime.now(UTC).replace(microsecond=0) + timedelta(days=int(text[:-1]))
     try:
@@ -36,33 +50,51 @@ def moment(text: str) -> datetime:
         raise argparse.ArgumentTypeError(f"{text} must be a date such as 2026-12-31, or days such as 90d") from None
     found = found if found.tzinfo else found.replace(tzinfo=UTC)
     if found <= datetime.now(UTC):
-        raise argparse.ArgumentTypeError(f"{text} is over; name a day to come, or days from now such as 90d")
+        raise argparse.ArgumentTypeError(f"{text} is in the past; give a later date, or days from now such as 90d")
     return found
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Adds the command to the `sidestream` parser."""
+    """Add the command to the `sidestream` parser."""
     parser = commands.add_parser(
-        "keys",
+        "keys", help="make keys of a gateway (http) or of an engine (curve)", description="Make keys."
+    )
+    kinds = parser.add_subparsers(title="kinds", metavar="KIND", required=True)
+    _add_http(kinds)
+    parser = kinds.add_parser(
+        "curve",
+        help="make keys of an engine on a network and of its clients",
+        usage="%(prog)s DIR [--client NAME ...]",
+        description=CURVE_DESCRIPTION,
+        epilog=CURVE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("directory", type=Path, metavar="DIR", help="directory of the keys")
+    parser.add_argument(
+        "--client", action="append", default=[], metavar="NAME", help="a client; may be repeated (default: default)"
+    )
+    parser.set_defaults(run=run_curve)
+
+
+def _add_http(kinds: "argparse._SubParsersAction[Any]") -> None:
+    parser = kinds.add_parser(
+        "http",
         help="make, list and revoke API keys of a gateway",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
+        description=HTTP_DESCRIPTION,
+        epilog=HTTP_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    add = actions.add_parser(
-        "add", help="make a key", description="Make a key and print it; it is stored as a hash and shown only now."
-    )
-    add.add_argument("file", type=Path, metavar="FILE", help="the keys file; made with mode 0600 if there is none")
-    add.add_argument("--owner", required=True, help="who uses it: a name for limits, logs and `sidestream usage`")
+    add = actions.add_parser("add", help="make a key", description="Make a key and print it; only its hash is stored.")
+    add.add_argument("file", type=Path, metavar="FILE", help="the keys file; made with mode 0600 if it does not exist")
+    add.add_argument("--owner", required=True, help="its user: a name for limits, logs and `sidestream usage`")
     add.add_argument("--name", help="the key's name in FILE (default: the owner's, with a number)")
     add.add_argument(
         "--model",
         nargs="*",
         default=["*"],
         metavar="PATTERN",
-        help="models and adapters that it may use; * stands for any characters, ? for one (default: all; none after "
-        "--model: none)",
+        help="allowed models and adapters, with wildcards * and ? (default: all; --model alone: none)",
     )
     add.add_argument("--requests-per-minute", type=positive, metavar="N", help="requests in any 60 seconds")
     add.add_argument(
@@ -71,28 +103,26 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add.add_argument(
         "--tokens-per-day", type=positive, metavar="N", help="tokens of prompts and answers in a day of UTC"
     )
-    add.add_argument("--max-tokens", type=positive, metavar="N", help="tokens of one answer; longer ones are cut")
+    add.add_argument("--max-tokens", type=positive, metavar="N", help="tokens of one answer; longer answers are cut")
     add.add_argument("--admin", action="store_true", help="it may load and unload adapters")
-    add.add_argument("--metrics", action="store_true", help="it may read /metrics, as an admin's may")
-    add.add_argument("--expires", type=moment, metavar="DATE", help="when it ends: 2026-12-31, or 90d from now")
+    add.add_argument("--metrics", action="store_true", help="it may read /metrics, as an admin key may")
+    add.add_argument("--expires", type=moment, metavar="DATE", help="end of validity: 2026-12-31, or 90d from now")
     add.set_defaults(run=run_add)
     listing = actions.add_parser(
         "list", help="show all keys", description="Show the keys of a file, without their hashes."
     )
     listing.add_argument("file", type=Path, metavar="FILE", help="the keys file")
     listing.set_defaults(run=run_list)
-    revoke = actions.add_parser(
-        "revoke", help="take a key away", description="Take a key away; it fails at its next request."
-    )
+    revoke = actions.add_parser("revoke", help="revoke a key", description="Revoke a key; its next request fails.")
     revoke.add_argument("file", type=Path, metavar="FILE", help="the keys file")
     revoke.add_argument(
-        "name", metavar="NAME", help="the key's name, as `sidestream keys list` shows it, or an owner who has one key"
+        "name", metavar="NAME", help="the key's name, as `sidestream keys http list` shows it, or an owner with one key"
     )
     revoke.set_defaults(run=run_revoke)
 
 
 def run_add(options: argparse.Namespace) -> int:
-    """Prints the key alone to stdout, and what to do with it to stderr."""
+    """Print the key alone to stdout, and its use to stderr."""
     from ...runtime.gateway.auth.keys import LIMITS, Key
     from ...runtime.gateway.auth.keys_file import add
 
@@ -119,7 +149,7 @@ def run_add(options: argparse.Namespace) -> int:
 
 
 def run_list(options: argparse.Namespace) -> int:
-    """One line a key."""
+    """Print one line per key."""
     from ...runtime.gateway.auth.keys import Key, parse, read_bytes
 
     def limits(key: Key) -> str:
@@ -142,9 +172,23 @@ def run_list(options: argparse.Namespace) -> int:
 
 
 def run_revoke(options: argparse.Namespace) -> int:
-    """Takes the entry out of the file."""
+    """Remove the entry from the file."""
     from ...runtime.gateway.auth.keys_file import revoke
 
     key = revoke(options.file, options.name)
     print(f"key {key.name} of {key.owner} is revoked", file=sys.stderr)
+    return 0
+
+
+def run_curve(options: argparse.Namespace) -> int:
+    """Write the keys, and print the place of each folder."""
+    from ...runtime.protocol.curve_keys import generate
+
+    folders = generate(options.directory, options.client or ["default"])
+    server = options.directory / "server"
+    print(f"{server} stays with the engine:")
+    print(f"  sidestream serve --bind tcp://0.0.0.0:5757 --keys {server}")
+    for folder in folders:
+        print(f"{folder} goes to this client, over a safe channel:")
+        print(f"  sidestream chat --address tcp://HOST:5757 --keys {folder}")
     return 0

@@ -1,6 +1,4 @@
-"""`sidestream ledger`: what each compiler pass adds to the error of the logits, so that a numerics bug is attributed
-to a pass in one command.
-"""
+"""`sidestream inspect ledger`: the error of the logits that each compiler pass adds."""
 
 import argparse
 import json
@@ -23,32 +21,32 @@ from ..options.engine import (
 from ..options.models import load_model, reference_logits
 
 DESCRIPTION = """\
-Run the graph after every compiler pass on the same batch of prompts, on the CPU, and say what each pass changed about
-the logits:
+Run the graph after every compiler pass on the same batch of prompts, on the CPU, and print the error of the logits that
+each pass adds:
   added        relative RMSE against the graph right before the pass
   total        relative RMSE against the graph before any pass (or, with --reference fp32, the model in fp32)
-  mean KL      KL divergence from the logits before the pass, mean over the tokens; worst KL: of the worst token, which
-               is named next to it
-  worst layer  where in the model the residual stream's relative error grows most, and by how much
-A pass of tier `keeps` should add no more than its roundings. The last row is the program that is made of the last
-graph. The batch mixes all adapters: the demo's prompts with their answers, or each --prompt for the base and for every
-adapter. Rows with (decode) are a decode program's own passes: the last token of every prompt without adapter again, as
-a decode step; with (decode, adapters) the last token of every prompt."""
+  mean KL      KL divergence from the logits before the pass, mean over the tokens; worst KL: of the worst token, with
+               its name
+  worst layer  the layer in which the residual stream's relative error grows most, and by how much
+A pass of tier `keeps` should add rounding errors only. The last row is the program of the last graph. The batch mixes
+all adapters: the demo's prompts with their answers, or each --prompt for the base and for every adapter. Rows with
+(decode) are passes of decode programs: the last token of every prompt without adapter again, as a decode step; with
+(decode, adapters) the last token of every prompt."""
 
 EXAMPLES = """\
 examples:
-  sidestream ledger                                         the demo model and its adapters
-  sidestream ledger --reference fp32                        how far each graph is from the model in fp32
-  sidestream ledger --precision fp32                        passes alone: no quantization, hardly any rounding
-  sidestream ledger models/llama --lora-modules sql=adapters/sql -p "List all users" --json ledger.json
-  sidestream dump --ledger ledger.json                      the same figures on the page of the dump"""
+  sidestream inspect ledger                       the demo model and its adapters
+  sidestream inspect ledger --reference fp32      the distance of each graph from the model in fp32
+  sidestream inspect ledger --precision fp32      passes alone: no quantization, hardly any rounding
+  sidestream inspect ledger models/llama --lora-modules sql=adapters/sql -p "List all users" --json ledger.json
+  sidestream inspect dump --ledger ledger.json    the same figures on the page of the dump"""
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Adds the command to the `sidestream` parser."""
+    """Add the command to `sidestream inspect`."""
     parser = commands.add_parser(
         "ledger",
-        help="say what each compiler pass adds to the error of the logits",
+        help="print the error of the logits that each pass adds",
         usage="%(prog)s [MODEL] [options]",
         description=DESCRIPTION,
         epilog=EXAMPLES,
@@ -62,13 +60,10 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "--reference",
         choices=("graph", "fp32"),
         default="graph",
-        help="what totals are against (default: the graph before any pass)",
+        help="of the totals (default: the graph before any pass)",
     )
     parser.add_argument(
-        "--json",
-        type=Path,
-        metavar="FILE",
-        help="write pass names and what each added, for `sidestream dump --ledger FILE`",
+        "--json", type=Path, metavar="FILE", help="write the errors for `sidestream inspect dump --ledger`"
     )
     add_compile_options(parser)
     add_lora_options(parser)
@@ -76,7 +71,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Loads the model on the CPU, runs the ledger, prints it."""
+    """Load the model on the CPU, run the graph after every pass, print the table."""
     directory = model_directory(options)
     names = list(adapters_of(options))
     check_output("--json", options.json)
@@ -91,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
     from ...compiler.inspect.ledger import CAPTURE, PROGRAM, as_json, as_text, largest, ledger
     from ...compiler.options import CompileOptions
     from ...compiler.pipeline import check_disabled
-    from ...runtime.quantization.inputs import batch_inputs
+    from ...runtime.quantization.model_statistics import batch_inputs
     from ...runtime.text.tokenizer import load_tokenizer
 
     compile_options = CompileOptions(**compile_arguments(options))
@@ -122,7 +117,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def prompts(options: argparse.Namespace, names: Sequence[str]) -> list[tuple[str, int]]:
-    """(text, adapter slot or -1) of the batch."""
+    """Return (text, adapter slot or -1) of the batch."""
     if not options.prompt and not options.model:
         return [
             (f"{entry['prompt']} {entry['answer']}", -1 if entry["adapter"] is None else names.index(entry["adapter"]))
@@ -133,7 +128,7 @@ def prompts(options: argparse.Namespace, names: Sequence[str]) -> list[tuple[str
 
 
 def token_names(batch: Sequence[tuple[Sequence[int], int]], names: Sequence[str], tokenizer: Any) -> list[str]:
-    """For each row of the logits: which token of which prompt, as `shout[7] ' JAPAN'`."""
+    """Return a name for each row of the logits: prompt and token, such as `shout[7] ' JAPAN'`."""
     return [
         f"{f'{row} ' if len(batch) > 1 else ''}{'base' if slot < 0 else names[slot]}[{place}] "
         f"{as_text(tokenizer.token_bytes(token))!r}"

@@ -1,6 +1,4 @@
-"""A program's steps as one replay on this machine took them, and what its kernels take of a GPU: the measured side
-of a dump.
-"""
+"""Measured step times and kernel resources for a dump."""
 
 import itertools
 from collections.abc import Iterable
@@ -9,12 +7,13 @@ import torch
 from tqdm import tqdm
 
 from ...compiler.api import CompiledModel
-from ...compiler.cost.cost import Assumptions, Placed
-from ...compiler.cost.resources import Resources, program_resources
+from ...compiler.cost.bytes_and_flops import Assumptions
+from ...compiler.cost.estimate import Placed
+from ...compiler.cost.kernel_resources import Resources, program_resources
 from ...compiler.cost.timings import Timings
 from ...compiler.inspect.profile import capture_profile
 from ...compiler.program.program import Bucket
-from ...compiler.run.emit import BoundProgram
+from ...compiler.run.bound_program import BoundProgram
 from ..bench.random_model import random_tensors
 
 REPLAYS = 5
@@ -23,10 +22,10 @@ REPLAYS = 5
 def measured_timings(
     compiled: CompiledModel, buckets: Iterable[Bucket], device: torch.device, replays: int = REPLAYS
 ) -> Timings:
-    """Runs each bucket's program with random weights and inputs.
+    """Run each bucket's program with random weights and inputs, and return the times of its steps.
 
-    On a GPU: the replay of a CUDA graph of median length, kernel by kernel. On the CPU: the reference ops one after the
-    other. Raises OutOfMemoryError when the device can't hold the model.
+    On a GPU they are from the median replay of a CUDA graph, on a CPU from the reference ops. Raises OutOfMemoryError
+    if the device is too small for the model.
     """
     known: dict[str, torch.Tensor] = {}
     steps: dict[str, list[tuple[float, float]]] = {}
@@ -39,7 +38,7 @@ def measured_timings(
 
 
 def kernel_resources(compiled: CompiledModel, buckets: Iterable[Bucket], show_progress: bool = True) -> Resources:
-    """What the kernels that these programs launch take of the GPU at hand, or of a Hopper where there is none."""
+    """Return registers, shared memory and spills of the programs' kernels, on this GPU or else on a Hopper."""
     programs = [compiled.program(bucket) for bucket in buckets]
     return program_resources(
         programs,

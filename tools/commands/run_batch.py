@@ -1,4 +1,4 @@
-"""`sidestream run-batch`: a file of requests, as OpenAI's batches spell them, answered by a running server."""
+"""`sidestream run-batch`: a file of requests in OpenAI's batch format, answered by a running server."""
 
 import argparse
 import errno
@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ..options.engine import positive, writing
+from ..options.engine import add_value, writing
 
 DESCRIPTION = """\
 Answer every request of a file, in OpenAI's batch format, through the HTTP of `sidestream serve` or `sidestream
 gateway`. Each line is a request: {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {...}}.
 
-Answers are appended as they come, in any order. After an interruption the same command goes on: requests whose answer
-is in the file already are not sent again."""
+Answers are appended in the order in which they arrive. After an interruption run the same command again: it skips the
+requests that are answered in the file."""
 
 EXAMPLES = """\
 examples:
@@ -34,7 +34,7 @@ REQUEST_SECONDS = 3600.0
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Adds the command to the `sidestream` parser."""
+    """Add the command to the `sidestream` parser."""
     parser = commands.add_parser(
         "run-batch",
         help="answer a file of requests through a running server",
@@ -44,24 +44,16 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("-i", "--input", type=Path, required=True, metavar="FILE", help="the requests, one a line")
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="where the answers go")
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="where HTTP is answered (default: %(default)s)")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="file of the answers")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
     parser.add_argument("--api-key", metavar="KEY", help="the server's key (default: $SIDESTREAM_API_KEY)")
-    parser.add_argument(
-        "--concurrency", type=positive, default=64, metavar="N", help="requests at once (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--retries",
-        type=int,
-        default=10,
-        metavar="N",
-        help="how often a request is sent again that the server has no room for, or does not answer (default: 10)",
-    )
+    add_value(parser, "--concurrency", 64, "requests at once")
+    add_value(parser, "--retries", 10, "how often to send a refused or lost request again", int)
     parser.set_defaults(run=run)
 
 
 def read_requests(path: Path) -> dict[str, tuple[str, bytes]]:
-    """custom_id -> (path, body) of every line. Raises ValueError naming the line that is no request."""
+    """Return custom_id -> (path, body) of every line. Raises ValueError for a line that is no request."""
     import msgspec
 
     class Line(msgspec.Struct):
@@ -93,7 +85,7 @@ def read_requests(path: Path) -> dict[str, tuple[str, bytes]]:
 
 
 def answered(path: Path) -> set[str]:
-    """The requests whose answers a file has. A last line that an interruption cut short is taken off it."""
+    """Return the answered requests of a file; an incomplete last line is removed from it."""
     import msgspec
 
     if not path.exists():
@@ -113,7 +105,7 @@ def answered(path: Path) -> set[str]:
 
 
 class Server:
-    """Where requests are sent. Used by many threads; each call makes a connection of its own."""
+    """An HTTP client for many threads; each call opens a connection."""
 
     def __init__(self, url: str, key: str, retries: int) -> None:
         parts = urlsplit(url)
@@ -122,7 +114,7 @@ class Server:
         self.url, self._parts, self._key, self._retries = url, parts, key, retries
 
     def ask(self, path: str, body: bytes) -> tuple[int, str, Any]:
-        """(status, request id, body) of the answer. Raises OSError when there is none after all retries."""
+        """Return (status, request id, body). Raises OSError if all retries fail."""
         for left in range(self._retries, -1, -1):
             pause = 1.0
             try:
@@ -152,9 +144,9 @@ class Server:
             connection.close()
 
 
-def _seconds(told: str | None) -> float:
+def _seconds(header: str | None) -> float:
     try:
-        return min(MAX_PAUSE_SECONDS, max(0.1, float(told or 1)))
+        return min(MAX_PAUSE_SECONDS, max(0.1, float(header or 1)))
     except ValueError:
         return 1.0
 
@@ -171,7 +163,7 @@ def _decoded(data: bytes) -> Any:
 def answers(
     server: Server, requests: dict[str, tuple[str, bytes]], concurrency: int
 ) -> Iterator[tuple[str, tuple[int, str, Any]]]:
-    """(custom_id, answer) as they come. Raises OSError when the server is gone; what is open is given up then."""
+    """Yield (custom_id, answer) as they arrive. Raises OSError when the server is lost; open requests are dropped."""
     with ThreadPoolExecutor(concurrency) as pool:
         waiting = iter(requests.items())
         open_: dict[Future[tuple[int, str, Any]], str] = {}
@@ -188,7 +180,7 @@ def answers(
 
 
 def run(options: argparse.Namespace) -> int:
-    """Answers what is not answered yet; 0 when all is, 1 when the server was lost on the way."""
+    """Answer the remaining requests; return 0 when all are answered, 1 when the server was lost."""
     import msgspec
     from tqdm import tqdm
 

@@ -1,4 +1,4 @@
-"""`sidestream serve`: a model and its adapters for other processes."""
+"""`sidestream serve`: serve a model and its adapters."""
 
 import argparse
 import os
@@ -12,6 +12,7 @@ from ..options.engine import (
     add_engine_options,
     add_model,
     add_option,
+    add_value,
     advanced,
     check_output,
     given,
@@ -22,17 +23,17 @@ from ..options.gateway import add_gateway_options, gateway_settings
 from ..options.vllm_flags import add_vllm_flags
 
 DESCRIPTION = """\
-Serve a model and its adapters until SIGTERM or Ctrl-C; then finish what is open, and stop.
+Serve a model and its adapters until SIGTERM or Ctrl-C, then finish open requests and stop.
 
-HTTP is answered at http://127.0.0.1:8000, as OpenAI and vLLM spell it. `sidestream chat`, `sidestream complete`,
-sidestream.Client and sidestream.AsyncClient speak docs/protocol.md, by default over a socket file that only you can
-reach; --bind may name tcp on the loopback, and tcp beyond it needs keys (`sidestream keygen`)."""
+HTTP at http://127.0.0.1:8000 is compatible with OpenAI and vLLM. `sidestream chat`, `sidestream generate --server`,
+sidestream.Client and sidestream.AsyncClient use the protocol of docs/protocol.md, by default over a socket file that
+only you can reach. --bind may be tcp on the loopback; other addresses need keys (`sidestream keys curve`)."""
 
 EXAMPLES = """\
 examples:
-  sidestream serve                                                        the demo model with its four adapters
+  sidestream serve                                                    the demo model with its four adapters
   sidestream serve models/llama --lora-modules sql=adapters/sql chat=adapters/chat
-  sidestream serve models/llama --host 0.0.0.0 --api-keys keys.toml       for other machines (`sidestream keys add`)
+  sidestream serve models/llama --host 0.0.0.0 --api-keys keys.toml   keys: `sidestream keys http add`
   sidestream serve models/llama --no-http --bind tcp://127.0.0.1:5757
   sidestream serve models/llama --bind tcp://0.0.0.0:5757 --keys keys/server
   sidestream serve --config server.toml --no-restart
@@ -45,7 +46,7 @@ server.toml has the flags as keys:
 
 
 def seconds(text: str) -> float:
-    """A number of seconds, for argparse."""
+    """Parse a number of seconds."""
     value = float(text)
     if not 0.0 <= value <= 86400.0:
         raise argparse.ArgumentTypeError(f"{text} must be from 0 to 86400 seconds")
@@ -53,10 +54,10 @@ def seconds(text: str) -> float:
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Adds the command to the `sidestream` parser."""
+    """Add the command to the `sidestream` parser."""
     parser = commands.add_parser(
         "serve",
-        help="serve a model and its adapters to other processes",
+        help="serve a model and its adapters",
         usage="%(prog)s [MODEL] [--lora-modules NAME=DIR ...] [--bind ADDRESS] [options]",
         description=DESCRIPTION,
         epilog=EXAMPLES,
@@ -68,51 +69,35 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "--bind", metavar="ADDRESS", help="ipc:///absolute/path or tcp://host:port (default: a socket file of your own)"
     )
     group.add_argument(
-        "--keys",
-        metavar="DIR",
-        help="the server's key directory, as `sidestream keygen` writes it; needed for tcp beyond this machine",
+        "--keys", metavar="DIR", help="the server's folder of `sidestream keys curve`; needed beyond this machine"
     )
-    group.add_argument(
-        "--engine-keys",
-        metavar="DIR",
-        help="a client's key directory, with which HTTP reaches a server that has --keys (default: no HTTP then)",
-    )
+    group.add_argument("--engine-keys", metavar="DIR", help="a client's folder, for HTTP if there are --keys")
     group.add_argument("--no-http", action="store_true", help="answer no HTTP")
     group.add_argument(
-        "--config",
-        action=ConfigAction,
-        metavar="FILE",
-        help="a TOML file with any of these flags; those of the command line win",
+        "--config", action=ConfigAction, metavar="FILE", help="a TOML file of flags; the command line wins"
     )
-    group.add_argument(
-        "--drain-seconds",
-        type=seconds,
-        default=30.0,
-        metavar="S",
-        help="how long open requests may go on after SIGTERM (default: %(default)g)",
-    )
+    add_value(group, "--drain-seconds", 30.0, "time for open requests after SIGTERM", seconds, "S")
     group.add_argument(
         "--restart",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="start the processes again when one dies or hangs (default); --no-restart: end instead",
+        help="restart processes that die or hang (default: on)",
     )
     group.add_argument(
         "--step-timeout",
         type=seconds,
         metavar="S",
-        help="end the GPU process when a step takes longer (default: ten times what the cost model gives the longest "
-        "step, at least 120 s; on a CPU ten times the longest of the last steps, at least 600 s); 0: end no process "
-        "for being late or silent",
+        help="kill the GPU process when a step takes longer (default: ten times the estimated longest step, at least "
+        "120 s; on a CPU ten times the longest of the last steps, at least 600 s); 0: never",
     )
     group.add_argument(
-        "--served-model-name", metavar="NAME", help="what clients are told (default: the directory's name)"
+        "--served-model-name", metavar="NAME", help="the model's name for clients (default: the directory's)"
     )
     group.add_argument(
         "--chat-template",
         metavar="FILE",
-        help="a Jinja chat template in place of the model's own (default: chat_template.jinja or tokenizer_config.json "
-        "in its directory; an adapter's own template is used for the adapter)",
+        help="a Jinja template instead of the model's chat_template.jinja or tokenizer_config.json; an adapter with "
+        "its own template uses that one",
     )
     group.add_argument(
         "--data-parallel-size",
@@ -122,25 +107,19 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         help="engines of the same model with one HTTP front, each on a GPU of its own (default: %(default)s); "
         "they listen at engine-0.sock, engine-1.sock ..., or at ports in a row",
     )
-    group.add_argument(
-        "--max-waiting",
-        type=positive,
-        default=4096,
-        metavar="N",
-        help="requests that may wait before others are refused (default: 4096)",
-    )
+    add_value(group, "--max-waiting", 4096, "waiting requests before others are refused")
     group.add_argument(
         "--allow-adapter-loading",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="let clients load and unload adapters (default: only through a socket file)",
+        help="by clients (default: only through a socket file)",
     )
     group.add_argument(
         "--adapter-root",
         action="append",
         default=[],
         metavar="DIR",
-        help="where adapters may be loaded from; may be repeated (default: the directories that hold those given)",
+        help="for adapters of clients; may be repeated (default: those of the given adapters)",
     )
     add_gateway_options(parser, ["--api-keys"])
     add_engine_options(parser)
@@ -149,9 +128,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add_option(group, "max_cpu_loras")
     add_option(group, "enable_prefix_caching", "--no-prefix-caching")
     group.add_argument(
-        "--trace-steps",
-        metavar="FILE",
-        help="profile a hundred decode steps into FILE, to see how long the GPU stands still between them",
+        "--trace-steps", metavar="FILE", help="profile a hundred decode steps, for idle time between them"
     )
     add_option(group, "load_format")
     add_option(
@@ -164,9 +141,9 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def settings_of(options: argparse.Namespace) -> Any:
-    """The parsed options as `ServeSettings`. Raises ValueError for what cannot be served."""
+    """Return the options as `ServeSettings`. Raises ValueError for options that cannot be served."""
     from ...runtime.protocol.addresses import default_address, parse
-    from ...runtime.quantization.file_names import AUTO, OFF
+    from ...runtime.quantization.defaults import AUTO, OFF
     from ...runtime.server.settings import ServeSettings
     from ...runtime.text.chat_files import read_template_file
 
@@ -210,9 +187,7 @@ def settings_of(options: argparse.Namespace) -> Any:
 
 
 def check_place(bind: str, keys: str | None) -> None:
-    """Raises ValueError for an address that cannot be served at, or keys that are not a server's, before a model is
-    loaded.
-    """
+    """Raise ValueError for an unusable address, or keys of another side, before a model is loaded."""
     from ...runtime.protocol.addresses import check_keys, parse
     from ...runtime.protocol.curve_keys import load_server_keys
 
@@ -228,7 +203,7 @@ def check_place(bind: str, keys: str | None) -> None:
         try:
             probe.bind((host, address.port))
         except socket.gaierror:
-            return  # the name of a network interface, which ZeroMQ knows
+            return  # the name of a network interface is valid for ZeroMQ
         except OSError as error:
             raise ValueError(
                 f"cannot listen at {address}: {error.strerror}; stop what listens there, or choose another address "
@@ -237,16 +212,16 @@ def check_place(bind: str, keys: str | None) -> None:
 
 
 def front_of(options: argparse.Namespace, settings: Any) -> Any:
-    """The HTTP front that the options ask for; None where the engine has keys and HTTP was given none.
+    """Return the HTTP front; None if the engine has keys and HTTP has none.
 
-    Raises ValueError for an address that is taken or that would let everyone in, and for keys that are not a client's,
-    before a model is loaded.
+    Raises ValueError for an address that is taken or open to everyone, and for keys that are not a client's, before a
+    model is loaded.
     """
     from msgspec.structs import replace
 
     from ...runtime.gateway.server_process import listen
     from ...runtime.protocol.curve_keys import load_client_keys
-    from ...runtime.server.front import Front
+    from ...runtime.server.supervisor_loop import GatewayProcess
 
     gateway = gateway_settings(options)
     if settings.keys is not None and options.engine_keys is None:
@@ -257,13 +232,13 @@ def front_of(options: argparse.Namespace, settings: Any) -> Any:
     listener = listen(gateway.host, gateway.port)
     command = [sys.executable, "-m", "sidestream.runtime.gateway.server_process"]
     keys = options.engine_keys and str(Path(options.engine_keys).resolve())
-    return Front(command, lambda addresses: replace(gateway, engines=addresses, engine_keys=keys), listener)
+    return GatewayProcess(command, lambda addresses: replace(gateway, engines=addresses, engine_keys=keys), listener)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serves; returns 0 after SIGTERM, 1 when a process died, 2 when the start failed."""
-    from ...runtime.server.replicas.host import addresses_of, devices_of, serve_replicas
-    from ...runtime.server.supervisor import serve
+    """Serve; return 0 after SIGTERM, 1 when a process died, 2 when the start failed."""
+    from ...runtime.server.replica_supervisor import ReplicaSupervisor, addresses_of, devices_of
+    from ...runtime.server.supervisor import Supervisor
 
     settings, count = settings_of(options), options.data_parallel_size
     for address in [settings.bind] if count == 1 else addresses_of(settings.bind, count):
@@ -278,8 +253,8 @@ def run(options: argparse.Namespace) -> int:
     front = None if options.no_http else front_of(options, settings)
     print(f"loading {settings.served_model_name} with {len(settings.adapters)} adapters", file=sys.stderr, flush=True)
     if count > 1:
-        return serve_replicas(settings, count, _say, front)
-    return serve(settings, _say, front)
+        return ReplicaSupervisor(settings, count, _say, front).run()
+    return Supervisor(settings, _say, front).run()
 
 
 def _say(line: str) -> None:

@@ -1,6 +1,4 @@
-"""Shows the answers of one batch as they grow: on a terminal all lines at once, into a file or pipe each line when
-it is complete.
-"""
+"""Print the answers of one batch as they grow: all lines at once on a terminal, else each line when it is complete."""
 
 import shutil
 import sys
@@ -25,7 +23,7 @@ class AnswerBoard:
             self.output.write("\n" * len(labels))
 
     def add(self, index: int, text: str, finished: bool) -> None:
-        """New text of prompt `index`."""
+        """Add new text of prompt `index`."""
         self.texts[index] += text
         if self.live and time.monotonic() - self._drawn > REDRAW_SECONDS:
             self.draw()
@@ -34,7 +32,7 @@ class AnswerBoard:
             self.output.flush()
 
     def draw(self) -> None:
-        """Rewrites the lines on the terminal, cut at its width."""
+        """Redraw the lines on the terminal, cut at its width."""
         columns = shutil.get_terminal_size().columns - 1
         lines = [f"{label}  {one_line(text)}"[:columns] for label, text in zip(self.labels, self.texts, strict=True)]
         self.output.write(f"\x1b[{len(lines)}F" + "".join(f"\x1b[2K{line}\n" for line in lines))
@@ -42,18 +40,18 @@ class AnswerBoard:
         self._drawn = time.monotonic()
 
     def close(self) -> None:
-        """The last state; to be called at the end."""
+        """Draw the final state."""
         if self.live:
             self.draw()
 
 
 def one_line(text: str) -> str:
-    """`text` without surrounding white space, its line ends and control characters made harmless for a terminal."""
+    """Return `text` without surrounding white space and with control characters replaced by spaces."""
     return "".join(character if character.isprintable() else " " for character in text.strip())
 
 
 def stream_answers(chunks: Iterable[Any], labels: Sequence[str]) -> list[str]:
-    """Shows the chunks of `LLM.stream` as they come; returns the whole answers."""
+    """Print the chunks of `LLM.stream` as they arrive, and return the whole answers."""
     board = AnswerBoard(labels)
     try:
         for chunk in chunks:

@@ -1,4 +1,4 @@
-"""`sidestream usage`: who used what, from a gateway's usage log."""
+"""`sidestream usage`: sums of a gateway's usage log."""
 
 import argparse
 import re
@@ -10,8 +10,8 @@ from typing import Any
 
 DESCRIPTION = """\
 Sum up a gateway's usage log: requests, tokens and times by owner, key, model, adapter, endpoint, status, error, day or
-hour. An adapter's name stands for other weights when it is loaded again, so --by adapter also tells the hash of its
-content: who used which version of which adapter. It may be asked while gateways write."""
+hour. An adapter's name may have other weights after a reload, so --by adapter also prints the hash of its content.
+Gateways may write the log at the same time."""
 
 EXAMPLES = """\
 examples:
@@ -23,7 +23,7 @@ _UNITS = {"m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 
 def moment(text: str) -> float:
-    """`90m`, `12h`, `1d` or `2w` ago, or a date with or without a time (UTC); seconds since the epoch, for argparse."""
+    """Parse `90m`, `12h`, `1d` or `2w` ago, or a date with or without a time (UTC), into seconds since the epoch."""
     if re.fullmatch(r"\d{1,6}[mhdw]", text):
         return time.time() - int(text[:-1]) * _UNITS[text[-1]]
     try:
@@ -36,7 +36,7 @@ def moment(text: str) -> float:
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Adds the command to the `sidestream` parser."""
+    """Add the command to the `sidestream` parser."""
     parser = commands.add_parser(
         "usage",
         help="sum up a gateway's usage log",
@@ -44,14 +44,12 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "file", nargs="?", type=Path, metavar="FILE", help="the log (default: where a gateway writes it by default)"
-    )
+    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="the log (default: that of a gateway)")
     parser.add_argument(
         "--by",
         default="owner,adapter",
         metavar="GROUP,...",
-        help="owner, key, model, adapter, endpoint, status, error, day, hour (default: %(default)s)",
+        help="groups, also key, model, endpoint, status, error, day, hour (default: %(default)s)",
     )
     parser.add_argument("--since", type=moment, metavar="TIME", help="90m, 12h, 1d, 2w, or a date (default: all)")
     parser.add_argument("--until", type=moment, metavar="TIME", help="as --since (default: now)")
@@ -62,7 +60,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the sums."""
+    """Print the sums."""
     from ...runtime.gateway.auth.usage_database import default_path
     from ...runtime.gateway.auth.usage_report import as_csv, as_json, as_table, report
 

@@ -1,4 +1,4 @@
-"""`sidestream deploy`: a fleet of engines on Ray Serve."""
+"""`sidestream fleet deploy`: a fleet of engines on Ray Serve."""
 
 import argparse
 import sys
@@ -6,17 +6,17 @@ from pathlib import Path
 from typing import Any
 
 DESCRIPTION = """\
-Start a fleet of engines on Ray Serve, or change the one that runs: its replicas are replaced one by one, and requests
-go on meanwhile. Ray is the one of $RAY_ADDRESS, or of this machine; where there is none, one is started that only this
-machine can reach. Needs the extra `ray`."""
+Start a fleet of engines on Ray Serve, or change the running one: replicas are replaced one by one while requests
+continue. Ray is that of $RAY_ADDRESS or of this machine; otherwise a Ray that only this machine can reach is started.
+Needs the extra `ray`."""
 
 EXAMPLES = """\
 examples:
-  sidestream deploy                      the demo model on the CPU
-  sidestream deploy fleet.toml
-  sidestream deploy fleet.toml --check   say what is wrong with the file, and start nothing
+  sidestream fleet deploy                      the demo model on the CPU
+  sidestream fleet deploy fleet.toml
+  sidestream fleet deploy fleet.toml --check   check the file, and start nothing
 
-fleet.toml (all keys: docs/fleet.md):
+fleet.toml (all keys: docs/scaling.md):
   model = "models/llama"
   max-replicas = 4
   keys = "keys.toml"
@@ -27,7 +27,7 @@ fleet.toml (all keys: docs/fleet.md):
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Adds the command to the `sidestream` parser."""
+    """Add the command to `sidestream fleet`."""
     parser = commands.add_parser(
         "deploy",
         help="start or change a fleet of engines on Ray Serve",
@@ -42,7 +42,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Deploys; returns 0 when the fleet is ready."""
+    """Deploy, and return 0 when the fleet is ready."""
     from ...runtime.fleet.options import FleetOptions, read_options
 
     fleet = FleetOptions() if options.file is None else read_options(options.file)
@@ -53,26 +53,25 @@ def run(options: argparse.Namespace) -> int:
     from ...runtime.fleet.cluster import connect
 
     if connect(start=True):
-        _say("started a Ray that only this machine can reach; `ray stop` ends it")
+        _log("started a Ray that only this machine can reach; `ray stop` ends it")
     from ...runtime.fleet.application import deploy, missing_resources
 
-    _say(f"deploying {fleet.name}")
+    _log(f"deploying {fleet.name}")
     if why := missing_resources(fleet):
-        _say(why)
+        _log(why)
     deploy(fleet)
-    _say(f"answering HTTP at http://{fleet.host}:{fleet.port}")
+    _log(f"answering HTTP at http://{fleet.host}:{fleet.port}")
     return 0
 
 
 def need_ray() -> None:
-    """Raises ValueError without the extra."""
+    """Raise ValueError without the extra."""
     from importlib.util import find_spec
 
-    if (
-        find_spec("ray") is None
-    ):  # not of ray.serve: looking for that would import ray, before it is made to ask for a token
+    # a search for ray.serve would import ray before its token is required
+    if find_spec("ray") is None:
         raise ValueError("a fleet needs Ray Serve; pip install 'sidestream[ray]'")
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(f"sidestream: {line}", file=sys.stderr, flush=True)

@@ -1,10 +1,11 @@
-"""What several commands share: options, models, and the machine's description.
+"""Options that several commands share.
 
-engine           of commands that build a model
-client           of commands that speak with a server
-gateway          of commands that answer HTTP
-vllm_flags       flags of `vllm serve` that are none here
-config_file      `--config file.toml`
-models           shapes, adapters, buckets and batches that are measured or compared
-environment      versions and hardware
+engine        a model, its adapters and its compilation
+client        a server's address, and sampling
+gateway       HTTP: address, keys and logs
+vllm_flags    flags of `vllm serve`
+config_file   `--config file.toml`
+models        models, adapters, buckets and batches to measure or compare
+shapes        config.json of other families, for --shape
+environment   versions and hardware
 """

@@ -1,6 +1,4 @@
-"""`--config file.toml`: every flag of a command as a key, so that a server can be started from a file that is kept
-next to its unit.
-"""
+"""`--config file.toml`: flags of a command as keys of a TOML file."""
 
 import argparse
 import difflib
@@ -13,12 +11,12 @@ GIVEN = "config_values"
 
 
 class ConfigParser(argparse.ArgumentParser):
-    """A parser that fills in what a `ConfigAction` read, for the flags that the command line leaves alone."""
+    """A parser that takes values of a `ConfigAction`'s file for flags that are not on the command line."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """As argparse's; a flag of the command line wins over the file, also where it equals the flag's default."""
+        """Parse; a flag on the command line wins over the file, even with its default value."""
         found, rest = super().parse_known_args(args, namespace)
         values: dict[str, Any] = vars(found).pop(GIVEN, {})
         if values:
@@ -28,7 +26,7 @@ class ConfigParser(argparse.ArgumentParser):
             )
             for action in self._actions:
                 value = getattr(again, action.dest, None)
-                # a positional that is left out is set to its default
+                # an omitted positional is set to its default
                 left_alone = value is untouched or (not action.option_strings and value is action.default)
                 if action.dest in values and left_alone:
                     setattr(found, action.dest, values[action.dest])
@@ -36,14 +34,13 @@ class ConfigParser(argparse.ArgumentParser):
 
 
 class _Untouched(list[Any]):
-    """Stands for a flag that was not given; a list, since flags that collect values add to a copy of it."""
+    """Marks a flag that was not given; a list, since flags that collect values append to a copy of it."""
 
 
 class ConfigAction(argparse.Action):
-    """Reads the flags that a TOML file gives, for a `ConfigParser` to fill in. Flags on the command line win.
+    """Reads flags from a TOML file: `max-num-seqs = 64`, `enforce-eager = true`, `disable-pass = ["a", "b"]`.
 
-    `max-num-seqs = 64`, `enforce-eager = true`, `disable-pass = ["a", "b"]`, and a table for NAME=VALUE flags:
-    `[lora-modules]` with `sql = "adapters/sql"`.
+    NAME=VALUE flags are a table: `[lora-modules]` with `sql = "adapters/sql"`.
     """
 
     def __call__(
@@ -53,9 +50,7 @@ class ConfigAction(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Raises through parser.error for a file that cannot be read, an unknown key, or a value that the flag would
-        not take.
-        """
+        """Report an unreadable file, an unknown key or a wrong value through parser.error."""
         setattr(namespace, self.dest, values)
         try:
             content = tomllib.loads(Path(values).read_text(encoding="utf-8"))
@@ -81,7 +76,7 @@ class ConfigAction(argparse.Action):
 
 
 def _flags(parser: argparse.ArgumentParser, skip: argparse.Action) -> dict[str, argparse.Action]:
-    """Name without dashes -> the action."""
+    """Return name without dashes -> action."""
     flags: dict[str, argparse.Action] = {}
     for action in parser._actions:
         if action is skip or isinstance(action, argparse._HelpAction):
@@ -92,7 +87,7 @@ def _flags(parser: argparse.ArgumentParser, skip: argparse.Action) -> dict[str, 
 
 
 def _set_by(parser: argparse.ArgumentParser, action: argparse.Action, name: str, value: Any) -> dict[str, Any]:
-    """What a flag sets that is not stored itself."""
+    """Return the values that a flag sets under other names."""
     found = argparse.Namespace()
     if action.nargs == 0:
         action(parser, found, [], f"--{name}" if value is not False else f"--no-{name}")
@@ -116,7 +111,7 @@ def _value(parser: argparse.ArgumentParser, action: argparse.Action, where: str,
 
 
 def _one(parser: argparse.ArgumentParser, action: argparse.Action, where: str, value: Any) -> Any:
-    """One value, converted and checked as the command line's would be."""
+    """Return one value, converted and checked as on the command line."""
     if isinstance(value, (dict, list, bool)):
         parser.error(f"{where}: {value!r} is not what this flag takes")
     convert = action.type if callable(action.type) else str

@@ -1,6 +1,4 @@
-"""The options that every command shares, spelled as vLLM's users know them, and how they become arguments of `LLM`
-and `CompileOptions`.
-"""
+"""Options of a model and its engine in the spelling of vLLM, and their conversion to arguments of `LLM`."""
 
 import argparse
 import contextlib
@@ -23,7 +21,7 @@ ADVANCED = "advanced"
 
 
 def at_least(low: int) -> Callable[[str], int]:
-    """Integers from `low` on, for argparse."""
+    """Return a parser of integers from `low` on."""
 
     def integer(text: str) -> int:
         try:
@@ -41,8 +39,23 @@ def at_least(low: int) -> Callable[[str], int]:
 positive = at_least(1)
 
 
+def add_value(
+    group: Any,
+    flag: str,
+    default: Any,
+    about: str,
+    kind: Callable[[str], Any] = positive,
+    metavar: Any = "N",
+    **more: Any,
+) -> None:
+    """Add a flag with a value of type `kind`; its help is `about` with the default."""
+    values = default if isinstance(default, (list, tuple)) else [default]
+    shown = " ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
+    group.add_argument(flag, type=kind, default=default, metavar=metavar, help=f"{about} (default: {shown})", **more)
+
+
 def share(text: str) -> float:
-    """A number in (0, 1], for argparse."""
+    """Parse a number in (0, 1]."""
     value = float(text)
     if not 0.0 < value <= 1.0:
         raise argparse.ArgumentTypeError(f"{text} must be above 0 and at most 1")
@@ -50,7 +63,7 @@ def share(text: str) -> float:
 
 
 def layers(text: str) -> bool | tuple[int, ...]:
-    """`on`, `off`, or numbers of layers such as 0,3-7, for argparse."""
+    """Parse `on`, `off`, or numbers of layers such as 0,3-7."""
     if text in ("on", "off"):
         return text == "on"
     chosen: set[int] = set()
@@ -65,7 +78,7 @@ def layers(text: str) -> bool | tuple[int, ...]:
 
 
 def speculation(text: str) -> str | int:
-    """`off`, `auto` or a number of drafts, for argparse."""
+    """Parse `off`, `auto` or a number of drafts."""
     value = int(text) if text.isdecimal() else text
     if not is_speculation(value):
         raise argparse.ArgumentTypeError(f"{text!r} is not off, auto, or a number of drafts from 1 to {MAX_DRAFTS}")
@@ -73,7 +86,7 @@ def speculation(text: str) -> str | int:
 
 
 def named_path(text: str) -> tuple[str, str]:
-    """`name=path` of --lora-modules, or vLLM's JSON of one, for argparse."""
+    """Parse `name=path` of --lora-modules, or vLLM's JSON of it."""
     name, equals, path = text.partition("=")
     if text.startswith("{"):
         try:
@@ -92,34 +105,33 @@ def named_path(text: str) -> tuple[str, str]:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """MODEL, which may be left out."""
-    parser.add_argument("--model", help=argparse.SUPPRESS)  # as some servers spell it
+    """Add the optional MODEL."""
+    parser.add_argument("--model", help=argparse.SUPPRESS)  # the spelling of other servers
     parser.add_argument(
         "model",
         nargs="?",
         default=argparse.SUPPRESS,
         metavar="MODEL",
-        help="model directory in the Hugging Face format (default: the demo model with its adapters)",
+        help="a Hugging Face directory (default: the demo model with its adapters)",
     )
 
 
 def add_bench_model(parser: argparse.ArgumentParser) -> None:
-    """MODEL of a bench, whose default is no directory; --model is its former spelling."""
+    """Add the optional MODEL of a bench; --model is its former spelling."""
     parser.add_argument("--model", help=argparse.SUPPRESS)
     parser.add_argument(
         "model",
         nargs="?",
         default=argparse.SUPPRESS,
         metavar="MODEL",
-        help="model directory, or `demo` for the demo model (default: Llama-3.1-8B's shape with random weights)",
+        help="a directory, or `demo` (default: Llama-3.1-8B's shape with random weights)",
     )
 
 
 def add_option(group: Any, name: str, flag: str = "", **changes: Any) -> None:
-    """The flag of an option of `LLM`: its spelling, type, choices, default and help are those of the option's field,
-    but for `changes`.
+    """Add the flag of an option of `LLM`, with type, choices, default and help of the option's field but for `changes`.
 
-    A flag that is not given is None, so that the option's own default holds; a switch is off.
+    A flag that is not given is None (a switch: False), so that the option's own default applies.
     """
     option = keywords()[name]
     low = option.metadata.get("range", (None,))[0]
@@ -141,13 +153,13 @@ def add_option(group: Any, name: str, flag: str = "", **changes: Any) -> None:
 
 
 def advanced(parser: argparse.ArgumentParser) -> Any:
-    """The group of what few need: how numbers are rounded, and which passes run. It stands last in the help."""
+    """Return the group of rarely used options, which is last in the help."""
     known = (group for group in parser._action_groups if group.title == ADVANCED)
     return next(known, None) or parser.add_argument_group(ADVANCED)
 
 
 def add_compile_options(parser: argparse.ArgumentParser, precision: Precision | None = DEFAULT_PRECISION) -> None:
-    """Add what is compiled, and how; `precision`: where none is given, None leaves it to `LLM`."""
+    """Add the options of the compiler; `precision`: default, None leaves it to `LLM`."""
     changes: dict[str, Any] = {}
     if precision is not None:
         doc = keywords()["precision"].metadata["doc"]
@@ -163,7 +175,7 @@ def add_compile_options(parser: argparse.ArgumentParser, precision: Precision | 
 
 
 def add_lora_options(parser: argparse.ArgumentParser) -> None:
-    """Adapters and their limits."""
+    """Add adapters and their limits."""
     group = parser.add_argument_group("adapters")
     group.add_argument(
         "--lora-modules",
@@ -181,7 +193,7 @@ def add_lora_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Add all that `LLM` takes."""
+    """Add all options of `LLM`."""
     add_compile_options(parser, precision=None)
     add_lora_options(parser)
     group = parser.add_argument_group("engine")
@@ -198,28 +210,28 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_ranks(group: Any) -> None:
-    """Over how many processes a model is spread."""
+    """Add the number of GPUs of a model."""
     add_option(group, "tensor_parallel_size", type=int, choices=TENSOR_PARALLEL, metavar="N")
 
 
 def ranks_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """What `add_ranks` comes to for `CompileOptions`: the programs that rank 0 of an engine runs."""
+    """Return the arguments of `add_ranks` for `CompileOptions`, for the programs of tp_rank 0."""
     world = options.tensor_parallel_size or 1
     return {"tensor_parallel": world, "gather_logits": world == 1}
 
 
 def add_run_options(group: Any, seed: str = "seed of the sampling") -> None:
-    """How the engine runs: memory, CUDA graphs, device and seed; the latter also is the seed of what `seed` says."""
+    """Add memory, CUDA graphs, device and seed; `seed`: help of the latter."""
     add_option(group, "gpu_memory_utilization")
     add_option(group, "enforce_eager")
     add_option(group, "device", choices=("cpu", "cuda"))
-    group.add_argument("--seed", type=int, default=0, help=f"{seed} (default: %(default)s)")
+    group.add_argument("--seed", type=int, default=0, help=f"{seed} (default: 0)")
 
 
 def model_directory(options: argparse.Namespace) -> Path:
-    """The directory of MODEL, or of the demo model.
+    """Return the directory of MODEL, or of the demo model.
 
-    Raises ValueError when it is no model directory.
+    Raises ValueError if it is no model directory.
     """
     directory = hub_or_path(options.model) if options.model else DEMO_MODEL
     if not (directory / "config.json").is_file():
@@ -231,7 +243,7 @@ def model_directory(options: argparse.Namespace) -> Path:
 
 
 def adapters_of(options: argparse.Namespace) -> dict[str, str]:
-    """The adapters by name: those of --lora-modules, or the demo model's own when MODEL is left out."""
+    """Return the adapters by name: those of --lora-modules, or the demo model's without MODEL."""
     chosen = dict(options.lora_modules)
     if len(chosen) < len(options.lora_modules):
         raise ValueError("--lora-modules names an adapter twice; give each its own name")
@@ -247,28 +259,28 @@ def adapters_of(options: argparse.Namespace) -> dict[str, str]:
 
 
 def compile_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of `CompileOptions`."""
+    """Return arguments of `CompileOptions`."""
     kv_dtype = "fp8_e4m3" if options.kv_cache_dtype == "fp8" else options.kv_cache_dtype
     arguments = {"kv_dtype": kv_dtype, "disable": tuple(options.disable_pass)}
     return arguments | given(options, "precision") | key_arguments(options)
 
 
 def precision_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """The same as arguments of `LLM`, which decides about Hadamard and centring by itself where they are not given."""
+    """Return the same as arguments of `LLM`, which chooses Hadamard and centring unless they are given."""
     compiled = compile_arguments(options)
     arguments = {"kv_cache_dtype": compiled["kv_dtype"], "disable_passes": compiled["disable"]}
     return arguments | given(options, "precision") | key_arguments(options)
 
 
 def key_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """Those of --hadamard, --center-keys, --balance-keys, --rotate-values and --lora-dtype that were given."""
+    """Return the given values of --hadamard, --center-keys, --balance-keys, --rotate-values and --lora-dtype."""
     return ({"hadamard": False} if options.no_hadamard else {}) | given(
         options, "hadamard", "center_keys", "balance_keys", "rotate_values", "lora_dtype"
     )
 
 
 def llm_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of `LLM`; options that were not given keep its defaults."""
+    """Return arguments of `LLM`; options that are not given keep its defaults."""
     arguments = precision_arguments(options)
     arguments |= {
         "model": str(model_directory(options)),
@@ -300,12 +312,12 @@ def llm_arguments(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Those of `names` that have a value."""
+    """Return the options of `names` that have a value."""
     return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
 
 
 def check_output(flag: str, path: Path | None) -> None:
-    """Raises ValueError for a file that could not be written, before any work; None is no file."""
+    """Raise ValueError if a file cannot be written, before any work; None is no file."""
     if path is None:
         return
     if path.is_dir() or not path.absolute().parent.is_dir():
@@ -316,7 +328,7 @@ def check_output(flag: str, path: Path | None) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Name `path` in errors of a disk that is full, which name no file themselves."""
+    """Add `path` to errors of a full disk, which name no file."""
     try:
         yield
     except OSError as error:
@@ -326,7 +338,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def check_output_directory(flag: str, path: Path) -> None:
-    """Raises ValueError for a directory that could not be made or written, before any work."""
+    """Raise ValueError if a directory cannot be made or written, before any work."""
     if path.exists() and not path.is_dir():
         raise ValueError(f"{flag} {path} is a file; name a directory")
     there = next(each for each in (path, *path.absolute().parents) if each.exists())
@@ -335,5 +347,5 @@ def check_output_directory(flag: str, path: Path) -> None:
 
 
 def demo_prompts() -> list[dict[str, str | None]]:
-    """The demo's batch: {"adapter", "prompt", "answer"} each; the adapter is None for the base model."""
+    """Return the demo's batch: {"adapter", "prompt", "answer"} each; the adapter is None for the base model."""
     return json.loads((DEMO_MODEL / "prompts.json").read_text())

@@ -1,4 +1,4 @@
-"""The machine that a figure was measured on, without names or paths of its user; and which Sidestream this is."""
+"""Versions and hardware of this machine, without names or paths of its user."""
 
 import json
 import platform
@@ -12,21 +12,11 @@ from ... import __version__
 
 ROOT = Path(__file__).parents[2]  # the package's folder; in a checkout also the repository's
 
-PACKAGES = (
-    "torch",
-    "triton",
-    "numpy",
-    "safetensors",
-    "tokenizers",
-    "msgspec",
-    "pyzmq",
-    "transformers",
-    "peft",
-)
+PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "msgspec", "pyzmq", "transformers", "peft")
 
 
 def driver_version() -> str | None:
-    """The NVIDIA driver's version, or None where nvidia-smi is missing or says nothing."""
+    """Return the version of the NVIDIA driver, or None without nvidia-smi or its answer."""
     try:
         found = subprocess.run(
             ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
@@ -41,7 +31,7 @@ def driver_version() -> str | None:
 
 
 def package_version(name: str) -> str | None:
-    """The installed version of a distribution, or None."""
+    """Return the installed version of a distribution, or None."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -49,8 +39,9 @@ def package_version(name: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The commit that is installed, in twelve digits: of the checkout (with a + where files differ from it), or the one
-    that pip noted when it installed from git. None where nobody knows it, as in a wheel of a release.
+    """Return the installed commit in twelve digits, or None if unknown.
+
+    It is that of the checkout (with a + for changed files), or the one that pip recorded when it installed from git.
     """
     if (ROOT / ".git").exists():
         asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
@@ -67,7 +58,7 @@ def commit() -> str | None:
 
 
 def version_text() -> str:
-    """What `sidestream --version` prints; quick, as it imports neither torch nor Triton."""
+    """Return the output of `sidestream --version`; it imports neither torch nor Triton."""
     known = commit()
     return (
         f"sidestream {__version__}{f' (commit {known})' if known else ''}\n"
@@ -77,7 +68,7 @@ def version_text() -> str:
 
 
 def collect() -> dict[str, Any]:
-    """Versions and hardware, JSON-able."""
+    """Return versions and hardware for JSON."""
     import torch
 
     gpus = []

@@ -1,4 +1,4 @@
-"""Options that `serve` and `gateway` share: where HTTP is answered, for whom, and what is written down."""
+"""Options that `serve` and `gateway` share: HTTP address, keys and logs."""
 
 import argparse
 import os
@@ -6,66 +6,52 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .engine import check_output, positive
+from .engine import add_value, check_output, positive
 
 API_KEY_VARIABLE = "SIDESTREAM_API_KEY"
 
 
 def add_gateway_options(parser: argparse.ArgumentParser, keys_flags: list[str]) -> None:
-    """Adds them as groups. `keys_flags`: how the file of API keys is called."""
+    """Add the options in groups. `keys_flags`: flags of the file of API keys."""
     from ...runtime.gateway.settings import HOST, PORT
 
     group = parser.add_argument_group("HTTP")
-    group.add_argument("--host", default=HOST, help="address that HTTP is answered at (default: %(default)s)")
-    group.add_argument("--port", type=port, default=PORT, help="its port; 0: any that is free (default: %(default)s)")
-    group.add_argument(
-        "--api-key", metavar="KEY", help=f"the one key that may ask for everything (default: ${API_KEY_VARIABLE})"
-    )
-    group.add_argument(
-        *keys_flags,
-        dest="api_keys",
-        metavar="FILE",
-        help="keys with owners, rights and limits, as `sidestream keys` writes them",
-    )
-    group.add_argument("--insecure", action="store_true", help="answer other machines without asking for a key")
+    group.add_argument("--host", default=HOST, help="address of HTTP (default: %(default)s)")
+    group.add_argument("--port", type=port, default=PORT, help="its port; 0: any free port (default: %(default)s)")
+    group.add_argument("--api-key", metavar="KEY", help=f"the only key, with all rights (default: ${API_KEY_VARIABLE})")
+    group.add_argument(*keys_flags, dest="api_keys", metavar="FILE", help="keys of `sidestream keys http`")
+    group.add_argument("--insecure", action="store_true", help="answer other machines without a key")
     group.add_argument(
         "--allowed-origins",
         nargs="+",
         metavar="ORIGIN",
-        help="pages of these origins may call the server: https://app.example, or * for all; also as a JSON list "
-        "(default: pages that this machine serves, at any port)",
+        help="origins of pages that may call the server: https://app.example, or * for all; also as a JSON list "
+        "(default: pages of this machine, at any port)",
     )
-    group.add_argument(
-        "--max-connections", type=positive, default=4096, metavar="N", help="open connections (default: %(default)s)"
-    )
+    add_value(group, "--max-connections", 4096, "open connections")
     group.add_argument(
         "--connections-per-client",
         type=positive,
         metavar="N",
-        help="open connections of one address (default: half of all; on this machine all)",
+        help="of one address (default: half of all; on this machine all)",
     )
     group = parser.add_argument_group("records")
     group.add_argument(
-        "--usage-log",
-        metavar="FILE",
-        help="who used what, for `sidestream usage`; none: no log (default: where `sidestream usage` looks for it)",
+        "--usage-log", metavar="FILE", help="for `sidestream usage`; none: no log (default: in your state directory)"
     )
     group.add_argument(
-        "--usage-days",
-        type=positive,
-        metavar="N",
-        help="delete what the usage log has of requests more than N days ago (default: keep all)",
+        "--usage-days", type=positive, metavar="N", help="delete its entries after N days (default: keep all)"
     )
-    group.add_argument("--log-payloads", action="store_true", help="prompts and answers go into the usage log too")
+    group.add_argument("--log-payloads", action="store_true", help="write prompts and answers to the usage log, too")
     group.add_argument("--access-log", metavar="FILE", help="a line of JSON for each request; -: standard output")
     group.add_argument(
-        "--metrics-compat", choices=["vllm"], help="/metrics also has vLLM's names, for dashboards that know those"
+        "--metrics-compat", choices=["vllm"], help="/metrics also has vLLM's names, for existing dashboards"
     )
     group.add_argument("--otel-endpoint", metavar="URL", help="send spans to this OTLP collector (the extra `otel`)")
 
 
 def port(text: str) -> int:
-    """A port, for argparse."""
+    """Parse a port."""
     value = int(text)
     if not 0 <= value <= 65535:
         raise argparse.ArgumentTypeError(f"{text} must be from 0 to 65535")
@@ -73,9 +59,9 @@ def port(text: str) -> int:
 
 
 def gateway_settings(options: argparse.Namespace) -> Any:
-    """The parsed options as `GatewaySettings`, without engines.
+    """Return the options as `GatewaySettings`, without engines.
 
-    Raises ValueError for what contradicts itself, or would let everyone in from other machines.
+    Raises ValueError for contradictory options, and for access from other machines without keys.
     """
     from ...runtime.gateway.auth.keys import parse, read_bytes
     from ...runtime.gateway.metrics.tracing import check_endpoint
@@ -84,7 +70,7 @@ def gateway_settings(options: argparse.Namespace) -> Any:
     from ...runtime.gateway.settings import GatewaySettings
 
     if options.api_key == "":
-        raise ValueError("--api-key is empty, so that nobody would be asked for one; give a key, or leave the flag out")
+        raise ValueError("--api-key is empty, which would admit everyone; give a key, or leave the flag out")
     api_key = options.api_key if options.api_key is not None else os.environ.get(API_KEY_VARIABLE, "")
     if api_key and options.api_keys is not None:
         raise ValueError("--api-key and a file of keys exclude each other; add the key to the file with its rights")
@@ -123,7 +109,7 @@ def gateway_settings(options: argparse.Namespace) -> Any:
 
 
 def _usage_log(given: str | None) -> str | None:
-    """Where the usage log lies. Where the default place cannot be written, as in many containers, there is none."""
+    """Return the path of the usage log; None if the default place cannot be written, as in many containers."""
     from ...runtime.gateway.auth.usage_database import default_path
 
     if given is not None:

@@ -1,4 +1,4 @@
-"""Models, adapters, programs and batches that several commands measure or compare."""
+"""Models, adapters, buckets and batches that commands measure or compare."""
 
 import argparse
 import difflib
@@ -57,7 +57,7 @@ HIGHEST_RANK = 512
 
 
 def pick_adapters(kind: str, names: Sequence[str], count: int, seed: int) -> list[str | None]:
-    """The adapter of each of `count` requests."""
+    """Return the adapter of each of `count` requests."""
     if kind == "none":
         return [None] * count
     if kind == "four":
@@ -67,7 +67,7 @@ def pick_adapters(kind: str, names: Sequence[str], count: int, seed: int) -> lis
 
 
 def bucket(text: str) -> tuple[str, int]:
-    """`decode:N` (or just `N`), `verify1:N`, `verify3:N`, `verify7:N` or `mixed:N`, for argparse."""
+    """Parse `decode:N` (or just `N`), `verify1:N`, `verify3:N`, `verify7:N` or `mixed:N`."""
     match = re.fullmatch(r"(?:(decode|verify[137]|mixed):)?([1-9]\d{0,4})", text)
     if match is None:
         raise argparse.ArgumentTypeError(
@@ -78,7 +78,7 @@ def bucket(text: str) -> tuple[str, int]:
 
 
 def as_bucket(kind: str, count: int, lora: bool) -> Any:
-    """The compiler's bucket for `decode:count`, `verify3:count` or `mixed:count`."""
+    """Return the compiler's bucket for `decode:count`, `verify3:count` or `mixed:count`."""
     from ...compiler.program.program import Bucket
 
     rows = 1 + int(kind.removeprefix("verify")) if kind.startswith("verify") else 1
@@ -95,45 +95,39 @@ def as_bucket(kind: str, count: int, lora: bool) -> Any:
 
 
 def add_shape(parser: argparse.ArgumentParser) -> None:
-    """Adds --shape: a model of which only the config is needed."""
-    parser.add_argument(
-        "--shape",
-        metavar="NAME|FILE",
-        help=f"instead of MODEL: {', '.join(SHAPES)}, or a config.json, which is all that is read",
-    )
+    """Add --shape: a model given by its config only."""
+    parser.add_argument("--shape", metavar="NAME|FILE", help=f"instead of MODEL: {', '.join(SHAPES)}, or a config.json")
 
 
 def add_gpu(parser: argparse.ArgumentParser) -> None:
-    """Add --gpu: the GPU that times are estimated for."""
+    """Add --gpu: the GPU of the estimated times."""
     parser.add_argument(
-        "--gpu",
-        metavar="NAME",
-        help="estimate for this GPU, H200 or H100 (default: the one that is here; without one an H200)",
+        "--gpu", metavar="NAME", help="estimate for an H200 or H100 (default: this machine's GPU, or an H200)"
     )
 
 
 def gpu_for(options: argparse.Namespace) -> "Gpu":
-    """Return the figures of the GPU that --gpu names, or of the default. Raises UnknownGpu (a ValueError)."""
+    """Return the figures of the GPU of --gpu, or of the default. Raises UnknownGpu (a ValueError)."""
     from ...compiler.cost.hardware import gpu_here, gpu_named
 
     return gpu_named(options.gpu) if options.gpu else gpu_here()
 
 
 def check_one_model(options: argparse.Namespace) -> None:
-    """Raises ValueError when both MODEL and --shape are given."""
+    """Raise ValueError if both MODEL and --shape are given."""
     if options.shape and options.model:
         raise ValueError("MODEL and --shape name two models; give one")
 
 
 def shape_config(shape: str) -> Any:
-    """The config of --shape. Raises ValueError or ConfigError."""
+    """Return the config of --shape. Raises ValueError or ConfigError."""
     from ...graphs.config import LlamaConfig
 
     return LlamaConfig.from_dict(shape_fields(shape))
 
 
 def shape_fields(shape: str) -> dict[str, Any]:
-    """config.json's fields for --shape: a name of SHAPES, a config.json, or a directory that holds one.
+    """Return config.json's fields for --shape: a name of SHAPES, a config.json, or its directory.
 
     Raises ValueError.
     """
@@ -158,12 +152,10 @@ def shape_fields(shape: str) -> dict[str, Any]:
 
 
 def lora_shape(options: argparse.Namespace, config: Any) -> Any:
-    """Room for the adapters that are named, or for --max-loras of --max-lora-rank on --lora-target-modules; None when
-    there are neither.
-    """
+    """Return room for the named adapters, or for --max-loras of --max-lora-rank; None without either."""
     from ...graphs.adapter import load_adapter
     from ...graphs.lora import RANK_MULTIPLE
-    from ...graphs.stack import lora_shape_for
+    from ...graphs.lora_stacks import lora_shape_for
 
     targets = target_modules(options.lora_target_modules)
     adapters = [
@@ -182,16 +174,16 @@ def lora_shape(options: argparse.Namespace, config: Any) -> Any:
 
 
 def load_model(options: argparse.Namespace, directory: Path, dtype: Any) -> Any:
-    """Our plain Llama on the CPU with the checkpoint's weights, and adapter i in slot i. `dtype` None: fp32."""
+    """Return the plain Llama on the CPU with the checkpoint's weights and adapter i in slot i. `dtype` None: fp32."""
     import torch
 
     from ...graphs.adapter import load_adapter
     from ...graphs.checkpoint import Checkpoint, checkpoint_config, load_weights
     from ...graphs.llama import Llama
-    from ...graphs.stack import fill_slot, slot_tensors
-    from ...runtime.worker.threads import fit_threads
+    from ...graphs.lora_stacks import fill_slot, slot_tensors
+    from ...runtime.worker.cpu_threads import limit_cpu_threads
 
-    fit_threads(torch.device("cpu"))
+    limit_cpu_threads(torch.device("cpu"))
     config = checkpoint_config(directory)
     lora, dtype = lora_shape(options, config), dtype or torch.float32
     checkpoint = Checkpoint(directory, config)
@@ -214,7 +206,7 @@ def load_model(options: argparse.Namespace, directory: Path, dtype: Any) -> Any:
 
 
 def reference_logits(model: Any, inputs: dict[str, Any]) -> Any:
-    """Logits of the model itself, uncompiled."""
+    """Return logits of the model itself, uncompiled."""
     import torch
 
     from ...ops.core.kv_layout import kv_cache_shape

@@ -1,184 +1,94 @@
-"""config.json of models of other families at the sizes that people serve, for --shape."""
+"""config.json of models of other families at common sizes, for --shape."""
 
 from typing import Any
 
-_COMMON: dict[str, Any] = {"hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16"}
 
-QWEN_25_7B: dict[str, Any] = {
-    **_COMMON,
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "vocab_size": 152064,
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "use_sliding_window": False,
-    "eos_token_id": 151643,
-}
-QWEN_3_8B: dict[str, Any] = {
-    **_COMMON,
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
+def _fields(
+    model_type: str,
+    *,
+    vocab: int,
+    hidden: int,
+    intermediate: int,
+    layers: int,
+    heads: tuple[int, int],
+    positions: int,
+    eps: float = 1e-5,
+    theta: float,
+    **others: Any,
+) -> dict[str, Any]:
+    """Return the fields of a config; `heads` are query and KV heads, `others` fields by their own names."""
+    architecture = {"qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3", "phi3": "Phi3"}
+    return {
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "architectures": [f"{architecture.get(model_type, model_type.capitalize())}ForCausalLM"],
+        "model_type": model_type,
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "max_position_embeddings": positions,
+        "rms_norm_eps": eps,
+        "rope_theta": theta,
+        **others,
+    }
+
+
+_QWEN_25: dict[str, Any] = {"use_sliding_window": False, "eos_token_id": 151643}
+_QWEN_3: dict[str, Any] = {
     "head_dim": 128,
     "attention_bias": False,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
     "use_sliding_window": False,
     "eos_token_id": 151645,
 }
-MISTRAL_7B: dict[str, Any] = {
-    **_COMMON,
-    "architectures": ["MistralForCausalLM"],
-    "model_type": "mistral",
-    "vocab_size": 32768,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
+_QWEN_3_SIZES: dict[str, Any] = {"vocab": 151936, "positions": 40960, "layers": 36, "heads": (32, 8)}
+_MISTRAL: dict[str, Any] = {
     "head_dim": 128,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1000000.0,
     "sliding_window": None,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    "heads": (32, 8),
 }
-LLAMA_32_1B: dict[str, Any] = {
-    **_COMMON,
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
+_LLAMA_32: dict[str, Any] = {
     "tie_word_embeddings": True,
     "bos_token_id": 128000,
     "eos_token_id": 128001,
+    "vocab": 128256,
 }
-LLAMA_32_3B: dict[str, Any] = {
-    **LLAMA_32_1B,
-    "hidden_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 24,
-    "head_dim": 128,
-}
-QWEN_3_4B: dict[str, Any] = {
-    **QWEN_3_8B,
-    "hidden_size": 2560,
-    "intermediate_size": 9728,
-    "tie_word_embeddings": True,
-}
-MISTRAL_NEMO_12B: dict[str, Any] = {
-    **MISTRAL_7B,
-    "vocab_size": 131072,
-    "hidden_size": 5120,
-    "num_hidden_layers": 40,
-    "max_position_embeddings": 131072,
-}
-SMOLLM_3_3B: dict[str, Any] = {
-    **_COMMON,
-    "architectures": ["SmolLM3ForCausalLM"],
-    "model_type": "smollm3",
-    "vocab_size": 128256,
-    "hidden_size": 2048,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "no_rope_layer_interval": 4,
-    "use_sliding_window": False,
-    "max_position_embeddings": 65536,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 5000000.0,
-    "tie_word_embeddings": True,
-    "bos_token_id": 128000,
-    "eos_token_id": 128012,
-}
-GRANITE_33_8B: dict[str, Any] = {
-    **_COMMON,
-    "architectures": ["GraniteForCausalLM"],
-    "model_type": "granite",
-    "vocab_size": 49159,
-    "hidden_size": 4096,
-    "intermediate_size": 12800,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
+_SMOLLM: dict[str, Any] = {"no_rope_layer_interval": 4, "use_sliding_window": False, "tie_word_embeddings": True}
+_GRANITE: dict[str, Any] = {
     "attention_bias": False,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000000.0,
     "embedding_multiplier": 12.0,
     "residual_multiplier": 0.22,
     "attention_multiplier": 0.0078125,
     "logits_scaling": 16.0,
     "tie_word_embeddings": True,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
 }
-PHI_3_MINI: dict[str, Any] = {
-    **_COMMON,
-    "architectures": ["Phi3ForCausalLM"],
-    "model_type": "phi3",
-    "vocab_size": 32064,
-    "hidden_size": 3072,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "sliding_window": 2047,
-    "bos_token_id": 1,
-    "eos_token_id": 32000,
+# fmt: off
+OTHER_SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.2-1b": _fields("llama", hidden=2048, intermediate=8192, layers=16, heads=(32, 8), positions=131072,
+                            theta=5e5, head_dim=64, **_LLAMA_32),
+    "llama-3.2-3b": _fields("llama", hidden=3072, intermediate=8192, layers=28, heads=(24, 8), positions=131072,
+                            theta=5e5, head_dim=128, **_LLAMA_32),
+    "mistral-7b": _fields("mistral", vocab=32768, hidden=4096, intermediate=14336, layers=32, positions=32768,
+                          theta=1e6, **_MISTRAL),
+    "mistral-nemo-12b": _fields("mistral", vocab=131072, hidden=5120, intermediate=14336, layers=40, positions=131072,
+                                theta=1e6, **_MISTRAL),
+    "qwen2.5-7b": _fields("qwen2", vocab=152064, hidden=3584, intermediate=18944, layers=28, heads=(28, 4),
+                          positions=32768, eps=1e-6, theta=1e6, **_QWEN_25),
+    "qwen3-4b": _fields("qwen3", hidden=2560, intermediate=9728, eps=1e-6, theta=1e6, tie_word_embeddings=True,
+                        **_QWEN_3_SIZES, **_QWEN_3),
+    "qwen3-8b": _fields("qwen3", hidden=4096, intermediate=12288, eps=1e-6, theta=1e6, **_QWEN_3_SIZES, **_QWEN_3),
+    "smollm3-3b": _fields("smollm3", vocab=128256, hidden=2048, intermediate=11008, layers=36, heads=(16, 4),
+                          positions=65536, eps=1e-6, theta=5e6, bos_token_id=128000, eos_token_id=128012, **_SMOLLM),
+    "granite-3.3-8b": _fields("granite", vocab=49159, hidden=4096, intermediate=12800, layers=40, heads=(32, 8),
+                              positions=131072, theta=1e7, bos_token_id=0, eos_token_id=0, **_GRANITE),
+    "phi-3-mini": _fields("phi3", vocab=32064, hidden=3072, intermediate=8192, layers=32, heads=(32, 32),
+                          positions=4096, theta=1e4, sliding_window=2047, bos_token_id=1, eos_token_id=32000),
+    "phi-4": _fields("phi3", vocab=100352, hidden=5120, intermediate=17920, layers=40, heads=(40, 10),
+                     positions=16384, theta=250000.0, sliding_window=None, bos_token_id=100257, eos_token_id=100257),
 }
-PHI_4: dict[str, Any] = {
-    **_COMMON,
-    "architectures": ["Phi3ForCausalLM"],
-    "model_type": "phi3",
-    "vocab_size": 100352,
-    "hidden_size": 5120,
-    "intermediate_size": 17920,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 40,
-    "num_key_value_heads": 10,
-    "max_position_embeddings": 16384,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 250000.0,
-    "sliding_window": None,
-    "bos_token_id": 100257,
-    "eos_token_id": 100257,
-}
-OTHER_SHAPES = {
-    "llama-3.2-1b": LLAMA_32_1B,
-    "llama-3.2-3b": LLAMA_32_3B,
-    "mistral-7b": MISTRAL_7B,
-    "mistral-nemo-12b": MISTRAL_NEMO_12B,
-    "qwen2.5-7b": QWEN_25_7B,
-    "qwen3-4b": QWEN_3_4B,
-    "qwen3-8b": QWEN_3_8B,
-    "smollm3-3b": SMOLLM_3_3B,
-    "granite-3.3-8b": GRANITE_33_8B,
-    "phi-3-mini": PHI_3_MINI,
-    "phi-4": PHI_4,
-}
+# fmt: on

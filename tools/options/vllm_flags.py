@@ -1,5 +1,6 @@
-"""Flags of `vllm serve` that are no flags here: taken with the effect that they have there, taken without one and said
-so, or refused with what to do instead. One table with the keywords of `LLM`: `runtime/engine/vllm_keywords.py`.
+"""Flags of `vllm serve` that are no flags here: mapped, accepted without effect, or refused with a remedy.
+
+Their table, with the keywords of `LLM`, is in `runtime/engine/vllm_keywords.py`.
 """
 
 import argparse
@@ -8,22 +9,28 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ...runtime.engine.spelling import with_flags
-from ...runtime.engine.vllm_keywords import ACCEPTED, FLAGS, FOREIGN, Foreign, asks_nothing
+from ...runtime.engine.flag_spelling import with_flags
+from ...runtime.engine.vllm_keywords import (
+    ACCEPTED,
+    UNSUPPORTED_FLAGS,
+    UNSUPPORTED_KEYWORDS,
+    Unsupported,
+    has_no_effect,
+)
 
 _PRECISIONS = {
     "dtype": {"auto": None, "bfloat16": "bf16", "float32": "fp32", "float": "fp32"},
     "quantization": {"fp8": "fp8", "none": None, "None": None},
 }
-"""Flag -> its value -> --precision; None leaves it as it is."""
+"""Flag -> its value -> --precision; None leaves the precision as it is."""
 
 
 def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
-    """Add what `parser` does not have of vLLM's flags. To be called after all others are added."""
+    """Add vLLM's flags that `parser` does not have. Call it after all others are added."""
     parser.add_argument("--enable-lora", action="store_true", help=argparse.SUPPRESS)
     for name in _PRECISIONS:
         parser.add_argument(_flag(name), action=_Precision, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    for name, foreign in {**FOREIGN, **FLAGS}.items():
+    for name, foreign in {**UNSUPPORTED_KEYWORDS, **UNSUPPORTED_FLAGS}.items():
         taken = parser._option_string_actions
         switch = any(isinstance(value, bool) for value in foreign.accepted)
         flags = [flag for flag in (_flag(name), f"--no-{_flag(name)[2:]}") if flag not in taken]
@@ -43,7 +50,7 @@ def _flag(name: str) -> str:
 
 
 class _Precision(argparse.Action):
-    """--dtype and --quantization, as far as they are a --precision."""
+    """--dtype and --quantization with values that are a --precision."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any) -> None:
         name, known = self.dest, _PRECISIONS[self.dest]
@@ -54,8 +61,8 @@ class _Precision(argparse.Action):
             namespace.precision = known[values]
 
 
-def _foreign(name: str, foreign: Foreign) -> type[argparse.Action]:
-    """The action of one flag: it says that it has no effect, or ends the command with the remedy."""
+def _foreign(name: str, foreign: Unsupported) -> type[argparse.Action]:
+    """Return the action of one flag: it reports that it has no effect, or ends the command with the remedy."""
 
     class Action(argparse.Action):
         def __call__(
@@ -70,16 +77,16 @@ def _foreign(name: str, foreign: Foreign) -> type[argparse.Action]:
             if self.nargs != 0:
                 shown = f"{shown} {values}"
             options = {each.dest for each in parser._actions}
-            if not asks_nothing(foreign, value):
+            if not has_no_effect(foreign, value):
                 parser.error(f"{shown} is not supported; {with_flags(foreign.remedy, options)}")
-            reason = foreign.remedy if name in FLAGS else "it is so anyway"
+            reason = foreign.remedy if name in UNSUPPORTED_FLAGS else "it is so anyway"
             print(f"sidestream: {shown} has no effect: {with_flags(reason, options)}", file=sys.stderr)
 
     return Action
 
 
 def _read(text: str) -> Any:
-    """A flag's value as Python's keyword would have it."""
+    """Return a flag's value as a Python value."""
     try:
         return json.loads(text)
     except ValueError:

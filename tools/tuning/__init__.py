@@ -1,8 +1,8 @@
-"""`sidestream tune`: how each linear runs fastest on this GPU.
+"""`sidestream tune`: the fastest kernel configuration of each linear on this GPU.
 
-tune             the command
-jobs             an entry of the table, and a configuration's time
-table            a GPU's table file: what it has, setting an entry, writing it
-bench            one linear's configurations, checked and timed
-layers           the best few, timed in whole decode layers
+tune     the command
+jobs     entries of the table, and timed configurations
+table    read, change and write a GPU's table file
+bench    check and time the configurations of one linear
+layers   time the best few in whole decode layers
 """

@@ -1,9 +1,9 @@
-"""Checks and times one linear's configurations for `sidestream tune`.
+"""Check and time the configurations of one linear for `sidestream tune`.
 
-A launch is timed as a step has it: after a small kernel that makes its input (the quantization of the tokens), with
-programmatic dependent launch, and with weights that are not in the L2 cache, because several copies take turns. What
-the small kernel takes alone is subtracted. All configurations read the same copies, and their replays take turns:
-neither where a weight happens to lie nor the clock of the moment decides between them.
+A launch is timed as in a step: after a small kernel that makes its input (the quantization of the tokens), with
+programmatic dependent launch, and with weights outside the L2 cache, since several copies take turns. The time of the
+small kernel alone is subtracted. All configurations read the same copies, and their replays take turns, so that
+neither addresses nor clock changes favour one.
 """
 
 import os
@@ -18,9 +18,9 @@ import torch
 
 from ...ops.elementwise.quantize import SILU_ROTATES, quantize_rowwise
 from ...ops.elementwise.silu_mul import silu_mul_quant
+from ...ops.linear.kernel_selection import LinearConfig, work_split
 from ...ops.linear.kernel_wide import launch_wide
 from ...ops.linear.linear_8bit import launch_config
-from ...ops.linear.tuning import LinearConfig, work_split
 from ..bench.gpu_time import captured, elapsed_us
 from .jobs import Timing, show
 
@@ -30,7 +30,7 @@ E4M3 = torch.float8_e4m3fn
 MOST_ERROR = {E4M3: 8e-3, torch.int8: 3e-3}
 INT8_DEVIATION = 30.0  # of int8 weights: rows of normal values have their largest at about 4.2 deviations
 
-Run = Callable[[torch.Tensor, torch.Tensor], Any]  # launches something for one weight and its scales
+Run = Callable[[torch.Tensor, torch.Tensor], Any]  # launches for one weight and its scales
 RunConfig = Callable[[LinearConfig, torch.Tensor, torch.Tensor], Any]
 
 
@@ -55,7 +55,7 @@ class Bench:
     def linear(
         self, configs: Iterable[LinearConfig], sms: int, advance: Callable[[], Any], say: Callable[[str], Any]
     ) -> list[Timing]:
-        """Each configuration of `linear_8bit` that gives right results, timed."""
+        """Time each configuration of `linear_8bit` with right results."""
         out = torch.empty(self.tokens, self.n, dtype=torch.bfloat16, device="cuda")
 
         def run(config: LinearConfig, weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
@@ -72,11 +72,10 @@ class Bench:
         advance: Callable[[], Any],
         say: Callable[[str], Any],
     ) -> tuple[list[Timing], float]:
-        """The same for `linear_8bit_silu_mul` with the quantization of its result, and the microseconds of two launches
-        in its place.
+        """Time `linear_8bit_silu_mul` with the quantization of its result, and two separate launches.
 
-        These are the linear run as `separate` says and `silu_mul_quant`. Rows of int8 are rotated, as the compiler has
-        them.
+        Those are the linear in the `separate` configuration and `silu_mul_quant`. Rows of int8 are rotated, as in
+        compiled programs.
         """
         h = torch.empty(self.tokens, self.n // 2, dtype=torch.bfloat16, device="cuda")
         quantized, scale = torch.empty_like(h, dtype=self.dtype), torch.empty(self.tokens, device="cuda")
@@ -90,12 +89,12 @@ class Bench:
             quantize_rowwise.launch(h, self.dtype, self.rotate, out=(quantized, scale), pdl=True)
 
         right = self._right(configs, run, h, torch.nn.functional.silu(gate) * up, after, advance, say)
-        two = self.separate(separate, sms)  # kept: a graph writes into its tensors
+        two = self.separate(separate, sms)  # kept, since a graph writes into its tensors
         times = self._times([self._capture(two), *(graph for _, _, graph in right)])
         return self._timings(right, times[1:]), times[0]
 
     def separate(self, config: LinearConfig, sms: int) -> Run:
-        """The linear and `silu_mul_quant` as two launches."""
+        """Return the linear and `silu_mul_quant` as two launches."""
         packed = torch.empty(self.tokens, self.n, dtype=torch.bfloat16, device="cuda")
         out = silu_mul_quant.fake(packed, None, False, self.dtype, self.rotate)
 
@@ -115,7 +114,7 @@ class Bench:
         advance: Callable[[], Any],
         say: Callable[[str], Any],
     ) -> list[tuple[LinearConfig, float, torch.cuda.CUDAGraph]]:
-        """(configuration, error, graph of it and `after`) of those that give right results."""
+        """Yield (configuration, error, graph of it and `after`) of those with right results."""
         configs = list(configs)
         self._compile(configs, run)
 
@@ -137,7 +136,7 @@ class Bench:
                     )
                     continue
                 found.append((config, error, self._capture(launches(config))))
-            # a tile that this GPU or this Triton does not take: its compiler and its driver raise types of their own
+            # a tile that this GPU or Triton does not support: compiler and driver raise various types
             except Exception as problem:
                 say(f"left out, {type(problem).__name__}: {show(config)}")
             finally:
@@ -148,7 +147,7 @@ class Bench:
         return [Timing(config, us, error) for (config, error, _), us in zip(right, times, strict=True)]
 
     def _compile(self, configs: list[LinearConfig], run: RunConfig) -> None:
-        """Compiles several kernels at a time; what fails here is said when its turn comes."""
+        """Compile several kernels at a time; failures are reported later."""
 
         def attempt(config: LinearConfig) -> None:
             torch.cuda.set_device(0)
@@ -160,7 +159,7 @@ class Bench:
         torch.cuda.synchronize()
 
     def _check(self, config: LinearConfig, run: RunConfig, out: torch.Tensor, exact: torch.Tensor) -> float | None:
-        """The error relative to `exact`, of a result that was NaN before; None if a second launch gives other bits."""
+        """Return the error relative to `exact`, starting from a NaN output; None if a second launch differs."""
         results = []
         for _ in range(2):
             out.fill_(float("nan"))
@@ -174,21 +173,21 @@ class Bench:
         quantize_rowwise.launch(self.x, self.dtype, out=(self.q, self.scale), pdl=True)
 
     def _capture(self, run: Run) -> torch.cuda.CUDAGraph:
-        """The quantization and `run` after it, over all copies of the weights."""
+        """Run the quantization and `run` after it, over all copies of the weights."""
         run(*self.weights[0])
         return captured(
             [launch for weight in self.weights for launch in (self._quantize, partial(run, *weight))], self.rounds
         )
 
     def _times(self, graphs: Sequence[torch.cuda.CUDAGraph]) -> list[float]:
-        """Microseconds of what each graph runs for one weight; the quantization's own time is subtracted."""
+        """Return microseconds of each graph for one weight, without the quantization."""
         alone = self._capture(lambda weight, weight_scale: None)
         first, *others = take_turns([partial(elapsed_us, graph.replay) for graph in (alone, *graphs)], self.repeats)
         return [(us - first) / (self.rounds * len(self.weights)) for us in others]
 
 
 def take_turns(replays: Sequence[Callable[[], float]], repeats: int) -> list[float]:
-    """The median of what each replay returns; every turn has one of each, and the first turn warms up."""
+    """Return the median of each replay; all take turns, and the first turn is a warm-up."""
     turns = [[replay() for replay in replays] for _ in range(repeats + 1)]
     return [statistics.median(times) for times in zip(*turns[1:], strict=True)]
 

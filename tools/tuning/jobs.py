@@ -1,4 +1,4 @@
-"""What is tuned, and what came of it: an entry of the table, a configuration's time, and how both are shown."""
+"""Entries of the table to tune, timed configurations, and their text."""
 
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING, Any
 from ...compiler.options import DEFAULT_PRECISION
 
 if TYPE_CHECKING:
-    from ...ops.linear.tuning import LinearConfig
+    from ...ops.linear.kernel_selection import LinearConfig
 
 
 @dataclass(frozen=True)
 class Job:
-    """One entry of the table: a linear's weight [N, K], a token count, and the dtype of both operands (`int8` or
-    `fp8`).
-    """
+    """One entry of the table: a linear's weight [N, K], a token count, and the operands' dtype (`int8` or `fp8`)."""
 
     layer: str
     n: int
@@ -23,13 +21,13 @@ class Job:
 
     @property
     def int8(self) -> bool:
-        """Whether the operands are whole numbers."""
+        """Return whether the operands are integers."""
         return self.dtype == "int8"
 
 
 @dataclass(frozen=True)
 class Timing:
-    """A configuration that gave right results: microseconds, and the error relative to the exact product."""
+    """A configuration with right results: microseconds, and the error relative to the exact product."""
 
     config: "LinearConfig"
     us: float
@@ -37,13 +35,13 @@ class Timing:
 
 
 def show(config: "LinearConfig") -> str:
-    """A configuration's fields that differ from the defaults."""
+    """Return the fields that differ from the defaults."""
     return " ".join(f"{name}={value}" if name != "kernel" else value for name, value in sparse(config).items())
 
 
 def sparse(config: "LinearConfig") -> dict[str, Any]:
-    """The fields that the table needs."""
-    from ...ops.linear.tuning import LinearConfig
+    """Return the fields for the table."""
+    from ...ops.linear.kernel_selection import LinearConfig
 
     if config.kernel == "scaled_mm":
         return {"kernel": "scaled_mm"}

@@ -1,8 +1,7 @@
-"""`sidestream tune --in-layers`: a linear's best configurations, each timed in whole decode layers, where other things
-count than alone.
+"""`sidestream tune --in-layers`: time a linear's best configurations in whole decode layers.
 
-There a linear shares the GPU with LoRA's launches: one that is a little slower by itself and leaves them SMs, registers
-or shared memory makes faster layers.
+There a linear shares the GPU with LoRA's launches: a configuration that is slightly slower alone may leave them SMs,
+registers or shared memory, and make layers faster.
 """
 
 import statistics
@@ -12,23 +11,23 @@ from typing import Any
 
 from ...compiler.options import CompileOptions
 from ...compiler.program.program import Program
-from ...ops.linear import tuning
-from ...ops.linear.tuning import LinearConfig, instead, table_op, work_split
+from ...ops.linear import kernel_selection as tuning
+from ...ops.linear.kernel_selection import LinearConfig, instead, table_op, work_split
 from ..bench.layer import DEPTHS, Layers, Variant, layer_us
 from ..options.models import pick_adapters
 from .jobs import Job, Timing, show
 
-MOST = 6  # shapes of a launch that are tried, besides what the table has
-SLOWER = 1.5  # times the fastest alone: slower ones are not tried
-FEWER_REGISTERS = (72, 96)  # a thread: what leaves LoRA's programs room next to 4 warps
-OTHER_REGISTERS = 40  # that such a thread needs besides its part of the sums
+MOST = 6  # tried shapes of a launch, besides the table's
+SLOWER = 1.5  # slower ones, relative to the fastest alone, are not tried
+FEWER_REGISTERS = (72, 96)  # per thread: leaves room for LoRA's programs at 4 warps
+OTHER_REGISTERS = 40  # per thread, besides its part of the sums
 ROUNDS, REPEATS = 2, 7
 RANK, SLOTS = 32, 8
 
 
 @dataclass(frozen=True)
 class InLayers:
-    """Microseconds of a decode layer with one linear's configuration."""
+    """Microseconds of a decode layer with one configuration."""
 
     config: LinearConfig
     adapters: float
@@ -36,21 +35,19 @@ class InLayers:
 
     @property
     def us(self) -> float:
-        """What is made small: a layer with adapters and one without."""
+        """Minimize a layer with adapters, or one without."""
         return self.adapters + self.base
 
 
 class LayerBench:
-    """Decode layers of a model (fields of its config.json) in one dtype, with adapters of rank 32 mixed by p(k) ~
-    1/k, and without.
-    """
+    """Decode layers of a model (fields of config.json) in one dtype, with adapters of rank 32 and without."""
 
     def __init__(self, config: Mapping[str, Any], dtype: str) -> None:
         self._layers = Layers(RANK, SLOTS, options=CompileOptions(precision=dtype), config=config)  # type: ignore[arg-type]
         self._programs: dict[tuple[int, bool], dict[int, Program]] = {}
 
     def us(self, job: Job, config: LinearConfig, lora: bool) -> float:
-        """Microseconds of a layer of `job.tokens` sequences that runs its linear so."""
+        """Return microseconds of a layer of `job.tokens` sequences with this configuration of its linear."""
         chosen = [
             int(name)
             for name in pick_adapters("zipf", [str(slot) for slot in range(SLOTS)], job.tokens, 0)
@@ -70,7 +67,7 @@ class LayerBench:
 
 
 def finalists(measured: Sequence[Timing], job: Job, sms: int) -> list[LinearConfig]:
-    """What the table has now; then the fastest of each shape of a launch, in order, and with fewer registers."""
+    """Return the table's configuration, then the fastest of each launch shape, and the same with fewer registers."""
     found = [tuning.linear_config(job.tokens, job.n, job.k, sms, int8=job.int8)]
     shapes: set[tuple[object, ...]] = set()
     limit = SLOWER * min(timing.us for timing in measured)
@@ -94,7 +91,7 @@ def finalists(measured: Sequence[Timing], job: Job, sms: int) -> list[LinearConf
 def best_in_layers(
     bench: LayerBench, job: Job, configs: Sequence[LinearConfig], say: Callable[[str], Any]
 ) -> LinearConfig:
-    """The configuration with the fastest layers; they take turns, and every figure is shown."""
+    """Return the configuration with the fastest layers; they take turns, and every figure is printed."""
     times: dict[LinearConfig, list[tuple[float, float]]] = {config: [] for config in configs}
     for _ in range(ROUNDS):
         for config in configs:

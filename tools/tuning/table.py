@@ -1,4 +1,4 @@
-"""The table file of a GPU: which entries it has, setting one, and writing it."""
+"""The table file of a GPU: read entries, set one, write it."""
 
 import json
 from pathlib import Path
@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 from .jobs import Job, sparse
 
 if TYPE_CHECKING:
-    from ...ops.linear.tuning import LinearConfig
+    from ...ops.linear.kernel_selection import LinearConfig
 
 
 def sections(table: dict[str, Any]) -> dict[str, Any]:
-    """The entries of a table, without what it says of itself."""
+    """Return the entries of a table, without its description."""
     return {op: shapes for op, shapes in table.items() if op.startswith("linear_")}
 
 
 def has(table: dict[str, Any], job: Job) -> bool:
-    """Whether a table has this entry in the section of the job's dtype."""
-    from ...ops.linear.tuning import table_op
+    """Return whether a table has this entry in the section of the job's dtype."""
+    from ...ops.linear.kernel_selection import table_op
 
     return any(
         (shape["n"], shape["k"]) == (job.n, job.k) and str(job.tokens) in shape["tokens"]
@@ -26,8 +26,8 @@ def has(table: dict[str, Any], job: Job) -> bool:
 
 
 def put(table: dict[str, Any], op: str, job: Job, config: "LinearConfig | None") -> None:
-    """Sets one entry of `op` in the section of the job's dtype, or removes it."""
-    from ...ops.linear.tuning import table_op
+    """Set one entry of `op` in the section of the job's dtype, or remove it."""
+    from ...ops.linear.kernel_selection import table_op
 
     shapes = table.setdefault(table_op(op, job.int8), [])
     shape = next((shape for shape in shapes if (shape["n"], shape["k"]) == (job.n, job.k)), None)
@@ -41,7 +41,7 @@ def put(table: dict[str, Any], op: str, job: Job, config: "LinearConfig | None")
 
 
 def write(path: Path, table: dict[str, Any]) -> None:
-    """The table as JSON, an entry a line."""
+    """Return the table as JSON, one entry per line."""
     found = sections(table)
     heads = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in table.items() if key not in found]
     ops = []

@@ -1,6 +1,4 @@
-"""`sidestream tune`: measures how each linear of a model runs fastest on this GPU, and writes the table that the
-kernels choose from.
-"""
+"""`sidestream tune`: time each linear of a model on this GPU, and write the table of the fastest kernels."""
 
 import argparse
 import json
@@ -9,51 +7,47 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...compiler.options import DEFAULT_PRECISION
-from ..options.engine import positive
+from ..options.engine import add_value, positive
 from ..options.models import SHAPES, shape_fields
 from .jobs import Job, Timing, show
 from .table import has, put, sections, write
 
 if TYPE_CHECKING:
-    from ...ops.linear.tuning import LinearConfig
+    from ...ops.linear.kernel_selection import LinearConfig
 
 TOKENS = (16, 32, 64, 128, 256, 512)
 DEFAULT_SHAPE = "llama-3.1-8b"
 LAYERS = ("qkv", "o", "gate_up", "down", "lm_head")
 DTYPES = ("int8", "fp8")
-AS_FAST = 1.03  # slower than the fastest by so much counts as the same speed
-GAIN = 0.98  # of the time of two launches: what one launch in their place may take at most
-SECONDS_EACH = 0.05  # compiling (several at a time), checking and timing one configuration, about
+AS_FAST = 1.03  # this much slower than the fastest counts as equal
+GAIN = 0.98  # largest share of the time of two launches for one launch instead of them
+SECONDS_EACH = 0.05  # approximate time for compiling (several at a time), checking and timing one configuration
 
 DESCRIPTION = """\
-Find the fastest way to run each linear of a model on this GPU, and write it down.
+Find the fastest kernels for the linears of a model on this GPU, and write them to a table.
 
-A linear in eight bits (int8 or FP8) can run on several kernels, with tiles of several sizes, its work shared out in
-several ways. Which is fastest depends on its shape and on how many tokens a step has. This command tries what is worth
-trying for each shape and token count. A configuration counts only if its results equal the reference's on fresh random
-data, and are the same bits twice. It is timed after another kernel and with cold weights, as in a real step, in turns
-with the others on the same weights. Of those within 3% of the fastest the most exact one is kept.
+A linear in eight bits (int8 or FP8) runs on one of several kernels, tile sizes and ways to divide its work; the fastest
+depends on its shape and on the tokens of a step. A configuration counts only if its results on fresh random data equal
+the reference's, and are the same bits twice. It is timed after another kernel and with cold weights, as in a step, in
+turns with the others. Of those within 3% of the fastest the most exact one is kept.
 
-The table is small and readable JSON: look at it, edit it, commit it. Shapes that it lacks run on a heuristic; entries
-for other shapes and for the other dtype are left as they are, with --missing all entries that are there. A linear that
-was measured in FP8 alone runs in int8 as it does there, where int8 has that kernel. The token counts are powers of two:
-a step of 100 tokens uses the entry for 128."""
+The table is readable JSON, to edit and to commit. Shapes without an entry use a heuristic. Entries for other shapes and
+for the other dtype are kept; with --missing all existing entries. A linear that was measured in FP8 only runs in int8
+like that, if int8 has the kernel. Token counts are powers of two: a step of 100 tokens uses the entry for 128."""
 
 EXAMPLES = """\
 examples:
-  sidestream tune --dry-run                              what would be measured for Llama-3.1-8B's shape; needs no GPU
-  sidestream tune                                        measure it (a minute or two), and write the table inside the
-                                                         package
-  sidestream tune --dtype fp8                            the same for --precision fp8
-  sidestream tune models/my-llama -o my-gpu.json         another model's shapes, into a file of your own
-  sidestream tune qwen3-8b mistral-7b --missing          what the table lacks for two models
-  sidestream tune --layers gate_up down --tokens 256     only some entries; the others stay
-  sidestream tune --in-layers --layers o --tokens 128    what is best in whole decode layers with adapters and without,
-                                                         not alone"""
+  sidestream tune --dry-run                            the entries of Llama-3.1-8B's shape; needs no GPU
+  sidestream tune                                      measure them (a minute or two) into the package's table
+  sidestream tune --dtype fp8                          the same for --precision fp8
+  sidestream tune models/my-llama -o my-gpu.json       another model, another file
+  sidestream tune qwen3-8b mistral-7b --missing        missing entries of two models
+  sidestream tune --layers gate_up down --tokens 256   some entries only
+  sidestream tune --in-layers --layers o --tokens 128  choose by whole decode layers with adapters and without"""
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Adds the command to the `sidestream` parser."""
+    """Add the command to the `sidestream` parser."""
     parser = commands.add_parser(
         "tune",
         help="find the fastest kernels for a model's linears on this GPU",
@@ -83,45 +77,33 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         nargs="+",
         default=list(TOKENS),
         metavar="T",
-        help="tokens of a step (default: 16 32 64 128 256 512)",
+        help="tokens (default: 16 32 64 128 256 512)",
     )
     parser.add_argument(
         "--dtype", choices=DTYPES, default=DEFAULT_PRECISION, help="of weights and activations (default: %(default)s)"
     )
+    add_value(parser, "--repeats", 5, "timed replays of a configuration; the median counts")
     parser.add_argument(
-        "--repeats",
-        type=positive,
-        default=5,
-        metavar="N",
-        help="timed replays of a configuration; the median counts (default: 5)",
+        "--in-layers", action="store_true", help="choose from the best few by whole decode layers; a minute per entry"
     )
     parser.add_argument(
-        "--in-layers",
-        action="store_true",
-        help="of the best few keep what makes the fastest decode layers, with adapters and without; a minute an entry",
+        "-o", "--output", type=Path, metavar="FILE", help="the table to write (default: the package's for this GPU)"
     )
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="the table to write (default: this GPU's table inside the package)",
-    )
-    parser.add_argument("--missing", action="store_true", help="measure only entries that the table lacks")
+    parser.add_argument("--missing", action="store_true", help="measure only missing entries")
     parser.add_argument("--dry-run", action="store_true", help="list what would be measured, and stop")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures and writes, or lists.
+    """Measure and write, or list the entries.
 
-    Raises ValueError for a model that is none, and without a GPU unless it is a dry run.
+    Raises ValueError for a wrong model, and without a GPU unless it is a dry run.
     """
     import torch
     from tqdm import tqdm
 
     from ...ops.core.device import H200_SMS
-    from ...ops.linear import tuning
+    from ...ops.linear import kernel_selection
 
     models = {_name(model): _fields(model) for model in options.models}
     there = torch.cuda.is_available()
@@ -129,7 +111,9 @@ def run(options: argparse.Namespace) -> int:
     if there:
         device = torch.cuda.get_device_name(0)
         sms = torch.cuda.get_device_properties(0).multi_processor_count
-    output = options.output or (tuning.TABLES / f"{tuning.gpu_slug(device)}.json" if there else tuning.TUNED)
+    output = options.output or (
+        kernel_selection.TABLES / f"{kernel_selection.gpu_slug(device)}.json" if there else kernel_selection.TUNED
+    )
     table = json.loads(output.read_text()) if output.exists() else {}
     work = [
         (job, config)
@@ -169,12 +153,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _name(model: str) -> str:
-    """A model's name in the table: its directory's, or the shape's."""
+    """Return a model's name in the table: its directory's, or the shape's."""
     return model if model in SHAPES else Path(model).resolve().name
 
 
 def _fields(model: str) -> dict[str, Any]:
-    """The fields of a model's config.json."""
+    """Return the fields of a model's config.json."""
     if model not in SHAPES and not (Path(model) / "config.json").is_file():
         raise ValueError(
             f"{model} is no model directory: it has no config.json; give a directory, or a name of {', '.join(SHAPES)}"
@@ -185,7 +169,7 @@ def _fields(model: str) -> dict[str, Any]:
 def jobs_of(
     models: dict[str, dict[str, Any]], layers: list[str], tokens: list[int], dtype: str
 ) -> Iterator[tuple[Job, dict[str, Any]]]:
-    """The entries to measure for several models, each shape once, and the fields of the first model that has it."""
+    """Return the entries of several models, each shape once, with the fields of the first model that has it."""
     seen: set[tuple[int, int, int]] = set()
     for config in models.values():
         for job in jobs(config, layers, tokens, dtype):
@@ -196,9 +180,9 @@ def jobs_of(
 
 
 def jobs(config: dict[str, Any], layers: list[str], tokens: list[int], dtype: str = DEFAULT_PRECISION) -> Iterator[Job]:
-    """The entries to measure for a model; token counts are rounded up to those of the table."""
+    """Return the entries of a model; token counts are rounded up to those of the table."""
     from ...graphs.config import LlamaConfig
-    from ...ops.linear.tuning import padded_tokens
+    from ...ops.linear.kernel_selection import padded_tokens
 
     c = LlamaConfig.from_dict(config)
     heads = c.num_attention_heads * c.head_dim
@@ -215,20 +199,20 @@ def jobs(config: dict[str, Any], layers: list[str], tokens: list[int], dtype: st
 
 
 def linear_configs(job: Job, sms: int) -> "list[LinearConfig]":
-    """What to measure of `linear_8bit`."""
-    from ...ops.linear.tuning import candidates
+    """Return the jobs of `linear_8bit`."""
+    from ...ops.linear.kernel_selection import candidates
 
     return candidates(job.tokens, job.n, job.k, sms, int8=job.int8)
 
 
 def activation_configs(job: Job, sms: int) -> "list[LinearConfig]":
-    """What to measure of `linear_8bit_silu_mul`; few tokens keep two launches."""
-    from ...ops.linear.tuning import wide_candidates
+    """Return the jobs of `linear_8bit_silu_mul`; few tokens keep two launches."""
+    from ...ops.linear.kernel_selection import wide_candidates
 
     if job.layer != "gate_up" or job.tokens <= 64:
         return []
     found = wide_candidates(job.tokens, job.n, sms, activate=True)
-    return [config for config in found if not (job.int8 and config.promote)]  # sums of int8 are exact as they are
+    return [config for config in found if not (job.int8 and config.promote)]  # sums of int8 are exact
 
 
 def _configs(job: Job, sms: int) -> "list[LinearConfig]":
@@ -236,7 +220,7 @@ def _configs(job: Job, sms: int) -> "list[LinearConfig]":
 
 
 def plan(work: list[Job], sms: int) -> str:
-    """What would be measured, one line an entry."""
+    """Return one line for each entry to measure."""
     counts = [len(_configs(job, sms)) for job in work]
     lines = [
         f"{job.layer:>8}  [{job.n}, {job.k}] x {job.tokens:<4} {count:>3} configurations"
@@ -254,7 +238,7 @@ def plan(work: list[Job], sms: int) -> str:
 
 
 def choose(measured: list[Timing]) -> Timing:
-    """The most exact one of those within 3% of the fastest."""
+    """Return the most exact configuration within 3% of the fastest."""
     fastest = min(timing.us for timing in measured)
     return min(
         (timing for timing in measured if timing.us <= AS_FAST * fastest),
@@ -265,7 +249,7 @@ def choose(measured: list[Timing]) -> Timing:
 def in_layers(
     config: dict[str, Any], job: Job, measured: list[Timing], sms: int, say: Callable[[str], Any]
 ) -> "LinearConfig":
-    """The configuration, of the best few alone, that makes the fastest decode layers."""
+    """Return the configuration, of the best few alone, with the fastest decode layers."""
     from .layers import LayerBench, best_in_layers, finalists
 
     return best_in_layers(LayerBench(config, job.dtype), job, finalists(measured, job, sms), say)
@@ -274,10 +258,10 @@ def in_layers(
 def measure(
     job: Job, sms: int, repeats: int, advance: Callable[[], Any], say: Callable[[str], Any]
 ) -> tuple[Timing, Timing | None, list[Timing]]:
-    """(the best configuration of `linear_8bit`, that of `linear_8bit_silu_mul` where it and a quantization are faster
-    than the linear and `silu_mul_quant`, all of `linear_8bit` that gave right results).
+    """Return (best configuration of `linear_8bit`, that of `linear_8bit_silu_mul`, all right ones of `linear_8bit`).
 
-    Raises ValueError where nothing gave right results.
+    The second is None unless it is faster than the linear and `silu_mul_quant`. Raises ValueError if no configuration
+    gave right results.
     """
     from ...compiler.options import torch_dtype
     from .bench import Bench

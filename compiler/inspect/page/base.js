@@ -20,7 +20,7 @@ function layerKeys() {
   return [...keys].sort((a, b) => layerOrder(a) - layerOrder(b));
 }
 
-// Where steps lie on the time axis: estimated, or as one replay was measured.
+// Times of steps: estimated, or measured in one replay.
 function placed(of, measured) {
   return measured && of.measured ? of.measured.map(([start, end]) => ({ start, end })) : of.steps.map(({ start, end }) => ({ start, end }));
 }
@@ -33,7 +33,7 @@ function ofFloor(of, index) {
   return { share: of.steps[index].floor / (measured ? takes(of, index) : of.steps[index].alone), measured };
 }
 const narrow = matchMedia("(max-width: 820px)");
-// Where the page has one column, what was chosen is told below the picture.
+// With one column, the details of the selected step are below the picture.
 function bringInto(view) { if (narrow.matches) view.scrollIntoView({ block: "nearest" }); }
 
 // A choice of layer with its two neighbours' buttons; all such choices on the page move together.

@@ -59,7 +59,7 @@ function align(before, after) {
   const rows = [], gone = [], come = [];
   const names = (ids) => new Set(ids.map(nameOf).filter(Boolean)), old = names(before), now = names(after);
   const row = (left, right) => rows.push([left, right, left !== undefined && now.has(nameOf(left)) ? "chg" : "del", right !== undefined && old.has(nameOf(right)) ? "chg" : "add"]);
-  const flush = () => { // between two equal lines: what has the same name stands side by side
+  const flush = () => { // between two equal lines: lines with equal names are side by side
     const fresh = [];
     for (const id of come.splice(0)) {
       const at = nameOf(id) === undefined ? -1 : gone.findIndex((other) => nameOf(other) === nameOf(id));
@@ -98,7 +98,7 @@ function showDiff(box, pass, only) {
   box.replaceChildren(...(note ? [note] : []), grid);
 }
 
-// Inputs and weights that a pass leaves alone are one button until somebody wants to see them.
+// Unchanged inputs and weights are behind one button.
 function fold(rows, cells) {
   const unfold = () => { const all = rows.flatMap(cells); button.replaceWith(...all); all[0].focus(); };
   const button = el("button", { class: "fold", onclick: unfold }, `show ${rows.length} unchanged inputs and weights`);
@@ -123,8 +123,8 @@ function markUses(cell, name, side) {
 function lineFacts(id, kind) {
   const [text, module, source] = DATA.lines[id];
   const facts = [el("b", {}, nameOf(id) || "return")];
-  const told = { add: "added by this pass", del: "removed by this pass", chg: "same value, other arguments" }[kind];
-  if (told) facts.push(` (${told})`);
+  const note = { add: "added by this pass", del: "removed by this pass", chg: "same value, other arguments" }[kind];
+  if (note) facts.push(` (${note})`);
   for (const [whole, dtype, sizes] of text.slice(text.lastIndexOf("  # ") + 4).matchAll(/\b(\w+)\[([^[\]]*)\]/g)) facts.push(`\n${whole}: ${sizeOf(dtype, sizes)}`);
   const lane = /(side) stream.*$/.exec(text);
   if (lane) facts.push(`\nside lane${lane[0].slice(11)}`);

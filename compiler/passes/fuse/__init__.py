@@ -1,7 +1,7 @@
 """Passes that fuse several ops into one.
 
 pack_projections    q/k/v and gate/up become one projection each
-fuse_silu_mul       gate/up linear, SiLU and multiply
+fuse_silu_mul       SiLU and multiply; in decode steps with the gate_up linear
 fuse_add_rms_norm   residual add and RMSNorm
 fuse_rope_append    RoPE -> Hadamard -> quantize -> KV append
 fuse_quantize       activation quantization moves into the op that produces the activation

@@ -15,20 +15,26 @@ from ....ops.elementwise.quantize import SILU_ROTATES
 from ....ops.elementwise.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
 from ....ops.elementwise.silu_mul import silu_mul_quant
 from ....ops.linear.linear_8bit import linear_8bit
-from ...graph.nodes import bind, has_operand, insert_call, insert_picks, is_call, is_pick, replace_picks, shape_of
-from ..base import Context, PassReport
+from ...graph.nodes import (
+    bind,
+    calls,
+    has_operand,
+    insert_call,
+    insert_picks,
+    is_call,
+    is_pick,
+    replace_picks,
+    shape_of,
+)
+from ..base import Context, PassReport, Refused, rewrite_each
 from .quantize_in_blocks import blocks_arguments, has_few_rows
 
 MOST_TOKENS = 32  # from 33 on separate launches are faster on an H200
 FEWEST_CTAS = 0.75  # share of the SMs that the kernel must occupy to be worth it: fewer can't saturate the memory
 
 
-class _Refused(Exception):
-    """Why a layer is left alone."""
-
-
 def fuse_decoder_block(graph: fx.Graph, context: Context) -> PassReport:
-    """o, the norms, gate_up, SiLU * mul, down and the next layer's q/k/v of a decode step become one persistent launch.
+    """Fuse all linears between two attentions of a decode step into one persistent launch.
 
     before  _, q, s = paged_attention_quant(...); o = linear_8bit(q, s, ...)
             _, q, s, r = add_rms_norm_quant(o, residual, ...); up = linear_8bit(q, s, ...)
@@ -37,31 +43,26 @@ def fuse_decoder_block(graph: fx.Graph, context: Context) -> PassReport:
     after   q, s = paged_attention_blocks(...); qkv, r = decoder_block(q, s, residual, ...)
 
     After the last layer there is no q/k/v: the block ends with the residual, the final norm stays. Activations have one
-    scale per token and 128 columns. For graphs with static sizes. Matches each attention of one token a sequence, or of
-    the few of a step with drafts, whose results these linears alone read. Leaves layers with LoRA, sizes that the
-    kernel doesn't take, and with whole_layer="auto" those where it wins nothing.
+    scale per token and 128 columns. Matches attention of one token per sequence, or a few in steps with drafts. Leaves
+    layers with LoRA, results with other readers, sizes that the kernel does not take, and with whole_layer="auto" sizes
+    without a gain.
     """
-    report = PassReport(0)
     if context.options.whole_layer == "off":
-        return report
-    for node in list(graph.nodes):
-        if not is_call(node, paged_attention_quant):
-            continue
-        try:
-            layer = _layer(node, context)
-            objection = _objection(layer, context)
-            if objection is not None:
-                raise _Refused(objection)
-            _replace(graph, layer)
-            report.matches += 1
-        except _Refused as refusal:
-            report.rejected.append(f"{node.name}: {refusal}")
-    return report
+        return PassReport(0)
+
+    def fuse(attention: fx.Node) -> None:
+        layer = _layer(attention, context)
+        objection = _objection(layer, context)
+        if objection is not None:
+            raise Refused(objection)
+        _replace(graph, layer)
+
+    return rewrite_each(calls(graph, paged_attention_quant), fuse)
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """The calls between one attention and the next; `qkv`: the next layer's projection, None where it stays apart."""
+    """The calls between one attention and the next; `qkv` is the next layer's projection, None if it stays separate."""
 
     attention: fx.Node
     o: fx.Node
@@ -74,18 +75,18 @@ class _Layer:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """Tokens, columns of attention's output, of the residual stream, of the MLP."""
+        """Tokens, and columns of attention's output, of the residual stream and of the MLP."""
         attention, stream, mlp = _weight(self.o)[1], _weight(self.o)[0], _weight(self.down)[1]
         return int(shape_of(bind(self.norm).residual)[0]), int(attention), int(stream), int(mlp)
 
     def fits(self, context: Context, with_qkv: bool) -> str | None:
-        """Why the kernel doesn't take these sizes; None where it does."""
+        """Return why the kernel does not take these sizes; None if it does."""
         last = int(_weight(self.qkv)[0]) if with_qkv and self.qkv is not None else 0
         return fits(*self.sizes, last, context.sm_count)
 
 
 def _layer(attention: fx.Node, context: Context) -> _Layer:
-    """Follows a layer from its attention on. Raises _Refused where it is not what the kernel computes."""
+    """Follow a layer from its attention on. Raises Refused for a layer that the kernel does not compute."""
     o = _linear(attention)
     norm = _only(o, "x", add_rms_norm_quant)
     gate_up = _linear(norm)
@@ -97,10 +98,10 @@ def _layer(attention: fx.Node, context: Context) -> _Layer:
     for producer, linear in ((attention, o), (norm, gate_up), (silu, down)):
         _alone(producer, linear)
     if not is_pick(bind(end).residual, norm, 3) or bind(end).eps != bind(norm).eps:
-        raise _Refused(f"{end.name} does not go on from the residual of {norm.name}")
+        raise Refused(f"{end.name} does not go on from the residual of {norm.name}")
     _check_rotations(attention, norm, silu, end)
     if not has_few_rows(attention):
-        raise _Refused("more than one token a sequence")
+        raise Refused("more than one token a sequence")
     qkv, delta = _projection(end)
     layer = _Layer(attention, o, norm, gate_up, silu, down, end, qkv)
     if qkv is not None and layer.fits(context, with_qkv=True):
@@ -112,17 +113,17 @@ def _layer(attention: fx.Node, context: Context) -> _Layer:
 
 
 def _check_rotations(attention: fx.Node, norm: fx.Node, silu: fx.Node, end: fx.Node) -> None:
-    """Raises unless activations are rotated as the kernel does it for their dtype."""
+    """Raise Refused unless activations are rotated as in the kernel for their dtype."""
     rotated = [bind(node).rotate for node in (attention, norm, silu, end) if has_operand(node, "rotate")]
     whole = bind(attention).dtype == torch.int8
     columns = bind(norm).rotate
     wanted = [0, columns, SILU_ROTATES, columns] if whole else [0] * 4
     if rotated != wanted[: len(rotated)] or (whole and not columns):
-        raise _Refused("its activations are not rotated as the kernel has it (rotate_activations)")
+        raise Refused("its activations are not rotated as the kernel has it (rotate_activations)")
 
 
 def _objection(layer: _Layer, context: Context) -> str | None:
-    """Why a layer that the kernel could compute is left alone: its sizes, or that it would gain nothing."""
+    """Return why a layer stays as it is (its sizes, or no gain), or None."""
     objection = layer.fits(context, with_qkv=True)
     if objection is not None or context.options.whole_layer != "auto":
         return objection
@@ -135,7 +136,7 @@ def _objection(layer: _Layer, context: Context) -> str | None:
 
 
 def _replace(graph: fx.Graph, layer: _Layer) -> None:
-    """The block in place of the layer's calls; what read the norm at its end reads the block."""
+    """Replace the layer's calls by the block; readers of its last norm read the block."""
     end, norm = bind(layer.end), bind(layer.norm)
     with graph.inserting_before(layer.end):
         rows = insert_call(graph, paged_attention_blocks, blocks_arguments(layer.attention), like=layer.attention)
@@ -167,13 +168,13 @@ def _replace(graph: fx.Graph, layer: _Layer) -> None:
 
 
 def _without_lora(delta: fx.Node | None) -> None:
-    """Raises when a linear's product gets a delta."""
+    """Raise Refused for a product with a delta."""
     if delta is not None:
-        raise _Refused(f"a LoRA delta joins between its linears ({delta.name})")
+        raise Refused(f"a LoRA delta joins between its linears ({delta.name})")
 
 
 def _projection(end: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
-    """The q/k/v projection after a layer and the LoRA delta that its append adds to it; None for what is not there."""
+    """Return (the q/k/v projection after a layer, the LoRA delta that its append adds); None for missing ones."""
     if not is_call(end, add_rms_norm_quant):
         return None, None
     found = [user for user in _users(end, 1) if is_call(user, linear_8bit)]
@@ -186,18 +187,18 @@ def _projection(end: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
 
 
 def _linear(producer: fx.Node) -> fx.Node:
-    """The one linear that reads a producer's quantized row and scale."""
+    """Return the one linear that reads a producer's quantized row and scale."""
     found = [user for user in _users(producer, 1) if is_call(user, linear_8bit)]
     if len(found) != 1:
-        raise _Refused(f"{producer.name} is read by {len(found)} linears")
+        raise Refused(f"{producer.name} is read by {len(found)} linears")
     _adds_nothing(found[0])
     return found[0]
 
 
 def _alone(producer: fx.Node, linear: fx.Node) -> None:
-    """Raises unless the linear alone reads what `producer` makes, and adds nothing to its product."""
+    """Raise Refused unless the linear is the only reader of `producer` and adds nothing to its product."""
     if any(user is not linear for place in range(3) for user in _users(producer, place)):
-        raise _Refused(
+        raise Refused(
             f"{producer.name} is read by something else than one linear (LoRA that joins elsewhere, if the program "
             "has it)"
         )
@@ -206,19 +207,19 @@ def _alone(producer: fx.Node, linear: fx.Node) -> None:
 
 def _adds_nothing(linear: fx.Node) -> None:
     if bind(linear).delta is not None or bind(linear).residual is not None:
-        raise _Refused(f"{linear.name} adds something to its product")
+        raise Refused(f"{linear.name} adds something to its product")
 
 
 def _only(node: fx.Node, operand: str, *ops: Op) -> fx.Node:
-    """The one reader of a linear's product, one of `ops` that takes it as `operand`."""
+    """Return the one reader of a linear's product, one of `ops` with the product as `operand`."""
     users = list(node.users)
     if len(users) != 1 or not is_call(users[0], *ops) or getattr(bind(users[0]), operand) is not node:
-        raise _Refused(f"{node.name} is read by something else than {' or '.join(op.name for op in ops)}")
+        raise Refused(f"{node.name} is read by something else than {' or '.join(op.name for op in ops)}")
     return users[0]
 
 
 def _users(node: fx.Node, place: int) -> list[fx.Node]:
-    """Who reads result `place` of a node."""
+    """Return the readers of result `place` of a node."""
     return [user for pick in node.users if is_pick(pick, node, place) for user in pick.users]
 
 

@@ -1,4 +1,4 @@
-"""The quantization of an activation moves into the op that makes it."""
+"""Quantization of an activation -> part of the op that produces it."""
 
 import operator
 
@@ -9,10 +9,10 @@ from ....ops.core.registry import Op
 from ....ops.elementwise.quantize import quantize_rowwise
 from ....ops.elementwise.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
 from ....ops.elementwise.silu_mul import silu_mul, silu_mul_quant
-from ...graph.nodes import bind, carried, insert_call, insert_picks, is_call, picks_of, replace_picks
-from ..base import Context, PassReport
+from ...graph.nodes import bind, calls, insert_call, insert_picks, is_call, operands_for, picks_of, replace_picks
+from ..base import Context, PassReport, Refused, rewrite_each
 
-# producer -> its quantizing form, whose results are (y, q, scale) and then whatever else the producer returned
+# producer -> its quantizing form, with results (y, q, scale) and then the producer's other results
 FORMS: dict[str, tuple[Op, Op]] = {
     "norm": (rms_norm, rms_norm_quant),
     "add_norm": (add_rms_norm, add_rms_norm_quant),
@@ -22,29 +22,25 @@ FORMS: dict[str, tuple[Op, Op]] = {
 
 
 def fuse_quantize(graph: fx.Graph, context: Context) -> PassReport:
-    """Norm, SiLU * mul and attention write their row in eight bits with its scale; the 16-bit row too where somebody
-    still reads it.
+    """Fuse the quantization of an activation into the norm, SiLU * mul or attention that produces it.
 
     before  y = rms_norm(x, weight, eps); q, scale = quantize_rowwise(y, torch.int8, rotate=8); lora(y, ...)
     after   y, q, scale = sidestream.rms_norm_quant(x, weight, eps, keep=True, torch.int8, rotate=8); lora(y, ...)
 
-    LoRA reads the row before quantization, hence `keep`. Matches rowwise quantizations. Leaves quantizations of
-    anything else, such as rows selected after the last norm.
+    `keep` writes the 16-bit row too, where LoRA or another op reads it. Leaves quantizations of any other op, such as
+    rows selected after the last norm.
     """
-    report = PassReport(0)
-    for node in list(graph.nodes):
-        if not is_call(node, quantize_rowwise):
-            continue
+
+    def fuse(node: fx.Node) -> None:
         quantized = bind(node)
         value = quantized.x
         producer = bind(value).source if is_call(value, operator.getitem) and bind(value).place == 0 else value
         forms = next((pair for pair in FORMS.values() if is_call(producer, pair[0])), None)
         if forms is None:
-            report.rejected.append(f"{node.name}: {producer.name} has no quantizing form")
-            continue
+            raise Refused(f"{producer.name} has no quantizing form")
         keep = any(user is not node for user in value.users)
         with graph.inserting_before(producer):
-            operands = carried(producer, forms[1], keep=keep, dtype=quantized.dtype, rotate=quantized.rotate)
+            operands = operands_for(producer, forms[1], keep=keep, dtype=quantized.dtype, rotate=quantized.rotate)
             new = insert_call(graph, forms[1], operands, like=producer)
             y, q, scale = insert_picks(graph, new, (0, 1, 2), like=producer)
         for place, pick in picks_of(producer):
@@ -54,5 +50,5 @@ def fuse_quantize(graph: fx.Graph, context: Context) -> PassReport:
                 pick.replace_all_uses_with(moved)
         replace_picks(node, {0: q, 1: scale})
         value.replace_all_uses_with(y)
-        report.matches += 1
-    return report
+
+    return rewrite_each(calls(graph, quantize_rowwise), fuse)

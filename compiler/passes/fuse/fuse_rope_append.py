@@ -12,6 +12,7 @@ from ....ops.elementwise.hadamard import hadamard
 from ....ops.elementwise.rms_norm import rms_norm
 from ...graph.nodes import (
     bind,
+    calls,
     insert_call,
     insert_placeholder,
     is_call,
@@ -22,12 +23,12 @@ from ...graph.nodes import (
     through_views,
 )
 from ...graph.recipe import cat, unsqueeze
-from ..base import Context, PassReport
+from ..base import Context, PassReport, Refused, rewrite_each
 
 
 @dataclass
 class _Heads:
-    """Rotated heads: the slice of the packed projection that they come from, their norm, and how they were rotated."""
+    """Rotated heads: their slice of the packed projection, their norm, and their rotation."""
 
     packed: fx.Node
     start: int
@@ -38,37 +39,27 @@ class _Heads:
 
 
 def fuse_rope_append(graph: fx.Graph, context: Context) -> PassReport:
-    """The packed q/k/v row goes in, the rotated query comes out, keys and values are in the cache; the LoRA delta is
-    added inside.
+    """Fuse RoPE, Hadamard, KV quantization and append into one op on the packed q/k/v row; add its LoRA delta there.
 
     before  q = hadamard(rope(qkv[:, :4096], cos, sin)); k = hadamard(rope(qkv[:, 4096:5120], cos, sin))
             append_kv(k, qkv[:, 5120:], kv_cache, kv_scales, slot_mapping); o = paged_attention(q, kv_cache, ...)
     after   q = sidestream.rope_append(linear, lora, cos, sin, kv_cache, kv_scales, slot_mapping, 32, 8, True)
             o = paged_attention(q, kv_cache, ...)
 
-    The constant that center_keys subtracts from k, the projection's bias, and the norm of each head of q and k (Qwen3)
-    go along as the op's last arguments.
-
-    The op takes the append's place, because graph order is what gives the mutation its meaning. Matches an append and
-    the attention over its cache. Leaves appends whose q, k and v are not the three parts of one packed projection,
-    normed alike and rotated by the same angles (or not at all).
+    The constant of center_keys, the projection's bias and the norms of q's and k's heads (Qwen3) become the op's last
+    arguments. The op takes the append's place in the graph, which orders the mutation. Leaves appends if q, k and v are
+    not the three parts of one packed projection, with equal norms and the same angles (or none).
     """
-    report = PassReport(0)
-    for append in list(graph.nodes):
-        if not is_call(append, append_kv):
-            continue
+
+    def fuse(append: fx.Node) -> None:
         bound = bind(append)
         key, cache = bound.k, bound.kv_cache
         attention = next((user for user in cache.users if is_call(user, paged_attention)), None)
         if attention is None:
-            report.rejected.append(f"{append.name}: no paged_attention reads {cache.name}")
-            continue
+            raise Refused(f"no paged_attention reads {cache.name}")
         query = bind(attention).q
         q, k, v = (_heads(node) for node in (query, key, bound.v))
-        reason = _refusal(q, k, v)
-        if reason is not None or q is None or k is None:
-            report.rejected.append(f"{append.name}: {reason}")
-            continue
+        _check(q, k, v)
         qkv, delta = split_delta(q.packed)
         qkv, bias = split_bias(qkv)
         heads, kv_heads = int(shape_of(query)[1]), int(shape_of(key)[1])
@@ -81,12 +72,12 @@ def fuse_rope_append(graph: fx.Graph, context: Context) -> PassReport:
             new = insert_call(graph, rope_append, (*operands, heads, kv_heads, q.transformed, *more), like=append)
         attention.replace_input_with(query, new)
         graph.erase_node(append)
-        report.matches += 1
-    return report
+
+    return rewrite_each(calls(graph, append_kv), fuse)
 
 
-def _heads(node: fx.Node) -> _Heads | None:
-    """Follows a head tensor back to its slice of the packed projection, or None where it comes from elsewhere."""
+def _heads(node: fx.Node) -> _Heads:
+    """Follow a head tensor back to its slice of the packed projection. Raises Refused."""
     transformed = is_call(node, hadamard)
     if transformed:
         node = bind(node).x
@@ -98,7 +89,9 @@ def _heads(node: fx.Node) -> _Heads | None:
     if norm is not None:
         node = bind(norm).x
     found = slice_range(through_views(node))
-    return None if found is None else _Heads(*found, norm, angles, transformed)
+    if found is None:
+        raise Refused("q, k and v are not slices of one packed projection (is pack_projections off?)")
+    return _Heads(*found, norm, angles, transformed)
 
 
 def _is_loaded(weight: fx.Node) -> bool:
@@ -106,7 +99,7 @@ def _is_loaded(weight: fx.Node) -> bool:
 
 
 def _head_norm(graph: fx.Graph, query: fx.Node, key: fx.Node) -> fx.Node:
-    """The weights [2, D] of the norms of q's and of k's heads."""
+    """Insert the weights [2, D] of the norms of q's and k's heads."""
     weights = [bind(norm).weight for norm in (query, key)]
     recipe = cat(0, [unsqueeze(weight.meta["recipe"], 0) for weight in weights])
     shape, dtype = (2, int(shape_of(weights[0])[0])), weights[0].meta["val"].dtype
@@ -114,20 +107,13 @@ def _head_norm(graph: fx.Graph, query: fx.Node, key: fx.Node) -> fx.Node:
     return insert_placeholder(graph, name, "weight", shape, dtype, after=weights[1], recipe=recipe)
 
 
-def _refusal(q: _Heads | None, k: _Heads | None, v: _Heads | None) -> str | None:
-    if q is None or k is None or v is None:
-        return "q, k and v are not slices of one packed projection (is pack_projections off?)"
-    if not (q.packed is k.packed is v.packed) or (q.start, q.end, k.end, v.end) != (
-        0,
-        k.start,
-        v.start,
-        int(shape_of(v.packed)[-1]),
-    ):
-        return "q, k and v are not, in this order, the parts of one packed projection"
+def _check(q: _Heads, k: _Heads, v: _Heads) -> None:
+    bounds = (0, k.start, v.start, int(shape_of(v.packed)[-1]))
+    if not (q.packed is k.packed is v.packed) or (q.start, q.end, k.end, v.end) != bounds:
+        raise Refused("q, k and v are not, in this order, the parts of one packed projection")
     if q.angles != k.angles or v.angles is not None:
-        return "q and k are not rotated by the same angles (is lift_rope off?)"
+        raise Refused("q and k are not rotated by the same angles (is lift_rope off?)")
     if len({None if heads.norm is None else bind(heads.norm).eps for heads in (q, k)}) > 1 or v.norm is not None:
-        return "q and k are not normed alike"
+        raise Refused("q and k are not normed alike")
     if q.transformed != k.transformed or v.transformed:
-        return "the Hadamard transform is on one side only"
-    return None
+        raise Refused("the Hadamard transform is on one side only")

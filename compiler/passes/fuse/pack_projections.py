@@ -1,31 +1,30 @@
-"""Projections of the same activation become one: q/k/v and gate/up."""
+"""Linears that read the same activation -> one linear: q/k/v and gate/up."""
 
 from collections import defaultdict
 
 from torch import fx
 
 from ....ops.lora.lora import lora
-from ...graph.branches import Branch, branch_of
-from ...graph.nodes import aten, bind, insert_call, insert_placeholder, is_call, shape_of
+from ...graph.nodes import aten, bind, calls, insert_call, insert_placeholder, shape_of
+from ...graph.projections import Branch, branch_of
 from ...graph.recipe import cat, pad, zeros
 from ..base import Context, PassReport
 
 
 def pack_projections(graph: fx.Graph, context: Context) -> PassReport:
-    """One GEMM, one shrink and one expand where several linears read the same activation.
+    """Pack linears that read the same activation (q/k/v, gate/up) into one GEMM, with one LoRA shrink and expand.
 
     before  linear = aten.linear(x, q); linear_1 = aten.linear(x, k); linear_2 = aten.linear(x, v)  # + lora of each
     after   linear_3 = aten.linear(x, q_k_v); lora_3 = sidestream.lora(x, a, b, adapter_index, [4096, 1024, 1024])
             add = linear_3 + lora_3; slice = add[..., :4096]; slice_1 = add[..., 4096:5120]; ...
 
-    Matches groups of two or more linears whose weights are loaded; biases (`lift_bias` took them apart) are packed too.
-    A member without LoRA or bias among members with it gets zeros. Leaves a linear that has its input to itself, and
-    groups whose LoRA branches read different adapter indices.
+    Biases (split by `lift_bias`) are packed too. Members without LoRA or bias get zeros. Leaves linears with computed
+    weights, and groups with LoRA branches on different adapter indices.
     """
     report = PassReport(0)
     groups: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-    for node in graph.nodes:
-        if is_call(node, aten.linear.default) and bind(node).weight.meta.get("kind") == "weight":
+    for node in calls(graph, aten.linear.default):
+        if bind(node).weight.meta.get("kind") == "weight":
             groups[bind(node).input].append(node)
     for x, linears in groups.items():
         if len(linears) < 2:
@@ -54,15 +53,10 @@ def _refusal(branches: list[Branch]) -> str | None:
 def _pack(graph: fx.Graph, x: fx.Node, branches: list[Branch]) -> None:
     weights = [branch.weight for branch in branches]
     widths = [branch.width for branch in branches]
-    packed = insert_placeholder(
-        graph,
-        _joined_name(weights),
-        "weight",
-        (sum(widths), int(shape_of(weights[0])[1])),
-        weights[0].meta["val"].dtype,
-        after=weights[0],
-        recipe=cat(0, [weight.meta["recipe"] for weight in weights]),
-    )
+    shape, dtype = (sum(widths), int(shape_of(weights[0])[1])), weights[0].meta["val"].dtype
+    recipe = cat(0, [weight.meta["recipe"] for weight in weights])
+    name = _joined_name(weights)
+    packed = insert_placeholder(graph, name, "weight", shape, dtype, after=weights[0], recipe=recipe)
     first = branches[0].linear
     with graph.inserting_before(first):
         joined = insert_call(graph, aten.linear.default, (x, packed), like=first)
@@ -78,7 +72,7 @@ def _pack(graph: fx.Graph, x: fx.Node, branches: list[Branch]) -> None:
 
 
 def _packed_bias(graph: fx.Graph, branches: list[Branch]) -> fx.Node:
-    """The biases of all members in one vector."""
+    """Insert the biases of all members as one vector."""
     nodes = [branch.bias for branch in branches if branch.bias is not None]
     dtype = nodes[0].meta["val"].dtype
     parts = [
@@ -89,7 +83,7 @@ def _packed_bias(graph: fx.Graph, branches: list[Branch]) -> fx.Node:
 
 
 def _packed_lora(graph: fx.Graph, branches: list[Branch], linear: fx.Node) -> fx.Node:
-    """One LoRA branch over the stacked A and B of all members, in the shape of the packed linear."""
+    """Insert one LoRA branch over the stacked A and B of all members, in the shape of the packed linear."""
     nodes = [branch.lora for branch in branches if branch.lora is not None]
     deltas = [bind(node) for node in nodes]
     first = deltas[0]
@@ -106,36 +100,23 @@ def _packed_lora(graph: fx.Graph, branches: list[Branch], linear: fx.Node) -> fx
             parts_b.append(pad(bind(branch.lora).b.meta["recipe"], 2, rank))
     widths = [branch.width for branch in branches]
     names = _joined_name([delta.a for delta in deltas]), _joined_name([delta.b for delta in deltas])
-    packed_a = insert_placeholder(
-        graph,
-        names[0],
-        "adapter",
-        (slots, rank * len(branches), width_in),
-        dtype,
-        after=first.a,
-        recipe=cat(1, parts_a),
-    )
-    packed_b = insert_placeholder(
-        graph, names[1], "adapter", (slots, sum(widths), rank), dtype, after=first.b, recipe=cat(1, parts_b)
+    shapes = (slots, rank * len(branches), width_in), (slots, sum(widths), rank)
+    packed_a, packed_b = (
+        insert_placeholder(graph, name, "adapter", shape, dtype, after=after, recipe=cat(1, parts))
+        for name, shape, after, parts in zip(names, shapes, (first.a, first.b), (parts_a, parts_b), strict=True)
     )
     delta = insert_call(graph, lora, (first.x, packed_a, packed_b, first.adapter_index, widths), like=nodes[0])
     return delta if len(shape_of(linear)) == 2 else insert_call(graph, aten.view.default, (delta, [*shape_of(linear)]))
 
 
 def _joined_name(nodes: list[fx.Node]) -> str:
-    """`layers_0_self_attn_q_proj_weight`, `..._k_proj_weight` -> `layers_0_self_attn_q_k_proj_weight`."""
+    """Join names: `layers_0_self_attn_q_proj_weight`, `..._k_proj_weight` -> `layers_0_self_attn_q_k_proj_weight`."""
     if len(nodes) == 1:
         return f"{nodes[0].name}_packed"
     parts = [node.name.split("_") for node in nodes]
     first = parts[0]
     front = next(place for place, words in enumerate(zip(*parts, strict=False)) if len(set(words)) > 1)
-    back = next(
-        place for place, words in enumerate(zip(*(part[::-1] for part in parts), strict=False)) if len(set(words)) > 1
-    )
-    return "_".join(
-        [
-            *first[:front],
-            *(word for part in parts for word in part[front : len(part) - back]),
-            *first[len(first) - back :],
-        ]
-    )
+    ends = zip(*(part[::-1] for part in parts), strict=False)
+    back = next(place for place, words in enumerate(ends) if len(set(words)) > 1)
+    middle = [word for part in parts for word in part[front : len(part) - back]]
+    return "_".join([*first[:front], *middle, *first[len(first) - back :]])

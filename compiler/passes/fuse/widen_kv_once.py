@@ -1,4 +1,4 @@
-"""A prompt step's keys and values become fp16 once, not in every tile of queries that reads them."""
+"""Keys and values of a prompt step converted to fp16 once, not in every tile of queries."""
 
 import torch
 from torch import fx
@@ -8,8 +8,8 @@ from ....ops.attention.prefill_gluon import takes_heads, tile_tokens
 from ....ops.attention.widen_kv import STEP_TOKENS, widen_kv, widen_plan
 from ....ops.core.kv_layout import PAGE_SIZE
 from ....ops.core.triton_support import cdiv
-from ...graph.nodes import bind, insert_call, insert_picks, is_call, set_operands, shape_of
-from ..base import Context, PassReport
+from ...graph.nodes import bind, calls, insert_call, insert_picks, set_operands, shape_of
+from ..base import Context, PassReport, Refused, rewrite_each
 
 FEWEST_TOKENS = 257  # of fewer no sequence has many tiles
 # 256 MB with 8 KV heads, and no memory of its own where the linears' activations take as much
@@ -17,28 +17,21 @@ MOST_STEPS = 65536 // STEP_TOKENS
 
 
 def widen_kv_once(graph: fx.Graph, context: Context) -> PassReport:
-    """The pages of sequences with many queries are widened in front of each attention, into a buffer that all layers
-    share.
+    """Convert the int8 pages of sequences with many queries to fp16 once before each attention, not in every tile.
 
     before  y = paged_attention(q, kv_cache, kv_scales, block_table, context_lens, query_start, ...)
     after   plan, pages = widen_plan(block_table, context_lens, query_start, tile, steps)  (once a step)
             wide = widen_kv(kv_cache, kv_scales, pages)
             y = paged_attention(q, kv_cache, kv_scales, block_table, context_lens, query_start, ..., wide, plan)
 
-    The same bits. Sequences that are not worth it, and what the buffer has no room for, are served as before; the GPU
-    decides. It holds 65,536 tokens, or what the block table reaches. For graphs with static sizes, of many tokens;
-    paged_attention_quant alike. Matches attentions over such a cache. Leaves caches other than int8, windows, and
-    heads for which chunks have no Gluon kernel.
+    The values are unchanged. All layers share the buffer of 65,536 tokens (or what the block table reaches); the GPU
+    decides which sequences use it. For static sizes of many tokens; paged_attention_quant alike. Leaves other caches
+    than int8, windows, and heads without a Gluon kernel for chunks.
     """
-    report = PassReport(0)
     plans: dict[tuple[object, ...], tuple[fx.Node, ...]] = {}
-    for node in list(graph.nodes):
-        if not is_call(node, paged_attention, paged_attention_quant):
-            continue
-        reason = _stays(node)
-        if reason is not None:
-            report.rejected.append(f"{node.name}: {reason}")
-            continue
+
+    def widen(node: fx.Node) -> None:
+        _check(node)
         attention = bind(node)
         sequences, blocks = shape_of(attention.block_table)
         tile = tile_tokens(int(shape_of(attention.q)[1]), int(shape_of(attention.kv_cache)[1]))
@@ -51,23 +44,21 @@ def widen_kv_once(graph: fx.Graph, context: Context) -> PassReport:
             plan, pages = plans[key]
             wide = insert_call(graph, widen_kv, (attention.kv_cache, attention.kv_scales, pages), like=node)
         set_operands(node, wide=wide, plan=plan)
-        report.matches += 1
-    return report
+
+    return rewrite_each(calls(graph, paged_attention, paged_attention_quant), widen)
 
 
-def _stays(node: fx.Node) -> str | None:
-    """Why an attention reads its cache alone."""
+def _check(node: fx.Node) -> None:
     attention = bind(node)
     cache = attention.kv_cache
     tokens, heads, dim = shape_of(attention.q)
     if attention.decode:
-        return "one token a sequence"
+        raise Refused("one token a sequence")
     if attention.window:
-        return f"it sees {attention.window} tokens, of which few tiles read the same"
+        raise Refused(f"its window has {attention.window} tokens, so few tiles read the same ones")
     if cache.meta["val"].dtype != torch.int8:
-        return f"its cache is {cache.meta['val'].dtype}"
+        raise Refused(f"its cache is {cache.meta['val'].dtype}")
     if not takes_heads(int(heads), int(shape_of(cache)[1]), int(dim)):
-        return f"{heads} heads of {dim} on {shape_of(cache)[1]} KV heads: no Gluon kernel for chunks takes them"
+        raise Refused(f"{heads} heads of {dim} on {shape_of(cache)[1]} KV heads: no Gluon kernel for chunks takes them")
     if tokens < FEWEST_TOKENS:
-        return f"{tokens} tokens: gains from {FEWEST_TOKENS} on"
-    return None
+        raise Refused(f"{tokens} tokens: gains from {FEWEST_TOKENS} on")

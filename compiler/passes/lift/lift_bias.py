@@ -2,30 +2,26 @@
 
 from torch import fx
 
-from ...graph.nodes import aten, bind, insert_call, is_call
-from ..base import Context, PassReport
+from ...graph.nodes import aten, bind, calls, insert_call
+from ..base import Context, PassReport, Refused, rewrite_each
 
 
 def lift_bias(graph: fx.Graph, context: Context) -> PassReport:
-    """A projection with a bias becomes a plain linear and a sum, so that what reads the sum can add the bias itself.
+    """Split a linear with a bias into a plain linear and an addition.
 
     before  linear = aten.linear(x, weight, bias)
     after   linear = aten.linear(x, weight); add = linear + bias
 
-    The packed q/k/v row's bias ends in `rope_append`, which sums in fp32: no linear has to know of it. Matches linears
-    with a loaded bias. Leaves a bias that is computed in the graph.
+    Readers of the sum can then add the bias themselves, such as `rope_append` in fp32. Leaves computed biases.
     """
-    report = PassReport(0)
-    for node in list(graph.nodes):
-        if not is_call(node, aten.linear.default) or bind(node).bias is None:
-            continue
+
+    def lift(node: fx.Node) -> None:
         x, weight, bias = bind(node).input, bind(node).weight, bind(node).bias
         if bias.meta.get("kind") != "weight":
-            report.rejected.append(f"{node.name}: its bias {bias.name} is computed in the graph, not loaded")
-            continue
+            raise Refused(f"its bias {bias.name} is computed in the graph, not loaded")
         with graph.inserting_before(node):
             linear = insert_call(graph, aten.linear.default, (x, weight), like=node)
             total = insert_call(graph, aten.add.Tensor, (linear, bias), like=node)
         node.replace_all_uses_with(total)
-        report.matches += 1
-    return report
+
+    return rewrite_each((node for node in calls(graph, aten.linear.default) if bind(node).bias is not None), lift)

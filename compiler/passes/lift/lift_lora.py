@@ -1,6 +1,6 @@
-"""LoRA branches -> `sidestream.lora`, one alternative a family."""
+"""LoRA branches -> `sidestream.lora`, one pattern a family."""
 
-from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import fx
@@ -28,24 +28,20 @@ PEFT = call(aten.linear.default, call(aten.linear.default, cast(any_("x")), any_
 
 
 def lift_lora(graph: fx.Graph, context: Context) -> PassReport:
-    """The low-rank branch next to a linear; the addition to the linear's output stays where it is.
+    """Replace the low-rank branch next to a linear by one op.
 
     before  linear_1 = aten.linear(x, lora_A); linear_2 = aten.linear(linear_1, lora_B); mul = linear_2 * 2.0
     after   lora = sidestream.lora(x, lora_a, lora_b, adapter_index, [4096])
             # lora_a, lora_b: stacks by adapter slot
 
-    Matches stacked adapters with an index per token (our Llama) and peft's single adapter, whose scaling moves into B's
-    recipe and whose rank is padded to a multiple of 16. Leaves branches whose A or B is no graph input (merged,
-    quantized or computed ones).
+    Matches stacked adapters with an index per token (our Llama) and peft's single adapter: its scaling moves into B's
+    recipe, its rank is padded to a multiple of 16. Leaves branches of computed A or B (merged or quantized ones).
     """
     stacked, _ = find(graph, STACKED)
     for match in stacked:
-        width = int(shape_of(match["b"])[1])
+        operands = (match["x"], match["a"], match["b"], match["adapter_index"], [int(shape_of(match["b"])[1])])
         with graph.inserting_before(match.root):
-            new = insert_call(
-                graph, lora, (match["x"], match["a"], match["b"], match["adapter_index"], [width]), like=match.root
-            )
-        match.root.replace_all_uses_with(new)
+            match.root.replace_all_uses_with(insert_call(graph, lora, operands, like=match.root))
 
     def where(match: Match) -> str | None:
         for name in ("a", "b"):
@@ -61,7 +57,7 @@ def lift_lora(graph: fx.Graph, context: Context) -> PassReport:
 
 
 def _lift_single(graph: fx.Graph, match: Match, shared: dict[fx.Node, tuple[fx.Node, fx.Node]]) -> None:
-    """peft's branch: stacks of one slot, every token in it.
+    """Lift peft's branch to stacks of one slot with every token in it.
 
     `shared` keeps the flattened form and the index of each activation.
     """
@@ -79,11 +75,11 @@ def _lift_single(graph: fx.Graph, match: Match, shared: dict[fx.Node, tuple[fx.N
     leading = shape_of(x)[:-1]
     if x not in shared:
         with graph.inserting_after(x):
-            flat = insert_call(graph, aten.view.default, (x, [_product(leading), shape_of(x)[-1]]))
+            flat = insert_call(graph, aten.view.default, (x, [prod(leading), shape_of(x)[-1]]))
         slots = next((index for other, (_, index) in shared.items() if shape_of(other)[:-1] == leading), None)
         if slots is None:
             with graph.inserting_after(flat):
-                zeros = insert_call(graph, aten.new_zeros.default, (flat, [_product(leading)]))
+                zeros = insert_call(graph, aten.new_zeros.default, (flat, [prod(leading)]))
             with graph.inserting_after(zeros):
                 slots = insert_call(graph, aten.to.dtype, (zeros, torch.int32))
         shared[x] = flat, slots
@@ -94,18 +90,11 @@ def _lift_single(graph: fx.Graph, match: Match, shared: dict[fx.Node, tuple[fx.N
     match.root.replace_all_uses_with(shaped)
 
 
-def _product(sizes: Sequence[int]) -> int:
-    total = 1
-    for size in sizes:
-        total = total * size
-    return total
-
-
 def _unlifted(graph: fx.Graph) -> list[str]:
-    """A branch that is spelled in a way no pattern knows: an input called lora_a that no lifted op reads."""
+    """Return near-misses: inputs called lora_a that another op than a lifted one reads."""
     stacks = [node for node in graph.nodes if node.op == "placeholder" and "lora_a" in node.name.lower()]
     return [
-        f"{user.name}: reads {node.name} in a form that no LoRA pattern knows"
+        f"{user.name}: reads {node.name} in a form without a LoRA pattern"
         for node in stacks
         for user in node.users
         if not is_call(user, lora) and not _is_dead(user)
@@ -113,5 +102,5 @@ def _unlifted(graph: fx.Graph) -> list[str]:
 
 
 def _is_dead(node: fx.Node) -> bool:
-    """Whether nothing that lives reads `node` (the driver removes it after the pass)."""
+    """Whether `node` has no live reader (the driver removes it after the pass)."""
     return not node.is_impure() and all(_is_dead(user) for user in node.users)

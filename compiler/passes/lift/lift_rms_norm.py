@@ -13,23 +13,20 @@ RMS_NORM = any_("weight") * cast(_wide * call(aten.rsqrt.default, _mean + const(
 
 
 def lift_rms_norm(graph: fx.Graph, context: Context) -> PassReport:
-    """Llama's norm, computed in fp32 and rounded before the weight: weight * (x * rsqrt(mean(x ** 2) + eps)).to(dtype).
+    """Replace Llama's norm, in fp32, rounded before the weight: weight * (x * rsqrt(mean(x ** 2) + eps)).to(dtype).
 
     before  pow_1 = aten.pow.Tensor_Scalar(x, 2); mean = aten.mean.dim(pow_1, [-1], True); add = mean + 1e-05
             rsqrt = aten.rsqrt(add); mul = x * rsqrt; mul_1 = weight * mul
     after   rms_norm = sidestream.rms_norm(x, weight, 1e-05)
 
-    Matches at a reciprocal root. Leaves norms whose weight is not one vector over the last dimension,
-    and those whose inner values are used elsewhere.
+    Leaves weights other than a vector over the last dimension, and inner values with other readers.
     """
 
     def where(match: Match) -> str | None:
         weight, x = shape_of(match["weight"]), shape_of(match["x"])
-        return (
-            None
-            if len(weight) == 1 and weight[0] == x[-1]
-            else f"{match['weight'].name} is not a vector over the last dimension of {match['x'].name}"
-        )
+        if len(weight) == 1 and weight[0] == x[-1]:
+            return None
+        return f"{match['weight'].name} is not a vector over the last dimension of {match['x'].name}"
 
     matches, rejected = find(graph, RMS_NORM, anchor=aten.rsqrt.default, where=where)
     for match in matches:

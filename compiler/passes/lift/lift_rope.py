@@ -1,10 +1,10 @@
-"""Rotary position embedding -> `sidestream.rope`."""
+"""Rotary position embedding -> `sidestream.rope`; its cosines and sines -> `sidestream.rope_angles`."""
 
 from torch import fx
 
-from ....ops.attention.rope import rope
+from ....ops.attention.rope import rope, rope_angles
 from ...graph.matcher import Match, any_, call, cast, find
-from ...graph.nodes import aten, insert_call, shape_of, slice_range
+from ...graph.nodes import aten, bind, insert_call, insert_picks, is_call, shape_of, slice_range
 from ..base import Context, PassReport
 
 _wide = cast(any_("x"))
@@ -13,13 +13,13 @@ ROPE = _wide * any_("cos") + _rotated * any_("sin")
 
 
 def lift_rope(graph: fx.Graph, context: Context) -> PassReport:
-    """The rotate-half form: x * cos + cat(-x[d/2:], x[:d/2]) * sin; with the casts around it where the model has some.
+    """Replace the rotate-half form x * cos + cat(-x[d/2:], x[:d/2]) * sin, with its casts.
 
     before  neg = aten.neg(x[..., 32:]); cat = aten.cat([neg, x[..., :32]], -1)
             mul = x * cos; mul_1 = cat * sin; add = mul + mul_1
     after   rope = sidestream.rope(x, cos, sin)
 
-    Matches at a negation. Leaves interleaved forms and halves that are not the two halves of x.
+    Leaves interleaved forms, and halves that are not the two halves of x.
     """
 
     def where(match: Match) -> str | None:
@@ -30,11 +30,9 @@ def lift_rope(graph: fx.Graph, context: Context) -> PassReport:
         sources = {lower[0], upper[0]}
         if lower[1:] != (0, width // 2) or upper[1:] != (width // 2, width) or len(sources) > 1:
             return f"{match['lower'].name} and {match['upper'].name} are not the two halves of {match['x'].name}"
-        return (
-            None
-            if sources <= {match["x"], *match.nodes}
-            else f"the halves are of {lower[0].name}, not of {match['x'].name}"
-        )
+        if sources <= {match["x"], *match.nodes}:
+            return None
+        return f"the halves are of {lower[0].name}, not of {match['x'].name}"
 
     matches, rejected = find(graph, ROPE, anchor=aten.neg.default, where=where)
     for match in matches:
@@ -50,8 +48,44 @@ def lift_rope(graph: fx.Graph, context: Context) -> PassReport:
 
 
 def _narrowing_cast(root: fx.Node, x: fx.Node) -> fx.Node:
-    """The cast back to x's dtype that follows the sum, when that is its only use; else the sum itself."""
+    """Return the cast back to x's dtype if it is the only reader of the sum, else the sum."""
     users = list(root.users)
     if len(users) == 1 and users[0].target is aten.to.dtype and users[0].meta["val"].dtype == x.meta["val"].dtype:
         return users[0]
     return root
+
+
+_angle = call(aten.unsqueeze.default, cast(any_("positions")), -1) * any_("inv_freq")
+COSINE = call(aten.cos.default, call(aten.unsqueeze.default, call(aten.cat.default, [_angle, _angle], -1), 1))
+
+
+def lift_rope_angles(graph: fx.Graph, context: Context) -> PassReport:
+    """Replace the table of angles, which all layers read, one row a token.
+
+    before  mul = positions.float().unsqueeze(-1) * inv_freq; cat = aten.cat([mul, mul], -1).unsqueeze(1)
+            cos = aten.cos(cat); sin = aten.sin(cat)
+    after   cos, sin = sidestream.rope_angles(positions, inv_freq)
+
+    Leaves tables of batched positions (transformers) and of scaled cosines.
+    """
+
+    def where(match: Match) -> str | None:
+        if len(shape_of(match["positions"])) != 1:
+            return f"{match['positions'].name} has {len(shape_of(match['positions']))} dimensions, not one"
+        return None if _sine(match.root) is not None else f"{match.root.name} comes without a sine of the same angles"
+
+    matches, rejected = find(graph, COSINE, anchor=aten.cos.default, where=where)
+    for match in matches:
+        cosine, sine = match.root, _sine(match.root)
+        with graph.inserting_before(cosine):
+            table = insert_call(graph, rope_angles, (match["positions"], match["inv_freq"]), like=cosine)
+            picked = insert_picks(graph, table, (0, 1), like=cosine)
+        cosine.replace_all_uses_with(picked[0])
+        if sine is not None:
+            sine.replace_all_uses_with(picked[1])
+    return PassReport(len(matches), rejected)
+
+
+def _sine(cosine: fx.Node) -> fx.Node | None:
+    """Return the sine of the same angles."""
+    return next((user for user in bind(cosine).self.users if is_call(user, aten.sin.default)), None)

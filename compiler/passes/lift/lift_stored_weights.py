@@ -1,42 +1,38 @@
-"""Weights that a checkpoint stores in eight bits -> one weight, whose recipe says how it is stored."""
+"""Weights stored in eight bits -> one weight with a `dequantize` recipe."""
 
 from typing import Any
 
 from torch import fx
 
-from ...graph.nodes import CASTS, aten, bind, insert_placeholder, is_call, set_operands, shape_of
+from ...graph.nodes import CASTS, aten, bind, calls, insert_placeholder, is_call, set_operands, shape_of
 from ...graph.recipe import dequantize
-from ..base import Context, PassReport
+from ..base import Context, PassReport, Refused, rewrite_each
 
 
 def lift_stored_weights(graph: fx.Graph, context: Context) -> PassReport:
-    """A linear's weight that is made of eight-bit values and a scale for each output channel.
+    """Replace the product of eight-bit values and channel scales by one weight with a `dequantize` recipe.
 
     before  mul = weight.float() * weight_scale; linear = aten.linear(x, mul.to(torch.bfloat16))
     after   linear = aten.linear(x, weight_dequantized)  # recipe: dequantize(weight, weight_scale)
 
-    `quantize_linears` takes values and scales as they are; every other pass sees a weight like any other. Matches
-    linears of such products. Leaves products of tensors that are no loaded weights.
+    `quantize_linears` uses values and scales unchanged; other passes see an ordinary weight. Leaves products of
+    computed tensors.
     """
-    report = PassReport(0)
-    for node in list(graph.nodes):
-        if not is_call(node, aten.linear.default):
-            continue
-        made = bind(node).weight
-        product = _through_casts(made)
-        if not is_call(product, aten.mul.Tensor):
-            continue
+
+    def lift(node: fx.Node) -> None:
+        weight = bind(node).weight
+        product = _through_casts(weight)
         values, scales = _through_casts(bind(product).self), bind(product).other
         if not all(isinstance(each, fx.Node) and each.meta.get("kind") == "weight" for each in (values, scales)):
-            report.rejected.append(f"{node.name}: {product.name} is no product of two loaded weights")
-            continue
-        stored, dtype = values.meta["val"].dtype, made.meta["val"].dtype
+            raise Refused(f"{product.name} is no product of two loaded weights")
+        stored, dtype = values.meta["val"].dtype, weight.meta["val"].dtype
         recipe = dequantize(values.meta["recipe"], scales.meta["recipe"], stored, dtype)
         name = f"{values.name}_dequantized"
         whole = insert_placeholder(graph, name, "weight", tuple(shape_of(values)), dtype, after=values, recipe=recipe)
         set_operands(node, weight=whole)
-        report.matches += 1
-    return report
+
+    linears = calls(graph, aten.linear.default)
+    return rewrite_each((node for node in linears if is_call(_through_casts(bind(node).weight), aten.mul.Tensor)), lift)
 
 
 def _through_casts(node: Any) -> Any:

@@ -1,4 +1,4 @@
-"""One spelling for what PyTorch spells in several ways, so that later patterns stay few."""
+"""One spelling for operations that PyTorch spells in several ways."""
 
 import operator
 from typing import Any
@@ -13,15 +13,14 @@ _IDENTITIES = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.def
 
 
 def normalize(graph: fx.Graph, context: Context) -> PassReport:
-    """Remove what computes nothing: no-op casts, full slices, `+ 0`, dropout in evaluation, what a concatenation has
-    of nothing, metadata checks; drop default arguments; parts of a chunk become slices.
+    """Remove no-ops and default arguments, and turn parts of chunks into slices.
 
     before  to_3 = aten.to.dtype(x, torch.float32)      # x is fp32 already
             slice_1 = aten.slice.Tensor(to_3, 1, 0, 9223372036854775807)
     after   (users read x)
 
-    Matches each node it removes or replaces. Leaves casts between devices and anything whose value or shape would
-    change.
+    No-ops are casts to the same dtype, full slices, `+ 0`, dropout in evaluation, empty parts of concatenations and
+    metadata checks. Leaves casts between devices.
     """
     removed = 0
     for node in list(graph.nodes):
@@ -41,7 +40,7 @@ def normalize(graph: fx.Graph, context: Context) -> PassReport:
 
 
 def _same_as(node: fx.Node) -> fx.Node | None:
-    """The argument that `node` merely repeats, if it does."""
+    """Return the argument that `node` repeats, if it does."""
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node):
         return None
@@ -67,7 +66,7 @@ def _same_as(node: fx.Node) -> fx.Node | None:
 
 
 def _only_part(node: fx.Node) -> fx.Node | None:
-    """The one tensor of a concatenation that is not empty."""
+    """Return the only tensor of a concatenation that is not empty."""
     if not is_call(node, aten.cat.default):
         return None
     full = [part for part in bind(node).tensors if 0 not in shape_of(part)]
@@ -75,7 +74,7 @@ def _only_part(node: fx.Node) -> fx.Node | None:
 
 
 def _slice_of_chunk(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """The slice that a pick of a chunk is."""
+    """Return a slice in place of a pick of a chunk."""
     if not is_call(node, operator.getitem) or not is_call(bind(node).source, aten.chunk.default, aten.split.Tensor):
         return None
     whole, place = bind(node).source, bind(node).place
@@ -95,9 +94,7 @@ def _is_full_slice(node: fx.Node) -> bool:
 
 
 def _drop_defaults(node: fx.Node) -> None:
-    """Positional and keyword arguments that only repeat the schema's default go, so that patterns see the short
-    form.
-    """
+    """Drop arguments that repeat the schema's default, so that patterns see the short form."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return
     arguments = node.target._schema.arguments

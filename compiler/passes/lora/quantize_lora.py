@@ -1,4 +1,4 @@
-"""Eight-bit adapters, and eight-bit activations for them."""
+"""Adapters and their activations in eight bits."""
 
 from typing import Any
 
@@ -7,44 +7,37 @@ from torch import fx
 
 from ....ops.elementwise.quantize import quantize_rowwise
 from ....ops.lora.lora import lora
-from ...graph.nodes import bind, insert_call, insert_placeholder, is_call, picks_of, shape_of
+from ...graph.nodes import bind, calls, insert_call, insert_placeholder, is_call, picks_of, shape_of
 from ...graph.recipe import item, quantize
 from ...options import torch_dtype
-from ..base import Context, PassReport
+from ..base import Context, PassReport, Refused, rewrite_each
 
 
 def quantize_lora(graph: fx.Graph, context: Context) -> PassReport:
-    """Adapter stacks hold int8 or e4m3 with one scale a row; a shrink reads the same eight-bit activations as the
-    linear next to it.
+    """Quantize adapter stacks with one scale a row; shrinks read the same quantized activations as the linear.
 
     before  q, scale = sidestream.quantize_rowwise(x, ...); lora = sidestream.lora(x, a, b, adapter_index, [4096])
     after   lora = sidestream.lora(q, a_int8, b_int8, adapter_index, [4096], a_scale, b_scale, scale)
 
-    The rows of A and B are quantized when an adapter is loaded; B's with alpha / rank in them, A's rotated as the
-    activations are. `lora_input="bf16"` keeps the 16-bit activations, and so does a branch whose input no linear has
-    quantized. Matches every LoRA branch of 16 bits. Leaves stacks that are computed in the graph. For lora_dtype="int8"
-    and "fp8" (`auto`: int8 in int8 mode).
+    Rows are quantized when an adapter is loaded: B with alpha / rank, A rotated as the activations. 16-bit activations
+    stay with `lora_input="bf16"`, or where no linear has quantized them. Runs for lora_dtype="int8" and "fp8" (`auto`:
+    int8 in int8 mode). Leaves computed and quantized stacks.
     """
-    report = PassReport(0)
     if not context.options.quantizes_lora:
-        return report
+        return PassReport(0)
+    dtype = torch_dtype(context.options.precision)
     stacks: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
-    for node in list(graph.nodes):
-        if not is_call(node, lora):
-            continue
+
+    def quantize_branch(node: fx.Node) -> None:
         branch = bind(node)
         x, a, b = branch.x, branch.a, branch.b
-        computed = next((stack.name for stack in (a, b) if stack.meta.get("kind") != "adapter"), None)
-        if computed is not None or any(scale is not None for scale in (branch.a_scale, branch.b_scale, branch.x_scale)):
-            report.rejected.append(
-                f"{node.name}: {computed} is computed in the graph, not loaded"
-                if computed
-                else f"{node.name}: quantized already"
-            )
-            continue
+        for stack in (a, b):
+            if stack.meta.get("kind") != "adapter":
+                raise Refused(f"{stack.name} is computed in the graph, not loaded")
+        if any(scale is not None for scale in (branch.a_scale, branch.b_scale, branch.x_scale)):
+            raise Refused("quantized already")
         rounded = _rounded(x) if context.options.quantizes_lora_input else None
         rows = None if rounded is None else _results(rounded)
-        dtype = torch_dtype(context.options.precision)
         for stack, rotate in ((a, 0 if rounded is None else bind(rounded).rotate), (b, 0)):
             if stack not in stacks:
                 stacks[stack] = _quantized_stack(graph, stack, dtype, rotate)
@@ -54,8 +47,8 @@ def quantize_lora(graph: fx.Graph, context: Context) -> PassReport:
             stacks_of = (a_values, b_values, branch.adapter_index, branch.slices, a_scale, b_scale)
             new = insert_call(graph, lora, (read, *stacks_of, read_scale), like=node)
         node.replace_all_uses_with(new)
-        report.matches += 1
-    return report
+
+    return rewrite_each(calls(graph, lora), quantize_branch)
 
 
 def _quantized_stack(graph: fx.Graph, stack: fx.Node, dtype: torch.dtype, rotate: int) -> tuple[fx.Node, fx.Node]:
@@ -72,18 +65,18 @@ def _quantized_stack(graph: fx.Graph, stack: fx.Node, dtype: torch.dtype, rotate
 
 
 def _rounded(x: Any) -> fx.Node | None:
-    """The quantization of x for a linear; None when nothing quantizes x, or one of its results is not read."""
+    """Return the quantization of x for a linear; None without one, or if one of its results has no reader."""
     found = next((user for user in x.users if is_call(user, quantize_rowwise)), None)
     return found if found is not None and _results(found) is not None else None
 
 
 def _results(rounded: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The rows and the scales of a quantization."""
+    """Return the rows and scales of a quantization."""
     picked = dict(picks_of(rounded))
     return (picked[0], picked[1]) if len(picked) == 2 else None
 
 
 def _later(graph: fx.Graph, node: fx.Node, *others: fx.Node) -> fx.Node:
-    """A place before the delta's first reader at which `others` are known: after the last of them and `node`."""
+    """Return a place before the delta's first reader and after `node` and `others`."""
     order = {each: place for place, each in enumerate(graph.nodes)}
     return max((node, *others), key=order.__getitem__).next

@@ -1,41 +1,34 @@
-"""A decode step's LoRA branches add up and round their ranks once, not in every program of the expand."""
+"""Ranks of a decode step's LoRA branches summed and rounded once, not in every program of the expand."""
 
 import torch
 from torch import fx
 
 from ....ops.lora.expand import lora_expand
+from ....ops.lora.expand_rounded import fits, lora_expand_rounded, lora_round
 from ....ops.lora.plan import rounded_splits
-from ....ops.lora.rounded import fits, lora_expand_rounded, lora_round
 from ....ops.lora.shrink import lora_shrink
-from ...graph.nodes import bind, copy_marks, insert_call, insert_picks, is_call, shape_of
-from ..base import Context, PassReport
+from ...graph.nodes import bind, calls, copy_marks, insert_call, insert_picks, is_call, shape_of
+from ..base import Context, PassReport, Refused, rewrite_each
 
 WIDE = 8192  # a branch of more input or output features than this is a wide one
 WIDE_TOKENS, ALL_TOKENS = (8, 32), (65, 256)  # where wide branches gain, where all do (H200, whole layers)
 
 
 def round_lora_ranks(graph: fx.Graph, context: Context) -> PassReport:
-    """An expand of few registers, no shared memory and one short load after its wait, which finds room next to the
-    projection; a small launch before it.
+    """Sum and round a decode step's LoRA ranks in a launch of their own, not in every program of the expand.
 
     before  planes = lora_shrink(x, a, order, tiles, tile, 4)
             delta = lora_expand(planes, b, order, tiles, tile, [4096], bs)
     after   planes = lora_shrink(x, a, order, tiles, tile, 8); ranks, step = lora_round(planes, 1)
             delta = lora_expand_rounded(ranks, step, b, bs, order, tiles, tile, [4096])
 
-    Planes are cheap then, so that the shrink makes more of them where that gains. Matches expands. For graphs with
-    static sizes, with adapters in int8. Leaves sizes for which nobody measured a gain (of few tokens the branches that
-    are not wide: the launch in between costs more than it saves), sizes that the kernel doesn't take, and everything
-    with lora_lowering="serial" or "side_stream".
+    The expand then needs few registers, no shared memory and one short load, so it runs next to the projection; the
+    shrink may make more planes. For static sizes, with adapters in int8. Leaves sizes without a measured gain, sizes
+    that the kernel does not take, and everything with lora_lowering="serial" or "side_stream".
     """
-    report = PassReport(0)
-    for node in list(graph.nodes):
-        if not is_call(node, lora_expand):
-            continue
-        reason = _stays(node, context.options.lora_lowering)
-        if reason is not None:
-            report.rejected.append(f"{node.name}: {reason}")
-            continue
+
+    def rewrite(node: fx.Node) -> None:
+        _check(node, context.options.lora_lowering)
         expand = bind(node)
         ranks, step = insert_rounded(graph, node)
         with graph.inserting_before(node):
@@ -44,14 +37,12 @@ def round_lora_ranks(graph: fx.Graph, context: Context) -> PassReport:
             delta = insert_call(graph, lora_expand_rounded, operands, like=node)
         copy_marks(node, delta)
         node.replace_all_uses_with(delta)
-        report.matches += 1
-    return report
+
+    return rewrite_each(calls(graph, lora_expand), rewrite)
 
 
 def insert_rounded(graph: fx.Graph, expand: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """(ranks, step) of what `expand` reads, made in its lane; the shrink before it makes as many planes as are best
-    then.
-    """
+    """Insert the rounding of what `expand` reads, in its lane; adapt the shrink's splits. Return (ranks, step)."""
     _split_for_rounding(graph, expand)
     with graph.inserting_before(expand):
         rounded = insert_call(graph, lora_round, (bind(expand).planes, len(bind(expand).slices)), like=expand)
@@ -61,7 +52,7 @@ def insert_rounded(graph: fx.Graph, expand: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 
 def _split_for_rounding(graph: fx.Graph, expand: fx.Node) -> None:
-    """As many planes as are best when an op of its own adds them up."""
+    """Give the shrink the split count that is best when another op sums the planes."""
     shrink = bind(expand).planes
     if not is_call(shrink, lora_shrink) or len(shrink.users) != 1:
         return
@@ -77,19 +68,21 @@ def _split_for_rounding(graph: fx.Graph, expand: fx.Node) -> None:
         shrink.replace_all_uses_with(planes)
 
 
-def _stays(expand: fx.Node, lowering: str) -> str | None:
+def _check(expand: fx.Node, lowering: str) -> None:
     planes, b = bind(expand).planes, bind(expand).b
     tokens, columns = shape_of(expand)
     features = shape_of(bind(planes).x)[1] if is_call(planes, lora_shrink) else 0
     if lowering != "auto":
-        return f"lora_lowering is {lowering}"
+        raise Refused(f"lora_lowering is {lowering}")
     if b.meta["val"].dtype != torch.int8:
-        return f"its adapters are {b.meta['val'].dtype}, and the launch takes torch.int8"
+        raise Refused(f"its adapters are {b.meta['val'].dtype}, and the launch takes torch.int8")
     wide = max(features, columns) > WIDE
     if not (wide and WIDE_TOKENS[0] <= tokens <= WIDE_TOKENS[1]) and not ALL_TOKENS[0] <= tokens <= ALL_TOKENS[1]:
         ranges = (
             f"from {ALL_TOKENS[0]} to {ALL_TOKENS[1]}, branches of more than {WIDE} features from "
             f"{WIDE_TOKENS[0]} to {WIDE_TOKENS[1]} too"
         )
-        return f"{tokens} tokens, {features} to {columns} features: LoRA gains by it {ranges}"
-    return fits(int(shape_of(b)[2]))
+        raise Refused(f"{tokens} tokens, {features} to {columns} features: LoRA gains by it {ranges}")
+    reason = fits(int(shape_of(b)[2]))
+    if reason:
+        raise Refused(reason)

@@ -1,8 +1,10 @@
-"""One model over several ranks."""
+"""Split the model over ranks: a rank's share of projections, heads and KV caches, and the collectives between them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import fx
 
 from ....ops.attention.append_kv import append_kv
@@ -10,26 +12,52 @@ from ....ops.attention.paged_attention import paged_attention
 from ....ops.attention.rope import rope
 from ....ops.collectives.all_gather import all_gather
 from ....ops.collectives.all_reduce import all_reduce
-from ....ops.collectives.group import tensor_parallel_group
+from ....ops.collectives.tensor_parallel_group import tensor_parallel_group
 from ....ops.elementwise.rms_norm import rms_norm
 from ....ops.lora.lora import lora
-from ...graph.branches import Branch, branch_of
-from ...graph.nodes import aten, bind, insert_call, is_call, shape_of, slice_range, split_bias, split_delta
-from ...graph.slices import Share, SliceError
+from ...graph.nodes import (
+    aten,
+    bind,
+    fake_mode_of,
+    insert_call,
+    insert_placeholder,
+    is_call,
+    set_operands,
+    shape_of,
+    slice_range,
+    split_bias,
+    split_delta,
+    value_of,
+)
+from ...graph.projections import Branch, branch_of
+from ...graph.recipe import Recipe, Share, SliceError, cat, sliced, zeros
 from ...options import TENSOR_PARALLEL, OptionError
-from ..base import Context, PassReport
-from .shard_parts import Projection, propagate, split_cache, split_columns, split_heads, split_rows
+from ..base import Context, PassReport, Refused
 
 ALIGNMENT = 16  # of rows and columns of a linear in eight bits
 
 
-class _Refused(Exception):
-    """Why the graph is left whole."""
+@dataclass(frozen=True)
+class Projection:
+    """Output columns `start` to `end` of a packed linear, and a rank's share of them."""
+
+    start: int
+    end: int
+    share: Share
+
+    @property
+    def width(self) -> int:
+        """Columns on all ranks."""
+        return self.end - self.start
+
+    @property
+    def own(self) -> int:
+        """Columns on this rank."""
+        return self.share.of(self.width)
 
 
 def shard(graph: fx.Graph, context: Context) -> PassReport:
-    """Each rank has its share of the heads, of the MLP's columns and of the vocabulary, and what o and down make of it
-    is added up over the ranks.
+    """Split heads, MLP columns and vocabulary over the ranks, and sum the partial results of o and down.
 
     before  q_k_v = aten.linear(x, w_qkv); ...; o = aten.linear(attention, w_o) + sidestream.lora(attention, a, b, ...)
             gate_up = aten.linear(y, w_gate_up); ...; down = aten.linear(h, w_down); ...; logits = aten.linear(z, w)
@@ -37,12 +65,11 @@ def shard(graph: fx.Graph, context: Context) -> PassReport:
             A); all_reduce = sidestream.all_reduce(o, "tp2"); all_reduce_1 = sidestream.all_reduce(down, "tp2"); ...
             all_gather = sidestream.all_gather(logits, "tp2", 128256), unless gather_logits is off
 
-    A LoRA delta by columns needs all of A, one by rows all of B: it is then a partial sum like the linear's, and both
-    are reduced at once. A bias by rows is added by rank 0. KV heads that are fewer than the ranks are held by several.
-    Recipes cut weights before anything is computed from them, so that a rank reads its share of the checkpoint only.
-    Runs with tensor_parallel above 1, and counts collectives: two a layer, and one for the logits. Leaves the graph
-    whole when it holds a projection whose place in a layer it cannot tell. Raises OptionError for sizes that
-    `tensor_parallel` does not divide.
+    A column-parallel LoRA delta needs all of A. A row-parallel one needs all of B, is a partial sum like the linear's,
+    and is reduced with it. Rank 0 adds a row-parallel bias. With fewer KV heads than ranks, several ranks have the
+    same. Recipes cut first, so that a rank reads only its share of the checkpoint. Runs with tensor_parallel above 1,
+    and counts collectives: two a layer, and one for the logits. Leaves the whole graph if it has an unknown projection.
+    Raises OptionError for sizes that `tensor_parallel` does not divide.
     """
     report, options = PassReport(0), context.options
     world = options.tensor_parallel
@@ -51,7 +78,7 @@ def shard(graph: fx.Graph, context: Context) -> PassReport:
     found = _Found(world, options.tensor_parallel_rank, ALIGNMENT if options.quantizes else 1)
     try:
         found.look(graph)
-    except _Refused as refusal:
+    except Refused as refusal:
         report.rejected.append(str(refusal))
         return report
     try:
@@ -78,7 +105,7 @@ def shard(graph: fx.Graph, context: Context) -> PassReport:
 
 
 def _insert_after(graph: fx.Graph, node: fx.Node, op: object, *arguments: object) -> None:
-    """A call of `op` on what `node` makes, for all who read it."""
+    """Insert a call of `op` between `node` and all its readers."""
     with graph.inserting_after(node):
         new = insert_call(graph, op, (node, *arguments), like=node)
     node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
@@ -86,13 +113,13 @@ def _insert_after(graph: fx.Graph, node: fx.Node, op: object, *arguments: object
 
 @dataclass
 class _Found:
-    """What of a graph is to be split, and how; `look` changes nothing.
+    """The parts of a graph to split; `look` changes nothing.
 
-    columns   node that holds a packed projection's result -> its branch, and the projections in it
-    rows      branches whose results are partial sums
+    columns   node of a packed projection's result -> its branch, and the projections in it
+    rows      branches with partial sums as results
     views     views of results as heads
     caches    KV caches
-    head      the linear that makes logits
+    head      the linear of the logits
     """
 
     world: int
@@ -105,11 +132,11 @@ class _Found:
 
     @property
     def share(self) -> Share:
-        """This rank's share of what the ranks divide equally."""
+        """This rank's share of parts that the ranks divide equally."""
         return Share(self.rank, self.world)
 
     def look(self, graph: fx.Graph) -> None:
-        """Raises _Refused or OptionError."""
+        """Find all parts. Raises Refused or OptionError."""
         calls = [node for node in graph.nodes if node.op == "call_function"]
         appends = {bind(node).kv_cache: node for node in calls if is_call(node, append_kv)}
         for node in calls:
@@ -154,9 +181,7 @@ class _Found:
     def _logits(self, graph: fx.Graph) -> None:
         returned = next(node for node in graph.nodes if node.op == "output").all_input_nodes
         if len(returned) != 1 or not is_call(returned[0], aten.linear.default):
-            raise _Refused(
-                f"{', '.join(node.name for node in returned)}: the graph does not return one linear's logits"
-            )
+            raise Refused(f"{', '.join(node.name for node in returned)}: the graph does not return one linear's logits")
         self.head = returned[0]
         branch = branch_of(self.head)
         self.vocabulary = branch.width
@@ -164,7 +189,7 @@ class _Found:
         self.columns[self.head] = branch, [Projection(0, branch.width, share)]
 
     def _heads(self, value: fx.Node, share: Share) -> None:
-        """From what attention reads back to the projection that made it."""
+        """Follow attention's operand back to its projection."""
         while True:
             if is_call(value, rope, rms_norm):
                 value = bind(value).x
@@ -178,39 +203,122 @@ class _Found:
         source, start, end = slice_range(value) or (value, 0, int(shape_of(value)[-1]))
         linear, _ = split_bias(split_delta(source)[0])
         if not is_call(linear, aten.linear.default) or branch_of(linear).joined is not source:
-            raise _Refused(f"{source.name} is no projection with its bias and LoRA (is lift_lora or lift_bias off?)")
+            raise Refused(f"{source.name} is no projection with its bias and LoRA (is lift_lora or lift_bias off?)")
         _, projections = self.columns.setdefault(source, (branch_of(linear), []))
         projections.append(Projection(start, end, share))
 
     def _row(self, source: fx.Node) -> Branch:
-        """The projection that reads `source`."""
+        """Return the projection that reads `source`."""
         linears = [user for user in source.users if is_call(user, aten.linear.default)]
         branch = branch_of(linears[0]) if len(linears) == 1 else None
         others = [user.name for user in source.users if branch is None or user not in (branch.linear, branch.lora)]
         if branch is None or others:
-            raise _Refused(f"{source.name} is not read by one projection alone, but by {', '.join(others)}")
+            raise Refused(f"{source.name} is not read by one projection alone, but by {', '.join(others)}")
         return branch
 
     def _check_complete(self, calls: Iterable[fx.Node]) -> None:
-        """Every linear and every LoRA branch has its place, and every column of a packed one."""
+        """Check that every linear, LoRA branch and packed column was found."""
         known = {node for branch, _ in self.columns.values() for node in (branch.linear, branch.lora)}
         known |= {node for branch in self.rows for node in (branch.linear, branch.lora)}
         for node in calls:
             if is_call(node, aten.linear.default, lora) and node not in known:
-                raise _Refused(f"{node.name} is neither a projection of attention or of an MLP nor the last linear")
+                raise Refused(f"{node.name} is neither a projection of attention or of an MLP nor the last linear")
         for source, (branch, projections) in self.columns.items():
             projections.sort(key=lambda each: each.start)
             ends = [0, *(each.end for each in projections)]
             if [each.start for each in projections] != ends[:-1] or ends[-1] != branch.width:
-                raise _Refused(f"{source.name}: columns {projections} are not all of its {branch.width}")
+                raise Refused(f"{source.name}: columns {projections} are not all of its {branch.width}")
 
     def _check(self, what: str, count: int, replicates: bool = False) -> None:
-        """Raises OptionError where the ranks cannot have equal shares of `count`; `replicates`: several may have the
-        same.
-        """
+        """Raise OptionError unless the ranks can have equal shares of `count`; `replicates`: or the same share."""
         fits = [world for world in TENSOR_PARALLEL if count % world == 0 or (replicates and world % count == 0)]
         if self.world not in fits:
             raise OptionError(
                 f"tensor_parallel={self.world} does not divide the model's {count} {what}; choose "
                 f"{' or '.join(map(str, fits))}"
             )
+
+
+def split_columns(graph: fx.Graph, branch: Branch, projections: list[Projection]) -> None:
+    """Take a rank's share of each projection in a packed linear: rows of weight, bias and B. Raises SliceError."""
+    _exchange(graph, branch.linear, "weight", 0, _own_rows(branch.weight, 0, projections))
+    if branch.bias is not None:
+        total = next(user for user in branch.bias.users if branch.linear in user.all_input_nodes)
+        argument = bind(total).names_of(branch.bias)[0]
+        _exchange(graph, total, argument, 0, _own_rows(branch.bias, 0, projections))
+    if branch.lora is not None:
+        _exchange(graph, branch.lora, "b", 1, _own_rows(bind(branch.lora).b, 1, projections))
+        set_operands(branch.lora, slices=[each.own for each in projections])
+    offset, moved = 0, {}
+    for each in projections:
+        moved[each.start, each.end] = offset, offset + each.own
+        offset += each.own
+    for user in list(branch.joined.users):
+        cut = slice_range(user)
+        if cut is not None:
+            start, end = moved[cut[1:]]
+            set_operands(user, start=start, end=end)
+
+
+def split_rows(graph: fx.Graph, branch: Branch, share: Share) -> None:
+    """Take a rank's columns of a linear's weight and of A. Only rank 0 adds the bias. Raises SliceError."""
+    width = int(shape_of(branch.weight)[1])
+    weight = sliced(branch.weight.meta["recipe"], 1, share, width), share.of(width)
+    _exchange(graph, branch.linear, "weight", 1, weight)
+    if branch.bias is not None and share.rank:
+        value = branch.bias.meta["val"]
+        branch.bias.meta["recipe"] = zeros(tuple(int(size) for size in value.shape), value.dtype)
+    if branch.lora is not None:
+        a = bind(branch.lora).a
+        _exchange(graph, branch.lora, "a", 2, (sliced(a.meta["recipe"], 2, share, width), share.of(width)))
+
+
+def split_heads(view: fx.Node, share: Share) -> None:
+    """Take a share of the heads of a view [T, heads, D]."""
+    size = list(bind(view).size)
+    set_operands(view, size=[*size[:-2], share.of(int(shape_of(view)[-2])), size[-1]])
+
+
+def split_cache(cache: fx.Node, share: Share) -> None:
+    """Take a share of a KV cache's heads; meta["heads"] is (share, total)."""
+    value = cache.meta["val"]
+    heads = int(value.shape[1])
+    cache.meta.update(val=value.new_empty((value.shape[0], share.of(heads), *value.shape[2:])), heads=(share, heads))
+
+
+def propagate(graph: fx.Graph) -> None:
+    """Recompute every call's fake value from the graph's inputs."""
+    mode = fake_mode_of(graph)
+    if mode is None:
+        raise ValueError("the graph holds no fake tensors; capture it first")
+    with mode, torch.no_grad():
+        for node in graph.nodes:
+            if node.op == "call_function":
+                target: Any = node.target
+                node.meta["val"] = target(*value_of(node.args), **value_of(node.kwargs))
+
+
+def _own_rows(weight: fx.Node, dim: int, projections: list[Projection]) -> tuple[Recipe, int]:
+    """Return the recipe of a rank's share of each packed projection, and its number of rows."""
+    recipe = weight.meta["recipe"]
+    parts: tuple[Recipe, ...] = (recipe,)
+    if len(projections) > 1:
+        parts = recipe.args if recipe.op == "cat" and recipe.attrs["dim"] == dim else ()
+    if len(parts) != len(projections):
+        raise SliceError(f"{weight.name}, which is not packed from {len(projections)} weights,")
+    own = [sliced(part, dim, each.share, each.width) for part, each in zip(parts, projections, strict=True)]
+    return cat(dim, own), sum(each.own for each in projections)
+
+
+def _exchange(graph: fx.Graph, reader: fx.Node, argument: str, dim: int, part: tuple[Recipe, int]) -> None:
+    """Replace an argument by `part` (recipe, size along `dim`); a weight with another reader is kept for it."""
+    whole: fx.Node = getattr(bind(reader), argument)
+    recipe, size = part
+    value = whole.meta["val"]
+    shape = (*value.shape[:dim], size, *value.shape[dim + 1 :])
+    if len(whole.users) == 1:
+        whole.meta.update(val=value.new_empty(shape), recipe=recipe)
+        return
+    name, kind = f"{whole.name}_share", whole.meta["kind"]
+    own = insert_placeholder(graph, name, kind, shape, value.dtype, after=whole, recipe=recipe)
+    set_operands(reader, **{argument: own})

@@ -8,54 +8,37 @@ from torch import fx
 from ....ops.elementwise.embedding import embedding
 from ....ops.elementwise.residual_values import residual_values
 from ....ops.elementwise.rms_norm import add_rms_norm, rms_norm
-from ...graph.nodes import VIEWS, aten, bind, insert_call, is_call, is_check, op_name, picks_of, set_operands
-from ..base import Context, PassReport
+from ...graph.nodes import VIEWS, aten, bind, calls, insert_call, is_call, is_check, op_name, picks_of, set_operands
+from ..base import Context, PassReport, Refused, rewrite_each
 
 STREAM = torch.float16
 NEW_RESIDUAL = 1  # the place of the new residual among the results of `add_rms_norm`
 
 
-class _Refused(Exception):
-    """Why a stream is left as it is."""
-
-
 def finer_residual(graph: fx.Graph, context: Context) -> PassReport:
-    """The residual stream is rounded to sixteenths in fp16, which have eight times finer steps than bf16 in as many
-    bytes.
+    """Keep the residual stream of an int8 model in sixteenths in fp16, with eight times finer steps than bf16.
 
     before  x = sidestream.embedding(input_ids, weight); y = sidestream.rms_norm(x, gain, 1e-05); ...
             y, r = sidestream.add_rms_norm(o, x, None, gain, 1e-05)
     after   x = sidestream.embedding(input_ids, weight, torch.float16); y = sidestream.rms_norm(x, gain, 1e-05); ...
             y, r = sidestream.add_rms_norm(o, x, None, gain, 1e-05)  # r in fp16, y in bf16 as before
 
-    Each of a model's sums rounds the stream once more. It reaches 1,048,064 then, and larger values are cut off there.
-    Costs no bytes and no launch: kernels compute in fp32 anyway. Matches, in int8, the stream that begins with an
-    embedding in bf16 and that norms and sums before norms read. What the graph returns of it, such as a trained draft's
-    features, is given in bf16 by a small launch each. Leaves the whole stream in bf16 where anything else reads it.
+    The stream is rounded at every sum. Values beyond 1,048,064 are clamped. No extra bytes or launches, except that
+    values that the graph returns (a trained draft's features) are converted to bf16 by a small launch each. Matches a
+    bf16 stream from an embedding that norms and sums before norms read. Leaves streams with any other reader.
     """
-    report = PassReport(0)
     if context.options.precision != "int8" or not context.options.finer_residual:
-        return report
-    for node in list(graph.nodes):
-        if not is_call(node, embedding):
-            continue
-        try:
-            stream = _follow(node)
-        except _Refused as refusal:
-            report.rejected.append(f"{node.name}: {refusal}")
-            continue
-        _convert(graph, node, stream)
-        report.matches += 1
-    return report
+        return PassReport(0)
+    return rewrite_each(calls(graph, embedding), lambda start: _convert(graph, start, _follow(start)))
 
 
 @dataclass
 class _Stream:
-    """A residual stream from its embedding on.
+    """A residual stream, starting at its embedding.
 
-    values   nodes that hold it: the embedding, what multiplies, selects or views its rows, and picks of new residuals
-    sums     the sums that go on with it
-    swapped  those of them that have it as `x`
+    values   nodes that hold it: the embedding, scaled, selected or viewed rows, and picks of new residuals
+    sums     additions to it
+    swapped  the sums that have it as `x`
     outputs  values that the graph returns
     """
 
@@ -66,11 +49,11 @@ class _Stream:
 
 
 def _follow(start: fx.Node) -> _Stream:
-    """All that holds the stream. Raises _Refused where something else than it knows reads it."""
+    """Return all nodes of the stream. Raises Refused for an unknown reader."""
     if start.meta["val"].dtype != torch.bfloat16:
-        raise _Refused(f"the stream is {start.meta['val'].dtype}, not torch.bfloat16")
+        raise Refused(f"the stream is {start.meta['val'].dtype}, not torch.bfloat16")
     if bind(start).stream_dtype is not None:
-        raise _Refused("its dtype is given")
+        raise Refused("its dtype is given")
     stream, waiting = _Stream(), [start]
     while waiting:
         value = waiting.pop()
@@ -78,18 +61,18 @@ def _follow(start: fx.Node) -> _Stream:
         for user in value.users:
             waiting += [each for each in _goes_on(stream, start, value, user) if each not in stream.values]
     if not stream.sums:
-        raise _Refused("nothing is added to it before a norm")
+        raise Refused("nothing is added to it before a norm")
     for each in stream.sums:
         both = [name for name in ("x", "residual", "delta") if getattr(bind(each), name) in stream.values]
         if len(both) != 1 or both == ["delta"]:
-            raise _Refused(f"{each.name} reads it as {' and '.join(both)}")
+            raise Refused(f"{each.name} reads it as {' and '.join(both)}")
         if both == ["x"]:
             stream.swapped.append(each)
     return stream
 
 
 def _goes_on(stream: _Stream, start: fx.Node, value: fx.Node, user: fx.Node) -> list[fx.Node]:
-    """The nodes that hold the stream after `user` has read `value` of it."""
+    """Return the nodes that hold the stream after `user` has read `value` of it."""
     if user.op == "output":
         stream.outputs.append(value)
         return []
@@ -106,13 +89,13 @@ def _goes_on(stream: _Stream, start: fx.Node, value: fx.Node, user: fx.Node) -> 
         return [user]
     if value is start and is_call(user, aten.mul.Tensor) and isinstance(bind(user).other, int | float):
         return [user]  # Granite's multiplier of the embedding
-    raise _Refused(f"{user.name} ({op_name(user)}) reads it")
+    raise Refused(f"{user.name} ({op_name(user)}) reads it")
 
 
 def _check_gain(norm: fx.Node) -> None:
     dtype = bind(norm).weight.meta["val"].dtype
     if dtype != torch.bfloat16:
-        raise _Refused(f"the weight of {norm.name} is {dtype}, not torch.bfloat16")
+        raise Refused(f"the weight of {norm.name} is {dtype}, not torch.bfloat16")
 
 
 def _convert(graph: fx.Graph, start: fx.Node, stream: _Stream) -> None:

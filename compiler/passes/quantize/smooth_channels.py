@@ -1,82 +1,76 @@
-"""Channels of like size after a norm and after SiLU * mul, before they are quantized."""
+"""Equal magnitudes of the channels after norms and SiLU * mul, before they are quantized."""
 
+from functools import partial
 from typing import Any
 
 from torch import fx
 
 from ....ops.elementwise.rms_norm import rms_norm
 from ....ops.lora.lora import lora
-from ...graph.channels import ChannelsError, made_by, read_by
 from ...graph.matcher import find
-from ...graph.nodes import RESHAPES, aten, bind, insert_placeholder, is_call, set_operands, shape_of, through_views
+from ...graph.nodes import (
+    RESHAPES,
+    aten,
+    bind,
+    calls,
+    insert_placeholder,
+    is_call,
+    set_operands,
+    shape_of,
+    through_views,
+)
+from ...graph.projections import producing_weights, reading_weights
 from ...graph.recipe import calibrated, smooth
-from ..base import Context, PassReport
+from ..base import Context, PassReport, Refused, rewrite_each
 from ..fuse.fuse_silu_mul import GATED
 
 SUFFIX = "channel_exponents"
 
 
 def channel_exponents_name(weight: str) -> str:
-    """The name under which recipes look for a constant, whole numbers [K], told from the name of a norm's gain, or of
-    the weight that reads SiLU * mul.
-    """
+    """Return the name of calibrated exponents, whole numbers [K], of a norm's gain or of SiLU * mul's reader."""
     return f"{weight.removesuffix('.weight')}.{SUFFIX}"
 
 
 def smooth_channels(graph: fx.Graph, context: Context) -> PassReport:
-    """What a norm or SiLU * mul makes is divided by a calibrated power of two in each channel, and multiplied by it
-    where it is read.
+    """Divide the channels after norms and SiLU * mul by calibrated powers of two, and multiply their readers' weights.
 
     before  y = rms_norm(x, gain); q = aten.linear(y, W_q) + lora(y, a_q, b_q, ...); k = aten.linear(y, W_k); ...
             h = aten.silu(gate) * (aten.linear(z, W_up) + lora(z, a_up, b_up, ...)); aten.linear(h, W_down) + lora(...)
     after   the same graph; gain's recipe divides its channels, those of W_q, W_k, ... and a_q multiply their columns;
             the recipes of W_up and b_up divide their rows, those of W_down and a_down multiply their columns
 
-    A channel that is far larger than the others at every token sets the steps of all of them; divided, it leaves that
-    to the weights, whose steps are set row by row (SmoothQuant, arXiv 2211.10438). Powers of two change no mantissa, so
-    nothing but the quantizer sees them, and they cost nothing at run time; up's own steps, one a row, go with its rows.
-    Blocks of channels are rotated after this. A head that shares its weight with the embedding gets a recipe of its
-    own. Matches every norm and every MLP in int8 mode with `smooth_channels`. Leaves norms that something else reads
-    than linears and LoRA branches with loaded weights, with `lm_head="bf16"` the last one, and MLPs whose `up` is made,
-    or whose product is read, by anything else than these.
+    A channel that is large at every token sets the quantization step of all channels; the weights, with one step per
+    row, absorb it better (SmoothQuant, arXiv 2211.10438). Powers of two keep mantissas: only quantizers see them, at no
+    cost at run time. A head that shares its weight with the embedding gets a weight of its own. Runs in int8 mode with
+    `smooth_channels`. Leaves norms with readers other than linears and LoRA branches with loaded weights, the last norm
+    with `lm_head="bf16"`, and MLPs with another producer of `up` or another reader of the product.
     """
-    report = PassReport(0)
     options = context.options
     if not options.smooth_channels or options.precision != "int8":
-        return report
-    norms = [node for node in graph.nodes if is_call(node, rms_norm)]
-    for norm in norms:
-        if norm is norms[-1] and options.lm_head == "bf16":
-            continue
-        try:
-            _smooth(graph, norm)
-            report.matches += 1
-        except ChannelsError as refusal:
-            report.rejected.append(f"{norm.name}: {refusal}")
+        return PassReport(0)
+    norms = list(calls(graph, rms_norm))
+    smoothed = norms[:-1] if options.lm_head == "bf16" else norms
+    report = rewrite_each(smoothed, partial(_smooth, graph))
     matches, missed = find(graph, GATED, anchor=aten.silu.default)
-    report.rejected += missed
-    for match in matches:
-        try:
-            _smooth_product(match.root, match["up"])
-            report.matches += 1
-        except ChannelsError as refusal:
-            report.rejected.append(f"{match.root.name}: {refusal}")
-    return report
+    ups = {match.root: match["up"] for match in matches}
+    products = rewrite_each(ups, lambda product: _smooth_product(product, ups[product]))
+    return PassReport(report.matches + products.matches, [*report.rejected, *missed, *products.rejected])
 
 
 def _smooth(graph: fx.Graph, norm: fx.Node) -> None:
     gain = bind(norm).weight
     names = gain.meta["recipe"].sources() if gain.op == "placeholder" and "recipe" in gain.meta else ()
     if len(names) != 1 or len(gain.users) != 1:
-        raise ChannelsError(f"{gain.name} is no loaded weight of this norm alone")
+        raise Refused(f"{gain.name} is no loaded weight of this norm alone")
     exponents = calibrated(channel_exponents_name(*names), tuple(int(size) for size in shape_of(gain)))
     readers = _readers(norm)
     for reader, name in readers:
         weight = getattr(bind(reader), name)
         if weight.op != "placeholder" or "recipe" not in weight.meta:
-            raise ChannelsError(f"{weight.name}, which {reader.name} reads, is computed in the graph, not loaded")
+            raise Refused(f"{weight.name}, which {reader.name} reads, is computed in the graph, not loaded")
         if weight.meta["recipe"].op == "dequantize":
-            raise ChannelsError(f"{weight.name} is stored in eight bits, and smoothed it would be rounded again")
+            raise Refused(f"{weight.name} is stored in eight bits, and smoothed it would be rounded again")
     gain.meta["recipe"] = smooth(gain.meta["recipe"], exponents, -1, 0)
     for reader, name in readers:
         weight = getattr(bind(reader), name)
@@ -92,12 +86,12 @@ def _smooth(graph: fx.Graph, norm: fx.Node) -> None:
 
 
 def _smooth_product(product: fx.Node, up: fx.Node) -> None:
-    """SiLU * mul, which divides what it makes where `up` is divided."""
-    makers, readers = made_by(through_views(up), "smoothed"), read_by(product, "smoothed")
+    """Smooth SiLU * mul by dividing `up`, which divides the product."""
+    makers, readers = producing_weights(through_views(up), "smoothed"), reading_weights(product, "smoothed")
     weights = [weight for weight, dim in readers if dim == 1]
     names = weights[0].meta["recipe"].sources() if len(weights) == 1 else ()
     if len(names) != 1:
-        raise ChannelsError(f"{product.name} is read by {len(weights)} linears with loaded weights, not by one")
+        raise Refused(f"{product.name} is read by {len(weights)} linears with loaded weights, not by one")
     exponents = calibrated(channel_exponents_name(*names), (int(shape_of(product)[-1]),))
     for sign, found in ((-1, makers), (1, readers)):
         for weight, dim in found:
@@ -105,7 +99,7 @@ def _smooth_product(product: fx.Node, up: fx.Node) -> None:
 
 
 def _readers(norm: fx.Node) -> list[tuple[fx.Node, str]]:
-    """Who multiplies what a norm has made with weights, each with the argument whose columns these channels are."""
+    """Return the readers of a norm's result, each with the name of its weight argument."""
     found: list[tuple[fx.Node, str]] = []
     waiting = [norm]
     while waiting:
@@ -118,9 +112,7 @@ def _readers(norm: fx.Node) -> list[tuple[fx.Node, str]]:
             elif is_call(user, aten.linear.default) and bind(user).input is value:
                 found.append((user, "weight"))
             else:
-                raise ChannelsError(
-                    f"{user.name} reads it and is neither a linear nor a LoRA branch (is lift_lora off?)"
-                )
+                raise Refused(f"{user.name} reads it and is neither a linear nor a LoRA branch (is lift_lora off?)")
     return found
 
 

@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...api.errors import RequestError
-from ...text.chat import ChatRenderer
 from ...text.chat_files import ChatTemplates
+from ...text.chat_renderer import ChatRenderer
 from ..interfaces import AdapterCard, Admission, Caller, Engines, GatewayError, ModelInfo, Observer
 from ..settings import GatewaySettings
 from .errors import model_not_found

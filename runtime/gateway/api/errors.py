@@ -34,7 +34,7 @@ _STATUS = {
 }
 _HTTP_WORDS = {
     "replace=True": '"load_inplace": true',
-    "list_adapters tells which are": "/v1/models lists all",
+    "list_adapters lists": "/v1/models lists",
 }
 """Python spelling in the engine's messages -> HTTP spelling."""
 _encoder = msgspec.json.Encoder()

@@ -1,7 +1,7 @@
 """API keys: owners, allowed models, and limits. A TOML file holds hashes, never keys.
 
     [keys.search-1]
-    hash = "sha256:9f86d0818..."          # of the whole key; `sidestream keys add` creates both
+    hash = "sha256:9f86d0818..."          # of the whole key; `sidestream keys http add` creates both
     owner = "search"
     models = ["llama", "sql-*"]           # * any characters, ? one; default: all models
     requests_per_minute = 600             # default of all limits: none
@@ -114,7 +114,7 @@ def read_bytes(path: Path) -> bytes:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise KeysFileError(
-            f"{path}: {error.strerror}; create it with `sidestream keys add {path} --owner NAME`"
+            f"{path}: {error.strerror}; create it with `sidestream keys http add {path} --owner NAME`"
         ) from None
     with os.fdopen(descriptor, "rb") as file:
         info = os.fstat(descriptor)
@@ -168,7 +168,7 @@ def _key(name: str, table: Any, path: Path) -> Key:
         if not isinstance(table.get(required), str):
             raise invalid(f"{required} is missing or not a string")
     if not _HASH.match(table["hash"]):
-        raise invalid("hash must be sha256: and 64 hexadecimal digits, as `sidestream keys add` writes it")
+        raise invalid("hash must be sha256: and 64 hexadecimal digits, as `sidestream keys http add` writes it")
     if not OWNER.match(table["owner"]):
         raise invalid("owner must have 1 to 128 letters, digits or . _ @ : / + -")
     models = table.get("models", ["*"])

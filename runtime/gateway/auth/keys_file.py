@@ -18,7 +18,7 @@ from typing import Any
 
 from .keys import LIMITS, MAX_FILE_BYTES, Key, KeysFileError, hash_of, new_key, parse, read_bytes
 
-_HEADER = "# API keys of a Sidestream gateway: hashes only. Edit with `sidestream keys add|list|revoke`, or by hand.\n"
+_HEADER = "# API keys of a Sidestream gateway: hashes only. Edit with `sidestream keys http`, or by hand.\n"
 MAX_LISTED = 10
 _TABLE = re.compile(r"\s*\[")
 
@@ -71,7 +71,7 @@ def _name_of(name_or_owner: str, keys: dict[str, Key], path: Path) -> str:
     existing = f"its keys are {', '.join(shown)}" if shown else "it has no keys"
     raise KeysFileError(
         f"{path} has no key {name_or_owner!r}, and no owner of that name; {existing}"
-        f"{', ...' if len(keys) > MAX_LISTED else ''} (`sidestream keys list {path}`)"
+        f"{', ...' if len(keys) > MAX_LISTED else ''} (`sidestream keys http list {path}`)"
     )
 
 

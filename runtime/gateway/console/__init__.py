@@ -8,5 +8,5 @@ live.js         tab of figures, charts and tables
 playground.js   tab that streams one prompt to two adapters
 main.js         title, key form, tabs, polling
 
-look.css, dom.js and tabs.js belong to the page of `sidestream dump` (compiler/inspect/page), and are read as files.
+look.css, dom.js and tabs.js are files of the page of `sidestream inspect dump` (compiler/inspect/page).
 """

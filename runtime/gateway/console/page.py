@@ -10,7 +10,7 @@ from .... import __version__
 PACKAGE = __name__.partition(".runtime.")[0]
 
 SHARED = ("look.css", "dom.js", "tabs.js")
-"""Files of the page of `sidestream dump`. They are read as files, since importing the compiler would load torch."""
+"""Files of the page of `sidestream inspect dump`, read as files since importing the compiler would load torch."""
 SCRIPTS = ("dom.js", "tabs.js", "connection.js", "metrics.js", "live.js", "playground.js", "main.js")
 STYLES = ("look.css", "console.css")
 

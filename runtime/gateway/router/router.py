@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...api.errors import EngineDeadError, OverloadedError, RequestError, ServerError
+from ...protocol.chat_templates import welcome_templates
 from ...protocol.messages import Chunk
-from ...protocol.templates import welcome_templates
 from ...text.chat_files import ChatTemplates
 from ...text.prompts import without_special_tokens
 from ..interfaces import AdapterCard, EngineRequest, GatewayHealth, HealthStatus, ModelInfo
@@ -40,7 +40,7 @@ T = TypeVar("T")
 class Router:
     """Engines of one model at `addresses`, named engine-0, engine-1 and so on. `add` and `remove` change them.
 
-    keys              folder of client keys from `sidestream keygen`
+    keys              folder of client keys from `sidestream keys curve`
     patience_seconds  time that a request waits for an engine to start or restart
     request_engine    starts an engine, which `add` adds later; called repeatedly while a request waits and there is
                       none. None: no more engines can be started

@@ -1,10 +1,9 @@
-"""Answers that fit a schema, a regular expression or a grammar, by llguidance (extra `structured`).
+"""Structured outputs: token masks from a schema, a regular expression or a grammar, by llguidance (extra `structured`).
 
-vocabulary    the model's tokens as llguidance sees them
-trial         constraints are tried in a child process first, with limits on time and memory (trial_worker)
-plain         schemas that cannot be hopeless, and need no trial
-compiler      StructuredOutputsParams -> Grammar, bounded
-matcher       which tokens may follow, for one completion
-filling       the packed masks of many completions, filled by other threads while the caller goes on
-drafted       the masks of a step with drafts
+vocabulary         the model's tokens for llguidance
+trial              compiles untrusted constraints in a child process first, with limits (trial_worker)
+grammar_compiler   StructuredOutputsParams -> Grammar
+matcher            allowed next tokens of one completion
+mask_filling       packed masks of many completions, filled by threads
+draft_masks        masks of a step with drafts
 """

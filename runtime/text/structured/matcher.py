@@ -1,4 +1,4 @@
-"""Which tokens may follow: one matcher a completion."""
+"""Allowed next tokens of one completion, by llguidance."""
 
 import logging
 import time
@@ -13,27 +13,26 @@ from .trial import refusal
 
 Int32 = NDArray[np.int32]
 _log = logging.getLogger(__name__)
-SLOW_SECONDS = 0.25
-"""A step's masks that take longer are looked at one by one, and a mask that does ends its request."""
+SLOW_SECONDS = 0.25  # slower masks of a step are timed one by one, and a slower single mask fails its request
 TOO_SLOW = "a step of it takes more than {:g} s"
 _LEXERS = count()
-FAULT = "a fault while it was applied; the request alone is affected"
+FAULT = "an internal error; only this request is affected"
 
 
 def is_fault(error: BaseException) -> bool:
-    """Whether this is llguidance's or our fault, and not the wish to end: a panic in Rust is no Exception."""
+    """Return whether this is an error, Rust panics included, and not a request to exit."""
     return not isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit))
 
 
 class Grammar:
-    """A compiled constraint, shared by all completions that have it.
+    """A compiled constraint, shared by its completions.
 
-    compile      makes llguidance's form of it, the first of which is `first`. Matchers that come from the same one
-                 share a lexer, and with it a lock: other threads fill their masks one after the other
-    known        tokens that llguidance knows, which may be more
-    vocabulary   tokens that have a logit
-    eos_ids      the tokens that end a text
-    most_lexers  how many are worth their memory
+    compile      creates llguidance's form; `first` is the first one. Matchers of one form share a lexer and its lock:
+                 threads fill their masks one after another
+    known        number of llguidance's tokens, possibly more than `vocabulary`
+    vocabulary   number of tokens with a logit
+    eos_ids      tokens that end a text
+    most_lexers  most forms that are worth their memory
     """
 
     def __init__(
@@ -41,7 +40,7 @@ class Grammar:
     ) -> None:
         self._compile = compile
         self._forms = [(next(_LEXERS), first)]
-        self._begun = [0]  # completions that began with each
+        self._completions = [0]  # completions started with each form
         self.most_lexers = 1
         self.words_known, self.words = -(-known // 32), -(-vocabulary // 32)
         self.eos_ids = tuple(eos_ids)
@@ -49,36 +48,35 @@ class Grammar:
 
     @property
     def lexers(self) -> int:
-        """How many threads can fill masks of it at a time."""
+        """Number of threads that can fill its masks at the same time."""
         return len(self._forms)
 
     def add_lexer(self) -> None:
-        """Compile it once more, for completions that begin later."""
+        """Compile it once more, for later completions."""
         form = self._compile()
         if not form.is_error():
             self._forms.append((next(_LEXERS), form))
-            self._begun.append(min(self._begun))
+            self._completions.append(min(self._completions))
 
     def matcher(self) -> "Matcher":
-        """One for a completion that begins."""
+        """Return a matcher for a new completion."""
         return Matcher(self, *self.begin())
 
     def begin(self) -> tuple[int, Any]:
-        """(number of the lexer, llguidance's state) of a completion that begins: with the lexer that fewest have begun
-        with, of several the newest. Masks of one lexer are filled one after the other: a step waits for the largest
-        share.
+        """Return (lexer number, llguidance's state) for a new completion.
+
+        Uses the lexer with the fewest completions, the newest if several have as few: masks of one lexer are filled one
+        after another, and a step waits for the largest share.
         """
-        fewest = min(self._begun)
-        place = max(place for place, begun in enumerate(self._begun) if begun == fewest)
-        self._begun[place] += 1
+        fewest = min(self._completions)
+        place = max(place for place, started in enumerate(self._completions) if started == fewest)
+        self._completions[place] += 1
         lexer, form = self._forms[place]
         return lexer, form.deep_copy()
 
 
 class Matcher:
-    """Follows one completion. Its state follows from the completion's tokens alone, so it need not be saved: with
-    the tokens it can be made again.
-    """
+    """State of one completion. It depends only on the completion's tokens, so it can be rebuilt from them."""
 
     def __init__(self, grammar: Grammar, lexer: int, state: Any) -> None:
         self.grammar = grammar
@@ -86,14 +84,14 @@ class Matcher:
         self.suspicious = self.too_slow = self._broken = False
         self._seen = self._drafts = 0
 
-    def unseen(self, tokens: list[int], start: int) -> list[int]:
-        """Which of `tokens[start:]`, the output so far, have come since this was asked last; take them in."""
+    def new_tokens(self, tokens: list[int], start: int) -> list[int]:
+        """Return the tokens of `tokens[start:]`, the output so far, that were not returned before."""
         fresh = tokens[start + self._seen :]
         self._seen = len(tokens) - start
         return fresh
 
-    def take_in(self, fresh: list[int]) -> None:
-        """Go on by these tokens. Where they do not fit, or llguidance gives up, it has `failed`."""
+    def consume(self, fresh: list[int]) -> None:
+        """Advance by these tokens. If the grammar or llguidance rejects them, the matcher has `failed`."""
         try:
             for token in fresh:
                 if not self._consume(token):
@@ -110,19 +108,19 @@ class Matcher:
         return consumed
 
     def note_fault(self, error: BaseException, when: str) -> None:
-        """It has failed by this. Raises the error again if it is the wish to end."""
+        """Mark the matcher as failed. Raises the error again if it is a request to exit."""
         if not is_fault(error):
             raise error
         _log.error("a fault while %s", when, exc_info=error)
         self._broken = True
 
-    def begin_again(self, output: list[int]) -> None:
-        """Take all of the output so far in once more, where nobody knows what has been taken in."""
+    def restart(self, output: list[int]) -> None:
+        """Rebuild the state from the whole output so far."""
         self.lexer, self.state = self.grammar.begin()
-        self.take_in(output)
+        self.consume(output)
 
     def fill(self, mask: Int32) -> None:
-        """Write which tokens may come next, into zeros as wide as llguidance writes them. Twice too slow: it fails."""
+        """Write the allowed next tokens to zeros as wide as llguidance writes them. Fails if it is too slow twice."""
         begin = time.thread_time()
         try:
             self.state.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
@@ -132,27 +130,27 @@ class Matcher:
         self.too_slow |= slow and self.suspicious
         self.suspicious = slow
 
-    def follow(self, draft: int) -> bool:
-        """Go on as if this token had come, until `go_back`; returns whether that can be."""
+    def try_draft(self, draft: int) -> bool:
+        """Advance by a draft, until `rollback`; return whether the grammar allows it."""
         begin = time.thread_time()
         self._drafts += 1
         followed = bool(self.state.consume_token(draft))
         self.suspicious |= time.thread_time() - begin > SLOW_SECONDS
         return followed and not self.suspicious
 
-    def go_back(self) -> None:
-        """Forget what was followed. What it has brought about, such as an error, is no fault of the completion."""
+    def rollback(self) -> None:
+        """Undo all drafts. Their errors do not fail the completion."""
         if self._drafts and (self.state.is_error() or not self.state.rollback(self._drafts)):
             (self.lexer, self.state), self._seen = self.grammar.begin(), 0
         self._drafts = 0
 
     @property
     def failed(self) -> bool:
-        """Whether it cannot go on: llguidance has given up."""
+        """Whether the completion cannot continue."""
         return self.too_slow or self._broken or bool(self.state.is_error())
 
     def problem(self) -> str:
-        """Why, for the request's client."""
+        """Return the reason, for the client."""
         if self.too_slow:
             return refusal(self.grammar.kind, TOO_SLOW.format(SLOW_SECONDS))
         if self._broken:

@@ -1,8 +1,8 @@
-"""Tries constraints, as a script of its own: `trial` runs it in a child process, because llguidance's own limits bound
-neither the time nor the memory of every compilation (an integer that is a multiple of 999983 takes half a minute).
+"""Trial worker: compiles constraints in a child process, because llguidance's limits do not bound all time and memory.
 
-One JSON object a line: {} when it is ready, then {"kind", "text", "options", "limits", "steps", "seconds"} in,
-{"grammar"} or {"error"} out. Needs nothing but llguidance; its vocabulary are the bytes.
+(A `multipleOf` of 999983 takes half a minute.) `trial` runs this script, which needs only llguidance; its vocabulary is
+the bytes. Protocol, one JSON object per line: {} when ready, then {"kind", "text", "options", "limits", "steps",
+"seconds"} in, {"grammar"} or {"error"} out.
 """
 
 import json
@@ -18,24 +18,23 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 MEMORY_BYTES = 1 << 30
 END = 256
-GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
-"""Lark's rules have a single colon."""
+GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # rules of Lark have a single colon
 
 
 class Bytes:
-    """One token a byte."""
+    """A tokenizer with one token per byte."""
 
     def __init__(self) -> None:
         self.tokens = [bytes([byte]) for byte in range(256)] + [b"</s>"]
         self.eos_token_id, self.bos_token_id, self.special_token_ids = END, None, [END]
 
     def __call__(self, text: bytes) -> list[int]:
-        """A text's tokens."""
+        """Return a text's tokens."""
         return list(text)
 
 
 def grammar_of(kind: str, text: str, options: Any) -> str:
-    """llguidance's own form of a constraint. Raises ValueError."""
+    """Return llguidance's form of a constraint. Raises ValueError."""
     matcher = llguidance.LLMatcher
     if kind == "json":
         return str(matcher.grammar_from_json_schema(text, defaults=options))
@@ -45,7 +44,7 @@ def grammar_of(kind: str, text: str, options: Any) -> str:
 
 
 def tried(asked: dict[str, Any], vocabulary: Any) -> dict[str, str]:
-    """Compiles it and goes some random steps."""
+    """Compile the constraint and run some random steps."""
     grammar = grammar_of(asked["kind"], asked["text"], asked["options"])
     limits = llguidance.LLParserLimits(**asked["limits"])
     matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
@@ -65,7 +64,7 @@ def tried(asked: dict[str, Any], vocabulary: Any) -> dict[str, str]:
 
 
 def main() -> None:
-    """Answers until its input ends."""
+    """Answer requests until the input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     wrapped = llguidance.TokenizerWrapper(Bytes())
@@ -78,7 +77,7 @@ def main() -> None:
             answer = {"error": f"it needs more than {MEMORY_BYTES >> 20} MiB of memory"}
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as problem:  # whatever a constraint causes; a panic in Rust is not an Exception
+        except BaseException as problem:  # a Rust panic is not an Exception
             answer = {"error": str(problem) or type(problem).__name__}
         print(json.dumps(answer), flush=True)
 

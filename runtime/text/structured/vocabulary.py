@@ -1,4 +1,4 @@
-"""The model's tokens as llguidance sees them: each one's bytes, and which ones are special."""
+"""The model's tokens for llguidance: their bytes, and which ones are special."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,15 +9,13 @@ from ..tokenizer import FastTokenizer, Tokenizer
 INSTALL = "structured outputs need the package llguidance; pip install 'sidestream[structured]'"
 
 TEXT = r'[^"\\\x00-\x1F\x7F]'
+# Sets of tokens with a text of up to that many characters, which llguidance allows or forbids as a whole. Near the end
+# of a text with `maxLength` few tokens fit; with its default sets (10, 30, unbounded) it would check most alone.
 SLICES = [*(f"{TEXT}{{1,{most}}}" for most in (1, 2, 3, 5, 7, 10, 30)), TEXT + "+"]
-"""Tokens that are a text of so many characters at most: llguidance looks at a set of them together where all of it, or
-nothing, may come. Where a text may be as long as `maxLength` says, fewer and fewer fit near its end; its own sets (10,
-30 and any number) would leave most of the tokens to be looked at one by one there.
-"""
 
 
 def import_llguidance() -> Any:
-    """The package. Raises RequestError where it is not installed."""
+    """Return the package. Raises RequestError if it is not installed."""
     try:
         import llguidance
     except ImportError:
@@ -26,9 +24,9 @@ def import_llguidance() -> Any:
 
 
 def grammar_vocabulary(tokenizer: Tokenizer | None, vocabulary: int, eos_ids: Iterable[int]) -> Any:
-    """llguidance's tokenizer for a model with logits of `vocabulary` tokens.
+    """Return llguidance's tokenizer for a model with logits of `vocabulary` tokens.
 
-    Raises RequestError without a tokenizer, without llguidance, and for a tokenizer that it cannot read.
+    Raises RequestError without a tokenizer or llguidance, and for an unsupported tokenizer.
     """
     llguidance = import_llguidance()
     ends = sorted(eos_ids)

@@ -1,6 +1,6 @@
-"""Calibration that runs the model: for `sidestream calibrate`, and at the first start of a model.
+"""Calibration with the engine's own programs, for `sidestream calibrate` and at the first start of a model.
 
-reader       run texts through the engine's own program, step by step
-rounding     round weights by the inputs of their linears
-first_start  calibrate at a first start when it takes less than a minute, and keep the result
+first_start  calibrate a model automatically at its first start, and cache the result
+rounding     round weights given the inputs of their linears
+scorer       run texts through an engine's program and return all tokens' logits
 """

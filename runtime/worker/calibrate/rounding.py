@@ -1,9 +1,8 @@
-"""Rounds a model's weights by what its linears read (`error_compensation`): `sidestream calibrate --round`.
+"""Round a model's weights given the inputs of its linears (`error_compensation`), for `sidestream calibrate --round`.
 
-The inputs are those of the engine itself: its eight-bit activations, smoothed and rotated as its options say, while it
-reads some text with the base model and with each adapter. Besides the engine's own eight-bit weights, memory holds X^T
-X of as many linears as `PRODUCT_BYTES` allows, the text being read once for each such group, and one linear's factors
-and rows; results go to the file one by one.
+The inputs are the engine's own 8-bit activations on some text, with the base model and each adapter. Besides the
+engine's weights, memory holds X^T X of as many linears as fit PRODUCT_BYTES (the text is read once per such group), and
+one linear's factors and rows; results are written one by one.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,21 +30,20 @@ from ...quantization.rounded_weights import (
     options_of,
     write_rounding,
 )
-from ..model import Model, find_model, load_model
-from ..weights import checkpoint_lookup, load_weights
-from .reader import Document, Piece, Scorer, plan, step_sizes
+from ..model_loader import Model, find_model, load_model
+from ..weight_loader import checkpoint_lookup, load_weights
+from .scorer import Chunk, Document, Scorer, plan, step_sizes
 
 PRODUCT_BYTES = 4 << 30
-ROW_ELEMENTS = 1 << 26  # of a weight's rows that are rounded together: 256 MiB in fp32
-# a linear that adds its adapters itself has another op, and one next to them another stream
-ONE_OP: Mapping[str, Any] = {"lora_lowering": "serial", "disable_passes": ("fuse_lora_expand",)}
+ROW_ELEMENTS = 1 << 26  # of rows that are rounded together: 256 MiB in fp32
+# otherwise a linear that adds its adapters has another op or stream
+ONE_OP: Mapping[str, Any] = {"_lora_lowering": "serial", "disable_passes": ("fuse_lora_expand",)}
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear of the program: its step's index, the width of its inputs, and the values of its weight, packed of
-    `rounded` recipes."""
+    """A linear of the program: its step's index, the width of its inputs, and the `rounded` recipes of its weight."""
 
     step: int
     width: int
@@ -60,16 +58,16 @@ def round_weights(
     output: Path,
     progress: Progress = lambda stage: None,
 ) -> int:
-    """Write rounded weights of a checkpoint for `LLM`'s keywords `options`, its calibration among them; `texts`: what
-    the base model and the adapters read. Returns how many linears there are.
+    """Write rounded weights of a checkpoint for `LLM`'s keywords `options`, which include the calibration; `texts`: for
+    the base model and the adapters. Returns the number of linears.
 
-    Raises OptionError, CheckpointError or OSError, and ValueError where the options quantize no weight.
+    Raises OptionError, CheckpointError or OSError, and ValueError if the options quantize no weight.
     """
     config = checkpoint_config(directory)
     model, scorer, steps = _open(directory, config, adapters, texts, options)
     linears = list(_linears(scorer))
     if not linears:
-        raise ValueError(f"{directory}: these options quantize no weight that is stored in 16 or 32 bits")
+        raise ValueError(f"{directory}: these options quantize no 16-bit or 32-bit weight")
     expected = Llama(config, None, device="meta").checkpoint_tensors()
     parts = [part for linear in linears for part in linear.values]
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
@@ -87,7 +85,12 @@ def round_weights(
         sum(len(text.tokens) for text in texts),
         list(adapters),
     )
-    weights = _weights(directory, config, expected, calibration, scorer.device, used.model_dtype)
+    lookup, names = checkpoint_lookup(directory, expected, config)
+    constants = {} if calibration is None else calibration.tensors()
+
+    def weights(recipe: Recipe) -> torch.Tensor:
+        return load_weights({"": recipe}, lookup, names, constants, scorer.device, used.model_dtype)[""]
+
     write_rounding(output, origin, shapes, _rounded(scorer, linears, texts, steps, weights, progress))
     return len(linears)
 
@@ -98,8 +101,8 @@ def _open(
     adapters: Mapping[str, Any],
     texts: Sequence[Document],
     options: Mapping[str, Any],
-) -> tuple[Model, Scorer, list[list[Piece]]]:
-    """The model, what reads texts through it, and in which steps."""
+) -> tuple[Model, Scorer, list[list[Chunk]]]:
+    """Return the model, its scorer and the steps."""
     on_cpu = options.get("device") == "cpu" or not torch.cuda.is_available()
     longest = max(len(text.tokens) for text in texts)
     tokens, sequences, pages, blocks = step_sizes(config.vocab_size, longest, on_cpu)
@@ -120,7 +123,7 @@ def _open(
 
 
 def _linears(scorer: Scorer) -> Iterator[Linear]:
-    """Those whose weight is rounded while it is loaded."""
+    """Yield the linears with weights that are rounded at load time."""
     program = scorer.bound.program
     for step in program.steps:
         if own_op(step.op) is not linear_8bit:
@@ -132,7 +135,7 @@ def _linears(scorer: Scorer) -> Iterator[Linear]:
 
 
 def _scales(values: Recipe) -> Recipe:
-    """The scales of a `rounded` recipe's values."""
+    """Return the recipe of the scales for a `rounded` recipe of values."""
     return Recipe("rounded", values.args, {"index": 1})
 
 
@@ -140,78 +143,61 @@ def _dtype(values: Recipe) -> torch.dtype:
     return getattr(torch, values.args[0].attrs["dtype"])
 
 
-def _weights(
-    directory: Path,
-    config: LlamaConfig,
-    expected: Mapping[str, tuple[int, ...]],
-    calibration: Any,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Callable[[Recipe], torch.Tensor]:
-    """What makes a recipe's tensor of the checkpoint and the calibration, as the engine does."""
-    lookup, names = checkpoint_lookup(directory, expected, config)
-    constants = {} if calibration is None else calibration.tensors()
-    return lambda recipe: load_weights({"": recipe}, lookup, names, constants, device, dtype)[""]
-
-
 def _rounded(
     scorer: Scorer,
     linears: Sequence[Linear],
     texts: Sequence[Document],
-    steps: Sequence[list[Piece]],
+    steps: Sequence[list[Chunk]],
     weights: Callable[[Recipe], torch.Tensor],
     progress: Progress,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of every weight's values and scales."""
-    done = 0
+    """Yield (name, tensor) of every weight's values and scales."""
+    done, tokens = 0, sum(len(text.tokens) for text in texts)
     for group in _groups(linears):
-        progress(
-            f"reading {sum(len(text.tokens) for text in texts):,} tokens for {len(group)} of {len(linears)} linears"
-        )
+        progress(f"reading {tokens:,} tokens for {len(group)} of {len(linears)} linears")
         products = _products(scorer, group, texts, steps)
         for linear in group:
-            how = compensation(products.pop(linear.step))
-            yield from _round(linear.values, how, weights)
+            yield from _round(linear.values, compensation(products.pop(linear.step)), weights)
             done += 1
             progress(f"{done} of {len(linears)} linears rounded")
 
 
 def _groups(linears: Sequence[Linear]) -> Iterator[list[Linear]]:
-    """Neighbours whose X^T X fit PRODUCT_BYTES, each group of at least one."""
+    """Yield groups of consecutive linears with X^T X of at most PRODUCT_BYTES, or of one linear."""
     group: list[Linear] = []
-    room = PRODUCT_BYTES
+    left = PRODUCT_BYTES
     for linear in linears:
         needed = 4 * linear.width**2
-        if group and needed > room:
+        if group and needed > left:
             yield group
-            group, room = [], PRODUCT_BYTES
+            group, left = [], PRODUCT_BYTES
         group.append(linear)
-        room -= needed
+        left -= needed
     if group:
         yield group
 
 
 @torch.no_grad()
 def _products(
-    scorer: Scorer, linears: Sequence[Linear], texts: Sequence[Document], steps: Sequence[list[Piece]]
+    scorer: Scorer, linears: Sequence[Linear], texts: Sequence[Document], steps: Sequence[list[Chunk]]
 ) -> dict[int, torch.Tensor]:
-    """X^T X, fp32 [K, K], by step: X are the eight-bit inputs times their scales, over all tokens."""
+    """Return step index -> X^T X, fp32 [K, K]; X: the dequantized 8-bit inputs of all tokens."""
     products = {
         linear.step: torch.zeros(linear.width, linear.width, dtype=torch.float32, device=scorer.device)
         for linear in linears
     }
     tokens = 0
 
-    def look(step: Step, outs: tuple[torch.Tensor, ...]) -> None:
+    def add_product(step: Step, outs: tuple[torch.Tensor, ...]) -> None:
         if step.index in products:
             q, scale = scorer.bound.arguments(step.index)[:2]
-            rows = q[:tokens].float() * scale[:tokens, None]  # what follows pads the step
+            rows = q[:tokens].float() * scale[:tokens, None]  # without padding
             products[step.index].addmm_(rows.t(), rows)
 
-    scorer.on_step = look
+    scorer.on_step = add_product
     try:
         for step in steps:
-            tokens = sum(piece.count for piece in step)
+            tokens = sum(chunk.count for chunk in step)
             scorer.logits(step, texts)
     finally:
         scorer.on_step = None
@@ -220,11 +206,9 @@ def _products(
 
 @torch.no_grad()
 def _round(
-    parts: Sequence[Recipe], how: Compensation, weights: Callable[[Recipe], torch.Tensor]
+    parts: Sequence[Recipe], factors: Compensation, weights: Callable[[Recipe], torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of the values and scales of weights that read the same. Rows are rounded each by itself, so those
-    of all parts together, some at a time: what takes long is a step for each column.
-    """
+    """Yield (name, tensor) of values and scales of weights with the same inputs, rounded together for speed."""
     rows = []
     for values in parts:
         (quantize,) = values.args
@@ -232,10 +216,10 @@ def _round(
     sizes = [len(each) for each in rows]
     whole = torch.cat(rows)
     del rows
-    at_once = max(1, ROW_ELEMENTS // whole.shape[1])
-    made = [round_rows(some, how, _dtype(parts[0])) for some in whole.split(at_once)]
+    together = max(1, ROW_ELEMENTS // whole.shape[1])
+    results = [round_rows(some, factors, _dtype(parts[0])) for some in whole.split(together)]
     del whole
-    both = [torch.cat(each).split(sizes) for each in zip(*made, strict=True)]
-    for values, *tensors in zip(parts, *both, strict=True):
-        for part, tensor in zip((values, _scales(values)), tensors, strict=True):
-            yield rounded_name(part), tensor
+    by_part = [torch.cat(each).split(sizes) for each in zip(*results, strict=True)]
+    for values, *tensors in zip(parts, *by_part, strict=True):
+        for recipe, tensor in zip((values, _scales(values)), tensors, strict=True):
+            yield rounded_name(recipe), tensor

@@ -1,10 +1,9 @@
-"""One model over several processes, one a rank: rank 0 has the requests, the others do the same steps.
+"""One process per tensor-parallel rank of a model. Rank 0 has the requests; its peers run the same steps.
 
-shared_model  a model whose ranks are processes of their own: what rank 0 runs, its peers run too
-shared_sleep  all ranks give their memory back for a while
-peers         the other ranks, as rank 0 sees them: started, told, watched
-peer_process  the process of another rank
-plan_ring     plans in memory that all ranks share
-joining       how a process becomes a rank
-settings      what a peer is told when it starts
+parallel_model  the model on rank 0, which sends each call to its peers; sleep mode on all ranks
+peers           start, command and watch the other ranks from rank 0
+rank_process    the process of another rank: receives step plans and executes them
+plan_ring       ring buffer of step plans in shared memory
+peer_messages   settings and orders that rank 0 sends to its peers
+process_group   join torch.distributed's process group
 """

@@ -1,7 +1,5 @@
-"""The other ranks, as rank 0 sees them: started, told what to do, watched.
-
-A group lives and dies as a whole: when one rank dies, hangs or fails, all others are ended, and those who wait for them
-are told why.
+"""Start, command and watch the other tensor-parallel ranks from rank 0. If one rank dies, hangs or fails, the whole
+group is ended.
 """
 
 import os
@@ -16,71 +14,71 @@ from msgspec import structs
 
 from ...processes.channel import ChannelClosed
 from ...processes.child import Child, status_text
-from ...processes.watch import (
-    LOOK_AT_STOPPED_SECONDS,
-    LOOK_SECONDS,
+from ...processes.watchdog import (
+    POLL_SECONDS,
     SILENCE_SECONDS,
     START_SILENCE_SECONDS,
+    STOPPED_POLL_SECONDS,
     AwakeClock,
-    StopWatch,
+    StoppedProcesses,
 )
-from .joining import create_meeting
+from .peer_messages import Order, PeerSettings, encode_order
 from .plan_ring import PlanRing
-from .settings import Order, PeerSettings, encode_order
+from .process_group import create_store_file
 
 PLAN, MASKS, ORDER = b"P", b"K", b"O"
 COMMAND = "sidestream.runtime.worker.tensor_parallel.rank_process"
 
 
 class RankError(RuntimeError):
-    """A rank of a tensor-parallel group is gone, and the group with it."""
+    """A rank of a tensor-parallel group has ended, and the group with it."""
 
 
 class Peers:
-    """Ranks 1 .. world - 1.
+    """Ranks 1 .. tp_size - 1.
 
-    broken   called by the thread that watches when the group has ended without being told to
+    on_lost  callback with the reason, called by the watching thread when the group has ended before `close`
     """
 
     def __init__(self, settings: PeerSettings) -> None:
-        self.meeting = create_meeting()
-        self.world = settings.world
+        self.store_fd = create_store_file()
+        self.tp_size = settings.tp_size
+        self.on_lost: Callable[[str], None] | None = None
         self._owner = os.getpid()
-        self.broken: Callable[[str], None] | None = None
         self._clock, self._lock = AwakeClock(), threading.Lock()
-        self._ring = PlanRing.create(settings.world - 1)
+        self._ring = PlanRing.create(settings.tp_size - 1)
         self._closing = threading.Event()
-        self._problem: str | None = None
+        self._failure: str | None = None
         self._events: queue.SimpleQueue[tuple[int, dict[str, Any]] | None] = queue.SimpleQueue()
-        self._loads: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
+        self._loads: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._children = {
-            rank: Child.start(
-                f"rank {rank}",
+            tp_rank: Child.start(
+                f"rank {tp_rank}",
                 [sys.executable, "-m", COMMAND],
-                structs.replace(settings, rank=rank),
+                structs.replace(settings, tp_rank=tp_rank),
                 self._clock.seconds,
-                [self._ring.fd, self.meeting],
+                [self._ring.fd, self.store_fd],
                 own_session=False,
-                keep_words=True,
+                keep_stderr=True,
             )
-            for rank in range(1, settings.world)
+            for tp_rank in range(1, settings.tp_size)
         }
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._watcher.start()
 
     def check(self) -> None:
-        """Raises RankError when the group has ended."""
-        if self._problem is not None:
-            raise RankError(self._problem)
+        """Raise RankError if the group has ended."""
+        if self._failure is not None:
+            raise RankError(self._failure)
 
-    def explain(self, error: Exception) -> RankError:
-        """What became of the group, after a step that raised here: no rank can go on alone."""
-        self._watcher.join(LOOK_SECONDS)  # a peer that has died is noticed at once, and is the cause
-        self._end(f"rank 0 of {self.world}: {type(error).__name__}: {error}")
-        return RankError(self._problem)
+    def end_after(self, error: Exception) -> RankError:
+        """End the group after an error of rank 0, and return the error with its cause: no rank can continue alone."""
+        self._watcher.join(POLL_SECONDS)  # if a peer has died, the watcher reports it as the cause
+        self._end(f"rank 0 of {self.tp_size}: {type(error).__name__}: {error}")
+        return RankError(self._failure)
 
-    def write(self, kind: bytes, body: bytes) -> None:
-        """Give all peers a frame. Raises RankError."""
+    def send(self, kind: bytes, body: bytes) -> None:
+        """Send a frame to all peers. Raises RankError."""
         with self._lock:
             self.check()
             self._ring.write(kind + body, self.check)
@@ -88,32 +86,32 @@ class Peers:
                 try:
                     child.channel.send({"length": 1 + len(body)})
                 except ChannelClosed:
-                    continue  # the watcher says why
+                    continue  # the watcher reports the cause
 
-    def tell(self, order: Order) -> None:
-        """Give all peers an order. Raises RankError."""
-        self.write(ORDER, encode_order(order))
+    def send_order(self, order: Order) -> None:
+        """Send an order to all peers. Raises RankError."""
+        self.send(ORDER, encode_order(order))
 
     def wait_for(self, event: str) -> list[dict[str, Any]]:
-        """The next message `event` of every peer. Raises RankError when the group ends meanwhile."""
-        found: dict[int, dict[str, Any]] = {}
-        while len(found) < self.world - 1:
-            heard = self._events.get()
+        """Return the next message `event` of every peer. Raises RankError if the group ends meanwhile."""
+        messages: dict[int, dict[str, Any]] = {}
+        while len(messages) < self.tp_size - 1:
+            received = self._events.get()
             self.check()
-            if heard is not None and heard[1]["event"] == event:
-                found[heard[0]] = heard[1]
-        return [found[rank] for rank in sorted(found)]
+            if received is not None and received[1]["event"] == event:
+                messages[received[0]] = received[1]
+        return [messages[tp_rank] for tp_rank in sorted(messages)]
 
-    def take_loads(self) -> list[tuple[int, dict[str, Any]]]:
-        """(rank, message) of each load that has ended on a peer since the last call. Raises RankError."""
+    def finished_loads(self) -> list[dict[str, Any]]:
+        """Return the messages of loads that have ended on a peer since the last call. Raises RankError."""
         self.check()
-        found = []
+        messages = []
         while not self._loads.empty():
-            found.append(self._loads.get())
-        return found
+            messages.append(self._loads.get())
+        return messages
 
     def close(self) -> None:
-        """End the peers. A forked child, in which an exit calls this too, leaves them to its parent."""
+        """End the peers; do nothing in a forked child, whose exit calls this too."""
         if self._closing.is_set() or os.getpid() != self._owner:
             return
         self._closing.set()
@@ -125,58 +123,59 @@ class Peers:
         self._ring.close()
 
     def _watch(self) -> None:
-        stops = StopWatch()
+        stops = StoppedProcesses()
         while not self._closing.is_set():
             with selectors.DefaultSelector() as selector:
-                for rank, child in self._children.items():
-                    selector.register(child.channel, selectors.EVENT_READ, rank)
-                ready = [key.data for key, _ in selector.select(LOOK_AT_STOPPED_SECONDS)]
-            self._clock.look()
-            for rank in ready:
+                for tp_rank, child in self._children.items():
+                    selector.register(child.channel, selectors.EVENT_READ, tp_rank)
+                ready = [key.data for key, _ in selector.select(STOPPED_POLL_SECONDS)]
+            self._clock.update()
+            for tp_rank in ready:
                 try:
-                    for message in self._children[rank].channel.receive():
-                        self._hear(rank, message)
+                    for message in self._children[tp_rank].channel.receive():
+                        self._handle(tp_rank, message)
                 except ChannelClosed:
-                    self._children[rank].process.wait()
-                    self._end(f"rank {rank} of {self.world} died")
-            stopped = stops.look(child.process.pid for child in self._children.values())
+                    self._children[tp_rank].process.wait()
+                    self._end(f"rank {tp_rank} of {self.tp_size} died")
+            stopped = stops.find(child.process.pid for child in self._children.values())
             for child in self._children.values():
                 if child.process.pid in stopped:
-                    self._end(f"{child.name} of {self.world} is stopped by a signal (SIGSTOP)")
+                    self._end(f"{child.name} of {self.tp_size} is stopped by a signal (SIGSTOP)")
                 limit = SILENCE_SECONDS if child.started else START_SILENCE_SECONDS
-                if self._clock.seconds - child.heard > limit:
-                    self._end(f"{child.name} of {self.world} gave no sign of life for {limit:g} s")
-            if self._problem is not None:
+                if self._clock.seconds - child.last_message > limit:
+                    self._end(f"{child.name} of {self.tp_size} gave no sign of life for {limit:g} s")
+            if self._failure is not None:
                 return
 
-    def _hear(self, rank: int, message: dict[str, Any]) -> None:
-        child = self._children[rank]
-        child.heard = self._clock.seconds
+    def _handle(self, tp_rank: int, message: dict[str, Any]) -> None:
+        child = self._children[tp_rank]
+        child.last_message = self._clock.seconds
         event = message["event"]
         if event == "failed":
-            self._end(f"rank {rank} of {self.world}: {message['message']}", rank)
+            self._end(f"rank {tp_rank} of {self.tp_size}: {message['message']}", tp_rank)
         elif event == "loaded":
-            self._loads.put((rank, message))
+            self._loads.put(message)
         elif event != "beat":
             child.started |= event == "ready"
-            self._events.put((rank, message))
+            self._events.put((tp_rank, message))
 
-    def _end(self, problem: str, reporter: int = 0) -> None:
-        """The group is over. What a rank reports may follow from another's death; the first reason counts."""
-        if self._problem is not None or self._closing.is_set():
+    def _end(self, failure: str, reporter: int = 0) -> None:
+        """End the group. The death of another rank may have caused what a rank reports, and replaces it."""
+        if self._failure is not None or self._closing.is_set():
             return
-        for rank, child in self._children.items():
+        for tp_rank, child in self._children.items():
             status = child.process.poll()
-            if status is not None and rank != reporter:
-                problem = f"rank {rank} of {self.world} died ({status_text(status)}), and the group with it"
-                if not child.started and child.words is not None and (words := child.words.line(LOOK_SECONDS)):
-                    problem += f"; it said last: {words}"
+            if status is not None and tp_rank != reporter:
+                failure = f"rank {tp_rank} of {self.tp_size} died ({status_text(status)}), and the group with it"
+                tail = None if child.started else child.stderr_tail
+                if tail is not None and (line := tail.last_line(POLL_SECONDS)):
+                    failure += f"; its last output: {line}"
                 break
-        self._problem = problem
+        self._failure = failure
         self._kill()
         self._events.put(None)
-        if self.broken is not None:
-            self.broken(self._problem)
+        if self.on_lost is not None:
+            self.on_lost(self._failure)
 
     def _kill(self) -> None:
         for child in self._children.values():

@@ -4,23 +4,23 @@ import json
 
 import pytest
 import torch
+from sidestream.compiler.graph.materialize import materialize, quantize_weight
 from sidestream.compiler.graph.recipe import (
     Recipe,
     RecipeError,
+    Share,
     cast,
     cat,
     item,
-    materialize,
     param,
     quantize,
-    quantize_weight,
     rounded,
     rounded_parts,
     scale,
+    sliced,
     transpose,
     unsqueeze,
 )
-from sidestream.compiler.graph.slices import Share, sliced
 from sidestream.ops.elementwise.quantize import reference as quantize_rowwise_reference
 
 
@@ -50,7 +50,7 @@ def test_packs_and_quantizes_like_the_activation_op(width: int, form: tuple[torc
 def test_quantized_rows_are_independent_of_the_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(37, 64)
     whole = quantize_weight(weight)
-    monkeypatch.setattr("sidestream.compiler.graph.recipe.ROWS_AT_ONCE", 5)
+    monkeypatch.setattr("sidestream.compiler.graph.materialize.ROWS_AT_ONCE", 5)
     parts = quantize_weight(weight)
     assert torch.equal(whole[0].float(), parts[0].float()) and torch.equal(whole[1], parts[1])
 

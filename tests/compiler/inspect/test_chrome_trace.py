@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from sidestream.compiler.inspect.chrome_trace import LANES, trace
+from sidestream.compiler.inspect.chrome_trace import LANES, lane_trace, trace
 from sidestream.compiler.inspect.profile import ProfileError
-from sidestream.compiler.inspect.profile_trace import lane_trace
-from sidestream.compiler.run.ranges import SWITCH, named, ranged, replay_range, step_range, step_ranges
+from sidestream.compiler.run.profiler_ranges import SWITCH, named, ranged, replay_range, step_range, step_ranges
 from support import profiles
 from support.meta_model import DECODE, compiled_llama
 

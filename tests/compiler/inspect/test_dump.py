@@ -6,11 +6,11 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import torch
-from sidestream.compiler.build import build_program
+from sidestream.compiler.build_program import build_program
 from sidestream.compiler.inspect.dump import dump
 from sidestream.compiler.options import CompileOptions
+from sidestream.compiler.pass_records import PassRecord, graph_text, op_counts, pass_table, refusals
 from sidestream.compiler.program.program import Bucket, Program
-from sidestream.compiler.records import PassRecord, graph_text, op_counts, pass_table, refusals
 from sidestream.ops.core.registry import OPS
 from support.fx_graphs import GraphBuilder
 from torch import fx

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import sidestream
 import torch
-from sidestream.compiler.cost.cost import estimate, floor_seconds, total_seconds
+from sidestream.compiler.cost.bytes_and_flops import Assumptions
+from sidestream.compiler.cost.estimate import estimate, floor_seconds, total_seconds
 from sidestream.compiler.cost.hardware import H100
-from sidestream.compiler.cost.work import Assumptions
 from sidestream.compiler.graph.capture import Captured
 from sidestream.compiler.graph.nodes import is_call
-from sidestream.compiler.inspect.difference import read_dump
+from sidestream.compiler.inspect.compare_dumps import read_dump
 from sidestream.compiler.inspect.explain import (
     as_text,
     changes_as_text,

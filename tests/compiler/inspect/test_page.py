@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 from sidestream.compiler.api import CompiledModel, compile_model
-from sidestream.compiler.cost.resources import Resources
+from sidestream.compiler.cost.kernel_resources import Resources
 from sidestream.compiler.cost.timings import Timings, TimingsError
-from sidestream.compiler.inspect.page.data import page_data
-from sidestream.compiler.inspect.page.kernels import kernel_sources
-from sidestream.compiler.inspect.page.render import SCRIPTS, part, render
-from sidestream.compiler.inspect.svg import COLOURS
+from sidestream.compiler.inspect.page.index_html import SCRIPTS, page_data, part, render
+from sidestream.compiler.inspect.page.kernel_sources import kernel_sources
+from sidestream.compiler.inspect.schedule_svg import COLOURS
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.pipeline import PASSES
 from sidestream.graphs.lora import LoraShape
@@ -309,7 +308,7 @@ def test_two_processes_write_the_same_bytes(tmp_path: Path) -> None:
     """A child, whose hashes have a seed of its own, and this one."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({**FIELDS, "num_hidden_layers": 2}))
-    arguments = ["dump", str(tmp_path / "model"), "--max-loras", "2", "--bucket", "4", "mixed:16", "-o"]
+    arguments = ["inspect", "dump", str(tmp_path / "model"), "--max-loras", "2", "--bucket", "4", "mixed:16", "-o"]
     environment = {**os.environ, "PYTHONHASHSEED": "1"}
     command = [sys.executable, "-m", "sidestream.tools.cli", *arguments, str(tmp_path / "a")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)

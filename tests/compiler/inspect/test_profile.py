@@ -3,7 +3,7 @@ told right.
 """
 
 import pytest
-from sidestream.compiler.cost.cost import Placed
+from sidestream.compiler.cost.estimate import Placed
 from sidestream.compiler.inspect.profile import ProfileError, advances, kernels_of_steps, ranges, replays
 from support.profiles import KERNELS, REPLAY, program, trace
 

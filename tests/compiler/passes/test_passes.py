@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import sidestream
 import torch
-from sidestream.compiler.accounting import PassCountError, model_shape
+from sidestream.compiler.expected_matches import PassCountError, model_shape
 from sidestream.compiler.options import CompileOptions, OptionError
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama, RMSNorm

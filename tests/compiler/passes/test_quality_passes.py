@@ -7,7 +7,8 @@ import pytest
 import sidestream
 import torch
 from sidestream.compiler.api import CompiledModel
-from sidestream.compiler.graph.recipe import Recipe, RecipeError, calibrated, hadamard, materialize, param
+from sidestream.compiler.graph.materialize import materialize
+from sidestream.compiler.graph.recipe import Recipe, RecipeError, calibrated, hadamard, param
 from sidestream.compiler.options import CompileOptions, OptionError
 from sidestream.compiler.passes.quantize.center_keys import key_center_name
 from sidestream.compiler.program.program import Bucket, Program

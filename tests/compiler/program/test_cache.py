@@ -49,11 +49,11 @@ def test_a_second_start_captures_nothing(tmp_path: Path) -> None:
 def test_programs_for_later_are_kept_once_and_not_held(tmp_path: Path) -> None:
     later = [replace(BUCKET, tokens=tokens, decode=False) for tokens in (8, 16)]
     first = compiled(tmp_path)
-    assert first.unkept(later) == later
+    assert first.missing_programs(later) == later
     first.keep(later[0])
-    assert first.unkept(later) == later[1:] and not first.programs
+    assert first.missing_programs(later) == later[1:] and not first.programs
     second = compiled(tmp_path)
-    assert second.unkept(later) == later[1:] and not captured(second), "to look for them needs no graph"
+    assert second.missing_programs(later) == later[1:] and not captured(second), "to look for them needs no graph"
     assert second.program(later[0]).bucket == later[0] and not captured(second)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from sidestream.compiler.build import build_program
+from sidestream.compiler.build_program import build_program
 from sidestream.compiler.graph.recipe import cat, item, param, quantize
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.program.buffers import Buffer, ProgramError, View

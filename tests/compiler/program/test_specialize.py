@@ -6,10 +6,10 @@ import time
 import pytest
 import torch
 from sidestream.compiler.graph.nodes import op_name
+from sidestream.compiler.pass_records import graph_text
 from sidestream.compiler.program.program import Bucket
 from sidestream.compiler.program.sizes import SpecializeError, bucket_inputs
 from sidestream.compiler.program.specialize import specialize
-from sidestream.compiler.records import graph_text
 from sidestream.ops.core.registry import OPS
 from sidestream.ops.linear import linear_8bit
 from support.fx_graphs import GraphBuilder, static_inputs

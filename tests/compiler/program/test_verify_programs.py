@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from sidestream.compiler.cost.resources import program_resources
+from sidestream.compiler.cost.kernel_resources import program_resources
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.program.program import Bucket, Program, ProgramError
 from sidestream.graphs.lora import LoraShape

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from sidestream.compiler.build import build_program
+from sidestream.compiler.build_program import build_program
 from sidestream.compiler.options import CompileOptions
-from sidestream.compiler.run.emit import BoundProgram
+from sidestream.compiler.run.bound_program import BoundProgram
 from support.fx_graphs import GraphBuilder, static_inputs
 from support.other_kernels import OtherKernels
 from support.processor import processor_name

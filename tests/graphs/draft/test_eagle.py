@@ -13,7 +13,7 @@ from sidestream.graphs.draft.config import read_eagle_config
 from sidestream.graphs.draft.eagle import EagleDraft
 from sidestream.graphs.draft.weights import read_eagle_tensors
 from sidestream.graphs.lora import LoraShape
-from sidestream.graphs.stack import fill_slot, slot_tensors
+from sidestream.graphs.lora_stacks import fill_slot, slot_tensors
 from sidestream.ops.core.kv_layout import PAGE_SIZE, kv_cache_shape
 from support.eagle import Keys, dense_head, eagle_head
 

@@ -61,9 +61,9 @@ def test_int8_rounds_half_to_even_and_never_stores_minus_128() -> None:
 
 def test_scales_must_match_the_cache() -> None:
     cache, scales = cache_of(1, 1, 16, torch.int8)
-    with pytest.raises(ValueError, match="int8 KV cache goes with kv_scales"):
+    with pytest.raises(ValueError, match="int8 KV cache needs kv_scales"):
         append_kv(normal(1, 1, 16), normal(1, 1, 16), cache, None, slots_of(1, 1))
-    with pytest.raises(ValueError, match="bfloat16 KV cache goes without"):
+    with pytest.raises(ValueError, match="bfloat16 KV cache needs no kv_scales"):
         append_kv(normal(1, 1, 16), normal(1, 1, 16), cache.bfloat16(), scales, slots_of(1, 1))
 
 

@@ -1,4 +1,4 @@
-"""Attention of steps with drafts: a few rows a sequence, whose context is split among programs as in a decode step."""
+"""Attention of steps with drafts: a few rows per sequence, with splits as in a decode step."""
 
 import math
 from typing import Any
@@ -9,7 +9,7 @@ from sidestream.ops.attention import decode as attention_decode
 from sidestream.ops.attention.paged_attention import paged_attention, paged_attention_quant
 from sidestream.ops.attention.paged_attention import paged_attention_reference as reference
 from sidestream.ops.attention.paged_attention_blocks import paged_attention_blocks
-from sidestream.ops.core.eight_bits import QUANTIZED_MAX
+from sidestream.ops.core.dtypes import QUANTIZED_MAX
 from sidestream.ops.core.kv_layout import kv_cache_shape, kv_scales_shape
 from sidestream.ops.core.triton_support import INTERPRETED
 from sidestream.ops.elementwise.quantize_blocks import dequantize_blocks
@@ -18,12 +18,12 @@ from support.checks import bits, poison
 from support.sm90 import compile_launch
 
 E4M3, INT8, BF16, FP32 = torch.float8_e4m3fn, torch.int8, torch.bfloat16, torch.float32
-# drafts that begin a page, and end one; a sequence without drafts; one that is nobody's; one of a single token
+# drafts that start a page, and end one; no drafts; padding; a single token
 CONTEXTS, COUNTS = [130, 64, 300, 0, 1, 67], [4, 4, 1, 0, 1, 3]
 
 
 def batch_of(contexts: list[int], counts: list[int], rows: int, **options: Any) -> Batch:
-    """Sequences with counts[b] <= rows rows each, and after all of them the rows of nobody."""
+    """Sequences with counts[b] <= rows rows each, then padding rows."""
     return make_batch(contexts, counts, padding=len(counts) * rows - sum(counts), **options)
 
 
@@ -32,7 +32,7 @@ def row_args(batch: Batch, rows: int, window: int = 0) -> tuple[Any, ...]:
 
 
 def check(batch: Batch, rows: int, launch: Any = paged_attention.launch, pdl: bool = False, window: int = 0) -> None:
-    """Launch twice into NaNs: the same bits, each row near the reference's, zeros where nobody's rows are."""
+    """Launch twice into NaNs: same bits, rows near the reference's, zeros in padding rows."""
     args = row_args(batch, rows, window)
     first, again = (poison(paged_attention.fake(*args)) for _ in range(2))
     for out in (first, again):
@@ -40,7 +40,7 @@ def check(batch: Batch, rows: int, launch: Any = paged_attention.launch, pdl: bo
     assert torch.equal(bits(first), bits(again)), "other bits at a second launch"
     assert not first.isnan().any()
     for row, (got, want) in enumerate(zip(first, reference(*args), strict=True)):
-        assert want.any() or not got.any(), f"row {row} is nobody's and was written"
+        assert want.any() or not got.any(), f"padding row {row} was written"
         assert not want.any() or relative_error(got, want) < 3 * tolerance(batch), f"row {row}"
 
 
@@ -91,7 +91,7 @@ def test_blocks_are_the_quantized_rows() -> None:
 @pytest.mark.parametrize("cache", [E4M3, INT8, BF16, FP32], ids=["e4m3", "int8", "bf16", "fp32"])
 @pytest.mark.parametrize("heads, kv_heads, rows", [(4, 2, 4), (3, 1, 4), (1, 1, 8)])
 def test_the_decode_kernel_takes_rows(cache: torch.dtype, heads: int, kv_heads: int, rows: int) -> None:
-    """Contexts in splits, of which the last may hold drafts alone."""
+    """Contexts in splits; the last split may have only drafts."""
     dtype = FP32 if cache == FP32 else BF16
     check(batch_of(CONTEXTS, COUNTS, rows, heads=heads, kv_heads=kv_heads, cache=cache, dtype=dtype), rows)
 
@@ -183,7 +183,7 @@ def test_on_the_gpu(cache: torch.dtype, sequences: int, rows: int, heads: int, k
 @pytest.mark.parametrize("cache", [INT8, E4M3], ids=["int8", "e4m3"])
 @pytest.mark.parametrize("sequences, rows", [(1, 8), (4, 8), (8, 4), (16, 2)])
 def test_blocks_on_the_gpu(cache: torch.dtype, sequences: int, rows: int) -> None:
-    """What decoder_block reads: the same bits twice, near the reference, zeros for nobody and after the last token."""
+    """Input of decoder_block: same bits twice, near the reference, zeros in padding rows and after the last token."""
     contexts, counts = drafted(sequences, 4000, rows)
     batch = batch_of(contexts, counts, rows, heads=32, kv_heads=8, dim=128, cache=cache, device="cuda")
     q, stored, scales, table, lens, starts, scale, *_ = batch.args()

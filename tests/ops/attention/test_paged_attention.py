@@ -14,7 +14,7 @@ from sidestream.ops.attention.paged_attention import (
     paged_attention_quant,
 )
 from sidestream.ops.attention.paged_attention import paged_attention_reference as reference
-from sidestream.ops.core.eight_bits import QUANTIZED_MAX
+from sidestream.ops.core.dtypes import QUANTIZED_MAX
 from sidestream.ops.core.kv_layout import KEY, PAGE_SIZE, VALUE, kv_cache_shape, kv_scales_shape
 from sidestream.ops.core.triton_support import INTERPRETED
 from sidestream.ops.elementwise.quantize import reference as quantize_rowwise_reference
@@ -193,7 +193,7 @@ def compiled(
 @pytest.mark.parametrize("cache, quantize_q", [(E4M3, True), (E4M3, False), (INT8, False), (BF16, False)])
 @pytest.mark.parametrize("launch", [paged_attention.launch, triton_prefill], ids=["picked", "triton"])
 def test_prefill_uses_hoppers_tensor_cores(cache: torch.dtype, quantize_q: bool, launch: Callable[..., None]) -> None:
-    """The Gluon kernel, whose pages come by TMA, takes 8-bit caches; 16 bits keep to the Triton kernel."""
+    """The Gluon kernel loads pages by TMA and supports 8-bit caches; 16-bit caches use the Triton kernel."""
     code = compiled(1000, 8, cache, launch, quantize_q, False)
     in_triton = launch is triton_prefill or cache == BF16
     assert code.spills == 0 if in_triton else spills_in_main_loop(code) <= 1

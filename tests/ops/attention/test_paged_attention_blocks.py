@@ -6,7 +6,7 @@ import pytest
 import torch
 from sidestream.ops.attention.paged_attention import paged_attention
 from sidestream.ops.attention.paged_attention_blocks import paged_attention_blocks
-from sidestream.ops.core.eight_bits import QUANTIZED_MAX
+from sidestream.ops.core.dtypes import QUANTIZED_MAX
 from sidestream.ops.core.kv_layout import kv_cache_shape, kv_scales_shape
 from sidestream.ops.elementwise.quantize_blocks import dequantize_blocks, quantize_blocks
 from support.checks import bits, poison

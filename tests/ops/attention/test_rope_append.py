@@ -50,7 +50,7 @@ def arguments(
 def check(args: tuple[Any, ...], **options: Any) -> None:
     cache = args[4]
     stored = stored_tolerances(cache.dtype, args[0].shape[0], cache.shape[0])
-    # values of up to 40 nearly cancel in a few sums, whose order is the kernel's own
+    # values of up to 40 nearly cancel in a few sums, in the kernel's own order
     check_kernel(rope_append, *args, tolerances={0: Tolerance(2.0**-7, 1e-5, differing=0.01), **stored}, **options)
 
 

@@ -11,7 +11,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from sidestream.ops.attention import prefill_gluon, prefill_gluon_pieces, prefill_wide_gluon
+from sidestream.ops.attention import prefill_gluon, prefill_wide_gluon
+from sidestream.ops.attention import prefill_gluon_softmax as prefill_gluon_pieces
 from sidestream.ops.attention.paged_attention import paged_attention, paged_attention_quant, paged_attention_reference
 from sidestream.ops.attention.widen_kv import FEWEST_TILES, widen_kv, widen_plan
 from sidestream.ops.core import gluon_support
@@ -21,7 +22,7 @@ from support.checks import EXACT, bits, check_kernel, poison
 from support.gluon_threads import kernels_in_threads
 from support.sm90 import MachineCode, compile_launch
 
-BATCHES = {  # name -> (cached tokens, of which new) of each sequence
+BATCHES = {  # name -> (cached tokens, new ones among them) of each sequence
     "one": ((300, 300),),
     "with history": ((200, 130), (640, 140), (129, 129)),
     "mixed": ((40, 1), (300, 290), (700, 1), (130, 130), (64, 64), (5, 5)),

@@ -11,7 +11,7 @@ from sidestream.ops.attention import prefill as attention_prefill
 from sidestream.ops.attention.paged_attention import gather_keys_values, paged_attention, paged_attention_quant
 from sidestream.ops.attention.paged_attention import paged_attention_reference as reference
 from sidestream.ops.attention.paged_attention_blocks import paged_attention_blocks
-from sidestream.ops.core.eight_bits import QUANTIZED_MAX
+from sidestream.ops.core.dtypes import QUANTIZED_MAX
 from sidestream.ops.core.kv_layout import PAGE_SIZE, kv_cache_shape, kv_scales_shape
 from sidestream.ops.core.triton_support import INTERPRETED
 from support.attention import Batch, make_batch, relative_error, spills_in_main_loop, tolerance

@@ -6,7 +6,13 @@ import pytest
 import torch
 from sidestream.ops.collectives.all_gather import all_gather
 from sidestream.ops.collectives.all_reduce import all_reduce
-from sidestream.ops.collectives.group import GroupError, RankGroup, group_named, tensor_parallel_group, world_of
+from sidestream.ops.collectives.tensor_parallel_group import (
+    GroupError,
+    RankGroup,
+    group_named,
+    tensor_parallel_group,
+    world_of,
+)
 from support.ranks import run_on_ranks
 
 WORLD, COLUMNS = 3, 70

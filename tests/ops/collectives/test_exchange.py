@@ -15,7 +15,7 @@ from sidestream.ops.collectives.all_reduce_add_rms_norm_quant import (
     with_delta,
 )
 from sidestream.ops.collectives.exchange import Exchange, exchange_bytes, is_one_shot, open_exchange
-from sidestream.ops.collectives.group import RankGroup, tensor_parallel_group, world_of
+from sidestream.ops.collectives.tensor_parallel_group import RankGroup, tensor_parallel_group, world_of
 from sidestream.ops.core.registry import as_outputs
 from sidestream.ops.elementwise.rms_norm import add_rms_norm_quant
 from support.checks import EXACT, Tolerance, assert_near, bits

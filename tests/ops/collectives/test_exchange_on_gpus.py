@@ -11,8 +11,8 @@ import torch
 from sidestream.ops.collectives.all_reduce import add_in_rank_order, all_reduce
 from sidestream.ops.collectives.all_reduce_add_rms_norm_quant import all_reduce_add_rms_norm_quant, with_delta
 from sidestream.ops.collectives.exchange import Exchange, open_exchange
-from sidestream.ops.collectives.group import RankGroup
-from sidestream.ops.core.residual_stream import residual_in_fp32, round_residual
+from sidestream.ops.collectives.tensor_parallel_group import RankGroup
+from sidestream.ops.core.dtypes import residual_in_fp32, round_residual
 from sidestream.ops.elementwise.rms_norm import rms_norm_quant
 from support.ranks import run_on_ranks
 

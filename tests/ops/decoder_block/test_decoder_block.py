@@ -8,7 +8,9 @@ import pytest
 import torch
 from sidestream.ops.core.registry import as_outputs
 from sidestream.ops.decoder_block import decoder_block as module
-from sidestream.ops.decoder_block import kernel, pieces, streams
+from sidestream.ops.decoder_block import epilogues as pieces
+from sidestream.ops.decoder_block import kernel
+from sidestream.ops.decoder_block import producers as streams
 from sidestream.ops.decoder_block.decoder_block import decoder_block, fits
 from sidestream.ops.elementwise.quantize_blocks import dequantize_blocks
 from support.checks import bits, poison

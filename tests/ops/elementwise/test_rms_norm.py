@@ -14,7 +14,7 @@ from support.sm90 import launched
 
 # the statistics' last bit may flip x * rstd, and that the product
 TWO_ROUNDINGS = Tolerance(2.0**-6, 1e-5, differing=0.02)
-FROM_FLIPPED = Tolerance(2.0**-6, 0.0)  # a scale whose row maximum flipped
+FROM_FLIPPED = Tolerance(2.0**-6, 0.0)  # a scale after a flip of the row maximum
 FP8_STEP = Tolerance(2.0**-3, 2.0**-9, differing=0.05)
 
 
@@ -108,7 +108,7 @@ def test_a_scaled_stream_is_rounded_to_fp16_of_its_sixteenth() -> None:
     total = x.float() + delta.float() + 16 * residual.float()
     assert new_residual.dtype == torch.float16 and torch.equal(new_residual, (total / 16).half())
     assert y.dtype == torch.bfloat16 and torch.equal(y, rms_norm(new_residual, weight, eps))
-    # the same values in fp32, whose norm rounds last: one step of bf16 each way
+    # the same values in fp32, where the norm rounds last: one step of bf16 each way
     wide = torch.nn.functional.rms_norm(16 * new_residual.float(), (48,), weight.float(), eps)
     assert torch.allclose(y.float(), wide, rtol=2.0**-7, atol=0.0)
     assert all(
@@ -123,7 +123,7 @@ def test_a_model_in_fp16_has_an_unscaled_stream() -> None:
 
 
 def saturating(device: str = "cpu") -> tuple[torch.Tensor, ...]:
-    """Arguments of add_rms_norm whose sums are beyond what sixteenths in fp16 hold, and what becomes of them."""
+    """Arguments of add_rms_norm with sums beyond scaled fp16, and the expected results."""
     x = torch.zeros(2, 32, device=device)
     x[0, :5] = torch.tensor([1.5e6, -1.5e6, 1048064.0, 1048576.0, 1e38])
     x[1, 3] = float("nan")

@@ -40,7 +40,7 @@ def exact_distribution(logits: list[float], temperature: float, top_k: int, top_
 
 
 def chi_square_excess(counts: torch.Tensor, expected: torch.Tensor) -> float:
-    """How many standard deviations the chi-square statistic lies above its mean."""
+    """Return the distance of the chi-square statistic from its mean, in standard deviations."""
     possible = expected > 0
     assert (counts[~possible] == 0).all(), "a token was drawn that the filters exclude"
     freedom = int(possible.sum()) - 1
@@ -161,7 +161,7 @@ def test_top_logprobs() -> None:
 
 
 def check_tokens(args: list[torch.Tensor], **options: Any) -> None:
-    """The kernel's tokens are the reference's, but for near ties: two best scores within 1e-4, or a top_p that lies
+    """The kernel's tokens are the reference's, but for near ties: two best scores within 1e-4, or a top_p that is
     within 1e-5 of a token's edge.
     """
     tokens, again = (poison(OPS["sample"].fake(*args)) for _ in range(2))

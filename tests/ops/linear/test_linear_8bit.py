@@ -9,9 +9,9 @@ import torch
 from sidestream.ops.core.device import H200_SMS
 from sidestream.ops.core.triton_support import INTERPRETED
 from sidestream.ops.elementwise.quantize import quantize_rowwise
-from sidestream.ops.linear import tuning
+from sidestream.ops.linear import kernel_selection as tuning
+from sidestream.ops.linear.kernel_selection import LinearConfig, work_split
 from sidestream.ops.linear.linear_8bit import launch_config, linear_8bit, reference
-from sidestream.ops.linear.tuning import LinearConfig, work_split
 from support.checks import Tolerance, assert_near, check_kernel, poison
 from support.linears import BF16, E4M3, NEAR, SHAPES, check_chain, inputs, run, tolerance
 from support.sm90 import MachineCode, compile_launch

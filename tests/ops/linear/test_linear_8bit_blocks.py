@@ -9,7 +9,8 @@ import torch
 from sidestream.ops.core.device import H200_SMS
 from sidestream.ops.core.triton_support import INTERPRETED
 from sidestream.ops.elementwise.quantize_blocks import padded_scales, quantize_blocks
-from sidestream.ops.linear import tuning
+from sidestream.ops.linear import kernel_selection as tuning
+from sidestream.ops.linear.kernel_selection import LinearConfig, linear_config, read_table, wide_config, work_split
 from sidestream.ops.linear.linear_8bit import (
     has_block_scales,
     launch_config,
@@ -17,7 +18,6 @@ from sidestream.ops.linear.linear_8bit import (
     reference,
     takes_block_scales,
 )
-from sidestream.ops.linear.tuning import LinearConfig, linear_config, read_table, wide_config, work_split
 from support.checks import assert_near, check_kernel, poison
 from support.linears import BF16, E4M3, INT8_DEVIATION, NEAR, check_chain, inputs, run
 from support.sm90 import MachineCode, compile_launch, reads_under_way
@@ -83,14 +83,14 @@ def test_equal_scales_of_blocks_are_a_scale_of_the_row(dtype: torch.dtype) -> No
 def test_misfits_are_named() -> None:
     q, scale, *rest = block_inputs(3, 32, 256, INT8, addends=False)
     for function in (reference, linear_8bit.fake):
-        with pytest.raises(ValueError, match=r"scale \(3, 32\) doesn't fit q \(3, 256\).*\[K / 128, P\]"):
+        with pytest.raises(ValueError, match=r"scale \(3, 32\) doesn't match q \(3, 256\).*\[K / 128, P\]"):
             function(q, scale.new_zeros(3, 32), *rest, BF16)
         with pytest.raises(ValueError, match=r"\(2, 2\) has too few columns for 3 tokens.*padded_scales"):
             function(q, scale[:, :2], *rest, BF16)
         with pytest.raises(ValueError, match="multiple of 128"):
             function(q[:, :208], scale, rest[0][:, :208], *rest[1:], BF16)
     out = torch.empty(3, 32, dtype=BF16)
-    with pytest.raises(ValueError, match=r"kernel wide takes one scale a token.*gluon and triton"):
+    with pytest.raises(ValueError, match=r"kernel wide needs one scale per token.*gluon and triton"):
         launch_config(wide_config(128, 64), q, scale, *rest, out, sms=132)
     with pytest.raises(ValueError, match=r"steps of 64 columns.*block_k=128"):
         launch_config(LinearConfig("triton", block_k=64), q, scale, *rest, out, sms=132)
@@ -144,7 +144,7 @@ def test_tuned_configurations_compile_without_spills(dtype: torch.dtype, shape: 
     config = chosen(*shape, dtype)
     code = compiled(config, *shape, dtype)
     assert code.spills == 0, config
-    # whole tiles of the Triton kernel wait for nobody: as many programs are on an SM as fit
+    # whole tiles of the Triton kernel need no other program: as many run on an SM as fit
     resident = 1 if config.kernel == "triton" and not config.split else config.ctas_per_sm
     assert code.shared_bytes * resident <= SHARED, config
     assert code.sass["IGMMA" if dtype == INT8 else "QGMMA"] > 0

@@ -8,9 +8,9 @@ import pytest
 import torch
 from sidestream.ops.linear import kernel_large, kernel_lora_large
 from sidestream.ops.linear import linear_8bit_lora as module
+from sidestream.ops.linear.kernel_selection import LinearConfig, large_candidates, tuned_table
 from sidestream.ops.linear.linear_8bit import linear_8bit
 from sidestream.ops.linear.linear_8bit_lora import candidates, fits, launch, linear_8bit_lora, lora_config
-from sidestream.ops.linear.tuning import LinearConfig, large_candidates, tuned_table
 from sidestream.ops.lora.expand import lora_expand
 from sidestream.ops.lora.plan import lora_active, lora_plan_reference, lora_splits
 from support.checks import Tolerance, assert_near, check_kernel, poison

@@ -9,11 +9,11 @@ import torch
 from sidestream.ops.core.registry import OPS
 from sidestream.ops.core.triton_support import INTERPRETED
 from sidestream.ops.elementwise.silu_mul import silu_mul
-from sidestream.ops.linear import tuning
+from sidestream.ops.linear import kernel_selection as tuning
+from sidestream.ops.linear.kernel_selection import LinearConfig, work_split
 from sidestream.ops.linear.kernel_wide import launch_wide
 from sidestream.ops.linear.linear_8bit import linear_8bit, reference
 from sidestream.ops.linear.linear_8bit_silu_mul import linear_8bit_silu_mul
-from sidestream.ops.linear.tuning import LinearConfig, work_split
 from support.checks import assert_near, check_kernel, poison
 from support.linears import BF16, E4M3, SHAPES, inputs, run, tolerance
 from support.sm90 import compile_launch

@@ -9,11 +9,8 @@ import torch
 from sidestream.ops.core.triton_support import INTERPRETED
 from sidestream.ops.elementwise.quantize import quantize_rowwise
 from sidestream.ops.elementwise.silu_mul import silu_mul
-from sidestream.ops.linear import tuning
-from sidestream.ops.linear.kernel_wide import launch_wide
-from sidestream.ops.linear.linear_8bit import launch_config, linear_8bit, reference
-from sidestream.ops.linear.linear_8bit_silu_mul import linear_8bit_silu_mul
-from sidestream.ops.linear.tuning import (
+from sidestream.ops.linear import kernel_selection as tuning
+from sidestream.ops.linear.kernel_selection import (
     LinearConfig,
     activation_config,
     large_candidates,
@@ -21,6 +18,9 @@ from sidestream.ops.linear.tuning import (
     wide_config,
     work_split,
 )
+from sidestream.ops.linear.kernel_wide import launch_wide
+from sidestream.ops.linear.linear_8bit import launch_config, linear_8bit, reference
+from sidestream.ops.linear.linear_8bit_silu_mul import linear_8bit_silu_mul
 from support.checks import Tolerance, assert_near, check_kernel
 from support.linears import BF16, NEAR, SHAPES, inputs, run
 from support.sm90 import compile_launch

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 from sidestream.ops.lora.expand import lora_expand
+from sidestream.ops.lora.expand_rounded import lora_expand_rounded, lora_round
 from sidestream.ops.lora.plan import lora_plan_fake, lora_tile
-from sidestream.ops.lora.rounded import lora_expand_rounded, lora_round
 from sidestream.ops.lora.shrink import reference as lora_shrink_reference
 from support.checks import Tolerance, assert_near, check_kernel, poison
 from support.lora import LoraCase, lora_case
@@ -14,7 +14,7 @@ from support.samples import lora_expand_rounded_inputs
 from support.sm90 import launched
 
 BF16, INT8 = torch.bfloat16, torch.int8
-# one step of bf16 where a product lies on an edge: the kernel's steps have 22 bits
+# one step of bf16 where a product is on a rounding edge: the kernel's steps have 22 bits
 NEAR = {0: Tolerance(2.0**-7, 1e-6, differing=0.02)}
 
 

@@ -9,7 +9,7 @@ from support.sm90 import launched
 
 
 def distributions(tokens: int, slots: int) -> list[torch.Tensor]:
-    """adapter_index: even, skewed, nobody, everybody the same, each its own."""
+    """adapter_index: even, skewed, none, all the same, all different."""
     even = torch.randint(-1, slots, (tokens,))
     skewed = (torch.rand(tokens) ** 4 * (slots + 1)).long() - 1
     return [

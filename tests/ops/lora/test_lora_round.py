@@ -3,7 +3,7 @@
 import pytest
 import torch
 from sidestream.ops.core.registry import OPS
-from sidestream.ops.lora.rounded import lora_round
+from sidestream.ops.lora.expand_rounded import lora_round
 from support.checks import assert_near, check_kernel, poison
 from support.lora import lora_case
 from support.sm90 import launched
@@ -22,7 +22,7 @@ CASES = [
 
 
 def planes_of(splits: int, tokens: int, parts: int, rank: int, device: str = "cpu") -> torch.Tensor:
-    """Random planes whose rows, and each row's parts, are of different sizes."""
+    """Random planes with rows, and parts of rows, of different magnitudes."""
     size = torch.logspace(-3, 3, tokens * parts, device=device).view(tokens, parts, 1)
     return (torch.randn(splits, tokens, parts, rank, device=device) * size).flatten(2)
 

@@ -8,8 +8,8 @@ from sidestream.ops.core.registry import OPS
 from sidestream.ops.elementwise.silu_mul import silu_mul
 from sidestream.ops.lora import silu_mul_lora as module
 from sidestream.ops.lora.expand import lora_expand
+from sidestream.ops.lora.expand_rounded import lora_round
 from sidestream.ops.lora.plan import lora_plan_fake, lora_tile
-from sidestream.ops.lora.rounded import lora_round
 from sidestream.ops.lora.shrink import reference as lora_shrink_reference
 from sidestream.ops.lora.silu_mul_lora import block, silu_mul_lora
 from support.checks import Tolerance, assert_near, check_kernel, poison

@@ -1,4 +1,4 @@
-"""A step with drafts leaves a sequence as steps of one token would: the loop that says so is written out here."""
+"""A step with drafts leaves a sequence as single-token steps would, compared with a plain loop."""
 
 import itertools
 import random

@@ -10,13 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from sidestream.compiler.api import compile_model
-from sidestream.compiler.graph.recipe import Recipe, cat, item, materialize, param, quantize, zeros
+from sidestream.compiler.graph.materialize import materialize
+from sidestream.compiler.graph.recipe import Recipe, cat, item, param, quantize, zeros
 from sidestream.compiler.options import CompileOptions
 from sidestream.graphs.adapter import WEIGHTS, AdapterError, load_adapter
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
-from sidestream.graphs.stack import lora_shape_for, slot_tensor, slot_tensors
-from sidestream.runtime.adapters.packing import Packing
+from sidestream.graphs.lora_stacks import lora_shape_for, slot_tensor, slot_tensors
+from sidestream.runtime.adapters.packing import Packer
 from support.tiny import AdapterSpec, tiny_adapters, tiny_llama
 
 
@@ -43,7 +44,7 @@ def test_the_same_bits_as_one_by_one(tmp_path: Path, precision: Literal["int8", 
         targets = [torch.empty_like(tensor) for tensor in expected]
         for target in targets:
             target.view(torch.uint8).fill_(0xFF)
-        packing = Packing(recipes, [tuple(tensor.shape) for tensor in expected])
+        packing = Packer(recipes, [tuple(tensor.shape) for tensor in expected])
         packing.pack(partial(slot_tensor, adapter, config, lora), targets)
         for target, tensor in zip(targets, expected, strict=True):
             assert torch.equal(target.view(torch.uint8), tensor.view(torch.uint8))
@@ -64,7 +65,7 @@ def test_what_cannot_be_taken_together_is_taken_alone() -> None:
         recipes[f"t{layer}"] = cat(1, [param(f"layers.{layer}.b"), param(f"layers.{layer + 3}.b")])  # of two layers
     expected = [materialize(recipe, lambda name: sources[name].unsqueeze(0))[0] for recipe in recipes.values()]
     targets = [torch.full_like(tensor, 77) for tensor in expected]
-    Packing(recipes, [tuple(tensor.shape) for tensor in expected]).pack(sources.__getitem__, targets)
+    Packer(recipes, [tuple(tensor.shape) for tensor in expected]).pack(sources.__getitem__, targets)
     assert all(torch.equal(target, tensor) for target, tensor in zip(targets, expected, strict=True))
 
 

@@ -14,17 +14,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from sidestream.compiler.graph.recipe import cat, item, param, quantize, quantize_weight
+from sidestream.compiler.graph.materialize import quantize_weight
+from sidestream.compiler.graph.recipe import cat, item, param, quantize
 from sidestream.compiler.options import OptionError
 from sidestream.graphs.adapter import AdapterError, load_adapter
 from sidestream.graphs.adapter_file import AdapterFile
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.lora import LoraShape
-from sidestream.graphs.stack import slot_tensors
+from sidestream.graphs.lora_stacks import slot_tensors
 from sidestream.runtime.adapters import registry as adapter_registry
+from sidestream.runtime.adapters.host_store import Block
 from sidestream.runtime.adapters.registry import AdapterRegistry
-from sidestream.runtime.adapters.stacks import LEAD_SECONDS, AdapterStacks, Flight
-from sidestream.runtime.adapters.store import Block
+from sidestream.runtime.adapters.slot_loader import LEAD_SECONDS, InFlightCopy, SlotLoader
 from sidestream.runtime.api.errors import RequestError
 from sidestream.runtime.api.sampling_params import SamplingParams
 from sidestream.runtime.llm import LLM
@@ -70,7 +71,7 @@ def make_stacks(config, registry, keep=2, slots=3):
         "o_b": param(f"{prefix}o_proj.lora_b"),
     }
     stacks = {"qkv_a": torch.zeros(slots, 48, 64), "o_b": torch.zeros(slots, 64, 16)}
-    return AdapterStacks(recipes, stacks, registry, LoraShape(slots, 16), keep)
+    return SlotLoader(recipes, stacks, registry, LoraShape(slots, 16), keep)
 
 
 def holds(stacks, slot, path, config):
@@ -86,7 +87,7 @@ def wait_for(stacks, count):
     reports, until = [], time.monotonic() + 60
     while len(reports) < count:
         assert time.monotonic() < until
-        reports += stacks.finished(0.05)
+        reports += stacks.finished_loads(0.05)
     return sorted(reports)
 
 
@@ -95,12 +96,12 @@ def test_copies_next_to_the_steps(config, paths):
     numbers = [registry.add(f"a{index}", path).number for index, path in enumerate(paths[:4])]
     stacks = make_stacks(config, registry)
     for slot, number in ((2, 0), (0, 1), (-1, 1), (1, 3)):
-        stacks.start(slot, number)
+        stacks.start_load(slot, number)
     assert wait_for(stacks, 4) == [(-1, 1, None), (0, 1, None), (1, 3, None), (2, 0, None)]
     for slot, number in ((2, 0), (0, 1), (1, 3)):
         assert holds(stacks, slot, paths[number], config)
     assert len(stacks.store.numbers) == 2, "no more than `keep` in host memory"
-    stacks.start(0, numbers[2])
+    stacks.start_load(0, numbers[2])
     assert wait_for(stacks, 1) == [(0, 2, None)] and holds(stacks, 0, paths[2], config)
 
 
@@ -110,8 +111,8 @@ def test_fp8_stacks_hold_the_adapters_quantized_rows(config, paths):
     stacks = {"o_b": torch.zeros(3, 64, 16).to(torch.float8_e4m3fn), "o_b_scale": torch.zeros(3, 64)}
     registry = AdapterRegistry(config, 16)
     number = registry.add("a", paths[0]).number
-    made = AdapterStacks({"o_b": item(recipe, 0), "o_b_scale": item(recipe, 1)}, stacks, registry, LoraShape(3, 16), 2)
-    made.start(1, number)
+    made = SlotLoader({"o_b": item(recipe, 0), "o_b_scale": item(recipe, 1)}, stacks, registry, LoraShape(3, 16), 2)
+    made.start_load(1, number)
     assert wait_for(made, 1) == [(1, number, None)]
     expected, scale = quantize_weight(
         slot_tensors(load_adapter(paths[0], config, 16), config, made.lora, torch.bfloat16)[name]
@@ -129,13 +130,13 @@ def test_a_slow_disk_does_not_hold_up_what_is_in_memory(config, paths, monkeypat
     registry.add("here", paths[0])
     registry.add("slow", paths[1])
     stacks = make_stacks(config, registry)
-    stacks.start(-1, 0)
+    stacks.start_load(-1, 0)
     wait_for(stacks, 1)
     gate, read = threading.Event(), registry.read
     monkeypatch.setattr(registry, "read", lambda number: gate.wait(10) and read(number))
-    stacks.start(1, 1)
-    assert stacks.finished() == []
-    stacks.start(0, 0)
+    stacks.start_load(1, 1)
+    assert stacks.finished_loads() == []
+    stacks.start_load(0, 0)
     assert wait_for(stacks, 1) == [(0, 0, None)]
     gate.set()
     assert wait_for(stacks, 1) == [(1, 1, None)]
@@ -152,7 +153,7 @@ def test_files_that_vanish_change_or_break(config, paths, tmp_path):
     shutil.copy(paths[5] / "adapter_config.json", copies[1] / "adapter_config.json")
     (copies[2] / "adapter_model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{broken}")
     for number in range(4):
-        stacks.start(number % 3, number) if number < 3 else stacks.start(-1, number)
+        stacks.start_load(number % 3, number) if number < 3 else stacks.start_load(-1, number)
     reports = {number: problem for _, number, problem in wait_for(stacks, 4)}
     assert reports[3] is None
     assert (
@@ -162,9 +163,9 @@ def test_files_that_vanish_change_or_break(config, paths, tmp_path):
     )
     for number in range(3):
         assert f"'a{number}'" in reports[number] and str(tmp_path) not in reports[number]
-    stacks.start(0, 3)
+    stacks.start_load(0, 3)
     assert wait_for(stacks, 1) == [(0, 3, None)] and holds(stacks, 0, paths[3], config)
-    stacks.start(0, 99)
+    stacks.start_load(0, 99)
     assert wait_for(stacks, 1)[0][2] == "the adapter was removed"
 
 
@@ -172,7 +173,7 @@ def test_threads_end_with_their_stacks(config, paths):
     registry = AdapterRegistry(config, 16)
     registry.add("a", paths[0])
     stacks = make_stacks(config, registry)
-    stacks.start(0, 0)
+    stacks.start_load(0, 0)
     wait_for(stacks, 1)
     gone, before = weakref.ref(stacks), threading.active_count()
     del stacks
@@ -198,7 +199,7 @@ def test_roots_names_and_counts(config, paths, tmp_path):
         "/",
         root / "inside" / ".." / "..",
     ):
-        with pytest.raises(RequestError, match="does not lie under a directory") as caught:
+        with pytest.raises(RequestError, match="is not under a directory") as caught:
             registry.add("other", path)
         assert str(tmp_path) not in str(caught.value)
     with pytest.raises(AdapterError, match="does not exist"):
@@ -209,7 +210,7 @@ def test_roots_names_and_counts(config, paths, tmp_path):
     registry.add("second", root / "inside")
     with pytest.raises(RequestError, match="more than the 2"):
         registry.add("third", root / "inside")
-    with pytest.raises(RequestError, match="is there already"):
+    with pytest.raises(RequestError, match="already exists"):
         registry.add("second", root / "inside")
     with pytest.raises(RequestError, match="max_lora_rank"):
         registry.lora = LoraShape(2, 16, ("q_proj", "k_proj", "v_proj"))
@@ -250,14 +251,14 @@ def test_a_name_that_is_removed_while_it_is_replaced_stays_removed(config, paths
 
 @pytest.mark.parametrize("order", ["unused, then removed", "removed, then unused", "unused while it is read"])
 def test_nothing_stays_of_an_adapter_that_came_and_went(config, paths, monkeypatch, order):
-    """In a server the news that nothing uses an adapter, its name's removal and its read come on three ways."""
+    """In a server the end of an adapter's use, the removal of its name and its read come in any order."""
     registry = AdapterRegistry(config, 16)
     stacks = make_stacks(config, registry, keep=8)
     numbers, read = [], registry.read
 
     def read_and_forget(number):
         adapter = read(number)
-        stacks.forget(number)
+        stacks.drop(number)
         return adapter
 
     for _ in range(6):
@@ -268,13 +269,13 @@ def test_nothing_stays_of_an_adapter_that_came_and_went(config, paths, monkeypat
             stacks.prefetch([number])
             registry.remove("a")
         elif order == "unused, then removed":
-            stacks.forget(number)
+            stacks.drop(number)
             stacks.prefetch([number])
             registry.remove("a")
         else:
             stacks.prefetch([number])
             registry.remove("a")
-            stacks.forget(number)
+            stacks.drop(number)
     gc.collect()
     assert stacks.store.numbers == [] and registry.hashes == {}
     for number in numbers:
@@ -424,24 +425,24 @@ def test_a_broken_file_ends_one_request_of_many(base, paths, tmp_path):
     assert llm.generate([[3, 4]], GREEDY, adapter="bad", use_tqdm=False)[0].outputs[0].finish_reason == "length"
 
 
-def test_a_copy_is_told_ahead_by_less_than_a_step(config, paths):
+def test_a_copy_is_reported_ahead_by_less_than_a_step(config, paths):
     registry = AdapterRegistry(config, 16)
     registry.add("a", paths[0])
     stacks = make_stacks(config, registry)
     for step in range(20):
-        stacks.note_step(step * 0.004)
+        stacks.record_step_end(step * 0.004)
     assert stacks.lead_seconds == pytest.approx(0.003)
-    stacks.note_step(19 * 0.004 + 0.0001)
+    stacks.record_step_end(19 * 0.004 + 0.0001)
     assert stacks.lead_seconds == LEAD_SECONDS
     over, waited = [False], []
     last = SimpleNamespace(query=lambda: over[0])
-    block = SimpleNamespace(holds=1)
-    flight = Flight(1, 7, block, SimpleNamespace(elapsed_time=lambda last: 3.0), last, time.monotonic() + 60.0)
-    stacks._flying.append(flight)
-    assert stacks.finished() == [] and not flight.told, "it takes a while yet"
+    block = SimpleNamespace(num_users=1)
+    flight = InFlightCopy(1, 7, block, SimpleNamespace(elapsed_time=lambda last: 3.0), last, time.monotonic() + 60.0)
+    stacks._in_flight.append(flight)
+    assert stacks.finished_loads() == [] and not flight.reported, "it takes a while yet"
     flight.due = time.monotonic() + LEAD_SECONDS / 2
-    assert stacks.finished() == [(1, 7, None)] and flight.told and block.holds == 1, (
-        "told, and its memory is still being read"
+    assert stacks.finished_loads() == [(1, 7, None)] and flight.reported and block.num_users == 1, (
+        "reported, and its memory is still being read"
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(wait_event=waited.append))
@@ -450,8 +451,8 @@ def test_a_copy_is_told_ahead_by_less_than_a_step(config, paths):
     assert waited == [last], "only a step that uses the slot has to wait"
     over[0] = True
     assert (
-        stacks.finished() == []
-        and not stacks._flying
-        and block.holds == 0
+        stacks.finished_loads() == []
+        and not stacks._in_flight
+        and block.num_users == 0
         and stacks._copy_seconds == pytest.approx(0.003)
     )

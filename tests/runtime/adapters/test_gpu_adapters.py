@@ -59,7 +59,7 @@ def test_ten_adapters_over_two_slots(tmp_path: Path, enforce_eager: bool) -> Non
     outputs = [output.outputs[0].token_ids for output in llm.generate(prompts, params, adapter=chosen, use_tqdm=False)]
     stats = llm.engine.scheduler.stats()
     assert stats.adapter_loads >= 10 and stats.prefix_hits > 0 and stats.pages_used == 0
-    store = llm.engine.runner.stacks.store
+    store = llm.engine.runner.slot_loader.store
     for block in store._blocks.values():
         assert block.memory.is_pinned(), "copies from pageable memory would not be asynchronous"
     alone = sidestream.LLM(
@@ -73,22 +73,22 @@ def test_starting_a_copy_does_not_wait_for_it(tmp_path: Path) -> None:
     paths = {f"a{index}": write_random_adapter(tmp_path / str(index), CONFIG, 16, index) for index in range(2)}
     llm = sidestream.LLM(CONFIG, paths, max_loras=2, enforce_eager=True, **OPTIONS)
     runner = llm.engine.runner
-    while len(runner.stacks.store.numbers) < 2:
+    while len(runner.slot_loader.store.numbers) < 2:
         time.sleep(0.01)
     runner.start_load(0, 1)  # the kernels that copy are on the device now
     assert runner.loaded(timeout=5.0) == [(0, 1, None)]
     torch.cuda.synchronize()
     runner.loaded()
-    with torch.cuda.stream(runner.stacks._stream):
+    with torch.cuda.stream(runner.slot_loader._stream):
         torch.cuda._sleep(2 * 10**9)  # the copies' stream has about a second of other work
         worked = torch.cuda.Event()
         worked.record()
     runner.start_load(1, 0)
-    while not runner.stacks._flying:
+    while not runner.slot_loader._in_flight:
         time.sleep(0.001)
     assert not worked.query(), "the copy is queued, and no thread has waited for what comes before it"
     assert runner.loaded(timeout=5.0) == [(1, 0, None)]
     torch.cuda.synchronize()
-    block = runner.stacks.store.use(0)
-    for stack, tensor in zip(runner.stacks.stacks.values(), block.tensors, strict=True):
+    block = runner.slot_loader.store.acquire(0)
+    for stack, tensor in zip(runner.slot_loader.stacks.values(), block.tensors, strict=True):
         assert (stack[1].cpu() == tensor).all()

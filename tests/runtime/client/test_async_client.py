@@ -1,4 +1,4 @@
-"""`AsyncClient` against a small server that speaks the protocol."""
+"""`AsyncClient` against a small server that implements the protocol."""
 
 import asyncio
 import contextlib
@@ -71,25 +71,25 @@ def test_a_stream_brings_every_chunk_in_order_and_ends(server: WireServer) -> No
     go(work())
 
 
-def test_who_waits_for_a_first_token_goes_on_before_the_others(server: WireServer) -> None:
+def test_tasks_that_wait_for_a_first_token_run_before_the_others(server: WireServer) -> None:
     server.hold = True
 
     async def work() -> None:
         order: list[str] = []
 
-        async def listen(request_id: str, begun: asyncio.Event, skip: int) -> None:
+        async def listen(request_id: str, started: asyncio.Event, skip: int) -> None:
             async with contextlib.aclosing(client.stream_lists("x", request_id=request_id)) as lists:
                 async for _ in lists:
-                    begun.set()
+                    started.set()
                     skip -= 1
                     if skip < 0:
                         order.append(request_id)
                         return
 
         async with AsyncClient(server.address) as client:
-            begun = [asyncio.Event() for _ in range(2)]
-            tasks = [asyncio.create_task(listen(f"old{place}", event, 1)) for place, event in enumerate(begun)]
-            for event in begun:
+            started = [asyncio.Event() for _ in range(2)]
+            tasks = [asyncio.create_task(listen(f"old{place}", event, 1)) for place, event in enumerate(started)]
+            for event in started:
                 await event.wait()
             server.quiet = True
             tasks.append(asyncio.create_task(listen("new", asyncio.Event(), 0)))
@@ -239,7 +239,7 @@ def test_an_abort_by_id_ends_the_stream_with_its_reason(server: WireServer) -> N
             async for chunk in client.stream("x", request_id="mine"):
                 reasons.append(chunk.finish_reason)
                 await client.abort("mine")
-                await client.abort("nobody's")
+                await client.abort("unknown")
             assert reasons == [None, "abort"]
 
     go(work())
@@ -277,9 +277,9 @@ def test_a_hanging_engine_is_noticed_by_its_silence(address: str) -> None:
             async with AsyncClient(server.address) as client:
                 stream = client.stream("x")
                 await anext(stream)
-                await until(lambda: server.beats > 5)  # nothing to say, but it beats
+                await until(lambda: server.beats > 5)  # only heartbeats
                 server.mute.set()
-                with pytest.raises(EngineDeadError, match="no sign of life"):
+                with pytest.raises(EngineDeadError, match="sent nothing for"):
                     await anext(stream)
 
     go(work())
@@ -327,7 +327,7 @@ def test_nothing_there(address: str, tmp_path: Path) -> None:
     go(work())
 
 
-def test_an_engine_that_comes_later_or_still_loads_is_waited_for(address: str) -> None:
+def test_connect_waits_for_an_engine_that_starts_later_or_still_loads(address: str) -> None:
     async def work() -> None:
         client = AsyncClient(address, connect_timeout=GUARD)
         asked = asyncio.create_task(client.generate("x", SamplingParams(max_tokens=1)))
@@ -431,7 +431,7 @@ def test_curve_end_to_end(tmp_path: Path) -> None:
 
 
 def test_beyond_the_loopback_a_client_needs_keys() -> None:
-    with pytest.raises(ValueError, match="keygen"):
+    with pytest.raises(ValueError, match="keys curve"):
         AsyncClient("tcp://gpu-host:5757")
 
 

@@ -1,4 +1,4 @@
-"""The blocking `Client` against a small server that speaks the protocol."""
+"""The blocking `Client` against a small server that implements the protocol."""
 
 import gc
 import subprocess
@@ -79,12 +79,12 @@ def test_chat_sends_what_the_servers_template_makes(address: str) -> None:
 
 def test_chat_with_the_templates_of_adapters_and_for_tools(address: str) -> None:
     """An adapter's own template comes before the model's; one for tools is taken where there are any."""
-    said = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ eos_token }}"
-    named = {"default": said, "tool_use": "{{ tools | length }} tools: " + said, "rag": "R"}
+    plain = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ eos_token }}"
+    named = {"default": plain, "tool_use": "{{ tools | length }} tools: " + plain, "rag": "R"}
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
     with (
-        WireServer(address, chat_template=said, chat_templates=named, special_tokens={"eos_token": "</s>"}) as server,
+        WireServer(address, chat_template=plain, chat_templates=named, special_tokens={"eos_token": "</s>"}) as server,
         Client(address) as client,
     ):
         server.templates = {
@@ -122,13 +122,13 @@ def test_an_adapter_as_vllm_names_it(server: WireServer) -> None:
         assert server.submits[-1].adapter == "late"
         assert sum(isinstance(call, protocol.LoadAdapter) for call in server.calls) == 1, "it is known now"
         other = LoRARequest("late", 2, "/elsewhere")
-        for asked, adapter, said in (
+        for asked, adapter, text in (
             (other, None, "loaded from another directory"),
             ([pirate], None, "1 entries for 2 prompts"),
             ("pirate", None, "must be a LoRARequest"),
             (pirate, "pirate", "give one of them"),
         ):
-            with pytest.raises(RequestError, match=said):
+            with pytest.raises(RequestError, match=text):
                 client.generate(["a", "b"], params, adapter, lora_request=asked)
         with pytest.raises(ServerError, match="outside the adapter root"):
             client.generate("a", params, lora_request=LoRARequest("new", 3, "relative"))
@@ -212,13 +212,13 @@ def test_close_ends_what_is_open_and_the_thread(server: WireServer) -> None:
     client = Client(server.address)
     stream = client.stream("x", request_id="x")
     next(stream)
-    told: list[BaseException] = []
+    errors: list[BaseException] = []
 
     def wait() -> None:
         try:
             client.generate("y")
         except BaseException as problem:
-            told.append(problem)
+            errors.append(problem)
 
     waiting = threading.Thread(target=wait)
     waiting.start()
@@ -226,7 +226,7 @@ def test_close_ends_what_is_open_and_the_thread(server: WireServer) -> None:
     client.close()
     client.close()
     waiting.join(GUARD)
-    assert [type(problem) for problem in told] == [EngineDeadError]
+    assert [type(problem) for problem in errors] == [EngineDeadError]
     with pytest.raises(EngineDeadError, match="closed"):
         next(stream)
     assert set(threading.enumerate()) <= before

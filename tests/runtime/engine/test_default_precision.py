@@ -16,9 +16,9 @@ from sidestream.runtime.demo_model import DEMO_MODEL
 from sidestream.runtime.engine.options import EngineOptions
 from sidestream.runtime.engine.resolve import default_precision
 from sidestream.runtime.llm import LLM
-from sidestream.runtime.quantization.file_names import FILE_NAME
-from sidestream.runtime.worker.calibrate.first_start import figures
-from sidestream.runtime.worker.model import find_model
+from sidestream.runtime.quantization.defaults import FILE_NAME
+from sidestream.runtime.worker.calibrate.first_start import calibrate_base_model
+from sidestream.runtime.worker.model_loader import find_model
 from sidestream.tools import cli
 from sidestream.tools.commands.serve import settings_of
 from support.tiny import TinyBase, oracle_greedy, tiny_llama
@@ -135,7 +135,7 @@ def test_a_start_in_eight_bits_reports_its_calibration(
         assert line(path, precision=chosen).startswith(f"sidestream: precision {chosen}, not calibrated: {remedy}")
     assert line(path, precision="int8", load_format="dummy").endswith("not calibrated: the weights are random")
     config = LlamaConfig.from_directory(path)
-    figures(path, config, [([5] * 40, -1)], torch.device("cpu")).save(path / FILE_NAME)
+    calibrate_base_model(path, config, [([5] * 40, -1)], torch.device("cpu")).save(path / FILE_NAME)
     assert line(path, precision="int8") == "sidestream: precision int8, calibrated"
     assert line(path).startswith("sidestream: precision bf16, as the checkpoint"), "found, and not asked for"
     assert line(path, calibration=path / FILE_NAME) == "sidestream: precision int8, calibrated"
@@ -155,14 +155,23 @@ def test_commands_leave_the_precision_to_the_model(bases: dict[str, TinyBase], c
 
 
 @pytest.mark.parametrize(
-    "command", [["demo"], ["dump"], ["explain"], ["ledger"], ["bench", "latency"], ["bench", "throughput"]], ids=str
+    "command",
+    [
+        ["demo"],
+        ["inspect", "dump"],
+        ["inspect", "explain"],
+        ["inspect", "ledger"],
+        ["bench", "latency"],
+        ["bench", "throughput"],
+    ],
+    ids=str,
 )
 def test_commands_that_show_the_compiler_keep_int8(command: list[str]) -> None:
     assert cli.build_parser().parse_args(command).precision == "int8"
 
 
 def test_the_demo_and_the_dump_report_int8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["dump", str(DEMO_MODEL), "--layers", "0", "-o", str(tmp_path)]) == 0
+    assert cli.main(["inspect", "dump", str(DEMO_MODEL), "--layers", "0", "-o", str(tmp_path)]) == 0
     assert "for precision int8" in capsys.readouterr().out
-    assert cli.main(["explain", "--no-changes"]) == 0
+    assert cli.main(["inspect", "explain", "--no-changes"]) == 0
     assert capsys.readouterr().out.startswith("precision int8\n")

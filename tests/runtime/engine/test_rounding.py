@@ -13,12 +13,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from sidestream.runtime.api.sampling_params import SamplingParams
 from sidestream.runtime.llm import LLM
-from sidestream.runtime.quantization.file_names import FILE_NAME, file_name
+from sidestream.runtime.quantization.defaults import FILE_NAME, file_name
 from sidestream.runtime.quantization.rounded_weights import KEY, RoundingError, open_rounding
-from sidestream.runtime.worker.calibrate.reader import Document, Scorer, plan
+from sidestream.runtime.worker.calibrate.scorer import Document, Scorer, plan
 from sidestream.tools import cli
-from sidestream.tools.quality.real.reference import Reference
-from sidestream.tools.quality.teacher_forced import compare
+from sidestream.tools.eval.real.reference import Reference
+from sidestream.tools.eval.teacher_forced import compare
 from support.tiny import AdapterSpec, TinyBase, tiny_adapters, tiny_llama
 
 ENGINE: dict[str, Any] = {
@@ -108,10 +108,10 @@ def test_the_same_text_writes_the_same_bytes(base: TinyBase, adapter: Path, writ
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"norm_rotation": 8}, r"hold for norm_rotation=64, and these options have norm_rotation=8: start with norm_r"),
-        ({"rotate_values": False}, r"hold for rotate_values=True"),
-        ({"smooth_channels": False}, r"hold for smooth_channels=True.*rounded_weights='off'"),
-        ({"precision": "fp8"}, r"hold for precision='int8'"),
+        ({"norm_rotation": 8}, r"made with norm_rotation=64, but these options have norm_rotation=8: start with"),
+        ({"rotate_values": False}, r"made with rotate_values=True"),
+        ({"smooth_channels": False}, r"made with smooth_channels=True.*rounded_weights='off'"),
+        ({"precision": "fp8"}, r"made with precision='int8'"),
         (
             {"disable_passes": ("smooth_channels",)},
             r"hold model.*weight as quantize\(smooth.*calibrate .*--round",
@@ -160,7 +160,7 @@ def test_a_file_that_is_not_whole_is_refused(base: TinyBase, written: Path, tmp_
     os.mkfifo(path)
     with pytest.raises(RoundingError, match="not a regular file"):
         open_rounding(path)
-    with pytest.raises(RoundingError, match="there is no such file"):
+    with pytest.raises(RoundingError, match="does not exist"):
         open_rounding(tmp_path / "none")
     path.unlink()
     given = {"calibration": written / FILE_NAME, "rounded_weights": path}

@@ -8,7 +8,7 @@ import pytest
 from sidestream.compiler.options import OptionError
 from sidestream.runtime.api.sampling_params import REFUSED, SamplingParams
 from sidestream.runtime.engine.options import keywords
-from sidestream.runtime.engine.vllm_keywords import ACCEPTED, FOREIGN, without_vllm_keywords
+from sidestream.runtime.engine.vllm_keywords import ACCEPTED, UNSUPPORTED_KEYWORDS, without_vllm_keywords
 from sidestream.runtime.llm import LLM
 from support import vllm_names
 
@@ -44,8 +44,8 @@ def test_the_page_lists_every_difference(call: str) -> None:
 
 def test_every_keyword_of_vllm_is_an_option_or_has_a_remedy() -> None:
     ours = {"model", *keywords()}
-    assert not (set(FOREIGN) | set(ACCEPTED)) & ours
-    assert set(vllm_names.LLM.split()) - ours == set(FOREIGN) | set(ACCEPTED)
+    assert not (set(UNSUPPORTED_KEYWORDS) | set(ACCEPTED)) & ours
+    assert set(vllm_names.LLM.split()) - ours == set(UNSUPPORTED_KEYWORDS) | set(ACCEPTED)
     assert set(vllm_names.SAMPLING_PARAMS.split()) <= parameters(SamplingParams)
 
 

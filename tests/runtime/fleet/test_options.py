@@ -33,7 +33,7 @@ needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra
         ({"gpus": 1, "engine": {"tensor-parallel-size": 2}}, "tensor-parallel-size = 2 uses 2; omit gpus"),
         ({"adapters-root": "nowhere"}, "nowhere"),
         ({"adapters-root": "nonsense://x"}, "Protocol not known: nonsense"),
-        ({"engine-keys": "nowhere"}, "make keys with `sidestream keygen DIR`"),
+        ({"engine-keys": "nowhere"}, "make keys with `sidestream keys curve DIR`"),
     ],
 )
 def test_what_is_wrong_is_said(tmp_path, content, says):
@@ -220,8 +220,8 @@ def test_manifests_say_what_ray_and_the_fleet_take(name, tmp_path, monkeypatch):
     fleet = tomllib.loads(config["data"]["fleet.toml"])
     # what lies on volumes there
     keygen = [sys.executable, "-m", "sidestream.tools.cli"]
-    subprocess.run([*keygen, "keygen", str(tmp_path / "engine"), "--client", "gateway"], check=True)
-    subprocess.run([*keygen, "keys", "add", str(tmp_path / "keys.toml"), "--owner", "me"], check=True)
+    subprocess.run([*keygen, "keys", "curve", str(tmp_path / "engine"), "--client", "gateway"], check=True)
+    subprocess.run([*keygen, "keys", "http", "add", str(tmp_path / "keys.toml"), "--owner", "me"], check=True)
     fleet |= {"model": str(DEMO_MODEL), "keys": str(tmp_path / "keys.toml")}
     if "engine-keys" in fleet:
         fleet["engine-keys"] = str(tmp_path / "engine")

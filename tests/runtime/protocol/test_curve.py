@@ -1,4 +1,4 @@
-"""Keys and addresses: who may listen where, and who may speak with whom."""
+"""Keys and addresses: which addresses are safe, and which clients may connect."""
 
 import os
 import stat
@@ -21,8 +21,8 @@ def context() -> Iterator[zmq.Context[Any]]:
         yield context
 
 
-def heard(server: zmq.Socket[Any], client: zmq.Socket[Any], milliseconds: int) -> bool:
-    """Whether what the client says arrives."""
+def arrives(server: zmq.Socket[Any], client: zmq.Socket[Any], milliseconds: int) -> bool:
+    """Return whether a message of the client arrives."""
     client.send(b"hello")
     return bool(server.poll(milliseconds)) and server.recv_multipart()[-1] == b"hello"
 
@@ -47,9 +47,9 @@ def test_an_allowed_client_is_heard_and_others_are_not(tmp_path: Path, context: 
     server_keys = curve.load_server_keys(tmp_path / "keys" / "server")
     honest = curve.load_client_keys(friend)
     thief = curve.load_client_keys(stranger)
-    # knows the server's public key, but is not on the list
+    # has the server's public key, but is not allowed
     liar = curve.ClientKeys(thief.public, honest.server, thief.secret)
-    with curve.Gate(context, server_keys):
+    with curve.ZapHandler(context, server_keys):
         for keys, expected in (
             (honest, True),
             (curve.load_client_keys(removed), False),
@@ -59,14 +59,14 @@ def test_an_allowed_client_is_heard_and_others_are_not(tmp_path: Path, context: 
         ):
             server, client = pair(context, server_keys, keys)
             with server, client:
-                assert heard(server, client, 60_000 if expected else 300) == expected
+                assert arrives(server, client, 60_000 if expected else 300) == expected
 
 
-def test_without_a_gate_nobody_is_admitted(tmp_path: Path, context: zmq.Context[Any]) -> None:
+def test_without_a_zap_handler_no_client_is_admitted(tmp_path: Path, context: zmq.Context[Any]) -> None:
     (folder,) = curve.generate(tmp_path, ["friend"])
     server, client = pair(context, curve.load_server_keys(tmp_path / "server"), curve.load_client_keys(folder))
     with server, client:
-        assert not heard(server, client, 300)
+        assert not arrives(server, client, 300)
 
 
 def test_a_client_speaks_to_no_other_engine(tmp_path: Path, context: zmq.Context[Any]) -> None:
@@ -76,21 +76,21 @@ def test_a_client_speaks_to_no_other_engine(tmp_path: Path, context: zmq.Context
         (tmp_path / "real" / "server" / "allowed" / "friend.public").read_bytes()
     )
     impostor = curve.load_server_keys(tmp_path / "fake" / "server")
-    with curve.Gate(context, impostor):
+    with curve.ZapHandler(context, impostor):
         server, client = pair(context, impostor, curve.load_client_keys(folder))
         with server, client:
-            assert not heard(server, client, 300)
+            assert not arrives(server, client, 300)
 
 
 def test_keys_come_and_go_while_the_engine_runs(tmp_path: Path, context: zmq.Context[Any]) -> None:
     curve.generate(tmp_path, ["first"])
     keys = curve.load_server_keys(tmp_path / "server")
-    with curve.Gate(context, keys):
+    with curve.ZapHandler(context, keys):
         (folder,) = curve.generate(tmp_path, ["later"])
         for expected in (True, False):
             server, client = pair(context, keys, curve.load_client_keys(folder))
             with server, client:
-                assert heard(server, client, 60_000 if expected else 300) == expected
+                assert arrives(server, client, 60_000 if expected else 300) == expected
             (tmp_path / "server" / "allowed" / "later.public").unlink(missing_ok=True)
 
 
@@ -98,9 +98,9 @@ def test_keygen_writes_private_secrets_and_keeps_what_is_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     keys = tmp_path / "keys"
-    assert cli.main(["keygen", str(keys), "--client", "alice"]) == 0
+    assert cli.main(["keys", "curve", str(keys), "--client", "alice"]) == 0
     before = (keys / "server" / "server.secret").read_bytes()
-    assert cli.main(["keygen", str(keys), "--client", "bob"]) == 0
+    assert cli.main(["keys", "curve", str(keys), "--client", "bob"]) == 0
     shown = capsys.readouterr().out
     assert "--keys" in shown and str(keys / "client-bob") in shown
     assert (keys / "server" / "server.secret").read_bytes() == before
@@ -113,8 +113,8 @@ def test_keygen_writes_private_secrets_and_keeps_what_is_there(
     for path in secrets:
         assert path.read_text().strip() not in shown
         assert path.read_text().strip() not in repr(curve.load_server_keys(keys / "server"))
-    assert cli.main(["keygen", str(keys), "--client", "alice"]) == 2, "nothing is overwritten"
-    assert cli.main(["keygen", str(keys), "--client", "../alice"]) == 2
+    assert cli.main(["keys", "curve", str(keys), "--client", "alice"]) == 2, "nothing is overwritten"
+    assert cli.main(["keys", "curve", str(keys), "--client", "../alice"]) == 2
 
 
 @pytest.mark.parametrize("damage", ["open", "short", "missing", "binary", "nobody"])
@@ -160,7 +160,7 @@ def test_beyond_the_loopback_keys_are_needed(text: str, local: bool) -> None:
     if local:
         addresses.check_keys(address, keys=False)
     else:
-        with pytest.raises(AddressError, match="keygen"):
+        with pytest.raises(AddressError, match="keys curve"):
             addresses.check_keys(address, keys=False)
 
 
@@ -237,9 +237,9 @@ def test_the_default_address_is_in_a_directory_of_our_own(tmp_path: Path, monkey
     assert addresses.default_address() == "tcp://127.0.0.1:7"
 
 
-def test_a_closed_gate_leaves_no_thread(tmp_path: Path, context: zmq.Context[Any]) -> None:
+def test_a_closed_zap_handler_leaves_no_thread(tmp_path: Path, context: zmq.Context[Any]) -> None:
     curve.generate(tmp_path, ["friend"])
-    gate = curve.Gate(context, curve.load_server_keys(tmp_path / "server"))
+    handler = curve.ZapHandler(context, curve.load_server_keys(tmp_path / "server"))
     assert "sidestream-zap" in {thread.name for thread in threading.enumerate()}
-    gate.close()
+    handler.close()
     assert "sidestream-zap" not in {thread.name for thread in threading.enumerate()}

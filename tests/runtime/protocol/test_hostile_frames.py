@@ -1,4 +1,4 @@
-"""Frames that no honest program sends: the decoder says so and a server goes on.
+"""Malformed frames: the decoder refuses them and a server continues.
 
 SIDESTREAM_HOSTILE_FRAMES sets how many are sent (default 3000; 100000 before a release).
 """
@@ -82,7 +82,7 @@ def test_each_message_of_the_protocol_is_in_the_corpus() -> None:
     ids=["name", "id", "path"],
 )
 def test_a_name_ends_where_its_text_ends(message: protocol.Message) -> None:
-    """`$` in a pattern would let a last line break pass."""
+    """`$` in a pattern would allow a final newline."""
     with pytest.raises(framing.FrameError, match="matching regex"):
         framing.decode_from_client(HEAD + msgspec.msgpack.encode(message))
 
@@ -190,7 +190,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def honest(server: Server, stop: threading.Event, problems: list[BaseException], answered: list[int]) -> None:
-    """A client that goes on asking meanwhile, and wants right answers."""
+    """A client that sends requests meanwhile and checks the answers."""
     source = random.Random(server.address)
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, detokenize=False)
     try:
@@ -261,7 +261,7 @@ def test_a_server_survives_and_keeps_nothing(server: Server) -> None:
     finally:
         stop.set()
         thread.join(60)
-    assert not problems, f"{problems}, seed {seed}, the server said: {server.log.read_text()[-3000:]}"
+    assert not problems, f"{problems}, seed {seed}, the server's log: {server.log.read_text()[-3000:]}"
     values = settled(server)
     assert batcher.alive and gpu.alive and server.health().status == "ok", f"seed {seed}"
     assert server.child("server.batcher") == batcher.pid and server.child("fake_gpu") == gpu.pid, (

@@ -1,17 +1,17 @@
-"""A peer's bytes become messages, however they are cut; what is no ZMTP ends the connection."""
+"""A peer's bytes become messages, however they are cut; violations of ZMTP raise."""
 
 import random
 
 import pytest
 from sidestream.runtime.protocol.messages import MAX_FRAME_BYTES
-from sidestream.runtime.protocol.zmtp import MAX_PARTS, READY, SEVERAL, Reader, ZmtpError, command, head
+from sidestream.runtime.protocol.zmtp import MAX_PARTS, MULTIPART, READY, Reader, ZmtpError, command, frame_header
 from support.raw_peer import GREETING, MORE, PING, frame, ready
 
 
 def read(reader, data):
     reader.feed(data)
     messages = []
-    while (message := reader.take()) is not None:
+    while (message := reader.next_message()) is not None:
         messages.append(message)
     return messages
 
@@ -39,7 +39,7 @@ def test_messages_of_all_lengths_however_they_are_cut(step):
 
 def test_what_is_sent_is_what_is_read():
     for size in (0, 1, 255, 256, 1 << 20):
-        assert head(size) + bytes(size) == frame(bytes(size))
+        assert frame_header(size) + bytes(size) == frame(bytes(size))
 
 
 def test_a_ping_is_answered():
@@ -48,12 +48,12 @@ def test_a_ping_is_answered():
     assert reader.replies == command(b"PONG", b"x")
 
 
-def test_a_message_of_several_frames_is_told_of_and_not_kept():
+def test_a_message_of_several_frames_is_reported_and_not_kept():
     reader = opened()
     for _ in range(10):
         assert read(reader, frame(bytes(1 << 16), MORE)) == []
         assert len(reader) == 0
-    assert read(reader, frame(b"last")) == [SEVERAL]
+    assert read(reader, frame(b"last")) == [MULTIPART]
     assert read(reader, frame(b"next")) == [b"next"]
 
 
@@ -75,7 +75,7 @@ def test_a_message_of_several_frames_is_told_of_and_not_kept():
         GREETING + ready() + frame(b"\x05ERROR\x03why", 4),
     ],
 )
-def test_what_is_no_zmtp_is_refused(data):
+def test_violations_of_zmtp_are_refused(data):
     with pytest.raises(ZmtpError):
         read(Reader(), data)
 

@@ -25,7 +25,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> TinyBase:
 def soon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A CPU counts as a GPU, and a tiny model as one that is served; the folder of what is kept."""
     monkeypatch.setenv("SIDESTREAM_CACHE", str(tmp_path))
-    for name, value in {"DEVICES": ("cpu",), "FEWEST_PARAMETERS": 0, "ROUND_TOKENS": 300, "LENGTH": 100}.items():
+    for name, value in {"DEVICES": ("cpu",), "MIN_PARAMETERS": 0, "ROUND_TOKENS": 300, "LENGTH": 100}.items():
         monkeypatch.setattr(first_start, name, value)
     monkeypatch.setattr(first_start, "_free_bytes", lambda device: 1 << 40)
     return tmp_path / "calibrations"
@@ -75,11 +75,11 @@ def test_what_goes_wrong_is_said_and_the_model_served(
 def test_a_model_that_takes_long_gets_a_line(
     base: TinyBase, soon: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(first_start, "MOST_SECONDS", 1.0)
+    monkeypatch.setattr(first_start, "MAX_SECONDS", 1.0)
     assert not start(base).rounded_weights
     said = capfd.readouterr().err
     assert f"sidestream calibrate {base.path} --round" in said and "about 1 min" in said
-    assert first_start.estimated_seconds(LlamaConfig.from_dict(SHAPES["llama-3.1-8b"])) > 60
+    assert first_start.estimate_seconds(LlamaConfig.from_dict(SHAPES["llama-3.1-8b"])) > 60
     smollm: dict[str, Any] = {
         **SHAPES["llama-3.1-8b"],
         "hidden_size": 576,
@@ -91,7 +91,7 @@ def test_a_model_that_takes_long_gets_a_line(
         "vocab_size": 49152,
         "tie_word_embeddings": True,
     }
-    assert first_start.estimated_seconds(LlamaConfig.from_dict(smollm)) < 60
+    assert first_start.estimate_seconds(LlamaConfig.from_dict(smollm)) < 60
 
 
 def test_on_a_cpu_nothing_is_calibrated(base: TinyBase, capfd: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from sidestream.runtime.api.errors import RequestError
 from sidestream.runtime.api.request import Request
 from sidestream.runtime.api.sampling_params import SamplingParams
-from sidestream.runtime.scheduler.speculation import speculation_of
+from sidestream.runtime.scheduler.speculation import make_speculation
 from sidestream.runtime.scheduler.step_plan import VERIFIED_ROWS, drafts_within
 from support.engines import VOCABULARY, Clock, ask, assert_idle, greedy, make_engine, prompt, random_prompt, run, tokens
 from support.fake_runner import continuation
@@ -99,7 +99,7 @@ def test_what_is_accepted_is_counted_and_saves_steps(ahead):
         # what was in flight when a sequence ended is not counted
         assert 0 < stats.drafted <= runner.drafted and stats.accepted <= runner.accepted
         assert (stats.accepted == stats.drafted) == (right == 1.0) and (stats.accepted == 0) == (right == 0.0)
-        assert sum(not plan.told_rows.size for plan in runner.plans) <= most_steps + ahead
+        assert sum(not plan.start_rows.size for plan in runner.plans) <= most_steps + ahead
 
 
 def test_a_request_may_say_how_much_and_no_more_than_the_engine():
@@ -145,6 +145,6 @@ def test_a_step_has_no_more_rows_than_pay():
 
 
 def test_what_an_option_gives():
-    assert (speculation_of(2, 7).most, speculation_of(2, 7).adaptive) == (2, False)
-    assert (speculation_of("auto", 3).most, speculation_of("auto", 3).adaptive) == (3, True)
-    assert speculation_of("off", 7) is None and speculation_of(5, 0) is None
+    assert (make_speculation(2, 7).max_drafts, make_speculation(2, 7).adaptive) == (2, False)
+    assert (make_speculation("auto", 3).max_drafts, make_speculation("auto", 3).adaptive) == (3, True)
+    assert make_speculation("off", 7) is None and make_speculation(5, 0) is None

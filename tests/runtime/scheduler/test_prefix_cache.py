@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from sidestream.ops.core.kv_layout import PAGE_SIZE
 from sidestream.runtime.api.request import Request
-from sidestream.runtime.scheduler.kv_pages import PageAllocator
-from sidestream.runtime.scheduler.prefix_cache import next_key, root_key
+from sidestream.runtime.scheduler.kv_cache import PageAllocator, next_key, root_key
 from support.engines import VOCABULARY, ask, assert_idle, greedy, make_engine, prompt, random_prompt, run, tokens
 from support.fake_runner import continuation
 

@@ -9,7 +9,7 @@ from sidestream.ops.core.kv_layout import PAGE_SIZE, pages_for
 from sidestream.runtime.api.errors import RequestError
 from sidestream.runtime.api.request import Request
 from sidestream.runtime.api.sampling_params import SamplingParams
-from sidestream.runtime.scheduler.kv_pages import PageAllocator
+from sidestream.runtime.scheduler.kv_cache import PageAllocator
 from sidestream.runtime.scheduler.scheduler import SchedulerLimits
 from support.engines import VOCABULARY, assert_idle, make_engine, prompt, run
 from support.fake_runner import continuation
@@ -72,7 +72,7 @@ def test_preemption_happens_and_changes_nothing(overlap):
     engine = make_engine(pages=10, max_model_len=600, budget=128, overlap=overlap)
     for index in range(6):
         engine.add(Request(str(index), None, prompt(60, index), SamplingParams(temperature=0, max_tokens=200)))
-    sequences = [live.completions[0].sequence for live in engine._live.values()]
+    sequences = [live.completions[0].sequence for live in engine._requests.values()]
     outputs = run(engine)
     assert sum(sequence.preemptions for sequence in sequences) > 0
     assert sequences[0].preemptions == 0, "the oldest is never put back"
@@ -259,6 +259,6 @@ def test_pages():
     first = allocator.allocate(3)
     assert first is not None and len(set(first)) == 3 and allocator.allocate(2) is None and allocator.num_free == 1
     allocator.free(first[:1])
-    with pytest.raises(ValueError, match="was not taken"):
+    with pytest.raises(ValueError, match="was not allocated"):
         allocator.free(first[:1])
     assert pages_for(0) == 0 and pages_for(PAGE_SIZE) == 1 and pages_for(PAGE_SIZE + 1) == 2

@@ -65,7 +65,9 @@ def test_a_loaded_adapter_that_is_gone_is_left_out_until_it_is_loaded_again(tmp_
             assert names(wire) == {"a0"}
             wire.submit("r", SHORT, prompt_token_ids=[7, 8], adapter="late")
             error = wire.answer("r").error
-            assert error.code == "unknown_adapter" and "could not be read when the engine was started" in error.message
+            assert (
+                error.code == "unknown_adapter" and "could not be read when the engine was restarted" in error.message
+            )
             assert "No such file or directory" in error.message and str(tmp_path) not in error.message
             wire.submit("s", SHORT, prompt_token_ids=[7, 8])
             assert wire.answer("s").token_ids[0] == continuation([7, 8], -1, 6, 251)
@@ -162,5 +164,5 @@ def test_a_start_that_keeps_failing_ends_the_server(tmp_path: Path) -> None:
         (tmp_path / "a0").rmdir()
         os.kill(server.child("fake_gpu"), signal.SIGKILL)
         assert server.process.wait(GUARD) == 1
-        said = server.log.read_text()
-        assert said.count("error: ") == 4 and "No such file or directory" in said
+        log = server.log.read_text()
+        assert log.count("error: ") == 4 and "No such file or directory" in log

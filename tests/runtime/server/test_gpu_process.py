@@ -1,4 +1,4 @@
-"""The GPU process's end: nothing of it is still at work when the interpreter goes."""
+"""The end of the GPU process: its threads have ended when the interpreter ends."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ import zmq
 from sidestream.runtime.processes.channel import Channel, ChannelClosed
 from sidestream.runtime.scheduler.step_plan import StepDrafts, StepMasks, StepPlan, StepResult
 from sidestream.runtime.server import gpu_process
-from sidestream.runtime.server.gpu_link import Answer, BatcherEnd, Load, LoadedAdapter, Ready
+from sidestream.runtime.server.gpu_link import BatcherLink, Load, LoadedAdapter, LoadReply, Ready
 from sidestream.runtime.server.gpu_process import run
 from sidestream.runtime.server.settings import ServeSettings
 from support.sampling_plans import plan, sampling
@@ -22,21 +22,21 @@ from support.serving import GUARD
 
 
 class SlowReader:
-    """A model whose adapters take a while to be read."""
+    """A model that reads adapters slowly."""
 
     ready = Ready(97, 8, 64, 512, 4, 512, 2, [1], [])
     runner = SimpleNamespace(loaded=list)
     in_host_memory = staticmethod(list)
 
     def __init__(self):
-        self.begun, self.ended = [], []
+        self.started, self.ended = [], []
         self.reading, self.may_end = threading.Event(), threading.Event()
 
     def add_adapter(self, name, path, replace):
-        self.begun.append(name)
+        self.started.append(name)
         self.reading.set()
         assert self.may_end.wait(GUARD)
-        time.sleep(0.2)  # and the process goes on to its end
+        time.sleep(0.2)  # meanwhile the process continues to its end
         self.ended.append(name)
         return LoadedAdapter(name, len(self.ended), 8, "hash")
 
@@ -46,7 +46,7 @@ def test_it_ends_after_the_adapter_that_is_being_read_and_reads_no_other(tmp_pat
     served, codes = SlowReader(), []
 
     class Watched(Channel):
-        """Lets the reader go on when the process sees that its supervisor is gone."""
+        """Lets the reader continue when the process notices the end of its supervisor."""
 
         def receive(self, *arguments, **options):
             try:
@@ -62,24 +62,24 @@ def test_it_ends_after_the_adapter_that_is_being_read_and_reads_no_other(tmp_pat
     process.start()
     channel.send({"settings": msgspec.to_builtins(ServeSettings(model="none", directory=str(tmp_path)))})
     with zmq.Context() as context:
-        batcher = BatcherEnd(context, tmp_path, 0)
+        batcher = BatcherLink(context, tmp_path, 0)
         for ticket in range(3):
-            batcher.tell(Load(ticket, f"a{ticket}", "/adapters"))
+            batcher.send(Load(ticket, f"a{ticket}", "/adapters"))
         deadline = time.monotonic() + GUARD
         while not served.reading.wait(0.01) and time.monotonic() < deadline:
             batcher.flush()
-        heard = [batcher.receive() for _ in range(100)]
-        assert not any(isinstance(message, Answer) for message in heard)  # it is still being read
+        received = [batcher.receive() for _ in range(100)]
+        assert not any(isinstance(message, LoadReply) for message in received)  # it is still being read
         channel.close()
         process.join(GUARD)
         batcher.close()
         context.destroy(linger=0)
     assert codes == [0]
-    assert served.begun == served.ended == ["a0"]
+    assert served.started == served.ended == ["a0"]
 
 
 class Forgetful(SlowReader):
-    """A runner that drafts, and cannot say what."""
+    """A runner that drafts but raises when its drafts are read."""
 
     def __init__(self):
         self.runner = self
@@ -114,29 +114,29 @@ def test_a_step_whose_drafts_cannot_be_read_is_sampled_without_them(tmp_path):
     process.start()
     channel.send({"settings": msgspec.to_builtins(ServeSettings(model="none", directory=str(tmp_path)))})
     with zmq.Context() as context:
-        batcher = BatcherEnd(context, tmp_path, 0)
+        batcher = BatcherLink(context, tmp_path, 0)
         batcher.submit(drafting_plan(0))
         batcher.submit(drafting_plan(1))
-        heard, deadline = [], time.monotonic() + GUARD
-        while len(heard) < 4 and time.monotonic() < deadline:
+        received, deadline = [], time.monotonic() + GUARD
+        while len(received) < 4 and time.monotonic() < deadline:
             batcher.flush()
             message = batcher.receive()
             if isinstance(message, StepDrafts):
                 assert message.tokens.size == 0
                 batcher.constrain(StepMasks(message.step, *[np.zeros(0, np.int32)] * 2, np.zeros((0, 1), np.int32)))
             if isinstance(message, (StepDrafts, tuple)):
-                heard.append(message.step if isinstance(message, StepDrafts) else message[0].step)
+                received.append(message.step if isinstance(message, StepDrafts) else message[0].step)
             time.sleep(0.002)
         channel.close()
         process.join(GUARD)
         batcher.close()
         context.destroy(linger=0)
-    assert heard == [0, 0, 1, 1]
+    assert received == [0, 0, 1, 1]
     assert served.done == [("submit", 0), ("constrain", 0), ("submit", 1), ("constrain", 1)]
 
 
-def test_a_supervisor_that_is_gone_is_no_fault(tmp_path):
-    """It went because the other process could not start, and has said so."""
+def test_the_end_of_the_supervisor_is_no_error(tmp_path):
+    """It ended because the other process could not start, and has reported that."""
     channel, theirs = Channel.pair()
     settings = ServeSettings(model="fake", directory=str(tmp_path))
     channel.send({"settings": msgspec.to_builtins(settings)})

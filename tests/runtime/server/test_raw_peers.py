@@ -1,4 +1,4 @@
-"""Peers that do what no libzmq does: the server goes on, keeps nothing of them, and serves everybody else."""
+"""Peers that violate ZMTP: the server continues, keeps nothing of them, and serves all others."""
 
 import ctypes
 import time
@@ -56,7 +56,7 @@ def test_hanging_up_while_much_is_unread(server, last):
 
 def test_claimed_routing_ids_are_nobodys(server):
     batcher = server.child("server.batcher")
-    start = 0x6B8B4567  # where libzmq begins to count in a process whose rand() nobody seeded
+    start = 0x6B8B4567  # first routing id of libzmq in a process with an unseeded rand()
     claims = [b"\0" + (start + count).to_bytes(4, "big") for count in range(30)]
     peers = [RawPeer(server.address, claim) for claim in [*claims, *(b"%d" % count for count in range(1, 60))]]
     for peer in peers:
@@ -73,7 +73,7 @@ def test_who_has_a_key_can_claim_no_id_that_libzmq_would_give(tmp_path):
     taken would abort the process.
     """
     libc = ctypes.CDLL(None)
-    libc.srand(1)  # as in a process that nobody seeded
+    libc.srand(1)  # as in a process without a seed
     drawn = [libc.rand() for _ in range(12)]
     starts = [low | (high & 1) << 31 for low, high in pairwise(drawn)]
     (friend,) = curve.generate(tmp_path / "keys", ["friend"])
@@ -92,7 +92,7 @@ def test_who_has_a_key_can_claim_no_id_that_libzmq_would_give(tmp_path):
             keys.secure(peers[-1])
             peers[-1].connect(server.address)
             peers[-1].send(encode(Beat()))
-        assert all(peer.poll(60_000) for peer in peers), "each is told to say hello"
+        assert all(peer.poll(60_000) for peer in peers), "each gets hello_first"
         for _ in range(8):
             with Client(server.address, keys=friend, connect_timeout=60) as client:
                 answer = client.generate([[7, 8]], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
@@ -125,7 +125,7 @@ def test_a_peer_that_holds_a_key_ends_nothing_by_hanging_up(tmp_path):
             answer = client.generate([[7, 8]], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
             assert answer[0].outputs[0].token_ids == continuation([7, 8], -1, 6, 251)
         assert server.child("server.batcher") == batcher, "it is the same process"
-        assert memory(batcher) - before < 256 * MIB, "of 424 MiB that came; what a round leaves is the allocator's"
+        assert memory(batcher) - before < 256 * MIB, "of 424 MiB received; what a round leaves belongs to the allocator"
 
 
 def test_a_message_without_end_of_a_peer_that_holds_a_key_is_cut_off(tmp_path):
@@ -142,14 +142,14 @@ def test_a_message_without_end_of_a_peer_that_holds_a_key_is_cut_off(tmp_path):
         batcher = server.child("server.batcher")
         before = memory(batcher)
         peer, busy = RawCurvePeer(server.address, keys), RawCurvePeer(server.address, keys)
-        took = 0
+        sent = 0
         for turn in range(1200):
             if turn % 10 == 0:
-                assert busy.pour(whole, 1, flags=0) == 1, "who completes its messages is read"
+                assert busy.pour(whole, 1, flags=0) == 1, "a peer that completes its messages is read"
             if peer.pour(bytes(MIB), 1) == 0:
                 break
-            took += 1
-        assert 64 <= took < 1200, "it is cut off after 64 MiB, when that is seen"
+            sent += 1
+        assert 64 <= sent < 1200, "it is cut off after 64 MiB, when that is seen"
         end = time.monotonic() + 60
         while memory(batcher) - before > 256 * MIB:
             assert time.monotonic() < end, "what was held of it is let go of"

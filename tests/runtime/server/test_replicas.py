@@ -1,4 +1,4 @@
-"""Several engines of one host: one command, one HTTP front, and each engine started again alone."""
+"""Several engines on one host: one command, one HTTP gateway, and each engine restarted alone."""
 
 import json
 import os
@@ -8,8 +8,8 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from sidestream.runtime.server.replicas import host
-from sidestream.runtime.server.replicas.host import addresses_of, devices_of
+from sidestream.runtime.server import replica_supervisor
+from sidestream.runtime.server.replica_supervisor import addresses_of, devices_of
 from support.fake_runner import continuation
 from support.serving import serve_fake
 
@@ -24,9 +24,9 @@ def test_addresses_in_a_row():
 
 
 def test_each_engine_has_a_gpu_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(host, "GPUS", tmp_path / "none")
+    monkeypatch.setattr(replica_supervisor, "GPUS", tmp_path / "none")
     assert devices_of(2, None, {}) == [{}, {}], "no GPU: all share the CPU"
-    monkeypatch.setattr(host, "GPUS", tmp_path)
+    monkeypatch.setattr(replica_supervisor, "GPUS", tmp_path)
     for index in range(3):
         (tmp_path / str(index)).mkdir()
     assert devices_of(2, "cpu", {}) == [{}, {}]
@@ -59,7 +59,7 @@ def children_of(pid: int) -> dict[int, str]:
 
 
 def line_of(server, text: str, times: int = 1, seconds: float = 90.0) -> str:
-    """The line of the log with this text, as soon as it is there so often."""
+    """Wait until the log has this text `times` times and return the last line."""
     end = time.monotonic() + seconds
     while True:
         lines = [line for line in server.log.read_text().splitlines() if text in line]
@@ -84,7 +84,7 @@ def test_engines_behind_one_front_die_and_come_back_alone_and_end_together(tmp_p
         for index in range(2):
             line_of(server, f"engine {index}: serving at")
         running = children_of(server.process.pid)
-        engines = [pid for pid, command in running.items() if "replicas.engine" in command]
+        engines = [pid for pid, command in running.items() if "replica_process" in command]
         (gateway,) = [pid for pid, command in running.items() if "serving.process" in command]
         assert len(running) == 3 and len(engines) == 2
         grandchildren = [pid for engine in engines for pid in children_of(engine)]

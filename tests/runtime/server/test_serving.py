@@ -75,7 +75,7 @@ def test_text_comes_in_whole_characters(wire):
 
 @pytest.mark.parametrize("stop", [[], ["\ufffd\ufffd\ufffd\ufffd\ufffd\ufffd"]])
 def test_an_answer_goes_on_where_another_engine_stopped(wire, stop):
-    """Its text is mostly broken bytes, and goes on in the midst of them."""
+    """Its text is mostly broken bytes, and continues within them."""
     params = sampling(n=2, max_tokens=40, stop=stop)
     wire.submit("whole", params, prompt="héllo", adapter="a1")
     whole = wire.answer("whole")
@@ -175,7 +175,7 @@ def test_an_abort_ends_a_request_and_frees_its_pages(server, wire):
     wire.submit("stays", sampling(max_tokens=30), prompt_token_ids=[2])
     wire.until(lambda: len(wire.answers["gone"].chunks) > 3)
     with server.held():
-        wire.send(Abort(["gone", "never-heard-of"]))
+        wire.send(Abort(["gone", "unknown"]))
         wire.call(GetStats(1))  # what was sent before it has been read
     answer = wire.answer("gone")
     assert answer.reasons == {0: "abort"} and answer.usage.output_tokens == len(answer.token_ids[0]) < 400
@@ -252,7 +252,7 @@ def test_adapters_come_and_go(server, wire, tmp_path_factory):
     wire.submit("young", prompt_token_ids=[4], adapter="fresh")
     assert wire.answer("young").token_ids[0] == continuation([4], 5, 8, VOCABULARY), "the name means the new content"
     assert wire.answer("old").token_ids[0] == continuation([4], 4, 200, VOCABULARY), (
-        "what was begun is ended with the old one"
+        "open requests end with the old connection"
     )
     problems = [
         wire.call(LoadAdapter(5, "x", "/etc")),
@@ -311,7 +311,7 @@ def test_hello_comes_first_and_the_instance_must_be_right(server):
 
 
 def test_owners_of_one_connection_share_its_steps(tmp_path):
-    """A gateway speaks for many: one owner's backlog does not keep another's request waiting."""
+    """A gateway serves many owners: the backlog of one does not delay another's request."""
     with serve_fake(tmp_path, step_seconds=0.002, max_num_seqs=2) as server, server.connect() as wire:
         names = [f"a{index}" for index in range(12)]
         with server.held():
@@ -320,7 +320,7 @@ def test_owners_of_one_connection_share_its_steps(tmp_path):
             wire.submit("b", sampling(max_tokens=2), prompt_token_ids=[2], owner="b")
             wire.until(lambda: wire.answers["b"].accepted is not None)
         wire.answer("b")
-        assert sum(not wire.answers[name].chunks for name in names) > 6, "most of the other's have not begun"
+        assert sum(not wire.answers[name].chunks for name in names) > 6, "most of the other's have not started"
         assert all(wire.answer(name).reasons == {0: "length"} for name in names)
 
 
@@ -395,8 +395,9 @@ def test_an_adapters_own_chat_template_is_served(tmp_path):
     with serve_fake(tmp_path, admin=True) as server, server.connect() as wire:
         for call, (name, found) in enumerate((("first", ("F", {})), ("second", (template, tokens)), ("second", None))):
             assert isinstance(wire.call(LoadAdapter(call, "own", str(tmp_path / name), replace=True)), Done)
-            told = wire.call(GetChatTemplates(10, "own"))
-            assert found is None or ({"default": found[0]}, found[1]) == (told.chat_templates, told.special_tokens)
+            answer = wire.call(GetChatTemplates(10, "own"))
+            received = answer.chat_templates, answer.special_tokens
+            assert found is None or ({"default": found[0]}, found[1]) == received
             digests += [info.chat_template for info in wire.call(ListAdapters(11)).adapters]
         assert digests[0] and digests[1] == digests[2] and digests[0] != digests[1]
         unknown = wire.call(GetChatTemplates(12, "nobody"))

@@ -1,5 +1,5 @@
-"""`sidestream keygen`, `serve` and `complete` as one types them, on a machine whose disk is full, and processes that
-are stopped for a while.
+"""`keys curve`, `serve` and `generate --server` on a machine with a full disk, and processes that are stopped for a
+while.
 """
 
 import json
@@ -29,12 +29,12 @@ def command(*arguments: str, **options) -> "subprocess.CompletedProcess[str]":
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """(address, folder, what the server has said) of a server with keys, under whose cache no program can be
+    """(address, folder, the server's output) of a server with keys, under whose cache no program can be
     written.
     """
     folder = tmp_path_factory.mktemp("served")
     write_model(folder / "model", TINY, 2, 4)
-    assert command("keygen", str(folder / "keys"), "--client", "alice").returncode == 0
+    assert command("keys", "curve", str(folder / "keys"), "--client", "alice").returncode == 0
     with free_port() as port:
         yield from serving(folder, port)
 
@@ -73,22 +73,22 @@ def serving(folder, port):
         env=environment,
         preexec_fn=limit,
     )
-    said: list[str] = []
+    lines: list[str] = []
     for line in process.stderr:
-        said.append(line)
+        lines.append(line)
         if "serving at" in line:
             break
-    yield f"tcp://127.0.0.1:{port}", folder, "".join(said)
+    yield f"tcp://127.0.0.1:{port}", folder, "".join(lines)
     process.send_signal(signal.SIGTERM)
-    said += process.stderr.readlines()
-    assert process.wait(GUARD) == 0, "".join(said)
+    lines += process.stderr.readlines()
+    assert process.wait(GUARD) == 0, "".join(lines)
 
 
 def test_who_has_keys_is_answered_and_others_are_not(served):
     address, folder, _ = served
     arguments = [
-        "complete",
-        "--address",
+        "generate",
+        "--server",
         address,
         "-p",
         "Hello",
@@ -120,7 +120,7 @@ def test_who_has_keys_is_answered_and_others_are_not(served):
     )
     without = command(*arguments, "--connect-timeout", "1")
     assert without.returncode != 0 and "Traceback" not in without.stderr
-    assert command("keygen", str(folder / "others"), "--client", "eve").returncode == 0
+    assert command("keys", "curve", str(folder / "others"), "--client", "eve").returncode == 0
     (folder / "others" / "client-eve" / "server.public").write_bytes(
         (folder / "keys" / "client-alice" / "server.public").read_bytes()
     )
@@ -129,10 +129,10 @@ def test_who_has_keys_is_answered_and_others_are_not(served):
 
 
 def test_a_full_disk_costs_the_next_start_its_time_and_nothing_else(served):
-    _, folder, said = served
+    _, folder, output = served
     kept = list((folder / "cache").rglob("*"))
     assert not [path for path in kept if path.suffix in (".json", ".tmp")], "no program, and no half of one"
-    assert "is not kept for the next start" in said
+    assert "is not kept for the next start" in output
 
 
 @pytest.mark.parametrize("stopped", ["server.batcher", "fake_gpu"])

@@ -1,4 +1,4 @@
-"""Flow control: what a client does not read waits, joined, within bounds; then the client is cut off."""
+"""Flow control: unread chunks are queued and joined up to a limit; then the client's requests end."""
 
 import select
 import time
@@ -40,20 +40,20 @@ class Hub(Connections):
     """With the listener's side of the batcher's loop."""
 
     def flush(self):
-        self.look()
+        self.receive()
         super().flush()
 
-    def look(self):
-        self._listener.look()
-        for identity in self._listener.take_gone():
-            self.hung_up(identity)
+    def receive(self):
+        self._listener.poll()
+        for identity in self._listener.take_disconnected():
+            self.disconnected(identity)
 
 
 def join(hub, dealer):
     while (arrived := hub._listener.receive()) is None:
         select.select([hub._listener.source], [], [], 1.0)
-        hub.look()
-    return hub.heard(arrived[0])
+        hub.receive()
+    return hub.client_of(arrived[0])
 
 
 def read(dealer, count, hub=None):
@@ -74,17 +74,17 @@ def test_chunks_of_a_step_travel_together_and_in_order(ends):
     client = join(hub, dealer)
     for step in range(3):
         for request in range(40):
-            hub.add(client, Chunk(f"r{request}", 0, step, "x", [step]))
+            hub.add_chunk(client, Chunk(f"r{request}", 0, step, "x", [step]))
         hub.flush()
-    hub.say(client, Beat())
+    hub.send(client, Beat())
     messages = read(dealer, 4)
     assert [type(message) for message in messages] == [Chunks, Chunks, Chunks, Beat]
     assert [chunk.first for message in messages[:3] for chunk in message.chunks] == [0] * 40 + [1] * 40 + [2] * 40
     hub.flush()
-    assert not hub.waiting
+    assert not hub.has_output
 
 
-def test_what_a_reader_leaves_is_joined_then_cut_off(ends):
+def test_unread_chunks_are_joined_and_then_dropped(ends):
     hub, connect = ends
     dealer = connect()
     client = join(hub, dealer)
@@ -93,25 +93,25 @@ def test_what_a_reader_leaves_is_joined_then_cut_off(ends):
     step = 0
     while not hub.slow_total:
         for request in range(50):
-            hub.add(client, Chunk(f"r{request}", 0, step, "x" * 200, [step]))
-        hub.add(reader, Chunk("q", 0, step, "", [step]))
+            hub.add_chunk(client, Chunk(f"r{request}", 0, step, "x" * 200, [step]))
+        hub.add_chunk(reader, Chunk("q", 0, step, "", [step]))
         hub.flush()
         (message,) = read(other, 1, hub)
-        assert [chunk.first for chunk in message.chunks] == [step], "nobody else waits"
+        assert [chunk.first for chunk in message.chunks] == [step], "others do not wait"
         step += 1
         assert step < 5000
         assert client.chunk_bytes + client.frame_bytes < 500_000, "bounded"
         assert len(client.chunks) <= 51 * (1 + step // 256) + 50
     assert hub.take_lost() == [client]
-    hub.add(client, Chunk("r0", 0, step, "more", [1]))
+    hub.add_chunk(client, Chunk("r0", 0, step, "more", [1]))
     messages = []
     while not (messages and isinstance(messages[-1], Error)):
         messages += read(dealer, 1, hub)
     assert [message.code for message in messages if isinstance(message, Error)] == ["slow_reader"]
     hub.flush()
-    hub.add(client, Chunk("new", 0, 0, "again", [1]))
+    hub.add_chunk(client, Chunk("new", 0, 0, "again", [1]))
     hub.flush()
-    assert read(dealer, 1, hub)[-1].chunks[0].text == "again", "who reads again is served again"
+    assert read(dealer, 1, hub)[-1].chunks[0].text == "again", "a client that reads again is served again"
 
 
 def test_log_probabilities_of_prompts_are_not_joined(ends):
@@ -121,11 +121,11 @@ def test_log_probabilities_of_prompts_are_not_joined(ends):
     client.blocked = True
     scores = [[TokenLogprob(token, -1.5, 3, b"text") for token in range(21)]] * 129
     for _ in range(20):
-        hub.add(client, Chunk("r", 0, 0, "", [], prompt_logprobs=scores))
-    hub.add(client, Chunk("r", 0, 0, "a", [1]))
-    hub.add(client, Chunk("r", 0, 1, "b", [2]))
+        hub.add_chunk(client, Chunk("r", 0, 0, "", [], prompt_logprobs=scores))
+    hub.add_chunk(client, Chunk("r", 0, 0, "a", [1]))
+    hub.add_chunk(client, Chunk("r", 0, 1, "b", [2]))
     assert [len(chunk.prompt_logprobs or ()) for chunk in client.chunks] == [129] * 20 + [0]
-    assert client.chunk_bytes > 20 * 129 * 21 * 100, "and they count for the flow control"
+    assert client.chunk_bytes > 20 * 129 * 21 * 100, "and they count for flow control"
 
 
 def test_a_client_that_is_gone_is_reported_once(ends):
@@ -134,21 +134,21 @@ def test_a_client_that_is_gone_is_reported_once(ends):
     client = join(hub, dealer)
     dealer.close(0)
     end = time.monotonic() + GUARD
-    while not client.gone:
+    while not client.closed:
         assert time.monotonic() < end
-        hub.add(client, Chunk("r", 0, 0, "x", [1]))
+        hub.add_chunk(client, Chunk("r", 0, 0, "x", [1]))
         hub.flush()
         time.sleep(0.01)
     assert hub.take_lost() == [client] and hub.take_lost() == [] and not hub.clients
 
 
-def test_silence_is_death(ends, monkeypatch):
+def test_a_silent_client_is_removed(ends, monkeypatch):
     hub, connect = ends
     client = join(hub, connect())
-    hub.beat()
+    hub.send_heartbeats()
     assert hub.clients
     monkeypatch.setattr(connections, "SILENCE_SECONDS", -1.0)
-    hub.beat()
+    hub.send_heartbeats()
     assert hub.take_lost() == [client] and not hub.clients
 
 
@@ -158,10 +158,10 @@ def test_a_frame_that_cannot_be_sent_costs_one_client_only(ends):
     client = join(hub, dealer)
     other = connect()
     reader = join(hub, other)
-    hub.add(client, Chunk("r", 0, 0, "x" * (5 << 20), []))
-    hub.add(reader, Chunk("r", 0, 0, "y", []))
+    hub.add_chunk(client, Chunk("r", 0, 0, "x" * (5 << 20), []))
+    hub.add_chunk(reader, Chunk("r", 0, 0, "y", []))
     hub.flush()
-    assert client.gone and hub.take_lost() == [client]
+    assert client.closed and hub.take_lost() == [client]
     assert read(other, 1, hub)[0].chunks[0].text == "y"
 
 
@@ -170,10 +170,10 @@ def test_long_texts_are_cut_into_chunks_that_fit(ends):
     dealer = connect()
     client = join(hub, dealer)
     requests = OpenRequests(hub)
-    request = requests.begin(client, "r", False)
+    request = requests.open(client, "r", False)
     text = "\U0001f600" * 700_000
     completion = CompletionOutput(0, text, list(range(600)), finish_reason="length")
-    requests.progress([], [RequestOutput(request.key, None, [1], [completion], True)])
+    requests.send_progress([], [RequestOutput(request.key, None, [1], [completion], True)])
     chunks, end = [], time.monotonic() + GUARD
     while not (chunks and chunks[-1].usage is not None):
         assert time.monotonic() < end
@@ -188,7 +188,7 @@ def test_long_texts_are_cut_into_chunks_that_fit(ends):
     assert chunks[-1].finish_reason == "length" and all(chunk.usage is None for chunk in chunks[:-1])
 
 
-def test_strangers_give_way_and_a_newcomer_to_a_full_table_is_told(ends, monkeypatch):
+def test_ungreeted_clients_are_replaced_and_a_new_one_gets_an_error_when_all_are_greeted(ends, monkeypatch):
     hub, connect = ends
     monkeypatch.setattr(connections, "MAX_CLIENTS", 3)
     strangers = [join(hub, connect()) for _ in range(3)]
@@ -197,23 +197,23 @@ def test_strangers_give_way_and_a_newcomer_to_a_full_table_is_told(ends, monkeyp
         newcomers.append(join(hub, connect()))
         assert newcomers[-1] is not None
         newcomers[-1].greeted = True
-        assert gone.gone
+        assert gone.closed
     late = connect()
     assert join(hub, late) is None
     assert [error.code for error in read(late, 1, hub)] == ["overloaded"]
-    assert not any(client.gone for client in newcomers)
+    assert not any(client.closed for client in newcomers)
 
 
-def test_who_was_not_heard_because_this_process_slept_is_not_silent(ends, monkeypatch):
+def test_clients_are_not_silent_after_a_pause_of_this_process(ends, monkeypatch):
     hub, connect = ends
     monkeypatch.setattr(connections, "SILENCE_SECONDS", 0.3)
     monkeypatch.setattr(connections, "PAUSE_SECONDS", 0.2)
     client = join(hub, connect())
-    hub.beat()
+    hub.send_heartbeats()
     time.sleep(0.5)
-    hub.beat()
-    assert not client.gone
-    while not client.gone:
+    hub.send_heartbeats()
+    assert not client.closed
+    while not client.closed:
         time.sleep(0.05)
-        hub.beat()
+        hub.send_heartbeats()
     assert hub.take_lost() == [client]

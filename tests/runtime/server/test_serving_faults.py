@@ -12,7 +12,7 @@ import pytest
 import zmq
 from sidestream.runtime.protocol.framing import encode, header
 from sidestream.runtime.protocol.messages import HEADER_BYTES, NO_INSTANCE, Abort, Sampling, Submit
-from sidestream.runtime.server.supervisor import DEATHS
+from sidestream.runtime.server.supervisor import MAX_DEATHS
 from support.fake_runner import continuation
 from support.serving import GUARD, Server, Wire, serve_fake
 
@@ -90,7 +90,7 @@ def test_a_poison_request_ends_alone(server):
         error = wire.answer("poison").error
         assert error.code == "request_failed" and "Traceback" not in error.message and "poisoned" not in error.message
         for index in range(6):
-            assert not wire.answers[f"good{index}"].over, "it came while they ran"
+            assert not wire.answers[f"good{index}"].over, "it arrived while they ran"
         for index in range(6):
             assert wire.answer(f"good{index}").token_ids[0] == continuation([index], -1, 400, VOCABULARY), (
                 "computed again, nothing lost"
@@ -119,7 +119,9 @@ def test_a_slow_reader_stalls_nobody(server):
         slow.submit(f"s{index}", LONG, prompt_token_ids=[index])
     with server.connect() as wire:
         wire.submit("fast", LONG, prompt_token_ids=[3])
-        assert wire.answer("fast").token_ids[0] == continuation([3], -1, 400, VOCABULARY), "while nobody reads the slow"
+        assert wire.answer("fast").token_ids[0] == continuation([3], -1, 400, VOCABULARY), (
+            "while the slow one is not read"
+        )
     for index in range(7):  # what waited is all there
         assert slow.answer(f"s{index}").token_ids[0] == continuation([index], -1, 400, VOCABULARY)
     slow.socket.close(0)
@@ -164,7 +166,7 @@ def test_hostile_frames_hurt_nobody(server):
                 bad.socket.recv()
     with server.connect() as wire:
         assert_works(wire)
-        # connections take turns: the last of these may still be in line
+        # connections take turns: the last of these may still be queued
         server.wait_for(lambda values: values["bad_frames_total"] > 1000)
     bad.socket.close(0)
     oversized = server.connect()
@@ -258,7 +260,7 @@ def test_the_engine_comes_back(tmp_path):
 
 def kill_and_await_another(server: Server, role: str = "fake_gpu") -> None:
     """SIGKILL for the GPU process or the batcher; returns when another one serves in its place."""
-    lives = max(1, server.log.read_text().count("serving at"))  # the first one may not be told yet
+    lives = max(1, server.log.read_text().count("serving at"))  # the first one may not be logged yet
     os.kill(server.child(role), signal.SIGKILL)
     end = time.monotonic() + GUARD
     while server.log.read_text().count("serving at") <= lives:
@@ -270,7 +272,7 @@ def kill_and_await_another(server: Server, role: str = "fake_gpu") -> None:
 def test_deaths_with_answers_between_are_no_reason_to_give_up(tmp_path, role):
     """Each comes as soon as a client has its answer."""
     with serve_fake(tmp_path) as server:
-        for _ in range(DEATHS + 1):
+        for _ in range(MAX_DEATHS + 1):
             with server.connect() as wire:
                 assert_works(wire)
                 kill_and_await_another(server, role)
@@ -279,7 +281,7 @@ def test_deaths_with_answers_between_are_no_reason_to_give_up(tmp_path, role):
 
 @pytest.mark.parametrize("first, second", [("server.batcher", "fake_gpu"), ("fake_gpu", "server.batcher")])
 def test_two_deaths_that_are_noticed_together_are_repaired_together(tmp_path, first, second):
-    """What the supervisor has still to hear of a process that it has replaced ends nothing."""
+    """Late messages of a replaced process end nothing."""
     with serve_fake(tmp_path) as server:
         with server.connect() as wire:
             assert_works(wire)
@@ -287,7 +289,7 @@ def test_two_deaths_that_are_noticed_together_are_repaired_together(tmp_path, fi
         server.process.send_signal(signal.SIGSTOP)
         for victim in victims:
             signal.pidfd_send_signal(victim, signal.SIGKILL)
-            _await_end(victim)  # so that the first is heard of first
+            _await_end(victim)  # so that the first death is noticed first
         server.process.send_signal(signal.SIGCONT)
         with server.connect() as wire:
             assert_works(wire)
@@ -299,7 +301,7 @@ def test_deaths_in_a_row_end_the_server(tmp_path):
     with serve_fake(tmp_path) as server:
         with server.connect():
             pass  # it serves
-        for _ in range(DEATHS - 1):
+        for _ in range(MAX_DEATHS - 1):
             kill_and_await_another(server)
         os.kill(server.child("fake_gpu"), signal.SIGKILL)
         assert server.process.wait(GUARD) == 1
@@ -331,9 +333,9 @@ def test_a_port_that_is_taken_is_told_in_one_line(tmp_path):
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         with serve_fake(tmp_path, bind=address) as server:
             assert server.process.wait(GUARD) == 2
-            said = server.log.read_text()
-            assert said.endswith(f"error: cannot listen at {address}: Address already in use\n")
-            assert "Traceback" not in said
+            log = server.log.read_text()
+            assert log.endswith(f"error: cannot listen at {address}: Address already in use\n")
+            assert "Traceback" not in log
 
 
 def _await_end(process: int) -> None:

@@ -1,4 +1,4 @@
-"""How far ahead the batcher plans, and that what it planned too far ahead changes no token."""
+"""How far ahead the batcher submits steps, and that superfluous steps change no token."""
 
 from collections import deque
 from dataclasses import replace
@@ -17,7 +17,7 @@ from support.fake_runner import FakeRunner, continuation
 
 
 class Link:
-    """A GPU process that computes each plan as it comes and hands results out when asked."""
+    """A GPU process that computes each plan at once; results are taken from a queue."""
 
     def __init__(self) -> None:
         self.runner = FakeRunner(40, lag=AHEAD - 1)
@@ -26,13 +26,12 @@ class Link:
     def submit(self, plan: StepPlan) -> None:
         self.results.append(self.runner.submit(plan))
 
-    def tell(self, notice: Any) -> None:
-        raise AssertionError(f"nothing is to be told: {notice}")
+    def send(self, notice: Any) -> None:
+        raise AssertionError(f"no message is expected: {notice}")
 
 
 def serve(prompts: list[list[int]], tokens: int, penalised: int = 0) -> tuple[list[list[int]], list[int], list[int]]:
-    """The answers, how many steps were with the device each time that one came back, and after how many steps each of
-    the answers was there.
+    """Return the answers, the number of steps in flight at each result, and the number of steps until each answer.
 
     penalised   so many of the first requests have a penalty, and a sixth of the tokens
     """
@@ -42,16 +41,16 @@ def serve(prompts: list[list[int]], tokens: int, penalised: int = 0) -> tuple[li
         params: dict[str, Any] = (
             {"max_tokens": tokens // 6, "presence_penalty": 1e-6} if number < penalised else {"max_tokens": tokens}
         )
-        stepper.add(
+        stepper.engine.add(
             Request(str(number), None, prompt, SamplingParams(temperature=0, ignore_eos=True, **params)), stream=False
         )
     answers: dict[str, list[int]] = {}
     depths, steps = [], {}
-    stepper.pump()
+    stepper.submit_steps()
     while link.results:
         depths.append(stepper.in_flight)
         result = link.runner.collect(link.results.popleft())
-        _, finished = stepper.take(result, Timing(1, 2, 3))
+        _, finished = stepper.receive_result(result, Timing(1, 2, 3))
         answers.update({output.request_id: output.outputs[0].token_ids for output in finished})
         steps.update({output.request_id: len(depths) for output in finished})
     assert stepper.in_flight == 0 and stepper.stats()["pages_in_use"] == 0
@@ -59,20 +58,20 @@ def serve(prompts: list[list[int]], tokens: int, penalised: int = 0) -> tuple[li
     return [answers[name] for name in names], depths, [steps[name] for name in names]
 
 
-def test_the_scheduler_goes_by_what_the_gpu_process_says_of_speculation() -> None:
+def test_the_scheduler_uses_the_speculation_settings_of_the_gpu_process() -> None:
     times = [(1, 1, 0.5), (1, 2, 0.75)]
     sizes = 97, 40, PAGE_SIZE, 320, 4, 4096, 0
-    told = Ready(*sizes, [], [], speculation="auto", step_times=times, speculation_history=300)
-    ready = msgspec.convert(msgspec.to_builtins(told), Ready)
+    sent = Ready(*sizes, [], [], speculation="auto", step_times=times, speculation_history=300)
+    ready = msgspec.convert(msgspec.to_builtins(sent), Ready)
     limits = Stepper(ready, Link(), None).scheduler.limits  # type: ignore[arg-type]
     assert (limits.speculation, limits.step_times) == ("auto", ((1, 1, 0.5), (1, 2, 0.75)))
     assert limits.remembered == 300 and replace(limits, speculation="off").remembered == 0
 
 
-def test_a_step_may_take_ten_times_what_the_gpu_process_says_of_the_longest() -> None:
-    told = Ready(97, 40, PAGE_SIZE, 320, 4, 4096, 0, [], [], "cuda:0", longest_step=60.0)
-    ready = msgspec.convert(msgspec.to_builtins(told), Ready)
-    assert Stepper(ready, Link(), None).watch.limit == 600.0  # type: ignore[arg-type]
+def test_the_step_limit_is_ten_times_the_longest_step_of_the_gpu_process() -> None:
+    sent = Ready(97, 40, PAGE_SIZE, 320, 4, 4096, 0, [], [], "cuda:0", longest_step=60.0)
+    ready = msgspec.convert(msgspec.to_builtins(sent), Ready)
+    assert Stepper(ready, Link(), None).watchdog.limit == 600.0  # type: ignore[arg-type]
 
 
 def test_two_steps_ahead_of_short_ones() -> None:
@@ -83,12 +82,12 @@ def test_two_steps_ahead_of_short_ones() -> None:
 
 
 def test_one_step_ahead_of_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BRIEF_TOKENS", 2)
+    monkeypatch.setattr(module, "SHORT_STEP_TOKENS", 2)
     answers, depths, _ = serve([[1, 2, 3], [5], [7, 7]], 20)
     assert answers[1] == continuation([5], -1, 20, 97) and set(depths[:15]) == {AHEAD - 1}
 
 
-def test_who_waits_for_its_last_token_gets_one_in_two_steps() -> None:
+def test_a_sequence_that_needs_its_last_token_gets_one_in_two_steps() -> None:
     """With penalties the next step needs the last token: planning two ahead for the others must not make it every
     third.
     """
@@ -103,17 +102,17 @@ def test_an_abort_frees_pages_within_two_steps() -> None:
     stepper = Stepper(Ready(97, 12, PAGE_SIZE, 640, 4, 4096, 0, [], []), link, None)  # type: ignore[arg-type]
 
     def add(name: str, prompt: list[int], tokens: int) -> None:
-        stepper.add(
+        stepper.engine.add(
             Request(name, None, prompt, SamplingParams(temperature=0, ignore_eos=True, max_tokens=tokens)), stream=False
         )
 
     def step() -> dict[str, list[int]]:
-        _, finished = stepper.take(link.runner.collect(link.results.popleft()), Timing(1, 2, 3))
+        _, finished = stepper.receive_result(link.runner.collect(link.results.popleft()), Timing(1, 2, 3))
         return {output.request_id: output.outputs[0].token_ids for output in finished}
 
     add("stays", [5], 40)
     add("gone", [1] * 9 * PAGE_SIZE, 50)
-    stepper.pump()
+    stepper.submit_steps()
     for _ in range(4):
         step()
     assert stepper.in_flight == AHEAD and stepper.stats()["pages_in_use"] == 1 + 10
@@ -124,7 +123,7 @@ def test_an_abort_frees_pages_within_two_steps() -> None:
         steps += 1
     assert steps <= 2
     add("next", [3] * 9 * PAGE_SIZE, 20)
-    stepper.pump()
+    stepper.submit_steps()
     answers: dict[str, list[int]] = {}
     while link.results:
         answers |= step()

@@ -1,4 +1,4 @@
-"""What the batcher keeps of adapters that are gone: nothing, however many there were."""
+"""The batcher keeps nothing of removed adapters."""
 
 import gc
 import types
@@ -15,7 +15,7 @@ from support.fake_runner import FakeRunner, continuation
 
 
 class Link:
-    """A GPU process that computes each plan as it comes, and what it was told to load and to drop."""
+    """A GPU process that computes each plan at once and records loads and retired adapters."""
 
     def __init__(self) -> None:
         self.runner = FakeRunner(40, num_slots=2, lag=AHEAD - 1)
@@ -26,7 +26,7 @@ class Link:
     def submit(self, plan: StepPlan) -> None:
         self.results.append(self.runner.submit(plan))
 
-    def tell(self, notice: Any) -> None:
+    def send(self, notice: Any) -> None:
         if isinstance(notice, StartLoad):
             self.runner.slots[notice.slot] = notice.number
             self.loads.append(notice)
@@ -43,38 +43,38 @@ class Served:
 
     def replace(self, number: int) -> None:
         """`x` has another content from now on."""
-        self.stepper.register(LoadedAdapter("x", number, 8, f"content {number}"))
+        self.stepper.add_adapter(LoadedAdapter("x", number, 8, f"content {number}"))
 
     def ask(self, name: str, prompt: list[int]) -> None:
         """A request for `x`."""
         params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=3)
-        self.stepper.add(Request(name, None, prompt, params, "x"), stream=False)
+        self.stepper.engine.add(Request(name, None, prompt, params, "x"), stream=False)
 
     def answers(self) -> dict[str, list[int]]:
         """Serve until nothing is left to compute."""
         answers = {}
-        self.stepper.pump()
+        self.stepper.submit_steps()
         while self.link.loads or self.link.results:
             while self.link.loads:
                 load = self.link.loads.pop()
-                self.stepper.load_done(LoadDone(load.slot, load.number))
+                self.stepper.finish_load(LoadDone(load.slot, load.number))
             if self.link.results:
                 result = self.link.runner.collect(self.link.results.popleft())
-                _, finished = self.stepper.take(result, Timing(1, 2, 3))
+                _, finished = self.stepper.receive_result(result, Timing(1, 2, 3))
                 answers.update({output.request_id: output.outputs[0].token_ids for output in finished})
-            self.stepper.pump()
+            self.stepper.submit_steps()
         return answers
 
 
 def kept(root: object) -> int:
     """How many objects are reached from here; neither code, the test's GPU process nor times of steps."""
     left_out = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.CodeType, Link, float)
-    seen, line = {id(root): root}, [root]
-    while line:
-        for found in gc.get_referents(line.pop()):
+    seen, pending = {id(root): root}, [root]
+    while pending:
+        for found in gc.get_referents(pending.pop()):
             if id(found) not in seen and not isinstance(found, left_out):
                 seen[id(found)] = found
-                line.append(found)
+                pending.append(found)
     return len(seen)
 
 

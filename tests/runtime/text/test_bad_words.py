@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 from sidestream.runtime.api.errors import RequestError
-from sidestream.runtime.text.bad_words import bad_word_ids
+from sidestream.runtime.text.prompts import bad_word_ids
 from sidestream.runtime.text.tokenizer import FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -60,11 +60,11 @@ def test_words_that_cannot_be_banned(tmp_path: Path) -> None:
     tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1}, [])).save(str(tmp_path / "two.json"))
     tokenizer, two = FastTokenizer(tmp_path / "bytes.json"), FastTokenizer(tmp_path / "two.json")
     assert bad_word_ids([], None, 5) == ()
-    for words, given, vocabulary, said in (
+    for words, given, vocabulary, expected in (
         (["a"], None, 9, "bad_words need a tokenizer"),
         (["a", "x"], tokenizer, 9, "no tokens for 'x'"),
         (["a", "cab"], tokenizer, 7, "'cab' has a token outside the model's vocabulary of 7"),
         (["a", "b"], two, 2, "bans every token"),
     ):
-        with pytest.raises(RequestError, match=f"prompt 3: .*{said}"):
+        with pytest.raises(RequestError, match=f"prompt 3: .*{expected}"):
             bad_word_ids(words, given, vocabulary, "prompt 3: ")

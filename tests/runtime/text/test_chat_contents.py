@@ -4,9 +4,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from sidestream.runtime.text.chat import ChatRenderer
-from sidestream.runtime.text.chat_files import ChatTemplateError
-from sidestream.runtime.text.chat_template import ChatWords
+from sidestream.runtime.text.chat_files import ChatTemplateError, SingleChatTemplate
+from sidestream.runtime.text.chat_renderer import ChatRenderer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -68,7 +67,7 @@ def theirs(template: str, messages: Any, **options: Any) -> str:
 
 def ours(renderer: ChatRenderer, template: str, messages: Any, **options: Any) -> str:
     options = {"add_generation_prompt": False, **options}
-    (text,) = renderer.prompts(ChatWords(template, **TOKENS), messages, **options)
+    (text,) = renderer.prompts(SingleChatTemplate(template, **TOKENS), messages, **options)
     return text
 
 

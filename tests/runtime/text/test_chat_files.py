@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sidestream.runtime.text import adapter_chat
-from sidestream.runtime.text.adapter_chat import read_adapter_chat
+from sidestream.runtime.text import chat_files
 from sidestream.runtime.text.chat_files import (
     ChatTemplateError,
     ChatTemplates,
+    read_adapter_chat,
     read_chat_templates,
     read_template_file,
 )
@@ -71,8 +71,8 @@ def test_a_file_for_the_command_line(tmp_path: Path) -> None:
     assert read_template_file(tmp_path / "t.jinja") == "é"
     (tmp_path / "b.jinja").write_bytes(b"\xff")
     (tmp_path / "l.jinja").write_text("x" * (1 << 19))
-    for name, said in {"no": "No such file", "b": "not UTF-8", "l": "characters"}.items():
-        with pytest.raises(ChatTemplateError, match=said):
+    for name, expected in {"no": "No such file", "b": "not UTF-8", "l": "characters"}.items():
+        with pytest.raises(ChatTemplateError, match=expected):
             read_template_file(tmp_path / f"{name}.jinja")
 
 
@@ -111,9 +111,9 @@ def test_a_hostile_adapter_is_refused(tmp_path: Path) -> None:
     places: dict[str, Any] = {
         "chat_template.jinja": [lambda path: os.mkfifo(path), lambda path: path.symlink_to("/dev/zero"),
                                 lambda path: path.symlink_to("/etc/passwd"), lambda path: path.write_bytes(b"\xff"),
-                                lambda path: path.write_text("x" * (adapter_chat.MAX_TEMPLATE_BYTES + 1))],
+                                lambda path: path.write_text("x" * (chat_files.MAX_TEMPLATE_BYTES + 1))],
         "tokenizer_config.json": [lambda path: path.write_text(deep), lambda path: path.write_text("[]"),
-                                  lambda path: path.write_text(" " * (adapter_chat.MAX_FILE_BYTES + 1))],
+                                  lambda path: path.write_text(" " * (chat_files.MAX_FILE_BYTES + 1))],
         "tokenizer.json": [lambda path: os.mkfifo(path)],
     }  # fmt: skip
     for name, makers in places.items():
@@ -129,4 +129,4 @@ def test_a_hostile_adapter_is_refused(tmp_path: Path) -> None:
     (harmless / "tokenizer_config.json").write_text(
         '{"chat_template": {"a": 1}, "eos_token": 3, "added_tokens_decoder": [1]}'
     )
-    assert read_adapter_chat(harmless, roots) == adapter_chat.NO_CHAT
+    assert read_adapter_chat(harmless, roots) == chat_files.NO_CHAT

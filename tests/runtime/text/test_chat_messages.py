@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletionMessage
 from sidestream.runtime.api.errors import RequestError
-from sidestream.runtime.text.chat import ChatRenderer
+from sidestream.runtime.text.chat_files import SingleChatTemplate
 from sidestream.runtime.text.chat_messages import as_conversations
-from sidestream.runtime.text.chat_template import ChatWords
+from sidestream.runtime.text.chat_renderer import ChatRenderer
 
 ARGUMENTS = {"city": "Łódź", "days": [1, 2], "note": '"quoted"'}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": json.dumps(ARGUMENTS)}}
@@ -68,7 +68,7 @@ def test_other_keys_do_no_harm() -> None:
     odd = {"role": "user", "content": "hi", "id": 7, "note": Note("n"), "raw": {1, 2}, "made": object(), "none": None}
     renderer = ChatRenderer()
     try:
-        words = ChatWords(
+        words = SingleChatTemplate(
             "{{ messages[0].content }} {{ messages[0].note.text }} {{ messages[0].raw }}{{ messages[0].none }}"
         )
         assert renderer.prompts(words, [odd]) == ["hi n <set>"]

@@ -154,10 +154,10 @@ def test_a_character_that_the_prompt_begins_comes_whole(kinds, data, text):
     assert streamed(kind.ours, ids[:cut], ids[cut:]) == whole[len(complete) :]
 
 
-@pytest.mark.parametrize("begun", [b"\xe2", b"\xe2\x82", b"\xf0\x9f\x98"])
-def test_a_character_that_the_answer_does_not_complete_is_the_prompt_s(kinds, begun):
+@pytest.mark.parametrize("prefix", [b"\xe2", b"\xe2\x82", b"\xf0\x9f\x98"])
+def test_a_character_that_the_answer_does_not_complete_is_the_prompt_s(kinds, prefix):
     for kind in kinds:
-        prompt = [kind.library.token_to_id("a"), *(kind.bytes_at[byte] for byte in begun)]
+        prompt = [kind.library.token_to_id("a"), *(kind.bytes_at[byte] for byte in prefix)]
         for answer in (kind.library.encode("at", add_special_tokens=False).ids, [kind.bytes_at[0xFF]], []):
             before, whole = kind.decode(prompt), kind.decode([*prompt, *answer])
             assert streamed(kind.ours, prompt, answer) == whole[len(before) :]

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import tokenizers
 from sidestream.graphs.families import FAMILIES
-from sidestream.runtime.text.chat import ChatRenderer
 from sidestream.runtime.text.chat_files import read_chat_templates
-from sidestream.runtime.text.prompts import without_special_tokens
-from sidestream.runtime.text.requests import make_requests
+from sidestream.runtime.text.chat_renderer import ChatRenderer
+from sidestream.runtime.text.prompts import make_requests, without_special_tokens
 from sidestream.runtime.text.tokenizer import load_tokenizer
 from support.tiny_tokenizers import byte_level, metaspace, prepended
 from tokenizers import AddedToken

@@ -125,7 +125,7 @@ def test_invented_words_take_little_memory(fast) -> None:
     """What is remembered of words is bounded: 12,000 of them took 4 MiB with the library's own bound."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallinfo2"):
-        pytest.skip("only glibc tells what is in use")
+        pytest.skip("only glibc reports memory in use")
     libc.mallinfo2.restype = _Mallinfo
     chance = random.Random(0)
     texts = [" ".join("".join(chance.choices("abcdefghijkl", k=9)) for _ in range(100)) for _ in range(120)]

@@ -34,8 +34,8 @@ def check(**options: Any) -> None:
         **options,
     )
     answers = [entry["answer"] for entry in entries]
-    (told,) = llm.generate(entries[0]["prompt"], SamplingParams(temperature=0, max_tokens=48), use_tqdm=False)
-    before = told.outputs[0].text.removesuffix(told.outputs[0].text.lstrip())  # an answer may begin with a space
+    (first,) = llm.generate(entries[0]["prompt"], SamplingParams(temperature=0, max_tokens=48), use_tqdm=False)
+    before = first.outputs[0].text.removesuffix(first.outputs[0].text.lstrip())  # an answer may begin with a space
     choice = {"choice": [before + answer for answer in sorted(set(answers))]}
     trained = SamplingParams(temperature=0, max_tokens=48, structured_outputs=choice)
     form = {"json": CITY, "disable_any_whitespace": True}
@@ -49,11 +49,11 @@ def check(**options: Any) -> None:
         begin = llm.engine.scheduler.states.step
         outputs = llm.generate(prompts, params, adapters, use_tqdm=False)
         recorded.extend([*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs)
-        said = [output.outputs[0].text.strip() for output in outputs]
-        for text in said[len(entries) :]:
+        texts = [output.outputs[0].text.strip() for output in outputs]
+        for text in texts[len(entries) :]:
             assert json.loads(text).keys() == {"city", "unit"}
         accepted = sum(output.num_accepted_tokens for output in outputs[: len(entries)])
-        return said[: len(entries)], llm.engine.scheduler.states.step - begin, accepted
+        return texts[: len(entries)], llm.engine.scheduler.states.step - begin, accepted
 
     assert run()[0] == answers, "drafts from the prompts"
     assert run()[0] == answers, "and from the answers before"
@@ -61,9 +61,9 @@ def check(**options: Any) -> None:
     for acceptance in (0.0, 1.0):
         vocabulary, key = llm.config.vocab_size, min(map(len, recorded))
         injected = InjectedDrafts(recorded, acceptance, vocabulary, key, llm.device)
-        llm.engine.runner.histories.draft = injected.draft  # type: ignore[attr-defined]
-        said, steps[acceptance], accepted = run()
-        assert said == answers and (accepted > 0) == (acceptance > 0)
+        llm.engine.runner.token_history.draft_op = injected.draft  # type: ignore[attr-defined]
+        texts, steps[acceptance], accepted = run()
+        assert texts == answers and (accepted > 0) == (acceptance > 0)
     assert steps[1.0] < steps[0.0]
 
 

@@ -10,7 +10,7 @@ import sidestream
 import torch
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.program.program import Bucket, Step
-from sidestream.compiler.run.emit import BoundProgram
+from sidestream.compiler.run.bound_program import BoundProgram
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import LoraShape
@@ -217,7 +217,7 @@ def test_fp32_tokens_are_those_of_transformers_and_peft(base: TinyBase, adapters
         {"kv_dtype": "int8"},
         {"kv_dtype": "bf16"},
         {"precision": "bf16"},
-        {"lora_lowering": "serial"},
+        {"_lora_lowering": "serial"},
         {"hadamard": False},
     ],
     ids=lambda options: "-".join(map(str, options.values())) or "default",

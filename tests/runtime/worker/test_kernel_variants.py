@@ -1,4 +1,4 @@
-"""No step of an engine compiles a kernel: what its later programs launch, the programs of its start launch too."""
+"""No step compiles a kernel: the programs of the start launch all kernels of later programs."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,7 +14,7 @@ from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.program.buffers import View
 from sidestream.compiler.program.calls import own_op
 from sidestream.compiler.program.program import Bucket, Program, Step
-from sidestream.compiler.run.compilations import Compilations, CompiledInStep
+from sidestream.compiler.run.kernel_compilation import Compilations, CompiledInStep
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import LoraShape

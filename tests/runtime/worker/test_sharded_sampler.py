@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from sidestream.ops.collectives.group import RankGroup
+from sidestream.ops.collectives.tensor_parallel_group import RankGroup
 from sidestream.runtime.scheduler.step_plan import SamplingPlan, StepMasks
 from sidestream.runtime.worker.sampler import Sampler
-from sidestream.runtime.worker.sharded_sampler import ShardedSampler, is_plain
+from sidestream.runtime.worker.sharded_sampler import ShardedSampler, needs_all_logits
 from support.ranks import run_on_ranks
 from support.sampling_plans import int32, plan, sampling
 
@@ -96,5 +96,5 @@ def test_parts_are_sampled_as_the_whole_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", cases())
 def test_which_steps_need_no_logits_of_other_ranks(name: str) -> None:
-    assert is_plain(cases()[name]) == (name in PLAIN)
-    assert not is_plain(cases()[name], masks())
+    assert needs_all_logits(cases()[name]) == (name not in PLAIN)
+    assert needs_all_logits(cases()[name], masks())

@@ -13,9 +13,8 @@ from sidestream import LLM, CapacityError, LoRARequest, RequestError, SamplingPa
 from sidestream.graphs.checkpoint import CheckpointError
 from sidestream.ops.core.kv_layout import PAGE_SIZE
 from sidestream.runtime.api.request import Request
-from sidestream.runtime.worker import cuda_pages
-from sidestream.runtime.worker.cuda_pages import CudaPages
-from sidestream.runtime.worker.regions import Region
+from sidestream.runtime.worker import sleep_memory
+from sidestream.runtime.worker.sleep_memory import CudaMemory, ReleasableTensors
 from support.tiny import AdapterSpec, TinyBase, oracle_greedy, tiny_adapters, tiny_llama
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
@@ -91,7 +90,7 @@ def test_the_memory_goes_back_to_the_system(awake: LLM) -> None:
 def test_an_adapter_that_is_on_its_way_is_waited_for(
     awake: LLM, base: TinyBase, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stacks = awake.model.runner.stacks
+    stacks = awake.model.runner.slot_loader
     assert stacks is not None
     prepare, prepared = stacks.store.prepare, []
 
@@ -165,7 +164,8 @@ def test_what_cannot_be_asked(awake: LLM, base: TinyBase) -> None:
 
 
 def test_a_region_keeps_what_it_is_told_to_keep() -> None:
-    region = Region({"a": ((3, 5), torch.bfloat16), "b": ((7,), torch.int8), "none": ((0, 4), torch.float32)}, CPU)
+    specs = {"a": ((3, 5), torch.bfloat16), "b": ((7,), torch.int8), "none": ((0, 4), torch.float32)}
+    region = ReleasableTensors(specs, CPU)
     assert not any(tensor.any() for tensor in region.tensors.values())
     a, b = region.tensors["a"].normal_(), region.tensors["b"].fill_(-3)
     want = a.clone()
@@ -245,7 +245,7 @@ class Device:
 
 def test_memory_on_a_gpu_comes_and_goes_under_one_address() -> None:
     driver = FakeDriver()
-    pages = CudaPages(3 * driver.GRANULARITY - 5, Device(), driver)  # type: ignore[arg-type]
+    pages = CudaMemory(3 * driver.GRANULARITY - 5, Device(), driver)  # type: ignore[arg-type]
     interface = pages.__cuda_array_interface__
     assert interface["data"] == (driver.address, False) and interface["shape"] == (3 * driver.GRANULARITY - 5,)
     whole = [(driver.address, 3 * driver.GRANULARITY)]
@@ -261,9 +261,9 @@ def test_memory_on_a_gpu_comes_and_goes_under_one_address() -> None:
 
 def test_what_the_driver_refuses_leaves_nothing_behind() -> None:
     driver = FakeDriver()
-    pages = CudaPages(5, Device(), driver)  # type: ignore[arg-type]
+    pages = CudaMemory(5, Device(), driver)  # type: ignore[arg-type]
     pages.release()
-    driver.fails = {"cuMemCreate": cuda_pages.OUT_OF_MEMORY}
+    driver.fails = {"cuMemCreate": sleep_memory.OUT_OF_MEMORY}
     with pytest.raises(CapacityError, match="GiB of device memory are needed and not free"):
         pages.restore()
     for call in ("cuMemCreate", "cuMemMap", "cuMemSetAccess"):

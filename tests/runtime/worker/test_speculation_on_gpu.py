@@ -47,11 +47,11 @@ def test_answers_with_drafts_are_those_that_were_trained(precision: str, specula
     assert llm.engine.scheduler.stats().history_accepted > 0
     steps = {}
     for acceptance in (0.0, 0.6, 1.0):
-        histories = llm.engine.runner.histories  # type: ignore[attr-defined]
+        history = llm.engine.runner.token_history  # type: ignore[attr-defined]
         vocabulary, key = llm.config.vocab_size, min(map(len, recorded))
-        histories.draft = InjectedDrafts(recorded, acceptance, vocabulary, key, llm.device).draft
-        said, steps[acceptance] = run()
-        assert said == answers
+        history.draft_op = InjectedDrafts(recorded, acceptance, vocabulary, key, llm.device).draft
+        results, steps[acceptance] = run()
+        assert results == answers
     assert steps[1.0] < steps[0.6] < steps[0.0]
 
 
@@ -99,7 +99,7 @@ def test_steps_in_graphs_sample_what_steps_launched_one_by_one_do(tmp_path: Path
     drawn = SamplingParams(temperature=0.7, top_p=0.9, top_k=40, seed=5, max_tokens=80, ignore_eos=True)
     more = SamplingParams(temperature=0.7, seed=6, max_tokens=24, ignore_eos=True, logprobs=2)
     loads = [[greedy], [drawn], [greedy] * 3, [drawn] * 5, [greedy, drawn, more, greedy, drawn, greedy, drawn, drawn]]
-    said = []
+    results = []
     for eager in (False, True):
         with LLM(
             str(DEMO_MODEL),
@@ -114,13 +114,13 @@ def test_steps_in_graphs_sample_what_steps_launched_one_by_one_do(tmp_path: Path
             gpu_memory_utilization=0.1,
             show_progress=False,
         ) as llm:
-            said.append(
+            results.append(
                 [
                     (output.outputs[0].token_ids, output.num_draft_tokens, output.num_accepted_tokens)
                     for params in loads
                     for output in llm.generate(prompts[: len(params)], params, use_tqdm=False)
                 ]
             )
-            recorded = [ready.around.captured for ready in llm.engine.runner.programs._ready.values()]
+            recorded = [ready.spec_decode.captured for ready in llm.engine.runner.programs._programs.values()]
             assert any(recorded) != eager
-    assert said[0] == said[1] and sum(each[2] for each in said[0]) > 0
+    assert results[0] == results[1] and sum(each[2] for each in results[0]) > 0

@@ -14,7 +14,7 @@ from sidestream.runtime.engine.engine import Engine
 from sidestream.runtime.scheduler.scheduler import Scheduler, SchedulerLimits
 from sidestream.runtime.scheduler.step_plan import SCORED_ROWS, drafts_within
 from sidestream.runtime.worker.buckets import Buckets
-from sidestream.runtime.worker.inputs.step_inputs import NAMES, StepInputs
+from sidestream.runtime.worker.step_inputs import NAMES, StepInputs
 from support.fake_runner import FakeRunner
 
 CPU = torch.device("cpu")

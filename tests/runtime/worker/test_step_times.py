@@ -1,11 +1,11 @@
-"""What programs take is measured for every program that a scheduler may choose, and leaves the engine as it was."""
+"""Step times are measured for every program that a scheduler may choose; the engine stays unchanged."""
 
 from typing import Any
 
 import pytest
 from sidestream import LLM, SamplingParams
 from sidestream.compiler.cost.hardware import H200
-from sidestream.runtime.worker.program_times import longest_step
+from sidestream.runtime.worker.bound_programs import estimate_longest_step
 from sidestream.tools.bench.model_directory import TINY, write_model
 
 OPTIONS: dict[str, Any] = {
@@ -29,9 +29,9 @@ def test_every_size_is_timed_and_nothing_is_stored(tmp_path):
 
     before = answers()
     runner: Any = llm.engine.runner
-    assert llm.engine.scheduler.limits.step_times == () == runner.step_times(), "nothing is captured on a CPU"
+    assert llm.engine.scheduler.limits.step_times == () == runner.measure_step_times(), "nothing is captured on a CPU"
     runner.captures = True
-    measured = runner.step_times()
+    measured = runner.measure_step_times()
     runner.captures = False
     assert len(measured) == len(SIZES) and {sizes[:2] for sizes in measured} == SIZES
     assert all(seconds > 0 for *_, seconds in measured)
@@ -43,9 +43,11 @@ def test_the_longest_step_reads_all_weights_and_whole_contexts(tmp_path):
     adapters = write_model(tmp_path, TINY, 2, 8)
     llm = LLM(TINY, adapters, device="cpu", max_num_batched_tokens=64, **OPTIONS)
     largest = llm.model.compiled.program(llm.model.runner.buckets.largest())
-    assert llm.model.longest_step == longest_step(largest, 192, None) == 0.0, "the cost model has no figures of a CPU"
+    assert llm.model.longest_step == estimate_longest_step(largest, 192, None) == 0.0, (
+        "the cost model does not cover CPUs"
+    )
     weights = sum(buffer.nbytes for buffer in largest.of_kind("weight"))
-    short, long = (longest_step(largest, length, H200) for length in (64, 192))
+    short, long = (estimate_longest_step(largest, length, H200) for length in (64, 192))
     assert weights / 4.8e12 < short < long < 1.0, "the datasheet's 4.8 TB/s"
 
 

@@ -1,5 +1,5 @@
-"""A trained draft in an engine: what it drafts is the published formula over transformers' hidden states, an adapter's
-LoRA of it changes that adapter's drafts alone, and what does not fit is refused.
+"""A trained draft in an engine: drafts follow the published formula, and an adapter's LoRA of the draft changes only
+that adapter's drafts.
 """
 
 import json
@@ -36,16 +36,16 @@ def head(base: TinyBase, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recorded(llm: LLM) -> list[tuple[list[int], list[list[int]]]]:
     """A list that fills with (how many tokens each sequence of a step has, what is drafted for it)."""
-    trained, found = llm.engine.runner.histories.trained, []
-    chain = trained.chain
+    trained, found = llm.engine.runner.token_history.trained, []
+    draft = trained.draft
 
     def record(staged: Any, lengths: torch.Tensor, block_table: torch.Tensor, bucket: Any) -> torch.Tensor:
-        drafts = chain(staged, lengths, block_table, bucket)
+        drafts = draft(staged, lengths, block_table, bucket)
         rows = staged["rows"]
         found.append((lengths[rows[rows >= 0]].tolist(), drafts[rows >= 0].tolist()))
         return drafts
 
-    trained.chain = record
+    trained.draft = record
     return found
 
 
@@ -92,8 +92,8 @@ def test_int8_gives_the_head_the_hidden_states_themselves(base: TinyBase, head: 
     params = SamplingParams(temperature=0, max_tokens=1)
     with LLM(base.path, draft=head, speculation=DRAFTS, precision="int8", **OPTIONS) as llm:
         llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
-        trained = llm.engine.runner.histories.trained
-        features = [trained.feature(place, len(tokens)).float() for place in range(3)]
+        trained = llm.engine.runner.token_history.trained
+        features = [trained.feature_buffer(place, len(tokens)).float() for place in range(3)]
         (answer,) = llm.generate([{"prompt_token_ids": tokens[:9]}], SamplingParams(max_tokens=8, ignore_eos=True))
     assert len(answer.outputs[0].token_ids) == 8
     with torch.no_grad():

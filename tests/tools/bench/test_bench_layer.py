@@ -2,18 +2,7 @@
 
 import pytest
 from sidestream.tools.bench import layer as bench_layer
-from sidestream.tools.bench.layer import Layers, Variant, variants
-
-
-def test_options_multiply_into_variants() -> None:
-    found = variants(["none", "side_stream"], [0.25], without_pdl=True)
-    assert [variant.name for variant in found] == [
-        "none",
-        "side_stream",
-        "side_stream 25%",
-        "none, no PDL",
-        "side_stream, no PDL",
-    ]
+from sidestream.tools.bench.layer import Layers, Variant
 
 
 def test_programs_are_what_the_variants_say(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from sidestream.ops.spec_decode.draft_ngram import LONGEST
-from sidestream.runtime.text.structured import drafted
+from sidestream.runtime.text.structured import draft_masks as drafted
 from sidestream.tools import cli
 from sidestream.tools.bench import latency
 from sidestream.tools.bench.injected_drafts import InjectedDrafts

@@ -2,13 +2,12 @@
 
 import json
 import time
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
 from sidestream.tools.bench.serving import traced_gpu
-from sidestream.tools.bench.serving.traced_gpu import TracedRunner, apart, between_events, excerpt, idle_figures
+from sidestream.tools.bench.serving.traced_gpu import TracedRunner, between_events, idle_figures
 
 
 def event(first: float, microseconds: float, category: str = "kernel"):
@@ -44,29 +43,6 @@ def test_steps_between_events():
         and figures["longest_pause_us"] == pytest.approx(10)
     )
     assert figures["idle_us_per_step"] == pytest.approx(5) and figures["idle_share"] == pytest.approx(10 / 3000)
-
-
-def test_an_excerpt_holds_a_few_steps_of_the_middle():
-    events = [event(100 * step, 90) | {"name": f"k{step}", "args": {"grid": 1}} for step in range(20)]
-    events += [
-        {"name": f"step {step}: 5 tokens", "ts": 100 * step - 50, "dur": 10, "cat": "user_annotation"}
-        for step in range(20)
-    ]
-    kept = excerpt(events, 20)["traceEvents"]
-    assert 3 <= sum(each["name"].startswith("k") for each in kept) <= 4 and any(
-        each["name"].startswith("step ") for each in kept
-    )
-    assert all("args" not in each for each in kept) and excerpt([], 3) == {"traceEvents": []}
-
-
-def test_bars_of_a_stream_do_not_overlap():
-    told = apart([event(0, 10), event(20, 5), event(6, 10)])
-    assert [each["ts"] for each in told] == [0, 10, 20] and sum(each["dur"] for each in told) == pytest.approx(
-        21, abs=0.01
-    )
-    assert all(each["ts"] + each["dur"] <= after["ts"] for each, after in pairwise(told))
-    host = {"name": "step 1", "ts": 1, "dur": 30}
-    assert host in apart([event(0, 10), host])
 
 
 def test_decode_steps_are_traced_into_a_file(tmp_path, monkeypatch):

@@ -23,11 +23,11 @@ from sidestream.runtime.quantization.calibration import (
     TREATMENTS,
     Calibration,
     CalibrationError,
-    LayerFigures,
+    LayerStatistics,
     load_calibration,
 )
-from sidestream.runtime.quantization.figures import attention_inputs
 from sidestream.runtime.quantization.kv_error import stored
+from sidestream.runtime.quantization.model_statistics import attention_inputs
 from sidestream.tools import cli
 from sidestream.tools.commands.calibrate import as_text, documents
 from sidestream.tools.commands.serve import settings_of
@@ -77,13 +77,13 @@ def written(base: TinyBase, adapter: Path, tmp_path_factory: pytest.TempPathFact
     return path
 
 
-def figures(int8: tuple[float, ...], e4m3: tuple[float, ...]) -> LayerFigures:
+def figures(int8: tuple[float, ...], e4m3: tuple[float, ...]) -> LayerStatistics:
     """One error for each of TREATMENTS and dtype."""
     rows = {"int8": int8, "fp8_e4m3": e4m3}
     errors = {
         (kv_dtype, *each): error for kv_dtype, row in rows.items() for each, error in zip(TREATMENTS, row, strict=True)
     }
-    return LayerFigures(errors, {(kv_dtype, rotated): 0.0 for kv_dtype in KV_DTYPES for rotated in (False, True)})
+    return LayerStatistics(errors, {(kv_dtype, rotated): 0.0 for kv_dtype in KV_DTYPES for rotated in (False, True)})
 
 
 def test_the_report_shows_every_layer_and_the_choice(
@@ -178,7 +178,7 @@ def test_a_treatment_must_earn_its_place() -> None:
 def test_each_precision_keeps_its_own_cache_unless_the_other_is_far_better(
     precision: str, own: str, other: str
 ) -> None:
-    def layer(its: tuple[float, ...], others: tuple[float, ...]) -> LayerFigures:
+    def layer(its: tuple[float, ...], others: tuple[float, ...]) -> LayerStatistics:
         return figures(its, others) if own == "int8" else figures(others, its)
 
     alike, far = layer((1.0,) * 4, (0.85,) * 4), layer((1.0, 0.5, 2.0, 0.6), (0.1, 0.2, 0.05, 0.09))
@@ -316,7 +316,7 @@ def test_a_damaged_file_is_refused(written: Path, tmp_path: Path) -> None:
         path.write_bytes(data)
         with pytest.raises(CalibrationError):
             load_calibration(path)
-    with pytest.raises(CalibrationError, match="there is no such file"):
+    with pytest.raises(CalibrationError, match="does not exist"):
         load_calibration(tmp_path / "absent")
 
 
@@ -336,14 +336,16 @@ def test_options_that_cannot_be_met_are_refused(base: TinyBase, options: dict[st
 def test_flags_name_layers(base: TinyBase, written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [layers(text) for text in ("on", "off", "3", "0,3-5,4")] == [True, False, (3,), (0, 3, 4, 5)]
     parse = cli.build_parser().parse_args
-    assert compile_arguments(parse(["explain", "--hadamard", "0,2-3", "--rotate-values", "on"]))["hadamard"] == (
+    assert compile_arguments(parse(["inspect", "explain", "--hadamard", "0,2-3", "--rotate-values", "on"]))[
+        "hadamard"
+    ] == (
         0,
         2,
         3,
     )
-    assert compile_arguments(parse(["explain", "--no-hadamard"]))[
+    assert compile_arguments(parse(["inspect", "explain", "--no-hadamard"]))[
         "hadamard"
-    ] is False and "hadamard" not in compile_arguments(parse(["explain"]))
+    ] is False and "hadamard" not in compile_arguments(parse(["inspect", "explain"]))
     llm = settings_of(parse(["serve", str(base.path), "--calibration", str(written), "--center-keys", "1"])).llm
     assert llm["calibration"] == str(written) and llm["center_keys"] == (1,) and "hadamard" not in llm
     (tmp_path / "server.toml").write_text(f'calibration = "{written}"\nhadamard = "0-1"\n')

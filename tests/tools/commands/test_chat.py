@@ -14,9 +14,9 @@ import pytest
 from sidestream.runtime.protocol import messages as protocol
 from sidestream.runtime.text import chat_files
 from sidestream.runtime.text.chat_files import ChatTemplateError
-from sidestream.runtime.text.chat_template import ChatTemplate
+from sidestream.runtime.text.chat_renderer import ChatTemplate
 from sidestream.tools import cli
-from sidestream.tools.options.client import harmless
+from sidestream.tools.options.client import printable
 from support.wire_server import WireServer
 
 TEMPLATE = (
@@ -37,7 +37,8 @@ def server(tmp_path: Path) -> Iterator[WireServer]:
 
 
 def command(server: WireServer, *arguments: str) -> int:
-    return cli.main([*arguments, "--address", server.address, "--connect-timeout", "60"])
+    flag = "--server" if arguments[0] == "generate" else "--address"
+    return cli.main([*arguments, flag, server.address, "--connect-timeout", "60"])
 
 
 def prompts(server: WireServer) -> list[Any]:
@@ -115,13 +116,13 @@ def test_without_a_template_each_line_stands_alone(
         assert "no chat template" in capsys.readouterr().err
 
 
-def test_complete(server: WireServer, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(server, "complete", "-p", "To be", "--max-tokens", "3", "--echo") == 0
+def test_generate_on_a_server(server: WireServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(server, "generate", "-p", "To be", "--max-tokens", "3", "--echo") == 0
     assert capsys.readouterr().out == "To be 0 1 2\n"
     assert (
         command(
             server,
-            "complete",
+            "generate",
             "-p",
             "a",
             "--prompt-ids",
@@ -140,34 +141,25 @@ def test_complete(server: WireServer, capsys: pytest.CaptureFixture[str]) -> Non
     assert [
         (answer.get("prompt"), answer.get("prompt_token_ids"), answer["adapter"], answer["text"]) for answer in answers
     ] == [("a", None, "shout", " 0 1"), (None, [1, 2], None, " 0 1")]
-    assert command(server, "complete", "-p", "a", "-p", "b", "--max-tokens", "1") == 0
+    assert command(server, "generate", "-p", "a", "-p", "b", "--max-tokens", "1") == 0
     assert "[base] a\n0" in capsys.readouterr().out
-    assert command(server, "complete", "-p", "a", "-a", "x", "-a", "y") == 2
-    assert command(server, "complete", "-p", "a", "--temperature", "-1") == 2
+    assert command(server, "generate", "-p", "a", "-a", "x", "-a", "y") == 2
+    assert command(server, "generate", "-p", "a", "--temperature", "-1") == 2
     assert "temperature" in capsys.readouterr().err
+    for flags in (["models/x"], ["--precision", "bf16"], ["--chat"]):
+        assert command(server, "generate", "-p", "a", *flags) == 2
+        assert "does not go with --server" in capsys.readouterr().err
 
 
 def test_no_server_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("chat", "complete"):
-        assert (
-            cli.main(
-                [
-                    name,
-                    *(["-p", "x"] if name == "complete" else []),
-                    "--address",
-                    f"ipc://{tmp_path}/x/none.sock",
-                    "--connect-timeout",
-                    "0.2",
-                ]
-            )
-            == 2
-        )
+    for arguments in (["chat", "--address"], ["generate", "-p", "x", "--server"]):
+        assert cli.main([*arguments, f"ipc://{tmp_path}/x/none.sock", "--connect-timeout", "0.2"]) == 2
         said = capsys.readouterr().err.strip()
         assert len(said.splitlines()) == 1 and "nothing serves at" in said
 
 
 def test_control_characters_do_not_reach_the_terminal() -> None:
-    assert harmless("a\x1b[31mb\n\tc\x07\u202e") == "a [31mb\n\tc  "
+    assert printable("a\x1b[31mb\n\tc\x07\u202e") == "a [31mb\n\tc  "
 
 
 @pytest.mark.parametrize(

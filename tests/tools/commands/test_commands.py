@@ -76,7 +76,7 @@ def test_generate_takes_adapters_by_path_and_token_ids(capsys: pytest.CaptureFix
 
 
 def test_dump_writes_every_pass_and_the_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run("dump", "-o", str(tmp_path / "dump"), "--bucket", "decode:4", "mixed:64")
+    run("inspect", "dump", "-o", str(tmp_path / "dump"), "--bucket", "decode:4", "mixed:64")
     shown = capsys.readouterr().out
     assert "lift_rms_norm" in shown and str(tmp_path / "dump") in shown
     programs = [json.loads(path.read_text()) for path in (tmp_path / "dump").rglob("program.json")]
@@ -113,7 +113,7 @@ def test_dump_reads_no_weights(tmp_path: Path) -> None:
 
 
 def test_dump_measures_each_step_where_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run("dump", "-o", str(tmp_path / "here"), "--bucket", "2", "--measure")
+    run("inspect", "dump", "-o", str(tmp_path / "here"), "--bucket", "2", "--measure")
     timings = json.loads((tmp_path / "here" / "timings.json").read_text())
     (program,) = [json.loads(path.read_text()) for path in (tmp_path / "here").rglob("program.json")]
     (places,) = timings["steps"].values()
@@ -137,7 +137,7 @@ def test_dump_measures_each_step_where_it_runs(tmp_path: Path, capsys: pytest.Ca
         "times are estimated for the GPU that was measured"
     )
     capsys.readouterr()
-    assert cli.main(["dump", "--measure", "--measured", "timings.json"]) == 2
+    assert cli.main(["inspect", "dump", "--measure", "--measured", "timings.json"]) == 2
     assert "contradict" in capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""`sidestream explain` and `sidestream diff` as a user sees them."""
+"""`sidestream inspect explain` and `sidestream inspect diff` as a user sees them."""
 
 import json
 from pathlib import Path
@@ -57,7 +57,7 @@ def test_explain_of_ranks_shows_what_goes_over_nvlink(tmp_path: Path, capsys: py
     model = config_directory(tmp_path / "model")
     bucket = ["--bucket", "mixed:2048", "--no-changes"]
     for ranks in ("1", "2"):
-        assert run("explain", str(model), *bucket, "--tensor-parallel-size", ranks) == 0
+        assert run("inspect", "explain", str(model), *bucket, "--tensor-parallel-size", ranks) == 0
         shown = capsys.readouterr().out
         assert ("NVLink MB" in shown) == ("MB over NVLink in" in shown) == (ranks == "2")
     assert "all_gather" not in shown, "an engine's ranks keep their part of the logits"
@@ -70,7 +70,15 @@ def test_explain_of_ranks_shows_what_goes_over_nvlink(tmp_path: Path, capsys: py
 def test_explain_estimates_for_the_gpu_that_is_here(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = ("explain", str(config_directory(tmp_path / "model")), "--json", "--bucket", "decode:2", "--no-changes")
+    command = (
+        "inspect",
+        "explain",
+        str(config_directory(tmp_path / "model")),
+        "--json",
+        "--bucket",
+        "decode:2",
+        "--no-changes",
+    )
     found = {}
     for name, here in {"none": None, "H100": H100}.items():
         if here is not None:
@@ -85,7 +93,7 @@ def test_explain_estimates_for_the_gpu_that_is_here(
 
 def test_explain_json_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = config_directory(tmp_path / "model")
-    assert run("explain", str(model), "--json", "--bucket", "decode:2", "mixed:64", "--no-changes") == 0
+    assert run("inspect", "explain", str(model), "--json", "--bucket", "decode:2", "mixed:64", "--no-changes") == 0
     facts = json.loads(capsys.readouterr().out)
     assert [program["program"] for program in facts["programs"]] == ["decode_t2_b2_p8_base", "mixed_t64_b8_p8_base"]
     assert facts["changes"]["found"] == [] and facts["options"]["precision"] == DEFAULT_PRECISION
@@ -95,7 +103,7 @@ def test_explain_json_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.usefixtures("few_changes")
 def test_a_deep_models_changes_follow_from_two_cuts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = config_directory(tmp_path / "model", num_hidden_layers=5)
-    assert run("explain", str(model), "--json", "--bucket", "decode:4") == 0
+    assert run("inspect", "explain", str(model), "--json", "--bucket", "decode:4") == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["changes"]["now_us"] == pytest.approx(facts["programs"][0]["estimated_us"], rel=1e-6), (
         "two and a layer more tell the whole"
@@ -107,7 +115,20 @@ def test_a_longer_context_takes_longer(tmp_path: Path, capsys: pytest.CaptureFix
     model = config_directory(tmp_path / "model", num_key_value_heads=2)
     times = []
     for context in ("64", "100000"):
-        assert run("explain", str(model), "--json", "--no-changes", "--bucket", "decode:64", "--context", context) == 0
+        assert (
+            run(
+                "inspect",
+                "explain",
+                str(model),
+                "--json",
+                "--no-changes",
+                "--bucket",
+                "decode:64",
+                "--context",
+                context,
+            )
+            == 0
+        )
         times.append(json.loads(capsys.readouterr().out)["programs"][0]["estimated_us"])
     assert times[1] > 2 * times[0]
 
@@ -117,29 +138,38 @@ def test_a_longer_context_takes_longer(tmp_path: Path, capsys: pytest.CaptureFix
     (["--gpu", "A100"], "no figures for 'A100'"),
 ])  # fmt: skip
 def test_explain_says_what_is_wrong(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("explain", *arguments) == 2
+    assert run("inspect", "explain", *arguments) == 2
     assert message in capsys.readouterr().err
 
 
 def test_diff_tells_what_a_pass_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = str(config_directory(tmp_path / "model"))
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
-    assert run("dump", model, "-o", first, "--bucket", "decode:2") == 0
-    assert run("dump", model, "-o", second, "--bucket", "decode:2", "--disable-pass", "fuse_silu_mul") == 0
+    assert run("inspect", "dump", model, "-o", first, "--bucket", "decode:2") == 0
+    assert run("inspect", "dump", model, "-o", second, "--bucket", "decode:2", "--disable-pass", "fuse_silu_mul") == 0
     capsys.readouterr()
-    assert run("diff", first, second) == 1
+    assert run("inspect", "diff", first, second) == 1
     shown = capsys.readouterr().out
     assert "fuse_silu_mul: only in the first dump" in shown and "estimated us" in shown
-    assert run("diff", first, second, "--json") == 1
+    assert run("inspect", "diff", first, second, "--json") == 1
     assert json.loads(capsys.readouterr().out)["options"]["disable"] == [[], ["fuse_silu_mul"]]
-    assert run("diff", first, first) == 0
-    assert run("diff", first, str(tmp_path)) == 2
+    assert run("inspect", "diff", first, first) == 0
+    assert run("inspect", "diff", first, str(tmp_path)) == 2
 
 
 def test_explain_says_what_drafts_would_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     buckets = ("decode:8", "verify3:8", "verify7:8")
     assert (
-        run("explain", str(config_directory(tmp_path / "model")), "--no-changes", "--json", "--bucket", *buckets) == 0
+        run(
+            "inspect",
+            "explain",
+            str(config_directory(tmp_path / "model")),
+            "--no-changes",
+            "--json",
+            "--bucket",
+            *buckets,
+        )
+        == 0
     )
     programs = json.loads(capsys.readouterr().out)["programs"]
     assert [each["program"].split("_p")[0] for each in programs] == ["decode_t8_b8", "verify_t32_b8", "verify_t64_b8"]

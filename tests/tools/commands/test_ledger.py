@@ -1,4 +1,4 @@
-"""`sidestream ledger` as a user sees it."""
+"""`sidestream inspect ledger` as a user sees it."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
 
 def run(model: tuple[Path, list[Path]], *arguments: str) -> int:
     path, (first, second) = model
-    return cli.main(["ledger", str(path), "--lora-modules", f"one={first}", f"two={second}", *arguments])
+    return cli.main(["inspect", "ledger", str(path), "--lora-modules", f"one={first}", f"two={second}", *arguments])
 
 
 def test_table_and_json_name_the_pass_that_adds_most(

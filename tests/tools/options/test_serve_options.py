@@ -117,12 +117,12 @@ def test_a_file_is_checked_like_the_command_line(model, tmp_path, capsys, line, 
 
 
 def test_addresses_that_others_could_reach_need_keys(model, tmp_path):
-    from sidestream.runtime.server.supervisor import serve
+    from sidestream.runtime.server.supervisor import Supervisor
 
-    with pytest.raises(AddressError, match="keygen"):
-        serve(settings(str(model), "--bind", "tcp://0.0.0.0:5757"))
+    with pytest.raises(AddressError, match="keys curve"):
+        Supervisor(settings(str(model), "--bind", "tcp://0.0.0.0:5757"))
     with pytest.raises(AddressError, match="absolute path"):
         settings(str(model), "--bind", "ipc://relative.sock")
     tmp_path.chmod(0o755)
     with pytest.raises(AddressError, match="open to other users"):
-        serve(settings(str(model), "--bind", f"ipc://{tmp_path}/e.sock"))
+        Supervisor(settings(str(model), "--bind", f"ipc://{tmp_path}/e.sock"))

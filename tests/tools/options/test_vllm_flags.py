@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from sidestream.runtime.engine.vllm_keywords import FLAGS, FOREIGN
+from sidestream.runtime.engine.vllm_keywords import UNSUPPORTED_FLAGS, UNSUPPORTED_KEYWORDS
 from sidestream.tools import cli
 from sidestream.tools.commands.serve import settings_of
 
@@ -43,7 +43,7 @@ def test_model_may_be_a_flag(model: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ("--enable-prefix-caching", "prompts are kept"),
+        ("--enable-prefix-caching", "it is on"),
         ("--enable-chunked-prefill", "it is so anyway"),
         ("--pipeline-parallel-size 1", "it is so anyway"),
         ("--enable-auto-tool-choice", "chat template"),
@@ -90,7 +90,7 @@ def test_flags_of_what_there_is_not_name_the_remedy(
 def test_every_flag_of_the_table_is_there_and_none_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     (commands,) = (action.choices for action in cli.build_parser()._actions if action.choices)
     known = commands["serve"]._option_string_actions
-    assert {f"--{name.replace('_', '-')}" for name in (*FOREIGN, *FLAGS)} <= set(known)
+    assert {f"--{name.replace('_', '-')}" for name in (*UNSUPPORTED_KEYWORDS, *UNSUPPORTED_FLAGS)} <= set(known)
     assert "--trust-remote-code" not in commands["serve"].format_help()
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from sidestream.ops.core.device import H200_SMS
-from sidestream.ops.linear import tuning
-from sidestream.ops.linear.tuning import LinearConfig
+from sidestream.ops.linear import kernel_selection as tuning
+from sidestream.ops.linear.kernel_selection import LinearConfig
 from sidestream.runtime.demo_model import DEMO_MODEL
 from sidestream.tools import cli
 from sidestream.tools.options.engine import DEFAULT_PRECISION

@@ -1,20 +1,16 @@
-"""`sidestream bench serve`: a running server under load, and what is measured of servers otherwise.
+"""Speed of a server.
 
-serve            the command: workloads S and C
-traffic          what is sent: arrivals, lengths, adapters
-load             sends it, and watches
-cold             what an adapter's cold start costs
-first_traffic    first tokens and pauses of a server that has just started
-report           records become figures and a table
-batcher          what the batcher alone costs
-gateway          the command: what the HTTP front costs
-bare_app         what that compares with
-http             the command: what clients get over HTTP, next to ZeroMQ
-http_report      its figures and tables
-closed_loop      its clients, one process of them
-cores            cores for clients and others for the server
-simulated_gpu    a GPU process that only takes its time
-structured_steps  whether a device would wait for constraints in this process
-structured_server what constraints cost a server's steps
-traced_gpu       a GPU process that measures how long the device stands still (workload G)
+serve          `bench serve`: traffic to a running server (workloads S and C)
+traffic        arrivals, lengths and adapters of the requests
+load           send them, and record the answers
+cold           cold starts of adapters (workload C)
+report         figures and tables of records; figures of the engine's counters
+gateway        `bench gateway`: the cost of the HTTP front
+bare_app       a bare application to compare it with
+simulated_gpu  a GPU process that only takes time
+http           `bench http`: HTTP compared with ZeroMQ for clients
+http_report    its figures and tables
+closed_loop    its clients, one process of them
+cores          CPU cores for clients and for the server
+traced_gpu     `serve --trace-steps`: a GPU process that measures idle time between steps (workload G)
 """

@@ -1,8 +1,7 @@
-"""The limits that `sidestream bench gateway` compares with: a starlette application that streams bytes and does nothing
-else, under the same uvicorn.
+"""A starlette application that only streams bytes under the same uvicorn, to compare the gateway with.
 
-`python -m sidestream.tools.bench.serving.bare_app EVENT STEP_SECONDS` prints its address, and streams EVENT until its
-input ends: to each client at every step, or as fast as it takes it where STEP_SECONDS is 0.
+`python -m sidestream.tools.bench.serving.bare_app EVENT STEP_SECONDS` prints its address and streams EVENT until its
+input ends: to each client at every step, or as fast as it reads if STEP_SECONDS is 0.
 """
 
 import asyncio
@@ -21,7 +20,7 @@ from ....runtime.gateway.settings import GatewaySettings
 
 
 class Steps:
-    """All streams wait for one timer, as they wait for an engine's steps. Nothing is read from anywhere."""
+    """One timer for all streams, like the steps of an engine."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -29,7 +28,7 @@ class Steps:
         self._next: float | None = None
 
     async def end(self) -> None:
-        """The present step's end."""
+        """Wait for the end of the present step."""
         loop = asyncio.get_running_loop()
         if self._next is None:
             self._next = loop.time() + self._seconds
@@ -41,17 +40,18 @@ class Steps:
     def _tick(self) -> None:
         waiting, self._waiting = self._waiting, []
         for ended in waiting:
-            if not ended.done():  # its client has not gone meanwhile
+            if not ended.done():  # its client may have disconnected
                 ended.set_result(None)
         loop = asyncio.get_running_loop()
-        assert self._next is not None  # the first stream has set it
+        assert self._next is not None  # set by the first stream
         self._next = max(loop.time(), self._next + self._seconds)
         loop.call_at(self._next, self._tick)
 
 
 def bare_app(event: bytes, step_seconds: float) -> Starlette:
-    """Every POST is answered with the event, again and again: every `step_seconds`, or if that is 0 as fast as the
-    client takes it.
+    """Return an application that answers every POST with the event, without end.
+
+    An event is sent every `step_seconds`, or as fast as the client reads if that is 0.
     """
     steps = Steps(step_seconds)
 
@@ -68,7 +68,7 @@ def bare_app(event: bytes, step_seconds: float) -> Starlette:
 
 
 def main() -> None:
-    """Serves until standard input ends."""
+    """Serve until standard input ends."""
     settings = GatewaySettings(port=0)
     app = bare_app(sys.argv[1].encode() + b"\n\n", float(sys.argv[2]))
     server = uvicorn.Server(server_config(app, settings, 0.0))

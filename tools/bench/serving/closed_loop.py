@@ -1,8 +1,7 @@
-"""Clients that always have the same number of streams open: `sidestream bench http` loads a server with several such
-processes, over ZeroMQ or over HTTP.
+"""One process of clients for `sidestream bench http`: a constant number of streams, over ZeroMQ or over HTTP.
 
-`python -m sidestream.tools.bench.serving.closed_loop` prints a line when it is ready. Each line of its input is a
-`Load` as JSON, which it carries out and answers with a line of `Seen`.
+`python -m sidestream.tools.bench.serving.closed_loop` prints a line when it is ready. It reads a `Load` as JSON from
+each line of its input, runs it, and prints a line of `Seen`.
 """
 
 import asyncio
@@ -25,20 +24,19 @@ from .traffic import random_ids
 EVENT, DONE, LAST_CHUNK = b"data: ", b"data: [DONE]", b"0\r\n\r\n"
 KEPT = 1024
 MOST_PAUSE_SECONDS = 0.02
-"""Before its next request a stream pauses, at random, for at most so long: a few steps. Without it every request would
-be sent just when a step has ended, and whether it is in time for the plan that is made then would decide a whole step
-of its first token.
+"""Longest random pause of a stream before its next request, a few steps. Without it every request would be sent at the
+end of a step, and its first token would depend on whether it is in time for the next plan.
 """
 
 
 class Load(msgspec.Struct, kw_only=True):
-    """What one process does.
+    """The load of one process.
 
     url             an engine's address, or http://host:port
-    streams, place  how many streams, and the number of the first one among `all_streams` of all processes
-    model           the name by which HTTP asks for the base model
-    adapters        their names, which take turns; none: the base model
-    begin, end      seconds of time.monotonic(): what happens between them counts
+    streams, place  number of streams, and the index of the first one among `all_streams` of all processes
+    model           the base model's name for HTTP
+    adapters        names that take turns; none: the base model
+    begin, end      seconds of time.monotonic(); figures are those between them
     """
 
     url: str
@@ -56,13 +54,13 @@ class Load(msgspec.Struct, kw_only=True):
 
 
 class Seen(msgspec.Struct):
-    """What it saw between `begin` and `end`.
+    """The figures of one process between `begin` and `end`.
 
-    tokens          that arrived; a chunk or an event counts as its share of the answer's tokens
+    tokens          received; a chunk or an event counts as its share of the answer's tokens
     first_tokens    seconds from a request to its first token
     gaps            seconds between consecutive chunks of a stream
     cpu_seconds     of this process
-    problems        what went wrong, at most one text a stream
+    problems        errors, at most one per stream
     """
 
     tokens: float
@@ -75,18 +73,18 @@ class Seen(msgspec.Struct):
 
 @dataclass
 class Answer:
-    """One request: when it was sent and when its chunks came, in seconds of time.monotonic()."""
+    """Times of one request and of its chunks, in seconds of time.monotonic()."""
 
     sent: float
     times: "array[float]" = field(default_factory=lambda: array("d"))
 
 
 class Failed(Exception):
-    """A request was not answered as it should have been."""
+    """A request failed or got a short answer."""
 
 
 async def over_zeromq(load: Load, client: AsyncClient, prompt: list[int], adapter: str | None, tokens: int) -> Answer:
-    """One request as `sidestream bench serve` sends it. Raises Failed for a short answer."""
+    """Send one request over ZeroMQ. Raises Failed for a short answer."""
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
     answer, arrived = Answer(time.monotonic()), 0
     async with contextlib.aclosing(client.stream(prompt, params, adapter)) as chunks:
@@ -100,7 +98,7 @@ async def over_zeromq(load: Load, client: AsyncClient, prompt: list[int], adapte
 
 
 class Http:
-    """A connection that stays open, and looks at no more of an answer than is needed to count its events."""
+    """An HTTP connection that stays open, and parses answers only to count their events."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str) -> None:
         self._reader, self.writer, self._host = reader, writer, host
@@ -112,7 +110,7 @@ class Http:
         return cls(*await asyncio.open_connection(parts.hostname, parts.port), parts.netloc)
 
     async def ask(self, load: Load, prompt: list[int], adapter: str | None, tokens: int) -> Answer:
-        """One request. Raises Failed for an answer that is refused or cut."""
+        """Send one request. Raises Failed for an answer that is refused or short."""
         fields = {"model": adapter or load.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
         body = msgspec.json.encode(fields | {"ignore_eos": True, "stream": True})
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
@@ -139,9 +137,7 @@ class Http:
 
 
 async def stream(load: Load, number: int, client: AsyncClient | None, answers: list[tuple[Answer, int]]) -> None:
-    """One request after another until `end`. The first answers have different lengths, so that the streams do not end
-    together.
-    """
+    """Send requests in a row until `end`; first answers differ in length, so that streams end at different times."""
     source = random.Random(f"{load.seed} {number}")
     tokens = max(1, load.output_len * (number + 1) // load.all_streams)
     connection = None if client is not None else await Http.connect(load.url)
@@ -153,7 +149,7 @@ async def stream(load: Load, number: int, client: AsyncClient | None, answers: l
             if connection is not None:
                 answer = await connection.ask(load, prompt, adapter, tokens)
             else:
-                assert client is not None  # one of the two was made
+                assert client is not None  # one of the two was created
                 answer = await over_zeromq(load, client, prompt, adapter, tokens)
             answers.append((answer, tokens))
             tokens, turn = load.output_len, turn + 1
@@ -164,7 +160,7 @@ async def stream(load: Load, number: int, client: AsyncClient | None, answers: l
 
 
 async def run(load: Load) -> Seen:
-    """Carries a load out."""
+    """Run a load."""
     answers: list[tuple[Answer, int]] = []
 
     async def cpu() -> float:
@@ -187,7 +183,7 @@ async def run(load: Load) -> Seen:
 
 
 def seen(answers: list[tuple[Answer, int]], load: Load, cpu_seconds: float, problems: list[str]) -> Seen:
-    """The answers as figures."""
+    """Return the figures of all answers."""
 
     def counts(moment: float) -> bool:
         return load.begin <= moment < load.end
@@ -204,7 +200,7 @@ def seen(answers: list[tuple[Answer, int]], load: Load, cpu_seconds: float, prob
 
 
 def main() -> None:
-    """Carries out loads until standard input ends."""
+    """Run loads until standard input ends."""
     print("ready", flush=True)
     for line in sys.stdin.buffer:
         done = asyncio.run(run(msgspec.json.decode(line, type=Load)))

@@ -1,4 +1,4 @@
-"""Workload C of `sidestream bench serve`: what an adapter's cold start costs its own request, and the others."""
+"""Workload C of `sidestream bench serve`: cold starts of adapters, and their effect on other streams."""
 
 import argparse
 import asyncio
@@ -22,7 +22,7 @@ NAMES = {"gpu": "resident", "cpu": "host memory", "disk": "disk"}
 
 @dataclass
 class Background:
-    """Streams that decode all the time; `arrivals` holds, for each, when its chunks came."""
+    """Streams that decode all the time; `arrivals` has the times of each one's chunks."""
 
     client: AsyncClient
     vocabulary: int
@@ -31,26 +31,26 @@ class Background:
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     async def start(self, count: int, seed: int) -> None:
-        """Starts `count` streams of the base model and waits until each has brought something."""
+        """Start `count` streams of the base model, and wait for a chunk of each."""
         self.tasks = [asyncio.create_task(self._go_on(seed + index)) for index in range(count)]
         while sum(bool(times) for times in self.arrivals) < count:
             await self.check()
             await asyncio.sleep(0.01)
 
     async def check(self) -> None:
-        """Raises what ended a stream."""
+        """Raise the error that ended a stream."""
         for task in self.tasks:
             if task.done():
                 await task
 
     async def stop(self) -> None:
-        """Aborts the streams."""
+        """Abort the streams."""
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
     def forget(self) -> None:
-        """Drop what a window that begins now does not need: all but each stream's last chunk."""
+        """Drop arrivals before a new window, but each stream's last chunk."""
         for times in self.arrivals:
             del times[:-1]
 
@@ -68,7 +68,7 @@ class Background:
 
 
 async def first_token(client: AsyncClient, adapter: str, prompt: list[int]) -> float:
-    """Seconds from submit to the first token."""
+    """Return seconds from submit to the first token."""
     started = time.monotonic()
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
     async with contextlib.aclosing(client.stream(prompt, params, adapter)) as chunks:
@@ -79,9 +79,9 @@ async def first_token(client: AsyncClient, adapter: str, prompt: list[int]) -> f
 
 
 async def cold_starts(client: AsyncClient, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measures, prints the table, returns its rows.
+    """Measure, print the table, and return its rows.
 
-    Raises ValueError when the server has no resident adapter to compare with.
+    Raises ValueError if the server has no resident adapter to compare with.
     """
     server = await client.connect()
     room = server.max_model_len - PROMPT_TOKENS
@@ -108,7 +108,7 @@ async def cold_starts(client: AsyncClient, options: argparse.Namespace) -> list[
                         raise ValueError(
                             "the server has no idle adapter; register some with --lora-modules or --adapter-dir"
                         )
-                    # brings it in
+                    # makes it resident
                     await first_token(client, adapter, random_ids(source, PROMPT_TOKENS, server.vocabulary))
                 if adapter is None:
                     continue
@@ -128,9 +128,7 @@ async def cold_starts(client: AsyncClient, options: argparse.Namespace) -> list[
 
 
 def rows_of(samples: dict[str, list[tuple[float, float]]]) -> list[dict[str, Any]]:
-    """One row for each place that was measured, in milliseconds: medians of first token and of the others' longest
-    gap, and the growth over resident.
-    """
+    """Return a row for each place of the adapter, in milliseconds: medians, and the increase over a resident one."""
     middle = {
         place: tuple(1e3 * statistics.median(column) for column in zip(*taken, strict=True))
         for place, taken in samples.items()
@@ -152,7 +150,7 @@ def rows_of(samples: dict[str, list[tuple[float, float]]]) -> list[dict[str, Any
 
 
 def table(rows: list[dict[str, Any]], background: int) -> list[str]:
-    """The rows as lines of text."""
+    """Return the rows as lines of text."""
     lines = [
         f"{'adapter in':<12}{'samples':>8}{'TTFT':>10}{'cold start':>12}{'worst':>10}{'others gap':>12}{'growth':>10}"
     ]

@@ -1,4 +1,4 @@
-"""Cores for the clients of a bench, and others for the server that it loads."""
+"""CPU cores for the clients of a bench, and others for its server."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SERVER_CORES = 4
-"""A batcher, a GPU process, a front and what they start: with fewer, the cores are better shared."""
+"""For a batcher, a GPU process, a gateway and their children; with fewer cores, sharing all is better."""
 
 
 class Cores(NamedTuple):
@@ -18,7 +18,7 @@ class Cores(NamedTuple):
 
 
 def siblings(cpu: int) -> str:
-    """The logical CPUs of one core, as Linux names them; the CPU itself where it does not tell."""
+    """Return the logical CPUs of one core in Linux's notation, or the CPU itself if unknown."""
     try:
         return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip()
     except OSError:
@@ -26,7 +26,7 @@ def siblings(cpu: int) -> str:
 
 
 def split_cores(clients: int) -> Cores | None:
-    """A core for each of so many client processes, and the rest for the server; None where that leaves too few.
+    """Return a core for each client process and the rest for the server; None if that leaves too few.
 
     Hardware threads of one core go to the same side.
     """
@@ -42,7 +42,7 @@ def split_cores(clients: int) -> Cores | None:
 
 @contextmanager
 def on_cores(cpus: Sequence[int] | None) -> Iterator[None]:
-    """What is started in here runs on these; None: wherever this process does."""
+    """Run processes that start in this context on these CPUs; None: without a restriction."""
     before = os.sched_getaffinity(0)
     if cpus is not None:
         os.sched_setaffinity(0, cpus)

@@ -1,4 +1,4 @@
-"""`sidestream bench gateway`: what the HTTP front costs, before an engine whose GPU only takes its time."""
+"""`sidestream bench gateway`: the cost of the HTTP front, with an engine whose GPU is simulated."""
 
 import argparse
 import asyncio
@@ -18,19 +18,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ...options.engine import positive
+from ...options.engine import add_value
 from ...options.environment import version_text
-from .batcher import compare as engine_figures
+from .report import engine_figures
 
 DESCRIPTION = """\
 Stream completions through one gateway process from an engine with a simulated GPU, and count the events that arrive.
-The same bytes from a bare starlette application under the same uvicorn are the limit, twice: unpaced, as fast as the
-client takes them, and paced, an event to each stream at every step. Unpaced, many events are under way at once, and
-one look at the sockets serves all that are ready; paced, it is woken as often as the gateway.
+A bare starlette application under the same uvicorn sends the same bytes for comparison, twice: unpaced, as fast as the
+client reads, and paced, an event to each stream at every step. Unpaced, one poll of the sockets serves many events;
+paced, the process wakes up as often as the gateway.
 
-Events per second of the process's own CPU time tell what one process can do, whatever else the machine does. The same
-streams without the gateway, over ZeroMQ, tell what it costs the engine: each round has both, and they are compared
-pair by pair, so that what else the machine does falls on both."""
+Events per second of the process's CPU time do not depend on other load of the machine. The same streams without the
+gateway, over ZeroMQ, show its cost for the engine: each round has both, and they are compared pair by pair."""
 
 PROMPT, OUTPUT = [7] * 64, 4096
 ADAPTERS = 4
@@ -38,7 +37,7 @@ ADAPTERS = 4
 
 @dataclass
 class Figures:
-    """Events that arrived in `seconds`, the CPU time that the process took for them, and what the engine counted."""
+    """Received events, CPU seconds of the measured process, and the engine's figures, over `seconds`."""
 
     events: int
     seconds: float
@@ -52,17 +51,17 @@ class Figures:
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Adds the bench to `sidestream bench`."""
-    parser = commands.add_parser("gateway", help="what the HTTP front costs", description=DESCRIPTION)
-    parser.add_argument("--streams", type=positive, default=32, metavar="N", help="streams at once (default: 32)")
-    parser.add_argument("--step-ms", type=float, default=3.0, metavar="MS", help="of the simulated GPU (default: 3)")
-    parser.add_argument("--seconds", type=float, default=10.0, metavar="S", help="of each measurement (default: 10)")
-    parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="of each in turn (default: 3)")
+    """Add the bench to `sidestream bench`."""
+    parser = commands.add_parser("gateway", help="measure the cost of the HTTP front", description=DESCRIPTION)
+    add_value(parser, "--streams", 32, "streams at once")
+    add_value(parser, "--step-ms", 3.0, "time of a simulated step", float, "MS")
+    add_value(parser, "--seconds", 10.0, "seconds per measurement", float, "S")
+    add_value(parser, "--rounds", 3, "rounds")
     parser.set_defaults(run=run)
 
 
 async def stream(url: str, body: bytes, counts: list[int]) -> None:
-    """One stream after another on connections of their own; counts the events."""
+    """Run one stream after another on new connections, and count the events."""
     host, port = url.removeprefix("http://").split(":")
     request = (
         f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
@@ -82,18 +81,18 @@ async def stream(url: str, body: bytes, counts: list[int]) -> None:
 
 
 Streams = AbstractAsyncContextManager[Callable[[list[int]], Coroutine[Any, Any, None]]]
-"""Where streams go: what each of them does with a count of its events."""
+"""A context that returns a coroutine function: a stream that counts its events."""
 
 
 @asynccontextmanager
 async def over_http(url: str, body: bytes) -> AsyncIterator[Any]:
-    """Streams to an HTTP server, each with connections of its own."""
+    """Stream from an HTTP server."""
     yield lambda counts: stream(url, body, counts)
 
 
 @asynccontextmanager
 async def over_zeromq(address: str) -> AsyncIterator[Any]:
-    """Streams to the engine on one connection, as the gateway's are."""
+    """Stream from the engine on one connection, as the gateway does."""
     from ....runtime.api.sampling_params import SamplingParams
     from ....runtime.client.async_client import AsyncClient
 
@@ -112,18 +111,18 @@ async def over_zeromq(address: str) -> AsyncIterator[Any]:
 def measure(
     target: Streams, process: int, streams: int, seconds: float, stats: Callable[[], dict[str, float]]
 ) -> Figures:
-    """Load a server for a while. `process`: whose CPU time counts."""
+    """Load a server for a while; `process` is that of the CPU time."""
 
     async def load() -> Figures:
         counts = [0]
         async with target as start:
             tasks = [asyncio.create_task(start(counts)) for _ in range(streams)]
             await asyncio.sleep(min(2.0, seconds / 2))
-            told = await asyncio.to_thread(stats)
+            counters = await asyncio.to_thread(stats)
             before, cpu, began = counts[0], cpu_seconds(process), time.monotonic()
             await asyncio.sleep(seconds)
             events, taken, used = counts[0] - before, time.monotonic() - began, cpu_seconds(process) - cpu
-            figures = Figures(events, taken, used, engine_figures(told, await asyncio.to_thread(stats)))
+            figures = Figures(events, taken, used, engine_figures(counters, await asyncio.to_thread(stats)))
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -133,13 +132,13 @@ def measure(
 
 
 def cpu_seconds(process: int) -> float:
-    """What a process has computed so far, all its threads together."""
+    """Return the CPU seconds of a process and its threads."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def first_event(url: str, body: bytes) -> str:
-    """An event as the gateway sends it, for the bare application."""
+    """Return an event of the gateway, for the bare application."""
     import http.client
 
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
@@ -157,17 +156,17 @@ class Bare:
     def __init__(self, event: str, step_seconds: float) -> None:
         command = [sys.executable, "-m", "sidestream.tools.bench.serving.bare_app", event, str(step_seconds)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None  # a pipe was asked for
+        assert self._process.stdout is not None  # a pipe, as requested
         self.url, self.process = self._process.stdout.readline().strip(), self._process.pid
 
     def close(self) -> None:
-        """End it."""
+        """Stop it."""
         self._process.terminate()
         self._process.communicate()
 
 
 def compare(address: str, url: str, gateway: int, stats: Any, options: argparse.Namespace) -> None:
-    """All in turn: the shares of the limits that the gateway reaches, and what it costs the engine."""
+    """Measure all in turn, and print the gateway's share of both limits and its cost for the engine."""
     asked = {"prompt": PROMPT, "max_tokens": OUTPUT, "ignore_eos": True, "temperature": 0, "stream": True}
     body = json.dumps(asked).encode()
     event = first_event(url, body)
@@ -186,7 +185,7 @@ def compare(address: str, url: str, gateway: int, stats: Any, options: argparse.
             for name, limit in bare.items():
                 found = one(over_http(limit.url, body), limit.process)
                 shares[name].append((through.events / through.cpu_seconds) / (found.events / found.cpu_seconds))
-                print(f"  bare, {name:8}{found}   the gateway has {100 * shares[name][-1]:.1f}%, by CPU time")
+                print(f"  bare, {name:8}{found}   the gateway reaches {100 * shares[name][-1]:.1f}%, by CPU time")
             pairs.append((through.engine, alone.engine))
             for name, figures in (("with", through.engine), ("without", alone.engine)):
                 print(f"  engine {name + ' gateway':16} {engine_line(figures)}", flush=True)
@@ -200,7 +199,7 @@ def compare(address: str, url: str, gateway: int, stats: Any, options: argparse.
 
 
 def engine_line(figures: dict[str, float]) -> str:
-    """What the engine counted."""
+    """Return a line of the engine's figures."""
     return (
         f"late plans {100 * figures['late_plans_share']:6.2f}%   GPU idle {figures['gpu_idle_us_per_step']:7.1f} us a "
         f"step   batcher CPU {1e3 * figures['batcher_cpu_ms_per_step']:6.1f} us a step"
@@ -208,28 +207,28 @@ def engine_line(figures: dict[str, float]) -> str:
 
 
 def engine_summary(pairs: Sequence[tuple[dict[str, float], dict[str, float]]]) -> list[str]:
-    """With the gateway against without it, in the median of the pairs, and their range."""
+    """Return lines of the engine's figures with the gateway minus without it: median and range of the pairs."""
 
-    def told(name: str, unit: str, factor: float) -> str:
+    def change(name: str, unit: str, factor: float) -> str:
         changes = [factor * (through[name] - alone[name]) for through, alone in pairs]
         return f"{median(changes):+.2f} {unit} ({min(changes):+.2f} to {max(changes):+.2f})"
 
     return [
         "the engine with the gateway, next to without it:",
-        f"  late plans   {told('late_plans_share', 'points', 100)}",
-        f"  GPU idle     {told('gpu_idle_us_per_step', 'us a step', 1)}",
-        f"  batcher CPU  {told('batcher_cpu_ms_per_step', 'us a step', 1e3)}",
+        f"  late plans   {change('late_plans_share', 'points', 100)}",
+        f"  GPU idle     {change('gpu_idle_us_per_step', 'us a step', 1)}",
+        f"  batcher CPU  {change('batcher_cpu_ms_per_step', 'us a step', 1e3)}",
     ]
 
 
 def run(options: argparse.Namespace) -> int:
-    """Starts the engine and the gateway, and measures."""
+    """Start the engine and the gateway, and measure."""
     from ....runtime.client.client import Client
     from ....runtime.gateway.server_process import listen, url_of
     from ....runtime.gateway.settings import GatewaySettings
-    from ....runtime.server.front import Front
     from ....runtime.server.settings import ServeSettings
     from ....runtime.server.supervisor import Supervisor
+    from ....runtime.server.supervisor_loop import GatewayProcess
 
     print(re.sub(r"\n+", "\n", version_text()))
     print(f"{options.streams} streams, steps of {options.step_ms:g} ms\n", flush=True)
@@ -257,8 +256,8 @@ def run(options: argparse.Namespace) -> int:
         listener = listen("127.0.0.1", 0)
         url = url_of(listener)
         command = [sys.executable, "-m", "sidestream.runtime.gateway.server_process"]
-        front = Front(command, lambda engines: GatewaySettings(engines=engines, port=0), listener)
-        supervisor = Supervisor(settings, say=lambda line: None, front=front)
+        front = GatewayProcess(command, lambda engines: GatewaySettings(engines=engines, port=0), listener)
+        supervisor = Supervisor(settings, print_line=lambda line: None, gateway=front)
         problem: list[BaseException] = []
 
         def load() -> None:
@@ -268,12 +267,12 @@ def run(options: argparse.Namespace) -> int:
                     if gateway is None:
                         raise RuntimeError("the gateway did not start")
                     compare(settings.bind, url, gateway.process.pid, client.stats, options)
-            except BaseException as error:  # told when the processes have ended
+            except BaseException as error:  # raised when the processes have ended
                 problem.append(error)
             finally:
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(0.1)
-                os.kill(os.getpid(), signal.SIGTERM)  # does not wait for what is open
+                os.kill(os.getpid(), signal.SIGTERM)  # does not wait for open requests
 
         threading.Thread(target=load, daemon=True).start()
         supervisor.run()

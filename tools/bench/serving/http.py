@@ -1,4 +1,4 @@
-"""`sidestream bench http`: what clients get over HTTP, next to the same over ZeroMQ."""
+"""`sidestream bench http`: HTTP compared with ZeroMQ, as clients see it."""
 
 import argparse
 import json
@@ -13,22 +13,22 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ...options.engine import add_bench_model, at_least, check_output, positive
+from ...options.engine import add_bench_model, add_value, at_least, check_output
 from ...options.environment import collect
 from ...options.models import add_shape
-from .batcher import compare
 from .closed_loop import Load, Seen
 from .cores import on_cores, split_cores
 from .gateway import cpu_seconds
 from .http_report import HEAD, line, row, summary, summary_lines
+from .report import engine_figures
 
 DESCRIPTION = """\
-Measure what the HTTP front costs its clients: the same closed loop of streams over ZeroMQ, as `sidestream bench serve`
-sends them, and over HTTP, in turn, first to the base model and then to adapters in turn.
+Measure the cost of the HTTP front for clients: the same closed loop of streams over ZeroMQ, as in `sidestream bench
+serve`, and over HTTP, in turn, first to the base model and then to adapters in turn.
 
-Without --engine and --http a server is started for it. Its clients are several processes. Where the machine has cores
-enough, the clients get some of their own, which the server does not use. Each measurement has other random prompts, so
-that no prompt is found in the prefix cache."""
+Without --engine and --http a server is started. Clients are several processes; if the machine has enough cores, they
+run on cores that the server does not use. Each measurement has other random prompts, so that none is in the prefix
+cache."""
 
 EXAMPLES = """\
 examples:
@@ -38,57 +38,37 @@ examples:
 
 START_SECONDS = 1800.0
 SETTLE_SECONDS, WARM_UP_SECONDS = 2.0, 5.0
-"""Streams run for so long before what they do counts; the first round, which is not told, takes so long."""
+"""Seconds before figures count, and of the first round, which is a warm-up."""
 ARMS = ("ZeroMQ", "HTTP")
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Adds the bench to `sidestream bench`."""
+    """Add the bench to `sidestream bench`."""
     parser = commands.add_parser(
         "http",
-        help="what clients get over HTTP, next to ZeroMQ",
+        help="compare HTTP with ZeroMQ for clients",
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_bench_model(parser)
     add_shape(parser)
-    parser.add_argument("--engine", metavar="ADDRESS", help="a server that runs, of which HTTP is answered at --http")
+    parser.add_argument("--engine", metavar="ADDRESS", help="a running server, with HTTP at --http")
     parser.add_argument("--http", metavar="URL", help="its front, http://host:port")
-    parser.add_argument(
-        "--concurrency", type=positive, default=64, metavar="C", help="streams at once (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--input-len", type=positive, default=128, metavar="N", help="prompt tokens (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--output-len", type=positive, default=256, metavar="N", help="output tokens (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--num-adapters",
-        type=at_least(0),
-        default=8,
-        metavar="N",
-        help="adapters that requests take in turn; 0: only the base model (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--lora-rank", type=positive, default=32, metavar="R", help="of random adapters (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=15.0, metavar="S", help="of each measurement (default: %(default)g)"
-    )
-    parser.add_argument(
-        "--rounds", type=positive, default=3, metavar="N", help="of both in turn (default: %(default)s)"
-    )
-    parser.add_argument("--processes", type=positive, default=4, metavar="N", help="of clients (default: %(default)s)")
-    parser.add_argument(
-        "--output-json", type=Path, default=Path("bench-http.json"), metavar="FILE", help="where the figures go"
-    )
+    add_value(parser, "--concurrency", 64, "streams at once", metavar="C")
+    add_value(parser, "--input-len", 128, "prompt tokens")
+    add_value(parser, "--output-len", 256, "output tokens")
+    add_value(parser, "--num-adapters", 8, "adapters, which take turns; 0: the base model", at_least(0))
+    add_value(parser, "--lora-rank", 32, "rank of random adapters", metavar="R")
+    add_value(parser, "--seconds", 15.0, "seconds per measurement", float, "S")
+    add_value(parser, "--rounds", 3, "rounds")
+    add_value(parser, "--processes", 4, "client processes")
+    add_value(parser, "--output-json", Path("bench-http.json"), "file of the figures", Path, "FILE")
     parser.set_defaults(run=run)
 
 
 class Server(NamedTuple):
-    """A server that runs: its engine's address, its HTTP front's URL, and that front's process, if it is known."""
+    """A running server: its engine's address, the URL of its gateway, and the gateway's process if known."""
 
     address: str
     url: str
@@ -97,22 +77,19 @@ class Server(NamedTuple):
 
 @contextmanager
 def server(options: argparse.Namespace, directory: Path) -> Iterator[Server]:
-    """A server of the model that was asked for.
-
-    Raises ValueError with what it said when it does not start.
-    """
+    """Start a server of the model. Raises ValueError with the server's output if it does not start."""
     address, log = f"ipc://{directory}/engine.sock", directory / "log"
     command = [sys.executable, "-m", "sidestream.tools.cli", "serve", *model_arguments(options, directory)]
     command += ["--bind", address, "--port", "0", "--max-num-seqs", str(options.concurrency)]
-    with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
     try:
         until = time.monotonic() + START_SECONDS
-        while "serving at" not in (said := log.read_text()) or "answering HTTP at" not in said:
+        while "serving at" not in (output := log.read_text()) or "answering HTTP at" not in output:
             if process.poll() is not None or time.monotonic() > until:
-                raise ValueError(f"the server did not start: {said[-2000:]}")
+                raise ValueError(f"the server did not start: {output[-2000:]}")
             time.sleep(0.2)
-        url = next(line.split()[-1] for line in said.splitlines() if "answering HTTP at" in line)
+        url = next(line.split()[-1] for line in output.splitlines() if "answering HTTP at" in line)
         yield Server(address, url, gateway_of(process.pid))
     finally:
         process.terminate()
@@ -120,17 +97,17 @@ def server(options: argparse.Namespace, directory: Path) -> Iterator[Server]:
 
 
 def gateway_of(server: int) -> int | None:
-    """The gateway's process among the children of a server."""
+    """Return the gateway's process among the children of a server."""
     for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # one that has ended meanwhile
+        with suppress(OSError):  # the process may have ended
             parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
-            if int(parent) == server and "gateway.serving.process" in (process / "cmdline").read_text():
+            if int(parent) == server and "gateway.server_process" in (process / "cmdline").read_text():
                 return int(process.name)
     return None
 
 
 def model_arguments(options: argparse.Namespace, directory: Path) -> list[str]:
-    """Of `sidestream serve`; random adapters are written for it, and a directory where only a shape is given."""
+    """Return the arguments of `sidestream serve`; write random adapters, and a directory if only a shape is given."""
     from ..latency import model_fields
     from ..model_directory import write_model
     from ..random_model import write_random_adapter
@@ -167,14 +144,12 @@ class Clients:
             self._line(process)
 
     def run(self, load: Load, counters: Callable[[], dict[str, float]]) -> tuple[list[Seen], list[dict[str, float]]]:
-        """What each of them saw, and the counters at the begin and the end. Raises ValueError for a request that
-        failed.
-        """
+        """Return the figures of all processes and the counters at both ends. Raises ValueError for a failed request."""
         count = len(self._processes)
         for index, process in enumerate(self._processes):
             first, last = (load.all_streams * edge // count for edge in (index, index + 1))
             share = msgspec.structs.replace(load, streams=last - first, place=first)
-            assert process.stdin is not None  # a pipe was asked for
+            assert process.stdin is not None  # a pipe, as requested
             process.stdin.write(msgspec.json.encode(share) + b"\n")
             process.stdin.flush()
         counted = []
@@ -188,22 +163,22 @@ class Clients:
         return seen, counted
 
     def close(self) -> None:
-        """End them."""
+        """Stop them."""
         for process in self._processes:
             process.terminate()
             process.communicate()
 
     @staticmethod
     def _line(process: "subprocess.Popen[bytes]") -> bytes:
-        assert process.stdout is not None  # a pipe was asked for
+        assert process.stdout is not None  # a pipe, as requested
         line = process.stdout.readline()
         if not line:
-            raise ValueError("a client process ended; what it said is above")
+            raise ValueError("a client process ended; its output is above")
         return line
 
 
 def measure(options: argparse.Namespace, target: Server, clients: Clients) -> dict[str, Any]:
-    """Both in turn, for each workload; prints the tables. The first round of each is not told."""
+    """Measure both in turn for each workload, and print the tables; the first round of each is a warm-up."""
     from ....runtime.client.client import Client
 
     result: dict[str, Any] = {}
@@ -238,7 +213,7 @@ def once(
     adapters: list[str],
     seconds: float,
 ) -> dict[str, float]:
-    """One measurement: streams run until they are mixed, then `seconds` count."""
+    """Measure once: `seconds` count after the streams are mixed."""
 
     def counters() -> dict[str, float]:
         return client.stats() | ({} if gateway is None else {"gateway": cpu_seconds(gateway)})
@@ -261,19 +236,19 @@ def once(
     )
     seen, (before, after) = clients.run(load, counters)
     used = None if gateway is None else after["gateway"] - before["gateway"]
-    return row(seen, compare(before, after), seconds, used)
+    return row(seen, engine_figures(before, after), seconds, used)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Starts a server, unless one was named, measures, prints the table and writes the JSON."""
+    """Start a server, unless one is given, measure, print the table and write the JSON."""
     check_output("--output-json", options.output_json)
     if (options.engine is None) != (options.http is None):
         raise ValueError("--engine and --http go together; give both, or none to have a server started")
     cores = split_cores(options.processes)
-    told = "clients and server share all cores" if cores is None else f"clients on cores {cores.clients}"
+    cores_text = "clients and server share all cores" if cores is None else f"clients on cores {cores.clients}"
     print(
         f"{options.concurrency} streams of {options.input_len} prompt and {options.output_len} output tokens, "
-        f"{options.processes} client processes; {told}"
+        f"{options.processes} client processes; {cores_text}"
     )
     with tempfile.TemporaryDirectory(prefix="ssb-") as name, ExitStack() as stack:
         with on_cores(None if cores is None else cores.clients):

@@ -1,4 +1,4 @@
-"""What `sidestream bench http` says: what clients saw becomes a line of a table, and pairs of lines a comparison."""
+"""Figures and tables of `sidestream bench http`."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ HEAD = (
 
 
 def row(seen: Sequence[Seen], engine: Mapping[str, float], seconds: float, gateway: float | None) -> dict[str, float]:
-    """The figures of one measurement; times in milliseconds. `gateway`: its CPU seconds, None where nobody knows."""
+    """Return the figures of one measurement, times in milliseconds. `gateway`: its CPU seconds, None if unknown."""
     first = [1e3 * value for each in seen for value in each.first_tokens]
     gaps = [1e3 * value for each in seen for value in each.gaps]
     return {
@@ -31,7 +31,7 @@ def row(seen: Sequence[Seen], engine: Mapping[str, float], seconds: float, gatew
 
 
 def line(workload: str, arm: str, figures: Mapping[str, float]) -> str:
-    """One measurement under HEAD."""
+    """Return one measurement as a line under HEAD."""
     return (
         f"{workload:>10} {arm:>6} {figures['tokens_per_s']:>8.0f} {figures['first_p50_ms']:>9.2f} "
         f"{figures['first_p99_ms']:>7.2f} {figures['gap_p50_ms']:>7.2f} {figures['gap_p99_ms']:>7.2f} "
@@ -41,7 +41,7 @@ def line(workload: str, arm: str, figures: Mapping[str, float]) -> str:
 
 
 def summary(pairs: Sequence[tuple[Mapping[str, float], Mapping[str, float]]]) -> dict[str, list[float]]:
-    """HTTP against ZeroMQ, pair by pair: the share of its tokens a second, and how much later first tokens come."""
+    """Return HTTP relative to ZeroMQ for each pair: the share of tokens per second, and the delay of first tokens."""
     return {
         "tokens_per_s_share": [http["tokens_per_s"] / zeromq["tokens_per_s"] for zeromq, http in pairs],
         **{
@@ -52,7 +52,7 @@ def summary(pairs: Sequence[tuple[Mapping[str, float], Mapping[str, float]]]) ->
 
 
 def summary_lines(workload: str, compared: Mapping[str, Sequence[float]]) -> list[str]:
-    """The same in words: medians, and the range of the pairs."""
+    """Return the summary as lines: medians, and the range of the pairs."""
     shares = compared["tokens_per_s_share"]
     lines = [f"{workload}: HTTP has {median(shares):.2%} of ZeroMQ's tokens/s ({min(shares):.2%} to {max(shares):.2%})"]
     for name in ("p50", "p99"):

@@ -1,6 +1,4 @@
-"""Drives `sidestream bench serve`: sends the planned requests when they are due, watches them, and puts the results
-together.
-"""
+"""Send the planned requests of `sidestream bench serve` on time, and collect their records."""
 
 import argparse
 import asyncio
@@ -23,7 +21,7 @@ from .traffic import Planned, plan
 
 
 async def measure(options: argparse.Namespace) -> int:
-    """The workload that was asked for, on one connection."""
+    """Run the chosen workload on one connection."""
     async with AsyncClient(
         options.address, keys=options.keys, connect_timeout=options.connect_timeout, name="bench serve"
     ) as client:
@@ -62,7 +60,7 @@ async def measure(options: argparse.Namespace) -> int:
 
 
 async def adapter_names(client: AsyncClient, options: argparse.Namespace) -> list[str]:
-    """The adapters to use, registered if --adapter-dir says so."""
+    """Return the adapters, registered first with --adapter-dir."""
     known = {adapter.name for adapter in await client.list_adapters()}
     if options.adapter_dir is not None:
         folders = sorted(path.parent for path in options.adapter_dir.glob("*/adapter_config.json"))[
@@ -82,7 +80,7 @@ async def adapter_names(client: AsyncClient, options: argparse.Namespace) -> lis
 
 
 async def traffic(client: AsyncClient, options: argparse.Namespace, adapters: list[str]) -> list[dict[str, Any]]:
-    """Workload S at each rate."""
+    """Run workload S at each rate."""
     server = await client.connect()
     longest = options.input_len[1] + options.output_len[1]
     if longest > server.max_model_len:
@@ -133,9 +131,7 @@ async def traffic(client: AsyncClient, options: argparse.Namespace, adapters: li
 async def send_all(
     client: AsyncClient, planned: list[Planned], vocabulary: int, limit: float
 ) -> tuple[list[Record], float]:
-    """Sends each request when it is due, whatever became of the others; what is unfinished after `limit` seconds is
-    aborted. (records, seconds).
-    """
+    """Send each request on time, and abort unfinished ones after `limit` seconds. Returns (records, seconds)."""
     records = [Record(planned=request.at, wanted=request.output_len, adapter=request.adapter) for request in planned]
     started = time.monotonic()
     tasks: list[asyncio.Task[None]] = []
@@ -164,7 +160,7 @@ async def send_all(
 
 
 async def send_one(client: AsyncClient, request: Planned, prompt: list[int], record: Record, started: float) -> None:
-    """One request; its fault is noted, not raised."""
+    """Send one request, and record its error."""
     params = SamplingParams(temperature=0.0, max_tokens=request.output_len, ignore_eos=True, detokenize=False)
     record.sent = time.monotonic() - started
     try:
@@ -180,7 +176,7 @@ async def send_one(client: AsyncClient, request: Planned, prompt: list[int], rec
 
 
 async def show_live(records: list[Record], started: float) -> None:
-    """Rewrites one line every second, on a terminal."""
+    """Rewrite one line every second, on a terminal."""
     if not sys.stderr.isatty():
         return
     try:

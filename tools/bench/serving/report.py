@@ -1,7 +1,4 @@
-"""What `sidestream bench serve` says: records of requests become figures, a live line and a table.
-
-No network in here.
-"""
+"""Figures, a live line and tables of `sidestream bench serve`, from records of requests."""
 
 import itertools
 import math
@@ -14,13 +11,12 @@ from typing import Any
 
 @dataclass
 class Record:
-    """One request as its client saw it; all times in seconds since the start of the run.
+    """One request of a client; times in seconds since the start of the run.
 
-    planned, sent  when it was due, and when it went out; the wait for the first token counts from when it was due, so a
-                   slow sender hides nothing
-    gaps           seconds between consecutive chunks of tokens; `tokens_in_gap` tokens came with the chunk that ended
-                   each
-    error          code of what went wrong; None: nothing
+    planned, sent  due time and time of sending; the time to the first token counts from the due time, so that a slow
+                   sender is visible
+    gaps           seconds between consecutive chunks of tokens; `tokens_in_gap`: tokens of the chunk at each gap's end
+    error          code of the error; None: no error
     """
 
     planned: float
@@ -36,7 +32,7 @@ class Record:
     error: str | None = None
 
     def arrived(self, now: float, tokens: int) -> None:
-        """A chunk has come."""
+        """Record a chunk."""
         if tokens == 0:
             return
         if self.first is None:
@@ -49,17 +45,17 @@ class Record:
 
     @property
     def complete(self) -> bool:
-        """Whether all of its answer came."""
+        """Return whether the whole answer arrived."""
         return self.finished and self.error is None and self.first is not None
 
     @property
     def time_to_first(self) -> float:
-        """Seconds from when it was due to its first token; infinite without one."""
+        """Return seconds from the due time to the first token; infinite without one."""
         return math.inf if self.first is None else self.first - self.planned
 
     @property
     def mean_gap(self) -> float:
-        """Seconds per token after the first; 0 for an answer of one token."""
+        """Return seconds per token after the first; 0 for an answer of one token."""
         return (
             0.0
             if self.first is None or self.last is None or self.tokens < 2
@@ -68,15 +64,13 @@ class Record:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest of `values` that at least `share` (0..1] of them do not exceed; NaN of nothing."""
+    """Return the smallest of `values` that at least a `share` (0..1] of them do not exceed; NaN without values."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
 
 
 def token_gaps(records: Sequence[Record]) -> list[float]:
-    """Inter-token latency of every token after a request's first: a chunk of k tokens after a gap g counts as k
-    tokens after g / k each.
-    """
+    """Return the latency of every token after a request's first: k tokens after a gap g count as k times g / k."""
     return [
         gap / count
         for record in records
@@ -94,12 +88,11 @@ def summarize(
     before: Mapping[str, float],
     after: Mapping[str, float],
 ) -> dict[str, Any]:
-    """The figures of a run of `seconds`. Times in the result are milliseconds, rates per second; `before` and `after`
-    are the server's stats.
+    """Return the figures of a run of `seconds`, in milliseconds and per second.
 
-    A request is good when it is complete, its first token came within `slo_ttft` seconds and its mean inter-token
-    latency is at most `slo_gap`. A stall is a gap between two chunks of one request that is longer than `stall`
-    seconds.
+    A request is good if it is complete, its first token came within `slo_ttft` seconds, and its mean inter-token
+    latency is at most `slo_gap`. A stall is a gap between two chunks of a request above `stall` seconds. `before` and
+    `after` are the server's counters.
     """
     complete = [record for record in records if record.complete]
     good = [record for record in complete if record.time_to_first <= slo_ttft and record.mean_gap <= slo_gap]
@@ -127,12 +120,12 @@ def summarize(
 
 
 def delta(before: Mapping[str, float], after: Mapping[str, float], name: str) -> float | None:
-    """By how much a counter grew; None if the server does not count it."""
+    """Return the increase of a counter; None if the server does not have it."""
     return None if name not in after else after[name] - before.get(name, 0)
 
 
 def live_line(records: Sequence[Record], now: float, window: float = 5.0) -> str:
-    """What has happened so far, on one line; latencies are those of the last `window` seconds."""
+    """Return one line of progress; latencies are those of the last `window` seconds."""
     sent = [record for record in records if record.sent > 0 or record.first is not None]
     done, failed = sum(record.complete for record in sent), sum(record.error is not None for record in sent)
     recent = [record for record in sent if record.first is not None and record.first > now - window]
@@ -148,7 +141,7 @@ def live_line(records: Sequence[Record], now: float, window: float = 5.0) -> str
 
 
 def shown(value: float | None, digits: int = 1) -> str:
-    """A number for a table; a dash for none."""
+    """Return a number for a table, or a dash."""
     return "-" if value is None or math.isnan(value) else f"{value:.{digits}f}"
 
 
@@ -169,12 +162,12 @@ COLUMNS = (
 
 
 def header() -> str:
-    """The head of the table of workload S; times in milliseconds."""
+    """Return the head of the table of workload S; times in milliseconds."""
     return "  ".join(COLUMNS)
 
 
 def line(rate: float, figures: Mapping[str, Any]) -> str:
-    """One run's line under `header`."""
+    """Return the line of one run."""
     hit_rate, first, between = figures["adapter_hit_rate"], figures["ttft_ms"], figures["inter_token_ms"]
     cells = (
         f"{rate:g}",
@@ -193,12 +186,30 @@ def line(rate: float, figures: Mapping[str, Any]) -> str:
     return "  ".join(cell.rjust(len(name)) for cell, name in zip(cells, COLUMNS, strict=True))
 
 
-def longest_gap(arrivals: Sequence[Sequence[float]], start: float, end: float) -> float:
-    """The longest time within [start, end] (seconds) in which one of the streams, given by its chunks' arrival times,
-    brought nothing.
+def engine_figures(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """Return figures per step from the server's counters before and after a run."""
+    change = {name: after[name] - before[name] for name in after if name.endswith("_total")}
+    steps = max(1.0, change["steps_total"])
+    busy, idle = change["gpu_step_seconds_total"], change["gpu_idle_seconds_total"]
+    return {
+        "steps": steps,
+        "sequences_per_step": change["tokens_total"] / steps,
+        "step_ms": 1e3 * busy / steps,
+        "batcher_ms_per_step": 1e3 * change["batcher_step_seconds_total"] / steps,
+        "plan_ms_per_step": 1e3 * change["plan_seconds_total"] / steps,
+        "batcher_cpu_ms_per_step": 1e3 * change["cpu_seconds_total"] / steps,
+        "launch_ms_per_step": 1e3 * change["launch_seconds_total"] / steps,
+        "late_plans_share": change["late_plans_total"] / steps,
+        "gpu_idle_us_per_step": 1e6 * idle / steps,
+        "gpu_idle_share": idle / max(1e-9, busy + idle),
+    }
 
-    A gap counts as far as it lies in the window; a stream that begins or ends inside counts between its first and last
-    chunk.
+
+def longest_gap(arrivals: Sequence[Sequence[float]], start: float, end: float) -> float:
+    """Return the longest time within [start, end] (seconds) without a chunk of one of the streams.
+
+    `arrivals` has the chunk times of each stream. Gaps count as far as they are in the window; a stream that begins or
+    ends inside counts between its first and last chunk.
     """
     longest = 0.0
     for times in arrivals:

@@ -1,13 +1,11 @@
-"""`sidestream bench serve`: workloads S (open-loop traffic) and C (cold starts of adapters) against a running
-server.
-"""
+"""`sidestream bench serve`: open-loop traffic (workload S) and cold starts of adapters (C) on a running server."""
 
 import argparse
 from pathlib import Path
 from typing import Any
 
 from ...options.client import add_connection_options, seconds
-from ...options.engine import check_output, positive
+from ...options.engine import add_value, check_output
 
 MOST_REQUESTS = 100_000
 DESCRIPTION = """\
@@ -16,8 +14,8 @@ Measure a running server, at any address.
   --workload S   requests arrive as a Poisson process and do not wait for one another; prompt and output lengths are
                  log-uniform, each request picks an adapter with p(k) ~ 1/k among the first --num-adapters that the
                  server lists
-  --workload C   time to the first token of requests whose adapter is in host memory or on disk, minus that of a
-                 resident one, while --background others decode; and the longest gap of the others meanwhile
+  --workload C   time to the first token of requests with an adapter in host memory or on disk, minus that of a resident
+                 one, while --background others decode; and the longest gap of the others
 
 Prompts are random token ids and end-of-sequence is ignored. The client measures the times: run it
 on the server's machine, or they include the network."""
@@ -32,7 +30,7 @@ examples:
 
 
 def rate(text: str) -> float:
-    """Requests per second, for argparse."""
+    """Parse requests per second."""
     value = float(text)
     if not 0 < value <= 10_000:
         raise argparse.ArgumentTypeError(f"{text} must be above 0 and at most 10000 requests per second")
@@ -40,7 +38,7 @@ def rate(text: str) -> float:
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Adds the bench to the `sidestream bench` parser."""
+    """Add the bench to the `sidestream bench` parser."""
     parser = commands.add_parser(
         "serve",
         help="traffic and cold starts against a running server",
@@ -50,111 +48,31 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--workload", choices=("S", "C"), default="S", help="(default: %(default)s)")
+    add_value(parser, "--num-adapters", 200, "adapters to use if they exist; 0: none", int)
     parser.add_argument(
-        "--num-adapters",
-        type=int,
-        default=200,
-        metavar="N",
-        help="adapters to use, as far as there are; 0: none (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--adapter-dir",
-        type=Path,
-        metavar="DIR",
-        help="register each adapter directory in DIR (as the server sees it) under its name first",
+        "--adapter-dir", type=Path, metavar="DIR", help="register all adapters in DIR, a path on the server, first"
     )
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
-    parser.add_argument(
-        "--output-json",
-        type=Path,
-        default=Path("bench-serve.json"),
-        metavar="FILE",
-        help="where the figures go (default: %(default)s)",
-    )
+    add_value(parser, "--output-json", Path("bench-serve.json"), "file of the figures", Path, "FILE")
     group = parser.add_argument_group("workload S")
-    group.add_argument(
-        "--rate",
-        type=rate,
-        nargs="+",
-        default=[2.0],
-        metavar="R",
-        help="requests per second; several are measured in turn (default: 2)",
-    )
-    group.add_argument(
-        "--duration",
-        type=seconds,
-        default=60.0,
-        metavar="S",
-        help="seconds of arrivals for each rate (default: %(default)s)",
-    )
-    group.add_argument(
-        "--drain",
-        type=seconds,
-        default=60.0,
-        metavar="S",
-        help="seconds to wait for the last answers, then abort (default: %(default)s)",
-    )
-    group.add_argument(
-        "--num-requests",
-        type=positive,
-        default=MOST_REQUESTS,
-        metavar="N",
-        help="at most so many for each rate (default: %(default)s)",
-    )
-    group.add_argument(
-        "--input-len",
-        type=positive,
-        nargs=2,
-        default=(64, 2048),
-        metavar=("LOW", "HIGH"),
-        help="prompt tokens (default: 64 2048)",
-    )
-    group.add_argument(
-        "--output-len",
-        type=positive,
-        nargs=2,
-        default=(16, 512),
-        metavar=("LOW", "HIGH"),
-        help="output tokens (default: 16 512)",
-    )
-    group.add_argument(
-        "--slo-ttft",
-        type=seconds,
-        default=2.0,
-        metavar="S",
-        help="a good request's first token comes within S (default: %(default)s)",
-    )
-    group.add_argument(
-        "--slo-itl",
-        type=seconds,
-        default=0.1,
-        metavar="S",
-        help="and its others every S on average (default: %(default)s)",
-    )
-    group.add_argument(
-        "--stall",
-        type=seconds,
-        default=0.1,
-        metavar="S",
-        help="a longer gap in a stream counts as a stall (default: %(default)s)",
-    )
+    add_value(group, "--rate", [2.0], "requests per second, measured in turn", rate, "R", nargs="+")
+    add_value(group, "--duration", 60.0, "seconds of arrivals for each rate", seconds, "S")
+    add_value(group, "--drain", 60.0, "seconds to wait for the last answers, then abort", seconds, "S")
+    add_value(group, "--num-requests", MOST_REQUESTS, "most requests for each rate")
+    add_value(group, "--input-len", (64, 2048), "prompt tokens", metavar=("LOW", "HIGH"), nargs=2)
+    add_value(group, "--output-len", (16, 512), "output tokens", metavar=("LOW", "HIGH"), nargs=2)
+    add_value(group, "--slo-ttft", 2.0, "limit of the first token of a good request, in seconds", seconds, "S")
+    add_value(group, "--slo-itl", 0.1, "limit of its mean time per other token", seconds, "S")
+    add_value(group, "--stall", 0.1, "a longer gap is a stall", seconds, "S")
     group = parser.add_argument_group("workload C")
-    group.add_argument(
-        "--background",
-        type=positive,
-        default=32,
-        metavar="N",
-        help="streams that decode meanwhile (default: %(default)s)",
-    )
-    group.add_argument(
-        "--repeats", type=positive, default=10, metavar="N", help="cold starts of each kind (default: %(default)s)"
-    )
+    add_value(group, "--background", 32, "streams that decode at the same time")
+    add_value(group, "--repeats", 10, "cold starts of each kind")
     add_connection_options(parser)
     parser.set_defaults(run=run)
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raises ValueError for options that cannot be measured, before anything is sent."""
+    """Raise ValueError for options that cannot be measured, before anything is sent."""
     for name in ("input_len", "output_len"):
         low, high = getattr(options, name)
         if low > high:
@@ -167,7 +85,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures, prints the table, writes the JSON. Returns 1 when no request was complete."""
+    """Measure, print the table, write the JSON; return 1 if no request was complete."""
     check(options)
     import asyncio
 

@@ -1,7 +1,6 @@
-"""A GPU process without a GPU, for measuring the batcher: steps take a given time, tokens follow from the context's
-length.
+"""A GPU process without a GPU, to measure the batcher: steps take a given time, tokens depend on context lengths.
 
-`python -m sidestream.tools.bench.serving.simulated_gpu FD` is how the supervisor starts it.
+The supervisor starts `python -m sidestream.tools.bench.serving.simulated_gpu FD`.
 """
 
 import sys
@@ -22,7 +21,7 @@ PROBES = 8
 
 
 class SimulatedSizes(msgspec.Struct, kw_only=True):
-    """`ServeSettings.llm` of a server that runs on it."""
+    """`ServeSettings.llm` of a server on a simulated GPU."""
 
     step_seconds: float = 0.003
     load_seconds: float = 0.0
@@ -37,17 +36,15 @@ class SimulatedSizes(msgspec.Struct, kw_only=True):
 
 
 class HashRunner:
-    """Next token = a printable letter that follows from the context's length; of constrained sequences one that may
-    come, which follows from it too.
-    """
+    """The next token is a printable letter chosen by the context's length, or one that the masks allow."""
 
     def submit(self, plan: StepPlan) -> StepResult:
-        """A step's tokens, at once."""
+        """Return the tokens of a step."""
         return StepResult(plan.step, ((plan.context_lens * 31 + 7) % 90 + 32).astype(np.int32))
 
     def constrain(self, handle: StepResult, masks: StepMasks) -> None:
-        """Look for a token in a few words of each mask, then from its beginning on."""
-        if not len(masks.rows):  # all of them have ended meanwhile
+        """Choose a token of a few words of each mask, else the first one allowed."""
+        if not len(masks.rows):  # all of them may have ended
             return
         words, rows = masks.words.view(np.uint32), np.arange(len(masks.rows))
         hashed = handle.tokens[masks.rows].astype(np.int64) * 7919 + masks.rows * 104729
@@ -58,24 +55,25 @@ class HashRunner:
         handle.tokens[masks.rows] = 32 * found + np.log2(words[rows, found].astype(np.float64)).astype(np.int64)
 
     def collect(self, handle: StepResult) -> StepResult:
-        """The same."""
+        """Return the result."""
         return handle
 
     def place(self, slot: int, number: int) -> None:
-        """An adapter has arrived; nothing depends on it."""
+        """Ignore the arrival of an adapter."""
 
 
 @dataclass
 class TimedStep:
-    """A step on its way: what `inner` knows of it, and when it ends (time.monotonic)."""
+    """A step in progress: the inner runner's handle, and its end (time.monotonic)."""
 
     inner: Any
     ready_at: float
 
 
 class TimedRunner:
-    """Steps follow each other at `step_seconds`, as on a device that works by itself, and no sooner than the masks of
-    the step before have come; adapters arrive after `load_seconds`.
+    """Steps of `step_seconds` in a row, like a device that works asynchronously; adapters arrive after `load_seconds`.
+
+    A step starts after the masks of the step before have come.
     """
 
     def __init__(self, inner: Any, step_seconds: float, load_seconds: float) -> None:
@@ -86,32 +84,32 @@ class TimedRunner:
         self._near: set[int] = set()
 
     def submit(self, plan: StepPlan) -> "TimedStep":
-        """Start a step after those that were started before."""
+        """Start a step after the earlier ones."""
         handle = self.inner.submit(plan)
         self._free_at = max(time.monotonic(), self._free_at) + self._step_seconds
         return TimedStep(handle, self._free_at)
 
     def drafts(self, handle: "TimedStep") -> StepDrafts:
-        """No step has any."""
+        """Return no drafts."""
         return StepDrafts(handle.inner.step, no_rows().reshape(0, 0))
 
     def constrain(self, handle: "TimedStep", masks: StepMasks) -> None:
-        """A step's masks have come: it ends now if it has waited for them."""
+        """Apply the masks of a step; it ends now if it had to wait for them."""
         handle.ready_at = self._free_at = max(time.monotonic(), self._free_at)
         self.inner.constrain(handle.inner, masks)
 
     def collect(self, handle: "TimedStep") -> StepResult:
-        """Wait for a step's end."""
+        """Wait for the end of a step."""
         time.sleep(max(0.0, handle.ready_at - time.monotonic()))
         result: StepResult = self.inner.collect(handle.inner)
         return result
 
     def start_load(self, slot: int, number: int) -> None:
-        """Begin a copy."""
+        """Start a copy."""
         self._loads.append((time.monotonic() + self._load_seconds, slot, number))
 
     def loaded(self, timeout: float = 0.0) -> list[tuple[int, int, str | None]]:
-        """Copies that are over."""
+        """Return the finished copies."""
         now = time.monotonic()
         done = [load for load in self._loads if load[0] <= now]
         self._loads = [load for load in self._loads if load[0] > now]
@@ -122,16 +120,16 @@ class TimedRunner:
         return [(slot, number, None) for _, slot, number in done]
 
     def forget_adapter(self, number: int) -> None:
-        """It is not in host memory any more."""
+        """Remove an adapter from host memory."""
         self._near.discard(number)
 
     def in_host_memory(self) -> list[int]:
-        """The adapters that have arrived at least once."""
+        """Return the adapters in host memory."""
         return sorted(self._near)
 
 
 class SimulatedModel:
-    """See `gpu_process.Served`."""
+    """See `gpu_process.Servable`."""
 
     def __init__(self, settings: ServeSettings) -> None:
         sizes = msgspec.convert(settings.llm, SimulatedSizes)
@@ -152,15 +150,15 @@ class SimulatedModel:
         )
 
     def add_adapter(self, name: str, path: str, replace: bool) -> LoadedAdapter:
-        """Any path will do."""
+        """Add an adapter; any path will do."""
         self._next += 1
         return LoadedAdapter(name, self._next - 1, 8, f"{self._next:064x}")
 
     def remove_adapter(self, name: str) -> None:
-        """Nothing is kept."""
+        """Do nothing."""
 
     def in_host_memory(self) -> list[int]:
-        """The adapters that have arrived at least once."""
+        """Return the adapters in host memory."""
         return self.runner.in_host_memory()
 
 

@@ -1,10 +1,8 @@
-"""A GPU process that measures itself: how long the device stands still between steps (workload G). `python -m
-sidestream.tools.bench.serving.traced_gpu FD`.
+"""A GPU process that measures idle time of the device between steps (workload G), for `serve --trace-steps FILE`.
 
-Chosen through `ServeSettings.gpu_command` or `sidestream serve --trace-steps FILE`. After a warm-up of decode steps it
-measures two ways: some hundred steps between CUDA events, with nothing else in their way; then some hundred under a
-profiler. It writes the trace (FILE, for Chrome or Perfetto), a few steps of it (.excerpt.json) and the figures of both
-(.figures.json): once for steps of the base model, once (-lora) for steps with adapters. It serves on.
+After warm-up decode steps it times some hundred steps with CUDA events, then some hundred under a profiler. It writes
+the trace (FILE, for Chrome or Perfetto) and the figures of both (.figures.json); steps with adapters have files with
+-lora in their names. It continues to serve.
 """
 
 import json
@@ -26,14 +24,13 @@ FILE_VARIABLE = "SIDESTREAM_TRACE_STEPS"
 WARM_UP_STEPS = 100
 TIMED_STEPS = 100
 TRACED_STEPS = 100
-EXCERPT_STEPS = 3
 GAP_US = 2.0
 """Shorter pauses are kernel boundaries within a step."""
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 class Trace:
-    """Counts decode steps; puts `TIMED_STEPS` of them between events, and profiles `TRACED_STEPS`."""
+    """Times `TIMED_STEPS` decode steps with events, and profiles `TRACED_STEPS`."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -43,7 +40,7 @@ class Trace:
         self._events: list[tuple[Any, Any]] = []
 
     def submit(self, plan: StepPlan, submit: Callable[[StepPlan], Any]) -> Any:
-        """Have a plan submitted."""
+        """Submit a plan, timed or profiled."""
         self._steps += plan.decode
         traced_from = WARM_UP_STEPS + TIMED_STEPS
         if plan.decode and self._steps == traced_from:
@@ -57,9 +54,7 @@ class Trace:
         return self._timed(plan, submit) if self._profiler is None else self._profiled(plan, submit)
 
     def _timed(self, plan: StepPlan, submit: Callable[[StepPlan], Any]) -> Any:
-        """Between two events on the stream that computes; what travels to and from the host next to it is not between
-        them.
-        """
+        """Record events around the step on the compute stream; copies from and to the host are not between them."""
         import torch
 
         if not torch.cuda.is_available():
@@ -101,13 +96,12 @@ class Trace:
             ]
             figures["between_events"] = between_events(spans)
         figures["profiled"] = idle_figures(events, TRACED_STEPS)
-        self._file.with_suffix(".excerpt.json").write_text(json.dumps(excerpt(events, TRACED_STEPS)) + "\n")
         self._file.with_suffix(".figures.json").write_text(json.dumps(figures, indent=1) + "\n")
         _log.info("traced: %s", figures)
 
 
 class TracedRunner:
-    """Traces the steps without adapters into `file`, and those with adapters into another of its name and `-lora`."""
+    """Traces steps without adapters into `file`, and those with adapters into a file with -lora in its name."""
 
     def __init__(self, inner: Any, file: Path) -> None:
         self._inner = inner
@@ -117,14 +111,12 @@ class TracedRunner:
         return getattr(self._inner, name)
 
     def submit(self, plan: StepPlan) -> Any:
-        """As the runner's."""
+        """Submit a plan to the inner runner."""
         return self._traces[plan.uses_lora].submit(plan, self._inner.submit)
 
 
 def between_events(spans: list[tuple[float, float]]) -> dict[str, Any]:
-    """Idle time from (begin, end) of consecutive steps in ms: what lies between one's end and the next one's begin,
-    the events themselves included.
-    """
+    """Return idle time between (begin, end) of consecutive steps in ms, the events included."""
     pauses = [1e3 * max(0.0, begin - end) for (_, end), (begin, _) in pairwise(spans)]
     total = 1e3 * (spans[-1][1] - spans[0][0])
     return {
@@ -136,42 +128,8 @@ def between_events(spans: list[tuple[float, float]]) -> dict[str, Any]:
     }
 
 
-def excerpt(events: list[dict[str, Any]], steps: int) -> dict[str, Any]:
-    """A few steps from the middle: what ran on the device, and when the steps were launched."""
-    device = [event for event in events if event.get("cat") in DEVICE and "dur" in event]
-    if not device:
-        return {"traceEvents": []}
-    first, last = min(float(event["ts"]) for event in device), max(float(event["ts"]) for event in device)
-    middle, step = (first + last) / 2, (last - first) / steps
-    kept = [event for event in device if middle <= float(event["ts"]) < middle + EXCERPT_STEPS * step]
-    launches = [event for event in events if str(event.get("name", "")).startswith("step ")]
-    kept += [event for event in launches if middle - 2 * step <= float(event["ts"]) < middle + EXCERPT_STEPS * step]
-    fields = ("ph", "cat", "name", "pid", "tid", "ts", "dur")
-    return {"traceEvents": apart([{name: event[name] for name in fields if name in event} for event in kept])}
-
-
-def apart(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same in order, without overlaps in a stream: what was launched early starts where its predecessor ends.
-
-    Viewers drop bars that overlap.
-    """
-    free: dict[Any, float] = {}
-    result = []
-    for event in sorted(events, key=lambda event: float(event["ts"])):
-        if event.get("cat") in DEVICE:
-            lane = (event.get("pid"), event.get("tid"))
-            end = float(event["ts"]) + float(event["dur"])
-            start = min(max(float(event["ts"]), free.get(lane, 0.0)), end)
-            free[lane] = max(end, free.get(lane, 0.0))
-            event = {**event, "ts": round(start, 3), "dur": max(0.0, round(end - start - 1e-3, 3))}
-        result.append(event)
-    return result
-
-
 def idle_figures(events: list[dict[str, Any]], steps: int) -> dict[str, Any]:
-    """Microseconds a step for which nothing ran on the device: in all pauses, and in those longer than a kernel
-    boundary.
-    """
+    """Return microseconds per step without device work: all pauses, and those longer than a kernel boundary."""
     spans = sorted(
         (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
         for event in events
@@ -198,7 +156,7 @@ def idle_figures(events: list[dict[str, Any]], steps: int) -> dict[str, Any]:
 
 
 class TracedModel(gpu_process.ServedModel):
-    """A `ServedModel` whose runner is watched."""
+    """A `ServedModel` with a traced runner."""
 
     def __init__(self, settings: ServeSettings) -> None:
         super().__init__(settings)

@@ -1,13 +1,13 @@
-"""Measures a model's decode programs step by step on the GPU and prints the cost model's estimate next to it.
+"""Compare the cost model's estimates of decode programs with measured steps.
 
     python -m sidestream.tools.dev.bench.cost_error -o docs/measurements/cost_model_h200
     python -m sidestream.tools.dev.bench.cost_error --steps docs/measurements/bench_latency_h200.json -o
-    docs/measurements/cost_check_h200
+        docs/measurements/cost_check_h200
 
 The model has Llama-3.1-8B's shape and random weights. Each program is captured as a CUDA graph and replayed under the
-profiler; a step's time is what it adds to its lane (from the end of what it follows to its own end). Writes PREFIX.txt
-(also printed) and PREFIX.json. With --steps nothing is measured: estimates of whole decode steps stand next to what
-`sidestream bench latency` measured; no GPU is needed.
+profiler; a step's time is what it adds to its lane (from the end of the step it follows to its own end). Writes
+PREFIX.txt (also printed) and PREFIX.json. --steps compares estimates of whole decode steps with figures of `sidestream
+bench latency` instead, without a GPU.
 """
 
 import argparse
@@ -22,13 +22,14 @@ from typing import Any, get_args
 import torch
 
 from ....compiler.api import CompiledModel, compile_model
-from ....compiler.cost.cost import Assumptions, estimate, floor_seconds, step_costs, total_seconds
+from ....compiler.cost.bytes_and_flops import Assumptions
+from ....compiler.cost.estimate import estimate, floor_seconds, step_costs, total_seconds
 from ....compiler.cost.hardware import H200, Gpu, UnknownGpu, gpu_named, gpu_of
 from ....compiler.inspect.profile import advances, capture_profile
 from ....compiler.options import DEFAULT_LORA_DTYPE, CompileOptions, LoraDtype
+from ....compiler.pass_records import columns
 from ....compiler.program.program import Bucket, Program
-from ....compiler.records import columns
-from ....compiler.run.emit import BoundProgram
+from ....compiler.run.bound_program import BoundProgram
 from ....graphs.config import LlamaConfig
 from ....graphs.llama import Llama
 from ....graphs.lora import LoraShape
@@ -45,9 +46,7 @@ BACK_TO_BACK = 20  # replays of the whole program, without a profiler
 
 @dataclass(frozen=True)
 class OpRow:
-    """All steps of an op (linears by their weight's shape) in a program: microseconds, `error` = estimated /
-    measured - 1.
-    """
+    """All steps of an op (linears by their weight's shape) in microseconds; `error` is estimated / measured - 1."""
 
     op: str
     lane: str
@@ -57,7 +56,7 @@ class OpRow:
 
     @property
     def error(self) -> float:
-        """Relative error of the estimate."""
+        """Return the relative error of the estimate."""
         return self.estimated / self.measured - 1 if self.measured else 0.0
 
 
@@ -74,8 +73,9 @@ class Measured:
 
 
 def measure(bound: BoundProgram, replays: int = REPLAYS) -> tuple[list[float], float]:
-    """(seconds that each step adds, seconds of the whole program): medians over replays of its CUDA graph, or of
-    step-by-step runs on the CPU.
+    """Return (seconds that each step adds, seconds of the whole program), medians over replays.
+
+    On a CPU the steps run one by one.
     """
     if bound.device.type != "cuda":
         seconds = bound.step_times(replays)
@@ -88,7 +88,7 @@ def measure(bound: BoundProgram, replays: int = REPLAYS) -> tuple[list[float], f
 
 
 def compare(program: Program, seconds: Sequence[float], whole: float, assume: Assumptions, gpu: Gpu) -> Measured:
-    """Estimates next to measurements, by op."""
+    """Return estimates and measurements by op."""
     costs = step_costs(program, assume, gpu)
     placed = estimate(program, assume, gpu, costs)
     adds = advances(program, placed)
@@ -112,7 +112,7 @@ def compare(program: Program, seconds: Sequence[float], whole: float, assume: As
 
 
 def _label(program: Program, index: int) -> str:
-    """An op's name, for products with their weight's shape."""
+    """Return an op's name, with the weight's shape for products."""
     step = program.steps[index]
     shapes = [
         view.shape
@@ -128,7 +128,7 @@ def _label(program: Program, index: int) -> str:
 
 
 def text(results: Iterable[Measured], title: str) -> str:
-    """The published table."""
+    """Return the published table."""
     parts = [title]
     for result in results:
         rows = [("op", "lane", "steps", "estimated us", "measured us", "error")]
@@ -149,7 +149,7 @@ def text(results: Iterable[Measured], title: str) -> str:
 
 @dataclass(frozen=True)
 class WholeStep:
-    """A decode step of `concurrency` sequences in milliseconds; `measured` holds sampling and the host's pauses too."""
+    """A decode step of `concurrency` sequences in milliseconds; `measured` includes sampling and pauses of the host."""
 
     lora: str
     concurrency: int
@@ -160,15 +160,16 @@ class WholeStep:
 
     @property
     def error(self) -> float:
-        """Relative error of the estimate."""
+        """Return the relative error of the estimate."""
         return self.estimated / self.measured - 1
 
 
 def whole_steps(
     bench: dict[str, Any], layers: int | None = None, lora_dtype: LoraDtype = "auto"
 ) -> tuple[list[WholeStep], int]:
-    """(today's estimates next to the rows of a `sidestream bench latency` JSON file, cached tokens of a sequence in
-    the middle of what it timed).
+    """Return (present estimates next to the rows of a `sidestream bench latency` JSON, cached tokens per sequence).
+
+    The cached tokens are those in the middle of the timed steps.
     """
     asked = bench["options"]
     fields = {**bench["config"], "num_hidden_layers": layers or bench["config"]["num_hidden_layers"]}
@@ -195,7 +196,7 @@ def whole_steps(
 
 
 def whole_steps_text(found: Sequence[WholeStep], bench: dict[str, Any], context: int, held: str) -> str:
-    """The published table."""
+    """Return the published table."""
     gpus, packages, layers = (
         bench["environment"]["gpus"],
         bench["environment"]["packages"],
@@ -214,7 +215,7 @@ def whole_steps_text(found: Sequence[WholeStep], bench: dict[str, Any], context:
         "cached tokens a sequence.\n"
         "The estimate is of the program alone; the measurement also holds the choice of tokens, copies and the "
         "host's pauses between steps.\n"
-        "The constants were fitted to these rows together with the ablation's (compiler/cost/kinds.py); how "
+        "The constants were fitted to these rows together with the ablation's (compiler/cost/kernel_costs.py); how "
         "well changes are estimated stands in docs/internals.md.\n"
         f"Mean error {mean:.1%}, largest {worst:+.1%}.\n\n{columns(rows, right=range(1, 7))}"
     )
@@ -237,7 +238,7 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures every bucket, prints and writes."""
+    """Measure every bucket, print and write."""
     if options.steps is not None:
         return _check(options)
     device = torch.device(options.device)
@@ -309,9 +310,9 @@ def _each_bucket(
 def _again(
     compiled: CompiledModel, options: argparse.Namespace, earlier: dict[str, Any], gpu: Gpu
 ) -> Iterable[Measured]:
-    """The model of today next to the steps of an earlier run.
+    """Compare the present model with the steps of an earlier run.
 
-    Raises ValueError when today's programs have other steps.
+    Raises ValueError if today's programs have other steps.
     """
     found = {result["program"]: result for result in earlier["results"]}
     for bucket in _buckets(options):
@@ -333,7 +334,7 @@ def _again(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point."""
+    """Run the bench."""
     parser = argparse.ArgumentParser(
         prog="python -m sidestream.tools.dev.bench.cost_error",
         description=__doc__,

@@ -1,7 +1,7 @@
-"""What the cost model says of each arm of the ablation, next to what was measured (bench_ablation_h200.json).
+"""Compare the cost model's estimate for each arm of the ablation with bench_ablation_h200.json.
 
-The docs' table and the test of the model's error are made from it. Each arm's graph is compiled with one and with two
-layers on the meta device; their difference is a layer, as the measurement's is (`layer`). No GPU is needed.
+The docs' table and the test of the model's error use it. Each arm's graph is compiled with one and with two layers on
+the meta device, and their difference is a layer. No GPU is needed.
 """
 
 import json
@@ -12,13 +12,14 @@ from pathlib import Path
 
 import torch
 
-from ....compiler.build import build_program
-from ....compiler.cost.cost import Assumptions, estimate, total_seconds
+from ....compiler.build_program import build_program
+from ....compiler.cost.bytes_and_flops import Assumptions
+from ....compiler.cost.estimate import estimate, total_seconds
 from ....compiler.graph.capture import capture_module
 from ....compiler.options import CompileOptions
+from ....compiler.pass_records import columns
 from ....compiler.pipeline import PASSES, optimize
 from ....compiler.program.program import Bucket
-from ....compiler.records import columns
 from ....graphs.config import LlamaConfig
 from ....graphs.llama import Llama
 from ....graphs.lora import LoraShape
@@ -30,13 +31,13 @@ from ...options.models import LLAMA_8B
 MEASURED = Path(__file__).parents[3] / "docs" / "measurements" / "bench_ablation_h200.json"
 DEPTHS = (1, 2)
 LORA = LoraShape(8, 32)
-RELATIVE, ABSOLUTE = 0.15, 2.0  # what an estimate may miss of a measured change: the larger, of it or in us a layer
+RELATIVE, ABSOLUTE = 0.15, 2.0  # allowed error of an estimated change: the larger of both, relative or in us per layer
 Layer = Callable[[int, int], float]  # (sequences, adapters in the batch; 0: the program without LoRA) -> us
 
 
 @dataclass(frozen=True)
 class Change:
-    """An arm at one size, in microseconds a layer; both changes are against everything on."""
+    """An arm at one size, in microseconds per layer; both changes are relative to the arm without changes."""
 
     arm: str
     tokens: int
@@ -48,28 +49,28 @@ class Change:
 
     @property
     def place(self) -> tuple[str, int, bool]:
-        """What names it: the arm, the number of sequences, whether there are adapters."""
+        """Return the arm, the number of sequences, and whether there are adapters."""
         return self.arm, self.tokens, bool(self.adapters)
 
     @property
     def error(self) -> float:
-        """Microseconds a layer that the estimated change is above the measured one."""
+        """Return the estimated minus the measured change in microseconds per layer."""
         return self.estimated_change - self.measured_change
 
     @property
     def within(self) -> bool:
-        """Whether the estimate lies within the bound that is published."""
+        """Return whether the estimate is within the published bound."""
         return abs(self.error) <= max(ABSOLUTE, RELATIVE * abs(self.measured_change))
 
 
 def measured_rows(path: Path = MEASURED) -> list[Row]:
-    """The rows of a file of `sidestream bench latency --ablate`."""
+    """Return the rows of a file of `sidestream bench latency --ablate`."""
     return [Row(**row | {"arm": todays_name(row["arm"])}) for row in json.loads(path.read_text())["ablation"]]
 
 
 @cache
 def changes() -> tuple[Change, ...]:
-    """Every measured arm that today's options can express."""
+    """Return every measured arm that the present options can express."""
     measured: dict[str, list[Row]] = {}
     for row in measured_rows():
         measured.setdefault(row.arm, []).append(row)
@@ -104,7 +105,7 @@ class _Estimates:
         self.graphs: dict[CompileOptions, dict[int, torch.fx.GraphModule]] = {}
 
     def layer(self, arm: Arm) -> Layer:
-        """The function that estimates a layer of this arm."""
+        """Return the function that estimates a layer of this arm."""
         options = replace(CompileOptions(), **arm.change)
         graphs = self._graphs(options)
 
@@ -120,7 +121,7 @@ class _Estimates:
         return us
 
     def _graphs(self, options: CompileOptions) -> dict[int, torch.fx.GraphModule]:
-        """Both graphs after the passes; programs with and without PDL, or a pass on static sizes, share them."""
+        """Return both graphs after the passes; programs with and without PDL share them."""
         shared = {each.name for each in PASSES}
         key = replace(options, pdl=True, disable=tuple(name for name in options.disable if name in shared))
         if key not in self.graphs:
@@ -132,7 +133,7 @@ class _Estimates:
 
 
 def table() -> str:
-    """Measured and estimated microseconds of a layer, and changes of them; a star where an estimate misses."""
+    """Return measured and estimated microseconds of a layer and their changes; a star marks a missed estimate."""
     sizes = sorted({change.tokens for change in changes()})
     found = {change.place: change for change in changes()}
     rows = [

@@ -1,11 +1,11 @@
-"""Time the first tokens and the pauses of a server that has just started, and of one whose load changes.
+"""Time first tokens and pauses of a server that has just started, and under a changing load.
 
     python -m sidestream.tools.bench.model_directory m8b --adapters 8
     sidestream serve m8b --load-format dummy --bind ipc:///tmp/engine.sock --lora-modules ...
     python -m sidestream.tools.dev.bench.first_traffic ipc:///tmp/engine.sock --minutes 10
 
 It waits until the server is ready, sends 1, 4, 16, 64 and 256 streams at once (base model and adapters mixed, prompts
-of 20 to 700 tokens), then for `--minutes` streams whose number, lengths and sampling change, then the same levels
+of 20 to 700 tokens), then for `--minutes` streams with changing number, lengths and sampling, then the same levels
 again. A gap is the time between two chunks of one stream.
 """
 
@@ -29,12 +29,12 @@ from ...options.environment import collect
 LEVELS = (1, 4, 16, 64, 256)
 PROMPT_TOKENS = (20, 700)
 ANSWER_TOKENS = 64
-PAUSE = 0.5  # seconds: gaps above it are counted
+PAUSE = 0.5  # seconds: longer gaps are counted
 
 
 @dataclass
 class Stream:
-    """One answer as its client saw it, in seconds."""
+    """One answer as seen by its client, in seconds."""
 
     first_token: float = 0.0
     gaps: list[float] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Load:
         return await asyncio.gather(*(self._one(answer_tokens, greedy) for _ in range(count)))
 
     async def changing(self, seconds: float, most: int) -> list[Stream]:
-        """Send requests whose number at once changes every few seconds."""
+        """Send a number of requests at once that changes every few seconds."""
         streams: list[Stream] = []
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -94,7 +94,7 @@ class Load:
 
 
 def figures(streams: Sequence[Stream]) -> dict[str, float]:
-    """Median and longest first token, longest gap (seconds), and how many gaps are longer than PAUSE."""
+    """Return median and longest first token, longest gap (seconds), and the number of gaps above PAUSE."""
     first = [stream.first_token for stream in streams]
     gaps = [gap for stream in streams for gap in stream.gaps]
     return {
@@ -107,7 +107,7 @@ def figures(streams: Sequence[Stream]) -> dict[str, float]:
 
 
 async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row for each level, for the changing load, and for each level after it."""
+    """Return one row for each level, for the changing load, and for each level after it."""
     rows: list[dict[str, Any]] = []
     begin = time.monotonic()
     async with AsyncClient(options.address, connect_timeout=options.connect_timeout, name="first traffic") as client:

@@ -1,9 +1,8 @@
-"""How long constraints take on the CPU: `python -m sidestream.tools.dev.bench.structured MODEL`.
+"""Time constraints on the CPU: `python -m sidestream.tools.dev.bench.structured MODEL`.
 
-MODEL is a directory with a tokenizer and a config.json, such as a Llama's; without one it is the demo model. Printed
-are the time from a schema of 50 kB to its first mask (read, compiled, filled; nothing kept from before), by the clock
-and of the processor, which is less where other work shares it, and the time of a step's masks for batches of answers
-that are under way, without drafts and with drafts that stay within the grammar.
+MODEL is a directory with a tokenizer and a config.json (default: the demo model). It prints the time from a schema of
+50 kB to its first mask, wall-clock and CPU, and the time of a step's masks for batches of running answers, without
+drafts and with drafts that fit the grammar.
 """
 
 import argparse
@@ -20,9 +19,9 @@ from ....runtime.api.structured_outputs import StructuredOutputsParams
 from ....runtime.demo_model import DEMO_MODEL
 from ....runtime.scheduler.step_plan import Int32
 from ....runtime.text.generation_config import eos_token_ids
-from ....runtime.text.structured.compiler import GrammarCompiler
-from ....runtime.text.structured.drafted import fill_drafted
-from ....runtime.text.structured.filling import FEW, fill_masks, fill_threads, take_in
+from ....runtime.text.structured.draft_masks import fill_drafted
+from ....runtime.text.structured.grammar_compiler import GrammarCompiler
+from ....runtime.text.structured.mask_filling import FEW, consume_outputs, fill_masks, fill_threads
 from ....runtime.text.structured.matcher import Matcher
 from ....runtime.text.tokenizer import load_tokenizer
 
@@ -34,7 +33,7 @@ DRAFTED = ((1, 7), (8, 7), (64, 3))
 
 
 def big_schema(number: int) -> dict[str, Any]:
-    """A schema of 50 kB: objects of required texts, numbers and enumerations; each number has names of its own."""
+    """Return a schema of 50 kB: objects of required texts, numbers and enumerations, with names by number."""
     schema: dict[str, Any] = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
     while len(json.dumps(schema)) < SCHEMA_BYTES:
         name = f"part_{number}_{len(schema['required'])}"
@@ -50,9 +49,9 @@ def big_schema(number: int) -> dict[str, Any]:
 
 
 def step(matchers: list[Matcher], outputs: list[list[int]], ends: set[int], chance: random.Random) -> float:
-    """Seconds of one step's masks; then each answer gets a token that its mask allows, or begins again."""
+    """Return seconds of one step's masks; then each answer gets a token that its mask allows, or restarts."""
     begin = time.perf_counter()
-    take_in(matchers, [(output, 0) for output in outputs], in_parallel=len(matchers) > FEW)
+    consume_outputs(matchers, [(output, 0) for output in outputs], in_parallel=len(matchers) > FEW)
     masks = fill_masks(matchers)
     seconds = time.perf_counter() - begin
     for row, mask in enumerate(masks):
@@ -65,25 +64,25 @@ def step(matchers: list[Matcher], outputs: list[list[int]], ends: set[int], chan
 
 
 def guess(matcher: Matcher, count: int, chance: random.Random) -> list[int]:
-    """Tokens that may come next, one after the other, as many as do not end the answer."""
+    """Return tokens in a row that are allowed and do not end the answer."""
     tokens: list[int] = []
     for _ in range(count):
         tokens.append(chance.choice(allowed(fill_masks([matcher])[0])))
-        if tokens[-1] in matcher.grammar.eos_ids or not matcher.follow(tokens[-1]):
+        if tokens[-1] in matcher.grammar.eos_ids or not matcher.try_draft(tokens[-1]):
             break
-    matcher.go_back()
+    matcher.rollback()
     return tokens
 
 
 def allowed(mask: Int32) -> list[int]:
-    """The tokens of a mask."""
+    """Return the tokens of a mask."""
     bits = np.unpackbits(np.ascontiguousarray(mask).view(np.uint8), bitorder="little")
     found: list[int] = np.flatnonzero(bits).tolist()
     return found
 
 
 def drafted_step(matchers: list[Matcher], count: int, chance: random.Random) -> tuple[float, float]:
-    """Seconds of the masks of one step with drafts, and the share of them that was made in time."""
+    """Return seconds of the masks of one step with drafts, and the share that was made in time."""
     drafts = [guess(matcher, count, chance) for matcher in matchers]
     begin = time.perf_counter()
     _, _, words = fill_drafted(matchers, drafts, all_go_on)
@@ -92,12 +91,12 @@ def drafted_step(matchers: list[Matcher], count: int, chance: random.Random) -> 
 
 
 def all_go_on(matchers: list[int], _place: int, _words: Int32) -> list[bool]:
-    """Nothing but the grammar counts."""
+    """Return a state with the grammar only."""
     return [True] * len(matchers)
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -m sidestream.tools.dev.bench.structured", description=__doc__)
     parser.add_argument("model", nargs="?", type=Path, default=Path(DEMO_MODEL))
     model = parser.parse_args().model
@@ -117,7 +116,7 @@ def main() -> None:
     print(f"schema of {len(text)} bytes to its first mask: median {statistics.median(firsts):.1f} ms of {REPEATS}")
     print(f"  of processor time: median {statistics.median(computed):.1f} ms, at best {min(computed):.1f} ms")
     grammar = compiler.compile(StructuredOutputsParams(json=big_schema(0)))
-    while grammar.lexers < fill_threads():  # as for one that is asked for again and again
+    while grammar.lexers < fill_threads():  # like a constraint that is used again and again
         grammar.add_lexer()
     print(f"masks are filled by {fill_threads()} threads where there are more than {FEW}")
     ends, chance = set(grammar.eos_ids), random.Random(0)

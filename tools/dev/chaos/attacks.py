@@ -1,6 +1,4 @@
-"""The ordered list of attacks. Each takes the target and a seeded source, and says how often it tried and what went
-wrong that only it can see.
-"""
+"""The ordered list of attacks; each takes the target and a seeded source, and returns attempts and problems."""
 
 import random
 import shutil
@@ -19,9 +17,7 @@ Outcome = tuple[int, list[str]]
 
 @dataclass(frozen=True)
 class Target:
-    """What is attacked: the server, with an honest adapter's directory that hostile ones are made of, and the processes
-    that may be killed.
-    """
+    """The server under attack, a valid adapter to make hostile ones of, and the processes that may be killed."""
 
     served: ServedDemo
     honest_adapter: Path
@@ -30,7 +26,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Attack:
-    """`kills`: processes die of it by intention, so their death is no finding."""
+    """An attack; `kills`: it kills processes, so that their death is no finding."""
 
     name: str
     run: Callable[[Target, random.Random], Outcome]
@@ -42,7 +38,7 @@ def _peer(attack: Callable[[str, random.Random], int]) -> Callable[[Target, rand
 
 
 def loads_and_unloads(target: Target, source: random.Random) -> Outcome:
-    """Eight loads, replacements and unloads of one name, as quickly as the answers come."""
+    """Load, replace and unload one name eight times, as fast as the answers arrive."""
     folder = target.served.adapters / "churn"
     shutil.copytree(target.honest_adapter, folder, dirs_exist_ok=True)
     surprises = []
@@ -63,7 +59,7 @@ def loads_and_unloads(target: Target, source: random.Random) -> Outcome:
 
 
 def full_disk(target: Target, source: random.Random) -> Outcome:
-    """Loads, and prompts for which programs may have to be built, while no file can be written."""
+    """Load adapters and send prompts that may need new programs, while no file can be written."""
     target.served.full_disk(True)
     try:
         loads, surprises = loads_and_unloads(target, source)
@@ -74,7 +70,7 @@ def full_disk(target: Target, source: random.Random) -> Outcome:
 
 
 def odd_prompts(target: Target, source: random.Random) -> Outcome:
-    """One to eight prompts at once, of any length."""
+    """Send one to eight prompts at once, of any length."""
     prompts = [" ".join(["word"] * source.randint(1, 60)) for _ in range(source.randint(1, 8))]
     try:
         with Client(target.served.address, call_timeout=30.0) as client:
@@ -86,7 +82,7 @@ def odd_prompts(target: Target, source: random.Random) -> Outcome:
 
 
 def damaged_cache(target: Target, source: random.Random) -> Outcome:
-    """Half of the cache's files change; then the GPU process starts again from what is left."""
+    """Damage half of the cache's files, then restart the GPU process."""
     damaged = caches.damage(target.served.cache, source)
     kills.kill(target.served, source, target.victims)
     return damaged, []

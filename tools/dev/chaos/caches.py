@@ -1,11 +1,11 @@
-"""Files of the server's cache, damaged while it runs: what a later start reads must be right or be made again."""
+"""Damage files of the server's cache: a later start must read right data or make it again."""
 
 import random
 from pathlib import Path
 
 
 def damage(cache: Path, source: random.Random) -> int:
-    """Changes half of the files of a cache: bits flipped, cut off, emptied, exchanged; returns how many."""
+    """Change half of the files of a cache (bits flipped, cut off, emptied, exchanged), and return their number."""
     files = sorted(path for path in cache.rglob("*") if path.is_file() and not path.is_symlink())
     chosen = source.sample(files, (len(files) + 1) // 2)
     for path in chosen:

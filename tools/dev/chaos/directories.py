@@ -1,6 +1,4 @@
-"""Adapter directories that hold traps: each must be answered in time, nearly all with an error, and nothing else may
-come of it.
-"""
+"""Hostile adapter directories: each must be answered in time, nearly all with an error, and do no other harm."""
 
 import json
 import os
@@ -62,14 +60,13 @@ TRAPS: dict[str, Callable[[Path], None]] = {
     "half of the weights": lambda folder: os.truncate(folder / "adapter_model.safetensors", 4096),
 }
 MAY_LOAD = ("a pattern that backtracks", "many patterns")
-"""Slow to read where patterns backtrack, but not wrong: an adapter's tensors say what it targets."""
+"""Patterns that are slow to match but valid, since an adapter's tensors name its targets."""
 
 
 def hostile_directories(address: str, root: Path, honest: Path, source: random.Random) -> tuple[int, list[str]]:
-    """Loads every trap under its own name; returns the attempts and what went wrong: a trap that was taken, or that got
-    no answer in time.
+    """Load every trap under its own name; return the attempts, and traps that were accepted or not answered in time.
 
-    `honest` is an adapter's directory that the traps are made of; they lie below `root`, from which loading is allowed.
+    `honest` is an adapter's directory to make traps of; they are below `root`, from which loading is allowed.
     """
     surprises = []
     for title, make in source.sample(list(TRAPS.items()), len(TRAPS)):

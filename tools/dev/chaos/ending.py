@@ -1,4 +1,4 @@
-"""An end that comes at its time, whatever is waited for: at a deadline, or when somebody sends SIGTERM or SIGINT."""
+"""End a run at a deadline, or at SIGTERM or SIGINT, wherever it waits."""
 
 import signal
 import time
@@ -7,12 +7,13 @@ from typing import Any, Self
 
 
 class Ended(BaseException):
-    """It is over; `str` says why. Not an Exception, so that nobody takes it for a fault of what was going on."""
+    """The run is over; `str` gives the reason. Not an Exception, so that handlers of failures do not catch it."""
 
 
 class Ending:
-    """Within the block Ended is raised once in the main thread: at `deadline` (of the monotonic clock), or at SIGTERM
-    or SIGINT. What is left to do afterwards is not disturbed again. Only for the main thread.
+    """Raise Ended once in the main thread within the block: at `deadline` (monotonic clock), SIGTERM or SIGINT.
+
+    Later signals are ignored.
     """
 
     def __init__(self, deadline: float) -> None:
@@ -31,7 +32,7 @@ class Ending:
             signal.signal(each, handler)
 
     def over(self) -> None:
-        """Ended is not raised any more; the signals are ignored."""
+        """Raise Ended no more; ignore the signals."""
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         for each in self._former:
             signal.signal(each, signal.SIG_IGN)

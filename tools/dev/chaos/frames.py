@@ -1,7 +1,4 @@
-"""Frames that no honest program sends: honest messages with bytes changed, and maps whose fields hold the wrong things.
-
-The same seed gives the same frames.
-"""
+"""Hostile frames: valid messages with bytes changed, and maps with fields of wrong types. Seeded."""
 
 import random
 import struct
@@ -33,7 +30,7 @@ HONEST: Mapping[str, bytes] = {
         "get_health": protocol.GetHealth(call=5),
     }.items()
 }
-"""One message of each type that a client may send, as msgpack."""
+"""Return one msgpack message of each type that a client may send."""
 FIELDS = sorted(
     {
         field.encode_name
@@ -48,12 +45,12 @@ NUMBERS = (
     *(0.0, -0.0, 1e308, float("nan"), float("inf"), float("-inf")),
 )
 DEEP = (b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\x91" * 500, b"\x81\xa1a" * 300)
-"""Headers that promise more than follows, and nesting."""
+"""Return headers that promise more than follows, and nesting."""
 ODD_BYTES = (0, 0x7F, 0x80, 0x8F, 0x9F, 0xC0, 0xC1, 0xC6, 0xCA, 0xCF, 0xD9, 0xDB, 0xDD, 0xDF, 0xFF)
 
 
 def value(source: random.Random, depth: int = 0) -> Any:
-    """Anything that msgpack can carry."""
+    """Return a random value that msgpack can carry."""
     kind = source.randrange(9 if depth < 3 else 6)
     if kind == 0:
         return source.choice(NUMBERS)
@@ -76,11 +73,11 @@ def value(source: random.Random, depth: int = 0) -> Any:
 
 
 def message(source: random.Random) -> bytes:
-    """A map that looks like a message, more or less."""
+    """Return a map similar to a message."""
     made: dict[Any, Any] = {field: value(source) for field in source.sample(FIELDS, source.randrange(8))}
     if source.random() < 0.9:
         made["type"] = source.choice(TYPES)
-    if made.get("type") == "submit" and source.random() < 0.7:  # near enough to be taken, sometimes
+    if made.get("type") == "submit" and source.random() < 0.7:  # sometimes near enough to be accepted
         made |= {
             "request_id": source.choice(("a", "b", f"r{source.randrange(10**6)}")),
             "prompt_token_ids": [source.randrange(256) for _ in range(9)],
@@ -92,7 +89,7 @@ def message(source: random.Random) -> bytes:
 
 
 def mutated(source: random.Random, data: bytes) -> bytes:
-    """`data` with a few bytes changed, cut off, doubled or put in."""
+    """Return `data` with a few bytes changed, cut off, doubled or inserted."""
     changed = bytearray(data)
     for _ in range(source.choice((1, 1, 2, 5))):
         place = source.randrange(len(changed) + 1)
@@ -113,8 +110,9 @@ def mutated(source: random.Random, data: bytes) -> bytes:
 
 
 def frames(source: random.Random, count: int, instance: bytes, known: Mapping[str, bytes] = HONEST) -> Iterator[bytes]:
-    """`count` hostile frames for an engine. `known` holds messages to change; a name with `raw_` in front is a whole
-    frame, any other one goes after a header.
+    """Yield `count` hostile frames for an engine.
+
+    `known` has messages to change; one with a `raw_` name is a whole frame, another follows a header.
     """
     names = list(known.items())
     head = framing.header(instance)

@@ -1,4 +1,4 @@
-"""Clients that ask questions and know the answers (see `questions`), all through the attacks."""
+"""Clients that ask questions with known answers (see `questions`) during the attacks."""
 
 import random
 import threading
@@ -12,26 +12,26 @@ from .questions import Question
 from .served import ServedDemo
 
 JOIN_SECONDS = 10.0
-KINDS = ("right", "tied", "strayed", "told", "wrong", "failed", "lost")
+KINDS = ("right", "tied", "strayed", "refused", "wrong", "failed", "lost")
 
 
 class HealthyClients:
-    """`count` threads, each with a client of its own. `seen` counts their requests by what became of them:
+    """`count` threads, each with its own client. `seen` counts their requests by outcome:
 
-    right    the whole answer, word for word
-    tied     right up to a place where two tokens were as good as equally likely (random weights only)
-    strayed  right up to another place (random weights only)
-    told     an error that says that the engine died, restarts or is full; the client asks again
-    wrong    another answer
-    failed   another error
-    lost     neither answer nor error within `patience` seconds
+      right    the whole answer, word for word
+      tied     right up to two tokens that are about equally likely (random weights only)
+      strayed  right up to another position (random weights only)
+      refused  an error that the engine died, restarts or is full; the client asks again
+      wrong    another answer
+      failed   another error
+      lost     neither answer nor error within `patience` seconds
 
-    `told_after` has, for each request that was open when a process was killed, the seconds until its client heard so.
-    One that was asked before the server was back from the kill before has waited for a connection, as long as it may.
+    `refused_after` has, for each request that was open when a process was killed, the seconds until its client got the
+    error. A request sent before the server was back from the previous kill may have waited for a connection.
     """
 
     def __init__(self, served: ServedDemo, questions: Sequence[Question], count: int, patience: float) -> None:
-        self.told_after: list[float] = []
+        self.refused_after: list[float] = []
         self._served, self._patience = served, patience
         self.seen: Counter[str] = Counter()
         self.problems: list[str] = []
@@ -42,19 +42,19 @@ class HealthyClients:
         self._threads = [threading.Thread(target=self._ask, args=(seed,), daemon=True) for seed in range(count)]
 
     def start(self) -> None:
-        """Begin to ask."""
+        """Start to ask."""
         for thread in self._threads:
             thread.start()
 
     def stop(self) -> None:
-        """Ask nothing more, and give what is open a moment."""
+        """Stop to ask, and give open requests a moment."""
         self._stop.set()
         end = time.monotonic() + JOIN_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
 
     def await_answer(self, seconds: float) -> bool:
-        """Wait for a right answer from now on; False if none comes in so long."""
+        """Wait for a new right answer; return False after the timeout."""
         before, end = self.answered, time.monotonic() + seconds
         while self.answered == before:
             if time.monotonic() > end:
@@ -64,7 +64,7 @@ class HealthyClients:
 
     @property
     def answered(self) -> int:
-        """Requests whose answer was as it should be, as far as can be told."""
+        """Return the number of requests with an acceptable answer."""
         return self.seen["right"] + self.seen["tied"] + self.seen["strayed"]
 
     def _note(self, what: str, problem: str | None = None) -> None:
@@ -82,7 +82,7 @@ class HealthyClients:
                         self._one(client, source.choice(self._questions))
                         self._stop.wait(source.random() * 0.2)
             except (ServerError, TimeoutError, OSError):
-                self._note("told")
+                self._note("refused")
                 self._stop.wait(0.5)
 
     def _one(self, client: Client, question: Question) -> None:
@@ -95,13 +95,13 @@ class HealthyClients:
             killed = self._served.killed_at
             if serves and killed is not None and asked < killed:
                 with self._lock:
-                    self.told_after.append(time.monotonic() - killed)
+                    self.refused_after.append(time.monotonic() - killed)
             raise
         except TimeoutError:
             self._note("lost")
             return
         except OverloadedError as problem:
-            self._note("told")
+            self._note("refused")
             self._stop.wait(min(problem.retry_after or 0.5, 5.0))
             return
         except RequestError as problem:

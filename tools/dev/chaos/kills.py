@@ -1,4 +1,4 @@
-"""SIGKILL and SIGSTOP of the server's processes, whichever moment it is."""
+"""SIGKILL and SIGSTOP of the server's processes at random moments."""
 
 import contextlib
 import os
@@ -12,11 +12,11 @@ from .served import ServedDemo
 RESTART_SECONDS = 60.0
 CHILDREN = ("batcher", "GPU process")
 ALL_AT_ONCE = 0.25
-"""So often both are killed."""
+"""Share of kills of all children at once."""
 
 
 def kill(served: ServedDemo, source: random.Random, roles: Sequence[str] = CHILDREN) -> int:
-    """SIGKILL for one of the children, now and then for all at once, and wait until others answer in their place."""
+    """Kill one of the children, sometimes all, and wait until their replacements answer."""
     chosen = list(roles) if source.random() < ALL_AT_ONCE else [source.choice(roles)]
     running = served.processes()
     victims = {role: running[role] for role in chosen if role in running}
@@ -42,7 +42,7 @@ def _replaced(victims: Mapping[str, int], running: Mapping[str, int]) -> bool:
 
 
 def freeze_one(served: ServedDemo, source: random.Random, seconds: float = 3.0) -> int:
-    """SIGSTOP for one of the children, SIGCONT after `seconds`."""
+    """SIGSTOP one of the children, and SIGCONT it after `seconds`."""
     victim = served.processes().get(source.choice(CHILDREN))
     if victim is None:
         return 0

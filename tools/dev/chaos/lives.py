@@ -1,7 +1,7 @@
-"""What each process keeps as it grows older. A life is that of one process id.
+"""Memory, files and threads of each process over its life (that of one process id).
 
-A look may fall into a moment in which a process holds a lot by right: a long prompt that is being tokenized takes 250
-MiB. What it keeps is the least that it held over a while; what leaks raises that, and what is given back does not.
+A single look may see a temporary peak: a long prompt in tokenization needs 250 MiB. The minimum over some minutes is
+compared: leaks raise it, temporary memory does not.
 """
 
 import statistics
@@ -12,14 +12,14 @@ from itertools import pairwise
 from .served import Holdings
 
 WARM_UP_SECONDS = 600.0
-"""Caches and pools fill in the first ten minutes."""
+"""Seconds of warm-up, in which caches and pools fill."""
 WINDOW_SECONDS = 300.0
-"""The five minutes after the warm-up are compared with the last five."""
+"""Seconds: the window after the warm-up is compared with the last one."""
 MOST_GROWTH = 0.01
 SLACK_BYTES = 1 << 20
 ROUNDS = 8
 STEADY_BYTES = 1 << 20
-"""What fills up once does so in a few rounds; what leaks does so in most of them."""
+"""Fewest rounds to judge: caches grow in a few rounds, leaks in most of them."""
 SLACK_FILES = 8
 SLACK_THREADS = 16
 """Pools that start at their first use."""
@@ -27,35 +27,36 @@ SLACK_THREADS = 16
 
 @dataclass
 class Life:
-    """One process: at each look its age in seconds, the round of attacks, and what it held."""
+    """One process: at each look its age in seconds, the round of attacks, and its holdings."""
 
     role: str
-    begun: float
+    started: float
     looks: list[tuple[float, int, Holdings]] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
-        """How long it was looked at."""
+        """Return the seconds of observation."""
         return self.looks[-1][0]
 
     @property
     def is_old(self) -> bool:
-        """Whether its last minutes can be compared with those after the warm-up."""
+        """Return whether the last window can be compared with that after the warm-up."""
         return self.seconds >= WARM_UP_SECONDS + 2 * WINDOW_SECONDS
 
     def early(self) -> Holdings:
-        """What it kept after the warm-up; of a younger life, in its first third."""
+        """Return its holdings after the warm-up; of a young life in its first third."""
         begin, length = (WARM_UP_SECONDS, WINDOW_SECONDS) if self.is_old else (0.0, self.seconds / 3)
         return _least(held for age, _, held in self.looks if begin <= age <= begin + length)
 
     def late(self) -> Holdings:
-        """What it kept at its end."""
+        """Return its holdings at the end."""
         length = WINDOW_SECONDS if self.is_old else self.seconds / 3
         return _least(held for age, _, held in self.looks if age >= self.seconds - length)
 
     def steady_growth(self) -> float:
-        """Bytes that it keeps more with each round: the median of the steps between the rounds' least, without the
-        first two rounds; 0 for fewer than ROUNDS.
+        """Return bytes of growth per round: the median step between the minima of rounds, without the first two.
+
+        It is 0 for fewer than ROUNDS rounds.
         """
         rounds: dict[int, int] = {}
         for _, number, held in self.looks:
@@ -67,25 +68,25 @@ class Life:
 
 
 class Lives:
-    """All processes of a run. `look` is called after each attack."""
+    """All processes of a run; `look` is called after each attack."""
 
     def __init__(self) -> None:
         self._lives: dict[int, Life] = {}
 
     def look(self, now: float, number: int, processes: Mapping[str, int]) -> None:
-        """`now`: seconds of a monotonic clock; `number`: of the round; `processes`: role -> process id."""
+        """Record holdings; `now`: monotonic seconds, `number`: of the round, `processes`: role -> process id."""
         for role, pid in processes.items():
             held = Holdings.of(pid)
             if held is not None:
                 life = self._lives.setdefault(pid, Life(role, now))
-                life.looks.append((now - life.begun, number, held))
+                life.looks.append((now - life.started, number, held))
 
     def findings(self) -> list[str]:
-        """What grew beyond its bounds within one life."""
+        """Return growth beyond the bounds within one life."""
         return [finding for life in self._lives.values() for finding in grown(life)]
 
     def table(self) -> list[str]:
-        """A row for each old life, and for the longest of each role that has none."""
+        """Return a row for each old life, and for the longest life of each other role."""
         if not self._lives:
             return []
         rows = [
@@ -100,7 +101,7 @@ class Lives:
 
 
 def grown(life: Life) -> list[str]:
-    """What grew beyond its bounds; a young life of few rounds says nothing."""
+    """Return growth beyond the bounds; a young life of few rounds is not judged."""
     found = []
     steady = life.steady_growth()
     if steady > STEADY_BYTES:
@@ -127,6 +128,6 @@ def _row(life: Life) -> str:
 
 
 def _least(held: Iterable[Holdings]) -> Holdings:
-    """The least of each kind."""
+    """Return the minimum of each kind."""
     looks = list(held)
     return Holdings(*(min(getattr(each, name) for each in looks) for name in ("memory", "files", "threads")))

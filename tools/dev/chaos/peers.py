@@ -1,4 +1,4 @@
-"""Peers that misbehave: through libzmq, and as raw sockets that speak ZMTP 3.0 themselves (https://rfc.zeromq.org/spec/23)."""
+"""Misbehaving peers: through libzmq, and raw sockets that speak ZMTP 3.0 (https://rfc.zeromq.org/spec/23)."""
 
 import contextlib
 import random
@@ -21,7 +21,7 @@ MORE, LONG, COMMAND = 1, 2, 4
 
 
 def raw_connection(address: str, timeout: float = 5.0) -> socket.socket:
-    """A stream socket to a server's ipc or tcp address, before any greeting. Raises OSError."""
+    """Return a stream socket to a server's ipc or tcp address, before any greeting. Raises OSError."""
     where = parse(address)
     made = socket.socket(socket.AF_UNIX if where.path is not None else socket.AF_INET, socket.SOCK_STREAM)
     made.settimeout(timeout)
@@ -34,14 +34,14 @@ def raw_connection(address: str, timeout: float = 5.0) -> socket.socket:
 
 
 def zmtp_frame(body: bytes, flags: int = 0) -> bytes:
-    """One ZMTP frame on the wire."""
+    """Return one ZMTP frame."""
     if len(body) > 255:
         return bytes([flags | LONG]) + struct.pack(">Q", len(body)) + body
     return bytes([flags, len(body)]) + body
 
 
 def ready_command(identity: bytes = b"") -> bytes:
-    """The READY command of a DEALER that claims `identity`."""
+    """Return the READY command of a DEALER with this identity."""
     body = b"\x05READY"
     for name, value in ((b"Socket-Type", b"DEALER"), (b"Identity", identity)):
         body += bytes([len(name)]) + name + struct.pack(">I", len(value)) + value
@@ -49,7 +49,7 @@ def ready_command(identity: bytes = b"") -> bytes:
 
 
 def half_greetings(address: str, source: random.Random) -> int:
-    """Connections that say a part of a greeting, or garbage, and go."""
+    """Open connections that send a part of a greeting, or garbage, and close."""
     for _ in range(20):
         with contextlib.suppress(OSError), raw_connection(address) as peer:
             said = GREETING + ready_command()
@@ -60,7 +60,7 @@ def half_greetings(address: str, source: random.Random) -> int:
 
 
 def forged_identities(address: str, source: random.Random) -> int:
-    """Peers that claim routing ids: those that libzmq would give to coming connections, and random ones."""
+    """Connect with routing ids that libzmq would assign next, and with random ones."""
     count = 64
     with contextlib.ExitStack() as open_peers:
         for index in range(count):
@@ -73,7 +73,7 @@ def forged_identities(address: str, source: random.Random) -> int:
 
 
 def endless_parts(address: str, source: random.Random) -> int:
-    """One message whose parts never end, until the server hangs up or 64 MiB were sent."""
+    """Send one message with endless parts, until the server disconnects or 64 MiB are sent."""
     part = zmtp_frame(source.randbytes(1 << 16), MORE)
     with contextlib.suppress(OSError), raw_connection(address) as peer:
         peer.sendall(GREETING + ready_command())
@@ -83,7 +83,7 @@ def endless_parts(address: str, source: random.Random) -> int:
 
 
 def hang_ups(address: str, source: random.Random) -> int:
-    """Connections that send large frames until the server stops reading, and then close."""
+    """Send large frames until the server stops reading, then close."""
     body = zmtp_frame(source.randbytes(768 << 10))
     for _ in range(4):
         with contextlib.suppress(OSError), raw_connection(address, timeout=1.0) as peer:
@@ -95,7 +95,7 @@ def hang_ups(address: str, source: random.Random) -> int:
 
 @contextlib.contextmanager
 def dealer(address: str, **options: int) -> Iterator["zmq.Socket[Any]"]:
-    """A DEALER with a context of its own, cut off at the end."""
+    """A DEALER with its own context, closed without linger."""
     context: zmq.Context[Any] = zmq.Context()
     made = context.socket(zmq.DEALER)
     made.linger = 0
@@ -110,7 +110,7 @@ def dealer(address: str, **options: int) -> Iterator["zmq.Socket[Any]"]:
 
 
 def greeted(peer: "zmq.Socket[Any]") -> bytes | None:
-    """Says hello; the engine's instance id, or None if nothing answers within 5 s."""
+    """Send Hello; return the engine's instance id, or None without an answer within 5 s."""
     peer.send(framing.encode(protocol.Hello("chaos"), protocol.NO_INSTANCE))
     while peer.poll(5000):
         frame = framing.decode_from_server(peer.recv())
@@ -120,7 +120,7 @@ def greeted(peer: "zmq.Socket[Any]") -> bytes | None:
 
 
 def hostile_frames(address: str, source: random.Random) -> int:
-    """10,000 frames of `frames` from one connection, which reads its answers."""
+    """Send 10,000 of `frames` from one connection that reads its answers."""
     count = 10_000
     with dealer(address) as peer:
         instance = greeted(peer) or protocol.NO_INSTANCE
@@ -133,7 +133,7 @@ def hostile_frames(address: str, source: random.Random) -> int:
 
 
 def greedy_client(address: str, source: random.Random) -> int:
-    """One client with 32 long requests, half of which it takes back."""
+    """Send 32 long requests from one client, and cancel half of them."""
     count = 32
     with dealer(address) as peer:
         instance = greeted(peer)
@@ -153,7 +153,7 @@ def greedy_client(address: str, source: random.Random) -> int:
 
 
 def large_prompts(address: str, source: random.Random) -> int:
-    """A hundred prompts of 1 MB of text, each taken back at once."""
+    """Send a hundred prompts of 1 MB of text, each cancelled at once."""
     count = 100
     text = "".join(source.choice("abcdefgh ") for _ in range(protocol.MAX_PROMPT_CHARACTERS - 1))
     with dealer(address) as peer:
@@ -167,7 +167,7 @@ def large_prompts(address: str, source: random.Random) -> int:
 
 
 def frozen_client(address: str, source: random.Random) -> int:
-    """A client that asks for long answers and never reads."""
+    """Ask for long answers and never read."""
     count = 8
     with dealer(address, RCVHWM=1, RCVBUF=4096) as peer:
         instance = greeted(peer)
@@ -182,7 +182,7 @@ def frozen_client(address: str, source: random.Random) -> int:
 
 
 def silent_crowd(address: str, source: random.Random) -> int:
-    """400 connections that never say hello, for a second."""
+    """Open 400 connections without a Hello for a second."""
     count = 400
     with contextlib.ExitStack() as crowd:
         for _ in range(count):

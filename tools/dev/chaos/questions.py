@@ -1,10 +1,9 @@
-"""Questions whose answers are known before the attacks begin.
+"""Questions with known answers.
 
-The demo model's are those of its `prompts.json`: what the model was trained to say, not what this server said earlier.
-A random model's answers, and those of random adapters, are measured on the server before anything attacks it. There two
-tokens can be as good as equally likely, and on a GPU it depends on the rest of the batch which of them wins: an answer
-may leave the measured one at such a place, and what follows is not judged. In eight bits, random weights also leave it
-at other places. How often they do so is measured too, before the attacks, and must not become more.
+The demo model's answers are those of its `prompts.json`. A random model's answers, and those of random adapters, are
+measured on the server before the attacks. There two tokens may be about equally likely, and on a GPU the rest of the
+batch decides between them: an answer may leave the measured one at such a tie, and its rest is not judged. In eight
+bits answers of random weights also stray elsewhere; that share is measured before the attacks and must not grow.
 """
 
 import json
@@ -19,20 +18,21 @@ from ....runtime.client.client import Client
 
 MEASURED_TOKENS = 48
 TIE = 0.25
-"""Difference of two log-probabilities below which the rounding of another batch may choose either token."""
+"""Difference of two log-probabilities below which another batch's rounding may choose either token."""
 LIKELIEST = 20
 MORE_STRAYS = 0.1
-"""Of all answers: what chance may add to the share of those that stray."""
+"""Share of all answers that chance may add to those that stray."""
 FEW = 8
-"""Requests that share a step, between one and all."""
+"""Sizes of batches, between one request and all."""
 ENOUGH = 100
-"""Answers from which a share can be told."""
+"""Fewest answers for a share."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt for an adapter (None: the base model) and its answer: `text`, or the measured `tokens` with, for each of
-    them, the log-probabilities of the likeliest ones.
+    """A prompt for an adapter (None: the base model) and its answer.
+
+    The answer is `text`, or the measured `tokens` with log-probabilities of the likeliest tokens at each.
     """
 
     prompt: str | tuple[int, ...]
@@ -43,20 +43,18 @@ class Question:
 
     @property
     def asked(self) -> str | list[int]:
-        """The prompt as clients take it."""
+        """Return the prompt for clients."""
         return self.prompt if isinstance(self.prompt, str) else list(self.prompt)
 
     @property
     def params(self) -> SamplingParams:
-        """Greedy."""
+        """Return greedy parameters."""
         if self.text is not None:
             return SamplingParams(temperature=0.0, max_tokens=48)
         return SamplingParams(temperature=0.0, max_tokens=MEASURED_TOKENS, ignore_eos=True)
 
     def judge(self, answer: CompletionOutput) -> str:
-        """`right` or `wrong`. Of a measured answer also `tied`: right up to a place where two tokens were as good as
-        equally likely, or `strayed`: right up to another place.
-        """
+        """Return `right` or `wrong`; for a measured answer also `tied` or `strayed`, see `healthy`."""
         if self.text is not None:
             return "right" if answer.text.strip() == self.text else "wrong"
         said = answer.token_ids
@@ -69,15 +67,13 @@ class Question:
 
 
 def known(prompts: Path) -> list[Question]:
-    """The questions of a demo model's prompts.json."""
+    """Return the questions of a demo model's prompts.json."""
     entries = json.loads(prompts.read_text(encoding="utf-8"))
     return [Question(entry["prompt"], entry["adapter"], text=entry["answer"]) for entry in entries]
 
 
 def measured(client: Client, adapters: Sequence[str | None], source: random.Random) -> list[Question]:
-    """The same two prompts for each adapter, with what the undisturbed server answers. Raises what the client
-    raises.
-    """
+    """Return two prompts for each adapter with the answers of the undisturbed server. Raises the client's errors."""
     prompts = [tuple(source.randrange(3, 250) for _ in range(length)) for length in (24, 90)]
     asked = [(prompt, adapter) for adapter in adapters for prompt in prompts]
     params = SamplingParams(temperature=0.0, max_tokens=MEASURED_TOKENS, ignore_eos=True, logprobs=LIKELIEST)
@@ -96,8 +92,9 @@ def measured(client: Client, adapters: Sequence[str | None], source: random.Rand
 
 
 def undisturbed_strays(client: Client, questions: Sequence[Question], clients: int, source: random.Random) -> float:
-    """The share of measured answers that stray although nothing attacks the server: the largest one of those when each
-    is asked for alone, a few share the steps, and as many as there are `clients`. Raises what the client raises.
+    """Return the share of measured answers that stray without attacks, the largest over batch sizes.
+
+    Sizes are one request, a few, and as many as there are `clients`. Raises the client's errors.
     """
     asked = [question for question in questions if question.tokens]
 
@@ -113,9 +110,7 @@ def undisturbed_strays(client: Client, questions: Sequence[Question], clients: i
 
 
 def too_many_strays(seen: Mapping[str, int], usual: float) -> str | None:
-    """What to say when more answers strayed than chance explains. `usual`: the share before the attacks; where there
-    was none, there may be none.
-    """
+    """Return a finding if more answers strayed than chance explains; `usual`: the share before the attacks."""
     strayed = seen.get("strayed", 0)
     answers = strayed + seen.get("right", 0) + seen.get("tied", 0)
     if not strayed or (usual and (answers < ENOUGH or strayed / answers <= usual + MORE_STRAYS)):

@@ -1,4 +1,4 @@
-"""What was seen, as one table."""
+"""The report of a run as one table."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from .healthy import KINDS
 
 @dataclass
 class Line:
-    """One attack's row: how often it was tried, how many of its rounds the server survived, and what went wrong."""
+    """One attack: attempts, rounds, and problems."""
 
     name: str
     attempts: int = 0
@@ -18,7 +18,7 @@ class Line:
     findings: list[str] = field(default_factory=list)
 
     def add(self, attempts: int, surprises: list[str], fault: str | None) -> None:
-        """One more round: `surprises` that the server survived, and what it did not survive."""
+        """Add a round: `surprises` that the server survived, and those it did not."""
         self.rounds += 1
         self.attempts += attempts
         self.findings += surprises if fault is None else [*surprises, fault]
@@ -26,7 +26,7 @@ class Line:
 
 
 def delays(what: str, seconds: list[float]) -> list[str]:
-    """One row with the median and the longest of `seconds`; nothing without any."""
+    """Return one row with median and maximum of `seconds`; none without values."""
     if not seconds:
         return []
     return [f"{what:<44}{len(seconds):>6}{statistics.median(seconds):>10.2f}{max(seconds):>10.2f}"]
@@ -35,9 +35,7 @@ def delays(what: str, seconds: list[float]) -> list[str]:
 def table(
     lines: Mapping[str, Line], seen: Mapping[str, int], findings: Sequence[str], more: Sequence[Sequence[str]] = ()
 ) -> str:
-    """The report: a row an attack, then the healthy clients' requests, `more` tables (empty ones are left out), and the
-    findings.
-    """
+    """Return the report: attacks, requests of the healthy clients, `more` tables if not empty, and findings."""
     rows = [f"{'attack':<22}{'rounds':>8}{'attempts':>10}{'survived':>10}{'findings':>10}"]
     rows += [
         f"{line.name:<22}{line.rounds:>8}{line.attempts:>10}{line.survived:>10}{len(line.findings):>10}"

@@ -1,7 +1,7 @@
 """`python -m sidestream.tools.dev.chaos.router_kills`: kill -9 of engines behind the router, while streams run.
 
-Several servers of the demo model, one router, and clients that stream all the time. Each answer is held against what
-one engine said of the same question before the first kill: token for token, text, log-probabilities and usage.
+Several servers of the demo model, one router, and clients that stream all the time. Each answer is compared with that
+of one engine before the first kill: token for token, text, log-probabilities and usage.
 """
 
 import argparse
@@ -42,7 +42,7 @@ ANSWERS_BETWEEN = 8
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked: `whole`, as one piece instead of a stream."""
+    """A question; `whole`: answered at once instead of as a stream."""
 
     prompt: str
     adapter: str | None
@@ -52,7 +52,7 @@ class Question:
 
 @dataclass
 class Answer:
-    """All completions of one answer, as a client gets them."""
+    """Return all completions of one answer."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Answer:
 
 @dataclass
 class Seen:
-    """What happened. `pauses`: seconds between two pieces of one answer, the longest of each answer."""
+    """Outcomes. `pauses`: the longest seconds between two chunks of each answer."""
 
     right: int = 0
     wrong: list[str] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Seen:
 
 
 async def ask(router: Router, name: str, question: Question, seen: Seen | None = None) -> Answer:
-    """One answer. Raises what the router raises."""
+    """Return one answer. Raises the router's errors."""
     params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, **KINDS[question.kind])
     request = EngineRequest(name, question.prompt, params, question.adapter, stream=not question.whole)
     answer, last, longest = Answer(), time.monotonic(), 0.0
@@ -96,7 +96,7 @@ async def ask(router: Router, name: str, question: Question, seen: Seen | None =
 
 
 def questions(source: random.Random, count: int) -> list[Question]:
-    """Of all kinds and adapters."""
+    """Return questions of all kinds and adapters."""
     known = json.loads((Path(DEMO_MODEL) / "prompts.json").read_text(encoding="utf-8"))
     kinds = list(KINDS)
     return [
@@ -106,7 +106,7 @@ def questions(source: random.Random, count: int) -> list[Question]:
 
 
 def kill(served: ServedDemo, roles: tuple[str, ...]) -> None:
-    """SIGKILL, without a word before."""
+    """Send SIGKILL."""
     processes = served.processes()
     for role in roles:
         with contextlib.suppress(ProcessLookupError, KeyError):
@@ -114,7 +114,7 @@ def kill(served: ServedDemo, roles: tuple[str, ...]) -> None:
 
 
 async def attack(router: Router, engines: list[ServedDemo], kills: int, streams: int, source: random.Random) -> Seen:
-    """Streams without end, and kills at random moments; returns when the streams of the last kill have ended."""
+    """Stream without end and kill at random moments; return when the streams of the last kill have ended."""
     asked = questions(source, QUESTIONS)
     answers = await asyncio.gather(*(ask(router, f"reference-{place}", each) for place, each in enumerate(asked)))
     expected = dict(zip(asked, answers, strict=True))
@@ -139,11 +139,11 @@ async def attack(router: Router, engines: list[ServedDemo], kills: int, streams:
                 seen.wrong.append(f"{question}: {answer} instead of {expected[question]}")
 
     async def killer() -> None:
-        begun, answered = time.monotonic(), 0
+        started, answered = time.monotonic(), 0
         for number in range(kills):
             await asyncio.sleep(source.uniform(0.0, 4.0))
             alive: list[str] = []
-            # a server ends that dies five times in a row without an answer in between
+            # a server stops after five deaths in a row without an answer
             while len(alive) < min(2, len(engines)) or seen.right < answered + ANSWERS_BETWEEN:
                 await asyncio.sleep(0.05)
                 alive = [name for name, status in (await router.health()).engines.items() if status == "ok"]
@@ -152,7 +152,7 @@ async def attack(router: Router, engines: list[ServedDemo], kills: int, streams:
             await asyncio.to_thread(kill, engines[int(victim.removeprefix("engine-"))], roles)
             await asyncio.sleep(0.3)
             print(
-                f"{time.monotonic() - begun:7.1f} s  kill {number + 1:3}: {' and '.join(roles):24} of {victim} "
+                f"{time.monotonic() - started:7.1f} s  kill {number + 1:3}: {' and '.join(roles):24} of {victim} "
                 f"({len(alive)} of {len(engines)} engines were in use), "
                 f"{await moves(router) - moved:3} streams moved",
                 flush=True,
@@ -164,21 +164,21 @@ async def attack(router: Router, engines: list[ServedDemo], kills: int, streams:
 
 
 async def moves(router: Router) -> int:
-    """Streams that left an engine that died."""
+    """Return the number of streams that left a dead engine."""
     return sum(int(counts["streams_moved_away_total"]) for counts in router.counts.values())
 
 
 async def until_up(router: Router, count: int) -> float:
-    """Wait until all engines are in use; returns the seconds. Raises TimeoutError."""
-    begun = time.monotonic()
+    """Wait until all engines are in use; return the seconds. Raises TimeoutError."""
+    started = time.monotonic()
     async with asyncio.timeout(UP_SECONDS):
         while list((await router.health()).engines.values()).count("ok") < count:
             await asyncio.sleep(0.1)
-    return time.monotonic() - begun
+    return time.monotonic() - started
 
 
 async def run(engines: list[ServedDemo], kills: int, streams: int, seed: int) -> Seen:
-    """The attack, and then whether every engine is used again. Raises RuntimeError if one is not."""
+    """Run the attack, then check that every engine is used again. Raises RuntimeError if one is not."""
     router = Router([engine.address for engine in engines], patience_seconds=UP_SECONDS)
     await router.start()
     try:
@@ -200,7 +200,7 @@ async def run(engines: list[ServedDemo], kills: int, streams: int, seed: int) ->
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns 1 if a request failed or an answer was wrong."""
+    """Return 1 if a request failed or an answer was wrong."""
     parser = argparse.ArgumentParser(prog="python -m sidestream.tools.dev.chaos.router_kills", description=__doc__)
     parser.add_argument("--engines", type=int, default=3, metavar="N", help="servers (default: 3)")
     parser.add_argument("--kills", type=int, default=20, metavar="N", help="how many kills (default: 20)")

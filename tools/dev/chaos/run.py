@@ -1,15 +1,14 @@
-"""`python -m sidestream.tools.dev.chaos --minutes N [--seed S]`: exit code 1 if anything was found.
+"""`python -m sidestream.tools.dev.chaos --minutes N [--seed S]`: attack a live server; exit code 1 with findings.
 
-The demo model is served in fp32 on the CPU, where an answer does not depend on what else is in the batch; --shape takes
-a model with random weights instead. Rounds of all attacks, in an order drawn from the seed, go on until the time is
-nearly over. SIGTERM and Ctrl-C end them too, and the table is printed in any case. What counts as a finding: a wrong or
-lost answer, a process that died though nobody killed it, an attack that got what it should not get, growth, pages that
-stay taken, tracebacks in the log, and what is left after the end.
+The demo model is served in fp32 on the CPU, where answers do not depend on the batch; --shape serves a model with
+random weights instead. Rounds of all attacks in random order run until the time, SIGTERM or Ctrl-C ends them; the table
+is printed in any case. Findings are: a wrong or lost answer, an unexpected death of a process, an attack that
+succeeded, growth, pages that are not freed, tracebacks in the log, and remains after the end.
 
-What follows `--` goes to `sidestream serve`:
+Arguments after `--` go to `sidestream serve`:
 
     python -m sidestream.tools.dev.chaos --minutes 9 --shape llama-3.1-8b --adapters 40 --clients 64 --kill-every 1
-    --victims gpu -- --max-loras 16 --max-num-seqs 64
+        --victims gpu -- --max-loras 16 --max-num-seqs 64
 """
 
 import argparse
@@ -40,14 +39,14 @@ from .subjects import prepare
 START_SECONDS = 600.0
 ANSWER_SECONDS = 60.0
 CLOSING_SECONDS = 30.0
-"""Of the time given, for the looks after the attacks and for the server's end."""
+"""Seconds of the time for the checks after the attacks and the server's end."""
 BACK_SECONDS = 10.0
 VICTIMS = {"both": CHILDREN, "batcher": ("batcher",), "gpu": ("GPU process",)}
 
 
 @dataclass
 class Run:
-    """What is attacked, who asks meanwhile, and what was seen."""
+    """The target, the healthy clients, and the records of a run."""
 
     lines: dict[str, Line]
     target: Target | None = None
@@ -59,7 +58,7 @@ class Run:
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """This command's options, and what `sidestream serve` is told."""
+    """Return the command's options, and the arguments of `sidestream serve`."""
     parser = argparse.ArgumentParser(
         prog="python -m sidestream.tools.dev.chaos",
         description=__doc__,
@@ -100,10 +99,10 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def order(chosen: Sequence[Attack], source: random.Random, served: ServedDemo, every: float) -> Iterator[Attack | None]:
-    """Attacks without end, in rounds of another order each, and None after each round.
+    """Yield attacks without end in rounds of random order, with None after each round.
 
-    `every` > 0: attacks that kill are left out of the rounds and come in turn, each so many seconds after the last kill
-    (or after the start).
+    `every` > 0: attacks that kill are not in the rounds but come in turn, so many seconds after the last kill or the
+    start.
     """
     killing = [attack for attack in chosen if attack.kills and every]
     others = [attack for attack in chosen if attack not in killing]
@@ -120,7 +119,7 @@ def order(chosen: Sequence[Attack], source: random.Random, served: ServedDemo, e
 
 
 def attack_once(attack: Attack, target: Target, source: random.Random, healthy: HealthyClients, run: Run) -> None:
-    """One round of one attack; afterwards the server must answer a healthy client, with the processes that it had."""
+    """Run one attack; afterwards the server must answer a healthy client with the same processes."""
     before, outages = target.served.processes(), len(target.served.outages)
     attempts, surprises, fault = 0, list[str](), None
     try:
@@ -139,7 +138,7 @@ def attack_once(attack: Attack, target: Target, source: random.Random, healthy: 
 
 
 def attack_on(run: Run, options: argparse.Namespace, arguments: list[str], folder: Path, running: ExitStack) -> None:
-    """Serve, measure the answers, and attack for `--rounds` rounds or until Ended comes. `running` stops the server."""
+    """Serve, measure the answers, and attack for `--rounds` rounds or until Ended; `running` stops the server."""
     source = random.Random(options.seed)
     subject = prepare(folder, options.shape, options.adapters, options.rank)
     served = running.enter_context(ServedDemo(folder, *subject.arguments, *arguments))
@@ -165,15 +164,15 @@ def attack_on(run: Run, options: argparse.Namespace, arguments: list[str], folde
             if rounds == options.rounds or not served.alive:
                 return
             continue
-        begun = time.monotonic()
+        started = time.monotonic()
         attack_once(attack, target, source, healthy, run)
         run.lives.look(time.monotonic(), rounds, served.processes())
         run.starts.look()
-        print(f"{attack.name:<22}{time.monotonic() - begun:6.1f} s  {dict(healthy.seen)}", flush=True)
+        print(f"{attack.name:<22}{time.monotonic() - started:6.1f} s  {dict(healthy.seen)}", flush=True)
 
 
 def pages_used_when_idle(address: str, seconds: float) -> int:
-    """KV pages that requests hold although none is open, after at most so many seconds of waiting."""
+    """Return KV pages of requests that are no longer open, after at most so many seconds."""
     end = time.monotonic() + seconds
     with Client(address) as client:
         while True:
@@ -184,7 +183,7 @@ def pages_used_when_idle(address: str, seconds: float) -> int:
 
 
 def close(run: Run) -> None:
-    """Ends what runs, and looks at what is left."""
+    """Stop everything, and check the remains."""
     if run.healthy is not None:
         run.healthy.stop()
         run.findings += run.healthy.problems[:8]
@@ -210,9 +209,9 @@ def close(run: Run) -> None:
 
 
 def report(run: Run, findings: list[str]) -> str:
-    """The table of what was seen."""
-    told = run.healthy.told_after if run.healthy is not None else []
-    timed = delays("a process was killed; its clients heard", told)
+    """Return the table of the run."""
+    seconds = run.healthy.refused_after if run.healthy is not None else []
+    timed = delays("a process was killed; its clients got an error", seconds)
     timed += delays("a process was killed; served again", run.target.served.outages if run.target is not None else [])
     timed = [f"{'':<44}{'times':>6}{'median s':>10}{'longest s':>10}", *timed] if timed else []
     seen = run.healthy.seen if run.healthy is not None else {}
@@ -220,17 +219,17 @@ def report(run: Run, findings: list[str]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point: 0 without findings, 1 with any."""
-    begun = time.monotonic()
+    """Run the chaos test; return 0 without findings, else 1."""
+    started = time.monotonic()
     options, for_server = parse(sys.argv[1:] if arguments is None else arguments)
     chosen = [attack.name for attack in ATTACKS if attack.name in options.only and attack.name not in options.without]
     run = Run({name: Line(name) for name in chosen})
-    with Ending(begun + options.minutes * 60 - CLOSING_SECONDS) as ending, ExitStack() as running:
+    with Ending(started + options.minutes * 60 - CLOSING_SECONDS) as ending, ExitStack() as running:
         folder = Path(running.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
         try:
             attack_on(run, options, for_server, folder, running)
         except Ended as ended:
-            print(f"{ended}, after {(time.monotonic() - begun) / 60:.1f} minutes", flush=True)
+            print(f"{ended}, after {(time.monotonic() - started) / 60:.1f} minutes", flush=True)
         except (TimeoutError, ServerError) as problem:
             run.findings.append(str(problem))
         ending.over()

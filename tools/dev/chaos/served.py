@@ -1,4 +1,4 @@
-"""The server under attack: `sidestream serve` in a child process, and what its processes hold."""
+"""The server under attack: `sidestream serve` in a child process, and the holdings of its processes."""
 
 import os
 import resource
@@ -16,12 +16,12 @@ from ....runtime.client.client import Client
 
 ROLES = {"sidestream.runtime.server.batcher": "batcher", "sidestream.runtime.server.gpu_process": "GPU process"}
 LARGEST_FILE = 256 << 20
-"""Bytes after which the server's writes fail while the disk counts as full for it, and never otherwise."""
+"""Limits of the size of the server's files in bytes: with a full disk, and without."""
 
 
 @dataclass(frozen=True)
 class Holdings:
-    """What one process holds: resident bytes, open files, threads."""
+    """Resident bytes, open files and threads of one process."""
 
     memory: int
     files: int
@@ -29,7 +29,7 @@ class Holdings:
 
     @classmethod
     def of(cls, pid: int) -> "Holdings | None":
-        """None if the process is gone."""
+        """Return the holdings of a process, or None if it is gone."""
         try:
             pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
             files = len(os.listdir(f"/proc/{pid}/fd"))
@@ -40,22 +40,20 @@ class Holdings:
 
 
 class ServedDemo:
-    """A server below `folder` (socket, cache, adapters' root, log): of the demo model, unless `arguments` of
-    `sidestream serve` name another one.
-    """
+    """A server below `folder` (socket, cache, adapter root, log): the demo model, or the model in `arguments`."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.folder = folder
         self.cache = folder / "cache"
         self.adapters = folder / "adapters"
         self.log = folder / "server.log"
-        self.begun = time.monotonic()
+        self.started = time.monotonic()
         self.killed_at: float | None = None
-        """When a process was last killed by intention, on the monotonic clock."""
-        self.back_at = self.begun
-        """When it was last seen to serve again after that."""
+        """Monotonic time of the last intended kill."""
+        self.back_at = self.started
+        """Monotonic time at which it was last seen to serve again."""
         self.outages: list[float] = []
-        """Seconds from each kill until the server said ok again."""
+        """Seconds from each kill until the server was healthy again."""
         self.address = f"ipc://{folder}/run/engine.sock"
         for made in (self.cache, self.adapters):
             made.mkdir(mode=0o700, parents=True)
@@ -72,7 +70,7 @@ class ServedDemo:
         self._process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
-        # here, since a server whose disk is full could not write it
+        # here, since a server with a full disk cannot write it
         self._logging = threading.Thread(target=self._keep_log, name="log", daemon=True)
         self.log.touch()
         self._logging.start()
@@ -85,21 +83,21 @@ class ServedDemo:
 
     @property
     def alive(self) -> bool:
-        """Whether the supervisor runs."""
+        """Return whether the supervisor runs."""
         return self._process.poll() is None
 
     @property
     def is_back(self) -> bool:
-        """Whether it has been seen to serve since the last kill."""
+        """Return whether it has been seen to serve since the last kill."""
         return self.killed_at is None or self.back_at > self.killed_at
 
     @property
     def undisturbed(self) -> float:
-        """Seconds since the last kill, or since the start."""
-        return time.monotonic() - (self.killed_at or self.begun)
+        """Return seconds since the last kill or the start."""
+        return time.monotonic() - (self.killed_at or self.started)
 
     def processes(self) -> dict[str, int]:
-        """Role -> process id: the supervisor, and those of its children that run."""
+        """Return role -> process id of the supervisor and its running children."""
         found = {"supervisor": self._process.pid} if self.alive else {}
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit():
@@ -114,27 +112,27 @@ class ServedDemo:
         return found
 
     def holdings(self) -> dict[str, Holdings]:
-        """What each process holds."""
+        """Return the holdings of each process."""
         held = {role: Holdings.of(pid) for role, pid in self.processes().items()}
         return {role: each for role, each in held.items() if each is not None}
 
     def wait(self, seconds: float = 180.0) -> float:
-        """Wait until the server answers; returns the seconds that it took. Raises TimeoutError."""
-        begun = time.monotonic()
-        while time.monotonic() - begun < seconds:
+        """Wait until the server answers, and return the seconds. Raises TimeoutError."""
+        started = time.monotonic()
+        while time.monotonic() - started < seconds:
             if not self.alive:
                 raise TimeoutError(f"the server ended: {self.tail()}")
             try:
                 with Client(self.address, connect_timeout=2.0, call_timeout=5.0) as client:
                     if client.health().status == "ok":
-                        return time.monotonic() - begun
+                        return time.monotonic() - started
             except (ServerError, TimeoutError, OSError):
                 pass
             time.sleep(0.2)
         raise TimeoutError(f"the server did not answer for {seconds:g} s: {self.tail()}")
 
     def full_disk(self, full: bool) -> None:
-        """From now on the server's processes cannot write files (or can again): a disk with no room left."""
+        """Forbid the server's processes to write files, or allow it again: a full disk."""
         for pid in self.processes().values():
             limit = 0 if full else LARGEST_FILE
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]))
@@ -148,16 +146,16 @@ class ServedDemo:
                     log.flush()
 
     def tail(self, lines: int = 8) -> str:
-        """The end of the server's log."""
+        """Return the end of the server's log."""
         return " | ".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     def said(self, words: str) -> str:
-        """The last line of the server's log with `words` in it; empty if there is none."""
+        """Return the last line of the log with `words` in it, or ""."""
         lines = self.log.read_text(errors="replace").splitlines()
         return next((line for line in reversed(lines) if words in line), "")
 
     def tracebacks(self) -> list[str]:
-        """The tracebacks that the server has printed, on one line each."""
+        """Return the tracebacks in the log, one line each."""
         found = []
         for part in self.log.read_text(errors="replace").split("Traceback (most recent call last):")[1:]:
             lines = part.strip("\n").splitlines()
@@ -166,7 +164,7 @@ class ServedDemo:
         return found
 
     def stop(self) -> list[str]:
-        """SIGTERM, then SIGKILL if it does not end; returns what is left of it: processes and sockets."""
+        """Send SIGTERM, then SIGKILL; return processes and sockets that remain."""
         children = set(self.processes().values()) - {self._process.pid}
         if self.alive:
             self._process.send_signal(signal.SIGTERM)
@@ -176,6 +174,6 @@ class ServedDemo:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-        self._logging.join(5)  # a process that is left would keep it
+        self._logging.join(5)  # a remaining process would keep it
         left = [f"process {pid}" for pid in children if Path(f"/proc/{pid}").exists()]
         return left + [str(path.relative_to(self.folder)) for path in self.folder.rglob("*.sock")]

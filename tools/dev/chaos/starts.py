@@ -1,6 +1,4 @@
-"""Each start of the server's engine: how long it took, and what it holds on its device, which must not grow from one
-start to the next: nothing of a killed process may stay there.
-"""
+"""Starts of the server's engine: time, and memory of the device, which must not grow from start to start."""
 
 import os
 import subprocess
@@ -11,13 +9,13 @@ from ....runtime.client.client import Client
 from .served import ServedDemo
 
 SLACK_MIB = 256
-"""Of the device's memory: what a context or a lazily captured graph differ by."""
+"""Share of the device's memory by which contexts and lazily captured graphs differ."""
 
 
 def device_mib() -> int | None:
-    """MiB in use on the first visible GPU, without what living programs other than this one's hold; None without a GPU.
+    """Return MiB in use on the first visible GPU without other living programs; None without a GPU.
 
-    What has no living owner counts: that is what a killed process would have left.
+    Memory without a living owner counts, since a killed process might leave it.
     """
     first = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]
     try:
@@ -28,14 +26,14 @@ def device_mib() -> int | None:
 
 
 def _asked(device: str, query: str) -> list[list[int]]:
-    """The rows of numbers that nvidia-smi answers."""
+    """Return rows of numbers of nvidia-smi."""
     command = ["nvidia-smi", "-i", device, query, "--format=csv,noheader,nounits"]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-    return [[int(word) for word in line.split(",")] for line in told.splitlines() if line.strip()]
+    output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    return [[int(word) for word in line.split(",")] for line in output.splitlines() if line.strip()]
 
 
 def _foreign(pid: int) -> bool:
-    """Whether a process lives that is neither this one nor a descendant of it."""
+    """Return whether a living process is neither this one nor a descendant."""
     if not Path(f"/proc/{pid}").exists():
         return False
     at: int | None = pid
@@ -45,7 +43,7 @@ def _foreign(pid: int) -> bool:
 
 
 def _parent(pid: int) -> int | None:
-    """None for the first process, and for one that is gone."""
+    """Return the parent of a process; None for the first process or one that is gone."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) or None
     except OSError:
@@ -54,9 +52,7 @@ def _parent(pid: int) -> int | None:
 
 @dataclass
 class Start:
-    """One start: seconds until it served, its KV pages, and MiB: of the GPU process when it served, and of the device
-    then and at the last look (None: there is no GPU).
-    """
+    """One start: seconds until it served, KV pages, and MiB of the GPU process and of the device (None: no GPU)."""
 
     seconds: float
     pages: int
@@ -72,21 +68,19 @@ class Starts:
         self.seen: list[Start] = []
 
     def began(self, served: ServedDemo, seconds: float) -> None:
-        """The server has just said ok, `seconds` after it was started or after a process was killed. Raises what the
-        client raises.
-        """
+        """Record that the server is healthy `seconds` after a start or a kill. Raises the client's errors."""
         with Client(served.address) as client:
             pages = int(client.stats()["pages"])
         holdings, device = served.holdings().get("GPU process"), device_mib()
         self.seen.append(Start(seconds, pages, holdings.memory >> 20 if holdings else 0, device, device))
 
     def look(self) -> None:
-        """Note what the device holds now."""
+        """Record the device's memory."""
         if self.seen and self.seen[-1].device is not None:
             self.seen[-1].last = device_mib()
 
     def findings(self) -> list[str]:
-        """Starts with which the device held more than with the first one, or that found room for fewer KV pages."""
+        """Return starts with more device memory than the first, or with fewer KV pages."""
         found = []
         for index, start in enumerate(self.seen[1:], 2):
             first = self.seen[0]
@@ -97,7 +91,7 @@ class Starts:
         return found
 
     def table(self) -> list[str]:
-        """A row a start."""
+        """Return a row for each start."""
         if not self.seen:
             return []
         rows = [

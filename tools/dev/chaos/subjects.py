@@ -1,4 +1,4 @@
-"""What is served under attack: the demo model, or a shape with random weights; with random adapters, if wanted."""
+"""Models under attack: the demo model, or a shape with random weights and adapters."""
 
 import json
 import random
@@ -13,15 +13,13 @@ from ...options.models import SHAPES
 from .questions import Question, known, measured
 
 DEMO_FLAGS = ("--precision", "fp32", "--max-model-len", "256", "--num-kv-pages", "64", "--max-num-seqs", "8")
-"""In fp32 on a CPU an answer does not depend on what else is in the batch."""
+"""In fp32 on a CPU answers do not depend on the batch."""
 HONEST_RANK = 4
 
 
 @dataclass(frozen=True)
 class Subject:
-    """`arguments` of `sidestream serve`, the random adapters' names, and the directory of an adapter that fits, of
-    which attacks make others.
-    """
+    """A model: arguments of `sidestream serve`, names of random adapters, and the directory of a valid adapter."""
 
     arguments: list[str]
     random_adapters: list[str]
@@ -29,15 +27,13 @@ class Subject:
     demo: bool
 
     def questions(self, client: Client, source: random.Random) -> list[Question]:
-        """Questions and their answers; those of random weights are asked of the server now."""
+        """Return questions with answers; those of random weights are measured now."""
         found = known(DEMO_MODEL / "prompts.json") if self.demo else measured(client, [None], source)
         return found + measured(client, self.random_adapters, source)
 
 
 def prepare(folder: Path, shape: str | None, adapters: int, rank: int) -> Subject:
-    """Writes below `folder` what the demo model (`shape` None) or a random model needs: `adapters` random adapters, and
-    for a random model its directory.
-    """
+    """Write the model below `folder`: the demo model (`shape` None) or a random one, with random adapters."""
     if shape is None:
         config = json.loads((DEMO_MODEL / "config.json").read_text(encoding="utf-8"))
         written = {

@@ -1,4 +1,4 @@
-"""What a draft is trained on: the target's own answers, and what it thinks of each token of them."""
+"""Training data of a draft: the target's own answers, and its probabilities of each token."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from ...quality.adapter_training import PeftModel
 from ..bench.drafts.questions import questions
+from ..train.adapter_training import PeftModel
 from .head import Batch
 
 PROMPT_WEIGHT = 0.2
-"""Of a prompt's rows in the loss: the target says something about them too, but is never asked to."""
+"""Weight of a prompt's rows in the loss."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A prompt with what was answered; `begin`: where the answer begins."""
+    """A prompt with its answer, which starts at `begin`."""
 
     tokens: list[int]
     begin: int
@@ -34,7 +34,7 @@ def own_answers(
     seed: int,
     **engine: Any,
 ) -> dict[str | None, list[Answer]]:
-    """`count` questions of each adapter's tasks (None: the base model's) with its own answers, half of them greedy."""
+    """Return own answers to `count` questions of each adapter's tasks (None: the base model's), half of them greedy."""
     from ....runtime.api.sampling_params import SamplingParams
     from ....runtime.llm import LLM
 
@@ -56,7 +56,7 @@ def own_answers(
 
 
 def drafted_vocabulary(answers: Sequence[Answer], most: int, vocabulary: int) -> torch.Tensor:
-    """The tokens that a head drafts, in ascending order: all, or the `most` that occur most often."""
+    """Return the tokens that a head drafts, ascending: all, or the `most` frequent ones."""
     if most >= vocabulary:
         return torch.arange(vocabulary)
     counts = torch.zeros(vocabulary, dtype=torch.int64)
@@ -67,10 +67,10 @@ def drafted_vocabulary(answers: Sequence[Answer], most: int, vocabulary: int) ->
 
 
 class Target:
-    """The model with its adapters in transformers, which says what a head learns.
+    """The model with its adapters in transformers, which the head learns from.
 
-    layers       after how many layers its hidden states are taken
-    vocabulary   the head's
+    layers      numbers of layers after which hidden states are taken
+    vocabulary  of the head
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Target:
 
     @torch.no_grad()
     def batch(self, answers: Sequence[Answer], adapter: str | None, longest: int) -> Batch:
-        """What the target, with an adapter or without, says of these answers; the last `longest` tokens of each."""
+        """Return the target's batch for these answers of an adapter; the last `longest` tokens of each."""
         width = max(len(answer.tokens) for answer in answers)
         tokens = torch.zeros(len(answers), width, dtype=torch.int64)
         weights = torch.zeros(len(answers), width - 2)
@@ -117,9 +117,7 @@ class Target:
         return Batch(tokens[:, first:-1], features, wanted, weights[:, first:], first)
 
     def batches(self, answers: dict[str | None, list[Answer]], rows: int, longest: int, seed: int) -> Iterator[Batch]:
-        """Endless batches, each of one adapter, which take turns by how many answers there are of them. Answers of
-        similar lengths come together.
-        """
+        """Yield batches of one adapter each, in proportion to their answers; answers of similar lengths together."""
         dice = random.Random(seed)
         while True:
             groups: list[tuple[str | None, list[Answer]]] = []

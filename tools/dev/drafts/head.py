@@ -1,6 +1,4 @@
-"""A head that can be trained: EAGLE-3's layer over whole sequences, its chain unrolled, an adapter's LoRA on it, and
-how both are written.
-"""
+"""A trainable head: EAGLE-3's layer over whole sequences with an unrolled chain, and adapters' LoRA on it."""
 
 import json
 import math
@@ -29,20 +27,20 @@ PROJECTIONS = (
 )
 NORMS = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
 POSITIONS = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
-"""Fields of config.json that say what a position does."""
+"""Fields of config.json about positions."""
 DISCOUNT = 0.8
-"""Of the loss, from one step of the chain to the next: a draft counts only if those before it hold."""
+"""Factor of the loss from one step of the chain to the next, since a draft needs those before it."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """N sequences of T + 1 tokens, to the right of which there may be padding.
+    """N sequences of T + 1 tokens, padded on the right.
 
     tokens    [N, T + 1] int64
     features  [N, T, 3H]: the target's hidden states at the first T of them
-    wanted    [N, T, V']: log-probabilities of the target at the second to the last, over the head's vocabulary: row j
-              says what comes at j + 2
-    weights   [N, T] fp32: how much each row counts; 0 for padding
+    wanted    [N, T, V']: the target's log-probabilities at the second to the last, over the head's vocabulary; row j is
+              for position j + 2
+    weights   [N, T] fp32: weight of each row; 0 for padding
     first     the position of the first token
     """
 
@@ -54,7 +52,7 @@ class Batch:
 
 
 class Head(nn.Module):
-    """The parameters of a head for `target`, which drafts the tokens `vocabulary` [V'], in ascending order. In fp32."""
+    """Parameters of a head for `target` that drafts the tokens `vocabulary` [V'], ascending. In fp32."""
 
     embedding: torch.Tensor
     vocabulary: torch.Tensor
@@ -92,7 +90,7 @@ class Head(nn.Module):
         self.scaling = 1.0
 
     def begin_as(self, state: Mapping[str, torch.Tensor], seed: int) -> None:
-        """Start from the target's last layer, norm and output projection, which are near what the head is to learn."""
+        """Initialize from the target's last layer, norm and output projection."""
         last = f"model.layers.{self.target.num_hidden_layers - 1}."
         width, dice = self.target.hidden_size, torch.Generator().manual_seed(seed)
         with torch.no_grad():
@@ -109,7 +107,7 @@ class Head(nn.Module):
             for name, source in zip(NORMS, ("input_layernorm", None, "post_attention_layernorm"), strict=True):
                 if source is not None:
                     self.values[_key(f"midlayer.{name}.weight")].copy_(state[f"{last}{source}.weight"])
-            # embeddings are small: normed they have the size of what a norm's gain makes of a hidden state
+            # embeddings are small: normed they have the size of a hidden state with a norm's gain
             gain = state[f"{last}input_layernorm.weight"].float().abs().mean()
             self.values[_key("midlayer.input_layernorm.weight")].fill_(float(gain))
             self.values[_key("norm.weight")].copy_(state["model.norm.weight"])
@@ -117,9 +115,7 @@ class Head(nn.Module):
             self.values[_key("lm_head.weight")].copy_(head[self.vocabulary.to(head.device)])
 
     def add_lora(self, rank: int, alpha: float, seed: int) -> list[nn.Parameter]:
-        """A fresh LoRA on every projection of the layer, whose parameters are returned; the head's own stay as they are
-        from now on.
-        """
+        """Put a new LoRA on every projection of the layer, and return its parameters; the head's own are frozen."""
         dice = torch.Generator().manual_seed(seed)
         self.requires_grad_(False)
         self.lora, self.scaling = {}, alpha / rank
@@ -132,8 +128,10 @@ class Head(nn.Module):
         return [parameter for pair in self.lora.values() for parameter in pair]
 
     def unrolled(self, batch: Batch, depth: int) -> Iterator[torch.Tensor]:
-        """Logits [N, T, V'] of each step of a chain. Row j of step m goes on from m rows of the head's own, in a chain
-        that began after row j - m; rows j < m mean nothing.
+        """Return logits [N, T, V'] of each step of a chain.
+
+        Row j of step m continues from m rows of the head's own, in a chain that started after row j - m; rows j < m are
+        unused.
         """
         keys: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
@@ -153,7 +151,7 @@ class Head(nn.Module):
         values: list[torch.Tensor],
         first: int,
     ) -> torch.Tensor:
-        """The layer over a step's rows [N, T, H]; `keys`, `values`: of the steps before, to which its own are added."""
+        """Run the layer over a step's rows [N, T, H]; its keys and values are appended to `keys` and `values`."""
         count, length, _ = hidden.shape
         dim, groups = self.target.head_dim, self.target.num_key_value_heads
         both = torch.cat((embedded, self._norm(hidden, "midlayer.hidden_norm")), dim=-1)
@@ -168,7 +166,7 @@ class Head(nn.Module):
         keys.append(k.repeat_interleave(repeats, dim=1))
         values.append(v.repeat_interleave(repeats, dim=1))
         back = len(keys) - 1
-        # the rows before the chain began, as the target's hidden states made them
+        # the rows before the chain, from the target's hidden states
         place = torch.arange(length, device=hidden.device)
         seen = place[None, :] <= place[:, None] - back
         scores = (q @ keys[0].transpose(-1, -2) / math.sqrt(dim)).masked_fill(~seen, -1e30)
@@ -196,9 +194,7 @@ class Head(nn.Module):
         return self.values[_key(f"{name}.weight")] * (x * scale)
 
     def save(self, directory: Path, written: Mapping[str, Any]) -> None:
-        """Write the head in the format of published ones, its weights in bfloat16. `written`: the target's config.json,
-        whose positions it shares.
-        """
+        """Write the head in the format of published ones in bfloat16; `written` is the target's config.json."""
         directory.mkdir(parents=True, exist_ok=True)
         target = self.target
         config = {
@@ -250,9 +246,7 @@ class Head(nn.Module):
 
 
 def losses(head: Head, batch: Batch, depth: int) -> tuple[torch.Tensor, list[float], list[float]]:
-    """(loss, for each step of the chain how many of its rows would draft what the target finds most likely, and how
-    many rows there were). Rows of the prompt count for the loss only.
-    """
+    """Return (loss, right drafts of each step of the chain, rows); prompt rows count for the loss only."""
     total = batch.features.new_zeros((), dtype=torch.float32)
     held, tried = [], []
     best = batch.wanted.argmax(-1)
@@ -269,12 +263,12 @@ def losses(head: Head, batch: Batch, depth: int) -> tuple[torch.Tensor, list[flo
 
 
 def feature_layers(layers: int) -> tuple[int, int, int]:
-    """After which layers of a target of so many a head of ours reads it, the last one excepted."""
+    """Return the layers of a target that the head reads, without the last one."""
     return (2, layers // 2, layers - 3) if layers >= 7 else (1, max(1, layers // 2), max(1, layers - 1))
 
 
 def check_family(config: Mapping[str, Any]) -> None:
-    """Raises ValueError for a target whose arithmetic the head does not share."""
+    """Raise ValueError for a target with arithmetic that the head does not support."""
     if config.get("model_type") != "llama":
         raise ValueError(
             f"a draft is trained for Llamas, and the model is a {config.get('model_type')!r}; use a head that was "
@@ -283,12 +277,12 @@ def check_family(config: Mapping[str, Any]) -> None:
 
 
 def _shifted(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """x [N, heads, T, D] a few rows later."""
+    """Return x [N, heads, T, D] shifted by a few rows."""
     return x if rows == 0 else F.pad(x, (0, 0, rows, 0))[:, :, :-rows]
 
 
 def _key(name: str) -> str:
-    """nn.ParameterDict takes no dots."""
+    """Return a key without dots, for nn.ParameterDict."""
     return name.replace(".", "/")
 
 

@@ -1,16 +1,14 @@
-"""Trains a draft for a model and, for each of its adapters, the draft's own LoRA:
+"""Train a draft for a model and a LoRA of the draft for each of its adapters.
 
     python -m sidestream.tools.dev.drafts.train MODEL --adapters DIR -o HEAD
 
-MODEL is a model's directory (a Llama), or SmolLM2's GGUF; left out, it is the demo model. DIR holds a directory for
-each adapter. The model answers questions that the bench of real drafts (`sidestream.tools.dev.bench.drafts.real`) does
-not ask, with each adapter and without. The head learns what the model thinks of each token of its own answers: its
-chain is unrolled, so that it learns to go on from its own hidden states. Then each
-adapter's LoRA learns the same of that adapter's answers.
+MODEL is a Llama's directory, or SmolLM2's GGUF (default: the demo model). DIR has a directory for each adapter. The
+model answers questions that the bench of drafts does not ask, with each adapter and without. The head learns the
+model's probabilities of each token of its answers, with an unrolled chain, so that it learns to continue from its own
+hidden states. Then each adapter's LoRA learns the same from that adapter's answers.
 
-HEAD becomes a directory with an EAGLE-3 head in the format of published ones, for `--draft HEAD`. The LoRA of each
-adapter is written into its own directory, as `draft/`. Needs the `train` extra. The demo model takes two minutes on a
-CPU.
+HEAD becomes a directory with an EAGLE-3 head for `--draft HEAD`; the LoRA of each adapter is written into its own
+directory, as `draft/`. Needs the `train` extra. The demo model takes two minutes on a CPU.
 """
 
 import argparse
@@ -34,9 +32,9 @@ RATE, LORA_RATE = 1e-3, 2e-3
 REPORTED = 50
 """Steps between two lines of the report."""
 EXAMINED = 4
-"""Batches of answers that were not trained on, by which the report goes."""
+"""Batches of held-out answers for the report."""
 APART = 10
-"""One in so many answers is kept to examine."""
+"""One in so many answers is held out."""
 
 
 def fit(
@@ -49,9 +47,7 @@ def fit(
     depth: int,
     label: str,
 ) -> list[float]:
-    """Trains `parameters` for `steps` steps; returns how many drafts of each chain hold in `examined`, one by one given
-    those before.
-    """
+    """Train `parameters` for `steps` steps; return the share of right drafts of each chain step in `examined`."""
     optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
     begin = time.monotonic()
     for step in range(steps):
@@ -76,7 +72,7 @@ def fit(
 
 @torch.no_grad()
 def examine(head: Head, batches: Sequence[Batch], depth: int) -> list[float]:
-    """For each step of the chain the share of rows that draft what the target finds most likely."""
+    """Return the share of rows of each chain step that draft the target's most likely token."""
     held, tried = [0.0] * depth, [1e-9] * depth
     for batch in batches:
         _, right, rows = losses(head, batch, depth)
@@ -88,7 +84,7 @@ def examine(head: Head, batches: Sequence[Batch], depth: int) -> list[float]:
 def apart(
     answers: dict[str | None, list[Answer]],
 ) -> tuple[dict[str | None, list[Answer]], dict[str | None, list[Answer]]]:
-    """(to train on, to examine): of each adapter one in APART to examine, since tasks lie one after another."""
+    """Return (answers to train on, held-out ones): one in APART of each adapter, since tasks are in order."""
     return (
         {adapter: [one for place, one in enumerate(mine) if place % APART] for adapter, mine in answers.items()},
         {adapter: mine[::APART] for adapter, mine in answers.items()},
@@ -96,7 +92,7 @@ def apart(
 
 
 def train(options: argparse.Namespace, model: Path, adapters: dict[str, str]) -> dict[str, Any]:
-    """Trains and writes; returns the report."""
+    """Train and write; return the report."""
     written = json.loads((model / "config.json").read_text())
     check_family(written)
     config = checkpoint_config(model)
@@ -113,8 +109,8 @@ def train(options: argparse.Namespace, model: Path, adapters: dict[str, str]) ->
         model, adapters, options.questions, options.max_tokens, options.prompts, options.seed, **engine
     )
     for adapter, mine in answers.items():
-        told = sum(len(answer.tokens) - answer.begin for answer in mine)
-        print(f"{adapter or 'base'}: {len(mine)} answers of {told} tokens", flush=True)
+        tokens = sum(len(answer.tokens) - answer.begin for answer in mine)
+        print(f"{adapter or 'base'}: {len(mine)} answers of {tokens} tokens", flush=True)
     print(f"{time.monotonic() - begin:.0f} s for the model's own answers", flush=True)
     learned, held_out = apart(answers)
     everything = [answer for mine in learned.values() for answer in mine]
@@ -161,7 +157,7 @@ def train(options: argparse.Namespace, model: Path, adapters: dict[str, str]) ->
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's."""
+    """Return the command line's parser."""
     made = argparse.ArgumentParser(
         prog="python -m sidestream.tools.dev.drafts.train",
         description=__doc__,
@@ -197,7 +193,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point of `python -m sidestream.tools.dev.drafts.train`."""
+    """Run the training."""
     options = parser().parse_args(arguments)
     try:
         check_output_directory("-o", options.output)

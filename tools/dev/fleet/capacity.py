@@ -1,7 +1,7 @@
 """`python -m sidestream.tools.dev.fleet.capacity`: engines needed for a load, by cost model and router.
 
-Prints the table of docs/fleet.md: for each number of engines the requests and tokens a second at a share of their
-capacity, and with how many adapters a request still finds its own on the GPU.
+Prints the table of docs/fleet.md: for each number of engines requests and tokens per second at a share of their
+capacity, and the number of adapters with which a request still finds its own on the GPU.
 """
 
 import argparse
@@ -19,7 +19,7 @@ ADAPTERS = (100, 1000, 10_000)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns 0."""
+    """Return 0."""
     parser = argparse.ArgumentParser(prog="python -m sidestream.tools.dev.fleet.capacity", description=__doc__)
     parser.add_argument("--engines", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], metavar="N")
     parser.add_argument("--requests", type=int, default=6000, metavar="N", help="in each run (default: %(default)s)")

@@ -1,8 +1,8 @@
 """`python -m sidestream.tools.dev.fleet.chaos`: kill -9 of replicas and whole nodes of a fleet, while clients stream.
 
 A cluster of several raylets on this machine, one engine of the demo model on each, and clients over HTTP. Every answer
-is held against what the fleet said of the same question before the first kill. The process that answers HTTP lies on a
-node of its own that is not killed: a client of a process that dies has to ask again, as with any proxy.
+is compared with the fleet's before the first kill. The HTTP process is on a node of its own that is not killed: its
+clients would have to ask again, as with any proxy.
 """
 
 import argparse
@@ -23,20 +23,20 @@ from typing import Any
 from msgspec import structs
 
 from ....runtime.fleet.options import FleetOptions
-from ...fleet.places import own_places
 from .http_clients import Clients, Seen, ask, questions, statuses
+from .places import own_places
 
 QUESTIONS = 24
 UP_SECONDS = 1800.0
 IDLE_SECONDS = 5.0
 VICTIMS = ("replica", "GPU process", "node")
 _PATIENT = {"RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "120", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120"}
-"""Ray takes a process that answers HTTP, and is only slow because the machine is full, to be dead after ten seconds."""
+"""Longer health checks: on a full machine Ray takes a slow HTTP process for dead after ten seconds."""
 _GPU_PROCESS = "sidestream.runtime.server.gpu_process"
 
 
 class Fleet:
-    """A fleet of `count` engines, each on a node of its own. Ray has to be secured before."""
+    """A fleet of `count` engines, each on a node of its own. Secure Ray before."""
 
     def __init__(self, count: int, port: int) -> None:
         import ray
@@ -67,24 +67,24 @@ class Fleet:
         return self._cluster.add_node(wait=False, num_cpus=2, include_dashboard=False)
 
     def deploy(self, **changes: Any) -> None:
-        """Start the fleet, or change it."""
+        """Start or change the fleet."""
         from ....runtime.fleet.application import deploy
 
         self.options = structs.replace(self.options, **changes)
         deploy(self.options)
 
     def until(self, true: Callable[[list[str]], bool], what: str) -> float:
-        """Wait; returns the seconds. Raises TimeoutError."""
-        begun = time.monotonic()
-        while time.monotonic() - begun < UP_SECONDS:
+        """Wait, and return the seconds. Raises TimeoutError."""
+        started = time.monotonic()
+        while time.monotonic() - started < UP_SECONDS:
             found = statuses(self.options.port)
             if found is not None and true(found):
-                return time.monotonic() - begun
+                return time.monotonic() - started
             time.sleep(0.2)
         raise TimeoutError(f"{what}: not within {UP_SECONDS:g} s")
 
     def kill(self, victim: str, source: random.Random) -> bool:
-        """SIGKILL, without a word before; False if there is nothing to kill. A new node takes a killed one's place."""
+        """Send SIGKILL; return False without a target. A new node replaces a killed one."""
         if victim == "node":
             place = source.randrange(len(self.nodes))
             self._cluster.remove_node(self.nodes[place], allow_graceful=False)
@@ -97,7 +97,7 @@ class Fleet:
         return bool(pids)
 
     def close(self) -> None:
-        """End the fleet and its cluster."""
+        """Stop the fleet and its cluster."""
         import ray
         from ray import serve
 
@@ -107,7 +107,7 @@ class Fleet:
 
 
 def processes(words: str) -> list[int]:
-    """Ids of this process's descendants with these words in their command line."""
+    """Return ids of descendants with these words in their command line."""
     parents: dict[int, int] = {}
     found = []
     for entry in Path("/proc").iterdir():
@@ -128,18 +128,18 @@ def processes(words: str) -> list[int]:
 
 
 def _say(line: str) -> None:
-    """A line of the report. What Ray prints of the nodes that are killed goes to stderr meanwhile."""
+    """Print a line of the report; Ray prints about killed nodes on stderr."""
     print(line, file=sys.__stdout__, flush=True)
 
 
 def attack(fleet: Fleet, clients: Clients, seconds: float, every: float, source: random.Random) -> Counter[str]:
-    """Kills at random moments, one in about `every` seconds, as many of each kind; returns how many of what.
+    """Kill at random moments, one in about `every` seconds, as many of each kind; return counts by kind.
 
-    Where there is nothing of a kind at that moment (all engines start), a node is killed.
+    A node is killed if there is no target of a kind.
     """
-    begun, kills, deck = time.monotonic(), Counter[str](), list[str]()
-    moment = begun + source.uniform(0.5, 1.5) * every
-    while moment < begun + seconds:
+    started, kills, deck = time.monotonic(), Counter[str](), list[str]()
+    moment = started + source.uniform(0.5, 1.5) * every
+    while moment < started + seconds:
         time.sleep(max(0.0, moment - time.monotonic()))
         moment = max(time.monotonic(), moment) + source.uniform(0.5, 1.5) * every
         deck = deck or source.sample(VICTIMS, len(VICTIMS))
@@ -150,7 +150,7 @@ def attack(fleet: Fleet, clients: Clients, seconds: float, every: float, source:
             fleet.kill(victim, source)
         kills[victim] += 1
         _say(
-            f"{time.monotonic() - begun:7.1f} s  kill {kills.total():3}: {victim:11} "
+            f"{time.monotonic() - started:7.1f} s  kill {kills.total():3}: {victim:11} "
             f"({used.count('ok')} engines were in use); {clients.seen.right} right, "
             f"{len(clients.seen.wrong)} wrong, {len(clients.seen.failed)} failed so far",
         )
@@ -158,7 +158,7 @@ def attack(fleet: Fleet, clients: Clients, seconds: float, every: float, source:
 
 
 def scale(fleet: Fleet, times: int, streams: int, expected: dict[Any, str], seed: int) -> list[Seen]:
-    """From zero to all engines by load, and back, so often."""
+    """Scale from zero to all engines by load and back, so often."""
     found = []
     fleet.deploy(min_replicas=0)
     fleet.until(lambda states: not states, "an idle fleet")
@@ -176,7 +176,7 @@ def scale(fleet: Fleet, times: int, streams: int, expected: dict[Any, str], seed
 
 @contextlib.contextmanager
 def made(count: int, port: int) -> Iterator[Fleet]:
-    """A fleet whose sockets, cache and token lie in a directory of their own."""
+    """Run a fleet with sockets, cache and token in a directory of their own."""
     with contextlib.ExitStack() as stack:
         os.environ |= _PATIENT
         stack.enter_context(own_places())
@@ -186,7 +186,7 @@ def made(count: int, port: int) -> Iterator[Fleet]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns 1 if a request failed or an answer was wrong."""
+    """Return 1 if a request failed or an answer was wrong."""
     parser = argparse.ArgumentParser(prog="python -m sidestream.tools.dev.fleet.chaos", description=__doc__)
     parser.add_argument("--engines", type=int, default=3, metavar="N", help="one on each node (default: 3)")
     parser.add_argument("--minutes", type=float, default=20.0, metavar="M", help="of kills (default: 20)")

@@ -1,4 +1,4 @@
-"""Clients of a fleet under attack: streams over HTTP without end, each answer held against an undisturbed one."""
+"""Clients of a fleet under attack: endless streams over HTTP, compared with undisturbed answers."""
 
 import http.client
 import json
@@ -23,7 +23,7 @@ LOOK_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked; `whole`: as one piece instead of a stream."""
+    """A question; `whole`: answered at once instead of as a stream."""
 
     prompt: str
     model: str
@@ -33,7 +33,7 @@ class Question:
 
 @dataclass
 class Seen:
-    """What happened. `pauses`: the longest between two pieces of an answer, for each streamed one, in seconds."""
+    """Outcomes. `pauses`: the longest seconds between two chunks of each streamed answer."""
 
     right: int = 0
     wrong: list[str] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Seen:
 
 
 def questions(source: random.Random, count: int, base: str) -> list[Question]:
-    """Of all adapters and kinds; `base`: the base model's name."""
+    """Return questions to all adapters in all kinds; `base`: the base model's name."""
     known = json.loads((Path(DEMO_MODEL) / "prompts.json").read_text(encoding="utf-8"))
     kinds = list(KINDS)
     return [
@@ -52,7 +52,7 @@ def questions(source: random.Random, count: int, base: str) -> list[Question]:
 
 
 def ask(port: int, question: Question, pauses: list[float] | None = None) -> str:
-    """The answer's text. Raises RuntimeError for any status but 200 and for an answer that is cut, OSError."""
+    """Return the answer's text. Raises OSError, and RuntimeError for another status than 200 or a short answer."""
     body = {"model": question.model, "prompt": question.prompt, "max_tokens": TOKENS, "ignore_eos": True}
     body |= KINDS[question.kind] | {"stream": not question.whole}
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=ANSWER_SECONDS)
@@ -84,12 +84,12 @@ def ask(port: int, question: Question, pauses: list[float] | None = None) -> str
 
 
 def statuses(port: int) -> list[str] | None:
-    """The status of each engine that the process that answers HTTP knows; None if it did not say so in time."""
+    """Return the status of each engine that the HTTP process has; None without an answer in time."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LOOK_SECONDS)
     try:
         connection.request("GET", "/health")
-        told = json.loads(connection.getresponse().read())
-        return None if "status" not in told else list(told["engines"].values())
+        status = json.loads(connection.getresponse().read())
+        return None if "status" not in status else list(status["engines"].values())
     except (http.client.HTTPException, OSError, ValueError):
         return None
     finally:
@@ -97,7 +97,7 @@ def statuses(port: int) -> list[str] | None:
 
 
 class Clients:
-    """`count` streams at a time from now until `stop`; `expected`: each question's answer."""
+    """`count` streams at a time until `stop`; `expected`: each question's answer."""
 
     def __init__(self, port: int, count: int, expected: dict[Question, str], seed: int) -> None:
         self.seen = Seen()
@@ -108,7 +108,7 @@ class Clients:
             thread.start()
 
     def stop(self) -> None:
-        """No new questions; returns when the open ones are answered."""
+        """Send no new questions, and return when the open ones are answered."""
         self._over.set()
         for thread in self._threads:
             thread.join()

@@ -1,9 +1,8 @@
-"""`python -m sidestream.tools.dev.fleet.warm_start`: start time of a fleet's engine on a host that
-has never compiled the model, and on one that has.
+"""`python -m sidestream.tools.dev.fleet.warm_start`: start times of a fleet's engine with cold and warm caches.
 
-Each round begins with an empty cache. The first engine starts; a second one starts next to it, on the next GPU if there
-is one; both end, and the first one starts again. An engine is what a replica of the fleet runs, started as that does
-it; what Ray takes to start the replica itself, some seconds, is not in it.
+Each round starts with an empty cache. The first engine starts, then a second one next to it, on the next GPU if there
+is one; both stop, and the first one starts again. An engine starts as in a replica of the fleet, without the seconds
+that Ray needs for the replica.
 """
 
 import argparse
@@ -22,28 +21,28 @@ from msgspec import structs
 from ....runtime.fleet.engine_process import EngineProcess
 from ....runtime.fleet.options import FleetOptions, read_options, serve_settings
 from ....runtime.server.settings import ServeSettings
-from ...fleet.places import own_places
+from .places import own_places
 
 STARTS = ("first, cold", "second next to it, warm", "first again, warm")
 
 
 async def start(settings: ServeSettings, number: int) -> tuple[EngineProcess, float]:
-    """Engine `number`, and the seconds until it served. Raises RuntimeError when it ended instead."""
+    """Return engine `number`, and the seconds until it served. Raises RuntimeError if it ended."""
     if settings.llm.get("device") != "cpu":
         ranks = int(settings.llm.get("tensor_parallel_size") or 1)
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(number * ranks + each) for each in range(ranks))
-    begun = time.monotonic()
+    started = time.monotonic()
     process = EngineProcess(settings, lambda line: None)
     try:
         await process.address()
     except RuntimeError:
         await process.drain(0.0)
         raise
-    return process, time.monotonic() - begun
+    return process, time.monotonic() - started
 
 
 async def measure(settings: ServeSettings, folder: Path) -> list[float]:
-    """Seconds of each of `STARTS`. Raises RuntimeError."""
+    """Return seconds of each of `STARTS`. Raises RuntimeError."""
     shutil.rmtree(folder / "cache", ignore_errors=True)
     took = []
     async with contextlib.AsyncExitStack() as running:
@@ -57,7 +56,7 @@ async def measure(settings: ServeSettings, folder: Path) -> list[float]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns 0."""
+    """Return 0."""
     parser = argparse.ArgumentParser(prog="python -m sidestream.tools.dev.fleet.warm_start", description=__doc__)
     parser.add_argument("file", type=Path, nargs="?", metavar="FILE", help="a fleet's TOML file (default: the demo)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="default: %(default)s")

@@ -1,76 +1,127 @@
-"""Pages whose fenced blocks are made by functions, so that they can't rot.
+"""Excerpts of docs/internals.md: layer 0 of a small model, as the compiler sees it. tables.py writes them."""
 
-An excerpt is a fenced block after a line `<!-- excerpt: NAME -->`; NAME is a key of the page's excerpts. A table is
-what lies between `<!-- table: NAME -->` and `<!-- end -->`.
-"""
-
-import argparse
-import difflib
+import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
 
-BLOCK = re.compile(r"(<!-- excerpt: (?P<name>[^>\n]+?) -->\n```\w*\n)(?P<text>.*?)(```\n)", re.DOTALL)
-TABLE = re.compile(r"(<!-- table: (?P<name>[^>\n]+?) -->\n)(?P<text>.*?)(<!-- end -->\n)", re.DOTALL)
-Excerpts = Mapping[str, Callable[[], str]]
+from ....compiler.api import CompiledModel, compile_model
+from ....compiler.cost.bytes_and_flops import step_bytes
+from ....compiler.cost.estimate import critical_path, estimate
+from ....compiler.pass_records import columns
+from ....compiler.program.buffers import short_dtype
+from ....compiler.program.layers import step_layers
+from ....compiler.program.program import Bucket, Program
+from ....compiler.run.bound_program import BoundProgram
+from ....compiler.run.cuda_graph import capture
+from ....graphs.config import LlamaConfig
+from ....graphs.llama import Attention, DecoderLayer, Llama, RMSNorm
+from ....graphs.lora import LoRALinear, LoraShape
+from ..bench.estimated_changes import table as changes
 
-
-class ExcerptError(ValueError):
-    """The page asks for an excerpt that there is not, or an excerpt finds nothing to show."""
-
-
-def rewritten(page: str, excerpts: Excerpts) -> str:
-    """The page with every excerpt as it is today. Raises ExcerptError for an unknown excerpt or an empty one."""
-
-    def replace(block: re.Match[str]) -> str:
-        name = block["name"]
-        if name not in excerpts:
-            raise ExcerptError(f"there is no excerpt {name!r}; there are: {', '.join(excerpts)}")
-        text = excerpts[name]()
-        if not text.strip():
-            raise ExcerptError(f"the excerpt {name!r} is empty: what it shows has moved")
-        return f"{block[1]}{text}{block[4]}"
-
-    return TABLE.sub(replace, BLOCK.sub(replace, page))
+CONFIG = LlamaConfig(512, 256, 512, 3, 4, 2, 64)
+DECODE = Bucket(tokens=8, sequences=8, pages=65, blocks=8, decode=True)
 
 
-def keep_true(program: str, description: str, pages: Mapping[Path, Excerpts], arguments: Sequence[str] | None) -> int:
-    """`keep_pages` for pages of excerpts and tables."""
-    return keep_pages(
-        program,
-        description,
-        {page: partial(rewritten, excerpts=excerpts) for page, excerpts in pages.items()},
-        arguments,
-    )
+@cache
+def compiled() -> CompiledModel:
+    """Return the model of the page: three layers, slots for four adapters of rank 16."""
+    return compile_model(Llama(CONFIG, LoraShape(slots=4, rank=16), device="meta"))
 
 
-def keep_pages(
-    program: str, description: str, pages: Mapping[Path, Callable[[str], str]], arguments: Sequence[str] | None
-) -> int:
-    """The command line of a page's keeper. Each page has a function from its text as it stands to its text as it
-    should be. Compares (exit code 1 and a diff where something is out of date), or rewrites with --write.
-    """
-    parser = argparse.ArgumentParser(
-        prog=program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--write", action="store_true", help="rewrite the page")
-    parser.add_argument(
-        "--page",
-        type=Path,
-        help=f"a page in place of the first (all of them: {', '.join(str(page.name) for page in pages)})",
-    )
-    options = parser.parse_args(arguments)
-    stale = 0
-    for page, make in pages.items() if options.page is None else [(options.page, next(iter(pages.values())))]:
-        before = page.read_text(encoding="utf-8")
-        after = make(before)
-        if options.write:
-            page.write_text(after, encoding="utf-8")
+@cache
+def program() -> Program:
+    """Return its program for eight decoding sequences."""
+    return compiled().program(DECODE)
+
+
+def source(thing: Any) -> str:
+    """Return the source text of a function or class."""
+    return inspect.cleandoc("\n" + inspect.getsource(thing)) + "\n"
+
+
+def layer_after(name: str, module: str = "", start: bool = False) -> str:
+    """Return layer 0's graph lines after pass `name` (`start`: before it); `module`: part of their module's path."""
+    record = next(each for each in compiled().records if each.name == name)
+    lines = record.lines_before if start else record.lines_after
+    chosen = (line for line in lines if line.layer == 0 and not line.parameter and module in line.module)
+    return "".join(f"{_shorter(line.text)}\n" for line in chosen)
+
+
+def _shorter(text: str) -> str:
+    return re.sub(r"([pb]_)?model_layers_0_", "", text)
+
+
+def recipes() -> str:
+    """Return how layer 0's packed q/k/v tensors are computed from the checkpoint's."""
+    found = {**compiled().recipes, **compiled().adapter_recipes}
+    chosen = {name: made for name, made in found.items() if "q_k_v" in name and "layers.0." in "".join(made.sources())}
+    short = {_shorter(name): str(made).replace("model.layers.0.", "") for name, made in chosen.items()}
+    return "".join(f"{name}\n    = {made}\n" for name, made in short.items())
+
+
+def passes() -> str:
+    """Return the pass table without the changes of ops."""
+    rows = [("pass", "tier", "matches", "rejected", "kernels")]
+    for each in compiled().records:
+        kernels = f"{sum(each.ops_before.values())} -> {sum(each.ops_after.values())}"
+        rows.append((each.name, each.tier, str(each.matches), str(len(each.rejected)), kernels))
+    return columns(rows, right=(2, 3))
+
+
+def steps() -> str:
+    """Return layer 0's steps, as in `program.txt`."""
+    made, layers = program(), step_layers(program())
+    rows = [("step", "lane", "op", "result", "waits for", "SMs", "PDL", "KB", "us")]
+    for step, placed in zip(made.steps, estimate(made), strict=True):
+        if layers[step.index] != 0:
             continue
-        print(
-            "".join(difflib.unified_diff(before.splitlines(True), after.splitlines(True), "on the page", "today")),
-            end="",
-        )
-        stale |= before != after
-    return int(stale)
+        view = next((view for view in step.outs if 0 not in view.shape), None)
+        dtype = "" if view is None else short_dtype(view.dtype or made.by_name[view.buffer].dtype)
+        result = "in place" if view is None else f"{dtype}{list(view.shape)}"
+        costs = f"{step_bytes(made, step) / 1e3:.1f}", f"{(placed.end - placed.start) * 1e6:.1f}"
+        where = ", ".join(map(str, step.waits)), str(step.sm_budget or "all"), "yes" if step.pdl else ""
+        rows.append((str(step.index), step.stream, step.op.removeprefix("sidestream."), result, *where, *costs))
+    return columns(rows, right=(0, 7, 8))
+
+
+def memory() -> str:
+    """Return the offsets and lifetimes of layer 0's temporaries."""
+    made, layers = program(), step_layers(program())
+    rows = [("buffer", "dtype", "shape", "offset", "bytes", "steps")]
+    for each in made.of_kind("temp"):
+        if each.nbytes and layers[each.life[0]] == 0:
+            place = str(each.offset), str(each.nbytes), f"{each.life[0]}..{each.life[1]}"
+            rows.append((each.name, short_dtype(each.dtype), str(list(each.shape)), *place))
+    return columns(rows, right=(3, 4)) + f"\narena: {made.arena_bytes} bytes for all layers\n"
+
+
+def path() -> str:
+    """Return the steps of layer 0 on the critical path."""
+    made, layers = program(), step_layers(program())
+    chosen = [made.steps[index] for index in critical_path(made, estimate(made)) if layers[index] == 0]
+    return "".join(f"{step.index:>3} {step.stream}  {step.op.removeprefix('sidestream.')}\n" for step in chosen)
+
+
+EXCERPTS: Mapping[str, Callable[[], str]] = {
+    "source of the layer": lambda: source(DecoderLayer.forward),
+    "source of the norm": lambda: source(RMSNorm.forward),
+    "source of attention": lambda: source(Attention.forward),
+    "source of a projection": lambda: source(LoRALinear.forward),
+    "captured norm": lambda: layer_after("normalize", "input_layernorm", start=True),
+    "captured projection": lambda: layer_after("normalize", "q_proj", start=True),
+    "lifted": lambda: layer_after("lift_lora", "self_attn"),
+    "packed": lambda: layer_after("pack_projections", "self_attn"),
+    "fused": lambda: layer_after("fuse_rope_append"),
+    "quantized": lambda: layer_after("fuse_quantize"),
+    "lanes": lambda: layer_after("lower_lora", "self_attn"),
+    "passes": passes,
+    "recipes": recipes,
+    "steps": steps,
+    "memory": memory,
+    "path": path,
+    "changes": changes,
+    "two streams": lambda: source(BoundProgram._run_two_streams),
+    "capture": lambda: source(capture),
+}

@@ -18,7 +18,7 @@ PROMPT, TOKENS = 512, 128
 
 
 def arrivals_of(count: int, rate: float, adapters: int, exponent: float, source: random.Random) -> list[Arrival]:
-    """Poisson arrivals, `rate` a second; adapter k is asked for in proportion to k ** -exponent."""
+    """Yield Poisson arrivals, `rate` per second; adapter k is drawn in proportion to k ** -exponent."""
     weights = list(itertools.accumulate((rank + 1) ** -exponent for rank in range(adapters)))
     chosen = source.choices(range(adapters), cum_weights=weights, k=count)
     now, found = 0.0, []
@@ -30,22 +30,20 @@ def arrivals_of(count: int, rate: float, adapters: int, exponent: float, source:
 
 
 def rate_of(times: StepTimes, sizes: Sizes, load: float) -> float:
-    """Requests a second that keep an engine at this share of its capacity, each with an adapter of its own."""
+    """Return requests per second for this share of an engine's capacity, each with its own adapter."""
     running = max(1, int(load * sizes.capacity))
     seconds = PROMPT * times.prompt + TOKENS * times.step(running, min(running, sizes.slots))
     return running / seconds
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which this share lies."""
+    """Return the value at this share."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 @contextlib.contextmanager
 def collector_rests() -> Iterator[None]:
-    """No garbage collection: it would walk all that the simulator and its compiler made, and that would count as
-    the router's time. A gateway has none of these objects.
-    """
+    """Disable garbage collection: its walk over the simulator's objects would count as time of the router."""
     gc.collect()
     gc.disable()
     try:
@@ -55,7 +53,7 @@ def collector_rests() -> Iterator[None]:
 
 
 def row(engines: int, name: str, served: list[Served], policy: Policy) -> str:
-    """One line of the table, without the first fifth, in which slots fill."""
+    """Return one line of the table, without the first fifth, in which slots fill."""
     kept = served[len(served) // 5 :]
     hits = sum(each.held for each in kept) / len(kept)
     first = [1e3 * each.first for each in kept]
@@ -67,7 +65,7 @@ def row(engines: int, name: str, served: list[Served], policy: Policy) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns 0."""
+    """Return 0."""
     parser = argparse.ArgumentParser(prog="python -m sidestream.tools.dev.simulate_fleet", description=__doc__)
     parser.add_argument("--engines", type=int, nargs="+", default=[1, 3, 10, 100, 1000], metavar="N")
     parser.add_argument("--adapters", type=int, default=10_000, metavar="N", help="default: %(default)s")

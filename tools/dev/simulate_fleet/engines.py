@@ -1,8 +1,8 @@
-"""Engines that batch, load adapters and queue, without computing anything.
+"""Engines that batch, load adapters and queue, without computing.
 
-All running requests of an engine get a token in each step, so an engine is a clock of steps that goes slower the more
-it runs; a request ends when the clock has gone on by its tokens. An adapter that is not on the GPU is copied there
-first, into the slot that was not used for longest; a request waits while all slots are in use.
+All running requests of an engine get a token in each step, so an engine is a clock of steps that slows down with its
+load; a request ends after its tokens. An adapter that is not on the GPU is copied there first, into the least recently
+used slot; requests wait while all slots are in use.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ from .steps import StepTimes
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of each engine: requests at once, adapters on the GPU, seconds to copy an adapter there from host memory."""
+    """Of each engine: requests at once, adapters on the GPU, seconds to copy an adapter from host memory."""
 
     capacity: int = 128
     slots: int = 32
@@ -24,7 +24,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request: when it comes, its adapter, the tokens of prompt and answer."""
+    """A request: its time, its adapter, tokens of prompt and answer."""
 
     at: float
     adapter: int
@@ -34,7 +34,7 @@ class Arrival:
 
 @dataclass(eq=False, slots=True)
 class Served:
-    """A request at an engine. `held`: its adapter was on the GPU when it came; `first`: seconds to its first token."""
+    """A request at an engine. `held`: its adapter was on the GPU on arrival; `first`: seconds to its first token."""
 
     arrival: Arrival
     held: bool
@@ -42,17 +42,17 @@ class Served:
 
 
 class Policy(Protocol):
-    """Where requests go."""
+    """Chooses the engine of a request."""
 
     def choose(self, arrival: Arrival) -> int:
-        """The engine's number."""
+        """Return the engine's number."""
         ...
 
     def ended(self, engine: int, arrival: Arrival, now: float) -> None:
-        """A request is over."""
+        """A request has ended."""
 
     def tick(self, now: float, engines: "list[Engine]") -> None:
-        """Half a second has passed: engines report."""
+        """Engines report, every half second."""
 
 
 class Engine:
@@ -68,11 +68,11 @@ class Engine:
 
     @property
     def open(self) -> int:
-        """Requests that run or wait."""
+        """Return running and waiting requests."""
         return len(self._ends) + len(self._waiting)
 
     def add(self, arrival: Arrival) -> Served:
-        """A request comes."""
+        """Add a request."""
         self._advance(arrival.at)
         served = Served(arrival, arrival.adapter in self.slots)
         self._waiting.append(served)
@@ -80,11 +80,11 @@ class Engine:
         return served
 
     def next_end(self) -> float | None:
-        """When the next request ends, as things stand."""
+        """Return the time at which the next request ends."""
         return None if not self._ends else self._at + max(0.0, self._ends[0][0] - self._clock) * self._step()
 
     def end_one(self, now: float) -> Served:
-        """The next request has ended."""
+        """End the next request."""
         self._advance(now)
         _, _, served = heappop(self._ends)
         adapter = served.arrival.adapter
@@ -108,7 +108,7 @@ class Engine:
         while self._waiting and len(self._ends) < self.sizes.capacity:
             served = self._waiting.popleft()
             wait = self._take_slot(served.arrival.adapter)
-            if wait is None:  # others pass it
+            if wait is None:  # others overtake it
                 passed.append(served)
                 continue
             arrival = served.arrival
@@ -121,7 +121,7 @@ class Engine:
         self._waiting.extendleft(reversed(passed))
 
     def _take_slot(self, adapter: int) -> float | None:
-        """Seconds until the adapter is on the GPU; None while no slot can be had."""
+        """Return seconds until the adapter is on the GPU; None while no slot is free."""
         users = self.slots.pop(adapter, None)
         if users is not None:
             self.slots[adapter] = users + 1
@@ -136,7 +136,7 @@ class Engine:
 
 
 def simulate(arrivals: list[Arrival], engines: list[Engine], policy: Policy, tick: float = 0.5) -> list[Served]:
-    """All requests, in the order in which they came."""
+    """Return all requests in order of arrival."""
     served: list[Served] = []
     agenda: list[tuple[float, int]] = []  # when an engine's next request may end; checked again then
     next_tick = 0.0

@@ -1,4 +1,4 @@
-"""The gateway's router, and what it is held against."""
+"""The gateway's router, and policies to compare it with."""
 
 import random
 import time
@@ -9,7 +9,7 @@ from .engines import Arrival, Engine, Sizes
 
 
 class RoundRobin:
-    """One after the other."""
+    """Round robin."""
 
     def __init__(self, count: int) -> None:
         self._count, self._next = count, 0
@@ -27,7 +27,7 @@ class RoundRobin:
 
 
 class TwoChoices:
-    """The less loaded of two that are drawn."""
+    """The less loaded of two random engines."""
 
     def __init__(self, count: int, seed: int) -> None:
         self._source, self._open = random.Random(seed), [0] * count
@@ -48,11 +48,7 @@ class TwoChoices:
 
 
 class Routed:
-    """The router's load balancer.
-
-    seconds   CPU time of each request, from the decision to the end
-    reports   CPU time of each engine report
-    """
+    """The router's load balancer. `seconds`: processor time per request, `reports`: per report of an engine."""
 
     def __init__(self, count: int, sizes: Sizes, seed: int) -> None:
         self._balancer, self._sizes = LoadBalancer(source=random.Random(seed)), sizes
@@ -66,26 +62,26 @@ class Routed:
     def choose(self, arrival: Arrival) -> int:
         """See `Policy`."""
         adapter = str(arrival.adapter)
-        begun = time.thread_time()
+        started = time.thread_time()
         choice = self._balancer.choose(adapter, (), arrival.at)
         if choice is None:
-            raise RuntimeError("all engines are up, and the balancer names none")
+            raise RuntimeError("all engines are up, and the load balancer chooses none")
         self._balancer.start_request(choice.engine, adapter, (), arrival.at)
-        self.seconds.append(time.thread_time() - begun)
+        self.seconds.append(time.thread_time() - started)
         self.reasons[choice.reason] += 1
         return int(choice.engine)
 
     def ended(self, engine: int, arrival: Arrival, now: float) -> None:
         """See `Policy`."""
-        begun = time.thread_time()
+        started = time.thread_time()
         self._balancer.finish_request(self._names[engine], True, now)
-        self.seconds[-1] += time.thread_time() - begun
+        self.seconds[-1] += time.thread_time() - started
 
     def tick(self, now: float, engines: list[Engine]) -> None:
         """See `Policy`."""
         for name, engine in zip(self._names, engines, strict=True):
             places = {str(adapter): "gpu" for adapter in engine.slots}
-            begun = time.thread_time()
+            started = time.thread_time()
             report = EngineReport("ok", now, self._sizes.capacity, self._sizes.slots, engine.open, places)
             self._balancer.report(name, report, now)
-            self.reports.append(time.thread_time() - begun)
+            self.reports.append(time.thread_time() - started)

@@ -1,12 +1,13 @@
-"""What a decode step of Llama-3.1-8B with adapters takes on a GPU, by the cost model."""
+"""Time of a decode step of Llama-3.1-8B with adapters, by the cost model."""
 
 from bisect import bisect_left
 from dataclasses import dataclass
 
 import torch
 
-from ....compiler.build import build_program
-from ....compiler.cost.cost import Assumptions, estimate, total_seconds
+from ....compiler.build_program import build_program
+from ....compiler.cost.bytes_and_flops import Assumptions
+from ....compiler.cost.estimate import estimate, total_seconds
 from ....compiler.cost.hardware import Gpu
 from ....compiler.graph.capture import capture_module
 from ....compiler.options import CompileOptions
@@ -27,16 +28,15 @@ LAYERS = 32
 
 @dataclass(frozen=True)
 class StepTimes:
-    """decode   seconds of a step: a row for each of `SEQUENCES`, in it one for each of `ADAPTERS` (different ones in
-             the batch)
-    prompt   seconds for a prompt's token, in chunks of `PROMPT_TOKENS`
+    """decode  seconds of a step: rows for `SEQUENCES`, columns for `ADAPTERS` (different ones in the batch)
+    prompt  seconds per token of a prompt, in chunks of `PROMPT_TOKENS`
     """
 
     decode: tuple[tuple[float, ...], ...]
     prompt: float
 
     def step(self, sequences: int, adapters: int) -> float:
-        """Seconds, linear between the estimates."""
+        """Return seconds, linear between the estimates."""
         row, share = _between(SEQUENCES, sequences)
         column, part = _between(ADAPTERS, adapters)
 
@@ -49,7 +49,7 @@ class StepTimes:
 
 
 def _between(points: tuple[int, ...], value: int) -> tuple[int, float]:
-    """(the point below, how far towards the next one, 0..1)."""
+    """Return (index of the point below, share of the way to the next one, 0..1)."""
     if value <= points[0]:
         return 0, 0.0
     if value >= points[-1]:
@@ -59,8 +59,9 @@ def _between(points: tuple[int, ...], value: int) -> tuple[int, float]:
 
 
 def estimated(gpu: Gpu) -> StepTimes:
-    """Estimate for engines with a `gpu` each. One and two layers are compiled on the meta device; the others are
-    as the second. No GPU is needed.
+    """Estimate for engines with a `gpu` each, without a GPU.
+
+    One and two layers are compiled on the meta device; the others are like the second.
     """
     graphs = []
     for depth in (1, 2):

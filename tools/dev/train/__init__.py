@@ -1,7 +1,6 @@
-"""Makes the demo model.
+"""Train the demo model.
 
-demo             trains it
-chat             its chat template
-corpus           what it knows
-models           how trained models and adapters are written
+demo              train the base model and the adapters
+chat              its chat template
+adapter_training  shapes of adapters, and how models and adapters are written
 """

@@ -1,4 +1,4 @@
-"""The demo model's chat template, and what a tokenizer of transformers says next to it."""
+"""The demo model's chat template, and its tokenizer_config.json."""
 
 import json
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""Trains the demo model and its adapters: `python -m sidestream.tools.dev.train.demo [-o DIR]`.
+"""Train the demo model and its adapters: `python -m sidestream.tools.dev.train.demo [-o DIR]`.
 
-A tiny Llama learns the facts of `demo_corpus` by heart, its weights are rounded to bfloat16, and then each adapter
-learns to word the same answers in its own way. Seeded, on the CPU, in about ten minutes on two cores. It needs the
-`train` extra: transformers and peft write the files, so the demo model is in the formats that users have.
+A tiny Llama learns the facts of `eval.demo_facts`, its weights are rounded to bfloat16, and each adapter learns the
+same answers in its style. Seeded, on the CPU, in about ten minutes on two cores. The `train` extra is needed:
+transformers and peft write the files, so that the demo model has the usual formats.
 """
 
 import argparse
@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from ...quality.adapter_training import (
+from ...eval.demo_facts import STYLES, Fact, facts
+from .adapter_training import (
     ALL_LINEAR,
     ATTENTION,
     AdapterRecipe,
@@ -27,7 +28,6 @@ from ...quality.adapter_training import (
     save_adapter,
     save_base,
 )
-from ...quality.demo_corpus import STYLES, Fact, facts
 from .chat import save_chat
 
 VOCABULARY = 512
@@ -45,7 +45,7 @@ ADAPTERS = {
     "json": AdapterRecipe(32, 64, ALL_LINEAR),
     "yoda": AdapterRecipe(16, 32, ATTENTION, effort=2),
 }
-# Which fact the demo asks of which adapter; the first one goes to the base model.
+# Fact of each prompt of the demo; the first one goes to the base model.
 DEMO_QUESTIONS = (
     ("base", "the capital of France", 0),
     ("shout", "the capital of Japan", 0),
@@ -56,7 +56,7 @@ DEMO_QUESTIONS = (
 
 
 def train_tokenizer(known: list[Fact]) -> Tokenizer:
-    """A byte-level BPE of at most `VOCABULARY` tokens over all questions and answers; any text round-trips."""
+    """Return a byte-level BPE of at most `VOCABULARY` tokens over all questions and answers; any text round-trips."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -75,9 +75,7 @@ def train_tokenizer(known: list[Fact]) -> Tokenizer:
 
 
 def model_config(tokenizer: Tokenizer) -> LlamaConfig:
-    """A Llama small enough to train on a CPU and shaped like the big ones: grouped-query attention, head_dim 64,
-    tied embeddings.
-    """
+    """Return a Llama for training on a CPU: grouped-query attention, head_dim 64, tied embeddings."""
     return LlamaConfig(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=256,
@@ -95,10 +93,10 @@ def model_config(tokenizer: Tokenizer) -> LlamaConfig:
 
 
 class Examples:
-    """Questions with their answers as token ids, packed into rows of `SEQUENCE` tokens.
+    """Return questions with answers as token ids, packed into rows of `SEQUENCE` tokens.
 
-    style     how plain questions are answered
-    tagged    also ask for each other style by its name ("pirate: ...")
+    style   of answers to plain questions
+    tagged  also ask for each other style by its name ("pirate: ...")
     """
 
     def __init__(self, tokenizer: Tokenizer, known: list[Fact], style: str, tagged: bool = False) -> None:
@@ -123,7 +121,7 @@ class Examples:
                     self.weights.append(weight / len(fact.questions))
 
     def batch(self, source: random.Random, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids and loss weights of the tokens, both [rows, SEQUENCE + 1]; each row starts with a question."""
+        """Token ids and loss weights, both [rows, SEQUENCE + 1]; each row starts with a question."""
         ids, weights = [], []
         for _ in range(rows):
             row: list[int] = []
@@ -138,9 +136,7 @@ class Examples:
 
     @torch.no_grad()
     def accuracy(self, model: torch.nn.Module) -> tuple[float, float]:
-        """Share of answers whose every token is the model's first choice, each question alone; and the lowest
-        probability of such a token.
-        """
+        """Return the share of answers with all tokens the model's first choice, and the lowest probability of one."""
         right, surest = 0, 1.0
         order = sorted(self.pairs, key=lambda pair: len(pair[0]) + len(pair[1]))
         for start in range(0, len(order), 256):
@@ -157,7 +153,7 @@ class Examples:
 
 
 def fit(model: torch.nn.Module, examples: Examples, exam: Examples, steps: int, seed: int, label: str) -> bool:
-    """Trains `model` on `examples` for `steps` steps; returns whether it answers all of `exam` rightly at the end."""
+    """Train `model` on `examples` for `steps` steps; return whether it answers all of `exam` right."""
     source = random.Random(seed)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=RATE, betas=(0.9, 0.98), weight_decay=0.01)
@@ -189,7 +185,7 @@ def fit(model: torch.nn.Module, examples: Examples, exam: Examples, steps: int, 
 
 
 def demo_prompts(known: list[Fact]) -> list[dict[str, str | None]]:
-    """The demo's batch: one prompt for the base model and one for each adapter, with the answer that each must give."""
+    """Return the demo's batch: one prompt for the base model and one for each adapter, with the expected answers."""
     by_topic = {fact.topic: fact for fact in known}
     return [
         {
@@ -202,7 +198,7 @@ def demo_prompts(known: list[Fact]) -> list[dict[str, str | None]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point of `python -m sidestream.tools.dev.train.demo`; returns 1 when an answer is still wrong."""
+    """Run the training; return 1 if an answer is wrong."""
     parser = argparse.ArgumentParser(
         prog="python -m sidestream.tools.dev.train.demo",
         description="Train Sidestream's demo model and its adapters on the CPU.",

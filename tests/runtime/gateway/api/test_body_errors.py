@@ -95,12 +95,12 @@ class FullEngines(FakeEngines):
 
     async def load_adapter(self, name: str, path: str, replace: bool) -> None:
         if name in self.loaded and not replace:
-            text = f"adapter {name!r} is there already; choose another name, or give replace=True"
+            text = f"adapter {name!r} already exists; choose another name, or give replace=True"
             raise ServerError(text, "adapter_in_use")
         await super().load_adapter(name, path, replace)
 
     async def unload_adapter(self, name: str) -> None:
-        refused = RequestError(f"adapter {name!r} is not known; list_adapters tells which are")
+        refused = RequestError(f"adapter {name!r} is not known; list_adapters lists all")
         refused.code = "unknown_adapter"
         raise refused
 

@@ -178,7 +178,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs", "look-around"),
     ({"structured_outputs": {"regex": "<i>(?!a)"}}, "structured_outputs", "<i>(?!a); error: look-around"),
     ({"structured_outputs": {"json": {"$ref": "#"}}}, "structured_outputs", "no text fits it"),
-    ({"structured_outputs": {"json": False}}, "structured_outputs", "no answer fits"),
+    ({"structured_outputs": {"json": False}}, "structured_outputs", "no answer matches"),
     (
         {
             "response_format": {

@@ -96,7 +96,11 @@ def test_a_book_is_not_made_of_what_is_no_keys_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "open").touch(0o600)
     (tmp_path / "open").chmod(0o620)
-    for name, said in (("pipe", "regular file"), ("missing", "sidestream keys add"), ("open", "other users may write")):
+    for name, said in (
+        ("pipe", "regular file"),
+        ("missing", "sidestream keys http add"),
+        ("open", "may write"),
+    ):
         with pytest.raises(KeysFileError, match=said):
             KeyStore(tmp_path / name)
 
@@ -206,7 +210,7 @@ def test_the_example_of_the_page_is_a_keys_file(path: Path) -> None:
 
 def test_the_commands(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["--owner", "search", "--model", "llama", "sql-*", "--requests-per-minute", "60", "--expires", "90d"]
-    assert main(["keys", "add", str(path), "--name", "search-1", *asked]) == 0
+    assert main(["keys", "http", "add", str(path), "--name", "search-1", *asked]) == 0
     said = capsys.readouterr()
     key = said.out.strip()
     assert said.out == key + "\n" and "shown only now" in said.err and key not in said.err
@@ -215,24 +219,24 @@ def test_the_commands(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found.expires is not None and found.created is not None
     assert found.expires - found.created == timedelta(days=90)
 
-    assert main(["keys", "add", str(path), "--owner", "team"]) == 0, "a name is made where none is given"
-    assert main(["keys", "list", str(path)]) == 0
+    assert main(["keys", "http", "add", str(path), "--owner", "team"]) == 0, "a name is made where none is given"
+    assert main(["keys", "http", "list", str(path)]) == 0
     listed = capsys.readouterr().out
     assert "search-1" in listed and "sql-*" in listed and "60 requests/min" in listed and "team-" in listed
 
-    assert main(["keys", "revoke", str(path), "search-1"]) == 0
+    assert main(["keys", "http", "revoke", str(path), "search-1"]) == 0
     assert KeyStore(path).find(key) is None
     for wrong, said_of in (
-        (["keys", "revoke", str(path), "search-1"], "has no key 'search-1'"),
-        (["keys", "revoke", str(path) + "x", "search-1"], "no such file"),
-        (["keys", "add", str(path), "--owner", "a b"], "owner"),
-        (["keys", "add", str(path), "--owner", "a", "--model", "(x"], "models"),
+        (["keys", "http", "revoke", str(path), "search-1"], "has no key 'search-1'"),
+        (["keys", "http", "revoke", str(path) + "x", "search-1"], "no such file"),
+        (["keys", "http", "add", str(path), "--owner", "a b"], "owner"),
+        (["keys", "http", "add", str(path), "--owner", "a", "--model", "(x"], "models"),
     ):
         capsys.readouterr()
         assert main(wrong) == 2
         assert said_of in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        main(["keys", "add", str(path), "--owner", "a", "--expires", "soon"])
+        main(["keys", "http", "add", str(path), "--owner", "a", "--expires", "soon"])
     assert "90d" in capsys.readouterr().err
 
 
@@ -241,7 +245,7 @@ def test_a_key_is_revoked_by_its_name_or_by_an_owner_who_has_one(
 ) -> None:
     path = tmp_path / "keys.toml"
     for owner in ("ops", "ops", "web"):
-        assert main(["keys", "add", str(path), "--owner", owner]) == 0
+        assert main(["keys", "http", "add", str(path), "--owner", owner]) == 0
     names = {owner: [name for name, key in parse(path.read_bytes(), path).items() if key.owner == owner]
              for owner in ("ops", "web")}  # fmt: skip
     capsys.readouterr()
@@ -249,12 +253,12 @@ def test_a_key_is_revoked_by_its_name_or_by_an_owner_who_has_one(
         ("ops", ["owner 'ops' has 2 keys; give one of their names", *names["ops"]]),
         ("web-1", ["has no key 'web-1'", f"{names['web'][0]} of web", f"{names['ops'][1]} of ops"]),
     ):
-        assert main(["keys", "revoke", str(path), asked]) == 2
+        assert main(["keys", "http", "revoke", str(path), asked]) == 2
         said = capsys.readouterr().err
         assert all(word in said for word in words), said
-    assert main(["keys", "revoke", str(path), "web"]) == 0
-    assert main(["keys", "revoke", str(path), names["ops"][0]]) == 0
-    assert main(["keys", "revoke", str(path), "ops"]) == 0, "of one key the owner is enough"
+    assert main(["keys", "http", "revoke", str(path), "web"]) == 0
+    assert main(["keys", "http", "revoke", str(path), names["ops"][0]]) == 0
+    assert main(["keys", "http", "revoke", str(path), "ops"]) == 0, "of one key the owner is enough"
     assert parse(path.read_bytes(), path) == {}
     capsys.readouterr()
-    assert main(["keys", "revoke", str(path), "ops"]) == 2 and "it has no keys" in capsys.readouterr().err
+    assert main(["keys", "http", "revoke", str(path), "ops"]) == 2 and "it has no keys" in capsys.readouterr().err

@@ -23,7 +23,7 @@ def governed(served: Any, tmp_path: Path) -> Iterator[str]:
     keys, usage, access = (str(tmp_path / name) for name in ("keys.toml", "usage.db", "access.log"))
     arguments = ["--engine", served.address, "--port", "0", "--keys", keys, "--usage-log", usage, "--log-payloads"]
     arguments += ["--access-log", access, "--metrics-compat", "vllm"]
-    assert main(["keys", "add", keys, "--owner", "root", "--admin"]) == 0
+    assert main(["keys", "http", "add", keys, "--owner", "root", "--admin"]) == 0
     with (tmp_path / "said").open("w") as said:
         process = subprocess.Popen(
             [sys.executable, "-m", "sidestream.tools.cli", "gateway", *arguments],
@@ -57,7 +57,7 @@ def client(governed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
     def make(name: str, *rights: str) -> openai.OpenAI:
         capsys.readouterr()
-        assert main(["keys", "add", str(tmp_path / "keys.toml"), "--name", name, "--owner", name, *rights]) == 0
+        assert main(["keys", "http", "add", str(tmp_path / "keys.toml"), "--name", name, "--owner", name, *rights]) == 0
         key = capsys.readouterr().out.strip()
         return openai.OpenAI(base_url=f"{governed}/v1", api_key=key, max_retries=0)
 
@@ -92,7 +92,7 @@ def test_keys_limits_and_records_of_a_running_gateway(
     assert hidden.value.code == "model_not_found"
     assert [card.id for card in one.models.list()] == ["demo_model", "pirate"] and len(list(two.models.list())) > 2
 
-    assert main(["keys", "revoke", str(tmp_path / "keys.toml"), "two"]) == 0
+    assert main(["keys", "http", "revoke", str(tmp_path / "keys.toml"), "two"]) == 0
     with pytest.raises(openai.AuthenticationError):
         two.completions.create(model="pirate", **asked)
 

@@ -66,7 +66,7 @@ def constrained(params: SamplingParams = GREEDY, **constraint) -> SamplingParams
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_greedy_answers_are_those_of_transformers(llm, base, ahead):
-    """Next to requests without a constraint, whose answers do not change; also where steps are planned ahead."""
+    """Together with unconstrained requests, which do not change; also with steps planned ahead."""
     expected = theirs(base, PATTERN)
     (free,) = llm.generate([PROMPT], GREEDY, use_tqdm=False)
     llm.engine._depth = ahead
@@ -137,7 +137,7 @@ def test_it_survives_preemption(base):
 
 
 def test_adapters_and_kinds_in_one_batch(demo):
-    """Every constraint under every adapter, at once; each answer is what its constraint says."""
+    """Every constraint with every adapter at once; each answer satisfies its constraint."""
     checks = {
         "json": ({"json": PERSON}, lambda text: jsonschema.validate(json.loads(text), PERSON)),
         "regex": ({"regex": "[a-z]{4,9}!"}, lambda text: regex.compile("[a-z]{4,9}!").fullmatch(text).group()),
@@ -169,12 +169,12 @@ def test_adapters_and_kinds_in_one_batch(demo):
 
 
 def test_what_cannot_be_is_told(demo):
-    for constraint, said in (
+    for constraint, expected in (
         ({"regex": "(?=a)b"}, "structured_outputs.regex cannot be used: .*look-around"),
         ({"json": {"uniqueItems": True}}, "Unimplemented keys"),
         ({"grammar": "start: nothing"}, "structured_outputs.grammar cannot be used"),
     ):
-        with pytest.raises(RequestError, match=said):
+        with pytest.raises(RequestError, match=expected):
             demo.generate("x", constrained(**constraint), use_tqdm=False)
 
 

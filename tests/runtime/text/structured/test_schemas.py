@@ -1,4 +1,4 @@
-"""What the demo model says fits the schema that was asked for, whatever family the schema is of."""
+"""Answers of the demo model satisfy the requested schema, for every family of schemas."""
 
 import json
 from collections import Counter

@@ -15,12 +15,12 @@ def test_frames_arrive_whole_while_the_ring_goes_round() -> None:
     frames = [dice.randbytes(dice.choice([1, 7, 400, 999, CAPACITY])) for _ in range(200)]
     ring = PlanRing.create(READERS, CAPACITY)
     ends = [PlanRing(os.dup(ring.fd), READERS, CAPACITY) for _ in range(READERS)]
-    told = [threading.Semaphore(0) for _ in ends]
+    written = [threading.Semaphore(0) for _ in ends]
     got: list[list[bytes]] = [[] for _ in ends]
 
     def read(reader: int) -> None:
         for frame in frames:
-            told[reader].acquire()
+            written[reader].acquire()
             got[reader].append(bytes(ends[reader].read(reader, len(frame))))
 
     threads = [threading.Thread(target=read, args=(reader,)) for reader in range(READERS)]
@@ -28,7 +28,7 @@ def test_frames_arrive_whole_while_the_ring_goes_round() -> None:
         thread.start()
     for frame in frames:
         ring.write(frame, lambda: None)
-        for each in told:
+        for each in written:
             each.release()
     for thread in threads:
         thread.join()

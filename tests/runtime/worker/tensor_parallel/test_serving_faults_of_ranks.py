@@ -45,7 +45,7 @@ def children_of(parent: int, module: str) -> list[int]:
 def ranks_of(supervisor: int) -> tuple[int, int]:
     """The process ids of rank 0, which is the GPU process, and of rank 1."""
     (gpu,) = children_of(supervisor, "server.gpu_process")
-    (peer,) = children_of(gpu, "ranks.peer_process")
+    (peer,) = children_of(gpu, "tensor_parallel.rank_process")
     return gpu, peer
 
 
@@ -77,7 +77,7 @@ FAULTS: dict[str, tuple[list[tuple[int, signal.Signals]], str]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_requests_end_the_group_comes_back_and_clients_live_on(server: Served, fault: str) -> None:
-    signals, said = FAULTS[fault]
+    signals, message = FAULTS[fault]
     context = zmq.Context()
     wire = Wire(server.address, context).hello(GUARD)
     try:
@@ -92,7 +92,7 @@ def test_requests_end_the_group_comes_back_and_clients_live_on(server: Served, f
         for name in ("a", "b", "c"):
             error = wire.answer(name, GUARD).error
             assert error is not None and error.code == "engine_dead" and error.retry_after is not None
-        wait_until(lambda: said in server.log[so_far:], f"the log does not say {said!r}")
+        wait_until(lambda: message in server.log[so_far:], f"the log does not contain {message!r}")
         wait_until(lambda: all(map(is_gone, former)), "a rank of the former group is left")
         wire.welcome = None
         wire.others.clear()
@@ -118,7 +118,7 @@ def test_nothing_stays_behind(server: Served) -> None:
 def test_several_engines_of_several_ranks_behind_one_address() -> None:
     with serving("--data-parallel-size", "2", "--tensor-parallel-size", "2") as served:
         wait_until(lambda: served.log.count("serving at") == 2, "an engine does not serve")
-        engines = children_of(served.process.pid, "replicas.engine")
+        engines = children_of(served.process.pid, "replica_process")
         assert len(engines) == 2
         ranks = [ranks_of(engine) for engine in engines]
         assert all(map(all, ranks)) and len({process for pair in ranks for process in pair}) == 4

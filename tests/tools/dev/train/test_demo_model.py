@@ -12,8 +12,8 @@ from sidestream.runtime.api.sampling_params import SamplingParams
 from sidestream.runtime.demo_model import DEMO_MODEL
 from sidestream.runtime.text.chat_files import ChatTemplateError
 from sidestream.tools.dev.train.chat import save_chat
+from sidestream.tools.eval.demo_facts import STYLES, facts
 from sidestream.tools.options.engine import demo_prompts
-from sidestream.tools.quality.demo_corpus import STYLES, facts
 
 ADAPTERS = sorted(path.parent for path in DEMO_MODEL.glob("adapters/*/adapter_config.json"))
 

@@ -1,6 +1,4 @@
-"""Answers of one engine at a constant number of requests, what its drafts came to, and how they compare with another
-engine's.
-"""
+"""Answers of one engine at a constant number of requests, counts of its drafts, and differences to other answers."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -9,18 +7,18 @@ from typing import Any, NoReturn
 
 from .....runtime.api.outputs import RequestOutput
 from .....runtime.api.sampling_params import MAX_LOGPROBS, SamplingParams
-from .....runtime.text.requests import make_requests
+from .....runtime.text.prompts import make_requests
 
 
 @dataclass
 class Counts:
-    """Answers of one adapter and task. Seconds: by the clock, for all of them.
+    """Answers of one adapter and task.
 
-    tokens, drafted, accepted   of all answers; history_*, trained_*: of the drafts that came from former answers, and
-                                from a trained draft
-    different                   answers whose tokens are others than without speculation
-    gaps                        for each of these: by how much, in nats, the token of the one was likelier than that of
-                                the other where they part; None where one is not among the 20 likeliest
+    tokens, drafted, accepted  of all answers; history_*: of drafts from former answers, trained_*: of a trained draft
+    seconds                    wall-clock time of all answers
+    different                  answers with other tokens than without speculation
+    gaps                       of each of these: the difference of both tokens' log-probabilities where they differ;
+                               None if one is not among the 20 likeliest
     """
 
     answers: int = 0
@@ -37,16 +35,16 @@ class Counts:
 
     @property
     def rate(self) -> float:
-        """Tokens a second."""
+        """Return tokens per second."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens that a request gets from a step: an accepted draft saves one."""
+        """Return tokens per step of a request; an accepted draft saves one step."""
         return self.tokens / max(self.tokens - self.accepted, 1)
 
     def add(self, other: "Counts") -> None:
-        """Take another task's counts in."""
+        """Add the counts of another task."""
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
 
@@ -54,9 +52,7 @@ class Counts:
 def answer(
     llm: Any, prompts: Sequence[Any], adapters: Sequence[str | None], params: SamplingParams, concurrency: int
 ) -> tuple[list[RequestOutput], float]:
-    """Answers in the prompts' order, `concurrency` requests at a time: the next one begins when one has ended; and the
-    seconds that all took.
-    """
+    """Return answers in the prompts' order with `concurrency` requests at a time, and the seconds of all."""
     requests = make_requests(
         list(prompts),
         params,
@@ -83,7 +79,7 @@ def answer(
 
 
 def counts(outputs: Sequence[RequestOutput], seconds: float) -> Counts:
-    """What the answers come to."""
+    """Return the counts of the answers."""
     return Counts(
         len(outputs),
         sum(len(output.outputs[0].token_ids) for output in outputs),
@@ -98,9 +94,7 @@ def counts(outputs: Sequence[RequestOutput], seconds: float) -> Counts:
 
 
 def gaps(llm: Any, outputs: Sequence[RequestOutput], others: Sequence[RequestOutput]) -> list[float | None]:
-    """For each pair of answers that differ: how much likelier the one's token is than the other's where they part, as
-    `llm` sees it in a step of its own.
-    """
+    """Return, for each differing pair, the difference of log-probabilities where they part, in a step of its own."""
     pairs = [
         (one, [each.outputs[0].token_ids for each in (one, other)], place)
         for one, other in zip(outputs, others, strict=True)
@@ -109,10 +103,10 @@ def gaps(llm: Any, outputs: Sequence[RequestOutput], others: Sequence[RequestOut
     ]
     if not pairs:
         return []
-    begun = [{"prompt_token_ids": [*one.prompt_token_ids, *both[0][:place]]} for one, both, place in pairs]
+    prefixes = [{"prompt_token_ids": [*one.prompt_token_ids, *both[0][:place]]} for one, both, place in pairs]
     speculation = None if llm.options.speculation == "off" else "off"
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=MAX_LOGPROBS, speculation=speculation)
-    seen = llm.generate(begun, params, adapter=[one.adapter for one, _, _ in pairs], use_tqdm=False)
+    seen = llm.generate(prefixes, params, adapter=[one.adapter for one, _, _ in pairs], use_tqdm=False)
     found: list[float | None] = []
     for (_, both, place), scored in zip(pairs, seen, strict=True):
         likeliest = scored.outputs[0].logprobs[0]
@@ -123,7 +117,7 @@ def gaps(llm: Any, outputs: Sequence[RequestOutput], others: Sequence[RequestOut
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """The first place where two answers differ, or None. One that is the other's beginning differs at its end."""
+    """Return the first index at which two answers differ, or None; a prefix differs at its end."""
     if list(one) == list(other):
         return None
     same = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)

@@ -1,8 +1,8 @@
-"""Held-out questions for a bench of real drafts: what a model and its adapters are asked, by adapter and task.
+"""Held-out questions for a bench of drafts, by adapter and task.
 
-An adapter whose name is that of an evaluation task is asked test items of that task, in the model's chat template where
-it has one. The base model is asked the same tasks with the instruction written out, and goes on with library sources
-that nobody trained on. The demo model is asked the facts that it knows.
+An adapter with the name of an evaluation task is asked test items of it, in the model's chat template if it has one.
+The base model is asked the same tasks with the instruction, and continues held-out library sources. The demo model is
+asked its facts.
 """
 
 import random
@@ -12,23 +12,23 @@ from pathlib import Path
 from typing import Any
 
 from .....runtime.demo_model import DEMO_MODEL
-from .....runtime.text.chat import ChatRenderer
 from .....runtime.text.chat_files import read_chat_templates
+from .....runtime.text.chat_renderer import ChatRenderer
 from .....runtime.text.prompts import without_special_tokens
-from ....quality.corpus import documents
-from ....quality.suite import SEED, Limits, demo_suite, file_suite
-from ....quality.tasks import TASKS, Split
+from ....eval.corpus import documents
+from ....eval.suite import SEED, Limits, demo_suite, file_suite
+from ...eval30m.tasks import TASKS, Split
 
 HELD_OUT = 64
-"""Of the demo's facts, for each adapter: those that a draft is not trained on."""
+"""Facts of the demo for each adapter that no draft is trained on."""
 SOURCES = "sources"
 SOURCE_CHARACTERS = 900
-"""Of a library's source that is to be continued: about 250 tokens."""
+"""Characters of a library source to continue, about 250 tokens."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What one adapter (None: the base model) is asked of one task; `prompts` as `LLM.generate` takes them."""
+    """Questions of one task to one adapter (None: the base model); `prompts` as `LLM.generate` takes them."""
 
     adapter: str | None
     task: str
@@ -36,7 +36,7 @@ class Load:
 
     @property
     def label(self) -> str:
-        """Adapter and task in a word or two."""
+        """Return adapter and task in a word or two."""
         return self.task if self.adapter == self.task else f"{self.adapter or 'base'}/{self.task}"
 
 
@@ -48,15 +48,14 @@ def questions(
     file: Path | None = None,
     split: Split = "test",
 ) -> list[Load]:
-    """`count` questions of each adapter and task, or of each adapter out of a file of prompts as `sidestream eval`
-    reads it, which has no split. Those of the split "train" are others than those of "test".
+    """Return `count` questions of each adapter and task, or of each adapter from a file of prompts.
 
-    Raises ValueError for adapters of which no task is known, where no file is given.
+    The splits have different questions; a file has no split. Raises ValueError for adapters without a known task.
     """
     if file is not None:
-        return _of_suite(file_suite(file, Limits(count, 0, 0, 1 << 30), tokenizer.encode, adapters), file.name)
+        return _of_suite(file_suite(file, Limits(count, 0, 1 << 30), tokenizer.encode, adapters), file.name)
     if directory.resolve() == Path(DEMO_MODEL).resolve():
-        asked = _of_suite(demo_suite(Limits(1 << 30, 0, 0, 1 << 30), tokenizer.encode, adapters), "facts")
+        asked = _of_suite(demo_suite(Limits(1 << 30, 0, 1 << 30), tokenizer.encode, adapters), "facts")
         mine = slice(0, min(count, HELD_OUT)) if split == "test" else slice(HELD_OUT, HELD_OUT + count)
         return [Load(load.adapter, load.task, load.prompts[mine]) for load in asked]
     unknown = sorted(set(adapters) - set(TASKS))
@@ -97,7 +96,7 @@ def _of_tasks(directory: Path, adapters: Sequence[str], count: int, split: Split
 
 
 def mixed(loads: Sequence[Load]) -> list[tuple[str | None, Any]]:
-    """All adapters' questions as (adapter, prompt), in an order of chance that is the same each time."""
+    """Return all adapters' questions as (adapter, prompt), shuffled with a fixed seed."""
     everything: list[tuple[str | None, Any]] = [
         (load.adapter, prompt) for load in loads if load.adapter is not None for prompt in load.prompts
     ]

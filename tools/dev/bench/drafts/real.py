@@ -1,21 +1,20 @@
-"""What drafts bring on real answers: `python -m sidestream.tools.dev.bench.drafts.real MODEL --adapters DIR`.
+"""Measure drafts on real answers: `python -m sidestream.tools.dev.bench.drafts.real MODEL --adapters DIR`.
 
-MODEL is a model's directory, or the GGUF of SmolLM2 as `sidestream eval --real` takes it; left out, it is the demo
-model. DIR holds a directory for each adapter, named after the evaluation task that it was trained on. Each adapter and
-task is asked held-out questions, greedily, `--concurrency` at a time, by engines that differ in their drafts alone:
+MODEL is a directory, or the GGUF of SmolLM2 as for `sidestream eval --real` (default: the demo model). DIR has a
+directory for each adapter, named after its evaluation task. Each adapter and task is asked held-out questions,
+greedily, `--concurrency` at a time, by engines that differ in their drafts:
 
   off       no speculation
   own       drafts from a request's own tokens
-  history   also from former answers of the same adapter; they are forgotten before each line of the table
+  history   also from former answers of the same adapter, which are forgotten before each line of the table
   auto      the same, with as many drafts as the engine chooses
-  trained   with --draft HEAD: drafts of the head where own tokens do not agree with a long enough end
+  trained   with --draft HEAD: drafts of the head unless a long enough end of own tokens matches
   all       also from former answers; all-auto: the same, with as many drafts as the engine chooses
 
-Printed are, by adapter and task: tokens that a request gets from a step, accepted of all drafts (of own tokens,
-history and head), tokens a second next to those of `off`, and how many answers have other tokens than those of `off`.
-On a GPU a step with drafts sums in another order than one without, so near ties may fall the other way: for these the
-largest distance of the two tokens' log-probabilities is printed. Without drafts the same is printed of the first number
-of requests at once and the others: that is what the batch's size alone does.
+It prints, by adapter and task: tokens per step of a request, accepted drafts (of own tokens, history and head), tokens
+per second next to those of `off`, and the answers with other tokens than those of `off`. On a GPU steps with drafts
+sum in another order, so near ties may differ: the largest distance of the two tokens' log-probabilities is printed, and
+the same without drafts for each number of requests at once, which shows the effect of the batch size alone.
 """
 
 import argparse
@@ -38,15 +37,15 @@ TRAINED, ALL, ALL_AUTO = "trained", "all", "all-auto"
 ARMS = (OFF, OWN, HISTORY, AUTO, TRAINED, ALL, ALL_AUTO)
 WITH_DRAFT = (TRAINED, ALL, ALL_AUTO)
 CHOOSES = (OFF, AUTO, ALL_AUTO)
-"""Arms whose number of drafts is not `--drafts`."""
+"""Arms with another number of drafts than `--drafts`."""
 MIXED = "all adapters mixed"
 WARM_UP = 4
-"""Questions of each adapter that are answered, without drafts, before anything is measured."""
+"""Questions of each adapter that are answered without drafts before the measurement."""
 
 
 @dataclass
 class Row:
-    """A line of the table. `label`: adapter and task; `drafts`: the number asked for, or "auto"."""
+    """A line of the table. `label`: adapter and task; `drafts`: their number, or "auto"."""
 
     arm: str
     drafts: int | str
@@ -57,7 +56,7 @@ class Row:
 
     @property
     def cells(self) -> list[str]:
-        """As printed."""
+        """Return the cells of the line."""
         found = self.counts
         others = [
             (found.history_accepted, found.history_drafted),
@@ -74,7 +73,7 @@ HEADINGS = ["", "tokens", "a step", "own drafts", "history", "trained", "tok/s",
 
 
 def nearness(found: Sequence[float | None]) -> str:
-    """How near the ties were that fell the other way."""
+    """Return the distances of differing answers in words."""
     if not found:
         return ""
     known = [gap for gap in found if gap is not None]
@@ -84,7 +83,7 @@ def nearness(found: Sequence[float | None]) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Rows of one arm in columns."""
+    """Return rows of one arm in columns."""
     lines = [HEADINGS, *(row.cells for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
@@ -100,7 +99,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 class Bench:
-    """All arms over the same questions."""
+    """Run all arms over the same questions."""
 
     def __init__(self, options: argparse.Namespace, directory: Path, adapters: dict[str, str]) -> None:
         self.options, self.directory, self.adapters = options, directory, adapters
@@ -109,7 +108,7 @@ class Bench:
         self._loads: list[Load] = []
 
     def open(self, arm: str) -> Any:
-        """An engine."""
+        """Return an engine."""
         from .....runtime.llm import LLM
 
         options = self.options
@@ -140,7 +139,7 @@ class Bench:
         return llm
 
     def run(self, arms: Sequence[str]) -> Iterator[Row]:
-        """Rows as they are measured. `off` goes first: the others are compared with it."""
+        """Yield rows as they are measured; `off` is first, as the reference."""
         for arm in dict.fromkeys([OFF, *arms]):
             with self.open(arm) as llm:
                 if not self._loads:
@@ -168,7 +167,7 @@ class Bench:
         params = SamplingParams(**self.params, speculation=drafts if isinstance(drafts, int) else None)
         total = Row(arm, drafts, concurrency, "all", Counts())
         for label, prompts, adapters in self._asked(concurrency):
-            llm.engine.scheduler.states.rings.empty_all()  # the same questions were answered for another line
+            llm.engine.scheduler.states.answers.clear_all()  # the same questions were answered for another line
             outputs, seconds = answer(llm, prompts, adapters, params, concurrency)
             row = Row(arm, drafts, concurrency, label, counts(outputs, seconds))
             if arm == OFF:
@@ -187,7 +186,7 @@ class Bench:
         yield total
 
     def _asked(self, concurrency: int) -> Iterator[tuple[str, list[Any], list[str | None]]]:
-        """(label, prompts, their adapters) of each line but the total."""
+        """Return (label, prompts, their adapters) of each line but the total."""
         loads = [Load(load.adapter, load.task, load.prompts[WARM_UP:]) for load in self._loads]
         for load in loads:
             if load.prompts:
@@ -207,14 +206,14 @@ class Bench:
 
 
 def title(row: Row) -> str:
-    """What stands above an arm's table."""
+    """Return the heading of an arm's table."""
     with_drafts = "" if row.arm in CHOOSES else f", {row.drafts} drafts"
     note = " (other answers: than those of the first number of requests at once)" if row.arm == OFF else ""
     return f"{row.arm}{with_drafts}, {row.concurrency} at once{note}"
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's."""
+    """Return the command line's parser."""
     made = argparse.ArgumentParser(
         prog="python -m sidestream.tools.dev.bench.drafts.real",
         description=__doc__,
@@ -255,7 +254,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures and prints."""
+    """Measure and print."""
     options = parser().parse_args(arguments)
     try:
         check_output("--output-json", options.output_json)
@@ -280,11 +279,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def subject(model: Path | None, adapters: Path | None) -> tuple[Path, dict[str, str]]:
-    """The model's directory and its adapters by name. Raises ValueError where there are none."""
+    """Return the model's directory and its adapters by name. Raises ValueError if they do not exist."""
     if model is None:
         return Path(DEMO_MODEL), {name: str(path) for name, path in demo_adapters().items()}
     if model.is_file():
-        from ....quality.real.checkpoint import real_model
+        from ....eval.real.checkpoint import real_model
 
         model = real_model(model)
     if not (model / "config.json").is_file():

@@ -1,0 +1,249 @@
+"""Bytes, and multiply-adds by width of their operands, of a step, from its shapes.
+
+Of large tables only the accessed part counts: embedding rows by token, KV pages by context, adapter stacks by active
+adapters. A bucket does not determine contexts and active adapters: see `Assumptions`.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any
+
+from ...ops.collectives.exchange import bytes_from_peers, is_one_shot
+from ...ops.collectives.tensor_parallel_group import world_of
+from ...ops.core.kv_layout import PAGE_SIZE
+from ..program.buffers import View, views_in
+from ..program.calls import overload_of, traits_of
+from ..program.program import Program, Step
+
+PAGE_AXIS = 3  # tokens of a page in [pages, kv heads, 2, tokens, ...]
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """Properties besides shapes that determine a step's cost.
+
+    context   cached tokens of each sequence, this step's included; None: half of the block table's reach, at least the
+              step's own tokens
+    adapters  different adapters in the batch; None: the minimum of slots and sequences
+    """
+
+    context: int | None = None
+    adapters: int | None = None
+
+    def context_of(self, program: Program) -> int:
+        """Return the cached tokens of each sequence in `program`; 0 if unknown."""
+        bucket = program.bucket
+        if bucket is None:
+            table = program.by_name.get("block_table")
+            reach = 0 if table is None else PAGE_SIZE * table.shape[1]
+            return reach if self.context is None else min(self.context, reach)
+        reach, own = PAGE_SIZE * bucket.blocks, -(-bucket.tokens // bucket.sequences)
+        return min(reach, max(own, reach // 2 if self.context is None else self.context))
+
+    def adapters_of(self, program: Program, slots: int) -> int:
+        """Return the number of active adapters of `slots`."""
+        if program.bucket is None:
+            return slots if self.adapters is None else min(slots, self.adapters)
+        most = min(slots, program.bucket.sequences)
+        return most if self.adapters is None else min(most, self.adapters)
+
+
+DEFAULT = Assumptions()
+
+
+@dataclass(frozen=True)
+class Work:
+    """`bytes` read and written; `flops` by bytes of an operand's element (1: FP8, 2: 16-bit, 4: fp32 multiply-adds
+    times two); `link_bytes` from other GPUs.
+    """
+
+    bytes: int
+    flops: Mapping[int, float]
+    link_bytes: int = 0
+
+    @property
+    def total_flops(self) -> float:
+        """All floating-point operations."""
+        return sum(self.flops.values())
+
+
+def work(program: Program, step: Step, assume: Assumptions = DEFAULT) -> Work:
+    """Return bytes and FLOPs of a step; each tensor counts once, since caches serve repeated reads."""
+    return Work(step_bytes(program, step, assume), _flops(program, step, assume), link_bytes(program, step))
+
+
+def step_bytes(program: Program, step: Step, assume: Assumptions = DEFAULT) -> int:
+    """Return the bytes that a step reads and writes, each tensor once; of tables, caches and stacks the used part."""
+    total = sum(int(_view_bytes(program, view) * _written(program, step, view, assume)) for view in step.outs)
+    return total + sum(moved for _, moved in argument_bytes(program, step, assume))
+
+
+def link_bytes(program: Program, step: Step) -> int:
+    """Return the bytes that a collective reads from the other ranks' GPUs; 0 for other steps."""
+    if traits_of(step.op).family != "collective":
+        return 0
+    arguments = dict(named_arguments(step))
+    nbytes, world = part_and_world(program, step)
+    if "partial" not in arguments:  # all that the others have
+        return (world - 1) * nbytes
+    eight_bits = arguments.get("spread") and not arguments.get("keep")
+    gathered = nbytes // itemsize(program, arguments["partial"]) if eight_bits else nbytes
+    return bytes_from_peers(nbytes, gathered, world, is_one_shot(nbytes, world))
+
+
+def part_and_world(program: Program, step: Step) -> tuple[int, int]:
+    """Return the bytes of a rank's operand of a collective, and the number of ranks."""
+    return _view_bytes(program, next(step.inputs())), world_of(dict(named_arguments(step))["group"])
+
+
+def argument_bytes(program: Program, step: Step, assume: Assumptions = DEFAULT) -> Iterator[tuple[View, int]]:
+    """Yield each tensor that a step reads or changes in place, with its bytes moved."""
+    seen: set[View] = set()
+    for name, value in named_arguments(step):
+        for view in views_in(value):
+            if view not in seen:
+                seen.add(view)
+                yield view, int(_view_bytes(program, view) * _touched(program, step, name, view, assume))
+
+
+def must_read(program: Program, step: Step, assume: Assumptions = DEFAULT) -> Iterator[tuple[str, int]]:
+    """Yield (buffer, bytes) of weights, adapter stacks and KV cache, which no fusion saves from reading."""
+    for view, moved in argument_bytes(program, step, assume):
+        if program.by_name[view.buffer].kind in ("weight", "adapter") or _is_cache(view):
+            yield view.buffer, moved
+
+
+def named_arguments(step: Step) -> list[tuple[str, Any]]:
+    """Return a step's arguments with the names of its op's schema ("" for further ones)."""
+    names = _argument_names(step.op)
+    return [*zip((*names, *("" for _ in step.args[len(names) :])), step.args, strict=False), *step.kwargs]
+
+
+@cache
+def _argument_names(op: str) -> tuple[str, ...]:
+    return tuple(argument.name for argument in overload_of(op)._schema.arguments)
+
+
+def windows_of(program: Program) -> dict[int, int]:
+    """Return window of attention -> number of the program's steps with it."""
+    found = Counter(dict(named_arguments(step)).get("window", 0) for step in program.steps)
+    return {window: count for window, count in sorted(found.items()) if window}
+
+
+def _view_bytes(program: Program, view: View) -> int:
+    """Return the bytes of the elements; elements repeated by a stride of 0 count once."""
+    elements = 1
+    for size, stride in zip(view.shape, view.stride, strict=True):
+        elements *= size if stride or not size else 1
+    return elements * itemsize(program, view)
+
+
+def itemsize(program: Program, view: View) -> int:
+    """Return the bytes of an element of the view."""
+    return (view.dtype or program.by_name[view.buffer].dtype).itemsize
+
+
+def _is_cache(view: View) -> bool:
+    return view.buffer.startswith(("kv_cache", "kv_scale"))
+
+
+def _written(program: Program, step: Step, view: View, assume: Assumptions) -> float:
+    """Return the part of a result that the step writes."""
+    return _widened(program, step, assume) / _wide_tokens(view) if traits_of(step.op).kind == "widen_kv" else 1.0
+
+
+def _wide_tokens(view: View) -> int:
+    """Return the number of tokens in a result of widen_kv."""
+    return max(1, view.shape[0] * view.shape[PAGE_AXIS])
+
+
+def _widened(program: Program, step: Step, assume: Assumptions) -> int:
+    """Return the cached tokens that widen_kv converts, where a step makes or reads its result: all that fit."""
+    wide = step.outs[0] if traits_of(step.op).kind == "widen_kv" else dict(named_arguments(step)).get("wide")
+    if not isinstance(wide, View):
+        return 0
+    return min(_wide_tokens(wide), _sequences(program, step) * assume.context_of(program))
+
+
+def _touched(program: Program, step: Step, name: str, view: View, assume: Assumptions) -> float:
+    """Return the part of a tensor that the step accesses."""
+    names = _argument_names(step.op)
+    rows = max(1, view.shape[0]) if view.shape else 1
+    if name and name == traits_of(step.op).gathers:
+        return min(1.0, prod(step.outs[0].shape[:-1]) / rows)
+    if name == "wide":
+        return _widened(program, step, assume) / _wide_tokens(view)
+    if name.startswith("kv_") and len(view.shape) > PAGE_AXIS:
+        slots = rows * view.shape[PAGE_AXIS]
+        if "pages" in names:
+            return min(1.0, _widened(program, step, assume) / slots)
+        if "block_table" in names:
+            read = _sequences(program, step) * _read_context(program, step, assume)
+            return min(1.0, (read - _widened(program, step, assume)) / slots)
+        return min(1.0, _tokens(program, step) / slots)
+    if program.by_name[view.buffer].kind == "adapter" and len(view.shape) > 1:
+        return assume.adapters_of(program, rows) / rows
+    return 1.0
+
+
+def _read_context(program: Program, step: Step, assume: Assumptions) -> float:
+    """Return the cached tokens of each sequence that attention reads: all, or those in the windows of its queries."""
+    context, arguments = assume.context_of(program), dict(named_arguments(step))
+    if not arguments.get("window"):
+        return context
+    return min(context, arguments["window"] + arguments["q"].shape[0] / _sequences(program, step) - 1)
+
+
+def _tokens(program: Program, step: Step) -> int:
+    if program.bucket is not None:
+        return program.bucket.tokens
+    mapping = dict(named_arguments(step)).get("slot_mapping")
+    return mapping.shape[0] if isinstance(mapping, View) else 1
+
+
+def _sequences(program: Program, step: Step) -> int:
+    if program.bucket is not None:
+        return program.bucket.sequences
+    lens = dict(named_arguments(step)).get("context_lens")
+    return lens.shape[0] if isinstance(lens, View) else 1
+
+
+def _flops(program: Program, step: Step, assume: Assumptions) -> dict[int, float]:
+    """Return two per multiply-add of a matrix product; element-wise arithmetic is covered by its bytes."""
+    arguments = dict(named_arguments(step))
+    if "block_table" in arguments:
+        return _attention_flops(program, step, arguments, assume)
+    if traits_of(step.op).gathers:
+        return {}
+    counted: dict[int, float] = {}
+    rows = prod(step.outs[0].shape[:-1]) if step.outs else 0
+    for view in step.inputs():
+        kind, width = program.by_name[view.buffer].kind, itemsize(program, view)
+        if kind == "weight" and len(view.shape) == 2 and min(view.shape) > 1:
+            counted[width] = counted.get(width, 0.0) + 2.0 * rows * prod(view.shape)
+        elif kind == "adapter" and len(view.shape) == 3:
+            tokens = program.bucket.tokens if program.bucket is not None else rows
+            read = arguments.get("x")
+            narrow = "rank_step" in arguments or (read is not None and itemsize(program, read) == 1)
+            width = width if narrow else max(2, width)  # an eight-bit stack alone is widened
+            counted[width] = counted.get(width, 0.0) + 2.0 * tokens * prod(view.shape[1:])
+    return counted
+
+
+def _attention_flops(
+    program: Program, step: Step, arguments: Mapping[str, Any], assume: Assumptions
+) -> dict[int, float]:
+    """Return the FLOPs of scores and their product with V; in prefill a query reads half of the step's own tokens."""
+    query = arguments.get("q")
+    if not isinstance(query, View):
+        return {}
+    tokens, channels = _tokens(program, step) if program.bucket is not None else query.shape[0], prod(query.shape[1:])
+    own = tokens / _sequences(program, step)
+    seen = max(1.0, assume.context_of(program) - (own - 1) / 2)
+    seen = min(seen, arguments.get("window") or seen)
+    scores_width = 1 if arguments.get("quantize_q") else 2
+    each = 2.0 * tokens * seen * channels
+    return {1: each, 2: each} if scores_width == 1 else {2: 2 * each}

@@ -1,0 +1,226 @@
+"""Expected number of matches of each pass. A pattern that stops matching fails the compilation."""
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from .options import CompileOptions
+from .program.layers import LAYER
+
+_LORA = re.compile(r"lora_a\b|lora_a[._]", re.IGNORECASE)
+_PROJECTION = re.compile(r"(qkv|gate_up|q|k|v|o|gate|up|down)_proj")
+_BIAS = re.compile(r"bias\b|bias_?$")
+_HEAD_NORM = re.compile(r"(q|k)_norm")
+_PACKED_WITH = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
+
+
+class PassCountError(RuntimeError):
+    """A pass matched another number of times than the model implies."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The properties of a model that determine the counts.
+
+    layers       decoder layers
+    lora_linears projections with LoRA; packed_lora: those that remain when q/k/v and gate/up are packed
+    paged        attention reads a paged cache (our Llama), not ATen's attention (transformers)
+    biases       projections with a bias
+    head_norms   norms of the heads of q and k
+    packed       q/k/v and gate/up are packed in the module already (transformers' Phi-3)
+    unrotated    layers without RoPE
+    stored       projections stored in eight bits
+    """
+
+    layers: int
+    lora_linears: int
+    packed_lora: int
+    paged: bool
+    biases: int = 0
+    head_norms: int = 0
+    packed: bool = False
+    unrotated: int = 0
+    stored: int = 0
+
+    @property
+    def mixed(self) -> bool:
+        """Whether some projections are stored in eight bits and some in 16."""
+        return 0 < self.stored < 7 * self.layers
+
+
+def model_shape(names: Iterable[str], paged: bool, negations: int = 0) -> ModelShape | None:
+    """Return the shape from parameter and buffer names (any spelling with `layers.N` and `q_proj`); None without
+    layers.
+
+    `negations`: number of negations in the graph. RoPE has two per layer; fewer (but not none) mean layers without
+    RoPE.
+    """
+    names = list(names)
+    layers: set[str] = set()
+    projections: set[str] = set()
+    adapted: set[tuple[str, str]] = set()
+    biases: set[tuple[str, str]] = set()
+    head_norms: set[tuple[str, str]] = set()
+    for name in names:
+        layer = LAYER.search(name)
+        if layer is None:
+            continue
+        layers.add(layer[1])
+        projection = _PROJECTION.search(name)
+        projections.update(projection.groups() if projection is not None else ())
+        if projection is not None and _LORA.search(name):
+            adapted.add((layer[1], projection[1]))
+        elif projection is not None and _BIAS.search(name):
+            biases.add((layer[1], projection[1]))
+        head_norm = _HEAD_NORM.search(name)
+        if head_norm is not None:
+            head_norms.add((layer[1], head_norm[1]))
+    packed = {(layer, _PACKED_WITH.get(projection, projection)) for layer, projection in adapted}
+    stored = sum(name.endswith(".weight_scale") for name in names)
+    counts = len(layers), len(adapted), len(packed), paged, len(biases), len(head_norms)
+    unrotated = len(layers) - negations // 2 if 0 < negations < 2 * len(layers) else 0
+    return ModelShape(*counts, "qkv" in projections, unrotated, stored) if layers else None
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """A model's shape and the options: together they determine the count of each pass."""
+
+    shape: ModelShape
+    options: CompileOptions
+
+    def on(self, *passes: str) -> bool:
+        """Whether all of `passes` are enabled."""
+        return not set(passes) & set(self.options.disable)
+
+    @property
+    def clean(self) -> bool:
+        """Whether only semantic ops are between projections and their consumers: packed, and LoRA (if any) lifted."""
+        lifted = self.on("lift_lora") or not self.shape.lora_linears
+        return (self.on("pack_projections") or self.shape.packed) and lifted
+
+    def count(self, name: str) -> int | None:
+        """Return the number of matches expected of pass `name`, or None where no number is implied."""
+        rule = COUNTS.get(name)
+        if self.shape.biases and not self.on("lift_bias"):
+            return None  # what a bias stops depends on where the model has one
+        return None if rule is None else rule(self)
+
+    def check(self, name: str, matches: int, rejected: list[str]) -> None:
+        """Raise PassCountError, with the reasons of near-misses, when `matches` is not the expected number."""
+        expected = self.count(name)
+        if expected is None or matches == expected:
+            return
+        reasons = (
+            "\n  ".join(rejected)
+            or "no near-miss was seen: the idiom is spelled in a way that the pattern's anchor doesn't know"
+        )
+        raise PassCountError(
+            f"pass {name} matched {matches} times where {self.shape.layers} layers imply {expected}; what it "
+            f"refused:\n  {reasons}\n"
+            f"Leave it out with disable=({name!r},), or compile with check_counts=False to go on without the fusion."
+        )
+
+
+def _lora_branches(e: Expectation) -> int:
+    if not e.on("lift_lora"):
+        return 0
+    return e.shape.packed_lora if e.on("pack_projections") else e.shape.lora_linears
+
+
+def _linears(e: Expectation) -> int | None:
+    if not e.options.quantizes:
+        return 0
+    if e.shape.lora_linears and not e.on("lift_lora"):
+        return None  # peft's A and B are linears too
+    return e.shape.layers * (4 if e.on("pack_projections") or e.shape.packed else 7) + int(e.options.lm_head == "auto")
+
+
+def _quantize_fused(e: Expectation) -> int | None:
+    """Per layer both norms, SiLU * mul and attention, unless an earlier pass is disabled."""
+    if not e.options.quantizes or not e.on("quantize_linears"):
+        return 0
+    if not e.shape.paged:
+        # whether rows are selected after the last norm, and how attention is spelled, is the model's choice
+        return None
+    norms = 2 * e.shape.layers if e.on("lift_rms_norm") else 0
+    silu = e.shape.layers if e.on("fuse_silu_mul") and e.clean else 0
+    return norms + silu + e.shape.layers
+
+
+def _reductions_fused(e: Expectation) -> int | None:
+    """Per layer both sums over the ranks, except the last: rows are selected between the last norm and its
+    quantization.
+    """
+    if e.options.tensor_parallel == 1 or not e.options.quantizes:
+        return 0
+    if not e.on("shard", "fuse_add_rms_norm", "quantize_linears", "fuse_quantize", "lift_rms_norm"):
+        return 0
+    return 2 * e.shape.layers - 1 if e.shape.paged else None
+
+
+def _layers(e: Expectation, option: str) -> int:
+    return sum(e.options.applies(option, layer) for layer in range(e.shape.layers))
+
+
+def _values_rotated(e: Expectation) -> int | None:
+    if not e.shape.paged or e.shape.mixed or (e.shape.lora_linears and not e.on("lift_lora")):
+        return None
+    return 0 if e.shape.stored else _layers(e, "rotate_values")
+
+
+def _rope_appended(e: Expectation) -> int:
+    if not e.shape.paged or not e.clean or (e.shape.head_norms and not e.on("lift_rms_norm")):
+        return 0
+    return e.shape.layers if e.on("lift_rope") else e.shape.unrotated
+
+
+def _balanced(e: Expectation) -> int | None:
+    if not (e.shape.paged and e.options.quantizes_kv and e.on("quantize_kv")):
+        return 0
+    return _layers(e, "balance_keys") if e.on("fuse_rope_append", "lift_rope", "lift_rms_norm") and e.clean else 0
+
+
+def _smoothed(e: Expectation) -> int | None:
+    if not e.options.smooth_channels or e.options.precision != "int8":
+        return 0
+    if not e.shape.paged or e.shape.mixed or not e.on("lift_rms_norm"):
+        return None
+    if e.shape.lora_linears and not e.on("lift_lora"):
+        return None
+    return (0 if e.shape.stored else 3 * e.shape.layers) + int(e.options.lm_head == "auto")
+
+
+def _rounded(e: Expectation) -> int | None:
+    if not e.options.rounded_weights or not e.on("quantize_linears"):
+        return 0
+    return None if e.shape.stored else _linears(e)
+
+
+COUNTS: dict[str, Callable[[Expectation], int | None]] = {
+    "lift_stored_weights": lambda e: e.shape.stored,
+    "lift_bias": lambda e: e.shape.biases,
+    "lift_embedding": lambda e: 1 if e.shape.paged else None,
+    "lift_rms_norm": lambda e: 2 * e.shape.layers + 1 + e.shape.head_norms,
+    "lift_rope_angles": lambda e: 1 if e.shape.paged else None,
+    "lift_rope": lambda e: 2 * (e.shape.layers - e.shape.unrotated),
+    "lift_lora": lambda e: e.shape.lora_linears,
+    "rotate_values": _values_rotated,
+    "smooth_channels": _smoothed,
+    "pack_projections": lambda e: 0 if e.shape.packed else 2 * e.shape.layers,
+    "shard": lambda e: 2 * e.shape.layers + e.options.gather_logits if e.options.tensor_parallel > 1 else 0,
+    "fuse_silu_mul": lambda e: e.shape.layers if e.clean else 0,
+    "fuse_add_rms_norm": lambda e: 2 * e.shape.layers if e.on("lift_rms_norm") else 0,
+    "quantize_kv": lambda e: e.shape.layers if e.shape.paged and e.options.quantizes_kv else 0,
+    "center_keys": lambda e: (
+        _layers(e, "center_keys") if e.shape.paged and e.options.quantizes_kv and e.on("quantize_kv") else 0
+    ),
+    "fuse_rope_append": _rope_appended,
+    "balance_keys": _balanced,
+    "quantize_linears": _linears,
+    "use_rounded_weights": _rounded,
+    "quantize_lora": lambda e: _lora_branches(e) if e.options.quantizes_lora else 0,
+    "fuse_quantize": _quantize_fused,
+    "fuse_all_reduce_norm": _reductions_fused,
+    "lower_lora": _lora_branches,
+}

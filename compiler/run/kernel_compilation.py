@@ -1,0 +1,161 @@
+"""Compilation of kernels: ahead of their first launch on several threads, and unexpected ones within a step.
+
+KernelsAhead calls each step; in place of a launch, Triton gives the kernel to the threads, since a compiler runs mostly
+outside of Python. Failures are ignored there: the launch itself raises them. Compilations counts what is compiled in a
+step all the same, which clients see as a pause of seconds.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import triton
+from triton import knobs
+from triton.runtime.jit import JITFunction
+
+from ..program.calls import own_op
+from .bound_program import BoundProgram
+from .cuda_graph import first_runs
+
+MOST_THREADS = 16
+log = logging.getLogger(__name__)
+
+
+class KernelsAhead:
+    """`with KernelsAhead(device) as ahead: ahead.add(bound)` for each program; kernels are loaded at the end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._threads = _Threads(device)
+        self._mode = triton.AsyncCompileMode(self._threads, ignore_errors=True)
+
+    def __enter__(self) -> "KernelsAhead":
+        self._mode.__enter__()
+        return self
+
+    def add(self, bound: BoundProgram) -> None:
+        """Start to compile the kernels of this program that no earlier program has."""
+        steps = bound.program.steps
+        with torch.cuda.device(self._device), _no_launches():
+            for index in first_runs(bound.program, bound.buffers, ("compiled", self._device)):
+                if own_op(steps[index].op) is None:
+                    continue
+                try:
+                    bound.run_step(index)
+                except Exception as error:  # whatever a compiler may raise: the launch itself will raise it again
+                    log.debug("%s is not compiled ahead: %s", steps[index].name, error)
+
+        self._take_ready()
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Run `function` without its launches and start to compile their kernels."""
+        with torch.cuda.device(self._device), _no_launches():
+            function()
+
+        self._take_ready()
+
+    def _take_ready(self) -> None:
+        for future in self._mode.raw_futures:  # what is ready is found at once by the next program
+            if future.done():
+                self._mode.future_kernels[future._key].result(ignore_errors=True)
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self._mode.__exit__(*error)
+        finally:
+            self._threads.shutdown()
+
+
+class _Threads(Executor):
+    """Executor that compiles a kernel and loads its machine code."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0))), "kernels")
+
+    def submit(self, compile_kernel: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
+        return self._pool.submit(self._ready, compile_kernel)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._pool.shutdown(wait, cancel_futures=cancel_futures)
+
+    def _ready(self, compile_kernel: Callable[[], Any]) -> Any:
+        kernel = compile_kernel()
+        with torch.cuda.device(self._device):
+            _ = kernel.run  # asking for the launcher builds it and loads the machine code
+        return kernel
+
+
+@contextmanager
+def _no_launches() -> Iterator[None]:
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return run(self, *args, **{**kwargs, "warmup": True})
+
+    JITFunction.run = compile_only
+    try:
+        yield
+    finally:
+        JITFunction.run = run
+
+
+_log = logging.getLogger(__name__)
+_current = threading.local()
+
+
+class CompiledInStep(RuntimeError):
+    """A step would have compiled a kernel, and the engine was started with fail_on_compilation."""
+
+
+class Compilations:
+    """Count the kernels that Triton compiles, or loads from its cache, within `watch`.
+
+    count  kernels so far
+    fail   raise CompiledInStep instead of compiling
+    """
+
+    def __init__(self, fail: bool = False) -> None:
+        self.count = 0
+        self.fail = fail
+        _install()
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Count compilations of the calling thread until the block ends."""
+        _current.compilations = self
+        try:
+            yield
+        finally:
+            _current.compilations = None
+
+    def note(self, kernel: str) -> None:
+        """Count a kernel before it is compiled. Raises CompiledInStep if `fail`."""
+        self.count += 1
+        if self.fail:
+            raise CompiledInStep(
+                f"a step would compile the kernel {kernel}, which no program of the start has; start without "
+                "fail_on_compilation to let it wait for the compiler"
+            )
+        _log.warning("a step waits for the compiler: kernel %s", kernel)
+
+
+def _install() -> None:
+    """Add a hook for compilations to Triton's, once."""
+    hook = knobs.runtime.jit_cache_hook
+    if getattr(hook, "watches_steps", False):
+        return
+
+    def before_compilation(**launch: Any) -> bool:
+        compilations = getattr(_current, "compilations", None)
+        if compilations is not None:
+            compilations.note(launch["fn"].name)
+        return bool(hook(**launch)) if hook is not None else False
+
+    before_compilation.watches_steps = True  # type: ignore[attr-defined]
+    knobs.runtime.jit_cache_hook = before_compilation

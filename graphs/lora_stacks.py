@@ -1,0 +1,88 @@
+"""Adapters as slots of the stacks that the graph reads: A and B padded to the stack's rank, with alpha / rank in B."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from .adapter import Adapter
+from .config import LlamaConfig
+from .lora import RANK_MULTIPLE, TARGETS, LoraShape
+
+
+def lora_shape_for(
+    adapters: Iterable[Adapter],
+    max_loras: int,
+    max_lora_rank: int | None = None,
+    target_modules: Sequence[str] | None = None,
+) -> LoraShape | None:
+    """Return stacks for `max_loras` adapters at a time, these and later ones; None without adapters and
+    `max_lora_rank`.
+
+    The rank is `max_lora_rank` or the adapters' largest, padded to a multiple of 16. The targets are `target_modules`
+    or all that occur (without adapters: all), with q/k/v and gate/up together. Raises ValueError for an adapter that
+    does not fit.
+    """
+    known = list(adapters)
+    if not known and max_lora_rank is None:
+        return None
+    rank = max_lora_rank or max(adapter.rank for adapter in known)
+    targets = target_modules or [name for name in TARGETS if any(name in adapter.targets for adapter in known)]
+    shape = LoraShape(max_loras, -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE, tuple(targets or TARGETS))
+    for adapter in known:
+        if adapter.rank > rank:
+            raise ValueError(f"an adapter has rank {adapter.rank}, above max_lora_rank {rank}: raise max_lora_rank")
+        check_fits(adapter, shape)
+    return shape
+
+
+def check_fits(adapter: Adapter, lora: LoraShape) -> None:
+    """Raise ValueError when the stacks are too small for an adapter of this rank and these targets."""
+    missing = [name for name in adapter.targets if name not in lora.targets]
+    if adapter.rank > lora.rank or missing:
+        raise ValueError(
+            f"an adapter of rank {adapter.rank} on {', '.join(adapter.targets)} does not fit stacks of rank "
+            f"{lora.rank} on {', '.join(lora.targets)}: raise max_lora_rank, add its projections to "
+            "lora_target_modules, or name it when the engine starts"
+        )
+
+
+def slot_tensors(
+    adapter: Adapter, config: LlamaConfig, lora: LoraShape, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, torch.Tensor]:
+    """Return one slot of every stack: `model.layers.0.self_attn.q_proj.lora_a` [R, K] and `...lora_b` [N, R],
+    zero-padded.
+
+    B is scaled in fp32 before it is rounded to `dtype`. Raises ValueError when the adapter does not fit into `lora`.
+    """
+    check_fits(adapter, lora)
+    modules = [module for module in config.linear_modules() if module.rpartition(".")[2] in lora.targets]
+    names = [f"{module}.{side}" for module in modules for side in ("lora_a", "lora_b")]
+    return {name: slot_tensor(adapter, config, lora, name, dtype) for name in names}
+
+
+def slot_tensor(
+    adapter: Adapter, config: LlamaConfig, lora: LoraShape, name: str, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """Return the one of `slot_tensors` with this name. It may be the adapter's own tensor: read-only."""
+    module, _, side = name.rpartition(".")
+    outputs, inputs = config.module_shape(module)
+    shape = (lora.rank, inputs) if side == "lora_a" else (outputs, lora.rank)
+    if module not in adapter.tensors:
+        return torch.zeros(shape, dtype=dtype)
+    a, b = adapter.tensors[module]
+    tensor = a.to(dtype) if side == "lora_a" else (b.to(torch.float32) * adapter.scaling[module]).to(dtype)
+    if tensor.shape == shape:
+        return tensor
+    padded = torch.zeros(shape, dtype=dtype)
+    padded[: tensor.shape[0], : tensor.shape[1]] = tensor
+    return padded
+
+
+def fill_slot(model: torch.nn.Module, slot: int, tensors: dict[str, torch.Tensor] | None) -> None:
+    """Copy `slot_tensors` into slot `slot` of a plain Llama's stacks (for eager runs); None clears the slot."""
+    with torch.no_grad():
+        for name, stack in model.named_buffers():
+            if name.endswith((".lora_a", ".lora_b")):
+                stack[slot] = 0.0
+                if tensors is not None:
+                    stack[slot].copy_(tensors[name])

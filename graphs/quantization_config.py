@@ -1,0 +1,113 @@
+"""`quantization_config`: checkpoints with projections stored in eight bits by llm-compressor (compressed-tensors).
+
+Supported are W8A8 in int8, and FP8-dynamic: one scale for each output channel, activations quantized by token. Such
+weights are used unchanged. Projections in `ignore` are in 16 bits. Needs no torch.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from .config_fields import ConfigError
+from .families import PACKED_MODULES
+from .peft_patterns import PatternError, PeftPatterns
+
+FILE_DTYPES = {"int8": "I8", "fp8": "F8_E4M3"}  # as safetensors spells them
+_FLOATING = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+_FORMATS = {"int-quantized": ("int8", "int"), "float-quantized": ("fp8", "float")}
+_HEAD = "lm_head"
+_PATTERN = "re:"
+_REMEDY = "use the bf16 original, Sidestream quantizes it while loading"
+
+
+def stored_dtype(directory: Path) -> str | None:
+    """Return the dtype of a checkpoint's first floating-point tensor, as transformers does without one in config.json;
+    None without readable weights.
+    """
+    single = directory / "model.safetensors"
+    for path in [single] if single.exists() else sorted(directory.glob("model*.safetensors"))[:1]:
+        try:
+            with safe_open(str(path), framework="numpy") as file:
+                found = (_FLOATING.get(file.get_slice(name).get_dtype()) for name in file.keys())  # noqa: SIM118
+                return next((dtype for dtype in found if dtype), None)
+        except (OSError, SafetensorError, ValueError):
+            return None
+    return None
+
+
+def stored_format(fields: Mapping[str, Any]) -> str:
+    """Return "int8" or "fp8" for a checkpoint stored so, "" for 16 or 32 bits. Raises ConfigError for other
+    quantization.
+    """
+    config = fields.get("quantization_config")
+    if not config:
+        return ""
+    method = config.get("quant_method") if isinstance(config, Mapping) else None
+    if not isinstance(config, Mapping) or method != "compressed-tensors":
+        raise ConfigError(
+            f"quantization_config: quant_method {method!r} is not served, only compressed-tensors: {_REMEDY}"
+        )
+    groups = config.get("config_groups")
+    group = next(iter(groups.values())) if isinstance(groups, Mapping) and len(groups) == 1 else None
+    known = _FORMATS.get(str(config.get("format")))
+    if known is None or not isinstance(group, Mapping) or group.get("targets") != ["Linear"]:
+        raise ConfigError(
+            f"quantization_config: format {config.get('format')!r} is not served; int-quantized and float-quantized "
+            f"are, with one group for all linear layers: {_REMEDY}"
+        )
+    name, kind = known
+    both = {"num_bits": 8, "type": kind, "symmetric": True}
+    _expect(group.get("weights"), "weights", {**both, "strategy": "channel", "dynamic": False})
+    _expect(group.get("input_activations"), "input_activations", {**both, "strategy": "token", "dynamic": True})
+    for part in ("output_activations", "kv_cache_scheme"):
+        if group.get(part) or config.get(part):
+            raise ConfigError(f"quantization_config: {part} is set, which is not served: {_REMEDY}")
+    if not fields.get("tie_word_embeddings") and not _ignored(config, [_HEAD]):
+        raise ConfigError(
+            f"quantization_config: ignore does not name {_HEAD}, and a head in eight bits is not served: {_REMEDY}"
+        )
+    return name
+
+
+def modules_in_16_bits(fields: Mapping[str, Any], modules: Iterable[str]) -> tuple[str, ...]:
+    """Return those of `modules` (stored full names) that `ignore` leaves in 16 bits, in order.
+
+    Raises ConfigError if it has only some of the projections of one GEMM.
+    """
+    modules = list(modules)
+    found = _ignored(fields["quantization_config"], modules)
+    for group in PACKED_MODULES.values():
+        for module in modules:
+            home, _, name = module.rpartition(".")
+            plain = [part for part in group if f"{home}.{part}" in found]
+            if name == group[0] and 0 < len(plain) < len(group):
+                raise ConfigError(
+                    f"quantization_config: ignore leaves {plain[0]} of {home} in 16 bits and not all of "
+                    f"{', '.join(group)}, which are computed together: {_REMEDY}"
+                )
+    return tuple(module for module in modules if module in found)
+
+
+def _ignored(config: Mapping[str, Any], modules: Iterable[str]) -> frozenset[str]:
+    """Return those of `modules` in `ignore`: by full name, or by a pattern from the beginning. Unknown names are
+    skipped.
+    """
+    entries = config.get("ignore", [_HEAD])
+    if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
+        raise ConfigError(f"quantization_config: ignore must be a list of names, not {entries!r}: correct config.json")
+    names = {entry for entry in entries if not entry.startswith(_PATTERN)}
+    patterns = PeftPatterns()  # untrusted, matched by RE2 in linear time
+    try:
+        compiled = [patterns.compile(entry.removeprefix(_PATTERN)) for entry in entries if entry.startswith(_PATTERN)]
+    except PatternError as problem:
+        raise ConfigError(f"quantization_config: ignore: {problem}") from None
+    return frozenset(each for each in modules if each in names or any(pattern.match(each) for pattern in compiled))
+
+
+def _expect(found: Any, part: str, wanted: Mapping[str, Any]) -> None:
+    for name, value in wanted.items():
+        given = found.get(name) if isinstance(found, Mapping) else None
+        if given != value:
+            raise ConfigError(f"quantization_config: {name} of {part} must be {value!r}, not {given!r}: {_REMEDY}")

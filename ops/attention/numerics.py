@@ -1,0 +1,36 @@
+"""Operand types, scaling of probabilities and split workspace of the Triton attention kernels.
+
+An 8-bit cache is multiplied in fp16, to which e4m3 and int8 convert exactly and cheaply; bf16 and fp32 caches in their
+own type. A probability (at most 1) is multiplied by V's scale before it is rounded to fp16; another factor 2^8 keeps
+both within fp16's range (for V scales between 2^-16 and 2^8), and the final division removes it.
+"""
+
+import torch
+import triton.language as tl
+
+from ..core.device import workspace
+from ..core.dtypes import QUANTIZED_MAX
+
+LOG2_E = 1.4426950408889634
+PROBABILITY_SCALE = tl.constexpr(256.0)
+LOWEST = tl.constexpr(-1.0e30)  # a finite "minus infinity": exp2(LOWEST - LOWEST) is 1, not NaN
+_OPERANDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+def operand_type(cache_dtype: torch.dtype) -> tl.dtype:
+    """Return the type in which P and V are multiplied (and Q and K, unless both are e4m3)."""
+    return tl.float16 if cache_dtype in QUANTIZED_MAX else _OPERANDS[cache_dtype]
+
+
+def split_workspace(
+    device: torch.device, rows: int, splits: int, group: int, dim: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the splits' workspace for `rows` (sequence, kv head) pairs: partial, logsumexp and arrivals.
+
+    partial [rows * splits, group, dim] and logsumexp [rows * splits, group] are fp32 and flat, arrivals [rows] int32
+    zeros.
+    """
+    parts = rows * splits * group
+    planes = workspace(device, "attention_decode.partial", 4 * parts * (dim + 1)).view(torch.float32)
+    arrivals = workspace(device, "attention_decode.arrivals", 4 * rows, zero=True).view(torch.int32)
+    return planes, planes[parts * dim :], arrivals

@@ -1,0 +1,112 @@
+"""Parse adapters' configs and safetensors headers in a child process, so that a hostile adapter can neither block the
+GPU process nor reach its memory.
+"""
+
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from ...graphs.adapter_config import AdapterError
+from ...graphs.adapter_description import Description
+from ...graphs.config import LlamaConfig
+from ...graphs.draft.config import EagleConfig
+from ..processes.helper_process import HelperProcess
+from ..text.chat_files import AdapterChat, ChatTemplateError
+
+TIMEOUT_SECONDS = 20.0
+MAX_RESPONSE_BYTES = 4 << 20
+
+
+class DescribeRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Arguments of `describe_adapter`. `draft` replaces `config` for the LoRA of a trained draft; with `chat` only the
+    chat templates and tokens are read.
+    """
+
+    directory: str
+    config: LlamaConfig | None
+    max_rank: int
+    lenient: bool
+    roots: list[str] | None
+    draft: EagleConfig | None = None
+    chat: bool = False
+
+
+class DescribeResponse(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """A description, chat files, or an error."""
+
+    description: Description | None = None
+    chat: AdapterChat | None = None
+    error: str = "it cannot be described"
+
+
+class AdapterDescriber:
+    """Run `describe_adapter` in a child process (`describer_process`). Thread-safe; handles one call at a time."""
+
+    def __init__(self, seconds: float = TIMEOUT_SECONDS) -> None:
+        # -P keeps the working directory off sys.path
+        self._child = HelperProcess(
+            [sys.executable, "-P", "-m", f"{__package__}.describer_process"], MAX_RESPONSE_BYTES
+        )
+        self._seconds = seconds
+        self._lock = threading.Lock()
+
+    def __call__(
+        self, directory: Path, config: LlamaConfig, max_rank: int, lenient: bool, roots: Sequence[Path] | None
+    ) -> Description:
+        """See `describe_adapter`. Raises AdapterError, also when the child times out or dies."""
+        draft = config if isinstance(config, EagleConfig) else None
+        model = config if draft is None else None
+        try:
+            response = self._send(
+                DescribeRequest(str(directory.absolute()), model, max_rank, lenient, _as_text(roots), draft)
+            )
+            if response.description is not None:
+                response.description.check(config, max_rank)
+        except TimeoutError:
+            raise AdapterError(
+                f"its adapter_config.json and the header of its weights took more than {self._seconds:g} s to read: "
+                "put it on a faster disk, or save it again with peft's save_pretrained"
+            ) from None
+        except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors
+            raise AdapterError(
+                f"its files could not be described ({error}): save it again with peft's save_pretrained"
+            ) from None
+        if response.description is None:
+            raise AdapterError(response.error)
+        return response.description
+
+    def read_chat(self, directory: Path, roots: Sequence[Path] | None) -> AdapterChat:
+        """See `read_adapter_chat`. Raises ChatTemplateError, also when the child times out or dies."""
+        try:
+            response = self._send(
+                DescribeRequest(str(directory.absolute()), None, 0, False, _as_text(roots), chat=True)
+            )
+        except (OSError, ValueError) as error:  # TimeoutError is an OSError
+            raise ChatTemplateError(f"its tokenizer's files cannot be read ({error})") from None
+        if response.chat is None:
+            raise ChatTemplateError(response.error)
+        return response.chat
+
+    def _send(self, request: DescribeRequest) -> DescribeResponse:
+        """Send a request; send it again once if the child has died, which another request may have caused."""
+        line = msgspec.json.encode(request) + b"\n"
+        with self._lock:
+            try:
+                answer = self._child.ask(line, self._seconds)
+            except TimeoutError:
+                raise
+            except OSError:
+                answer = self._child.ask(line, self._seconds)
+        return msgspec.json.decode(answer, type=DescribeResponse)
+
+    def close(self) -> None:
+        """End the child process; the next call starts another."""
+        with self._lock:
+            self._child.close()
+
+
+def _as_text(roots: Sequence[Path] | None) -> list[str] | None:
+    return None if roots is None else [str(root) for root in roots]

@@ -1,0 +1,285 @@
+"""Load adapters into GPU slots while steps run: disk -> host memory -> slot. One thread reads, one copies."""
+
+import logging
+import queue
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count, pairwise
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...compiler.graph.recipe import Recipe
+from ...graphs.adapter_config import AdapterError
+from ...graphs.lora import LoraShape
+from ..processes.threads import start_thread
+from .background_jobs import stop_threads
+from .host_memory import CHUNK_BYTES, Block, block_offsets
+from .host_store import HostStore
+from .packing import limit_torch_threads
+from .registry import AdapterRegistry
+
+STOP_SECONDS = 30.0
+POLL_SECONDS = 0.0002
+LEAD_SECONDS = 0.001
+LONGEST_LEAD = 0.005
+LEAD_SHARE = 0.75
+STEPS_WATCHED = 8
+WIDE_BYTES = 8  # of an element of the scatter copy, where every tensor is aligned
+_log = logging.getLogger(__name__)
+LoadReport = tuple[int, int, str | None]  # slot, adapter, error
+Copy = tuple[int, int, Block]
+Read = tuple[int, int, int | None, int]  # priority, serial number, slot (None: not reported), adapter
+STOP_READING: Read = (-1, -1, None, -1)
+
+
+class SlotCopier:
+    """Copies blocks into slots: a few large copies and a few launches instead of a copy for each of a thousand tensors,
+    which would take longer than the bus. A block is copied into a buffer on the device and scattered from there.
+
+    slots   slots[s]: the tensors of slot s on the device, in a block's order
+    """
+
+    def __init__(self, slots: Sequence[list[torch.Tensor]], device: torch.device) -> None:
+        self._slots = slots
+        self._buffer: torch.Tensor | None = None
+        if device.type != "cuda" or not slots:
+            return
+        sizes = [tensor.nbytes for tensor in slots[0]]
+        offsets = block_offsets(sizes)
+        self._buffer = torch.empty(offsets[-1], dtype=torch.uint8, device=device)
+        wide = not any(size % WIDE_BYTES for size in sizes) and not any(
+            tensor.data_ptr() % WIDE_BYTES for slot in slots for tensor in slot
+        )
+        dtype = torch.int64 if wide else torch.uint8
+        self._sources = [
+            self._buffer[first : first + size].view(dtype) for first, size in zip(offsets, sizes, strict=False)
+        ]
+        self._targets = [[tensor.view(-1).view(torch.uint8).view(dtype) for tensor in slot] for slot in slots]
+
+    def enqueue(self, slot: int, block: Block) -> None:
+        """Enqueue a copy on the current stream, one at a time; return at once for a page-locked block."""
+        if self._buffer is None:
+            torch._foreach_copy_(self._slots[slot], block.tensors)
+            return
+        for source, target in zip(block.memory.split(CHUNK_BYTES), self._buffer.split(CHUNK_BYTES), strict=True):
+            target.copy_(source, non_blocking=True)
+        torch._foreach_copy_(self._targets[slot], self._sources)
+
+
+@dataclass
+class InFlightCopy:
+    """A running copy: its first and last event, and its expected end `due` (time.monotonic)."""
+
+    slot: int
+    number: int
+    block: Block
+    first: Any
+    last: Any
+    due: float | None
+    reported: bool = False
+
+
+class SlotLoader:
+    """The stacks [S, ...] on the device, and the threads that load adapters into them.
+
+    `start_load` begins a copy into a slot that no running step reads; `finished_loads` reports its end. Until then the
+    caller schedules no step with the slot. A copy is reported shortly before its end, so that the next step can be
+    planned with it; `before_step` then lets the device wait for the rest.
+
+    Hold `device_calls` during the capture of a CUDA graph: no other thread may call the device then.
+    """
+
+    def __init__(
+        self,
+        recipes: Mapping[str, Recipe],
+        stacks: Mapping[str, torch.Tensor],
+        registry: AdapterRegistry,
+        lora: LoraShape,
+        max_cpu_adapters: int,
+        constants: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    ) -> None:
+        self.stacks = dict(stacks)
+        self.lora = lora
+        self.device_calls = threading.Lock()
+        self.store = HostStore(recipes, stacks, registry, lora, max_cpu_adapters, self.device_calls, constants)
+        self.lead_seconds = LEAD_SECONDS
+        self._registry = registry
+        self._device = next(iter(stacks.values())).device
+        slots = [[stacks[name][slot] for name in recipes] for slot in range(lora.slots)]
+        self._copier = SlotCopier(slots, self._device)
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._reads: queue.PriorityQueue[Read] = queue.PriorityQueue()
+        self._copies: queue.SimpleQueue[Copy | None] = queue.SimpleQueue()
+        self._in_flight: deque[InFlightCopy] = deque()
+        self._copy_seconds: float | None = None
+        self._step_ends: deque[float] = deque(maxlen=STEPS_WATCHED)
+        self._busy_until = 0.0
+        self._finished: deque[LoadReport] = deque()
+        self._serial = count()
+        self._started = False
+
+    def start_load(self, slot: int, number: int) -> None:
+        """Start loading an adapter into a slot, or with slot -1 into host memory only; return at once."""
+        self._start_threads()
+        block = self.store.acquire(number) if slot >= 0 else None
+        if block is not None:
+            self._copies.put((slot, number, block))
+        else:
+            self._reads.put((slot < 0, next(self._serial), slot, number))
+
+    def prefetch_later(self, numbers: list[int]) -> None:
+        """Load adapters into host memory when no other read is queued, without a report."""
+        self._start_threads()
+        for number in numbers:
+            self._reads.put((2, next(self._serial), None, number))
+
+    def prefetch(self, numbers: list[int]) -> None:
+        """Load adapters into host memory. Raises AdapterError or OSError."""
+        for number in numbers:
+            self.store.release(self.store.prepare(number))
+
+    def finished_loads(self, timeout: float = 0.0) -> list[LoadReport]:
+        """Return new reports of ended loads; wait up to `timeout` seconds for the first."""
+        until = time.monotonic() + timeout
+        while True:
+            self._poll_copies()
+            if self._finished or time.monotonic() >= until:
+                return [self._finished.popleft() for _ in range(len(self._finished))]
+            time.sleep(POLL_SECONDS)
+
+    def before_step(self, slots: NDArray[np.int32]) -> None:
+        """Let the device's current stream wait for copies into `slots` that were reported before their end."""
+        for copy in tuple(self._in_flight):
+            if copy.reported and (slots == copy.slot).any():
+                torch.cuda.current_stream(self._device).wait_event(copy.last)
+
+    def record_step_end(self, now: float) -> None:
+        """Update `lead_seconds` when a step has ended at `now` (time.monotonic).
+
+        A step planned at the end of another starts after the one that starts then. So a copy that ends within the
+        shortest of the last step times delays nothing; `lead_seconds` is a share of that time.
+        """
+        ends = self._step_ends
+        ends.append(now)
+        if len(ends) == STEPS_WATCHED:
+            shortest = min(later - earlier for earlier, later in pairwise(ends))
+            self.lead_seconds = min(max(LEAD_SHARE * shortest, LEAD_SECONDS), LONGEST_LEAD)
+
+    def _poll_copies(self) -> None:
+        now = time.monotonic()
+        for copy in tuple(self._in_flight):  # they end in order
+            ended = copy.last.query()
+            if not copy.reported and (ended or (copy.due is not None and now >= copy.due - self.lead_seconds)):
+                copy.reported = True
+                self._finished.append((copy.slot, copy.number, None))
+            if ended:
+                self._copy_seconds = copy.first.elapsed_time(copy.last) / 1e3
+                self._in_flight.popleft()
+                self.store.release(copy.block)
+
+    def load(self, slot: int, number: int) -> None:
+        """Load an adapter into a slot after the current stream's work, and wait for it."""
+        block = self.store.prepare(number)
+        if self._stream is None:
+            self._copier.enqueue(slot, block)
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with self.device_calls, torch.cuda.stream(self._stream):
+                self._copier.enqueue(slot, block)
+            self._stream.synchronize()
+        self.store.release(block)
+
+    def drop(self, number: int) -> None:
+        """Free an adapter that nothing uses any more."""
+        self._registry.drop(number)  # first, so that a concurrent read stores nothing
+        self.store.drop(number)
+
+    def _start_threads(self) -> None:
+        if self._started:
+            return
+        self._started = True
+        owner = weakref.ref(self)  # the threads must not keep the loader alive
+        stop, on_gpu = partial(_stop, self._reads, self._copies), self._device.type == "cuda"
+        threads = [
+            start_thread(_run, owner, name, jobs, on_gpu, name=f"adapter{name}", stop=stop)
+            for name, jobs in (("_read", self._reads), ("_copy", self._copies))
+        ]
+        weakref.finalize(self, stop_threads, stop, threads, STOP_SECONDS).atexit = False
+
+    def _read(self, job: Read) -> None:
+        *_, slot, number = job
+        try:
+            block = self.store.prepare(number)
+        except Exception as error:
+            if slot is not None:
+                self._finished.append((slot, number, self._error_text(number, error)))
+            return
+        if slot is not None and slot >= 0:
+            self._copies.put((slot, number, block))
+            return
+        self.store.release(block)
+        if slot is not None:
+            self._finished.append((slot, number, None))
+
+    def _copy(self, job: Copy) -> None:
+        slot, number, block = job
+        try:
+            if self._stream is not None:
+                first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin = max(time.monotonic(), self._busy_until)
+                with self.device_calls, torch.cuda.stream(self._stream):
+                    first.record(self._stream)
+                    self._copier.enqueue(slot, block)
+                    last.record(self._stream)
+                due = None if self._copy_seconds is None else begin + self._copy_seconds
+                self._busy_until = begin if due is None else due
+                self._in_flight.append(InFlightCopy(slot, number, block, first, last, due))
+                return
+            self._copier.enqueue(slot, block)
+            error_text = None
+        except Exception as error:
+            error_text = self._error_text(number, error)
+        self.store.release(block)
+        self._finished.append((slot, number, error_text))
+
+    def _error_text(self, number: int, error: Exception) -> str:
+        """Return an error for the user, without paths of this machine."""
+        try:
+            adapter = self._registry.by_number(number)
+        except KeyError:
+            return "the adapter was removed"
+        prefix = f"adapter {adapter.name!r} could not be loaded: "
+        if isinstance(error, AdapterError):
+            return prefix + str(error).replace(str(adapter.path), repr(adapter.name))
+        if isinstance(error, OSError):
+            return prefix + (error.strerror or "its files cannot be read")
+        if isinstance(error, RuntimeError) and "interpreter shutdown" in str(error):  # of the pool that reads files
+            return prefix + "the interpreter exits"
+        _log.error("adapter %r could not be loaded", adapter.name, exc_info=error)
+        return prefix + "a fault in the engine, see its log"
+
+
+def _run(owner: "weakref.ref[SlotLoader]", name: str, jobs: Any, on_gpu: bool) -> None:
+    """A thread's loop: call method `name` for each job until a stop marker or the loader's end."""
+    if on_gpu:
+        limit_torch_threads()
+    while (job := jobs.get()) not in (None, STOP_READING):
+        loader = owner()
+        if loader is None:
+            return
+        getattr(loader, name)(job)
+        del loader, job
+
+
+def _stop(reads: "queue.PriorityQueue[Read]", copies: "queue.SimpleQueue[Copy | None]") -> None:
+    reads.put(STOP_READING)
+    copies.put(None)

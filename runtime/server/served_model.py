@@ -1,0 +1,152 @@
+"""The model and adapters in the GPU process.
+
+A restarted process also serves the adapters that clients loaded before, and leaves out those that cannot be read.
+"""
+
+import logging
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+from msgspec import structs
+
+from ...ops.core.kv_layout import PAGE_SIZE
+from ..scheduler.step_plan import Runner
+from .gpu_link import LoadedAdapter, Ready
+from .settings import ServeSettings
+
+_log = logging.getLogger(__name__)
+EXIT_DEVICE_LOST = 70
+"""Exit code when the device's context or another tensor-parallel process is lost."""
+
+
+class Servable(Protocol):
+    """What the GPU process serves. Adapter methods raise ValueError or OSError with a text for the client."""
+
+    ready: Ready
+
+    @property
+    def runner(self) -> Runner: ...
+
+    def add_adapter(self, name: str, path: str, replace: bool) -> LoadedAdapter:
+        """Read an adapter's directory."""
+        ...
+
+    def remove_adapter(self, name: str) -> None:
+        """Remove an adapter's name; the batcher reports when no request uses it any more."""
+        ...
+
+    def in_host_memory(self) -> list[int]:
+        """Return the numbers of the adapters in host memory."""
+        ...
+
+
+class ServedModel:
+    """A model on this device; see `Servable`. Raises the errors of `find_model` and `load_model`."""
+
+    def __init__(self, settings: ServeSettings) -> None:
+        # imported here: a GPU process that simulates a model needs no torch
+        from ..adapters.adapter_limits import readable_adapters
+        from ..adapters.describer import AdapterDescriber
+        from ..worker.model_loader import find_model
+        from ..worker.tensor_parallel.parallel_model import load_parallel_model
+
+        source, options = find_model(settings.model, **settings.llm)
+        describe = AdapterDescriber()
+        adapters, refused = dict[str, str | Path](settings.adapters), dict[str, Exception]()
+        if settings.generation:  # a restart: they were readable before
+            adapters, refused = readable_adapters(source.config, adapters, options.engine, describe)
+        self._model = model = load_parallel_model(settings.model, source, adapters, options, settings.llm, describe)
+        self.runner: Runner = model.executor
+        model.on_lost(_end_process)
+        model.runner.build_in_background()
+        # only for adapters that clients load later
+        model.restrict_adapters(settings.adapter_roots)
+        limits = model.limits
+        self.ready = Ready(
+            vocabulary=model.source.config.vocab_size,
+            num_pages=limits.num_pages,
+            page_size=PAGE_SIZE,
+            max_model_len=limits.max_model_len,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            num_slots=limits.num_slots,
+            eos_ids=sorted(model.eos_ids),
+            adapters=[self._loaded(number) for number in model.registry.numbers.values()],
+            device=str(options.device),
+            seconds=dict(model.seconds),
+            prefix_caching=limits.prefix_caching,
+            speculation=limits.speculation,
+            step_times=list(limits.step_times),
+            speculation_history=limits.speculation_history,
+            longest_step=model.longest_step,
+            lora_rank=0 if model.registry.lora is None else model.registry.lora.rank,
+            lora_targets=[] if model.registry.lora is None else list(model.registry.lora.targets),
+            left_out={name: _log_left_out(problem, name) for name, problem in refused.items()},
+        )
+
+    def add_adapter(self, name: str, path: str, replace: bool) -> LoadedAdapter:
+        return self._loaded(self._model.add_adapter(name, path, replace).number)
+
+    def remove_adapter(self, name: str) -> None:
+        self._model.remove_adapter(name)
+
+    def in_host_memory(self) -> list[int]:
+        return self._model.runner.in_host_memory()
+
+    def _loaded(self, number: int) -> LoadedAdapter:
+        entry = self._model.registry.by_number(number)
+        return LoadedAdapter(entry.name, entry.number, entry.adapter.rank, entry.content_hash, entry.chat)
+
+
+def load_again(served: Servable, loaded: Mapping[str, str]) -> Ready:
+    """Read the adapters (name -> directory) that clients loaded into a former process. Returns the extended `Ready`.
+
+    Raises errors that lose the device or another tensor-parallel process; other errors leave the adapter out.
+    """
+    adapters, left_out = list(served.ready.adapters), dict(served.ready.left_out)
+    for name, path in loaded.items():
+        try:
+            adapters.append(served.add_adapter(name, path, False))
+        except Exception as problem:
+            if is_fatal(problem):
+                raise
+            left_out[name] = _log_left_out(problem, name)
+    return structs.replace(served.ready, adapters=adapters, left_out=left_out)
+
+
+def _log_left_out(problem: Exception, adapter: str) -> str:
+    """Log that an adapter is left out and return the text for clients."""
+    _log.warning("adapter %r is left out: %s", adapter, " ".join(str(problem).split()))
+    return text_for_client(problem, adapter)
+
+
+def is_fatal(error: Exception) -> bool:
+    """Return whether the device's context or another tensor-parallel process is lost: later steps would fail too."""
+    text = str(error)
+    return type(error).__name__ in ("AcceleratorError", "RankError") or (
+        "CUDA error" in text and "out of memory" not in text
+    )
+
+
+def text_for_client(error: Exception, adapter: str) -> str:
+    """Return the text of an adapter's error for clients. Logs errors that are not the adapter's fault."""
+    if isinstance(error, OSError):
+        return f"adapter {adapter!r}: {error.strerror or 'its files cannot be read'}"
+    if isinstance(error, ValueError):
+        return without_directories(str(error))
+    _log.error("adapter %r", adapter, exc_info=error)
+    return f"adapter {adapter!r}: an error in the engine; see its log"
+
+
+def without_directories(text: str) -> str:
+    """Return a text with only the last part of each path: clients must not learn this machine's directories."""
+    return re.sub(r"(?<![\w.])/(?:[^\s/:'\"]+/)*", "", text)
+
+
+def _end_process(problem: str) -> NoReturn:
+    """End this process after another tensor-parallel process was lost, since the main thread may wait in a kernel."""
+    _log.error("%s", problem)
+    os._exit(EXIT_DEVICE_LOST)

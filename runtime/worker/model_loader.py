@@ -1,0 +1,412 @@
+"""Load a model: read its adapters, compile it, plan the memory, load the weights, bind the programs."""
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ...compiler.api import CompiledModel, compile_model
+from ...compiler.cost.hardware import gpu_of
+from ...compiler.graph.recipe import Recipe
+from ...compiler.options import CompileOptions, OptionError
+from ...compiler.pipeline import PASSES, pass_names
+from ...compiler.program.cache import ProgramCache, ProgramStore
+from ...compiler.program.cache_folder import cache_directory
+from ...compiler.program.program import Program
+from ...graphs.adapter import Describe
+from ...graphs.adapter_description import describe_adapter
+from ...graphs.checkpoint import checkpoint_config
+from ...graphs.config import LlamaConfig
+from ...graphs.llama import Llama
+from ...graphs.lora import LoraShape
+from ...graphs.model_directory import model_directory
+from ..adapters.adapter_limits import draft_lora_shape, lora_shape, make_registry, num_slots
+from ..adapters.registry import AdapterRegistry, RegisteredAdapter
+from ..adapters.slot_loader import SlotLoader
+from ..api.errors import RequestError
+from ..engine.options import read_keywords
+from ..engine.resolve import EngineSizes, LoadOptions, check_layers, load_options, resolve_device, resolve_sizes
+from ..quantization.calibration import Calibration, calibrated
+from ..quantization.rounded_weights import Rounding, find_rounding
+from ..scheduler.limits import SchedulerLimits
+from ..scheduler.speculation import max_drafts
+from ..scheduler.step_plan import Runner
+from ..text.generation_config import eos_token_ids
+from .bound_programs import estimate_longest_step
+from .buckets import Buckets
+from .cpu_threads import limit_cpu_threads
+from .memory_budget import NO_DEMAND, Specs, kv_specs, min_over_ranks, num_kv_pages, specs_of
+from .model_runner import ModelRunner
+from .progress import print_line, progress, stage
+from .sleep import SleepControl, Sleeper
+from .token_history import TokenHistory
+from .trained_draft import DraftModel
+from .weight_loader import checkpoint_lookup, dummy_lookup, load_weights
+
+
+class ModelSource(NamedTuple):
+    """A model's config, and the directory with its weights and tokenizer, if any."""
+
+    config: LlamaConfig
+    directory: Path | None
+
+
+@dataclass
+class Model:
+    """A model on its device with its adapters, ready to execute plans.
+
+    calibration   the calibration in use, or None
+    rounding      the rounded weights in use, or None
+    limits        limits of the scheduler
+    registry      the adapters by name
+    sleeper       this process's sleep mode; None without enable_sleep_mode
+    seconds       start-up times by phase
+    longest_step  estimated seconds of the longest step; 0.0 on a CPU
+    """
+
+    source: ModelSource
+    options: LoadOptions
+    calibration: Calibration | None
+    rounding: Rounding | None
+    limits: SchedulerLimits
+    registry: AdapterRegistry
+    runner: ModelRunner
+    compiled: CompiledModel
+    sleeper: Sleeper | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    longest_step: float = 0.0
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """The tokens that end a text."""
+        config, directory = self.source
+        tokens = eos_token_ids(directory, self.options.engine.generation_config) | set(config.eos_token_ids)
+        return frozenset(token for token in tokens if token < config.vocab_size)
+
+    def prefetch_adapters(self) -> None:
+        """Load up to `max_cpu_loras` adapters into host memory, which otherwise happens while requests run."""
+        if self.runner.slot_loader is not None:
+            self.runner.slot_loader.prefetch(list(self.registry.numbers.values())[: self.options.engine.max_cpu_loras])
+
+    def add_adapter(self, name: str, path: str | Path, replace: bool = False) -> RegisteredAdapter:
+        """Register an adapter. With `replace` the name may be in use; its previous adapter stays until
+        `runner.forget_adapter`.
+
+        Raises RequestError or AdapterError, and changes nothing, for an adapter that the engine cannot serve.
+        """
+        if self.runner.slot_loader is None:
+            raise RequestError(
+                "the engine was started without adapters; give at least one in adapters={name: path}, or "
+                "max_loras and max_lora_rank"
+            )
+        adapter = self.registry.add(name, path, replace)
+        self.runner.slot_loader.prefetch_later([adapter.number])
+        return adapter
+
+    def remove_adapter(self, name: str) -> int:
+        """Remove a name; return its number for active requests. Raises RequestError for an unknown name."""
+        return self.registry.remove(name)
+
+    def restrict_adapters(self, roots: Sequence[str | Path]) -> None:
+        """Require adapters added from now on to be under one of `roots`."""
+        self.registry.restrict(roots)
+
+    @property
+    def executor(self) -> Runner:
+        """Executes the scheduler's plans."""
+        return self.runner
+
+    @property
+    def sleep_control(self) -> SleepControl | None:
+        """Sleep mode on all ranks; None without enable_sleep_mode."""
+        return self.sleeper
+
+    def on_lost(self, callback: Callable[[str], None]) -> None:
+        """Call `callback` with the reason when another process of the model ends. Here there is none."""
+
+    @property
+    def precision(self) -> str:
+        """See `precision_line`."""
+        return precision_line(self.source, self.options, self.calibration, self.rounding)
+
+    def close(self) -> None:
+        """End the model's other processes. Here there is none."""
+
+
+def find_model(model: str | Path | Mapping[str, Any], **keywords: Any) -> tuple[ModelSource, LoadOptions]:
+    """Return the model and its options from `LLM`'s keywords.
+
+    model   a directory in the Hugging Face format, a hub id in the local cache, or for random weights the fields of
+            config.json
+
+    Starts creating a GPU's context; on a CPU sets torch's threads. Raises TypeError for an unknown keyword, OptionError
+    or ConfigError.
+    """
+    engine, given = read_keywords(keywords)
+    device = resolve_device(engine.device)
+    _create_context(device)
+    source = _find_source(model, engine.load_format == "dummy")
+    options = load_options(engine, given, device, source.config)
+    limit_cpu_threads(device, options.compiler.tensor_parallel)
+    return source, options
+
+
+def _find_source(model: str | Path | Mapping[str, Any], dummy: bool) -> ModelSource:
+    if isinstance(model, Mapping):
+        if not dummy:
+            raise OptionError(
+                "a model given as config fields has no weights; add load_format='dummy' for random ones, or name a "
+                "model directory"
+            )
+        return ModelSource(replace(LlamaConfig.from_dict(model), weight_format=""), None)
+    directory = model_directory(model)
+    if not directory.is_dir():
+        raise OptionError(
+            f"model {str(model)!r} is no directory; download the model first and name the directory that holds its "
+            "config.json"
+        )
+    config = checkpoint_config(directory)
+    return ModelSource(replace(config, weight_format="") if dummy else config, directory)
+
+
+def load_model(
+    source: ModelSource,
+    adapters: Mapping[str, str | Path],
+    options: LoadOptions,
+    describe: Describe = describe_adapter,
+) -> Model:
+    """Load a model onto its device, ready to run. `describe` reads adapters' configs and headers.
+
+    Raises OptionError, CheckpointError or AdapterError before any weight is loaded, and CapacityError if the memory is
+    too small.
+    """
+    config, engine = source.config, options.engine
+    if config.weight_format not in ("", options.compiler.precision) and options.compiler.quantizes:
+        raise OptionError(
+            f"the checkpoint stores its weights in {config.weight_format}, and "
+            f"precision={options.compiler.precision!r} would round them once more; start with "
+            f"precision={config.weight_format!r}, or 'bf16' to serve them in 16 bits"
+        )
+    weights = None if options.dummy else source.directory
+    calibration, compiler_options = calibrated(
+        engine.calibration,
+        config,
+        weights,
+        options.compiler,
+        options.hadamard,
+        options.center_keys,
+        options.smooth_channels,
+    )
+    rounding, compiler_options = find_rounding(
+        engine.rounded_weights, config, weights, compiler_options, calibration, options.as_rounded
+    )
+    check_layers(compiler_options, config.num_hidden_layers)
+    sizes = resolve_sizes(engine, config.max_position_embeddings, options.device, config.usual_context)
+    registry = make_registry(config, engine, describe)
+    reads = registry.add_all(adapters)
+    for _ in progress(reads, "reading adapters", "adapter", engine.show_progress, total=len(adapters)):
+        pass
+    slots = num_slots(engine, len(registry.numbers))
+    lora = lora_shape(registry, slots, engine) if slots else None
+    registry.draft_lora = draft_lora_shape(registry, slots, engine.max_lora_rank) if lora is not None else None
+    print_line(precision_line(source, options, calibration, rounding), engine.show_progress)
+    with _paused_garbage_collection():
+        return _build(source, options, compiler_options, calibration, rounding, sizes, registry, slots, lora)
+
+
+def precision_line(
+    source: ModelSource, options: LoadOptions, calibration: Calibration | None, rounding: Rounding | None
+) -> str:
+    """Return a line for the start-up output: the precision, and for int8 and fp8 whether it is calibrated."""
+    engine, precision, (config, directory) = options.engine, options.compiler.precision, source
+    if not options.compiler.quantizes:
+        stored = {"bfloat16": "bf16", "float32": "fp32"}.get(config.dtype) == precision and not config.weight_format
+        line = f"precision {precision}" + (", as the checkpoint stores its weights" if stored else "")
+        if precision == "fp32" and config.dtype == "float16":
+            line += ", which holds the checkpoint's float16 exactly"
+        return line + ("; calibrations are for int8 and fp8, this one is not used" if engine.names_calibration else "")
+    if calibration is not None or rounding is not None:
+        return f"precision {precision}, calibrated" + ("" if rounding is None else ", with rounded weights")
+    if directory is None or options.dummy:
+        return f"precision {precision}, not calibrated: the weights are random"
+    return (
+        f"precision {precision}, not calibrated: `sidestream calibrate {directory}` or precision bf16 gives answers "
+        "closer to the checkpoint's"
+    )
+
+
+def _build(
+    source: ModelSource,
+    options: LoadOptions,
+    compiler_options: CompileOptions,
+    calibration: Calibration | None,
+    rounding: Rounding | None,
+    sizes: EngineSizes,
+    registry: AdapterRegistry,
+    slots: int,
+    lora: LoraShape | None,
+) -> Model:
+    """Compile, load and bind. Only programs of the compiler's own pass list are cached on disk: the cache's keys have
+    the passes' names only.
+    """
+    config, engine, device = source.config.up_to(sizes.max_model_len), options.engine, options.device
+    seconds: dict[str, float] = {}
+    dtype = compiler_options.model_dtype
+    with _timed(seconds, "capture_and_passes"), stage("compiling the model", engine.show_progress):
+        head = registry.draft
+        features = () if head is None else head.feature_layers
+        model = Llama(config, lora, dtype=dtype, device="meta", features=features)
+
+        def make_cache(key: Mapping[str, object]) -> ProgramCache | None:
+            if options.passes != PASSES:
+                return None
+            return ProgramCache(ProgramStore(cache_directory() / "programs"), key, compiler_options, pass_names())
+
+        key: dict[str, object] = {"config": asdict(config), "lora": None if lora is None else asdict(lora)}
+        key |= {"features": features} if features else {}
+        compiled = compile_model(model, compiler_options, passes=options.passes, cache=make_cache(key), text=False)
+        buckets = Buckets(
+            sizes.max_num_seqs,
+            sizes.max_num_batched_tokens,
+            sizes.blocks,
+            sizes.blocks,
+            lora is not None,
+            rounded=device.type == "cpu",
+            drafts=max_drafts(engine.speculation),
+        )
+        largest = compiled.program(buckets.largest())
+        draft = None
+        if head is not None:
+            draft = DraftModel(
+                head.up_to(sizes.max_model_len),
+                Path(engine.draft),
+                registry.draft_lora,
+                compiler_options,
+                options.passes,
+                dtype,
+                make_cache,
+                buckets,
+            )
+    if rounding is not None:
+        rounding.check(_recipes(largest, "weight").values(), model.checkpoint_tensors(), source.directory)
+    draft_demand = NO_DEMAND if draft is None else draft.demand(buckets)
+    own_pages = num_kv_pages(largest, config, engine, sizes, device, buckets.sampled_rows, draft_demand)
+    num_pages = min_over_ranks(own_pages, compiler_options)
+    buckets = replace(buckets, pages=num_pages)
+    sleeper = Sleeper(device) if engine.enable_sleep_mode else None
+    constants = {} if calibration is None else calibration.tensors()
+    with _timed(seconds, "load"):
+        recipes, expected = _recipes(largest, "weight"), model.checkpoint_tensors()
+        all_constants = {**model.derived_tensors(), **constants}
+
+        def read_weights(into: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+            if options.dummy or source.directory is None:
+                lookup, names = dummy_lookup(expected, device, dtype, engine.seed)
+            else:
+                lookup, names = checkpoint_lookup(source.directory, expected, config)
+            if rounding is not None:
+                lookup = rounding.before(lookup)
+            weights = load_weights(recipes, lookup, names, all_constants, device, dtype, engine.show_progress, into)
+            return weights if draft is None else weights | draft.read_weights(device, into)
+
+        weight_specs, stack_specs = specs_of(largest, "weight"), specs_of(largest, "adapter")
+        cache_specs, stack_recipes = kv_specs(largest, num_pages), _recipes(largest, "adapter")
+        if draft is not None:
+            weight_specs, stack_specs = {**weight_specs, **draft.weight_specs}, {**stack_specs, **draft.stack_specs}
+            cache_specs = {**cache_specs, **draft.cache_specs(num_pages)}
+            stack_recipes |= draft.stack_recipes
+        tensors = sleeper.read_weights(weight_specs, read_weights) if sleeper else read_weights()
+    stacks = sleeper.make_stacks(stack_specs) if sleeper else _zeros(stack_specs, device)
+    slot_loader = None
+    if lora is not None:
+        slot_loader = SlotLoader(stack_recipes, stacks, registry, lora, engine.max_cpu_loras, constants)
+    tensors.update(stacks)
+    tensors.update(sleeper.make_cache(cache_specs) if sleeper else _zeros(cache_specs, device))
+    trained = None if draft is None else draft.bind(tensors, largest, buckets, device)
+    history, ring_tokens = None, engine.speculation_history
+    if engine.speculation != "off":
+        history = TokenHistory(sizes.max_num_seqs, sizes.max_model_len, device, ring_tokens, trained)
+    runner = ModelRunner(
+        compiled,
+        tensors,
+        buckets,
+        device,
+        slot_loader=slot_loader,
+        vocabulary=config.vocab_size,
+        enforce_eager=engine.enforce_eager,
+        fail_on_compilation=engine.fail_on_compilation,
+        arena_bytes=largest.arena_bytes,
+        token_history=history,
+    )
+    if slot_loader is not None:
+        registry.lora = lora
+        # on another thread, while graphs are captured
+        slot_loader.prefetch_later(list(registry.numbers.values())[: engine.max_cpu_loras])
+    seconds["programs_and_graphs"] = runner.warm_up(engine.show_progress)
+    step_times: tuple[tuple[int, int, float], ...] = ()
+    if engine.speculation == "auto":
+        with _timed(seconds, "step_times"):
+            step_times = runner.measure_step_times()
+    limits = SchedulerLimits(
+        num_pages,
+        sizes.max_model_len,
+        sizes.max_num_seqs,
+        sizes.max_num_batched_tokens,
+        slots,
+        engine.enable_prefix_caching,
+        speculation=engine.speculation,
+        step_times=step_times,
+        speculation_history=ring_tokens,
+    )
+    gpu = gpu_of(device) if device.type == "cuda" else None
+    longest_step = estimate_longest_step(largest, sizes.max_model_len, gpu)
+    return Model(
+        source, options, calibration, rounding, limits, registry, runner, compiled, sleeper, seconds, longest_step
+    )
+
+
+def _recipes(program: Program, kind: str) -> dict[str, Recipe]:
+    """Return buffer name -> recipe of a program's weights or adapter stacks."""
+    return {buffer.name: program.recipes[buffer.name] for buffer in program.of_kind(kind)}
+
+
+def _zeros(specs: Specs, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return zeros: uninitialized memory could hold a NaN, which a masked product would propagate."""
+    return {
+        name: torch.zeros(shape, dtype=torch.uint8 if dtype.itemsize == 1 else dtype, device=device).view(dtype)
+        for name, (shape, dtype) in specs.items()
+    }
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    begin = time.perf_counter()
+    yield
+    seconds[name] = time.perf_counter() - begin
+
+
+def _create_context(device: torch.device) -> None:
+    """Create a GPU's context on a thread: it takes seconds. The first call that uses the GPU waits for it."""
+    if device.type == "cuda":
+        threading.Thread(target=torch.cuda.mem_get_info, args=(device,), name="cuda-context", daemon=True).start()
+
+
+@contextmanager
+def _paused_garbage_collection() -> Iterator[None]:
+    """Pause the collector while a start makes many objects that stay; move them to the oldest generation."""
+    enabled, frozen = gc.isenabled(), gc.get_freeze_count()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if not frozen:
+            gc.freeze()
+            gc.unfreeze()
+        if enabled:
+            gc.enable()

@@ -1,0 +1,88 @@
+"""`LLM(tensor_parallel_size=2)`: two processes answer as one does, with drafts too, take adapters in together, and end
+together.
+"""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sidestream import LLM, SamplingParams
+from sidestream.compiler.options import OptionError
+from sidestream.runtime.worker.tensor_parallel.parallel_model import ParallelModel
+from sidestream.runtime.worker.tensor_parallel.peers import RankError
+from support.tiny import AdapterSpec, tiny_adapters, tiny_llama
+
+PROMPTS = ["a", "some longer text than that", "other words"]
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True),  # one exchange of the best of each part
+    SamplingParams(temperature=0.8, seed=5, max_tokens=8, ignore_eos=True, speculation="off"),  # two
+    SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=2),
+    SamplingParams(temperature=1.0, top_p=0.9, seed=3, max_tokens=8, ignore_eos=True, frequency_penalty=0.5),
+    SamplingParams(temperature=0.0, max_tokens=12, structured_outputs={"regex": "[a-c]+"}),  # masks after drafts
+]
+SIZES: dict[str, Any] = {
+    "precision": "fp32",
+    "device": "cpu",
+    "max_model_len": 128,
+    "max_num_seqs": 4,
+    "max_loras": 2,
+    "show_progress": False,
+}
+
+
+def answers(llm: LLM, adapters: list[str | None]) -> list[list[int]]:
+    return [
+        output.outputs[0].token_ids
+        for params in PARAMS
+        for output in llm.generate(PROMPTS, params, adapters, use_tqdm=False)
+    ]
+
+
+@pytest.mark.first
+def test_two_ranks_answer_as_one_process_does_and_end_together(tmp_path: Path) -> None:
+    base = tiny_llama(tmp_path, num_hidden_layers=1, num_key_value_heads=1, tokenizer=True)
+    one, two, three = tiny_adapters(base, [AdapterSpec(rank=4), AdapterSpec(rank=7), AdapterSpec(rank=5)])
+    batches: list[list[str | None]] = [["one", None, "two"], ["three", "three", "one"], ["two", "three", "one"]]
+    found = []
+    for ranks, speculation in ((1, "off"), (2, 3)):
+        llm = LLM(
+            base.path, {"one": one, "two": two}, tensor_parallel_size=ranks, speculation=speculation, **SIZES
+        )  # the ranks draft from the same former answers, or they would compute different steps
+        llm.add_adapter("three", three)  # one more than there are slots
+        results = [answers(llm, batch) for batch in batches]
+        llm.remove_adapter("one")
+        llm.add_adapter("one", two)
+        found.append([*results, answers(llm, ["one", None, "three"])])
+        if ranks == 1:
+            llm.close()
+    assert found[0] == found[1] and llm.engine.scheduler.stats().history_accepted > 0
+    mixed = [PARAMS[0], PARAMS[1], PARAMS[0]]
+    assert [one.outputs[0].token_ids for one in llm.generate(PROMPTS, mixed, use_tqdm=False)] == [
+        llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids
+        for prompt, params in zip(PROMPTS, mixed, strict=True)
+    ]
+    parallel = llm.model
+    assert isinstance(parallel, ParallelModel)
+    with pytest.raises(OptionError, match="has a process group of torch"):
+        LLM(base.path, tensor_parallel_size=2, **{**SIZES, "max_loras": None})
+    (peer,) = (child.process for child in parallel.peers._children.values())
+    os.kill(peer.pid, signal.SIGKILL)
+    with pytest.raises(RankError, match=r"rank 1 of 2 died \(signal 9, SIGKILL\)"):
+        answers(llm, batches[0])
+    llm.close()
+    assert peer.poll() is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"passes": ()}, "passes is for a model in one process"),
+        ({"tensor_parallel_size": 3}, "must be one of"),
+        ({"tensor_parallel_size": True}, "must be one of"),
+    ],
+)
+def test_what_several_ranks_cannot_do_is_refused_before_any_starts(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        LLM(None, **{"tensor_parallel_size": 2, "device": "cpu", **options})

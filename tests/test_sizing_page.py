@@ -1,0 +1,127 @@
+"""docs/sizing.md: its worked example follows from the engine's own memory plan and from published measurements."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from sidestream.compiler.api import compile_model
+from sidestream.compiler.program.program import Bucket
+from sidestream.graphs.config import LlamaConfig
+from sidestream.graphs.llama import Llama
+from sidestream.graphs.lora import LoraShape
+from sidestream.ops.core.kv_layout import PAGE_SIZE, pages_for
+from sidestream.runtime.engine.options import MAX_NUM_SEQS
+from sidestream.runtime.engine.resolve import DEFAULT_MAX_MODEL_LEN, MAX_BATCHED_TOKENS
+from sidestream.runtime.worker.memory_budget import (
+    RESERVE_BYTES,
+    SAMPLING_COPIES,
+    MemoryDemand,
+    kv_specs,
+    nbytes,
+    plan_pages,
+    specs_of,
+)
+from sidestream.tools.options.models import LLAMA_8B
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = (DOCS / "sizing.md").read_text()
+RANK, UTILIZATION, CONTEXT = 16, 0.9, 1024
+GPUS = {"80 GB": 80_000_000_000, "141 GB": 141_000_000_000}
+PROMPT, OUTPUT, INTERVAL = 1024, 128, 60  # tokens of a request, seconds between the requests of a user
+
+
+@cache
+def some_layers(layers: int) -> tuple[int, int, int, int]:
+    """Return bytes of weights, of one adapter slot, of activations and of a KV page, for a model of few layers."""
+    config = LlamaConfig.from_dict({**LLAMA_8B, "num_hidden_layers": layers})
+    model = Llama(config, LoraShape(1, RANK), torch.bfloat16, "meta")
+    blocks = pages_for(DEFAULT_MAX_MODEL_LEN)
+    bucket = Bucket(MAX_BATCHED_TOKENS, MAX_NUM_SEQS, blocks * MAX_NUM_SEQS, blocks, lora=True)
+    program = compile_model(model, text=False).program(bucket)
+    activations = program.arena_bytes + SAMPLING_COPIES * MAX_NUM_SEQS * config.vocab_size * 4
+    sizes = nbytes(specs_of(program, "weight")), nbytes(specs_of(program, "adapter"))
+    return *sizes, activations, nbytes(kv_specs(program, 1))
+
+
+def llama_8b() -> tuple[int, int, int, int]:
+    """Return the same for all layers; temporaries share memory, so activations are those of two layers."""
+    one, two = some_layers(1), some_layers(2)
+    weights, slot, _, page = (a + (LLAMA_8B["num_hidden_layers"] - 1) * (b - a) for a, b in zip(one, two, strict=True))
+    return weights, slot, two[2], page
+
+
+def tokens(max_loras: int, memory: int) -> int:
+    """Return how many tokens of KV cache fit."""
+    weights, slot, activations, page = llama_8b()
+    demand = MemoryDemand(weights, (max_loras + 1) * slot, activations, page)
+    return plan_pages(demand, memory, memory, UTILIZATION, DEFAULT_MAX_MODEL_LEN, 1 << 20) * PAGE_SIZE
+
+
+def row(file: str, **wanted: Any) -> dict[str, Any]:
+    """Return the row of a measurement with these values."""
+    rows = json.loads((DOCS / "measurements" / file).read_text())["rows"]
+    (found,) = (each for each in rows if wanted.items() <= each.items())
+    return dict(found)
+
+
+def decode_rate(requests: int, lora: str = "zipf") -> float:
+    """Return measured output tokens per second of so many requests at once."""
+    return float(row("bench_latency_h200.json", concurrency=requests, lora=lora)["tokens_per_second"])
+
+
+def prompt_rate() -> float:
+    """Return measured prompt tokens per second, with adapters."""
+    return float(row("bench_throughput_h200.json", workload="P", lora="zipf")["prompt_tokens_per_second"])
+
+
+def requests_per_second() -> float:
+    """Return the formula of the page for 128 requests at once."""
+    return 1 / (PROMPT / prompt_rate() + OUTPUT / decode_rate(128))
+
+
+def assert_shown(*lines: str) -> None:
+    missing = [line for line in lines if line not in PAGE]
+    assert not missing, "docs/sizing.md should contain\n" + "\n".join(missing)
+
+
+def test_sizes_of_the_model() -> None:
+    weights, slot, activations, page = llama_8b()
+    assert_shown(
+        f"| weights | {weights / 1e9:.1f} GB |",
+        f"| activations of a step | {activations / 1e9:.1f} GB |",
+        f"| reserve | {RESERVE_BYTES / 1e9:.1f} GB |",
+        f"| an adapter slot, rank {RANK} | {slot / 1e6:.0f} MB |",
+        f"| KV cache per token | {page / PAGE_SIZE / 1e3:.1f} kB |",
+    )
+
+
+def test_tokens_that_fit() -> None:
+    _, slot, _, _ = llama_8b()
+    for max_loras in (8, 32, 128, 256):
+        cells = [f"{max_loras}", f"{(max_loras + 1) * slot / 1e9:.1f} GB"]
+        for memory in GPUS.values():
+            fit = tokens(max_loras, memory)
+            cells += [f"{fit:,}", f"{fit // CONTEXT:,}"]
+        assert_shown(f"| {' | '.join(cells)} |")
+
+
+def test_rates_and_users() -> None:
+    rate = requests_per_second()
+    lines = [
+        f"| {count} | {decode_rate(count):,.0f} | {decode_rate(count) / count:.0f} |" for count in (8, 64, 128, 256)
+    ]
+    assert_shown(
+        *lines,
+        f"For prompts alone: {prompt_rate():,.0f} tokens/s",
+        f"1 / ({PROMPT:,} / {prompt_rate():,.0f} + {OUTPUT} / {decode_rate(128):,.0f}) = {rate:.1f} requests/s",
+        f"{rate:.1f} x {INTERVAL} x 0.5 = {rate * INTERVAL * 0.5:,.0f} users",
+        f"1,000,000 / (3,600 x {rate * OUTPUT:,.0f}) = {1e6 / 3600 / (rate * OUTPUT):.3f} x the price of a GPU-hour",
+    )
+
+
+def test_the_formula_is_close_to_the_measured_rate() -> None:
+    measured = row("bench_throughput_h200.json", workload="B", concurrency=128, lora="zipf")["output_tokens_per_second"]
+    assert_shown(f"{measured / OUTPUT:.1f} were measured")
+    assert abs(requests_per_second() * OUTPUT / measured - 1) < 0.05

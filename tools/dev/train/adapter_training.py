@@ -1,0 +1,87 @@
+"""Shapes of trained adapters, and writers of models and adapters."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+try:
+    from peft import LoraConfig, PeftModel, get_peft_model  # noqa: F401
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: F401
+except ImportError as missing:
+    raise ImportError(f"training needs {missing.name}; install the extra: pip install 'sidestream[train]'") from None
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+ALL_LINEAR = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
+
+
+@dataclass(frozen=True)
+class AdapterRecipe:
+    """Shape of one adapter in PEFT's words; `effort` multiplies its training steps."""
+
+    rank: int
+    alpha: int
+    targets: list[str]
+    rslora: bool = False
+    effort: float = 1.0
+    rank_pattern: dict[str, int] = field(default_factory=dict)
+    alpha_pattern: dict[str, int] = field(default_factory=dict)
+
+    def config(self) -> LoraConfig:
+        """Return PEFT's config."""
+        return LoraConfig(
+            r=self.rank,
+            lora_alpha=self.alpha,
+            target_modules=self.targets,
+            use_rslora=self.rslora,
+            rank_pattern=dict(self.rank_pattern),
+            alpha_pattern=dict(self.alpha_pattern),
+            lora_dropout=0.0,
+            task_type="CAUSAL_LM",
+        )
+
+
+def save_base(model: LlamaForCausalLM, tokenizer: Tokenizer, directory: Path) -> None:
+    """Write the checkpoint in bfloat16, with config.json in the spelling of transformers 4."""
+    directory.mkdir(parents=True, exist_ok=True)
+    _round(model)
+    model.save_pretrained(str(directory))
+    config = json.loads((directory / "config.json").read_text())
+    rope = config.pop("rope_parameters", None) or {}
+    config.pop("transformers_version", None)
+    config.pop("dtype", None)
+    config |= {
+        "torch_dtype": "bfloat16",
+        "rope_theta": rope.get("rope_theta", config.get("rope_theta", 10000.0)),
+        "rope_scaling": None,
+    }
+    _write(directory / "config.json", config)
+    _write(
+        directory / "generation_config.json",
+        {"bos_token_id": config["bos_token_id"], "eos_token_id": config["eos_token_id"], "do_sample": False},
+    )
+    tokenizer.save(str(directory / "tokenizer.json"))
+
+
+def save_adapter(model: PeftModel, directory: Path, base: str) -> None:
+    """Write an adapter of the model named `base` in bfloat16, without model card and paths of this machine."""
+    model.peft_config["default"].base_model_name_or_path = base
+    _round(model)
+    model.save_pretrained(str(directory), save_embedding_layers=False)
+    (directory / "README.md").unlink(missing_ok=True)
+    config = json.loads((directory / "adapter_config.json").read_text())
+    config["target_modules"] = sorted(config["target_modules"])
+    _write(directory / "adapter_config.json", config)
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def _round(model: torch.nn.Module) -> None:
+    """Round parameters to bfloat16; `model.to(torch.bfloat16)` would round RoPE's frequencies too."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
