@@ -96,7 +96,7 @@ def test_import_brings_the_standard_library_only() -> None:
         "tools.cli",
         "runtime.server.batcher",
         "runtime.server.supervisor",
-        "runtime.gateway.serving.process",
+        "runtime.gateway.server_process",
         "runtime.adapters.describer_process",
         "runtime.text.structured.trial_worker",
         "runtime.text.chat_worker",

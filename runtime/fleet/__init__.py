@@ -1,21 +1,19 @@
-"""Many engines on Ray Serve. Only this folder and `tools/fleet` import Ray, and only when a fleet is asked for.
+"""Many engines on Ray Serve. Only this folder and `tools/fleet` import Ray, and only when a fleet is used.
 
-options          what `fleet.toml` says, checked
-application      the Ray Serve application: the deployments `engine` and `ingress`
-engine           one replica: a GPU, an engine, where it is reached, how loaded it is
-engine_process   that engine as a child: `sidestream serve` without HTTP
-ingress          the gateway before the engines that there are
-private_address  where an engine listens, and what it leaves there
-this_machine     HTTP without keys is for the loopback
-adapter_root     a folder whose folders are the fleet's adapters
-request_router   Ray's side of the list of engines
-members          the list itself, handed from Ray's thread to the gateway's
-policy           how many engines there should be
-cluster          the Ray that a fleet runs on, local or there already, and what it must not leave open
-status           what a fleet is doing
+options         `fleet.toml`, checked
+application     the Ray Serve application: the deployments `engine` and `ingress`
+autoscaling     how many engines Ray runs
+engine          a replica of the deployment `engine`
+engine_process  the engine of a replica: a child process, its address, and its files
+ingress         a replica of the deployment `ingress`: the gateway in front of the engines
+request_router  Ray's callback with the replicas that accept requests
+replica_list    passes these replicas from Ray's thread to the gateway
+adapter_root    folder or URL with the fleet's adapters
+cluster         connects to Ray, or starts a local one that is closed to others
+status          state of a fleet, for `sidestream fleet status`
 
-Requests and tokens do not pass through Ray: the gateway's router speaks with the engines themselves. Ray places
-engines, starts those that die again, and changes their number.
+Requests and tokens do not pass through Ray: the gateway's router connects to the engines. Ray places engines, restarts
+those that die, and changes their number.
 """
 
 from pathlib import Path
@@ -23,11 +21,11 @@ from typing import Any
 
 
 def app(arguments: dict[str, str]) -> Any:
-    """For `serve run sidestream.runtime.fleet:app fleet=fleet.toml`. Raises ValueError for a file that is none."""
+    """For `serve run sidestream.runtime.fleet:app fleet=fleet.toml`. Raises ValueError for an invalid file."""
     from .application import build
     from .options import FleetOptions, read_options
 
     unknown = sorted(arguments.keys() - {"fleet"})
     if unknown:
-        raise ValueError(f"there is no argument {unknown[0]!r}; give fleet=FILE, or nothing for the demo model")
+        raise ValueError(f"unknown argument {unknown[0]!r}; give fleet=FILE, or no argument for the demo model")
     return build(read_options(Path(arguments["fleet"])) if "fleet" in arguments else FleetOptions())

@@ -1,8 +1,8 @@
-"""The adapters of a whole fleet: each folder below a root is one. The root is a directory that all hosts have, or a URL
-that fsspec reads (`s3://bucket/adapters` with s3fs installed, and so on).
+"""The adapters of a fleet: each folder below a root is one.
 
-A folder is looked at by its files' sizes and times, which says that it may have changed; whether it is another version
-says the engine that loads it, by the hash of its content.
+The root is a directory on all hosts, or a URL that fsspec reads (such as `s3://bucket/adapters` with s3fs).
+A scan compares sizes and times of files to detect possible changes. Whether a version differs is decided by the engine
+that loads it, by the hash of its content.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from ...compiler.program.cache_folder import cache_directory
-from ..gateway.router.catalogue import Offer
+from ..gateway.router.adapter_catalogue import OfferedAdapter
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
@@ -33,97 +33,97 @@ NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\Z")
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _ScannedFolder:
     stamp: str
-    offer: Offer
+    adapter: OfferedAdapter
 
 
 class AdapterRoot:
-    """`place`: a directory or a URL. `look` finds what is there now; folders that are no adapters are passed over.
+    """A directory or URL. Folders that are not adapters are ignored.
 
     Raises ValueError for a URL whose file system is not installed.
     """
 
-    def __init__(self, place: str) -> None:
-        self.place, self.remote = place, is_remote(place)
+    def __init__(self, location: str) -> None:
+        self.location, self.remote = location, is_remote(location)
         try:
-            self._files, self._root = _open(place)
+            self._files, self._root = _open(location)
         except (ImportError, ValueError) as error:
-            raise ValueError(f"adapters-root = {place!r} cannot be read: {error}") from None
-        self._flat = not isinstance(self._files, LocalFileSystem)
-        self._seen: dict[str, _Seen] = {}
+            raise ValueError(f"adapters-root = {location!r} cannot be read: {error}") from None
+        self._is_object_store = not isinstance(self._files, LocalFileSystem)
+        self._scanned: dict[str, _ScannedFolder] = {}
 
-    def look(self) -> Mapping[str, Offer]:
-        """Name -> what is there. Raises OSError for a root that cannot be read."""
-        now: dict[str, _Seen] = {}
+    def scan(self) -> Mapping[str, OfferedAdapter]:
+        """Return name -> adapter. Raises OSError if the root cannot be read."""
+        folders: dict[str, _ScannedFolder] = {}
         try:
             self._files.invalidate_cache()
-            for name, files in self._stored_flat() if self._flat else self._folders():
-                if NAME.match(name) and len(now) < MAX_ADAPTERS:
-                    seen = self._look_at(name, f"{self._root}/{name}", files)
-                    if seen is not None:
-                        now[name] = seen
+            for name, files in self._list_objects() if self._is_object_store else self._list_directories():
+                if NAME.match(name) and len(folders) < MAX_ADAPTERS:
+                    folder = self._scan_folder(name, f"{self._root}/{name}", files)
+                    if folder is not None:
+                        folders[name] = folder
         except OSError:
             raise
-        except Exception as problem:  # a file system that somebody else wrote raises what its network library raises
-            raise OSError(f"{self.place}: {type(problem).__name__}: {problem}") from problem
-        self._seen = now
-        return {name: seen.offer for name, seen in now.items()}
+        except Exception as problem:  # fsspec file systems also raise the errors of their network libraries
+            raise OSError(f"{self.location}: {type(problem).__name__}: {problem}") from problem
+        self._scanned = folders
+        return {name: folder.adapter for name, folder in folders.items()}
 
-    def _folders(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """(folder's name, file's name -> what is known of it)."""
+    def _list_directories(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield (folder name, file name -> file info)."""
         for entry in self._files.ls(self._root, detail=True):
             if entry["type"] == "directory":
                 name = str(entry["name"]).rstrip("/").rpartition("/")[2]
-                with contextlib.suppress(OSError):  # it is being deleted: the next look says
+                with contextlib.suppress(OSError):  # it is being deleted: the next scan finds out
                     listed = self._files.ls(f"{self._root}/{name}", detail=True)
                     yield name, {str(each["name"]).rpartition("/")[2]: each for each in listed}
 
-    def _stored_flat(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The same of a store of objects, which lists thousands of them, of all folders, in one answer."""
-        found: dict[str, dict[str, Any]] = {}
+    def _list_objects(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the same for an object store, which lists the objects of all folders in one response."""
+        folders: dict[str, dict[str, Any]] = {}
         for path, entry in self._files.find(self._root, detail=True).items():
             name, _, file = str(path).removeprefix(f"{self._root}/").partition("/")
             if file in (CONFIG, WEIGHTS):
-                found.setdefault(name, {})[file] = entry
-        yield from found.items()
+                folders.setdefault(name, {})[file] = entry
+        yield from folders.items()
 
-    def _look_at(self, name: str, folder: str, files: dict[str, Any]) -> _Seen | None:
+    def _scan_folder(self, name: str, folder: str, files: dict[str, Any]) -> _ScannedFolder | None:
         try:
             if not all(
-                name in files and files[name]["type"] == "file" and 0 < (files[name]["size"] or 0) <= most
-                for name, most in ((CONFIG, MAX_CONFIG_BYTES), (WEIGHTS, MAX_WEIGHTS_BYTES))
+                name in files and files[name]["type"] == "file" and 0 < (files[name]["size"] or 0) <= limit
+                for name, limit in ((CONFIG, MAX_CONFIG_BYTES), (WEIGHTS, MAX_WEIGHTS_BYTES))
             ):
                 return None
             stamp = "\n".join(str(sorted(files[each].items())) for each in (CONFIG, WEIGHTS))
-            former = self._seen.get(name)
+            former = self._scanned.get(name)
             if former is not None and former.stamp == stamp:
                 return former
-            # by name: s3fs has another parameter between these
+            # keyword arguments, since s3fs has another parameter in between
             rank = _rank(self._files.cat_file(str(files[CONFIG]["name"]), start=0, end=MAX_CONFIG_BYTES))
-        except OSError:  # it is being deleted or written: the next look says
+        except OSError:  # it is being deleted or written: the next scan finds out
             return None
         version = hashlib.sha256(f"{folder}\n{stamp}".encode()).hexdigest()
-        return _Seen(stamp, Offer(name, folder, version, rank))
+        return _ScannedFolder(stamp, OfferedAdapter(name, folder, version, rank))
 
 
 def fetched_folder() -> Path:
-    """Where a host keeps adapters of a remote root, for all engines on it."""
+    """Return the folder for adapters of a remote root, shared by all engines of a host."""
     return cache_directory() / "fetched_adapters"
 
 
-def _open(place: str) -> tuple[AbstractFileSystem, str]:
-    files, root = fsspec.core.url_to_fs(place)
+def _open(location: str) -> tuple[AbstractFileSystem, str]:
+    files, root = fsspec.core.url_to_fs(location)
     return files, str(root).rstrip("/")
 
 
-def is_remote(place: str) -> bool:
-    """Whether each host has to fetch what lies there."""
-    return "://" in place
+def is_remote(location: str) -> bool:
+    """Return whether hosts must fetch the files."""
+    return "://" in location
 
 
 def _rank(config: bytes) -> int:
-    """What an adapter's config says, for lists; the engine checks it. 0 if it says nothing."""
+    """Return the rank in an adapter's config, 0 if it has none. Only for listings; the engine checks the config."""
     try:
         rank = json.loads(config).get("r", 0)
     except (ValueError, AttributeError, RecursionError):
@@ -131,37 +131,37 @@ def _rank(config: bytes) -> int:
     return rank if isinstance(rank, int) and 0 < rank < 1 << 16 else 0
 
 
-def fetch(place: str, folder: str, version: str, into: Path) -> Path:
-    """A directory of this host with an adapter's two files; found there if it was fetched before.
+def fetch(location: str, folder: str, version: str, into: Path) -> Path:
+    """Copy an adapter's two files to this host unless they exist. Returns the directory.
 
-    Raises OSError; ValueError for a file that is larger than its bound, or a folder outside the root.
+    Raises OSError, or ValueError for a file that is too large or a folder outside the root.
     """
-    files, root = _open(place)
+    files, root = _open(location)
     name = folder.rpartition("/")[2]
     if folder != f"{root}/{name}" or not NAME.match(name) or not re.fullmatch(r"[0-9a-f]{64}", version):
-        raise ValueError(f"adapter {name!r} does not lie in the fleet's root")
+        raise ValueError(f"adapter {name!r} is not in the adapters' root")
     target = into / version / name
     if target.is_dir() and stat.S_ISREG((target / WEIGHTS).lstat().st_mode):
         return target
     into.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="fetch-", dir=into) as fresh:
-        made = Path(fresh, version, name)
-        made.mkdir(parents=True)
-        for each, most in ((CONFIG, MAX_CONFIG_BYTES), (WEIGHTS, MAX_WEIGHTS_BYTES)):
-            with files.open(f"{folder}/{each}", "rb") as source, (made / each).open("wb") as file:
-                if not _copy(source, file, most):
-                    raise ValueError(f"{each} of adapter {name!r} has more than {most} bytes")
+    with tempfile.TemporaryDirectory(prefix="fetch-", dir=into) as temporary:
+        copied = Path(temporary, version, name)
+        copied.mkdir(parents=True)
+        for each, limit in ((CONFIG, MAX_CONFIG_BYTES), (WEIGHTS, MAX_WEIGHTS_BYTES)):
+            with files.open(f"{folder}/{each}", "rb") as source, (copied / each).open("wb") as file:
+                if not _copy(source, file, limit):
+                    raise ValueError(f"{each} of adapter {name!r} has more than {limit} bytes")
         try:
-            os.rename(made.parent, target.parent)
+            os.rename(copied.parent, target.parent)
         except OSError:
-            if not target.is_dir():  # else another engine of this host was faster
+            if not target.is_dir():  # otherwise another engine of this host was faster
                 raise
     return target
 
 
-def _copy(source: IO[bytes], target: IO[bytes], most: int) -> bool:
-    """False as soon as more than `most` bytes came, whatever the store said of their number."""
-    left = most
+def _copy(source: IO[bytes], target: IO[bytes], limit: int) -> bool:
+    """Copy up to `limit` bytes. Returns False if there are more, even if the store reported fewer."""
+    left = limit
     while piece := source.read(min(COPY_BYTES, left + 1)):
         left -= len(piece)
         if left < 0:

@@ -1,4 +1,4 @@
-"""The Ray that a fleet runs on: one that is there, or a local one that is started; nothing of it is left open."""
+"""Connects to an existing Ray, or starts a local one. Ray requires a token, so that others cannot use it."""
 
 import logging
 import os
@@ -16,13 +16,13 @@ CONNECT_SECONDS = 2.0
 
 
 class ClusterError(ConnectionError):
-    """There is no Ray, or it cannot be reached; the text says what to do."""
+    """There is no Ray, or it cannot be reached. The message explains the remedy."""
 
 
 def secure() -> None:
-    """Ray asks for a token from now on, in this process and those that it starts; the token's file is ours alone.
+    """Make Ray require a token, in this process and its children. Only this user can read the token's file.
 
-    To be called before Ray is imported. What the environment says of Ray's tokens wins. Raises OSError.
+    Must be called before Ray is imported. Ray's variables in the environment take precedence. Raises OSError.
     """
     os.environ.setdefault(MODE, "token")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -41,9 +41,9 @@ def secure() -> None:
 
 
 def connect(start: bool) -> bool:
-    """Connect with the Ray of $RAY_ADDRESS, or with the one of this machine; `start`: start one here if there is none.
+    """Connect to the Ray of $RAY_ADDRESS or of this machine. `start`: start one if there is none.
 
-    Returns whether one was started. It goes on when this process ends; `ray stop` ends it. Raises ClusterError.
+    Returns whether one was started. It outlives this process until `ray stop`. Raises ClusterError.
     """
     secure()
     import ray
@@ -56,19 +56,19 @@ def connect(start: bool) -> bool:
     if address is None:
         if not start:
             raise ClusterError(
-                "no Ray runs on this machine; `sidestream fleet deploy` starts one, or name one with RAY_ADDRESS"
+                "no Ray is running on this machine; start one with `sidestream fleet deploy`, or set RAY_ADDRESS"
             )
         start_local()
         address, started = local_address(), True
     try:
         ray.init(address=address, logging_level="error", log_to_driver=False)
     except ConnectionError as error:
-        raise ClusterError(f"no Ray answers at {address}: name another with RAY_ADDRESS, or start it") from error
+        raise ClusterError(f"no Ray answers at {address}: set RAY_ADDRESS to another, or start it") from error
     return started
 
 
 def local_address() -> str | None:
-    """Where the Ray of this machine says it listens, if somebody does: Ray itself would wait for minutes."""
+    """Return the address of this machine's Ray if it accepts connections: `ray.init` would wait for minutes."""
     try:
         address = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster").read_text().strip()
         host, _, port = address.rpartition(":")
@@ -79,11 +79,11 @@ def local_address() -> str | None:
 
 
 def start_local() -> None:
-    """A Ray of this machine alone. Raises ClusterError."""
+    """Start a Ray for this machine only. Raises ClusterError."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--disable-usage-stats"]
     command.append(f"--dashboard-host={LOOPBACK}")
-    # a session of its own: what ends the command with its children must not end Ray
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, start_new_session=True)
-    if done.returncode:
-        lines = (done.stderr or done.stdout).strip().splitlines()
+    # a new session, so that Ray survives when the command and its children are killed
+    result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, start_new_session=True)
+    if result.returncode:
+        lines = (result.stderr or result.stdout).strip().splitlines()
         raise ClusterError(f"Ray did not start: {' '.join(lines[-3:])}")

@@ -1,4 +1,4 @@
-"""A replica of the deployment `engine`: it owns its GPU, runs one engine there, and tells where it is reached."""
+"""A replica of the deployment `engine`: runs one engine on its GPU and reports its address."""
 
 import asyncio
 import contextlib
@@ -12,29 +12,28 @@ from ..api.errors import ServerError
 from ..client.async_client import AsyncClient
 from ..server.settings import ServeSettings
 from .adapter_root import fetch, fetched_folder
-from .engine_process import EngineProcess
-from .private_address import leave, private_address, sweep
+from .engine_process import EngineProcess, private_address, remove_files, remove_stale_files
 
 _log = logging.getLogger("ray.serve")
 STOP_SECONDS = 10.0
-"""After the drain, before the engine is killed."""
+"""Time between the end of the drain and the kill of the engine."""
 ANSWER_SECONDS = 5.0
 
 
 class Engine:
-    """What Ray Serve starts, asks and stops. It is ready when its programs are captured.
+    """The actor of Ray Serve. It is ready when its programs are captured.
 
-    Tokens never pass through it: HTTP's processes speak with its engine over `docs/protocol.md`.
+    Tokens do not pass through it: the ingresses connect to the engine with the protocol of `docs/protocol.md`.
     """
 
-    async def __init__(  # type: ignore[misc]  # Ray awaits it, and takes the replica to be ready then
+    async def __init__(  # type: ignore[misc]  # Ray awaits it, and then treats the replica as ready
         self, settings: ServeSettings, client_keys: str | None
     ) -> None:
-        self._ends = contextlib.AsyncExitStack()  # Ray calls __del__ also where this raises
+        self._cleanup = contextlib.AsyncExitStack()  # Ray calls __del__ even if this raises
         self._name = serve.get_replica_context().replica_id.unique_id
         self._settings = structs.replace(settings, bind=private_address(self._name, settings.keys is not None))
-        sweep(self._settings.bind)
-        self._ends.callback(leave, self._settings.bind)
+        remove_stale_files(self._settings.bind)
+        self._cleanup.callback(remove_files, self._settings.bind)
         self._process = EngineProcess(self._settings, lambda line: _log.info("%s: %s", self._name, line))
         try:
             self._address = await self._process.address()
@@ -45,39 +44,42 @@ class Engine:
         self._client = AsyncClient(
             self._address, keys=client_keys, connect_timeout=ANSWER_SECONDS, call_timeout=ANSWER_SECONDS, name="fleet"
         )
-        self._ends.push_async_callback(self._client.close)
-        self._ends.push_async_callback(self._process.drain, settings.drain_seconds + STOP_SECONDS)
+        self._cleanup.push_async_callback(self._client.close)
+        self._cleanup.push_async_callback(self._process.drain, settings.drain_seconds + STOP_SECONDS)
 
     def record_replica_metadata(self) -> dict[str, str]:
-        """What Ray tells all that want to reach this replica."""
+        """Return the metadata that `request_router` receives."""
         return {"address": self._address}
 
     def check_health(self) -> None:
-        """Raises RuntimeError when the engine is gone: Ray starts another replica then."""
+        """Raise RuntimeError if the engine has ended. Ray then starts another replica."""
         if self._process.ended.is_set():
             raise RuntimeError("the engine's process has ended")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """The load that `policy` scales by: open requests, and tokens in the KV cache of those that run. Where the
-        engine does not answer, because it is busy or starts again, what it said last.
+        """Return the load for `autoscaling`: open requests, and tokens in the KV cache of running ones.
+
+        If the engine does not answer, because it is busy or restarts, the last load is returned.
         """
         with contextlib.suppress(ServerError, TimeoutError):
-            told = await self._client.stats()
+            stats = await self._client.stats()
             self._load = {
-                "requests": float(told.get("requests_open", 0)),
-                "tokens": float(told.get("pages_in_use", 0) * PAGE_SIZE),
+                "requests": float(stats.get("requests_open", 0)),
+                "tokens": float(stats.get("pages_in_use", 0) * PAGE_SIZE),
             }
         return self._load
 
     async def wake(self) -> None:
-        """Nothing to do: a request waits for a replica, and here is one."""
+        """Do nothing. The call makes Ray start a first replica."""
 
     async def fetch(self, replica: str, root: str, folder: str, version: str) -> str:
-        """Bring an adapter of a remote root to this host; returns its directory here. `replica`: this one.
+        """Copy an adapter of a remote root to this host. Returns its directory.
 
-        Raises ValueError and what the file system raises.
+        replica   this replica's name, for `EngineRouter`
+
+        Raises ValueError and the errors of the file system.
         """
         return str(await asyncio.to_thread(fetch, root, folder, version, fetched_folder()))
 
     async def __del__(self) -> None:
-        await asyncio.shield(self._ends.aclose())
+        await asyncio.shield(self._cleanup.aclose())

@@ -1,7 +1,8 @@
-"""A replica of the deployment `ingress`: the gateway's application before the engines of the fleet."""
+"""A replica of the deployment `ingress`: the gateway's application in front of the fleet's engines."""
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,24 +14,55 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 from ..api.errors import EngineDeadError, ServerError
-from ..gateway.router.catalogue import Offer
+from ..gateway.app import build_app, make_components
+from ..gateway.auth.admission import NoAuth
+from ..gateway.interfaces import Caller, GatewayError
+from ..gateway.router.adapter_catalogue import OfferedAdapter
 from ..gateway.router.router import Router
-from ..gateway.serving.app import build_app
-from ..gateway.serving.parts import make_parts
 from ..gateway.settings import GatewaySettings
 from .adapter_root import AdapterRoot
-from .members import listen
+from .replica_list import subscribe
 from .status import overview
-from .this_machine import ThisMachine
+
+
+class LoopbackOnly(NoAuth):
+    """Admits loopback clients only: HTTP without keys is for this machine.
+
+    It checks clients because `serve run` and a Serve config have their own listen address, unknown to fleet.toml.
+    """
+
+    def identify(self, authorization: str | None, client_host: str) -> Caller:
+        """See `Admission`. Raises GatewayError 403."""
+        if not is_loopback(client_host):
+            raise GatewayError(
+                403,
+                "this fleet has no keys, so it serves only its own machine; set `keys` in fleet.toml, or "
+                "`insecure = true` if the network is trusted",
+                "permission_error",
+                "keys_needed",
+            )
+        return super().identify(authorization, client_host)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether `host` is a loopback address; False if it is not an address."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
+
 
 _log = logging.getLogger("ray.serve")
-LOOK_SECONDS = 1.0
-ROOT_SECONDS = 5.0
+POLL_SECONDS = 1.0
+SCAN_SECONDS = 5.0
 
 
 class Ingress:
-    """What Ray Serve starts and stops. Which engine gets a request, and what happens when one dies, is the gateway's
-    router's business; Ray says which engines there are, and is told when a request waits for the first.
+    """The actor of Ray Serve. The gateway's router routes requests and handles dead engines.
+
+    Ray reports the engines, and starts a first one when a request waits.
     """
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it: it needs the loop
@@ -38,107 +70,108 @@ class Ingress:
     ) -> None:
         self._engines, self._application = engines, serve.get_replica_context().app_name
         self._loop = asyncio.get_running_loop()
-        self._waking: asyncio.Task[None] | None = None
+        self._wake_task: asyncio.Task[None] | None = None
         self._names: set[str] = set()
         self._root = None if adapters_root is None else AdapterRoot(adapters_root)
         self._router = Router(
             [],
             settings.engine_keys,
             patience_seconds=patience_seconds,
-            summon=self._summon,
+            request_engine=self._request_engine,
             fetch=self._fetch if self._root is not None and self._root.remote else None,
         )
-        self._parts = make_parts(settings, self._router)
+        self._components = make_components(settings, self._router)
         if settings.keys is None and not settings.insecure:
-            self._parts = replace(self._parts, admission=ThisMachine())
+            self._components = replace(self._components, admission=LoopbackOnly())
         self._settings = settings
-        listen(self._told)
-        self._tasks = [asyncio.create_task(self._meet())]
+        subscribe(self._on_replicas)
+        self._tasks = [asyncio.create_task(self._connect_to_controller())]
         if self._root is not None:
-            await self._look_at(self._root)
-            self._tasks.append(asyncio.create_task(self._follow_root(self._root)))
+            await self._scan_root(self._root)
+            self._tasks.append(asyncio.create_task(self._scan_root_periodically(self._root)))
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        return build_app(self._parts.engines, self._parts.admission, self._parts.observer, self._settings)
+        return build_app(
+            self._components.engines, self._components.admission, self._components.observer, self._settings
+        )
 
     async def overview(self) -> dict[str, Any]:
-        """See `status.overview`."""
         return await overview(self._router)
 
     async def __del__(self) -> None:
-        for task in self._tasks if self._waking is None else [*self._tasks, self._waking]:
+        for task in self._tasks if self._wake_task is None else [*self._tasks, self._wake_task]:
             task.cancel()
-        self._parts.close()
+        self._components.close()
 
-    def _told(self, now: Mapping[str, str]) -> None:
-        self._loop.call_soon_threadsafe(self._follow, now)
+    def _on_replicas(self, replicas: Mapping[str, str]) -> None:
+        self._loop.call_soon_threadsafe(self._update_router, replicas)
 
-    def _follow(self, now: Mapping[str, str]) -> None:
-        """These engines there are."""
-        for name in self._names - now.keys():
+    def _update_router(self, replicas: Mapping[str, str]) -> None:
+        for name in self._names - replicas.keys():
             self._router.remove(name)
-        for name in now.keys() - self._names:
-            self._router.add(name, now[name])
-        self._names = set(now)
+        for name in replicas.keys() - self._names:
+            self._router.add(name, replicas[name])
+        self._names = set(replicas)
 
-    def _summon(self) -> None:
-        if self._waking is None or self._waking.done():
-            self._waking = asyncio.create_task(self._wake())
+    def _request_engine(self) -> None:
+        if self._wake_task is None or self._wake_task.done():
+            self._wake_task = asyncio.create_task(self._wake())
 
     async def _wake(self) -> None:
-        """A call that waits for a replica: with none, Ray starts one for it."""
+        """Call a replica. If there is none, Ray starts one for the call."""
         try:
             await self._engines.wake.remote()
-        except Exception as problem:  # whatever Ray raises: the request that waits asks again
-            _log.warning("no engine could be asked for: %r", problem)
-            await asyncio.sleep(LOOK_SECONDS)
+        except Exception as problem:  # of Ray; the waiting request tries again
+            _log.warning("Ray could not start an engine: %r", problem)
+            await asyncio.sleep(POLL_SECONDS)
 
-    async def _follow_root(self, root: AdapterRoot) -> None:
+    async def _scan_root_periodically(self, root: AdapterRoot) -> None:
         while True:
-            await asyncio.sleep(ROOT_SECONDS)
-            await self._look_at(root)
+            await asyncio.sleep(SCAN_SECONDS)
+            await self._scan_root(root)
 
-    async def _look_at(self, root: AdapterRoot) -> None:
+    async def _scan_root(self, root: AdapterRoot) -> None:
         try:
-            self._router.offer(await asyncio.to_thread(root.look))
-        except OSError as problem:  # all adapters stay as they were
-            _log.warning("the adapters' root cannot be read: %s", problem)
+            self._router.set_offered(await asyncio.to_thread(root.scan))
+        except OSError as problem:  # keep the adapters of the last scan
+            _log.warning("cannot read the adapters' root: %s", problem)
 
-    async def _fetch(self, engine: str, offer: Offer) -> str:
-        """Have an engine's replica bring an adapter to its host. Raises EngineDeadError when that is gone meanwhile."""
-        call = asyncio.create_task(self._call_fetch(engine, offer))
+    async def _fetch(self, engine: str, adapter: OfferedAdapter) -> str:
+        """Make an engine's replica fetch an adapter to its host. Raises EngineDeadError if the replica is gone."""
+        call = asyncio.create_task(self._call_fetch(engine, adapter))
         try:
             while not call.done():
-                await asyncio.wait([call], timeout=LOOK_SECONDS)
-                if engine not in self._names:  # Ray would wait for it to come back
+                await asyncio.wait([call], timeout=POLL_SECONDS)
+                if engine not in self._names:  # Ray would wait for its return
                     raise EngineDeadError("the engine's replica is gone", "engine_dead", 1.0)
             return call.result()
         except RayActorError as problem:
             raise EngineDeadError("the engine's replica died", "engine_dead", 1.0) from problem
         except (RayTaskError, ValueError, OSError) as problem:
-            _log.warning("adapter %r could not be fetched: %r", offer.name, problem)
-            raise ServerError(f"adapter {offer.name!r} could not be fetched", "adapter_error") from problem
+            _log.warning("adapter %r could not be fetched: %r", adapter.name, problem)
+            raise ServerError(f"adapter {adapter.name!r} could not be fetched", "adapter_error") from problem
         finally:
             call.cancel()
 
-    async def _call_fetch(self, engine: str, offer: Offer) -> str:
-        root = self._root.place if self._root is not None else ""
+    async def _call_fetch(self, engine: str, adapter: OfferedAdapter) -> str:
+        root = self._root.location if self._root is not None else ""
         return str(
-            await self._engines.fetch.remote(replica=engine, root=root, folder=offer.path, version=offer.version)
+            await self._engines.fetch.remote(replica=engine, root=root, folder=adapter.path, version=adapter.version)
         )
 
-    async def _meet(self) -> None:
-        """The first call of a handle is what connects it with Ray's controller; it would start an engine where there is
-        none, so it is made when there is one.
+    async def _connect_to_controller(self) -> None:
+        """Make a first call as soon as there is an engine. It connects the handle to Ray's controller.
+
+        Without an engine, the call would start one.
         """
         while not self._names:
-            with contextlib.suppress(Exception):  # the controller is being replaced; the next look finds it
-                if await asyncio.to_thread(engines_run, self._application):
-                    self._summon()
-            await asyncio.sleep(LOOK_SECONDS)
+            with contextlib.suppress(Exception):  # the controller is restarting; try again
+                if await asyncio.to_thread(has_running_engine, self._application):
+                    self._request_engine()
+            await asyncio.sleep(POLL_SECONDS)
 
 
-def engines_run(application: str) -> bool:
-    """Whether Ray has an engine of this fleet that takes requests."""
-    found = serve.status().applications.get(application)
-    return found is not None and found.deployments["engine"].replica_states.get("RUNNING", 0) > 0
+def has_running_engine(application: str) -> bool:
+    """Return whether an engine of this fleet is running."""
+    status = serve.status().applications.get(application)
+    return status is not None and status.deployments["engine"].replica_states.get("RUNNING", 0) > 0

@@ -1,4 +1,4 @@
-"""What a fleet is told: `fleet.toml`, checked before anything starts."""
+"""`fleet.toml`: the options of a fleet, checked before anything starts."""
 
 import difflib
 import tomllib
@@ -12,8 +12,8 @@ from ..demo_model import DEMO_MODEL, demo_adapters
 from ..engine.options import read_keywords
 from ..gateway.auth.keys import parse as parse_keys
 from ..gateway.auth.keys import read_bytes
-from ..gateway.serving.origins import parse_origins
-from ..gateway.serving.process import check_exposure
+from ..gateway.middleware import parse_origins
+from ..gateway.server_process import check_exposure
 from ..gateway.settings import GatewaySettings
 from ..protocol.curve_keys import load_client_keys, load_server_keys
 from ..server.settings import ServeSettings
@@ -27,40 +27,36 @@ Count = Annotated[int, Meta(ge=1, le=1000)]
 
 
 class FleetOptions(Struct, frozen=True, kw_only=True, rename="kebab", forbid_unknown_fields=True):
-    """A fleet. In the file names have dashes, and paths may be relative to its directory.
+    """Options of a fleet. Names in the file have dashes, and paths are relative to its directory.
 
-    name               of the application in Ray Serve; two fleets of one cluster have different names
-    model              model directory, on every host; None: the demo model with its adapters, on the CPU
-    served_model_name  what clients are told; None: the directory's name
-    lora_modules       adapter's name -> directory, on every host
-    adapters_root      directory (on every host) or URL that fsspec reads: each folder in it is an adapter
+    name               name of the application in Ray Serve, unique in its cluster
+    model              model directory on every host; None: the demo model and its adapters, on the CPU
+    served_model_name  name for clients; None: name of the directory
+    lora_modules       adapter name -> directory on every host
+    adapters_root      directory on every host, or URL that fsspec reads: each folder in it is an adapter
     engine             keywords of `LLM`, such as max-num-seqs
-    gpus               GPUs of an engine, all on one host; None: engine.tensor-parallel-size (1), or 0 where
-                       engine.device is "cpu", or names none and the cluster has no GPU
-    cpus               processors that Ray sets aside for an engine
-    min_replicas       engines that run also while nobody asks; with 0 a request starts the first
-    max_replicas       engines at most
-    target_requests    open requests for each engine: more engines are started above it
-    target_tokens      the same for tokens in flight: those of prompts and answers of open requests; None: not counted
-    scale_up_seconds   so long more engines have to be wanted before they are started
-    idle_seconds       so long fewer have to be wanted before they are stopped
-    drain_seconds      how long the open requests of an engine that is stopped may go on; what is left moves
-    surge_percent      engines above their number while the fleet is changed, in percent: new ones serve before old ones
-                       stop, where there are GPUs for them; 0: an old one makes room first
-    patience_seconds   how long a request waits for an engine to start, or to come back
-    max_waiting        requests that may wait in an engine before others are answered 429
-    host, port         where HTTP is answered
-    proxy_location     on which hosts Ray answers it: EveryNode with a replica, or HeadOnly
-    ingresses          processes that answer it
-    ingress_resources  what each of them takes of a node's resources in Ray, such as {"stable": 1}: to keep them off
-                       machines that come and go
-    keys               TOML file of hashed keys (`sidestream keys http add`), on every host that answers HTTP
-    insecure           answer other machines without keys
-    allowed_origins    pages of these origins may call it ("*": of all); None: those of the loopback
-    usage_log          SQLite file of what was used, on each host that answers HTTP; None: none
-    metrics_compat     "vllm": /metrics also has vLLM's names
-    engine_keys        directory of `sidestream keys curve`, on every host: for a fleet on several hosts, whose engines are
-                       reached over tcp; None: over a socket file, so all on one host
+    gpus               GPUs of an engine, all on one host; None: engine.tensor-parallel-size (1), or 0 on the CPU
+    cpus               CPUs that Ray reserves for an engine
+    min_replicas       minimum number of engines; with 0, a request starts the first one
+    max_replicas       maximum number of engines
+    target_requests    open requests per engine above which Ray starts another one
+    target_tokens      the same for tokens in flight (prompts and answers of open requests); None: not used
+    scale_up_seconds   delay before engines are added
+    idle_seconds       delay before engines are removed
+    drain_seconds      time that open requests get when an engine stops; the rest move to other engines
+    surge_percent      additional engines during an update, in percent, which need GPUs; 0: an old engine stops first
+    patience_seconds   time that a request waits for an engine to start or restart
+    max_waiting        waiting requests per engine; further requests get 429
+    host, port         HTTP listen address
+    proxy_location     hosts that serve HTTP: EveryNode with a replica, or HeadOnly
+    ingresses          processes that serve HTTP
+    ingress_resources  Ray resources of each of them, such as {"stable": 1} to avoid machines that may disappear
+    keys               TOML file of hashed keys (`sidestream keys http add`), on every host that serves HTTP
+    insecure           serve other machines without keys
+    allowed_origins    allowed CORS origins ("*": all); None: loopback origins
+    usage_log          SQLite file of the usage log, on each host that serves HTTP; None: no log
+    metrics_compat     "vllm": export vLLM's metric names too
+    engine_keys        directory from `sidestream keys curve` on every host: engines use TCP; None: socket files on one host
     """
 
     name: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_-]{1,64}\Z")] = "sidestream"
@@ -95,40 +91,40 @@ class FleetOptions(Struct, frozen=True, kw_only=True, rename="kebab", forbid_unk
 
     @property
     def llm(self) -> dict[str, Any]:
-        """Keywords of `LLM`."""
+        """Keyword arguments of `LLM`."""
         given = {name.replace("-", "_"): value for name, value in self.engine.items()}
         return {"device": "cpu"} | given if self.model is None else given
 
     @property
-    def ranks(self) -> int:
-        """Processes of an engine that compute: each has a GPU of its own."""
+    def tp_size(self) -> int:
+        """Tensor-parallel processes of an engine, each with its own GPU."""
         return int(self.llm.get("tensor_parallel_size") or 1)
 
     @property
     def on_cpu(self) -> bool:
-        """Whether engines are to run on a CPU."""
+        """Whether engines run on a CPU."""
         return self.gpus == 0 or self.llm.get("device") == "cpu"
 
 
 def read_options(path: Path) -> FleetOptions:
-    """A fleet's file. Raises ValueError that names the file, the key and the remedy; OSError."""
+    """Read a fleet's file. Raises ValueError that names the file and the key, or OSError."""
     if path.stat().st_size > MAX_FILE_BYTES:
-        raise ValueError(f"{path} has more than {MAX_FILE_BYTES} bytes; that is no fleet's file")
+        raise ValueError(f"{path} has more than {MAX_FILE_BYTES} bytes; give a fleet's TOML file")
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no TOML file: {error}") from None
+        raise ValueError(f"{path} is not a TOML file: {error}") from None
     return options_of(content, path.parent, str(path))
 
 
 def options_of(content: dict[str, Any], directory: Path, where: str) -> FleetOptions:
-    """The options that a file's `content` gives; `directory`: what its paths are relative to. Raises ValueError."""
+    """Return the options of a file. `directory`: base of its relative paths. Raises ValueError."""
     content = {key.replace("_", "-"): value for key, value in content.items()}
     known = [each.encode_name for each in structs.fields(FleetOptions)]
     for key in content:
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
-            raise ValueError(f"{where}: there is no key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+            raise ValueError(f"{where}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
     try:
         found = msgspec.convert(content, FleetOptions)
     except msgspec.ValidationError as error:
@@ -148,28 +144,27 @@ def options_of(content: dict[str, Any], directory: Path, where: str) -> FleetOpt
 
 
 def check(options: FleetOptions) -> None:
-    """Raises ValueError or TypeError for what contradicts itself or cannot be served with; OSError."""
+    """Raise ValueError, TypeError or OSError if the options are inconsistent or cannot be used."""
     if options.max_replicas < options.min_replicas:
         raise ValueError(
             f"max-replicas = {options.max_replicas} is below min-replicas = {options.min_replicas}; raise the one or "
             "lower the other"
         )
     if options.model is not None and not Path(options.model, "config.json").is_file():
-        raise ValueError(f"model = {options.model!r} is no model's directory: it has no config.json")
+        raise ValueError(f"model = {options.model!r} is not a model directory: it has no config.json")
     if options.gpus == 0 and options.llm.get("device", "cpu") != "cpu":
-        raise ValueError("gpus = 0 leaves engines no GPU, and engine.device names one; leave one of them out")
+        raise ValueError("gpus = 0 gives engines no GPU, but engine.device needs one; omit one of them")
     read_keywords(options.llm)
-    if options.gpus not in (None, 0, options.ranks):
+    if options.gpus not in (None, 0, options.tp_size):
         raise ValueError(
-            f"gpus = {options.gpus}, and an engine with tensor-parallel-size = {options.ranks} uses {options.ranks}; "
-            "leave gpus out"
+            f"gpus = {options.gpus}, but an engine with tensor-parallel-size = {options.tp_size} uses "
+            f"{options.tp_size}; omit gpus"
         )
     if options.adapters_root is not None:
-        AdapterRoot(options.adapters_root).look()
+        AdapterRoot(options.adapters_root).scan()
         if options.model is not None and not options.llm.keys() >= {"max_loras", "max_lora_rank"}:
             raise ValueError(
-                "adapters-root brings adapters that are not known at the start; give engine.max-loras and "
-                "engine.max-lora-rank"
+                "the adapters of adapters-root are unknown at the start; set engine.max-loras and engine.max-lora-rank"
             )
     if options.keys is not None:
         parse_keys(read_bytes(Path(options.keys)), Path(options.keys))
@@ -180,13 +175,13 @@ def check(options: FleetOptions) -> None:
 
 
 def client_keys(engine_keys: str) -> str:
-    """The folder with which HTTP's processes reach the engines: the one of the client `gateway`, or the default's."""
-    named = Path(engine_keys, "client-gateway")
-    return str(named if named.is_dir() else named.with_name("client-default"))
+    """Return the folder of client keys of the ingresses: that of the client `gateway`, or the default client."""
+    own = Path(engine_keys, "client-gateway")
+    return str(own if own.is_dir() else own.with_name("client-default"))
 
 
 def gateway_settings(options: FleetOptions) -> GatewaySettings:
-    """What each of HTTP's processes is told."""
+    """Return the settings of each ingress."""
     return GatewaySettings(
         host=options.host,
         port=options.port,
@@ -201,7 +196,7 @@ def gateway_settings(options: FleetOptions) -> GatewaySettings:
 
 
 def serve_settings(options: FleetOptions) -> ServeSettings:
-    """What each engine is told, but for its address."""
+    """Return the settings of each engine, except its address."""
     model = str(DEMO_MODEL) if options.model is None else options.model
     adapters = options.lora_modules
     if options.model is None:

@@ -1,24 +1,21 @@
-"""Ray Serve's request router for engines: it tells the gateway's router which replicas there are.
+"""Ray Serve's request router for engines: publishes the replicas for the gateway's router.
 
-Requests do not go through it, only two calls: the one that wakes a fleet of none, which any replica may take, and
-`fetch`, which names the replica that has to.
-Ray ships this module's code to the processes that hold a handle, so what they share lies in `members`.
+It routes only two calls: `wake`, which any replica may serve, and `fetch`, which names its replica. Ray ships this
+module's code by value to the processes that hold a handle, so shared state is in `replica_list`.
 """
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from .members import tell
+from .replica_list import publish
 
 
 class EngineRouter(RequestRouter):
     """See the module."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Ray calls this with all replicas that take requests: one that starts is not among them, nor one that is
-        about to stop.
-        """
+        """Receive all replicas that accept requests, without those that start or stop. Called by Ray."""
         super().update_replicas(replicas)
-        tell(
+        publish(
             {
                 replica.replica_id.unique_id: replica.replica_metadata["address"]
                 for replica in replicas
@@ -29,8 +26,8 @@ class EngineRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The one that the call names, or all as they come."""
-        named = None if pending_request is None else pending_request.kwargs.get("replica")
-        if named is None:
+        """Return the replica that the call names, or all."""
+        name = None if pending_request is None else pending_request.kwargs.get("replica")
+        if name is None:
             return [candidate_replicas]
-        return [[replica for replica in candidate_replicas if replica.replica_id.unique_id == named]]
+        return [[replica for replica in candidate_replicas if replica.replica_id.unique_id == name]]

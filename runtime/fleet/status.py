@@ -1,4 +1,4 @@
-"""What a fleet is doing, for `sidestream fleet status`."""
+"""State of a fleet, for `sidestream fleet status`."""
 
 import asyncio
 import re
@@ -14,9 +14,9 @@ _ROUTED = re.compile(r"routed_(\w+)_total")
 
 
 class EngineLine(Struct, frozen=True, kw_only=True):
-    """One engine, as the process that answers HTTP sees it.
+    """State of one engine, as an ingress sees it.
 
-    routed   reason -> requests that were sent to it for it
+    routed   reason -> number of requests that were routed to it
     """
 
     name: str
@@ -30,10 +30,11 @@ class EngineLine(Struct, frozen=True, kw_only=True):
 
 
 class FleetStatus(Struct, frozen=True, kw_only=True):
-    """Ray's side and the gateway's.
+    """State of the Ray application and of the gateway.
 
-    state       of the application, such as RUNNING; message: Ray's words where it is not well
-    replicas    deployment -> state -> number of its replicas
+    state       of the application, such as RUNNING
+    message     Ray's message if the application is not healthy
+    replicas    deployment -> state -> number of replicas
     """
 
     name: str
@@ -46,11 +47,11 @@ class FleetStatus(Struct, frozen=True, kw_only=True):
 
 
 async def overview(router: Router) -> dict[str, Any]:
-    """What the process that answers HTTP tells: `health`, `engines`, `adapters` of a FleetStatus, as plain data."""
-    health, told, adapters = await asyncio.gather(router.health(), router.stats(), router.adapters())
+    """Return `health`, `engines` and `adapters` of a FleetStatus as plain data. Called in an ingress."""
+    health, stats, adapters = await asyncio.gather(router.health(), router.stats(), router.adapters())
     engines = []
     for name, status in health.engines.items():
-        numbers = told.get(name, {})
+        numbers = stats.get(name, {})
         places = [card.places.get(name) for card in adapters]
         engines.append(
             EngineLine(
@@ -67,33 +68,33 @@ async def overview(router: Router) -> dict[str, Any]:
     return {"health": health.status, "engines": msgspec.to_builtins(engines), "adapters": len(adapters)}
 
 
-def look(name: str, seconds: float = 10.0) -> FleetStatus:
-    """How the fleet is. Ray has to be connected. Raises ValueError for a name that no fleet has."""
+def fleet_status(name: str, seconds: float = 10.0) -> FleetStatus:
+    """Return the state of a fleet. Ray must be connected. Raises ValueError if the fleet does not exist."""
     from ray import serve
     from ray.exceptions import RayError
 
-    found = serve.status().applications.get(name)
-    if found is None:
-        raise ValueError(f"there is no fleet {name!r} in this Ray; `sidestream fleet deploy` starts one")
-    replicas = {each: dict(told.replica_states) for each, told in found.deployments.items()}
-    told: dict[str, Any] = {}
+    application = serve.status().applications.get(name)
+    if application is None:
+        raise ValueError(f"this Ray has no fleet {name!r}; `sidestream fleet deploy` starts one")
+    replicas = {each: dict(deployment.replica_states) for each, deployment in application.deployments.items()}
+    gateway: dict[str, Any] = {}
     if replicas.get("ingress", {}).get("RUNNING"):
         try:
-            told = serve.get_app_handle(name).overview.remote().result(timeout_s=seconds)
+            gateway = serve.get_app_handle(name).overview.remote().result(timeout_s=seconds)
         except (RayError, TimeoutError) as problem:
-            told = {"health": f"unknown: {type(problem).__name__}"}
-    known = {"name": name, "state": str(found.status.value), "message": found.message, "replicas": replicas}
-    return msgspec.convert(known | told, FleetStatus)
+            gateway = {"health": f"unknown: {type(problem).__name__}"}
+    known = {"name": name, "state": str(application.status.value), "message": application.message, "replicas": replicas}
+    return msgspec.convert(known | gateway, FleetStatus)
 
 
-def text(status: FleetStatus) -> str:
-    """For a person."""
+def format_status(status: FleetStatus) -> str:
+    """Return the state as text for a terminal."""
     lines = [f"{status.name}: {status.state}" + (f", {status.health}" if status.health else "")]
     if status.message:
         lines.append(f"  {status.message.strip().splitlines()[0]}")
     for name, states in status.replicas.items():
-        said = ", ".join(f"{count} {state.lower()}" for state, count in sorted(states.items())) or "none"
-        lines.append(f"{name:9} {said}")
+        counts = ", ".join(f"{count} {state.lower()}" for state, count in sorted(states.items())) or "none"
+        lines.append(f"{name:9} {counts}")
     if status.engines:
         lines.append("")
         lines.append("engine     status    open  waiting   tokens  adapters: GPU  memory   requests by reason")

@@ -1,14 +1,15 @@
-"""An HTTP front as OpenAI spells it, for one or several engines. It stands on the public protocol, so it runs as a
-process of its own, also on another machine.
+"""OpenAI-compatible HTTP gateway for one or several engines: a process of its own that speaks the public protocol.
 
-contracts     what the parts expect of each other: engines, admission, observer
-settings      what the gateway is told
-tools         how models spell calls of tools
-shapes        bodies of requests and answers, and the OpenAPI document made of them
-routes        one file for each family of endpoints; errors, bodies, streams
-governance    keys, limits, usage
-observe       metrics, access log, spans
-router        one or several engines: where a request goes, and what happens when an engine dies
-console       the page at /
-serving       the application, and the process that serves it
+interfaces      protocols between the gateway's parts: engines, admission, observer
+settings        settings of a gateway process
+metrics         Prometheus metrics, access log, tracing spans
+auth            API keys, rate limits, usage log
+router          which engine gets a request, and migration of streams when an engine dies
+console         the web page at /
+api             one file per endpoint, and what endpoints share: errors, request bodies, event streams
+write_batching  joins the writes of a connection
+connections     limits on the number and the idle time of connections
+middleware      authentication, request ids, CORS, error responses, access records
+app             builds the ASGI application
+server_process  runs the application in uvicorn
 """

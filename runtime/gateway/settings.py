@@ -1,4 +1,4 @@
-"""What the gateway is told, as `sidestream serve` hands it to its process."""
+"""Settings of a gateway process. `sidestream serve` sends them to it."""
 
 from msgspec import Struct, field
 
@@ -14,25 +14,25 @@ DRAIN_SECONDS = 30.0
 class GatewaySettings(Struct, frozen=True, kw_only=True):
     """Settings of one gateway process.
 
-    host, port               where it listens; port 0 takes a free one
-    engines                  the engines' addresses
-    engine_keys              this client's folder of `sidestream keys curve`; None: no CURVE
-    api_key                  the one key that may ask for everything; "": none
-    keys                     TOML file of hashed keys; None: none
-    insecure                 listen beyond the loopback without keys
-    allowed_origins          pages of these origins may call it ("*": of all); None: those that this machine serves
-    max_body_bytes           larger bodies are answered with 413
-    body_seconds             a body that takes longer is answered with 408
+    host, port               listen address; port 0 picks a free port
+    engines                  addresses of the engines
+    engine_keys              folder of client keys from `sidestream keys curve`; None: no CURVE
+    api_key                  the only API key, without limits; "": no key
+    keys                     TOML file of hashed keys; None: no keys
+    insecure                 allow a non-loopback address without keys
+    allowed_origins          allowed CORS origins ("*": all); None: loopback origins
+    max_body_bytes           larger bodies get status 413
+    body_seconds             slower bodies get status 408
     max_connections          open connections of all clients
-    connections_per_client   open connections of one address; None: half of max_connections beyond the loopback, all
-                             on it
-    drain_seconds            how long open answers may go on after SIGTERM
-    usage_log                SQLite file of what was used; None: none
-    usage_days               rows of the usage log that are older are deleted; None: none are
-    log_payloads             prompts and answers go there too
-    access_log               file of JSON lines, "-": standard output, None: none
-    metrics_compat           "vllm": /metrics also has vLLM's names
-    otel_endpoint            URL of an OTLP collector that spans go to; None: no spans
+    connections_per_client   open connections of one address; None: half of max_connections, and all of them on the
+                             loopback
+    drain_seconds            time that open responses get after SIGTERM
+    usage_log                SQLite file of the usage log; None: no log
+    usage_days               age at which rows of the usage log are deleted; None: never
+    log_payloads             write prompts and answers to the usage log
+    access_log               file of JSON lines, "-": standard output, None: no log
+    metrics_compat           "vllm": export vLLM's metric names too
+    otel_endpoint            URL of an OTLP collector for spans; None: no spans
     """
 
     host: str = HOST

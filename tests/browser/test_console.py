@@ -9,14 +9,14 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.exposition import generate_latest
 from sidestream.runtime.api.errors import OverloadedError
-from sidestream.runtime.gateway.contracts import AdapterCard, EngineHealth
-from sidestream.runtime.gateway.serving.open_door import OpenDoor
+from sidestream.runtime.gateway.auth.admission import NoAuth
+from sidestream.runtime.gateway.interfaces import AdapterCard, GatewayHealth
 from support.browser import Browser
 from support.gateway_served import LiveEngines, served
 from support.page_checks import cut_off, nameless_controls, poor_contrast, prefer, small_targets, wait_for
 
 TEXT = "return document.querySelector(arguments[0]).innerText"
-LOOKED = "return looks.length > 0"
+SAMPLED = "return samples.length > 0"
 TABS = ("live", "playground")
 
 
@@ -45,7 +45,7 @@ def console(window: Browser, engines: LiveEngines, running: tuple[LiveEngines, s
     window.open(running[1])
     window.run("sessionStorage.clear(); localStorage.clear(); location.hash = ''")
     window.open(running[1])
-    wait_for(window, LOOKED)
+    wait_for(window, SAMPLED)
     return window
 
 
@@ -91,7 +91,7 @@ def test_the_figures_are_those_of_the_engines(console: Browser, engines: LiveEng
     engines.numbers["adapter_hits_total"] += 9
     engines.numbers["adapter_misses_total"] += 3
     look(console)
-    rate = console.run("return [latest().time - looks[0].time, tokens(latest(), looks[0])]")
+    rate = console.run("return [latest().time - samples[0].time, tokens(latest(), samples[0])]")
     assert rate[0] > 0.2 and rate[1] == pytest.approx(600 / rate[0])
     figures = " ".join(console.run(TEXT, ".figures").split())
     assert "75% of adapters' requests found it on the GPU" in figures
@@ -105,7 +105,7 @@ def test_latencies_and_errors_are_those_of_requests(console: Browser, running: t
     console.run("return call('/v1/completions', { prompt: 'x', model: 'nobody' }).catch((problem) => problem.status)")
     look(console)
     p50, p99 = console.run(
-        "return [0.5, 0.99].map((q) => quantile(latest(), looks[0], 'sidestream_inter_token_seconds', q))"
+        "return [0.5, 0.99].map((q) => quantile(latest(), samples[0], 'sidestream_inter_token_seconds', q))"
     )
     assert 0.005 < p50 <= p99 < 5, "eight times that were at least 10 ms"
     errors = " ".join(
@@ -156,7 +156,7 @@ def test_one_prompt_streams_to_two_adapters_at_once(console: Browser, engines: L
         assert console.run(TEXT, f"#answer-{side}").strip() == "a b c d e f g h i j k l"
         facts = console.run(TEXT, f"#answer-{side} + .facts")
         assert "first token after" in facts and "12 tokens" in facts and "tokens/s" in facts and "length" in facts
-    assert console.run(TEXT, "#said") == "pirate has answered. shout has answered."
+    assert console.run(TEXT, "#progress") == "pirate has answered. shout has answered."
 
 
 def test_stop_leaves_both_requests(console: Browser, engines: LiveEngines) -> None:
@@ -222,29 +222,29 @@ def test_hostile_names_are_text(console: Browser, engines: LiveEngines) -> None:
 
 
 def test_an_engine_that_dies_is_seen(console: Browser, engines: LiveEngines) -> None:
-    engines.status = EngineHealth("dead", engines={"gpu-0": "dead", "gpu-1": "dead"})
+    engines.status = GatewayHealth("dead", engines={"gpu-0": "dead", "gpu-1": "dead"})
     try:
         look(console)
         assert console.run(TEXT, "#status") == "dead"
         assert "gpu-1 dead" in " ".join(console.run(TEXT, "#panel-live").split())
         failed_loads(console, "503")
     finally:
-        engines.status = EngineHealth("ok", engines={"gpu-0": "ok", "gpu-1": "loading"})
+        engines.status = GatewayHealth("ok", engines={"gpu-0": "ok", "gpu-1": "loading"})
 
 
 def test_the_key_is_asked_for_and_kept_for_this_tab_alone(window: Browser) -> None:
-    with served(LiveEngines(), OpenDoor("a-secret")) as address:
+    with served(LiveEngines(), NoAuth("a-secret")) as address:
         window.size(1360, 900)
         window.open(address)
         wait_for(window, "return document.getElementById('status').innerText === 'needs a key'")
-        assert "This gateway wants a key" in window.run(TEXT, "#trouble")
+        assert "This gateway needs a key" in window.run(TEXT, "#trouble")
         window.run("document.getElementById('key').focus()")
         window.press(*"wrong", "Enter")
         wait_for(window, "return document.getElementById('key').hidden && !document.getElementById('trouble').hidden")
         window.click("#forget")
         window.run("document.getElementById('key').focus()")
         window.press(*"a-secret", "Enter")
-        wait_for(window, LOOKED)
+        wait_for(window, SAMPLED)
         wait_for(window, "return document.getElementById('trouble').hidden")
         assert window.run("return [Object.values(sessionStorage), document.cookie, location.search]") == [
             ["a-secret"],
@@ -253,7 +253,7 @@ def test_the_key_is_asked_for_and_kept_for_this_tab_alone(window: Browser) -> No
         ]
         assert "a-secret" not in window.run("return JSON.stringify({ ...localStorage }) + document.body.innerText")
         window.open(address)
-        wait_for(window, LOOKED)
+        wait_for(window, SAMPLED)
         ask(window, "x")
         wait_for(window, "return document.getElementById('said').innerText.includes('shout has answered')")
         window.click("#forget")
@@ -266,7 +266,7 @@ def test_the_key_is_asked_for_and_kept_for_this_tab_alone(window: Browser) -> No
 def test_a_gateway_that_went_away_is_said(window: Browser) -> None:
     with served(LiveEngines()) as address:
         window.open(address)
-        wait_for(window, LOOKED)
+        wait_for(window, SAMPLED)
     window.run("tick()")
     wait_for(window, "return document.getElementById('trouble').innerText === 'The gateway does not answer.'")
     failed_loads(window, "ERR_CONNECTION")

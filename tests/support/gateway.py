@@ -16,20 +16,20 @@ from typing import Any
 import httpx
 import uvicorn
 from sidestream.runtime.client.requests import is_plain
-from sidestream.runtime.gateway.contracts import (
+from sidestream.runtime.gateway.app import build_app
+from sidestream.runtime.gateway.auth.admission import NoAuth
+from sidestream.runtime.gateway.interfaces import (
     AdapterCard,
     Admission,
-    EngineHealth,
     EngineRequest,
+    GatewayHealth,
     ModelInfo,
     Observer,
     UsageRecord,
 )
 from sidestream.runtime.gateway.metrics.metrics import Metrics
-from sidestream.runtime.gateway.metrics.watch import Watch
-from sidestream.runtime.gateway.serving.app import build_app
-from sidestream.runtime.gateway.serving.open_door import OpenDoor
-from sidestream.runtime.gateway.serving.process import listen, server_config
+from sidestream.runtime.gateway.metrics.observers import CompositeObserver
+from sidestream.runtime.gateway.server_process import listen, server_config
 from sidestream.runtime.gateway.settings import GatewaySettings
 from sidestream.runtime.protocol.messages import Chunk, TokenLogprob, Usage
 from sidestream.runtime.text.chat_files import ChatTemplates
@@ -57,13 +57,13 @@ class FakeEngines:
         self.gate = asyncio.Event()
         self.gate.set()
         self.cards = [AdapterCard("pirate", 8, "aa"), AdapterCard("shout", 4, "bb")]
-        self.status = EngineHealth("ok")
+        self.status = GatewayHealth("ok")
         self.info = ModelInfo("base", 256, 4096, True, ChatTemplates({"default": TEMPLATE}))
         self.calls: list[tuple[Any, ...]] = []
 
     async def start(self) -> None: ...
 
-    def expect_end(self) -> None: ...
+    def expect_shutdown(self) -> None: ...
 
     async def close(self) -> None: ...
 
@@ -139,7 +139,7 @@ class FakeEngines:
     async def unload_adapter(self, name: str) -> None:
         self.calls.append(("unload", name))
 
-    async def health(self) -> EngineHealth:
+    async def health(self) -> GatewayHealth:
         return self.status
 
     async def stats(self) -> dict[str, dict[str, int | float]]:
@@ -152,7 +152,7 @@ class FakeEngines:
         return "".join(chr(token % 256) for token in token_ids)
 
 
-class Books(OpenDoor):
+class Books(NoAuth):
     """Lets everyone in, and keeps the usage records."""
 
     def __init__(self, api_key: str = "", limit: int | None = None) -> None:
@@ -183,7 +183,9 @@ async def gateway(
     **settings: Any,
 ) -> AsyncIterator[httpx.AsyncClient]:
     """An HTTP client of an application over these engines."""
-    app = build_app(engines, admission or OpenDoor(), observer or Watch(Metrics()), GatewaySettings(**settings))
+    app = build_app(
+        engines, admission or NoAuth(), observer or CompositeObserver(Metrics()), GatewaySettings(**settings)
+    )
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://gw") as http:
         yield http
@@ -204,7 +206,7 @@ def events(text: str) -> list[Any]:
 def listening(engines: FakeEngines, admission: Admission | None = None, **settings: Any) -> Iterator[tuple[str, int]]:
     """An application over these engines that listens: (host, port). It runs in a thread."""
     made = GatewaySettings(port=0, **settings)
-    app = build_app(engines, admission or OpenDoor(), Watch(Metrics()), made)
+    app = build_app(engines, admission or NoAuth(), CompositeObserver(Metrics()), made)
     server = uvicorn.Server(server_config(app, made, 1.0))
     with listen(made.host, made.port) as listener:
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)

@@ -7,10 +7,10 @@ from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager
 
 import uvicorn
-from sidestream.runtime.gateway.contracts import AdapterCard, Admission, EngineHealth, EngineRequest, ModelInfo
+from sidestream.runtime.gateway.app import build_app
+from sidestream.runtime.gateway.auth.admission import NoAuth
+from sidestream.runtime.gateway.interfaces import AdapterCard, Admission, EngineRequest, GatewayHealth, ModelInfo
 from sidestream.runtime.gateway.metrics.metrics import Metrics
-from sidestream.runtime.gateway.serving.app import build_app
-from sidestream.runtime.gateway.serving.open_door import OpenDoor
 from sidestream.runtime.gateway.settings import GatewaySettings
 from sidestream.runtime.protocol.messages import Chunk
 
@@ -24,7 +24,7 @@ class LiveEngines(FakeEngines):
         super().__init__()
         self.pause = 0.01
         self.info = ModelInfo("base", 256, 4096, True)
-        self.status = EngineHealth("ok", engines={"gpu-0": "ok", "gpu-1": "loading"})
+        self.status = GatewayHealth("ok", engines={"gpu-0": "ok", "gpu-1": "loading"})
         self.cards = [
             AdapterCard("pirate", 8, "aa", {"gpu-0": "gpu", "gpu-1": "cpu"}),
             AdapterCard("shout", 4, "bb", {"gpu-0": "disk"}),
@@ -47,7 +47,7 @@ class LiveEngines(FakeEngines):
 @contextmanager
 def served(engines: FakeEngines, admission: Admission | None = None) -> Iterator[str]:
     """The address of a gateway over these engines, which counts what it does."""
-    app = build_app(engines, admission or OpenDoor(), Metrics(), GatewaySettings())  # type: ignore[arg-type]
+    app = build_app(engines, admission or NoAuth(), Metrics(), GatewaySettings())  # type: ignore[arg-type]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

@@ -336,12 +336,12 @@ if __name__ == "__main__":
 
     served = msgspec.json.decode(sys.argv[1], type=ServeSettings)
     if len(sys.argv) > 2:  # several engines behind HTTP
-        from sidestream.runtime.gateway.serving.process import listen
+        from sidestream.runtime.gateway.server_process import listen
         from sidestream.runtime.gateway.settings import GatewaySettings
         from sidestream.runtime.server.replica_supervisor import ReplicaSupervisor
         from sidestream.runtime.server.supervisor_loop import GatewayProcess
 
-        gateway = [sys.executable, "-m", "sidestream.runtime.gateway.serving.process"]
+        gateway = [sys.executable, "-m", "sidestream.runtime.gateway.server_process"]
         front = GatewayProcess(gateway, lambda engines: GatewaySettings(engines=engines), listen("127.0.0.1", 0))
         sys.exit(ReplicaSupervisor(served, int(sys.argv[2]), lambda line: print(line, flush=True), front).run())
     sys.exit(Supervisor(served, lambda line: print(line, flush=True)).run())

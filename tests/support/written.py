@@ -5,12 +5,12 @@ import json
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from sidestream.runtime.gateway.contracts import Admission, Observer
+from sidestream.runtime.gateway.app import build_app
+from sidestream.runtime.gateway.auth.admission import NoAuth
+from sidestream.runtime.gateway.interfaces import Admission, Observer
 from sidestream.runtime.gateway.metrics.metrics import Metrics
-from sidestream.runtime.gateway.metrics.watch import Watch
-from sidestream.runtime.gateway.serving.app import build_app
-from sidestream.runtime.gateway.serving.open_door import OpenDoor
-from sidestream.runtime.gateway.serving.process import server_config
+from sidestream.runtime.gateway.metrics.observers import CompositeObserver
+from sidestream.runtime.gateway.server_process import server_config
 from sidestream.runtime.gateway.settings import GatewaySettings
 from uvicorn.server import ServerState
 
@@ -66,7 +66,7 @@ async def asked(
     """The connection after an answer, and how many tasks the request took."""
     settings, tasks = GatewaySettings(), []
     loop = asyncio.get_running_loop()
-    app = build_app(engines or FakeEngines(), admission or OpenDoor(), observer or Watch(Metrics()), settings)
+    app = build_app(engines or FakeEngines(), admission or NoAuth(), observer or CompositeObserver(Metrics()), settings)
     config = server_config(app, settings, 1.0)
     config.load()
     protocol = config.http_protocol_class(config=config, server_state=ServerState(), app_state={})

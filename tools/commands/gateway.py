@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     """Serve; return 0 after SIGTERM."""
     from msgspec.structs import replace
 
-    from ...runtime.gateway.serving.process import listen, serve
+    from ...runtime.gateway.server_process import listen, serve
     from ...runtime.protocol.addresses import check_keys, default_address, parse
 
     engines = options.engine or [default_address()]

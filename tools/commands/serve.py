@@ -219,7 +219,7 @@ def front_of(options: argparse.Namespace, settings: Any) -> Any:
     """
     from msgspec.structs import replace
 
-    from ...runtime.gateway.serving.process import listen
+    from ...runtime.gateway.server_process import listen
     from ...runtime.protocol.curve_keys import load_client_keys
     from ...runtime.server.supervisor_loop import GatewayProcess
 
@@ -230,7 +230,7 @@ def front_of(options: argparse.Namespace, settings: Any) -> Any:
     if options.engine_keys is not None:
         load_client_keys(options.engine_keys)
     listener = listen(gateway.host, gateway.port)
-    command = [sys.executable, "-m", "sidestream.runtime.gateway.serving.process"]
+    command = [sys.executable, "-m", "sidestream.runtime.gateway.server_process"]
     keys = options.engine_keys and str(Path(options.engine_keys).resolve())
     return GatewayProcess(command, lambda addresses: replace(gateway, engines=addresses, engine_keys=keys), listener)
 

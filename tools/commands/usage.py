@@ -61,8 +61,8 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the sums."""
+    from ...runtime.gateway.auth.usage_database import default_path
     from ...runtime.gateway.auth.usage_report import as_csv, as_json, as_table, report
-    from ...runtime.gateway.auth.usage_schema import default_path
 
     groups = [group.strip() for group in options.by.split(",") if group.strip()]
     found = report(options.file or default_path(), groups, options.since, options.until)

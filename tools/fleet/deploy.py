@@ -54,10 +54,10 @@ def run(options: argparse.Namespace) -> int:
 
     if connect(start=True):
         _log("started a Ray that only this machine can reach; `ray stop` ends it")
-    from ...runtime.fleet.application import deploy, lacking
+    from ...runtime.fleet.application import deploy, missing_resources
 
     _log(f"deploying {fleet.name}")
-    if why := lacking(fleet):
+    if why := missing_resources(fleet):
         _log(why)
     deploy(fleet)
     _log(f"answering HTTP at http://{fleet.host}:{fleet.port}")

@@ -31,11 +31,11 @@ def run_status(options: argparse.Namespace) -> int:
     import msgspec
 
     from ...runtime.fleet.cluster import connect
-    from ...runtime.fleet.status import look, text
+    from ...runtime.fleet.status import fleet_status, format_status
 
     connect(start=False)
-    found = look(options.name)
-    print(msgspec.json.encode(found).decode() if options.json else text(found))
+    found = fleet_status(options.name)
+    print(msgspec.json.encode(found).decode() if options.json else format_status(found))
     return 0 if found.state == "RUNNING" else 1
 
 

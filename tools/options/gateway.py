@@ -65,8 +65,8 @@ def gateway_settings(options: argparse.Namespace) -> Any:
     """
     from ...runtime.gateway.auth.keys import parse, read_bytes
     from ...runtime.gateway.metrics.tracing import check_endpoint
-    from ...runtime.gateway.serving.origins import parse_origins
-    from ...runtime.gateway.serving.process import check_exposure
+    from ...runtime.gateway.middleware import parse_origins
+    from ...runtime.gateway.server_process import check_exposure
     from ...runtime.gateway.settings import GatewaySettings
 
     if options.api_key == "":
@@ -110,7 +110,7 @@ def gateway_settings(options: argparse.Namespace) -> Any:
 
 def _usage_log(given: str | None) -> str | None:
     """Return the path of the usage log; None if the default place cannot be written, as in many containers."""
-    from ...runtime.gateway.auth.usage_schema import default_path
+    from ...runtime.gateway.auth.usage_database import default_path
 
     if given is not None:
         return None if given == "none" else str(Path(given).resolve())

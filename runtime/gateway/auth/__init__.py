@@ -1,11 +1,10 @@
-"""Who may ask, how much, and who did.
+"""API keys, rate limits, and the usage log.
 
-keys           API keys: a file of hashes, read again when it changes
-keys_file      adds a key to the file, or takes one away
-limits         requests and tokens in a minute, tokens in a day; pure
-admission      keys and limits as the gateway's `Admission`; an `Admission` that logs
-usage_schema   the usage log's database
-usage_log      writes it, in a thread of its own
-payloads       prompts and answers for the usage log, where that is asked for
-usage_report   sums of what it holds
+keys            reads API keys from a file of hashes, and reloads it when it changes
+keys_file       adds keys to the file and revokes them
+limits          token and request limits per minute and day
+admission       implements `Admission` with keys and limits, or without keys
+usage_database  schema of the usage log's SQLite database
+usage_log       writes usage records, and prompts and answers if requested
+usage_report    sums over the usage log
 """

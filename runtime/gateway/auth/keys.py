@@ -1,21 +1,21 @@
-"""API keys: who may ask, for which models, and how much. A TOML file holds hashes, never keys.
+"""API keys: owners, allowed models, and limits. A TOML file holds hashes, never keys.
 
     [keys.search-1]
-    hash = "sha256:9f86d0818..."          # of the whole key; `sidestream keys http add` makes both
+    hash = "sha256:9f86d0818..."          # of the whole key; `sidestream keys http add` creates both
     owner = "search"
-    models = ["llama", "sql-*"]           # * any characters, ? one; left out: all models
-    requests_per_minute = 600             # limits that are left out do not apply
+    models = ["llama", "sql-*"]           # * any characters, ? one; default: all models
+    requests_per_minute = 600             # default of all limits: none
     tokens_per_minute = 200_000
     tokens_per_day = 5_000_000
     max_tokens = 4096
     admin = false                         # may load and unload adapters
-    metrics = false                       # may read /metrics, which tells of all owners; an admin may
+    metrics = false                       # may read /metrics, which covers all owners; admins always may
     created = 2026-01-31T09:00:00Z
     expires = 2026-12-31T00:00:00Z
 
-A key is 256 random bits, so one round of SHA-256 is enough: there is nothing to guess, and a slow password hash would
-only slow each request. A key is looked up by its hash in a dict. How long that takes depends on the hash of what was
-sent, which nobody can steer towards a stored one.
+A key is 256 random bits, so one round of SHA-256 is enough: guessing is hopeless, and a slow password hash would only
+slow requests. A key is looked up by its hash in a dict. The time of the lookup reveals nothing useful, since clients
+cannot choose hashes that are close to a stored one.
 """
 
 import hashlib
@@ -52,12 +52,12 @@ logger = logging.getLogger("sidestream.gateway")
 
 
 class KeysFileError(ValueError):
-    """A keys file cannot be used; the text names what is wrong and the remedy."""
+    """A keys file cannot be used. The message explains the problem and the remedy."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key's rights. Limits are positive integers, None: no limit; `max_tokens` is for each completion."""
+    """A key's permissions and limits. Limits are positive, None: no limit. `max_tokens` applies to each completion."""
 
     name: str
     hash: str
@@ -74,139 +74,139 @@ class Key:
     _allowed: Any = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_allowed", compiled(self.models))
+        object.__setattr__(self, "_allowed", compile_patterns(self.models))
 
     def allows(self, model: str) -> bool:
-        """Whether a pattern covers this name of a model or adapter; takes time linear in the name."""
+        """Return whether a pattern matches the name of a model or adapter, in time linear in its length."""
         return self._allowed.fullmatch(model) is not None
 
     def expired(self, now: datetime) -> bool:
-        """Whether its time is over."""
+        """Return whether the key has expired."""
         return self.expires is not None and now >= self.expires
 
 
-def compiled(patterns: tuple[str, ...]) -> Any:
-    """One RE2 expression that matches what any of these patterns covers."""
+def compile_patterns(patterns: tuple[str, ...]) -> Any:
+    """Return an RE2 expression that matches if any of the patterns does."""
     options = re2.Options()
     options.never_nl = False
     options.dot_nl = True
-    words = {"*": ".*", "?": "."}
+    wildcards = {"*": ".*", "?": "."}
     return re2.compile(
-        "|".join("".join(words.get(letter) or re2.escape(letter) for letter in pattern) for pattern in patterns)
+        "|".join("".join(wildcards.get(letter) or re2.escape(letter) for letter in pattern) for pattern in patterns)
         or r"[^\s\S]",
         options,
     )
 
 
 def new_key() -> str:
-    """A key of 256 random bits."""
+    """Return a new key of 256 random bits."""
     return PREFIX + secrets.token_urlsafe(32)
 
 
 def hash_of(key: str) -> str:
-    """How a key is stored: `sha256:` and 64 hexadecimal digits."""
+    """Return the stored form of a key: `sha256:` and 64 hexadecimal digits."""
     return "sha256:" + hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def read_bytes(path: Path) -> bytes:
-    """A keys file's content. Raises KeysFileError for what is no regular file, is too large, or others may write."""
+    """Read a keys file. Raises KeysFileError if it is not a regular file, too large, or writable by others."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise KeysFileError(
-            f"{path}: {error.strerror}; make it with `sidestream keys http add {path} --owner NAME`"
+            f"{path}: {error.strerror}; create it with `sidestream keys http add {path} --owner NAME`"
         ) from None
     with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise KeysFileError(f"{path} is no regular file; name a TOML file of keys")
-        if found.st_mode & 0o022:
+        info = os.fstat(descriptor)
+        if not stat.S_ISREG(info.st_mode):
+            raise KeysFileError(f"{path} is not a regular file; give a TOML file of keys")
+        if info.st_mode & 0o022:
             raise KeysFileError(
-                f"others may write to {path} (mode {stat.S_IMODE(found.st_mode):03o}) and so give themselves a key; "
-                f"chmod 600 it, and look for keys that you do not know"
+                f"other users may write to {path} (mode {stat.S_IMODE(info.st_mode):03o}) and could add keys; "
+                f"chmod 600 it, and look for unknown keys"
             )
         content = file.read(MAX_FILE_BYTES + 1)
     if len(content) > MAX_FILE_BYTES:
-        raise KeysFileError(f"{path} is larger than {MAX_FILE_BYTES} bytes; remove keys that expired")
+        raise KeysFileError(f"{path} is larger than {MAX_FILE_BYTES} bytes; remove expired keys")
     return content
 
 
 def parse(content: bytes, path: Path) -> dict[str, Key]:
-    """The keys of a file, by name. Raises KeysFileError, which names the key and the field."""
+    """Return the keys of a file by name. Raises KeysFileError that names the key and the field."""
     try:
         document = tomllib.loads(content.decode())
     except (ValueError, RecursionError) as error:
-        raise KeysFileError(f"{path} is no TOML: {error}") from None
+        raise KeysFileError(f"{path} is not valid TOML: {error}") from None
     tables = document.pop("keys", {})
     if document:
-        raise KeysFileError(f"{path} has {sorted(document)[0]!r}; it may hold tables [keys.NAME] only")
+        raise KeysFileError(f"{path} has {sorted(document)[0]!r}; only tables [keys.NAME] are allowed")
     if not isinstance(tables, dict) or len(tables) > MAX_KEYS:
-        raise KeysFileError(f"{path}: `keys` must hold tables [keys.NAME], at most {MAX_KEYS}")
-    found: dict[str, Key] = {}
+        raise KeysFileError(f"{path}: `keys` must contain tables [keys.NAME], at most {MAX_KEYS}")
+    keys: dict[str, Key] = {}
     hashes: dict[str, str] = {}
     for name, table in tables.items():
         key = _key(name, table, path)
         if key.hash in hashes:
-            raise KeysFileError(f"{path}: keys {hashes[key.hash]} and {name} have one hash; remove one of them")
+            raise KeysFileError(f"{path}: keys {hashes[key.hash]} and {name} have the same hash; remove one")
         hashes[key.hash] = name
-        found[name] = key
-    return found
+        keys[name] = key
+    return keys
 
 
 def _key(name: str, table: Any, path: Path) -> Key:
-    def wrong(what: str) -> KeysFileError:
-        return KeysFileError(f"{path}, key {name[:80]!r}: {what}")
+    def invalid(reason: str) -> KeysFileError:
+        return KeysFileError(f"{path}, key {name[:80]!r}: {reason}")
 
     if not NAME.match(name):
-        raise wrong("a key's name has 1 to 64 letters, digits, underscores or hyphens")
+        raise invalid("the name must have 1 to 64 letters, digits, underscores or hyphens")
     if not isinstance(table, dict):
-        raise wrong(f"write it as a table, [keys.{name}]")
+        raise invalid(f"write it as a table, [keys.{name}]")
     unknown = sorted(table.keys() - _FIELDS)
     if unknown:
-        raise wrong(f"{unknown[0]!r} is not known; fields are {', '.join(sorted(_FIELDS))}")
+        raise invalid(f"{unknown[0]!r} is unknown; allowed fields are {', '.join(sorted(_FIELDS))}")
     for required in ("hash", "owner"):
         if not isinstance(table.get(required), str):
-            raise wrong(f"{required} is missing or no string")
+            raise invalid(f"{required} is missing or not a string")
     if not _HASH.match(table["hash"]):
-        raise wrong("hash must be sha256: and 64 hexadecimal digits, as `sidestream keys http add` writes it")
+        raise invalid("hash must be sha256: and 64 hexadecimal digits, as `sidestream keys http add` writes it")
     if not OWNER.match(table["owner"]):
-        raise wrong("owner has 1 to 128 letters, digits or . _ @ : / + -")
+        raise invalid("owner must have 1 to 128 letters, digits or . _ @ : / + -")
     models = table.get("models", ["*"])
     if (
         not isinstance(models, list)
         or len(models) > MAX_PATTERNS
         or not all(isinstance(pattern, str) and PATTERN.match(pattern) for pattern in models)
     ):
-        raise wrong(f"models must be a list of up to {MAX_PATTERNS} names, in which * and ? stand for characters")
+        raise invalid(f"models must be a list of up to {MAX_PATTERNS} names; * and ? are wildcards")
     for limit in LIMITS:
         value = table.get(limit, 1)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_LIMIT:
-            raise wrong(f"{limit} must be an integer from 1 on; leave it out for no limit")
+            raise invalid(f"{limit} must be an integer of at least 1; omit it for no limit")
     for flag in _FLAGS:
         if not isinstance(table.get(flag, False), bool):
-            raise wrong(f"{flag} must be true or false")
-    moments = {which: _moment(table.get(which), which, wrong) for which in ("created", "expires")}
-    return Key(**(table | moments | {"name": name, "models": tuple(models)}))
+            raise invalid(f"{flag} must be true or false")
+    times = {field: _datetime(table.get(field), field, invalid) for field in ("created", "expires")}
+    return Key(**(table | times | {"name": name, "models": tuple(models)}))
 
 
-def _moment(value: Any, which: str, wrong: Any) -> datetime | None:
+def _datetime(value: Any, field: str, invalid: Any) -> datetime | None:
     if isinstance(value, datetime):
         return value if value.tzinfo else value.replace(tzinfo=UTC)
     if isinstance(value, date):
         return datetime.combine(value, time(), UTC)
     if value is not None:
-        raise wrong(f"{which} must be a date, or a date with a time, without quotes: 2026-12-31T00:00:00Z")
+        raise invalid(f"{field} must be a date, or a date with a time, without quotes: 2026-12-31T00:00:00Z")
     return None
 
 
-class KeyBook:
-    """The keys of a file, read again when it changes.
+class KeyStore:
+    """The keys of a file, reloaded when it changes.
 
-    Every look-up asks the file system whether the file changed (its inode, time, size and mode), so a key that was
-    revoked fails at its next request. A file that is broken, missing or writable by others leaves the keys as they
-    were: `problem` says why ("" when all is well), `failures` counts such changes, and each is logged.
+    Every lookup checks the file's inode, time, size and mode, so a revoked key fails at its next request. If the file
+    becomes invalid, missing or writable by others, the keys stay as they were: `problem` is the reason ("": none),
+    `failures` counts such changes, and each is logged.
 
-    Raises KeysFileError when it is made from a file that cannot be used.
+    Raises KeysFileError if the file cannot be used at the start.
     """
 
     def __init__(self, path: Path) -> None:
@@ -214,23 +214,23 @@ class KeyBook:
         self.problem = ""
         self.failures = 0
         self.loads = 0
-        self._signature = self._look()
+        self._signature = self._stat()
         self._content = read_bytes(path)
-        self._take(parse(self._content, path))
+        self._set_keys(parse(self._content, path))
 
     @property
     def keys(self) -> Mapping[str, Key]:
-        """By name, as last read."""
+        """The keys by name."""
         return self._keys
 
     def find(self, key: str) -> Key | None:
-        """The entry of a key that somebody sent, also when it has expired; None: there is none."""
+        """Return the entry of a key, even an expired one; None: unknown key."""
         self.refresh()
         return self._by_hash.get(hash_of(key))
 
     def refresh(self) -> None:
-        """Read the file again if it changed."""
-        signature = self._look()
+        """Reload the file if it changed."""
+        signature = self._stat()
         if signature == self._signature and self._settled(signature):
             return
         self._signature = signature
@@ -241,26 +241,26 @@ class KeyBook:
             if str(error) != self.problem:
                 self.problem = str(error)
                 self.failures += 1
-                logger.warning("the keys stay as they were: %s", error)
+                logger.warning("keys not reloaded: %s", error)
             return
         self.problem = ""
         if keys is not None:
             self._content = content
-            self._take(keys)
+            self._set_keys(keys)
 
-    def _take(self, keys: dict[str, Key]) -> None:
+    def _set_keys(self, keys: dict[str, Key]) -> None:
         self._keys = keys
         self._by_hash = {key.hash: key for key in keys.values()}
         self.loads += 1
 
-    def _look(self) -> tuple[int, ...]:
+    def _stat(self) -> tuple[int, ...]:
         try:
-            found = os.stat(self.path)
+            info = os.stat(self.path)
         except OSError:
             return ()
-        return found.st_mtime_ns, found.st_ino, found.st_size, found.st_mode
+        return info.st_mtime_ns, info.st_ino, info.st_size, info.st_mode
 
     @staticmethod
     def _settled(signature: tuple[int, ...]) -> bool:
-        """Whether a later change would show: within one tick of the file system's clock two changes look like one."""
+        """Return whether a later change would be visible: two changes within one clock tick have the same time."""
         return not signature or abs(clock.time_ns() - signature[0]) > TICK_NS

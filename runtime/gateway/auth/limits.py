@@ -1,10 +1,9 @@
-"""How much a key may use: requests and tokens in a minute, tokens in a day. Pure; the clock is handed in.
+"""Limits of a key: requests and tokens per minute, tokens per day. Pure; callers pass the clock.
 
-What is promised: in no 60 seconds, wherever they begin, are more requests admitted than requests_per_minute, or
-requests that together reserved more tokens than tokens_per_minute and have not given them back. A request reserves its
-prompt and all that it may produce, and gives back at its end what it did not use. Tokens count at the time when their
-request was admitted. What a request used beyond its reservation (an estimate of a prompt that was too low) is added at
-its end, also above the limit, and later requests wait for it. A day is a calendar day in UTC.
+In any 60 seconds at most requests_per_minute requests are admitted, and their reservations sum to at most
+tokens_per_minute. A request reserves its prompt and its longest answer, and returns unused tokens when it ends. Tokens
+count at the time of admission. If a prompt was estimated too low, the difference is added at the end, even above the
+limit, and delays later requests. A day is a calendar day in UTC.
 """
 
 import math
@@ -16,10 +15,9 @@ SLOTS = 60
 
 
 class Window:
-    """Amounts of the last minute, in one slot a second: 61 numbers for any count of requests.
+    """Sum of the amounts of the last minute, in 61 slots of one second.
 
-    The slot in which a moment lies and the 60 before it cover every 60 seconds that end at the moment, so their sum is
-    never less than what those hold.
+    The current slot and the 60 before it cover the last 60 seconds, so the sum is never too low.
     """
 
     def __init__(self) -> None:
@@ -28,7 +26,7 @@ class Window:
         self._sum = 0
 
     def used(self, now: float) -> int:
-        """The sum at `now`, in seconds; time does not run backwards."""
+        """Return the sum at `now` (seconds, monotonic)."""
         latest = max(int(now // (MINUTE / SLOTS)), self._latest)
         for slot in range(max(self._latest + 1, latest - SLOTS), latest + 1):
             self._sum -= self._amounts[slot % (SLOTS + 1)]
@@ -37,22 +35,22 @@ class Window:
         return self._sum
 
     def add(self, amount: int, now: float) -> int:
-        """Adds; the slot, for `give_back`."""
+        """Add an amount. Returns its slot for `give_back`."""
         self.used(now)
         self._amounts[self._latest % (SLOTS + 1)] += amount
         self._sum += amount
         return self._latest
 
     def give_back(self, amount: int, slot: int, now: float) -> None:
-        """Takes an amount out of the slot that it was added to, unless that is over."""
+        """Subtract an amount from its slot, unless that is older than a minute."""
         self.used(now)
         if slot >= self._latest - SLOTS:
             self._amounts[slot % (SLOTS + 1)] -= amount
             self._sum -= amount
 
-    def seconds_until(self, room: int, limit: int, now: float) -> float:
-        """Seconds until `room` more fit under the limit, if nothing is added or given back; inf: never."""
-        left = self.used(now) + room - limit
+    def seconds_until(self, amount: int, limit: int, now: float) -> float:
+        """Return the seconds until `amount` more fits under the limit, if nothing else changes; inf: never."""
+        left = self.used(now) + amount - limit
         if left <= 0:
             return 0.0
         for slot in range(self._latest - SLOTS, self._latest + 1):
@@ -62,7 +60,7 @@ class Window:
         return math.inf
 
     def seconds_until_empty(self, now: float) -> float:
-        """Seconds until all of it is over, if nothing is added."""
+        """Return the seconds until the sum is 0, if nothing is added."""
         self.used(now)
         for slot in range(self._latest, self._latest - SLOTS - 1, -1):
             if self._amounts[slot % (SLOTS + 1)]:
@@ -72,7 +70,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Limits:
-    """What applies to a key; None: no limit."""
+    """Limits of a key; None: no limit."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -81,17 +79,17 @@ class Limits:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a request is not admitted. `limit`: the limit's name in Limits; `seconds` until it would be, inf: never."""
+    """Why a request is refused. `limit`: name of a field of Limits; `seconds`: time until it fits, inf: never."""
 
     limit: str
     allowed: int
-    asked: int
+    requested: int
     seconds: float
 
 
 @dataclass(frozen=True)
 class Reservation:
-    """What a request holds. `slot`: of the minute in which it was admitted; `day`: since the epoch."""
+    """Reserved tokens of a request. `slot`: of the token window; `day`: since the epoch."""
 
     tokens: int
     slot: int
@@ -99,8 +97,8 @@ class Reservation:
 
 
 @dataclass(frozen=True)
-class Standing:
-    """Where a key stands with requests or tokens: the limit, what is left of it, seconds until all of it is there."""
+class LimitStatus:
+    """State of a limit on requests or tokens, for the x-ratelimit-* headers."""
 
     limit: int
     remaining: int
@@ -108,7 +106,7 @@ class Standing:
 
 
 class Account:
-    """What one key used. `tokens_today`: those of the day `day` that are known from before."""
+    """Usage of one key. `tokens_today`: initial sum of the day `day`."""
 
     def __init__(self, day: int = 0, tokens_today: int = 0) -> None:
         self._requests = Window()
@@ -117,82 +115,85 @@ class Account:
         self._today = tokens_today
 
     def largest(self, limits: Limits) -> int | None:
-        """The most tokens that one request can ever reserve; None: there is no limit."""
-        known = [limit for limit in (limits.tokens_per_minute, limits.tokens_per_day) if limit is not None]
-        return min(known, default=None)
+        """Return the largest possible reservation of tokens; None: no limit."""
+        token_limits = [limit for limit in (limits.tokens_per_minute, limits.tokens_per_day) if limit is not None]
+        return min(token_limits, default=None)
 
     def reserve(self, limits: Limits, tokens: int, now: float, wall: float) -> Reservation | Refusal:
-        """Admit a request with so many tokens, all of them or none. now: of a clock that only goes forward; wall: since
-        the epoch; both in seconds.
+        """Reserve tokens for a request, or return why that is refused.
+
+        now, wall   seconds of a monotonic clock, and since the epoch
         """
-        self._turn(wall)
-        found: list[Refusal] = []
+        self._start_day(wall)
+        refusals: list[Refusal] = []
         for name, limit, window, amount in (
             ("requests_per_minute", limits.requests_per_minute, self._requests, 1),
             ("tokens_per_minute", limits.tokens_per_minute, self._tokens, tokens),
         ):
             if limit is not None and (seconds := window.seconds_until(amount, limit, now)) > 0:
-                found.append(Refusal(name, limit, amount, seconds))
+                refusals.append(Refusal(name, limit, amount, seconds))
         limit = limits.tokens_per_day
         if limit is not None and self._today + tokens > limit:
             seconds = (self._day + 1) * DAY - wall if tokens <= limit else math.inf
-            found.append(Refusal("tokens_per_day", limit, tokens, seconds))
-        if found:
-            return max(found, key=lambda refusal: refusal.seconds)
+            refusals.append(Refusal("tokens_per_day", limit, tokens, seconds))
+        if refusals:
+            return max(refusals, key=lambda refusal: refusal.seconds)
         self._requests.add(1, now)
         self._today += tokens
         return Reservation(tokens, self._tokens.add(tokens, now), self._day)
 
     def settle(self, reservation: Reservation, used: int, now: float, wall: float) -> None:
-        """A request ended and used so many tokens: the rest of its reservation is given back."""
-        self._turn(wall)
-        rest = reservation.tokens - used
-        if rest > 0:
-            self._tokens.give_back(rest, reservation.slot, now)
-        elif rest < 0:
-            self._tokens.add(-rest, now)
+        """Correct the sums for a request that ended and used `used` tokens."""
+        self._start_day(wall)
+        unused = reservation.tokens - used
+        if unused > 0:
+            self._tokens.give_back(unused, reservation.slot, now)
+        elif unused < 0:
+            self._tokens.add(-unused, now)
         if reservation.day == self._day:
-            self._today -= rest
+            self._today -= unused
 
-    def requests(self, limits: Limits, now: float) -> Standing | None:
-        """Where the key stands with requests; None: it has no such limit."""
+    def request_status(self, limits: Limits, now: float) -> LimitStatus | None:
+        """Return the state of the limit on requests; None: no limit."""
         limit = limits.requests_per_minute
-        return None if limit is None else _standing(limit, self._requests, now)
+        return None if limit is None else _status_of(limit, self._requests, now)
 
-    def tokens(self, limits: Limits, now: float, wall: float) -> Standing | None:
-        """Where the key stands with tokens: of the minute or of the day, whichever has less left."""
-        self._turn(wall)
-        found = []
+    def token_status(self, limits: Limits, now: float, wall: float) -> LimitStatus | None:
+        """Return the state of the limit on tokens, per minute or day, whichever has fewer left; None: no limit."""
+        self._start_day(wall)
+        states = []
         if limits.tokens_per_minute is not None:
-            found.append(_standing(limits.tokens_per_minute, self._tokens, now))
+            states.append(_status_of(limits.tokens_per_minute, self._tokens, now))
         if limits.tokens_per_day is not None:
             left = max(0, limits.tokens_per_day - self._today)
-            found.append(Standing(limits.tokens_per_day, left, (self._day + 1) * DAY - wall if self._today else 0.0))
-        return min(found, key=lambda standing: standing.remaining, default=None)
+            states.append(
+                LimitStatus(limits.tokens_per_day, left, (self._day + 1) * DAY - wall if self._today else 0.0)
+            )
+        return min(states, key=lambda status: status.remaining, default=None)
 
-    def _turn(self, wall: float) -> None:
+    def _start_day(self, wall: float) -> None:
         day = int(wall // DAY)
         if day > self._day:
             self._day, self._today = day, 0
 
 
-def _standing(limit: int, window: Window, now: float) -> Standing:
-    return Standing(limit, max(0, limit - window.used(now)), window.seconds_until_empty(now))
+def _status_of(limit: int, window: Window, now: float) -> LimitStatus:
+    return LimitStatus(limit, max(0, limit - window.used(now)), window.seconds_until_empty(now))
 
 
-def headers(requests: Standing | None, tokens: Standing | None) -> dict[str, str]:
-    """x-ratelimit-* as OpenAI spells them."""
-    found: dict[str, str] = {}
-    for what, standing in (("requests", requests), ("tokens", tokens)):
-        if standing is not None:
-            found[f"x-ratelimit-limit-{what}"] = str(standing.limit)
-            found[f"x-ratelimit-remaining-{what}"] = str(standing.remaining)
-            found[f"x-ratelimit-reset-{what}"] = duration(standing.reset_seconds)
-    return found
+def limit_headers(requests: LimitStatus | None, tokens: LimitStatus | None) -> dict[str, str]:
+    """Return the x-ratelimit-* headers."""
+    headers: dict[str, str] = {}
+    for unit, status in (("requests", requests), ("tokens", tokens)):
+        if status is not None:
+            headers[f"x-ratelimit-limit-{unit}"] = str(status.limit)
+            headers[f"x-ratelimit-remaining-{unit}"] = str(status.remaining)
+            headers[f"x-ratelimit-reset-{unit}"] = duration(status.reset_seconds)
+    return headers
 
 
 def duration(seconds: float) -> str:
-    """A time as OpenAI's reset headers have it: `120ms`, `6s`, `1m30s`, `23h59m59s`."""
+    """Format seconds for a reset header: `120ms`, `6s`, `1m30s`, `23h59m59s`."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
     whole = math.ceil(seconds)

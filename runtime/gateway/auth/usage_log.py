@@ -1,7 +1,7 @@
-"""Writes a record of every request to SQLite, in a thread of its own: a slow disk slows no request.
+"""Writes usage records, and prompts and answers if requested, to SQLite in a thread, so a slow disk delays no request.
 
-When the disk is full or fails, records wait in a queue of bounded length and are written when there is room again; the
-queue's oldest stay, and what no longer fits is dropped and counted. That is a warning and a metric; requests go on.
+If the disk is full or fails, records wait in a bounded queue. Records that do not fit are dropped and counted, with a
+warning and a metric; requests continue.
 """
 
 import logging
@@ -12,29 +12,35 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from ..contracts import UsageRecord
-from .usage_schema import Payload, UsageLogError, forget, open_to_read, open_to_write, tokens_since, write
+import msgspec
 
+from ...protocol.messages import Chunk
+from ..interfaces import AdmittedRequest, UsageRecord
+from ..metrics.observers import BaseObserver
+from .usage_database import Payload, UsageLogError, delete_old, open_to_read, open_to_write, tokens_since, write
+
+MAX_CHARACTERS = 1 << 20
 MAX_QUEUED = 65536
 MAX_QUEUED_PAYLOAD = 64 << 20  # characters
 BATCH = 1024
 RETRY_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
 DAY_SECONDS = 86400.0
-FORGET_SECONDS = 600.0
-"""So often what is older than `days` is looked for."""
+DELETE_SECONDS = 600.0
+"""Interval of searches for records older than `days`."""
 
+_encode = msgspec.json.Encoder().encode
 logger = logging.getLogger("sidestream.gateway")
 
 
-class UsageLog:
-    """The log of a gateway process. `put` returns at once and may be called by any thread.
+class UsageLog(BaseObserver):
+    """Writes the records of finished requests. `put` does not block, and may be called from any thread.
 
-    days               what is older is deleted; None: nothing is
-    written, dropped   records since the start
-    problem            why records are not written now, "" when they are
+    days               age at which records are deleted; None: never
+    written, dropped   number of records since the start
+    problem            why records cannot be written now, "" if they can
 
-    Raises UsageLogError for a path that is no usage log and cannot become one.
+    Raises UsageLogError for a path that is not a usage log and cannot become one.
     """
 
     def __init__(
@@ -51,7 +57,7 @@ class UsageLog:
         self.dropped = 0
         self.problem = ""
         self._days, self._wall = days, wall
-        self._forget_at = 0.0
+        self._next_delete = 0.0
         self._max_queued = max_queued
         self._retry_seconds = retry_seconds
         self._queue: deque[UsageRecord | Payload] = deque()
@@ -69,23 +75,26 @@ class UsageLog:
 
     @property
     def queued(self) -> int:
-        """Records that wait to be written."""
+        """Number of records in the queue."""
         return len(self._queue)
 
     def tokens_since(self, time: float) -> dict[str, int]:
-        """Tokens by key since `time`, in seconds since the epoch, of what is written; none when it cannot be read."""
+        """Return key name -> tokens in the log since `time` (seconds since the epoch); empty if it cannot be read."""
         try:
             connection = open_to_read(self.path)
         except UsageLogError as error:
-            logger.warning("tokens of today are counted from now on: %s", error)
+            logger.warning("today's tokens are counted from 0: %s", error)
             return {}
         try:
             return tokens_since(connection, time)
         finally:
             connection.close()
 
+    def on_finished(self, request: AdmittedRequest, record: UsageRecord) -> None:
+        self.put(record)
+
     def put(self, record: UsageRecord | Payload) -> None:
-        """Have a record written."""
+        """Enqueue a record."""
         size = _size(record)
         with self._changed:
             full = len(self._queue) >= self._max_queued
@@ -97,18 +106,18 @@ class UsageLog:
             self._changed.notify()
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Write what is queued and end; after `seconds` what is left is dropped."""
+        """Write queued records and stop. After `seconds` the rest is dropped."""
         with self._changed:
             self._closing = True
             self._changed.notify()
         self._thread.join(seconds)
         if self._queue:
             self.dropped += len(self._queue)
-            logger.warning("%d records of usage were not written: %s", len(self._queue), self.problem or "too slow")
+            logger.warning("%d usage records were not written: %s", len(self._queue), self.problem or "too slow")
 
     def _run(self) -> None:
         while self._wait_for_records():
-            self._forget()
+            self._delete_old()
             if not self._queue:
                 continue
             count = 1 if self._one_by_one else min(BATCH, len(self._queue))
@@ -122,9 +131,9 @@ class UsageLog:
                 if not self._wait_to_retry():
                     break
             except (sqlite3.Error, ValueError, OverflowError) as error:
-                # a record that no disk would take must not hold up the others
+                # an invalid record must not block the others
                 if count == 1:
-                    logger.warning("a record of usage is dropped: %s", error)
+                    logger.warning("dropped a usage record: %s", error)
                     self._remove(batch)
                     self.dropped += 1
                 else:
@@ -134,28 +143,28 @@ class UsageLog:
                 self.written += count
                 if self.problem:
                     self.problem = ""
-                    logger.warning("the usage log is written again")
+                    logger.warning("the usage log can be written again")
         if self._connection is not None:
             self._connection.close()
 
     def _wait_for_records(self) -> bool:
         with self._changed:
             while not self._queue and not self._closing:
-                if not self._changed.wait(None if self._days is None else self._forget_at - time.monotonic()):
+                if not self._changed.wait(None if self._days is None else self._next_delete - time.monotonic()):
                     return True
             return bool(self._queue)
 
-    def _forget(self) -> None:
-        """Delete what is too old, a part at a time, so that records are written in between."""
-        if self._days is None or time.monotonic() < self._forget_at:
+    def _delete_old(self) -> None:
+        """Delete a batch of old records, so that new ones are written in between."""
+        if self._days is None or time.monotonic() < self._next_delete:
             return
-        found = 0
+        deleted = 0
         try:
             if self._connection is not None:
-                found = forget(self._connection, self._wall() - self._days * DAY_SECONDS, BATCH)
+                deleted = delete_old(self._connection, self._wall() - self._days * DAY_SECONDS, BATCH)
         except sqlite3.Error as error:
-            logger.warning("old records of usage could not be deleted: %s", error)
-        self._forget_at = time.monotonic() + (0.0 if found else FORGET_SECONDS)
+            logger.warning("old usage records could not be deleted: %s", error)
+        self._next_delete = time.monotonic() + (0.0 if deleted else DELETE_SECONDS)
 
     def _wait_to_retry(self) -> bool:
         with self._changed:
@@ -171,10 +180,63 @@ class UsageLog:
     def _failed(self, error: Exception) -> None:
         problem = str(error) or type(error).__name__
         if problem != self.problem:
-            remedy = "free space there" if "full" in problem else "look at its disk and its permissions"
-            logger.warning("the usage log %s cannot be written, its records wait: %s; %s", self.path, problem, remedy)
+            remedy = "free disk space" if "full" in problem else "check its disk and its permissions"
+            logger.warning(
+                "the usage log %s cannot be written, and its records wait: %s; %s", self.path, problem, remedy
+            )
         self.problem = problem
 
 
 def _size(record: UsageRecord | Payload) -> int:
     return len(record.payload) if isinstance(record, Payload) else 0
+
+
+class PayloadLog(BaseObserver):
+    """Writes prompts and answers, up to MAX_CHARACTERS of each, as JSON (`--log-payloads`).
+
+    The fields are `prompts` (texts or token ids), `answers` (per prompt, completions by index) and `truncated`.
+    """
+
+    def __init__(self, log: UsageLog) -> None:
+        self._log = log
+        self._answers: dict[int, _AnswerTexts] = {}
+
+    def on_admitted(self, request: AdmittedRequest) -> None:
+        self._answers[id(request)] = _AnswerTexts()
+
+    def on_chunks(self, request: AdmittedRequest, prompt_index: int, chunks: list[Chunk], seconds: float) -> None:
+        answers = self._answers.get(id(request))
+        if answers is not None:
+            answers.add(prompt_index, chunks)
+
+    def on_finished(self, request: AdmittedRequest, record: UsageRecord) -> None:
+        answers = self._answers.pop(id(request), None) or _AnswerTexts()
+        prompts: list[str | list[int]] = []
+        characters_left = MAX_CHARACTERS
+        for prompt in request.prompts:
+            prompts.append(prompt[: max(0, characters_left)])
+            characters_left -= len(prompt)
+        texts: list[dict[str, str]] = [{} for _ in prompts]
+        for (prompt_index, index), parts in answers.texts.items():
+            texts[prompt_index][str(index)] = "".join(parts)
+        payload = {
+            "model": request.model,
+            "prompts": prompts,
+            "answers": texts,
+            "truncated": answers.characters_left < 0 or characters_left < 0,
+        }
+        text = _encode(payload).decode("utf-8", "replace")
+        self._log.put(Payload(request.started, request.request_id, request.caller.owner, text))
+
+
+class _AnswerTexts:
+    def __init__(self) -> None:
+        self.texts: dict[tuple[int, int], list[str]] = {}
+        self.characters_left = MAX_CHARACTERS
+
+    def add(self, prompt_index: int, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            text = chunk.text[: max(0, self.characters_left)]
+            self.characters_left -= len(chunk.text)
+            if text:
+                self.texts.setdefault((prompt_index, chunk.index), []).append(text)

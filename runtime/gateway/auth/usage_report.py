@@ -1,4 +1,4 @@
-"""What a usage log says: sums of requests, tokens and times, grouped as asked."""
+"""Sums of requests, tokens and times over a usage log, by groups."""
 
 import csv
 import io
@@ -8,10 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-from .usage_schema import open_to_read
+from .usage_database import open_to_read
 
-# what may be grouped by -> columns of a row and their expressions; an adapter's name stands for different weights over
-# time, so it comes with the hash of its content
+# group -> its columns and their SQL expressions; an adapter may change its weights, so the hash is part of its group
 GROUPS: dict[str, dict[str, str]] = {
     "owner": {"owner": "owner"},
     "key": {"key": "key"},
@@ -37,8 +36,8 @@ SUMS = {
 
 
 @dataclass(frozen=True)
-class Report:
-    """Columns, and rows with a value for each: first what was grouped by, then SUMS; most tokens first."""
+class UsageReport:
+    """Columns and rows: the groups, then SUMS; rows with the most tokens first."""
 
     columns: list[str]
     rows: list[tuple[str | int | float | None, ...]]
@@ -46,10 +45,10 @@ class Report:
 
 def report(
     path: Path, by: Sequence[str] = ("owner", "adapter"), since: float | None = None, until: float | None = None
-) -> Report:
-    """Sums of the requests that came from `since` on and before `until`, in seconds since the epoch.
+) -> UsageReport:
+    """Return the sums of requests from `since` until before `until`, in seconds since the epoch.
 
-    Raises UsageLogError for a file that is no usage log, ValueError for an unknown group.
+    Raises UsageLogError for a file that is not a usage log, ValueError for an unknown group.
     """
     unknown = [name for name in by if name not in GROUPS]
     if unknown:
@@ -69,30 +68,30 @@ def report(
         rows = connection.execute(query, [value for _, value in conditions]).fetchall()
     finally:
         connection.close()
-    return Report([*columns, *SUMS], [row for row in rows if row[len(columns)]])
+    return UsageReport([*columns, *SUMS], [row for row in rows if row[len(columns)]])
 
 
-def as_json(found: Report) -> str:
-    """A list of objects."""
+def as_json(result: UsageReport) -> str:
+    """Return a JSON list of objects."""
     return msgspec.json.format(
-        msgspec.json.encode([dict(zip(found.columns, row, strict=True)) for row in found.rows])
+        msgspec.json.encode([dict(zip(result.columns, row, strict=True)) for row in result.rows])
     ).decode()
 
 
-def as_csv(found: Report) -> str:
-    """A header and a line a row."""
+def as_csv(result: UsageReport) -> str:
+    """Return a header line and a line per row."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(found.columns)
-    writer.writerows(found.rows)
+    writer.writerow(result.columns)
+    writer.writerows(result.rows)
     return text.getvalue()
 
 
-def as_table(found: Report) -> str:
-    """For a terminal: texts to the left, numbers to the right; `-` for the base model and for what is not known."""
-    cells = [found.columns] + [[_shown(value) for value in row] for row in found.rows]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(found.columns))]
-    left = len(found.columns) - len(SUMS)
+def as_table(result: UsageReport) -> str:
+    """Return a table for a terminal: text left, numbers right-aligned, `-` for empty values (such as no adapter)."""
+    cells = [result.columns] + [[_cell_text(value) for value in row] for row in result.rows]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(result.columns))]
+    left = len(result.columns) - len(SUMS)
     return "\n".join(
         "  ".join(
             cell.ljust(width) if column < left else cell.rjust(width)
@@ -102,7 +101,7 @@ def as_table(found: Report) -> str:
     )
 
 
-def _shown(value: str | int | float | None) -> str:
+def _cell_text(value: str | int | float | None) -> str:
     if value is None or value == "":
         return "-"
     return f"{value:.3f}" if isinstance(value, float) else str(value)

@@ -1,17 +1,17 @@
-// What the gateway and its engines do right now: figures, two pictures of the last minutes, tables of engines, adapters and errors.
+// Live state of the gateway and its engines: figures, charts of the last minutes, tables of engines, adapters and errors.
 
-const EVERY = 2000, KEPT = 150, WINDOW = 30; // milliseconds between looks, looks, looks that a quantile counts
-const looks = []; // {time, metrics, health, models}, oldest first
-const latest = () => looks.at(-1);
-const ago = (count) => looks[Math.max(0, looks.length - 1 - count)];
-const between = () => (looks.length > 1 ? ago(WINDOW) : undefined);
+const EVERY = 2000, KEPT = 150, WINDOW = 30; // milliseconds between samples, stored samples, samples of a quantile
+const samples = []; // {time, metrics, health, models}, oldest first
+const latest = () => samples.at(-1);
+const ago = (count) => samples[Math.max(0, samples.length - 1 - count)];
+const between = () => (samples.length > 1 ? ago(WINDOW) : undefined);
 
-async function look() {
+async function poll() {
   const [metrics, health] = await Promise.all([call("/metrics"), call("/health").then((answer) => answer.json())]);
-  // a fleet without an engine would start one to say what it serves
+  // a query for the models would start an engine in an idle fleet
   const models = health.status === "idle" ? latest()?.models || [] : (await (await call("/v1/models")).json()).data;
-  looks.push({ time: performance.now() / 1000, metrics: parseMetrics(await metrics.text()), health, models });
-  if (looks.length > KEPT) looks.shift();
+  samples.push({ time: performance.now() / 1000, metrics: parseMetrics(await metrics.text()), health, models });
+  if (samples.length > KEPT) samples.shift();
 }
 
 const ENGINE = "sidestream_engine_", seconds = (value) => (value === null ? "–" : value < 1 ? `${(value * 1000).toPrecision(3)} ms` : `${value.toFixed(2)} s`);
@@ -25,16 +25,16 @@ TABS.live = { title: "Live", build(panel) {
   const engines = el("div", { class: "scroll" }), adapters = el("div", { class: "scroll" }), errors = el("div", { class: "scroll" });
   const card = (title, box) => el("div", { class: "card" }, el("h2", {}, title), sideways(box));
   panel.append(figures, note, charts, card("Engines", engines), card("Adapters", adapters), card("Errors", errors));
-  live("live", ["look", "size"], () => {
+  live("live", ["sample", "size"], () => {
     const now = latest();
     if (!now) return;
     const seen = Math.round(now.time - between()?.time || 0);
-    note.textContent = `Quantiles, shares, evictions and errors are those of the last ${plural(seen, "second")}; looked at every two seconds while this page is in view.`;
+    note.textContent = `Quantiles, shares, evictions and errors are those of the last ${plural(seen, "second")}; updated every two seconds while this page is visible.`;
     figures.replaceChildren(...keyFigures(now, between()));
     const wide = (charts.firstChild || panel).clientWidth - 34;
-    const lines = (name) => [["first", "median", 0.5], ["second", "p99", 0.99]].map(([kind, words, q]) => [kind, words, (at, place) => quantile(at, looks[Math.max(0, place - WINDOW)], name, q)]);
+    const lines = (name) => [["first", "median", 0.5], ["second", "p99", 0.99]].map(([kind, words, q]) => [kind, words, (at, place) => quantile(at, samples[Math.max(0, place - WINDOW)], name, q)]);
     charts.replaceChildren(
-      chart("Tokens a second", wide, [["first", "all engines", (at, place) => tokens(at, looks[Math.max(0, place - 5)])]], perSecond),
+      chart("Tokens a second", wide, [["first", "all engines", (at, place) => tokens(at, samples[Math.max(0, place - 5)])]], perSecond),
       chart("Time to the first token", wide, lines("sidestream_first_token_seconds"), seconds),
       chart("Time between tokens", wide, lines("sidestream_inter_token_seconds"), seconds),
     );
@@ -50,7 +50,7 @@ function keyFigures(now, then) {
   const [found, missed] = hits(now, then), both = (found ?? 0) + (missed ?? 0), failed = errorRows(now, then).reduce((sum, row) => sum + row.recent, 0);
   const latency = (name, words) => card(seconds(quantile(now, then, name, 0.5)), `${words}, median; p99 ${seconds(quantile(now, then, name, 0.99))}`);
   return [
-    card(perSecond(tokens(now, looks.length > 1 ? ago(5) : undefined)), "tokens a second"),
+    card(perSecond(tokens(now, samples.length > 1 ? ago(5) : undefined)), "tokens a second"),
     card(`${count(total(now, `${ENGINE}requests_running`))} · ${count(total(now, `${ENGINE}requests_waiting`))}`, "requests running · waiting"),
     latency("sidestream_first_token_seconds", "to the first token"),
     latency("sidestream_inter_token_seconds", "between tokens"),
@@ -61,10 +61,10 @@ function keyFigures(now, then) {
   ];
 }
 
-// Lines over the time that is kept; each series is [class, name, value(look, its place)].
+// Lines over the stored time; each series is [class, name, value(sample, index)].
 function chart(title, wide, all, say) {
-  const width = Math.max(240, wide), height = 150, left = 64, right = 8, top = 8, bottom = 22, span = Math.max(60, latest().time - looks[0].time);
-  const lines = all.map(([kind, name, value]) => [kind, name, looks.map((at, index) => [at.time, index ? value(at, index) : null])]);
+  const width = Math.max(240, wide), height = 150, left = 64, right = 8, top = 8, bottom = 22, span = Math.max(60, latest().time - samples[0].time);
+  const lines = all.map(([kind, name, value]) => [kind, name, samples.map((at, index) => [at.time, index ? value(at, index) : null])]);
   const most = Math.max(1e-6, ...lines.flatMap(([, , points]) => points.map(([, value]) => value ?? 0))) * 1.1;
   const x = (time) => width - right - (latest().time - time) / span * (width - left - right), y = (value) => height - bottom - value / most * (height - top - bottom);
   const last = lines.map(([, name, points]) => `${name} ${say(points.at(-1)[1])}`).join(", ");
@@ -111,7 +111,7 @@ function errorRows(now, then) {
   const rows = series(now, "sidestream_http_requests_total").filter(([labels]) => Number(labels.status) >= 400);
   return rows.map(([labels, all]) => ({ ...labels, all, recent: grown(now, then, "sidestream_http_requests_total", labels) ?? 0 })).sort((a, b) => b.recent - a.recent || b.all - a.all);
 }
-const STATUS = { 400: "wrong request", 401: "no valid key", 403: "not allowed", 404: "not found", 405: "wrong method", 408: "too slow", 413: "too large", 429: "over a limit", 499: "client went away", 500: "fault of the gateway", 502: "fault of an engine", 503: "no engine, or overloaded", 504: "too late" };
+const STATUS = { 400: "wrong request", 401: "no valid key", 403: "not allowed", 404: "not found", 405: "wrong method", 408: "too slow", 413: "too large", 429: "over a limit", 499: "client disconnected", 500: "fault of the gateway", 502: "fault of an engine", 503: "no engine, or overloaded", 504: "too late" };
 function errorTable(now, then) {
   return tableOf([["code", (row) => `${row.status} ${STATUS[row.status] || ""}`], ["endpoint", (row) => el("span", { class: "mono" }, `${row.method} ${row.route}`)], ["lately", (row) => count(row.recent), true], ["since the start", (row) => count(row.all), true]],
     errorRows(now, then), now.metrics.has("sidestream_http_requests_total") ? "None since the gateway started." : "This gateway counts no requests.");

@@ -1,4 +1,4 @@
-// Prometheus' text as numbers: series by name, rates and quantiles of what happened between two looks.
+// Parses the text format of Prometheus; rates and quantiles between two samples.
 
 const LINE = /^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)/, LABEL = /(\w+)="((?:[^"\\]|\\.)*)"/g;
 const LABEL_ESCAPES = { "\\n": "\n", '\\"': '"', "\\\\": "\\" };
@@ -17,15 +17,15 @@ function parseMetrics(text) {
   return found;
 }
 
-function series(look, name, wanted = {}) {
-  return (look?.metrics.get(name) || []).filter(([labels]) => Object.entries(wanted).every(([label, value]) => labels[label] === value));
+function series(sample, name, wanted = {}) {
+  return (sample?.metrics.get(name) || []).filter(([labels]) => Object.entries(wanted).every(([label, value]) => labels[label] === value));
 }
-// The sum of a metric's series; null when there is none.
-function total(look, name, wanted) {
-  const own = series(look, name, wanted);
+// The sum of a metric's series; null if there is none.
+function total(sample, name, wanted) {
+  const own = series(sample, name, wanted);
   return own.length ? own.reduce((sum, [, value]) => sum + value, 0) : null;
 }
-// How much a counter grew; one that is smaller than before began again at zero, with its process.
+// Growth of a counter. One that is smaller than before restarted at zero with its process.
 function grown(now, then, name, wanted) {
   const after = total(now, name, wanted);
   if (after === null || !then) return null;
@@ -36,7 +36,7 @@ function rate(now, then, name, wanted) {
   const count = grown(now, then, name, wanted), seconds = then ? now.time - then.time : 0;
   return count === null || seconds <= 0 ? null : count / seconds;
 }
-// A quantile of a histogram's observations between two looks, as Prometheus' histogram_quantile has it; null without any.
+// A quantile of the observations between two samples, as histogram_quantile of Prometheus; null without observations.
 function quantile(now, then, name, q) {
   const bounds = [...new Set(series(now, `${name}_bucket`).map(([labels]) => labels.le))];
   const upTo = bounds.map((le) => [le === "+Inf" ? Infinity : Number(le), grown(now, then, `${name}_bucket`, { le }) ?? 0]).sort((a, b) => a[0] - b[0]);

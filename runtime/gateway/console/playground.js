@@ -1,25 +1,25 @@
-// The same prompt to two adapters at once, each answer as it grows.
+// Streams the same prompt to two adapters at once.
 
 TABS.playground = { title: "Playground", build(panel) {
   const prompt = el("textarea", { id: "prompt", rows: 4, "aria-describedby": "prompt-hint" }), most = el("input", { id: "most", type: "number", min: 1, max: 100000, value: 128 });
   const heat = el("input", { id: "heat", type: "number", min: 0, max: 2, step: 0.1, value: 0 }), chat = el("input", { id: "chat", type: "checkbox" });
   const go = el("button", { class: "primary", type: "submit", id: "go" }, "Stream to both"), stop = el("button", { type: "button", id: "stop", disabled: true, onclick: () => running?.abort() }, "Stop");
-  const sides = ["left", "right"].map(answerSide), said = el("p", { class: "muted", role: "status", id: "said" });
+  const sides = ["left", "right"].map(answerSide), progress = el("p", { class: "muted", role: "status", id: "progress" });
   let running = null;
   const form = el("form", { id: "ask", onsubmit: (event) => { event.preventDefault(); run(); } },
     el("label", { for: "prompt" }, "Prompt"), prompt, el("label", {}, "At most", most, "tokens"), el("label", {}, "Temperature", heat), el("label", {}, chat, "as a chat message"), go, stop);
   prompt.addEventListener("keydown", (event) => { if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) { event.preventDefault(); form.requestSubmit(); } });
-  panel.append(el("div", { class: "card" }, form, el("p", { class: "muted", id: "prompt-hint" }, "Ctrl+Enter in the prompt starts, too.")), said, el("div", { class: "answers" }, sides.map((side) => side.box)));
-  live("playground", ["look"], () => { for (const [place, side] of sides.entries()) side.offer(latest()?.models || [], place); });
+  panel.append(el("div", { class: "card" }, form, el("p", { class: "muted", id: "prompt-hint" }, "Ctrl+Enter in the prompt starts, too.")), progress, el("div", { class: "answers" }, sides.map((side) => side.box)));
+  live("playground", ["sample"], () => { for (const [place, side] of sides.entries()) side.offer(latest()?.models || [], place); });
 
   async function run() {
     if (running || !prompt.value) { prompt.focus(); return; }
     running = new AbortController();
-    go.disabled = true; stop.disabled = false; said.textContent = "Streaming to both.";
+    go.disabled = true; stop.disabled = false; progress.textContent = "Streaming to both.";
     const shared = { max_tokens: most.valueAsNumber || 128, temperature: heat.valueAsNumber || 0, stream: true, stream_options: { include_usage: true } };
     const asked = chat.checked ? ["/v1/chat/completions", { ...shared, messages: [{ role: "user", content: prompt.value }] }] : ["/v1/completions", { ...shared, prompt: prompt.value }];
     const ends = await Promise.all(sides.map((side) => side.stream(...asked, running.signal)));
-    said.textContent = ends.join(" ");
+    progress.textContent = ends.join(" ");
     running = null; go.disabled = false; stop.disabled = true;
   }
 } };

@@ -1,12 +1,8 @@
-"""What an operator sees: numbers, lines, spans.
+"""Metrics, access log and tracing: the gateway's observers.
 
-watch          several listeners as one observer
-listener       hears of requests, and does nothing: what the others begin with
-metrics        Prometheus metrics of the gateway
-quick_histogram a histogram for what is observed thousands of times a second
-engine_numbers the engines' own counters and gauges as metrics
-vllm_names     the same numbers under vLLM's names
-labels         label values of bounded number
-access_log     a line of JSON for each request
-tracing        a span for each request, with OpenTelemetry
+observers       base class, and an observer that forwards to several
+metrics         Prometheus metrics of the gateway
+engine_metrics  counters and gauges of the engines, also under vLLM's names
+access_log      a JSON line for each HTTP request
+tracing         an OpenTelemetry span for each request that generates tokens
 """

@@ -1,11 +1,13 @@
-"""A span for each request for tokens, with OpenTelemetry (the extra `otel`). It continues the client's trace
-(`traceparent`); the engine's own times are events in it. Prompts and answers are not in it.
+"""An OpenTelemetry span for each request that generates tokens (needs the extra `otel`).
+
+The span continues the client's trace (`traceparent`). The engine's times are events in it. It contains no prompts and
+no answers.
 """
 
 from typing import TYPE_CHECKING, Any
 
-from ..contracts import Exchange, UsageRecord
-from .listener import Listener
+from ..interfaces import AdmittedRequest, UsageRecord
+from .observers import BaseObserver
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -16,15 +18,15 @@ _REMEDY = "install the extra: pip install 'sidestream[otel]'"
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Raises ValueError for what is no URL."""
+    """Raise ValueError unless `endpoint` is a URL."""
     if not endpoint.startswith(("http://", "https://")):
         raise ValueError(f"--otel-endpoint {endpoint[:200]} must be a URL such as http://localhost:4318/v1/traces")
 
 
 def exporting_to(endpoint: str) -> "TracerProvider":
-    """What sends spans to an OTLP collector at this URL (http://localhost:4318/v1/traces), in a thread of its own.
+    """Return a provider that sends spans to the OTLP collector at a URL, in its own thread.
 
-    Raises ValueError without the packages, or for what is no URL.
+    Raises ValueError if a package is missing or `endpoint` is not a URL.
     """
     check_endpoint(endpoint)
     try:
@@ -39,8 +41,8 @@ def exporting_to(endpoint: str) -> "TracerProvider":
     return provider
 
 
-class Tracing(Listener):
-    """Makes spans of the provider. Raises ValueError without OpenTelemetry."""
+class Tracing(BaseObserver):
+    """Creates spans. Raises ValueError without OpenTelemetry."""
 
     def __init__(self, provider: "TracerProvider") -> None:
         try:
@@ -55,42 +57,39 @@ class Tracing(Listener):
         self._spans: dict[int, Span] = {}
 
     def close(self) -> None:
-        """Send what is left, and end."""
+        """Send pending spans, and shut down."""
         self._provider.shutdown()
 
-    def begun(self, exchange: Exchange) -> None:
-        """See `Observer`."""
-        operation = _OPERATIONS.get(exchange.endpoint, "text_completion")
-        params = exchange.params
-        asked = {
+    def on_admitted(self, request: AdmittedRequest) -> None:
+        operation = _OPERATIONS.get(request.endpoint, "text_completion")
+        params = request.params
+        attributes = {
             "gen_ai.operation.name": operation,
-            "gen_ai.request.model": exchange.model,
+            "gen_ai.request.model": request.model,
             "gen_ai.request.max_tokens": params.max_tokens,
             "gen_ai.request.temperature": params.temperature,
             "gen_ai.request.top_p": params.top_p,
             "gen_ai.request.choice.count": params.n,
-            "http.route": exchange.endpoint,
-            "client.address": exchange.client_host,
-            "sidestream.request_id": exchange.request_id,
-            "sidestream.owner": exchange.caller.owner,
+            "http.route": request.endpoint,
+            "client.address": request.client_host,
+            "sidestream.request_id": request.request_id,
+            "sidestream.owner": request.caller.owner,
         }
-        self._spans[id(exchange)] = self._tracer.start_span(
-            f"{operation} {exchange.model}",
-            context=self._propagator.extract(exchange.headers),
+        self._spans[id(request)] = self._tracer.start_span(
+            f"{operation} {request.model}",
+            context=self._propagator.extract(request.headers),
             kind=self._trace.SpanKind.SERVER,
-            attributes={name: value for name, value in asked.items() if value is not None},
-            start_time=int(exchange.started * 1e9),
+            attributes={name: value for name, value in attributes.items() if value is not None},
+            start_time=int(request.started * 1e9),
         )
 
-    def first_token(self, exchange: Exchange, seconds: float) -> None:
-        """See `Observer`."""
-        span = self._spans.get(id(exchange))
+    def on_first_token(self, request: AdmittedRequest, seconds: float) -> None:
+        span = self._spans.get(id(request))
         if span is not None:
-            span.add_event("first_token", timestamp=int((exchange.started + seconds) * 1e9))
+            span.add_event("first_token", timestamp=int((request.started + seconds) * 1e9))
 
-    def finished(self, exchange: Exchange, record: UsageRecord) -> None:
-        """See `Observer`."""
-        span = self._spans.pop(id(exchange), None)
+    def on_finished(self, request: AdmittedRequest, record: UsageRecord) -> None:
+        span = self._spans.pop(id(request), None)
         if span is None:
             return
         span.set_attributes(
@@ -103,16 +102,16 @@ class Tracing(Listener):
                 "http.response.status_code": record.status,
             }
         )
-        end = exchange.started + record.total_seconds
+        end = request.started + record.total_seconds
         if record.engine_total_seconds:
-            # the engine's clock starts when the request reaches it, and its last times are those of the answer's end
-            reached = max(exchange.started, end - record.engine_total_seconds)
+            # the engine's clock starts when the request reaches it, and ends with the answer
+            engine_start = max(request.started, end - record.engine_total_seconds)
             for event, seconds in (
                 ("engine.arrived", 0.0),
                 ("engine.first_token", record.engine_first_token_seconds),
                 ("engine.finished", record.engine_total_seconds),
             ):
-                span.add_event(event, {"engine.seconds": seconds}, timestamp=int((reached + seconds) * 1e9))
+                span.add_event(event, {"engine.seconds": seconds}, timestamp=int((engine_start + seconds) * 1e9))
         if record.error:
             span.set_attribute("error.type", record.error)
         if record.status >= 500:

@@ -1,12 +1,11 @@
-"""One or several engines as one: where a request goes, and what happens when an engine dies.
+"""Routes requests to one or several engines, and moves streams to another engine when theirs dies.
 
-router         `Router`: the gateway's engines
-dispatch       the engine for a request now, or as soon as there is one
-moved_stream   a stream that goes on in another engine when its own dies
-catalogue      the adapters that were loaded through the router, for engines that come back without them
-engine_link    one engine: its connection, and what it reports
-book           which engine gets a request, and why; pure bookkeeping
-standing       whether an engine is used, and when again
-ranking        the least loaded of many engines
-prefixes       which engines have seen a prompt's beginning
+router             `Router` implements `Engines`
+dispatch           waits for an engine if none can accept a request now
+stream_migration   a stream that continues in another engine
+engine_link        connection to one engine, and polling of its state
+load_balancer      decides which engine gets a request; pure bookkeeping
+least_loaded       heap of the least loaded engines, and random subsets
+prefix_index       engines that have seen a prompt's prefix
+adapter_catalogue  adapters loaded through the router, which restarted engines get again
 """

@@ -1,4 +1,4 @@
-"""The engine for a request now, or as soon as there is one; and when waiting is in vain."""
+"""Chooses the engine for a request, and waits if none can accept it now."""
 
 import asyncio
 import contextlib
@@ -7,153 +7,161 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from ...api.errors import EngineDeadError, OverloadedError, RequestError, ServerError
-from ..contracts import EngineRequest
-from .catalogue import Catalogue
+from ..interfaces import EngineRequest
+from .adapter_catalogue import AdapterCatalogue
 from .engine_link import EngineLink
-from .load_balancer import Book, Choice
-from .moved_stream import MovedStream
+from .load_balancer import LoadBalancer, RoutingDecision
+from .stream_migration import MigratingStream
 
 PATIENCE_SECONDS = 60.0
-"""An engine that was lost for so long is not waited for."""
-MAX_PATIENT = 4096
+"""Time to wait for a lost engine."""
+MAX_WAITING = 4096
 BUSY_SECONDS = 0.1
 BUSY = frozenset({"overloaded", "too_many_requests"})
-UNFIT = frozenset({"unknown_adapter", "adapter_changed"})
-"""An engine that answers so does not have the adapter, or has another version of it."""
+ADAPTER_MISMATCH = frozenset({"unknown_adapter", "adapter_changed"})
+"""Error codes of an engine that does not have the adapter, or has another version of it."""
 Refusals = dict[str, ServerError | RequestError]
-"""Engines that have just refused a request, and how."""
+"""Engine name -> the error with which it refused the request."""
 
 T = TypeVar("T")
 
 
-class Dispatch:
-    """Asks the book, and waits while no engine can take a request but one is expected (back).
+class Dispatcher:
+    """Chooses engines with the load balancer. Waits if none can accept a request now but one may soon.
 
-    `summon`: asks for an engine where there is none, again and again while a request waits for it; None: nobody would
-    bring one.
+    patience         seconds to wait for an engine
+    request_engine   starts an engine if there is none; called repeatedly while a request waits. None: not possible
     """
 
     def __init__(
         self,
-        book: Book,
+        balancer: LoadBalancer,
         links: Mapping[str, EngineLink],
-        catalogue: Catalogue,
+        catalogue: AdapterCatalogue,
         patience: float,
-        summon: Callable[[], None] | None = None,
+        request_engine: Callable[[], None] | None = None,
     ) -> None:
-        self._book, self._links, self._catalogue = book, links, catalogue
-        self._patience, self._summon = patience, summon
-        self._patient = 0
-        self._news = asyncio.Event()
+        self._balancer, self._links, self._catalogue = balancer, links, catalogue
+        self._patience, self._request_engine = patience, request_engine
+        self._num_waiting = 0
+        self._changed = asyncio.Event()
 
     async def choose(
-        self,
-        request: EngineRequest,
-        keys: Sequence[bytes],
-        moved: MovedStream,
-        refused: Refusals,
-    ) -> Choice:
-        """The engine that the request goes to; waits while there is none but one may come back."""
-        if request.adapter is not None and self._catalogue.gone(request.adapter):
-            raise ServerError(f"adapter {request.adapter!r} is not known", "unknown_adapter")
-        choice = self._book.choose(request.adapter, keys, time.monotonic(), refused)
-        if choice is not None:
-            return choice
+        self, request: EngineRequest, keys: Sequence[bytes], stream: MigratingStream, refusals: Refusals
+    ) -> RoutingDecision:
+        """Return the engine for a request. Waits while there is none but one may become available."""
+        if request.adapter is not None and self._catalogue.is_unloaded(request.adapter):
+            raise unknown_adapter(request.adapter)
+        decision = self._balancer.choose(request.adapter, keys, time.monotonic(), refusals)
+        if decision is not None:
+            return decision
         until = time.monotonic() + self._patience
-        for name in refused.keys() - self._links.keys():
-            del refused[name]
-        self._give_up(request, refused, moved, until)
+        for name in refusals.keys() - self._links.keys():
+            del refusals[name]
+        self._raise_if_hopeless(request, refusals, stream, until)
         with self._waiting():
-            while choice is None:
-                await self.news(moved.seconds_left())
-                if any(problem.code in BUSY for problem in refused.values()):
-                    await asyncio.sleep(BUSY_SECONDS)  # many things are news to a busy router
-                for name in [name for name in refused if self._may_ask_again(name, refused[name], moved)]:
-                    del refused[name]
-                choice = self._book.choose(request.adapter, keys, time.monotonic(), refused)
-                if choice is None:
-                    self._give_up(request, refused, moved, until)
-        return choice
+            while decision is None:
+                await self.wait_for_change(stream.seconds_left())
+                if any(problem.code in BUSY for problem in refusals.values()):
+                    await asyncio.sleep(BUSY_SECONDS)  # changes are frequent in a busy router
+                for name in [name for name in refusals if self._may_retry(name, refusals[name], stream)]:
+                    del refusals[name]
+                decision = self._balancer.choose(request.adapter, keys, time.monotonic(), refusals)
+                if decision is None:
+                    self._raise_if_hopeless(request, refusals, stream, until)
+        return decision
 
-    async def first(self, known: Callable[[], T | None]) -> T | None:
-        """What an engine is to tell, once one has: after a second None, or where engines are summoned after the
-        patience.
+    async def wait_until_known(self, get: Callable[[], T | None]) -> T | None:
+        """Return the first value of `get` that is not None, or None after a second.
+
+        If engines can be requested, it requests one if there is none, and waits for `patience` seconds.
         """
-        until = time.monotonic() + (self._patience if self._summon is not None else 0.0)
+        until = time.monotonic() + (self._patience if self._request_engine is not None else 0.0)
         with self._waiting():
-            while (found := known()) is None:
-                if not self._links and self._summon is not None:
-                    self._summon()
-                await self.news(None)
+            while (value := get()) is None:
+                if not self._links and self._request_engine is not None:
+                    self._request_engine()
+                await self.wait_for_change(None)
                 if time.monotonic() >= until:
-                    return known()
-        return found
+                    return get()
+        return value
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
-        """A request waits. Raises OverloadedError when too many do."""
-        if self._patient >= MAX_PATIENT:
+        """Count a waiting request. Raises OverloadedError if too many wait."""
+        if self._num_waiting >= MAX_WAITING:
             raise OverloadedError("too many requests wait for an engine", "overloaded", 1.0)
-        self._patient += 1
+        self._num_waiting += 1
         try:
             yield
         finally:
-            self._patient -= 1
+            self._num_waiting -= 1
 
-    def _give_up(self, request: EngineRequest, refused: Refusals, moved: MovedStream, until: float) -> None:
-        """Raises what the request fails with, if no engine is expected to take it soon. One that had an engine waits
-        until others are less busy.
+    def _raise_if_hopeless(
+        self, request: EngineRequest, refusals: Refusals, stream: MigratingStream, until: float
+    ) -> None:
+        """Raise the request's error if no engine is expected to accept it soon.
+
+        A request that already had an engine waits while the others are busy.
         """
-        busy = [problem for problem in refused.values() if problem.code in BUSY]
-        if busy and not moved.moves:
+        busy = [problem for problem in refusals.values() if problem.code in BUSY]
+        if busy and not stream.migrations:
             raise busy[0]
         now = time.monotonic()
-        awaited = [link for link in self._links.values() if self._is_awaited(link, now)]
-        if not awaited:
-            if self._summon is None or now >= until:
-                raise EngineDeadError("no engine serves at this moment", "engine_dead", 1.0)
-            self._summon()
+        expected = [link for link in self._links.values() if self._is_expected(link, now)]
+        if not expected:
+            if self._request_engine is None or now >= until:
+                raise no_engine()
+            self._request_engine()
         adapter = request.adapter
-        without = [
+        without_adapter = [
             link
-            for link in awaited
+            for link in expected
             if link.welcome is not None
-            and adapter not in self._catalogue.offers
-            and (adapter not in link.adapters or getattr(refused.get(link.name), "code", "") in UNFIT)
+            and adapter not in self._catalogue.offered
+            and (adapter not in link.adapters or getattr(refusals.get(link.name), "code", "") in ADAPTER_MISMATCH)
         ]
-        if adapter is not None and awaited and len(without) == len(awaited):
-            changed = [problem for problem in refused.values() if problem.code == "adapter_changed"]
+        if adapter is not None and expected and len(without_adapter) == len(expected):
+            changed = [problem for problem in refusals.values() if problem.code == "adapter_changed"]
             if changed:
                 raise changed[0]
-            raise ServerError(f"adapter {adapter!r} is not known", "unknown_adapter")
+            raise unknown_adapter(adapter)
 
-    def _is_awaited(self, link: EngineLink, now: float) -> bool:
+    def _is_expected(self, link: EngineLink, now: float) -> bool:
         if link.lost_at is not None:
             return now - link.lost_at < self._patience
         return link.status in ("ok", "stalled", "loading")
 
-    def _may_ask_again(self, name: str, problem: ServerError | RequestError, moved: MovedStream) -> bool:
-        """Whether an engine that was loading, about to stop or too busy may be asked once more; one that was removed is
-        forgotten.
-        """
+    def _may_retry(self, name: str, problem: ServerError | RequestError, stream: MigratingStream) -> bool:
+        """Return whether a refusal can be dropped: its engine may accept the request now, or was removed."""
         if name not in self._links:
             return True
         if problem.code in BUSY:
-            return moved.moves > 0
-        return problem.code in ("loading", "draining") and self._book.status(name) == "ok"
+            return stream.migrations > 0
+        return problem.code in ("loading", "draining") and self._balancer.status(name) == "ok"
 
-    async def news(self, seconds_left: float | None) -> None:
-        """Wait until an engine says something new, or its rest is over."""
-        rest = self._book.next_rest_end()
-        seconds = 1.0 if rest is None else min(1.0, max(0.0, rest - time.monotonic()))
+    async def wait_for_change(self, seconds_left: float | None) -> None:
+        """Wait until the state of an engine changes or a backoff ends, for at most a second."""
+        backoff_end = self._balancer.next_backoff_end()
+        seconds = 1.0 if backoff_end is None else min(1.0, max(0.0, backoff_end - time.monotonic()))
         if seconds_left is not None:
             seconds = min(seconds, seconds_left)
-        news = self._news
+        changed = self._changed
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await news.wait()
+                await changed.wait()
 
-    def wake(self) -> None:
-        """An engine said something new, or a request ended."""
-        self._news.set()
-        self._news = asyncio.Event()
+    def notify(self) -> None:
+        """Wake waiting requests: the state of an engine changed, or a request ended."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def no_engine() -> EngineDeadError:
+    """Return the error for a request without a running engine."""
+    return EngineDeadError("no engine is running at the moment", "engine_dead", 1.0)
+
+
+def unknown_adapter(name: str) -> ServerError:
+    """Return the error for an adapter that does not exist."""
+    return ServerError(f"adapter {name!r} is not known", "unknown_adapter")

@@ -1,9 +1,9 @@
-"""Which engine gets a request, and why. Pure bookkeeping: no socket, no loop, the clock is handed in.
+"""Decides which engine gets a request. Pure bookkeeping: no sockets, no event loop, and callers pass the clock.
 
-A request for an adapter goes to an engine that holds it, on the GPU rather than in host memory, as long as that engine
-is not much more loaded than the least loaded one; then the adapter spreads. An adapter that nobody holds goes where
-there is least load and most room for it. Among engines that are about as good, one that has seen the prompt's beginning
-is taken.
+A request goes to an engine that holds its adapter, preferably on the GPU, unless that engine is much more loaded than
+the least loaded one; then another engine loads the adapter too. If no engine holds the adapter, the request goes to an
+engine with low load and free adapter slots. Among engines that are about equally good, one that has seen the prompt's
+prefix is chosen.
 """
 
 import random
@@ -11,27 +11,62 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .engine_health import Standing
-from .prefixes import Prefixes
-from .ranking import Pool, Ranking
+from .least_loaded import LoadHeap, RandomPool
+from .prefix_index import PrefixIndex
 
 Reason = Literal[
     "adapter on gpu", "adapter in host memory", "prefix", "least loaded", "adapter new", "spread: hot", "all stalled"
 ]
-_ALONE: dict[str | None, Reason] = {"gpu": "adapter on gpu", "cpu": "adapter in host memory", None: "adapter new"}
-DRAWN = 24
-"""Of more engines that hold an adapter so many are looked at."""
+_SINGLE_ENGINE_REASONS: dict[str | None, Reason] = {
+    "gpu": "adapter on gpu",
+    "cpu": "adapter in host memory",
+    None: "adapter new",
+}
+MAX_CANDIDATES = 24
+"""Holders of an adapter that are compared; more are sampled."""
+FIRST_BACKOFF = 0.25
+MAX_BACKOFF = 30.0
+
+
+@dataclass(slots=True)
+class EngineHealth:
+    """Health of one engine. Times are seconds of the caller's clock.
+
+    status          last reported status, or `lost` while it cannot be reached
+    failures        connection losses since it last finished a request
+    backoff_until   it gets no requests before this time
+    """
+
+    status: str = "lost"
+    failures: int = 0
+    backoff_until: float = 0.0
+
+    def mark_lost(self, now: float) -> None:
+        """Record a lost connection, and back off exponentially."""
+        if self.status in ("ok", "stalled"):
+            self.failures += 1
+            self.backoff_until = now + min(MAX_BACKOFF, FIRST_BACKOFF * 2.0 ** min(self.failures - 1, 16))
+        self.status = "lost"
+
+    def reset_failures(self) -> None:
+        """Record a finished request: earlier losses were temporary."""
+        self.failures, self.backoff_until = 0, 0.0
+
+    def is_usable(self, now: float) -> bool:
+        """Return whether it may receive requests."""
+        return self.status == "ok" and now >= self.backoff_until
 
 
 @dataclass(frozen=True)
 class Rules:
-    """When an adapter spreads, and what a known beginning is worth. Shares are parts of an engine's capacity.
+    """Thresholds of the decision. Shares are fractions of an engine's capacity.
 
-    spread_ratio, spread_share   an engine that holds the adapter is taken while its load is at most so many times the
-                                 least load, plus this share
-    least_spread                 and so many requests in any case
-    room_share                   what full adapter slots count as, where an adapter is to be loaded
-    prefix_share, prefix_pages   an engine that has seen so many pages may have this share more load; fewer pages, less
+    spread_ratio, spread_share   an engine that holds the adapter is chosen up to this multiple of the least load, plus
+                                 this share
+    least_spread                 minimum of spread_share, in requests
+    room_share                   load that full adapter slots count as, when an adapter must be loaded
+    prefix_share, prefix_pages   additional load that a known prefix of prefix_pages or more is worth; shorter prefixes
+                                 are worth proportionally less
     """
 
     spread_ratio: float = 1.25
@@ -43,20 +78,20 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Report:
-    """What an engine said.
+class EngineReport:
+    """State that an engine reported.
 
     status      `ok`, `loading`, `stalled`, `draining`, `dead`
+    queried_at       time of the query; later events are not included
     capacity    requests that run at once
     slots       adapters on the GPU at once
-    open        requests that it has open, of everybody
-    places      adapter -> `gpu` (or on its way there) or `cpu`; None: as before
-    known       the adapters that it has; None: all that are asked for
-    asked       when the question was sent; what happened later is not in it
+    open        open requests of all clients
+    places      adapter -> `gpu` (or on its way there) or `cpu`; None: unchanged
+    known       adapters that requests may name; None: all
     """
 
     status: str
-    asked: float
+    queried_at: float
     capacity: int = 1
     slots: int = 0
     open: int = 0
@@ -65,8 +100,8 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """An engine's name, and why it was chosen."""
+class RoutingDecision:
+    """Name of the chosen engine, and the reason."""
 
     engine: str
     reason: Reason
@@ -75,132 +110,132 @@ class Choice:
 @dataclass(eq=False, slots=True)
 class _Engine:
     name: str
-    number: int
-    standing: Standing = field(default_factory=Standing)
+    number: int  # in the prefix index
+    health: EngineHealth = field(default_factory=EngineHealth)
     capacity: int = 1
     slots: int = 0
-    own: int = 0  # requests that were begun here and not ended
-    others: int = 0  # requests of other clients
+    own_requests: int = 0  # open requests of this router
+    other_requests: int = 0  # open requests of other clients
     load: float = 0.0
     known: frozenset[str] | None = None
-    held: dict[str, str] = field(default_factory=dict)  # adapter -> gpu, cpu
-    on_gpu: dict[str, None] = field(default_factory=dict)  # least recently asked for first
-    given: dict[str, float] = field(default_factory=dict)  # adapter -> when a request for it was last sent
+    places: dict[str, str] = field(default_factory=dict)  # adapter -> gpu, cpu
+    gpu_lru: dict[str, None] = field(default_factory=dict)  # adapters on the GPU, least recently used first
+    last_sent: dict[str, float] = field(default_factory=dict)  # adapter -> time of the last request for it
 
     @property
-    def fullness(self) -> float:
-        """How much of its adapter slots is taken, 0..1."""
-        return min(1.0, len(self.on_gpu) / self.slots) if self.slots else 1.0
+    def slot_usage(self) -> float:
+        """Fraction of adapter slots in use, 0..1."""
+        return min(1.0, len(self.gpu_lru) / self.slots) if self.slots else 1.0
 
 
-class Book:
-    """The engines, and what each is expected to hold. `source` draws among equals."""
+class LoadBalancer:
+    """The engines and their expected state. `source` breaks ties."""
 
     def __init__(self, rules: Rules | None = None, source: random.Random | None = None) -> None:
         self.rules = rules or Rules()
         self._source = source or random.Random()
         self._engines: dict[str, _Engine] = {}
-        self._numbers = 0
+        self._last_number = 0
         self._by_number: dict[int, _Engine] = {}
-        self._by_load: Ranking[_Engine] = Ranking(self._source)
-        self._by_room: Ranking[_Engine] = Ranking(self._source)
-        self._resting: dict[_Engine, float] = {}
+        self._by_load: LoadHeap[_Engine] = LoadHeap(self._source)
+        self._by_room: LoadHeap[_Engine] = LoadHeap(self._source)
+        self._backing_off: dict[_Engine, float] = {}
         self._stalled: set[_Engine] = set()
-        self._holders: dict[tuple[str, str], Pool[_Engine]] = {}  # (adapter, gpu or cpu)
-        self._prefixes = Prefixes()
+        self._holders: dict[tuple[str, str], RandomPool[_Engine]] = {}  # (adapter, gpu or cpu)
+        self._prefixes = PrefixIndex()
 
     # -- engines ---------------------------------------------------------------------------------------------------
 
     def add(self, name: str) -> None:
-        """A new engine, of which nothing is known yet. Raises ValueError for a name that is taken."""
+        """Add an engine without known state. Raises ValueError if the name is taken."""
         if name in self._engines:
-            raise ValueError(f"engine {name!r} is in the book already")
+            raise ValueError(f"engine {name!r} exists already")
         self._engines[name] = engine = _Engine(name, 0)
-        self._new_number(engine)
+        self._assign_number(engine)
 
     def remove(self, name: str) -> None:
-        """An engine is gone for good."""
+        """Remove an engine."""
         engine = self._engines.pop(name)
-        self._forget(engine)
+        self._clear_adapters(engine)
         del self._by_number[engine.number]
-        engine.standing.status = "lost"
-        self._place(engine, 0.0)
+        engine.health.status = "lost"
+        self._update_rankings(engine, 0.0)
 
-    def report(self, name: str, report: Report, now: float) -> None:
-        """An engine said how it is."""
+    def report(self, name: str, report: EngineReport, now: float) -> None:
+        """Apply a report of an engine."""
         engine = self._engines[name]
-        engine.standing.status = report.status
+        engine.health.status = report.status
         engine.capacity, engine.slots = max(1, report.capacity), report.slots
-        engine.others = max(0, report.open - engine.own)
+        engine.other_requests = max(0, report.open - engine.own_requests)
         engine.known = report.known
         if report.places is not None:
-            self._hold(engine, report.places, report.asked)
-        self._place(engine, now)
+            self._apply_places(engine, report.places, report.queried_at)
+        self._update_rankings(engine, now)
 
-    def says(self, name: str, status: str, now: float) -> None:
-        """An engine refused a request: it is `loading` or `draining`."""
+    def set_status(self, name: str, status: str, now: float) -> None:
+        """Set the status of an engine that refused a request: `loading` or `draining`."""
         engine = self._engines[name]
-        engine.standing.status = status
-        self._place(engine, now)
+        engine.health.status = status
+        self._update_rankings(engine, now)
 
-    def lost(self, name: str, now: float) -> None:
-        """An engine died or cannot be reached: it holds nothing any more."""
+    def mark_lost(self, name: str, now: float) -> None:
+        """Record that an engine died or cannot be reached, and forget its adapters and prefixes."""
         engine = self._engines[name]
-        engine.standing.lost(now)
-        engine.others = 0
-        self._forget(engine)
+        engine.health.mark_lost(now)
+        engine.other_requests = 0
+        self._clear_adapters(engine)
         del self._by_number[engine.number]
-        self._new_number(engine)
-        self._place(engine, now)
+        self._assign_number(engine)
+        self._update_rankings(engine, now)
 
     def status(self, name: str) -> str:
-        """What an engine said last, or `lost`."""
-        return self._engines[name].standing.status
+        """Return an engine's last status, or `lost`."""
+        return self._engines[name].health.status
 
     def load(self, name: str) -> float:
-        """An engine's open requests, as a share of those that run at once."""
+        """Return an engine's open requests as a fraction of its capacity."""
         return self._engines[name].load
 
     def holders(self, adapter: str, place: str = "gpu") -> list[str]:
-        """The engines that are taken to hold an adapter on the GPU, or (`cpu`) in host memory."""
+        """Return the engines that are expected to hold an adapter on the GPU or (`cpu`) in host memory."""
         pool = self._holders.get((adapter, place))
         return [] if pool is None else [engine.name for engine in pool.some(len(pool), self._source)]
 
-    def next_rest_end(self) -> float | None:
-        """When the next engine that rests after a loss may be used again."""
-        return min(self._resting.values(), default=None)
+    def next_backoff_end(self) -> float | None:
+        """Return the time at which the next backoff ends."""
+        return min(self._backing_off.values(), default=None)
 
     # -- requests --------------------------------------------------------------------------------------------------
 
-    def begin(self, name: str, adapter: str | None, keys: Sequence[bytes], now: float) -> None:
-        """A request is sent to an engine; `keys`: `prefixes.chain` of its prompt."""
+    def start_request(self, name: str, adapter: str | None, keys: Sequence[bytes], now: float) -> None:
+        """Record that a request is sent to an engine. `keys`: `prefix_keys` of its prompt."""
         engine = self._engines[name]
-        engine.own += 1
+        engine.own_requests += 1
         if adapter is not None:
-            engine.given[adapter] = now
-            engine.on_gpu.pop(adapter, None)
-            self._put(engine, adapter, "gpu")
-            engine.on_gpu[adapter] = None
-            while len(engine.on_gpu) > max(1, engine.slots):
-                self._put(engine, next(iter(engine.on_gpu)), "cpu")
-        self._prefixes.note(keys, engine.number)
-        self._place(engine, now)
+            engine.last_sent[adapter] = now
+            engine.gpu_lru.pop(adapter, None)
+            self._set_place(engine, adapter, "gpu")
+            engine.gpu_lru[adapter] = None
+            while len(engine.gpu_lru) > max(1, engine.slots):
+                self._set_place(engine, next(iter(engine.gpu_lru)), "cpu")
+        self._prefixes.add(keys, engine.number)
+        self._update_rankings(engine, now)
 
-    def end(self, name: str, answered: bool, now: float) -> None:
-        """That request is over there; `answered`: it came to its end."""
+    def finish_request(self, name: str, completed: bool, now: float) -> None:
+        """Record that a request left an engine. `completed`: its answer is complete."""
         engine = self._engines.get(name)
         if engine is None:
             return
-        engine.own = max(0, engine.own - 1)
-        if answered:
-            engine.standing.answered()
-        self._place(engine, now)
+        engine.own_requests = max(0, engine.own_requests - 1)
+        if completed:
+            engine.health.reset_failures()
+        self._update_rankings(engine, now)
 
     def choose(
         self, adapter: str | None, keys: Sequence[bytes], now: float, excluded: Collection[str] = ()
-    ) -> Choice | None:
-        """The engine for a request; None while there is none. `excluded`: engines that have just refused it."""
-        self._wake(now)
+    ) -> RoutingDecision | None:
+        """Return the engine for a request; None if there is none. `excluded`: engines that just refused it."""
+        self._end_backoffs(now)
 
         def fits(engine: _Engine) -> bool:
             return engine.name not in excluded and (adapter is None or engine.known is None or adapter in engine.known)
@@ -208,65 +243,69 @@ class Book:
         least = self._by_load.first(fits)
         if least is None:
             stalled = min(filter(fits, self._stalled), key=lambda engine: engine.load, default=None)
-            return None if stalled is None else Choice(stalled.name, "all stalled")
+            return None if stalled is None else RoutingDecision(stalled.name, "all stalled")
         if adapter is None:
-            return self._with_prefix(least, "least loaded", keys, fits)
+            return self._prefer_prefix(least, "least loaded", keys, fits)
         if len(self._engines) == 1:
-            return Choice(least.name, _ALONE[least.held.get(adapter)])
+            return RoutingDecision(least.name, _SINGLE_ENGINE_REASONS[least.places.get(adapter)])
         roomy = self._by_room.first(fits) or least
-        bound = self._bound(least) + self.rules.room_share * roomy.fullness
-        held = self._least_holder(adapter, "gpu", fits)
-        if held is not None and held.load <= bound:
+        bound = self._load_bound(least) + self.rules.room_share * roomy.slot_usage
+        gpu_holder = self._least_loaded_holder(adapter, "gpu", fits)
+        if gpu_holder is not None and gpu_holder.load <= bound:
             on_gpu = self._holders[adapter, "gpu"]
-            return self._with_prefix(held, "adapter on gpu", keys, lambda engine: engine in on_gpu and fits(engine))
-        near = self._least_holder(adapter, "cpu", fits)
-        if near is not None and near.load <= bound:
-            return Choice(near.name, "adapter in host memory" if held is None else "spread: hot")
-        return Choice(roomy.name, "adapter new" if held is None and near is None else "spread: hot")
+            return self._prefer_prefix(
+                gpu_holder, "adapter on gpu", keys, lambda engine: engine in on_gpu and fits(engine)
+            )
+        cpu_holder = self._least_loaded_holder(adapter, "cpu", fits)
+        if cpu_holder is not None and cpu_holder.load <= bound:
+            return RoutingDecision(cpu_holder.name, "adapter in host memory" if gpu_holder is None else "spread: hot")
+        is_new = gpu_holder is None and cpu_holder is None
+        return RoutingDecision(roomy.name, "adapter new" if is_new else "spread: hot")
 
-    def _bound(self, least: _Engine) -> float:
-        """The load up to which an engine that holds the adapter is preferred to a free slot on the least loaded."""
+    def _load_bound(self, least: _Engine) -> float:
+        """Return the load up to which a holder of the adapter is preferred to the least loaded engine."""
         rules = self.rules
         share = max(rules.spread_share, rules.least_spread / least.capacity)
         return least.load * rules.spread_ratio + share
 
-    def _with_prefix(
+    def _prefer_prefix(
         self, best: _Engine, reason: Reason, keys: Sequence[bytes], fits: Callable[[_Engine], bool]
-    ) -> Choice:
-        """`best`, or an engine about as good that has seen more of the prompt's beginning."""
+    ) -> RoutingDecision:
+        """Choose `best`, or an engine with similar load that has seen a longer prefix of the prompt."""
         rules = self.rules
         for pages, numbers in self._prefixes.engines(keys):
             limit = best.load + rules.prefix_share * min(1.0, pages / rules.prefix_pages)
-            seen = [self._by_number[number] for number in numbers if number in self._by_number]
-            seen = [engine for engine in seen if engine in self._by_load and engine.load <= limit and fits(engine)]
-            if seen:
-                return Choice(min(seen, key=lambda engine: engine.load).name, "prefix")
-        return Choice(best.name, reason)
+            engines = [self._by_number[number] for number in numbers if number in self._by_number]
+            engines = [each for each in engines if each in self._by_load and each.load <= limit and fits(each)]
+            if engines:
+                return RoutingDecision(min(engines, key=lambda engine: engine.load).name, "prefix")
+        return RoutingDecision(best.name, reason)
 
-    def _least_holder(self, adapter: str, place: str, fits: Callable[[_Engine], bool]) -> _Engine | None:
+    def _least_loaded_holder(self, adapter: str, place: str, fits: Callable[[_Engine], bool]) -> _Engine | None:
         pool = self._holders.get((adapter, place))
         if pool is None:
             return None
         best: _Engine | None = None
-        for engine in pool.some(DRAWN, self._source):
+        for engine in pool.some(MAX_CANDIDATES, self._source):
             if (best is None or engine.load < best.load) and engine in self._by_load and fits(engine):
                 best = engine
         return best
 
-    # -- what is held ----------------------------------------------------------------------------------------------
+    # -- adapters --------------------------------------------------------------------------------------------------
 
-    def _hold(self, engine: _Engine, places: Mapping[str, str], asked: float) -> None:
-        """Take a report in, except for adapters that requests were sent for since it was asked for."""
-        engine.given = {adapter: when for adapter, when in engine.given.items() if when >= asked}
-        for adapter in [adapter for adapter in engine.held if adapter not in places and adapter not in engine.given]:
-            self._put(engine, adapter, "")
+    def _apply_places(self, engine: _Engine, places: Mapping[str, str], queried_at: float) -> None:
+        """Apply reported places, except of adapters with requests sent since the query."""
+        engine.last_sent = {adapter: sent for adapter, sent in engine.last_sent.items() if sent >= queried_at}
+        gone = [name for name in engine.places if name not in places and name not in engine.last_sent]
+        for adapter in gone:
+            self._set_place(engine, adapter, "")
         for adapter, place in places.items():
-            if adapter not in engine.given:
-                self._put(engine, adapter, place)
+            if adapter not in engine.last_sent:
+                self._set_place(engine, adapter, place)
 
-    def _put(self, engine: _Engine, adapter: str, place: str) -> None:
-        """An adapter is on an engine's `gpu`, in its host memory (`cpu`), or neither ("")."""
-        former = engine.held.get(adapter, "")
+    def _set_place(self, engine: _Engine, adapter: str, place: str) -> None:
+        """Set an adapter's place on an engine: `gpu`, `cpu`, or "" for neither."""
+        former = engine.places.get(adapter, "")
         if former == place:
             return
         if former:
@@ -274,47 +313,47 @@ class Book:
             pool.discard(engine)
             if not pool:
                 del self._holders[adapter, former]
-            del engine.held[adapter]
+            del engine.places[adapter]
         if place:
-            engine.held[adapter] = place
-            self._holders.setdefault((adapter, place), Pool()).add(engine)
+            engine.places[adapter] = place
+            self._holders.setdefault((adapter, place), RandomPool()).add(engine)
         if place == "gpu":
-            engine.on_gpu[adapter] = None
+            engine.gpu_lru[adapter] = None
         else:
-            engine.on_gpu.pop(adapter, None)
+            engine.gpu_lru.pop(adapter, None)
 
-    def _forget(self, engine: _Engine) -> None:
-        engine.given.clear()
-        for adapter in list(engine.held):
-            self._put(engine, adapter, "")
+    def _clear_adapters(self, engine: _Engine) -> None:
+        engine.last_sent.clear()
+        for adapter in list(engine.places):
+            self._set_place(engine, adapter, "")
 
-    # -- who is used -----------------------------------------------------------------------------------------------
+    # -- rankings --------------------------------------------------------------------------------------------------
 
-    def _new_number(self, engine: _Engine) -> None:
-        """Beginnings that it saw under its former number are not there any more."""
-        self._numbers += 1
-        engine.number = self._numbers
+    def _assign_number(self, engine: _Engine) -> None:
+        """Assign a new number, which invalidates the engine's entries in the prefix index."""
+        self._last_number += 1
+        engine.number = self._last_number
         self._by_number[engine.number] = engine
 
-    def _place(self, engine: _Engine, now: float) -> None:
-        """Put an engine where its standing and its load belong."""
-        engine.load = (engine.own + engine.others) / engine.capacity
-        standing = engine.standing
-        self._resting.pop(engine, None)
+    def _update_rankings(self, engine: _Engine, now: float) -> None:
+        """Update the load of an engine, and its membership in heaps and sets."""
+        engine.load = (engine.own_requests + engine.other_requests) / engine.capacity
+        health = engine.health
+        self._backing_off.pop(engine, None)
         self._stalled.discard(engine)
-        if standing.usable(now):
+        if health.is_usable(now):
             self._by_load.put(engine, engine.load)
-            self._by_room.put(engine, engine.load + self.rules.room_share * engine.fullness)
+            self._by_room.put(engine, engine.load + self.rules.room_share * engine.slot_usage)
             return
-        self._by_load.drop(engine)
-        self._by_room.drop(engine)
-        if standing.status == "ok":
-            self._resting[engine] = standing.rests_until
-        elif standing.status == "stalled":
+        self._by_load.discard(engine)
+        self._by_room.discard(engine)
+        if health.status == "ok":
+            self._backing_off[engine] = health.backoff_until
+        elif health.status == "stalled":
             self._stalled.add(engine)
 
-    def _wake(self, now: float) -> None:
-        if not self._resting:
+    def _end_backoffs(self, now: float) -> None:
+        if not self._backing_off:
             return
-        for engine in [engine for engine, until in self._resting.items() if now >= until]:
-            self._place(engine, now)
+        for engine in [engine for engine, until in self._backing_off.items() if now >= until]:
+            self._update_rankings(engine, now)

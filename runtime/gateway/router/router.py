@@ -1,4 +1,4 @@
-"""`Router`: several engines as the gateway's one."""
+"""`Router` implements `Engines` for one or several engines."""
 
 import asyncio
 import contextlib
@@ -14,34 +14,42 @@ from ...protocol.chat_templates import welcome_templates
 from ...protocol.messages import Chunk
 from ...text.chat_files import ChatTemplates
 from ...text.prompts import without_special_tokens
-from ..contracts import AdapterCard, EngineHealth, EngineRequest, HealthStatus, ModelInfo
-from .catalogue import Catalogue, Offer
-from .dispatch import BUSY, PATIENCE_SECONDS, UNFIT, Dispatch, Refusals
+from ..interfaces import AdapterCard, EngineRequest, GatewayHealth, HealthStatus, ModelInfo
+from .adapter_catalogue import AdapterCatalogue, OfferedAdapter
+from .dispatch import (
+    ADAPTER_MISMATCH,
+    BUSY,
+    PATIENCE_SECONDS,
+    Dispatcher,
+    Refusals,
+    no_engine,
+    unknown_adapter,
+)
 from .engine_link import LOAD_SECONDS, POLL_SECONDS, EngineLink, Fetch
-from .load_balancer import Book, Choice, Report
-from .moved_stream import MovedStream
-from .prefixes import chain
+from .load_balancer import EngineReport, LoadBalancer, RoutingDecision
+from .prefix_index import prefix_keys
+from .stream_migration import MigratingStream
 
 _log = logging.getLogger(__name__)
-_TRIED_ELSEWHERE = BUSY | {"loading", "draining"}
-_ORDER: tuple[HealthStatus, ...] = ("ok", "stalled", "loading", "draining", "dead")
+_RETRIED_ELSEWHERE = BUSY | {"loading", "draining"}
+_BEST_FIRST: tuple[HealthStatus, ...] = ("ok", "stalled", "loading", "draining", "dead")
 
 T = TypeVar("T")
 
 
 class Router:
-    """Engines of one model at `addresses`, as `Engines`; they are called engine-0, engine-1 and so on. `add` and
-    `remove` change which ones there are.
+    """Engines of one model at `addresses`, named engine-0, engine-1 and so on. `add` and `remove` change them.
 
-    keys              this client's folder of `sidestream keys curve`
-    patience_seconds  how long a request waits for an engine to come (back) while there is none
-    summon            asks for an engine, which `add` brings later; called again and again while a request waits and
-                      there is none, so it must bear that. None: those that are there are all
-    fetch             brings an adapter that is offered to an engine's host; None: its path is good for all
+    keys              folder of client keys from `sidestream keys curve`
+    patience_seconds  time that a request waits for an engine to start or restart
+    request_engine    starts an engine, which `add` adds later; called repeatedly while a request waits and there is
+                      none. None: no more engines can be started
+    fetch             copies an offered adapter to an engine's host; None: its path is valid on all hosts
 
-    `counts`: for each engine, why requests were sent to it, and how many streams left it when it died.
+    `counts`: engine name -> counters of routing reasons and of streams that moved away from it.
 
-    A stream whose engine dies goes on in another one, or in the same one when it is back: its caller sees a pause.
+    If the engine of a stream dies, the stream continues in another engine, or in the same one after its restart. The
+    consumer only notices a pause.
     """
 
     def __init__(
@@ -51,71 +59,68 @@ class Router:
         *,
         patience_seconds: float = PATIENCE_SECONDS,
         poll_seconds: float = POLL_SECONDS,
-        book: Book | None = None,
-        summon: Callable[[], None] | None = None,
+        balancer: LoadBalancer | None = None,
+        request_engine: Callable[[], None] | None = None,
         fetch: Fetch | None = None,
     ) -> None:
-        if not addresses and summon is None:
+        if not addresses and request_engine is None:
             raise ValueError("a router needs at least one engine's address")
         self._keys, self._poll_seconds, self._fetch = keys, poll_seconds, fetch
-        self._book = book or Book()
-        self._catalogue = Catalogue()
+        self._balancer = balancer or LoadBalancer()
+        self._catalogue = AdapterCatalogue()
         self._links: dict[str, EngineLink] = {}
         self.counts: dict[str, Counter[str]] = {}
         self._started = self._stopping = False
         self._leaving: set[asyncio.Task[None]] = set()
-        self._remembered: dict[str, AdapterCard] = {}  # of engines that were removed
+        self._former_adapters: dict[str, AdapterCard] = {}  # of removed engines
         self._created = int(time.time())
         self._model: ModelInfo | None = None
-        self._dispatch = Dispatch(self._book, self._links, self._catalogue, patience_seconds, summon)
+        self._dispatch = Dispatcher(self._balancer, self._links, self._catalogue, patience_seconds, request_engine)
         for number, address in enumerate(addresses):
             self.add(f"engine-{number}", address)
 
     async def start(self) -> None:
-        """See `Engines`."""
         self._started = True
         for link in self._links.values():
             link.start()
 
     async def close(self) -> None:
-        """See `Engines`."""
         for task in self._leaving:
             task.cancel()
         await asyncio.gather(*self._leaving, return_exceptions=True)
         await asyncio.gather(*(link.close() for link in self._links.values()))
 
-    def expect_end(self) -> None:
-        """See `Engines`."""
+    def expect_shutdown(self) -> None:
         self._stopping = True
 
     # -- engines ---------------------------------------------------------------------------------------------------
 
     def add(self, name: str, address: str) -> None:
-        """One more engine. Raises ValueError for a name that is taken, AddressError for an address that is none, or
-        that needs keys.
-        """
-        link = EngineLink(name, address, self._keys, self._catalogue, self._reported, self._lost, self._poll_seconds)
-        self._book.add(name)
+        """Add an engine. Raises ValueError if the name is taken, AddressError for an invalid address."""
+        link = EngineLink(
+            name, address, self._keys, self._catalogue, self._on_report, self._on_lost, self._poll_seconds
+        )
+        self._balancer.add(name)
         self._links[name], self.counts[name] = link, Counter()
         if self._started:
             link.start()
 
     def remove(self, name: str) -> None:
-        """An engine is about to end: it gets no new requests, and its streams go on until it ends them."""
+        """Remove an engine that is stopping: it gets no new requests, and its streams continue until they end."""
         link = self._links.pop(name)
-        self._book.remove(name)
-        self._remembered |= {
+        self._balancer.remove(name)
+        self._former_adapters |= {
             info.name: AdapterCard(info.name, info.rank, info.content) for info in link.adapters.values()
         }
-        task = asyncio.create_task(self._see_off(link))
+        task = asyncio.create_task(self._close_when_idle(link))
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
-        self._dispatch.wake()
+        self._dispatch.notify()
 
-    async def _see_off(self, link: EngineLink) -> None:
+    async def _close_when_idle(self, link: EngineLink) -> None:
         try:
             while link.streams:
-                await self._dispatch.news(None)
+                await self._dispatch.wait_for_change(None)
         finally:
             del self.counts[link.name]
             await link.close()
@@ -123,80 +128,76 @@ class Router:
     # -- requests --------------------------------------------------------------------------------------------------
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[list[Chunk], None]:
-        """See `Engines`. The same request goes to another engine when its own dies, stops, or is too busy."""
-        moved = MovedStream(request)
-        # among engines that are about as good a known beginning decides: one has nothing to decide
-        keys = chain(request.prompt, request.adapter) if len(self._links) > 1 else []
-        refused: Refusals = {}
-        while not moved.ended:
-            choice = await self._dispatch.choose(request, keys, moved, refused)
-            link = self._links[choice.engine]
-            self._count(choice)
-            heard = False
+        """See `Engines`. Moves the request to another engine if its own dies, stops, or is too busy."""
+        stream = MigratingStream(request)
+        # prefixes choose between engines, so a single engine needs none
+        keys = prefix_keys(request.prompt, request.adapter) if len(self._links) > 1 else []
+        refusals: Refusals = {}
+        while not stream.ended:
+            decision = await self._dispatch.choose(request, keys, stream, refusals)
+            link = self._links[decision.engine]
+            self._count(decision)
+            received = False
             link.streams += 1
-            self._book.begin(link.name, request.adapter, keys, time.monotonic())
+            self._balancer.start_request(link.name, request.adapter, keys, time.monotonic())
             try:
-                if request.adapter is not None and request.adapter in self._catalogue.offers:
-                    await link.bring(request.adapter, self._fetch)
-                text_alone = isinstance(request.prompt, str) and not request.add_special_tokens
+                if request.adapter is not None and request.adapter in self._catalogue.offered:
+                    await link.load_offered(request.adapter, self._fetch)
+                is_rendered = isinstance(request.prompt, str) and not request.add_special_tokens
                 lists = link.client.stream_lists(
-                    without_special_tokens(str(request.prompt)) if text_alone else request.prompt,
+                    without_special_tokens(str(request.prompt)) if is_rendered else request.prompt,
                     request.params,
                     request.adapter,
                     priority=request.priority,
-                    deadline_seconds=moved.seconds_left(),
+                    deadline_seconds=stream.seconds_left(),
                     request_id=request.request_id,
-                    stream=moved.streams,
-                    continues=moved.continues(),
-                    when_accepted=moved.accepted,
+                    stream=stream.engine_streams,
+                    continues=stream.continuations(),
+                    when_accepted=stream.on_accepted,
                     owner=request.owner,
-                    adapter_content=moved.content,
-                    direct=None if request.direct is None else moved.direct,
+                    adapter_content=stream.required_content,
+                    direct=None if request.direct is None else stream.offer_direct,
                 )
                 async with contextlib.aclosing(lists):
                     async for chunks in lists:
-                        heard = True
-                        chunks = moved.take(chunks)
+                        received = True
+                        chunks = stream.receive(chunks)
                         if chunks:
-                            refused.clear()
+                            refusals.clear()
                             yield chunks
             except EngineDeadError as problem:
-                link.failed(problem)
-                self._move(link, moved, problem)
+                link.on_request_error(problem)
+                self._migrate(link, stream, problem)
             except OverloadedError as problem:
-                if problem.code in ("draining", "loading"):
-                    self._says(link, problem.code)
-                link.failed(problem)
-                if problem.code not in _TRIED_ELSEWHERE or heard:
-                    self._move(link, moved, problem)
-                if problem.code in _TRIED_ELSEWHERE:
-                    refused[link.name] = problem
+                if problem.code in ("draining", "loading") and link.name in self._links:
+                    self._balancer.set_status(link.name, problem.code, time.monotonic())
+                link.on_request_error(problem)
+                if problem.code not in _RETRIED_ELSEWHERE or received:
+                    self._migrate(link, stream, problem)
+                if problem.code in _RETRIED_ELSEWHERE:
+                    refusals[link.name] = problem
             except RequestError as problem:
-                if problem.code not in UNFIT:
+                if problem.code not in ADAPTER_MISMATCH:
                     raise
-                link.failed(problem)
-                if heard or (problem.code == "adapter_changed" and not moved.content):
-                    self._move(link, moved, ServerError(str(problem), problem.code))
+                link.on_request_error(problem)
+                if received or (problem.code == "adapter_changed" and not stream.required_content):
+                    self._migrate(link, stream, ServerError(str(problem), problem.code))
                 else:
-                    refused[link.name] = ServerError(str(problem), problem.code)
+                    refusals[link.name] = ServerError(str(problem), problem.code)
             finally:
                 link.streams -= 1
-                self._book.end(link.name, moved.ended, time.monotonic())
-                self._dispatch.wake()
+                self._balancer.finish_request(link.name, stream.ended, time.monotonic())
+                self._dispatch.notify()
 
-    def _says(self, link: EngineLink, status: str) -> None:
-        if link.name in self._links:
-            self._book.says(link.name, status, time.monotonic())
-
-    def _move(self, link: EngineLink, moved: MovedStream, problem: ServerError) -> None:
-        moved.moved(problem)
+    def _migrate(self, link: EngineLink, stream: MigratingStream, problem: ServerError) -> None:
+        stream.migrate(problem)
         self.counts[link.name]["streams_moved_away_total"] += 1
 
-    def _count(self, choice: Choice) -> None:
-        reason = choice.reason.replace(":", "").replace(" ", "_")
-        self.counts[choice.engine][f"routed_{reason}_total"] += 1
+    def _count(self, decision: RoutingDecision) -> None:
+        reason = decision.reason.replace(":", "").replace(" ", "_")
+        self.counts[decision.engine][f"routed_{reason}_total"] += 1
 
-    def _reported(self, link: EngineLink, report: Report) -> None:
+    def _on_report(self, link: EngineLink, report: EngineReport) -> None:
         if link.name not in self._links:
             return
         if link.welcome is not None and report.status != "loading":
@@ -213,121 +214,120 @@ class Router:
             )
             if self._model is None or not self._is_served_elsewhere(self._model, link):
                 self._model = model
-                self._remembered.clear()
+                self._former_adapters.clear()
             elif (model.name, model.vocabulary) != (self._model.name, self._model.vocabulary):
-                if self._book.status(link.name) != "dead":
+                if self._balancer.status(link.name) != "dead":
                     _log.error(
-                        "%s serves %s, not %s as the others; it is not used", link.name, model.name, self._model.name
+                        "%s serves %s, but the other engines serve %s; it is not used",
+                        link.name,
+                        model.name,
+                        self._model.name,
                     )
-                report = Report("dead", report.asked)
-        self._book.report(link.name, report, time.monotonic())
-        self._dispatch.wake()
+                report = EngineReport("dead", report.queried_at)
+        self._balancer.report(link.name, report, time.monotonic())
+        self._dispatch.notify()
 
-    def _is_served_elsewhere(self, model: ModelInfo, newcomer: EngineLink) -> bool:
-        """Whether another engine serves this model: then the newcomer has to."""
-        others = [link.welcome for link in self._links.values() if link is not newcomer and link.welcome is not None]
+    def _is_served_elsewhere(self, model: ModelInfo, new_link: EngineLink) -> bool:
+        """Return whether another engine serves this model. Then a new engine must serve it too."""
+        others = [link.welcome for link in self._links.values() if link is not new_link and link.welcome is not None]
         return any((each.model, each.vocabulary) == (model.name, model.vocabulary) for each in others)
 
-    def _lost(self, link: EngineLink, problem: Exception) -> None:
+    def _on_lost(self, link: EngineLink, problem: Exception) -> None:
         if link.name not in self._links:
             return
         if not self._stopping:
-            _log.warning("%s is lost: %s", link.name, problem)
-        self._book.lost(link.name, time.monotonic())
-        self._dispatch.wake()
+            _log.warning("lost connection to %s: %s", link.name, problem)
+        self._balancer.mark_lost(link.name, time.monotonic())
+        self._dispatch.notify()
 
-    # -- what they are ---------------------------------------------------------------------------------------------
+    # -- model and health -----------------------------------------------------------------------------------------
 
     async def model(self) -> ModelInfo:
-        """See `Engines`."""
-        model = self._model or await self._dispatch.first(lambda: self._model)
+        model = self._model or await self._dispatch.wait_until_known(lambda: self._model)
         if model is None:
             loading = any(link.status == "loading" for link in self._links.values())
             if loading:
-                raise OverloadedError("the model is being loaded", "loading", 1.0)
-            raise EngineDeadError("no engine serves at this moment", "engine_dead", 1.0)
+                raise OverloadedError("the model is loading", "loading", 1.0)
+            raise no_engine()
         return model
 
-    async def health(self) -> EngineHealth:
-        """See `Engines`."""
+    async def health(self) -> GatewayHealth:
         if not self._links:
-            return EngineHealth("idle", "no engine runs; a request starts one")
-        each = {name: link.status for name, link in self._links.items()}
-        best = min(self._links.values(), key=lambda link: _ORDER.index(link.status))
-        told = best.health
-        if told is None:
-            return EngineHealth("dead", engines=each)
-        return EngineHealth(told.status, told.phase, told.progress, each)
+            return GatewayHealth("idle", "no engine is running; a request starts one")
+        statuses = {name: link.status for name, link in self._links.items()}
+        best = min(self._links.values(), key=lambda link: _BEST_FIRST.index(link.status))
+        health = best.health
+        if health is None:
+            return GatewayHealth("dead", engines=statuses)
+        return GatewayHealth(health.status, health.phase, health.progress, statuses)
 
     async def stats(self) -> dict[str, dict[str, int | float]]:
-        """See `Engines`. Next to what an engine says: why requests were sent to it, how many streams left it when it
-        died.
-        """
-        fresh = await self._of_all(lambda link: link.client.stats(1.0))
-        return {name: told | self.counts[name] for name, told in fresh.items() if isinstance(told, dict)}
+        """See `Engines`. Includes `counts`."""
+        answers = await self._query_all(lambda link: link.client.stats(1.0))
+        return {name: stats | self.counts[name] for name, stats in answers.items() if isinstance(stats, dict)}
 
     # -- adapters --------------------------------------------------------------------------------------------------
 
     async def adapters(self) -> list[AdapterCard]:
-        """See `Engines`; as they were at the last look, at most a second ago. While no engine has told of its own,
-        those that the last ones had.
-        """
+        """See `Engines`. The state is up to a second old; without a report yet, that of former engines."""
         names = {
-            *self._remembered,
-            *self._catalogue.offers,
+            *self._former_adapters,
+            *self._catalogue.offered,
             *(name for link in self._links.values() for name in link.adapters),
         }
         return [card for name in sorted(names) if (card := self._card(name)) is not None]
 
     async def adapter(self, name: str) -> AdapterCard | None:
-        """See `Engines`; as in `adapters`."""
+        """See `Engines`. As old as in `adapters`."""
         return self._card(name)
 
     def _card(self, name: str) -> AdapterCard | None:
-        gone, offer, links = self._catalogue.gone(name), self._catalogue.offers.get(name), self._links.values()
-        told = {} if gone else {link: link.adapters[name] for link in links if name in link.adapters}
-        if not told:
-            if not gone and name in self._remembered and all(link.welcome is None for link in links):
-                return self._remembered[name]
-            return None if offer is None else AdapterCard(name, offer.rank, "", chat_template=None)
-        first = next(iter(told.values()))
+        is_unloaded, offered = self._catalogue.is_unloaded(name), self._catalogue.offered.get(name)
+        links = self._links.values()
+        infos = {} if is_unloaded else {link: link.adapters[name] for link in links if name in link.adapters}
+        if not infos:
+            if not is_unloaded and name in self._former_adapters and all(link.welcome is None for link in links):
+                return self._former_adapters[name]
+            return None if offered is None else AdapterCard(name, offered.rank, "", chat_template=None)
+        first = next(iter(infos.values()))
         return AdapterCard(
             name,
             first.rank,
             first.content,
-            {link.name: "disk" if link.lost_at is not None else info.where for link, info in told.items()},
-            sum(info.running for info in told.values()),
-            sum(info.waiting for info in told.values()),
+            {link.name: "disk" if link.lost_at is not None else info.where for link, info in infos.items()},
+            sum(info.running for info in infos.values()),
+            sum(info.waiting for info in infos.values()),
             first.chat_template,
         )
 
     async def chat_templates(self, name: str) -> ChatTemplates:
-        """See `Engines`."""
-        choice = self._book.choose(name, (), time.monotonic())
-        if choice is None:
-            raise EngineDeadError("no engine serves at this moment", "engine_dead", 1.0)
-        link = self._links[choice.engine]
-        await link.bring(name, self._fetch)
+        decision = self._balancer.choose(name, (), time.monotonic())
+        if decision is None:
+            raise no_engine()
+        link = self._links[decision.engine]
+        await link.load_offered(name, self._fetch)
         return await link.client.chat_templates(name)
 
-    def offer(self, offers: Mapping[str, Offer]) -> None:
-        """Adapters that requests may name besides; an engine loads one when its first request comes. One that is not
-        offered any more takes no new request, and is unloaded when those under way are finished.
+    def set_offered(self, offered: Mapping[str, OfferedAdapter]) -> None:
+        """Replace the adapters that engines load at their first request.
+
+        An adapter that is no longer offered gets no new requests, and is unloaded when its open requests end.
         """
-        self._catalogue.offered(offers)
-        self._dispatch.wake()
+        self._catalogue.set_offered(offered)
+        self._dispatch.notify()
 
     async def load_adapter(self, name: str, path: str, replace: bool) -> None:
-        """See `Engines`. An engine that is down gets it when it is back. When one refuses it, the others keep what they
-        had, except for one that was to be replaced.
+        """See `Engines`. An engine that is down gets the adapter after its restart.
+
+        If one engine refuses, the adapter is unloaded again where it is new. A replaced adapter is not restored.
         """
         had = {link.name for link in self._links.values() if name in link.adapters}
-        again = replace or self._catalogue.gone(name)
-        done = await self._of_all(lambda link: link.client.load_adapter(name, path, again, LOAD_SECONDS))
+        replace_old = replace or self._catalogue.is_unloaded(name)
+        answers = await self._query_all(lambda link: link.client.load_adapter(name, path, replace_old, LOAD_SECONDS))
         failed = [
-            each for each in done.values() if isinstance(each, Exception) and not isinstance(each, EngineDeadError)
+            each for each in answers.values() if isinstance(each, Exception) and not isinstance(each, EngineDeadError)
         ]
-        loaded = [self._links[place] for place, each in done.items() if each is None]
+        loaded = [self._links[link_name] for link_name, each in answers.items() if each is None]
         if failed:
             if not replace:
                 for link in loaded:
@@ -336,55 +336,53 @@ class Router:
                             await link.client.unload_adapter(name)
             raise failed[0]
         if not loaded:
-            raise EngineDeadError("no engine serves at this moment", "engine_dead", 1.0)
+            raise no_engine()
         content = next(info.content for info in await loaded[0].client.list_adapters() if info.name == name)
-        self._catalogue.loaded(name, path, content)
-        await self._look()
+        self._catalogue.mark_loaded(name, path, content)
+        await self._refresh()
 
     async def unload_adapter(self, name: str) -> None:
-        """See `Engines`. No new request may name it from now on; those under way are finished."""
-        if self._catalogue.gone(name) or not any(name in link.adapters for link in self._links.values()):
-            raise ServerError(f"adapter {name!r} is not known", "unknown_adapter")
+        """See `Engines`. New requests cannot name the adapter; open ones finish."""
+        if self._catalogue.is_unloaded(name) or not any(name in link.adapters for link in self._links.values()):
+            raise unknown_adapter(name)
         if self._model is not None and not self._model.admin:
             raise ServerError(
                 "adapters cannot be loaded or unloaded through these engines; start them with --allow-adapter-loading",
                 "forbidden",
             )
-        self._catalogue.unloaded(name)
-        await self._look()
+        self._catalogue.mark_unloaded(name)
+        await self._refresh()
 
-    async def _look(self) -> None:
-        await self._of_all(lambda link: link.look())
+    async def _refresh(self) -> None:
+        await self._query_all(lambda link: link.refresh())
 
     # -- text ------------------------------------------------------------------------------------------------------
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """See `Engines`."""
-        return await self._of_one(lambda link: link.client.tokenize(text, add_special_tokens))
+        return await self._query_one(lambda link: link.client.tokenize(text, add_special_tokens))
 
     async def detokenize(self, token_ids: list[int]) -> str:
-        """See `Engines`."""
-        return await self._of_one(lambda link: link.client.detokenize(token_ids))
+        return await self._query_one(lambda link: link.client.detokenize(token_ids))
 
-    async def _of_one(self, ask: Callable[[EngineLink], Awaitable[T]]) -> T:
-        """The answer of the least loaded engine, or of another one if it dies meanwhile."""
-        problem: Exception = EngineDeadError("no engine serves at this moment", "engine_dead", 1.0)
+    async def _query_one(self, query: Callable[[EngineLink], Awaitable[T]]) -> T:
+        """Return the answer of the least loaded engine, or of the next one if that dies."""
+        problem: Exception = no_engine()
         tried: set[str] = set()
-        while (choice := self._book.choose(None, (), time.monotonic(), tried)) is not None:
-            tried.add(choice.engine)
+        while (decision := self._balancer.choose(None, (), time.monotonic(), tried)) is not None:
+            tried.add(decision.engine)
             try:
-                return await ask(self._links[choice.engine])
+                return await query(self._links[decision.engine])
             except (EngineDeadError, TimeoutError) as death:
                 problem = death
         raise problem
 
-    async def _of_all(self, ask: Callable[[EngineLink], Coroutine[Any, Any, T]]) -> dict[str, T | Exception]:
-        """What each engine that can be reached answers, or the error that it answers with."""
+    async def _query_all(self, query: Callable[[EngineLink], Coroutine[Any, Any, T]]) -> dict[str, T | Exception]:
+        """Return the answer or the error of each connected engine."""
         links = [link for link in self._links.values() if link.lost_at is None]
-        answers = await asyncio.gather(*(ask(link) for link in links), return_exceptions=True)
-        told: dict[str, T | Exception] = {}
+        answers = await asyncio.gather(*(query(link) for link in links), return_exceptions=True)
+        by_name: dict[str, T | Exception] = {}
         for link, answer in zip(links, answers, strict=True):
             if isinstance(answer, BaseException) and not isinstance(answer, Exception):
                 raise answer
-            told[link.name] = answer
-        return told
+            by_name[link.name] = answer
+        return by_name

@@ -21,23 +21,23 @@ def objects():
 
 def test_objects_of_a_store_come_change_and_go(objects, tmp_path):
     root = AdapterRoot("memory://bucket/adapters")
-    assert root.look() == {} and root.remote
+    assert root.scan() == {} and root.remote
     pirate, shout = DEMO_MODEL / "adapters" / "pirate", DEMO_MODEL / "adapters" / "shout"
     objects.put(str(pirate), "/bucket/adapters/pirate", recursive=True)
-    found = root.look()
-    assert list(found) == ["pirate"] and found["pirate"].rank > 0 and root.look() == found
-    fetched = adapter_root.fetch(root.place, found["pirate"].path, found["pirate"].version, tmp_path)
+    found = root.scan()
+    assert list(found) == ["pirate"] and found["pirate"].rank > 0 and root.scan() == found
+    fetched = adapter_root.fetch(root.location, found["pirate"].path, found["pirate"].version, tmp_path)
     for each in fetched.iterdir():
         assert each.read_bytes() == (pirate / each.name).read_bytes()
     objects.put(str(shout / adapter_root.WEIGHTS), f"/bucket/adapters/pirate/{adapter_root.WEIGHTS}")
-    changed = root.look()["pirate"]
+    changed = root.scan()["pirate"]
     assert changed.version != found["pirate"].version
-    again = adapter_root.fetch(root.place, changed.path, changed.version, tmp_path)
+    again = adapter_root.fetch(root.location, changed.path, changed.version, tmp_path)
     assert (again / adapter_root.WEIGHTS).read_bytes() == (shout / adapter_root.WEIGHTS).read_bytes()
     objects.rm("/bucket/adapters/pirate", recursive=True)
-    assert root.look() == {}
+    assert root.scan() == {}
     with pytest.raises(FileNotFoundError):
-        adapter_root.fetch(root.place, changed.path, "0" * 64, tmp_path)
+        adapter_root.fetch(root.location, changed.path, "0" * 64, tmp_path)
 
 
 def test_a_store_with_versions(objects, monkeypatch):
@@ -50,7 +50,7 @@ def test_a_store_with_versions(objects, monkeypatch):
 
     monkeypatch.setattr(type(objects), "cat_file", of_version)
     objects.put(str(DEMO_MODEL / "adapters" / "pirate"), "/bucket/adapters/pirate", recursive=True)
-    assert list(AdapterRoot("memory://bucket/adapters").look()) == ["pirate"]
+    assert list(AdapterRoot("memory://bucket/adapters").scan()) == ["pirate"]
 
 
 def test_hostile_objects_of_a_store_are_no_adapters(objects, tmp_path, monkeypatch):
@@ -66,12 +66,12 @@ def test_hostile_objects_of_a_store_are_no_adapters(objects, tmp_path, monkeypat
     put("empty", weights=b"")
     put("huge", config=b" " * (adapter_root.MAX_CONFIG_BYTES + 1))
     root = AdapterRoot("memory://bucket/adapters")
-    assert root.look() == {}
+    assert root.scan() == {}
     nested = b"[" * 100_000
     put("nested", config=nested)
     put("lies", config=b'{"r": "8"}')
     put("bytes", config=b"\xff\xfe")
-    found = root.look()
+    found = root.scan()
     assert sorted(found) == ["bytes", "lies", "nested"] and {offer.rank for offer in found.values()} == {0}
     # more comes than the store had said
     monkeypatch.setattr(adapter_root, "MAX_WEIGHTS_BYTES", 3)
@@ -79,7 +79,7 @@ def test_hostile_objects_of_a_store_are_no_adapters(objects, tmp_path, monkeypat
     opened = objects.open
     monkeypatch.setattr(type(objects), "open", lambda self, *given: _Counted(opened(*given), read))
     with pytest.raises(ValueError, match="of adapter 'lies' has more than 3 bytes"):
-        adapter_root.fetch(root.place, found["lies"].path, found["lies"].version, tmp_path)
+        adapter_root.fetch(root.location, found["lies"].path, found["lies"].version, tmp_path)
     assert sum(read) == len(b'{"r": "8"}') + 4 and list(tmp_path.iterdir()) == []
 
     def broken(self, *given, **named):
@@ -87,7 +87,7 @@ def test_hostile_objects_of_a_store_are_no_adapters(objects, tmp_path, monkeypat
 
     monkeypatch.setattr(type(objects), "find", broken)
     with pytest.raises(OSError, match="memory://bucket/adapters: RuntimeError: no credentials"):
-        root.look()
+        root.scan()
 
 
 class _Counted:
@@ -113,43 +113,43 @@ def test_folders_of_a_root_come_change_and_go(tmp_path, scheme):
     place = tmp_path / "root"
     place.mkdir()
     root = AdapterRoot(f"{scheme}{place}")
-    assert root.look() == {} and root.remote == bool(scheme)
+    assert root.scan() == {} and root.remote == bool(scheme)
     shutil.copytree(DEMO_MODEL / "adapters" / "pirate", place / "pirate")
     (place / ".hidden").mkdir()
     (place / "empty").mkdir()
     (place / "file").write_text("x")
-    found = root.look()
+    found = root.scan()
     assert list(found) == ["pirate"] and found["pirate"].rank > 0
-    assert root.look() == found
+    assert root.scan() == found
     weights = place / "pirate" / "adapter_model.safetensors"
     os.utime(weights, ns=(1, 1))
-    assert root.look()["pirate"].version != found["pirate"].version
+    assert root.scan()["pirate"].version != found["pirate"].version
     shutil.rmtree(place / "pirate")
-    assert root.look() == {}
+    assert root.scan() == {}
 
 
 def test_a_remote_adapter_is_fetched_once_and_only_from_the_root(tmp_path, monkeypatch):
     place, into = tmp_path / "root", tmp_path / "into"
     shutil.copytree(DEMO_MODEL / "adapters" / "pirate", place / "pirate")
     root = AdapterRoot(f"file://{place}")
-    offer = root.look()["pirate"]
-    found = adapter_root.fetch(root.place, offer.path, offer.version, into)
+    offer = root.scan()["pirate"]
+    found = adapter_root.fetch(root.location, offer.path, offer.version, into)
     assert found.name == "pirate" and found.is_relative_to(into)
     assert (found / "adapter_model.safetensors").read_bytes() == (
         place / "pirate" / "adapter_model.safetensors"
     ).read_bytes()
     shutil.rmtree(place / "pirate")
-    assert adapter_root.fetch(root.place, offer.path, offer.version, into) == found
+    assert adapter_root.fetch(root.location, offer.path, offer.version, into) == found
     for folder, version in (
         (str(tmp_path), offer.version),
         (f"{place}/../root/pirate", offer.version),
         (offer.path, ".."),
     ):
-        with pytest.raises(ValueError, match="does not lie in the fleet's root"):
-            adapter_root.fetch(root.place, folder, version, into)
+        with pytest.raises(ValueError, match="is not in the adapters' root"):
+            adapter_root.fetch(root.location, folder, version, into)
     shutil.copytree(DEMO_MODEL / "adapters" / "pirate", place / "pirate")
     monkeypatch.setattr(adapter_root, "MAX_WEIGHTS_BYTES", 100)
     with pytest.raises(ValueError, match="has more than 100 bytes"):
-        adapter_root.fetch(root.place, offer.path, "0" * 64, into)
+        adapter_root.fetch(root.location, offer.path, "0" * 64, into)
     assert sorted(path.name for path in into.iterdir()) == [offer.version]
-    assert root.look() == {}, "what is too large is no adapter"
+    assert root.scan() == {}, "what is too large is no adapter"

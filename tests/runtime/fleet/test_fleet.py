@@ -46,13 +46,13 @@ def options(ray):
 
 def test_a_fleet_lives(ray, options):
     from sidestream.runtime.fleet.application import deploy
-    from sidestream.runtime.fleet.status import look, text
+    from sidestream.runtime.fleet.status import fleet_status, format_status
 
     deploy(options)
     door = Door(options.port)
     assert door.health()["status"] == "idle"
-    assert not door.client.get("/metrics").text.count("sidestream_engine_tokens_total"), "a look wakes nobody"
-    assert look(options.name).engines == []
+    assert not door.client.get("/metrics").text.count("sidestream_engine_tokens_total"), "it starts no engine"
+    assert fleet_status(options.name).engines == []
 
     # 0 -> 1: the request waits in place
     assert set(MODELS) <= set(door.models())
@@ -80,7 +80,7 @@ def test_a_fleet_lives(ray, options):
         try:
             streams = [pool.submit(stream, model) for model in MODELS]
             until(lambda: list(door.health()["engines"].values()).count("ok") == 2, "a second engine")
-            until(lambda: all(each.requests_open for each in look(options.name).engines), "streams on both")
+            until(lambda: all(each.requests_open for each in fleet_status(options.name).engines), "streams on both")
             os.kill(engines(f"{options.name}:engine")[0], signal.SIGKILL)
 
             # a rolling upgrade under the same streams
@@ -93,8 +93,8 @@ def test_a_fleet_lives(ray, options):
 
     # with little to do an adapter stays where it is
     def routed():
-        found = look(options.name)
-        assert found.state == "RUNNING" and f"{options.name}: RUNNING" in text(found)
+        found = fleet_status(options.name)
+        assert found.state == "RUNNING" and f"{options.name}: RUNNING" in format_status(found)
         return {each.name: each.routed.get("adapter_on_gpu", 0) for each in found.engines}
 
     before = routed()

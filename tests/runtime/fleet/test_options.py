@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 from sidestream.runtime.demo_model import DEMO_MODEL
 from sidestream.runtime.fleet.cluster import secure
+from sidestream.runtime.fleet.ingress import LoopbackOnly
 from sidestream.runtime.fleet.options import options_of, read_options, serve_settings
-from sidestream.runtime.fleet.this_machine import ThisMachine
-from sidestream.runtime.gateway.contracts import GatewayError
+from sidestream.runtime.gateway.interfaces import GatewayError
 from support.kuberay_schema import problems
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -22,15 +22,15 @@ needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ({"max-replica": 3}, "there is no key 'max-replica'; did you mean 'max-replicas'?"),
+        ({"max-replica": 3}, "unknown key 'max-replica'; did you mean 'max-replicas'?"),
         ({"min_replicas": 3}, "max-replicas = 1 is below min-replicas = 3"),
         ({"min-replicas": -1}, r"Expected `int` >= 0 - at `\$.min-replicas`"),
         ({"engine": {"max-num-seq": 3}}, "there is no option 'max_num_seq'; did you mean 'max_num_seqs'?"),
         ({"engine": {"max-num-seqs": 0}}, "max_num_seqs=0 must be an integer"),
         ({"model": "nowhere"}, "it has no config.json"),
         ({"host": "0.0.0.0"}, "can be reached from other machines"),
-        ({"gpus": 0, "engine": {"device": "cuda"}}, "leaves engines no GPU"),
-        ({"gpus": 1, "engine": {"tensor-parallel-size": 2}}, "tensor-parallel-size = 2 uses 2; leave gpus out"),
+        ({"gpus": 0, "engine": {"device": "cuda"}}, "gives engines no GPU"),
+        ({"gpus": 1, "engine": {"tensor-parallel-size": 2}}, "tensor-parallel-size = 2 uses 2; omit gpus"),
         ({"adapters-root": "nowhere"}, "nowhere"),
         ({"adapters-root": "nonsense://x"}, "Protocol not known: nonsense"),
         ({"engine-keys": "nowhere"}, "make keys with `sidestream keys curve DIR`"),
@@ -54,7 +54,7 @@ def test_a_file_is_read_with_paths_of_its_directory(tmp_path):
     assert subprocess.run(command, capture_output=True, text=True).stdout.endswith("is in order\n")
     (tmp_path / "fleet.toml").write_text("max-replicas = ")
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and "is no TOML file" in done.stderr and len(done.stderr.splitlines()) == 1
+    assert done.returncode == 2 and "is not a TOML file" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 def test_the_tokens_file_is_ours_alone(tmp_path, monkeypatch):
@@ -83,7 +83,7 @@ def test_an_engine_owns_a_gpu_for_each_of_its_ranks(monkeypatch, tmp_path):
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
     secure()
     import ray
-    from sidestream.runtime.fleet.application import lacking, resources
+    from sidestream.runtime.fleet.application import missing_resources, resources
 
     def gpus(cluster, content):
         monkeypatch.setattr(ray, "cluster_resources", lambda: cluster)
@@ -97,7 +97,9 @@ def test_an_engine_owns_a_gpu_for_each_of_its_ranks(monkeypatch, tmp_path):
 
     def said(*nodes):
         monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": each} for each in nodes])
-        return lacking(options_of({"model": str(DEMO_MODEL), "gpus": 2, "engine": two}, tmp_path, "fleet.toml"))
+        return missing_resources(
+            options_of({"model": str(DEMO_MODEL), "gpus": 2, "engine": two}, tmp_path, "fleet.toml")
+        )
 
     assert said({"CPU": 8.0}, {"CPU": 8.0, "GPU": 4.0}) == ""
     assert said({"CPU": 8.0, "GPU": 1.0}, {"CPU": 0.5, "GPU": 1.0}).startswith("no node of this Ray has 2 GPUs for an")
@@ -113,7 +115,7 @@ def test_serve_run_takes_the_application(tmp_path, monkeypatch):
 
     (tmp_path / "fleet.toml").write_text("max-replicas = 3\n")
     assert isinstance(app({}), Application) and isinstance(app({"fleet": str(tmp_path / "fleet.toml")}), Application)
-    with pytest.raises(ValueError, match="there is no argument 'flet'; give fleet=FILE"):
+    with pytest.raises(ValueError, match="unknown argument 'flet'; give fleet=FILE"):
         app({"flet": "fleet.toml"})
     (tmp_path / "fleet.toml").write_text("max-replica = 3\n")
     with pytest.raises(ValueError, match="did you mean 'max-replicas'"):
@@ -142,16 +144,16 @@ def test_a_fleet_that_does_not_come_up_says_why(monkeypatch, tmp_path):
     monkeypatch.setattr(serve, "run", run)
     stack = 'It failed 3 times.\n  File "x.py", line 1\nRuntimeError: max_num_seqs=9 is more than there is memory for\n'
     deployments(ingress=("HEALTHY", ""), engine=("DEPLOY_FAILED", stack))
-    with pytest.raises(ValueError, match="'sidestream' did not come up: max_num_seqs=9 is more than"):
+    with pytest.raises(ValueError, match="'sidestream' did not start: max_num_seqs=9 is more than"):
         deploy(options_of({}, tmp_path, "fleet.toml"))
     deployments(ingress=("HEALTHY", ""), engine=("DEPLOY_FAILED", ""))
-    with pytest.raises(ValueError, match="did not come up: Failed to update the deployments"):
+    with pytest.raises(ValueError, match="did not start: Failed to update the deployments"):
         deploy(options_of({}, tmp_path, "fleet.toml"))
 
 
 @needs_ray
 def test_files_of_engines_that_ended_go(tmp_path):
-    from sidestream.runtime.fleet.private_address import leave, sweep
+    from sidestream.runtime.fleet.engine_process import remove_files, remove_stale_files
     from sidestream.runtime.protocol.addresses import AddressLock, parse
 
     def made(name):
@@ -163,20 +165,20 @@ def test_files_of_engines_that_ended_go(tmp_path):
     killed.release()
     over.release()
     (tmp_path / "engine.sock.lock").touch()
-    leave(ended)
-    sweep(alive)
+    remove_files(ended)
+    remove_stale_files(alive)
     names = ["engine.sock.lock", "fleet-alive.sock", "fleet-alive.sock.lock"]
     assert sorted(path.name for path in tmp_path.iterdir()) == [*names, "fleet-killed.sock", "fleet-killed.sock.lock"]
-    sweep(alive, old_seconds=0.0)
+    remove_stale_files(alive, old_seconds=0.0)
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     held.release()
 
 
 def test_a_fleet_without_keys_serves_its_own_machine_only():
-    door = ThisMachine()
+    door = LoopbackOnly()
     assert all(door.identify(None, host) for host in ("127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1"))
     for host in ("192.0.2.7", "::ffff:192.0.2.7", "2001:db8::1", "", "localhost"):
-        with pytest.raises(GatewayError, match="no keys, so it serves its own machine only") as refused:
+        with pytest.raises(GatewayError, match="no keys, so it serves only its own machine") as refused:
             door.identify(None, host)
         assert refused.value.status == 403
 
@@ -185,7 +187,7 @@ def test_a_fleet_without_keys_serves_its_own_machine_only():
 def test_engines_are_wanted_by_requests_and_tokens(monkeypatch, tmp_path):
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
     secure()
-    from sidestream.runtime.fleet.policy import LoadPolicy
+    from sidestream.runtime.fleet.autoscaling import LoadPolicy
 
     def wanted(policy, requests, tokens, queued=0.0):
         metrics = {"requests": dict(enumerate(requests)), "tokens": dict(enumerate(tokens))}

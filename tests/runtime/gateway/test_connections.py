@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from sidestream.runtime.gateway.serving import bounds
+from sidestream.runtime.gateway import connections
 from support.gateway import FakeEngines, listening
 
 Place = tuple[str, int]
@@ -59,8 +59,8 @@ def test_pipelined_requests_are_answered_in_order() -> None:
 
 
 def test_a_half_header_and_an_unread_answer_do_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounds, "HEADER_SECONDS", 0.2)
-    monkeypatch.setattr(bounds, "WRITE_SECONDS", 0.2)
+    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.2)
+    monkeypatch.setattr(connections, "WRITE_SECONDS", 0.2)
     with listening(FakeEngines()) as place:
         with connected(place) as silent, connected(place) as slow:
             for letter in ASK:

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
-from ....runtime.gateway.serving.process import listen, server_config, url_of
+from ....runtime.gateway.server_process import listen, server_config, url_of
 from ....runtime.gateway.settings import GatewaySettings
 
 

@@ -224,7 +224,7 @@ def engine_summary(pairs: Sequence[tuple[dict[str, float], dict[str, float]]]) -
 def run(options: argparse.Namespace) -> int:
     """Start the engine and the gateway, and measure."""
     from ....runtime.client.client import Client
-    from ....runtime.gateway.serving.process import listen, url_of
+    from ....runtime.gateway.server_process import listen, url_of
     from ....runtime.gateway.settings import GatewaySettings
     from ....runtime.server.settings import ServeSettings
     from ....runtime.server.supervisor import Supervisor
@@ -255,7 +255,7 @@ def run(options: argparse.Namespace) -> int:
         )
         listener = listen("127.0.0.1", 0)
         url = url_of(listener)
-        command = [sys.executable, "-m", "sidestream.runtime.gateway.serving.process"]
+        command = [sys.executable, "-m", "sidestream.runtime.gateway.server_process"]
         front = GatewayProcess(command, lambda engines: GatewaySettings(engines=engines, port=0), listener)
         supervisor = Supervisor(settings, print_line=lambda line: None, gateway=front)
         problem: list[BaseException] = []

@@ -101,7 +101,7 @@ def gateway_of(server: int) -> int | None:
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # the process may have ended
             parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
-            if int(parent) == server and "gateway.serving.process" in (process / "cmdline").read_text():
+            if int(parent) == server and "gateway.server_process" in (process / "cmdline").read_text():
                 return int(process.name)
     return None
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from ....runtime.api.sampling_params import SamplingParams
 from ....runtime.demo_model import DEMO_MODEL
-from ....runtime.gateway.contracts import EngineRequest
+from ....runtime.gateway.interfaces import EngineRequest
 from ....runtime.gateway.router.router import Router
 from .served import ServedDemo
 

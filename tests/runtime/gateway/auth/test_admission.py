@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 from sidestream.runtime.gateway.auth import keys_file
-from sidestream.runtime.gateway.auth.admission import KeyAdmission, LoggedAdmission
-from sidestream.runtime.gateway.auth.keys import Key, KeyBook
+from sidestream.runtime.gateway.auth.admission import KeyAdmission
+from sidestream.runtime.gateway.auth.keys import Key, KeyStore
 from sidestream.runtime.gateway.auth.limits import DAY
 from sidestream.runtime.gateway.auth.usage_log import UsageLog
-from sidestream.runtime.gateway.contracts import Caller, GatewayError, Ticket, UsageRecord
+from sidestream.runtime.gateway.interfaces import Caller, GatewayError, Ticket, UsageRecord
 
 
 class Clock:
@@ -31,7 +31,7 @@ class House:
     def __init__(self, path: Path, log: UsageLog | None = None) -> None:
         self.path, self.clock = path, Clock()
         self.keys = {"first": keys_file.add(path, Key("first", "", "somebody"))} if not path.exists() else {}
-        self.admission = KeyAdmission(KeyBook(path), log, self.clock.now, self.clock.wall)
+        self.admission = KeyAdmission(KeyStore(path), log, self.clock.now, self.clock.wall)
 
     def caller(self, name: str, **rights: object) -> Caller:
         """Who has a new key with these rights."""
@@ -156,11 +156,10 @@ def test_todays_tokens_survive_a_restart(tmp_path: Path) -> None:
     house = House(tmp_path / "keys.toml")
     caller = house.caller("a", tokens_per_day=100)
     log = UsageLog(tmp_path / "usage.db")
-    logged = LoggedAdmission(house.admission, log)
-    assert logged.identify(f"Bearer {house.keys['a']}", "") == caller and logged.may_use(caller, "llama")
-    ticket = logged.admit(caller, "llama", 10, 90, 1, 4096)
+    ticket = house.admit(caller, 10, 90)
     assert ticket.max_tokens == 90 and ticket.headers["x-ratelimit-limit-tokens"] == "100"
     ticket.finish(record(10, 50))
+    log.put(record(10, 50))
     log.put(record(1000, 1000, time=20_000 * DAY - 1))  # yesterday's
     log.close()
 

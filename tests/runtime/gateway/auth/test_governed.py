@@ -15,17 +15,16 @@ from typing import Any
 import httpx
 import pytest
 from sidestream.runtime.api.errors import EngineDeadError
+from sidestream.runtime.gateway.app import build_app
 from sidestream.runtime.gateway.auth import keys_file
-from sidestream.runtime.gateway.auth.admission import KeyAdmission, LoggedAdmission
-from sidestream.runtime.gateway.auth.keys import Key, KeyBook
-from sidestream.runtime.gateway.auth.payloads import PayloadLog
-from sidestream.runtime.gateway.auth.usage_log import UsageLog
+from sidestream.runtime.gateway.auth.admission import KeyAdmission
+from sidestream.runtime.gateway.auth.keys import Key, KeyStore
+from sidestream.runtime.gateway.auth.usage_log import PayloadLog, UsageLog
 from sidestream.runtime.gateway.auth.usage_report import report
-from sidestream.runtime.gateway.contracts import AdapterCard, EngineRequest
+from sidestream.runtime.gateway.interfaces import AdapterCard, EngineRequest
 from sidestream.runtime.gateway.metrics.access_log import AccessLog
 from sidestream.runtime.gateway.metrics.metrics import Metrics
-from sidestream.runtime.gateway.metrics.watch import Watch
-from sidestream.runtime.gateway.serving.app import build_app
+from sidestream.runtime.gateway.metrics.observers import CompositeObserver
 from sidestream.runtime.gateway.settings import GatewaySettings
 from sidestream.runtime.protocol.messages import Chunk
 from support.gateway import FakeEngines, events, gateway
@@ -45,9 +44,10 @@ class Governed:
         self.add("root", admin=True)
         self.log = UsageLog(self.folder / "usage.db")
         self.access = AccessLog(self.folder / "access.log")
-        keys = KeyAdmission(KeyBook(self.folder / "keys.toml"), self.log, lambda: self.clock, lambda: self.clock)
-        self.admission = LoggedAdmission(keys, self.log)
-        self.observer = Watch(Metrics(), [self.access, PayloadLog(self.log)])
+        self.admission = KeyAdmission(
+            KeyStore(self.folder / "keys.toml"), self.log, lambda: self.clock, lambda: self.clock
+        )
+        self.observer = CompositeObserver(Metrics(), [self.log, self.access, PayloadLog(self.log)])
 
     def add(self, name: str, **rights: Any) -> None:
         self.secrets[name] = keys_file.add(self.folder / "keys.toml", Key(name, "", f"{name}-team", **rights))

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sidestream.runtime.gateway.auth import keys_file
-from sidestream.runtime.gateway.auth.keys import Key, KeyBook, KeysFileError, hash_of, parse
+from sidestream.runtime.gateway.auth.keys import Key, KeysFileError, KeyStore, hash_of, parse
 from sidestream.tools.cli import main
 
 
@@ -31,7 +31,7 @@ def test_a_key_is_found_by_itself_and_not_stored(path: Path) -> None:
     key = added(path, models=("llama", "sql-*"), tokens_per_minute=1000, admin=True)
     assert re.fullmatch(r"sk-sidestream-[A-Za-z0-9_-]{43}", key)
     assert key not in path.read_text() and path.stat().st_mode & 0o777 == 0o600
-    book = KeyBook(path)
+    book = KeyStore(path)
     found = book.find(key)
     assert found is not None and found.owner == "search" and found.tokens_per_minute == 1000 and found.admin
     for other in (key[:-1], key + "x", key.lower(), "", hash_of(key), "\udcff"):
@@ -40,7 +40,7 @@ def test_a_key_is_found_by_itself_and_not_stored(path: Path) -> None:
 
 def test_a_revoked_key_is_not_found_at_the_next_look(path: Path) -> None:
     keys = {name: added(path, name) for name in ("one", "two", "three")}
-    book = KeyBook(path)
+    book = KeyStore(path)
     assert all(book.find(key) for key in keys.values())
     assert keys_file.revoke(path, "two").name == "two"
     assert book.find(keys["two"]) is None
@@ -52,7 +52,7 @@ def test_changes_within_one_tick_of_the_clock_are_seen(path: Path) -> None:
     """Two writes to one file of one size, with one time: only the content tells them apart."""
     added(path)
     now = path.stat()
-    book = KeyBook(path)
+    book = KeyStore(path)
     assert "one" in book.keys
     path.write_text(path.read_text().replace("keys.one", "keys.two"))
     os.utime(path, ns=(now.st_atime_ns, now.st_mtime_ns))
@@ -63,8 +63,8 @@ def test_changes_within_one_tick_of_the_clock_are_seen(path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "mode", "said"),
     [
-        ("[keys.one", 0o600, "no TOML"),
-        ("[keys.one]\nhash = 1", 0o600, "hash is missing or no string"),
+        ("[keys.one", 0o600, "not valid TOML"),
+        ("[keys.one]\nhash = 1", 0o600, "hash is missing or not a string"),
         (None, 0o600, "No such file"),
         ("", 0o666, "chmod 600"),
         ("#" * (1 << 20) + "\n", 0o600, "larger than"),
@@ -75,7 +75,7 @@ def test_a_broken_file_keeps_the_old_keys(
 ) -> None:
     key = added(path)
     good = path.read_bytes()
-    book = KeyBook(path)
+    book = KeyStore(path)
     if content is None:
         path.unlink()
     else:
@@ -96,9 +96,13 @@ def test_a_book_is_not_made_of_what_is_no_keys_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "open").touch(0o600)
     (tmp_path / "open").chmod(0o620)
-    for name, said in (("pipe", "regular file"), ("missing", "sidestream keys http add"), ("open", "others may write")):
+    for name, said in (
+        ("pipe", "regular file"),
+        ("missing", "sidestream keys http add"),
+        ("open", "may write"),
+    ):
         with pytest.raises(KeysFileError, match=said):
-            KeyBook(tmp_path / name)
+            KeyStore(tmp_path / name)
 
 
 HASH = hash_of("k")
@@ -113,15 +117,18 @@ HASH = hash_of("k")
         ('[keys."a b"]\nhash="x"\nowner="o"', "letters, digits"),
         (f'[keys.one]\nhash="{HASH}"', "owner is missing"),
         ('[keys.one]\nhash="md5:00"\nowner="o"', "sha256:"),
-        (f'[keys.one]\nhash="{HASH}"\nowner="o\\nx"', "owner has"),
+        (f'[keys.one]\nhash="{HASH}"\nowner="o\\nx"', "owner must have"),
         (f'[keys.one]\nhash="{HASH}"\nowner="o"\nmodels="all"', "models must be a list"),
         (f'[keys.one]\nhash="{HASH}"\nowner="o"\nmodels=["(a"]', "models must be a list"),
         (f'[keys.one]\nhash="{HASH}"\nowner="o"\ntokens_per_minute=0', "tokens_per_minute must be"),
         (f'[keys.one]\nhash="{HASH}"\nowner="o"\ntokens_per_minute=true', "tokens_per_minute must be"),
         (f'[keys.one]\nhash="{HASH}"\nowner="o"\nadmin="yes"', "admin must be"),
         (f'[keys.one]\nhash="{HASH}"\nowner="o"\nexpires="tomorrow"', "expires must be a date"),
-        (f'[keys.one]\nhash="{HASH}"\nowner="o"\ntoken_per_minute=1', "'token_per_minute' is not known"),
-        (f'[keys.one]\nhash="{HASH}"\nowner="o"\n[keys.two]\nhash="{HASH}"\nowner="o"', "one and two have one hash"),
+        (f'[keys.one]\nhash="{HASH}"\nowner="o"\ntoken_per_minute=1', "'token_per_minute' is unknown"),
+        (
+            f'[keys.one]\nhash="{HASH}"\nowner="o"\n[keys.two]\nhash="{HASH}"\nowner="o"',
+            "have the same hash",
+        ),
     ],
 )
 def test_an_entry_that_cannot_be_used_is_named(text: str, said: str, path: Path) -> None:
@@ -143,7 +150,7 @@ def test_no_pattern_allows_nothing_and_long_patterns_take_linear_time() -> None:
 def test_an_entry_expires(path: Path) -> None:
     moment = datetime(2030, 1, 1, tzinfo=UTC)
     added(path, expires=moment)
-    key = KeyBook(path).keys["one"]
+    key = KeyStore(path).keys["one"]
     assert key.expired(moment) and not key.expired(moment - timedelta(seconds=1))
     plain = parse(f'[keys.one]\nhash="{HASH}"\nowner="o"\nexpires=2030-01-01'.encode(), path)["one"]
     assert plain.expires == moment
@@ -176,7 +183,7 @@ def test_changes_at_one_time_lose_nothing(path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         keys = dict(zip(map(str, range(24)), pool.map(lambda name: added(path, str(name)), range(24)), strict=True))
         list(pool.map(lambda name: keys_file.revoke(path, str(name)), range(0, 24, 2)))
-    book = KeyBook(path)
+    book = KeyStore(path)
     assert {name for name, key in keys.items() if book.find(key)} == {str(name) for name in range(1, 24, 2)}
     assert sorted(os.listdir(path.parent)) == ["keys.toml", "keys.toml.lock"]
 
@@ -186,7 +193,7 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
     link = tmp_path / "keys.toml"
     link.symlink_to(tmp_path / "real" / "keys.toml")
     key = added(link)
-    assert link.is_symlink() and KeyBook(link).find(key)
+    assert link.is_symlink() and KeyStore(link).find(key)
 
 
 def test_the_example_of_the_page_is_a_keys_file(path: Path) -> None:
@@ -207,7 +214,7 @@ def test_the_commands(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr()
     key = said.out.strip()
     assert said.out == key + "\n" and "shown only now" in said.err and key not in said.err
-    found = KeyBook(path).find(key)
+    found = KeyStore(path).find(key)
     assert found is not None and found.models == ("llama", "sql-*") and found.requests_per_minute == 60
     assert found.expires is not None and found.created is not None
     assert found.expires - found.created == timedelta(days=90)
@@ -218,7 +225,7 @@ def test_the_commands(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "search-1" in listed and "sql-*" in listed and "60 requests/min" in listed and "team-" in listed
 
     assert main(["keys", "http", "revoke", str(path), "search-1"]) == 0
-    assert KeyBook(path).find(key) is None
+    assert KeyStore(path).find(key) is None
     for wrong, said_of in (
         (["keys", "http", "revoke", str(path), "search-1"], "has no key 'search-1'"),
         (["keys", "http", "revoke", str(path) + "x", "search-1"], "no such file"),
@@ -243,7 +250,7 @@ def test_a_key_is_revoked_by_its_name_or_by_an_owner_who_has_one(
              for owner in ("ops", "web")}  # fmt: skip
     capsys.readouterr()
     for asked, words in (
-        ("ops", ["owner 'ops' has 2 keys; name one of them", *names["ops"]]),
+        ("ops", ["owner 'ops' has 2 keys; give one of their names", *names["ops"]]),
         ("web-1", ["has no key 'web-1'", f"{names['web'][0]} of web", f"{names['ops'][1]} of ops"]),
     ):
         assert main(["keys", "http", "revoke", str(path), asked]) == 2
@@ -254,4 +261,4 @@ def test_a_key_is_revoked_by_its_name_or_by_an_owner_who_has_one(
     assert main(["keys", "http", "revoke", str(path), "ops"]) == 0, "of one key the owner is enough"
     assert parse(path.read_bytes(), path) == {}
     capsys.readouterr()
-    assert main(["keys", "http", "revoke", str(path), "ops"]) == 2 and "it has none" in capsys.readouterr().err
+    assert main(["keys", "http", "revoke", str(path), "ops"]) == 2 and "it has no keys" in capsys.readouterr().err

@@ -9,12 +9,12 @@ from sidestream.runtime.gateway.auth.limits import (
     DAY,
     Account,
     Limits,
+    LimitStatus,
     Refusal,
     Reservation,
-    Standing,
     Window,
     duration,
-    headers,
+    limit_headers,
 )
 
 
@@ -79,7 +79,7 @@ def test_what_was_reserved_and_not_used_is_given_back(requests: list[Asked]) -> 
         held.append((one, request.used))
     for one, used in reversed(held):
         account.settle(one, used, 50.0, 50.0)
-    standing = account.tokens(limits, 50.0, 50.0)
+    standing = account.token_status(limits, 50.0, 50.0)
     assert standing is not None and standing.remaining == 10_000 - sum(request.used for request in requests)
 
 
@@ -118,7 +118,7 @@ def test_a_day_ends_at_midnight_utc() -> None:
     assert isinstance(held, Reservation)
     assert isinstance(account.reserve(limits, 100, 500.0, evening + 400), Reservation)
     account.settle(held, 0, 500.0, evening + 400)  # of yesterday: today's count is not made smaller
-    assert account.tokens(limits, 500.0, evening + 400) == Standing(100, 0, DAY)
+    assert account.token_status(limits, 500.0, evening + 400) == LimitStatus(100, 0, DAY)
 
 
 def test_what_can_never_be_admitted_is_told_apart() -> None:
@@ -131,13 +131,13 @@ def test_more_than_was_reserved_is_added_and_waited_for() -> None:
     held = account.reserve(limits, 50, 0.0, 0.0)
     assert isinstance(held, Reservation)
     account.settle(held, 130, 30.0, 30.0)
-    assert account.tokens(limits, 30.0, 30.0) == Standing(100, 0, 61.0)
+    assert account.token_status(limits, 30.0, 30.0) == LimitStatus(100, 0, 61.0)
     assert isinstance(account.reserve(limits, 20, 60.5, 60.5), Refusal)
     assert isinstance(account.reserve(limits, 20, 61.0, 61.0), Reservation)
 
 
 def test_headers_are_spelled_as_openai_spells_them() -> None:
-    assert headers(Standing(60, 59, 1.0), Standing(150_000, 149_984, 360.0)) == {
+    assert limit_headers(LimitStatus(60, 59, 1.0), LimitStatus(150_000, 149_984, 360.0)) == {
         "x-ratelimit-limit-requests": "60",
         "x-ratelimit-remaining-requests": "59",
         "x-ratelimit-reset-requests": "1s",
@@ -145,7 +145,7 @@ def test_headers_are_spelled_as_openai_spells_them() -> None:
         "x-ratelimit-remaining-tokens": "149984",
         "x-ratelimit-reset-tokens": "6m0s",
     }
-    assert headers(None, None) == {}
+    assert limit_headers(None, None) == {}
     assert [duration(seconds) for seconds in (0, 0.12, 59.1, 60, 86_399)] == [
         "0ms",
         "120ms",

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from sidestream.runtime.gateway.contracts import GatewayError
-from sidestream.runtime.gateway.serving.parts import make_parts
+from sidestream.runtime.gateway.app import make_components
+from sidestream.runtime.gateway.interfaces import GatewayError
 from sidestream.runtime.gateway.settings import GatewaySettings
 from sidestream.tools.cli import main
 
@@ -128,7 +128,7 @@ def the_day_survives_a_restart(engine: str, folder: Path, key: str) -> None:
     """Another gateway with the same log knows the 46 tokens of key `one`."""
     keys, log = folder / "keys.toml", folder / "usage.db"
     keys.write_text(keys.read_text().replace("tokens_per_minute", "tokens_per_day"))
-    parts = make_parts(GatewaySettings(engines=[engine], keys=str(keys), usage_log=str(log)))
+    parts = make_components(GatewaySettings(engines=[engine], keys=str(keys), usage_log=str(log)))
     caller = parts.admission.identify(f"Bearer {key}", "127.0.0.1")
     with pytest.raises(GatewayError, match="60 tokens per day"):
         parts.admission.admit(caller, "pirate", 3, 12, 1, 256)

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 from sidestream.runtime.api.sampling_params import SamplingParams
-from sidestream.runtime.gateway.auth import payloads
-from sidestream.runtime.gateway.auth.payloads import PayloadLog
-from sidestream.runtime.gateway.contracts import Caller, Exchange, UsageRecord
+from sidestream.runtime.gateway.auth import usage_log as payloads
+from sidestream.runtime.gateway.auth.usage_log import PayloadLog
+from sidestream.runtime.gateway.interfaces import AdmittedRequest, Caller, UsageRecord
 from sidestream.runtime.protocol.messages import Chunk
 
-EXCHANGE = Exchange(
+EXCHANGE = AdmittedRequest(
     "r1", "/v1/completions", Caller("search"), "", "sql", "sql", True, ["héllo", [1, 2, 3]], SamplingParams(n=2),
     started=7.0,
 )  # fmt: skip
@@ -28,13 +28,13 @@ class Kept:
         self.records.append(record)
 
 
-def told(exchange: Exchange) -> dict[str, Any]:
+def told(exchange: AdmittedRequest) -> dict[str, Any]:
     kept = Kept()
     log = PayloadLog(kept)  # type: ignore[arg-type]
-    log.begun(exchange)
+    log.on_admitted(exchange)
     for place, index, text in ((0, 0, "on"), (1, 1, "fo"), (0, 1, "two"), (0, 0, "e"), (1, 1, "ur"), (1, 0, "")):
-        log.arrived(exchange, place, [Chunk("r1", index, 0, text, [1])], 0.1)
-    log.finished(exchange, RECORD)
+        log.on_chunks(exchange, place, [Chunk("r1", index, 0, text, [1])], 0.1)
+    log.on_finished(exchange, RECORD)
     (payload,) = kept.records
     assert (payload.time, payload.request_id, payload.owner) == (7.0, "r1", "search")
     found: dict[str, Any] = json.loads(payload.payload)
@@ -63,6 +63,6 @@ def test_what_is_too_long_is_cut_and_says_so(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_request_without_an_answer_is_kept_too() -> None:
     kept = Kept()
     log = PayloadLog(kept)  # type: ignore[arg-type]
-    log.begun(EXCHANGE)
-    log.finished(EXCHANGE, replace(RECORD, status=503, output_tokens=0))
+    log.on_admitted(EXCHANGE)
+    log.on_finished(EXCHANGE, replace(RECORD, status=503, output_tokens=0))
     assert json.loads(kept.records[0].payload)["answers"] == [{}, {}]

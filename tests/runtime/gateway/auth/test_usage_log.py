@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 from sidestream.runtime.gateway.auth import usage_log
+from sidestream.runtime.gateway.auth.usage_database import Payload, UsageLogError, open_to_write
 from sidestream.runtime.gateway.auth.usage_log import UsageLog
 from sidestream.runtime.gateway.auth.usage_report import report
-from sidestream.runtime.gateway.auth.usage_schema import Payload, UsageLogError, open_to_write
-from sidestream.runtime.gateway.contracts import UsageRecord
+from sidestream.runtime.gateway.interfaces import UsageRecord
 from sidestream.tools.cli import main
 
 NOON = 1_900_000_000.0
@@ -64,7 +64,7 @@ def test_every_record_is_written_with_all_its_columns(tmp_path: Path) -> None:
 
 def test_what_is_older_than_the_days_asked_for_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, day, clock = tmp_path / "usage.db", 86400.0, [NOON]
-    monkeypatch.setattr(usage_log, "FORGET_SECONDS", 0.02)
+    monkeypatch.setattr(usage_log, "DELETE_SECONDS", 0.02)
     with logging_to(path) as log:
         for index in range(3000):
             log.put(replace(RECORD, time=NOON - 10 * day, request_id=str(index)))
@@ -182,8 +182,8 @@ def test_what_is_no_usage_log_is_refused(tmp_path: Path) -> None:
     with closing(sqlite3.connect(newer)) as connection:
         connection.execute("PRAGMA user_version = 3")
     for path, said in (
-        (text, "is no usage log"),
-        (other, "something else"),
+        (text, "is not a usage log"),
+        (other, "another kind of database"),
         (newer, "version 3"),
         (tmp_path, "directory"),
         (tmp_path / "no" / "folder.db", "No such file"),

@@ -14,11 +14,11 @@ from typing import Any
 
 import httpx
 import pytest
-from sidestream.runtime.gateway.auth import usage_schema
+from sidestream.runtime.gateway.auth import usage_database
+from sidestream.runtime.gateway.auth.usage_database import UsageLogError, open_to_write, tokens_since
 from sidestream.runtime.gateway.auth.usage_log import UsageLog
 from sidestream.runtime.gateway.auth.usage_report import report
-from sidestream.runtime.gateway.auth.usage_schema import UsageLogError, open_to_write, tokens_since
-from sidestream.runtime.gateway.contracts import UsageRecord
+from sidestream.runtime.gateway.interfaces import UsageRecord
 from sidestream.tools.cli import main
 
 NOON = 1_900_000_000.0
@@ -74,7 +74,7 @@ def test_an_older_log_gets_the_columns_and_keeps_its_rows(old: Path, tmp_path: P
     log.put(replace(RECORD, request_id="c", draft_tokens=9, accepted_tokens=7))
     log.close()
     version, rows, payloads = content(old)
-    assert (version, payloads) == (usage_schema.VERSION, 1)
+    assert (version, payloads) == (usage_database.VERSION, 1)
     assert rows[:2] == [(*row, 0, 0) for row in before]
     assert rows[2][2] == "c" and rows[2][-2:] == (9, 7)
     UsageLog(tmp_path / "new.db").close()
@@ -94,7 +94,7 @@ def test_an_older_log_is_read_as_it_is(old: Path, capsys: pytest.CaptureFixture[
         (None, 5, 0, 0),
         ("sql", 5, 0, 0),
     ]
-    connection = usage_schema.open_to_read(old)
+    connection = usage_database.open_to_read(old)
     assert tokens_since(connection, 0.0) == {"search-1": 30}
     connection.close()
     assert old.read_bytes() == bytes_before
@@ -116,12 +116,12 @@ def test_gateways_that_open_an_older_log_together_upgrade_it_once(old: Path) -> 
     for thread in threads:
         thread.join()
     version, rows, _ = content(old)
-    assert not problems and version == usage_schema.VERSION and len(rows) == 2
+    assert not problems and version == usage_database.VERSION and len(rows) == 2
 
 
 def test_an_upgrade_that_fails_leaves_the_log_as_it_was(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, before, _ = content(old)
-    monkeypatch.setattr(usage_schema, "_UPGRADE", (*usage_schema._UPGRADE[:2], "ALTER TABLE nothing ADD COLUMN x"))
+    monkeypatch.setattr(usage_database, "_UPGRADE", (*usage_database._UPGRADE[:2], "ALTER TABLE nothing ADD COLUMN x"))
     with pytest.raises(sqlite3.OperationalError):
         open_to_write(old)
     assert content(old)[:2] == (1, before)

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 from sidestream.runtime.api.sampling_params import SamplingParams
-from sidestream.runtime.gateway.contracts import Caller, Exchange, HttpAnswer, UsageRecord
+from sidestream.runtime.gateway.interfaces import AdmittedRequest, Caller, HttpExchange, UsageRecord
 from sidestream.runtime.gateway.metrics import access_log
 from sidestream.runtime.gateway.metrics.access_log import AccessLog
 
-EXCHANGE = Exchange("r1", "/v1/completions", Caller("o", "k"), "::1", "sql", "sql", True, ["secret"], SamplingParams())
+EXCHANGE = AdmittedRequest(
+    "r1", "/v1/completions", Caller("o", "k"), "::1", "sql", "sql", True, ["secret"], SamplingParams()
+)
 RECORD = UsageRecord(1e9, "r1", "/v1/completions", "o", "k", "llama", "sql", "aa", 10, 5, 4, 0.25, 1.25, 200)
-ANSWER = HttpAnswer(
+ANSWER = HttpExchange(
     1_900_000_000.25, "r1", "POST", "/v1/completions", "/v1/completions", 200, 1.3, 99, "10.0.0.1", "search"
 )
 
@@ -26,10 +28,10 @@ def lines(path: Path) -> list[dict[str, object]]:
 
 def test_a_line_tells_the_exchange_and_its_usage(tmp_path: Path) -> None:
     log = AccessLog(tmp_path / "access.log")
-    log.begun(EXCHANGE)
-    log.finished(EXCHANGE, RECORD)
-    log.answered(ANSWER)
-    log.answered(replace(ANSWER, request_id="r2", method="GET", path="/health\n{\udcff" + "x" * 9999, owner=""))
+    log.on_admitted(EXCHANGE)
+    log.on_finished(EXCHANGE, RECORD)
+    log.on_http_exchange(ANSWER)
+    log.on_http_exchange(replace(ANSWER, request_id="r2", method="GET", path="/health\n{\udcff" + "x" * 9999, owner=""))
     log.close()
     first, second = lines(tmp_path / "access.log")
     assert first == {
@@ -45,9 +47,9 @@ def test_a_line_tells_the_exchange_and_its_usage(tmp_path: Path) -> None:
 def test_two_open_requests_may_have_one_id(tmp_path: Path) -> None:
     log = AccessLog(tmp_path / "access.log")
     for tokens in (5, 7):
-        log.finished(EXCHANGE, replace(RECORD, output_tokens=tokens))
+        log.on_finished(EXCHANGE, replace(RECORD, output_tokens=tokens))
     for _ in range(3):
-        log.answered(ANSWER)
+        log.on_http_exchange(ANSWER)
     log.close()
     assert [line.get("output_tokens") for line in lines(tmp_path / "access.log")] == [7, 5, None]
 
@@ -55,11 +57,11 @@ def test_two_open_requests_may_have_one_id(tmp_path: Path) -> None:
 def test_a_file_that_was_moved_away_is_made_again(tmp_path: Path) -> None:
     path = tmp_path / "access.log"
     log = AccessLog(path)
-    log.answered(ANSWER)
+    log.on_http_exchange(ANSWER)
     while not path.read_text():
         threading.Event().wait(0.005)
     path.rename(tmp_path / "access.log.1")
-    log.answered(replace(ANSWER, request_id="r2"))
+    log.on_http_exchange(replace(ANSWER, request_id="r2"))
     log.close()
     assert [line["request_id"] for line in lines(tmp_path / "access.log.1")] == ["r1"]
     assert [line["request_id"] for line in lines(path)] == ["r2"] and log.dropped == 0
@@ -70,7 +72,7 @@ def test_a_stuck_pipe_drops_lines_and_holds_up_nobody(tmp_path: Path) -> None:
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     log = AccessLog(tmp_path / "pipe", max_queued=10)
     for _ in range(2000):  # a pipe holds 64 KiB, and nobody reads
-        log.answered(ANSWER)
+        log.on_http_exchange(ANSWER)
     assert log.dropped > 0
     os.set_blocking(reader, True)
     drain = threading.Thread(target=lambda: [None for _ in iter(lambda: os.read(reader, 65536), b"")])
@@ -93,7 +95,7 @@ def stuck(folder: Path) -> tuple[AccessLog, int, int]:
     os.set_blocking(reader, True)
     sent = 0
     while log.dropped == 0:
-        log.answered(ANSWER)
+        log.on_http_exchange(ANSWER)
         sent += 1
     return log, sent, reader
 
@@ -125,7 +127,7 @@ def test_a_pipe_that_nobody_reads_keeps_no_gateway_from_its_end(
 
 def test_stdout_is_the_default(capsys: pytest.CaptureFixture[str]) -> None:
     log = AccessLog(None)
-    log.answered(ANSWER)
+    log.on_http_exchange(ANSWER)
     log.close()
     assert json.loads(capsys.readouterr().out)["request_id"] == "r1"
 

@@ -18,18 +18,16 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from sidestream.runtime.gateway.app import build_app, component_values
 from sidestream.runtime.gateway.auth import keys_file
-from sidestream.runtime.gateway.auth.admission import LoggedAdmission
-from sidestream.runtime.gateway.auth.keys import Key, KeyBook
+from sidestream.runtime.gateway.auth.admission import NoAuth
+from sidestream.runtime.gateway.auth.keys import Key, KeyStore
 from sidestream.runtime.gateway.auth.usage_log import UsageLog
-from sidestream.runtime.gateway.contracts import Admission
+from sidestream.runtime.gateway.interfaces import Admission
 from sidestream.runtime.gateway.metrics.metrics import Metrics
+from sidestream.runtime.gateway.metrics.observers import CompositeObserver
 from sidestream.runtime.gateway.metrics.tracing import Tracing, exporting_to
-from sidestream.runtime.gateway.metrics.watch import Watch
 from sidestream.runtime.gateway.router.router import Router
-from sidestream.runtime.gateway.serving.app import build_app
-from sidestream.runtime.gateway.serving.open_door import OpenDoor
-from sidestream.runtime.gateway.serving.parts import numbers
 from sidestream.runtime.gateway.settings import GatewaySettings
 from support.listening import listening
 from support.serving import Server, serve_fake
@@ -46,7 +44,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @asynccontextmanager
-async def ready(server: Server, observer: Watch, admission: Admission) -> AsyncIterator[httpx.AsyncClient]:
+async def ready(server: Server, observer: CompositeObserver, admission: Admission) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a gateway over the server, which takes requests."""
     app = build_app(Router([server.address], poll_seconds=0.1), admission, observer, GatewaySettings())
     async with listening(app) as url, httpx.AsyncClient(base_url=url, timeout=90) as http:
@@ -85,8 +83,7 @@ def test_usage_is_exact_when_the_gpu_process_is_killed(server: Server, tmp_path:
     log = UsageLog(tmp_path / "usage.db")
 
     async def scene() -> list[int]:
-        admission = LoggedAdmission(OpenDoor(), log)
-        async with asyncio.timeout(100), ready(server, Watch(Metrics()), admission) as http:
+        async with asyncio.timeout(100), ready(server, CompositeObserver(Metrics(), [log]), NoAuth()) as http:
             streams = [asyncio.create_task(one(http, number, leaves.get(number))) for number in range(36)]
             while (await http.get("/metrics")).text.count("sidestream_inter_token_seconds_count 0.0"):
                 await asyncio.sleep(0.02)
@@ -114,11 +111,11 @@ def test_usage_is_exact_when_the_gpu_process_is_killed(server: Server, tmp_path:
 
 def test_the_dashboard_and_the_page_name_metrics_that_exist(server: Server, tmp_path: Path) -> None:
     keys_file.add(tmp_path / "keys.toml", Key("one", "", "somebody"))
-    book, log = KeyBook(tmp_path / "keys.toml"), UsageLog(tmp_path / "usage.db")
-    metrics = Metrics(further=lambda: numbers(book, log, None))
+    book, log = KeyStore(tmp_path / "keys.toml"), UsageLog(tmp_path / "usage.db")
+    metrics = Metrics(component_values=lambda: component_values(book, log, None))
 
     async def scene() -> str:
-        async with asyncio.timeout(100), ready(server, Watch(metrics), OpenDoor()) as http:
+        async with asyncio.timeout(100), ready(server, CompositeObserver(metrics), NoAuth()) as http:
             answer = await http.post("/v1/completions", json={"prompt": [1, 2], "max_tokens": 3, "model": "a0"})
             assert answer.status_code == 200, answer.text
             return (await http.get("/metrics")).text
@@ -161,7 +158,7 @@ def test_a_collector_gets_spans_with_the_engines_events(server: Server) -> None:
         def log_message(self, *words: object) -> None: ...
 
     async def scene(tracing: Tracing) -> None:
-        async with asyncio.timeout(100), ready(server, Watch(Metrics(), [tracing]), OpenDoor()) as http:
+        async with asyncio.timeout(100), ready(server, CompositeObserver(Metrics(), [tracing]), NoAuth()) as http:
             asked = {"model": "a0", "prompt": "my secret", "max_tokens": 30, "ignore_eos": True, "stream": True}
             header = {"traceparent": f"00-{trace}-{parent}-01"}
             assert (await http.post("/v1/completions", json=asked, headers=header)).text.endswith("[DONE]\n\n")

@@ -9,12 +9,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from sidestream.runtime.api.errors import EngineDeadError
 from sidestream.runtime.api.sampling_params import SamplingParams
-from sidestream.runtime.gateway.contracts import (
+from sidestream.runtime.gateway.interfaces import (
     AdapterCard,
+    AdmittedRequest,
     Caller,
-    EngineHealth,
-    Exchange,
-    HttpAnswer,
+    GatewayHealth,
+    HttpExchange,
     ModelInfo,
     UsageRecord,
 )
@@ -22,13 +22,13 @@ from sidestream.runtime.gateway.metrics import metrics as numbers
 from sidestream.runtime.gateway.metrics.metrics import Metrics
 from sidestream.runtime.protocol.messages import Chunk
 
-EXCHANGE = Exchange(
+EXCHANGE = AdmittedRequest(
     "r1", "/v1/completions", Caller("search", "search-1"), "10.0.0.1", "sql", "sql", True, ["hi"], SamplingParams()
 )
 RECORD = UsageRecord(
     1e9, "r1", "/v1/completions", "search", "search-1", "llama", "sql", "aa", 10, 5, 4, 0.25, 1.25, 200
 )
-ANSWER = HttpAnswer(1e9, "r1", "POST", "/v1/completions", "/v1/completions", 200, 1.3, 99, "10.0.0.1", "search")
+ANSWER = HttpExchange(1e9, "r1", "POST", "/v1/completions", "/v1/completions", 200, 1.3, 99, "10.0.0.1", "search")
 
 
 class Engines:
@@ -37,8 +37,8 @@ class Engines:
     def __init__(self, stats: Mapping[str, Mapping[str, float]] | None = None, dead: bool = False) -> None:
         self.told, self.dead = stats or {}, dead
 
-    async def health(self) -> EngineHealth:
-        return EngineHealth("ok", engines={"engine-0": "ok", "engine-1": "dead"})
+    async def health(self) -> GatewayHealth:
+        return GatewayHealth("ok", engines={"engine-0": "ok", "engine-1": "dead"})
 
     async def model(self) -> ModelInfo:
         if self.dead:
@@ -86,20 +86,20 @@ def chunk(first: int, count: int = 1, reason: Any = None) -> Chunk:
 
 def served(metrics: Metrics) -> None:
     """One request of five tokens, in three pieces."""
-    metrics.begun(EXCHANGE)
-    metrics.first_token(EXCHANGE, 0.25)
-    metrics.arrived(EXCHANGE, 0, [chunk(0)], 0.25)
-    metrics.arrived(EXCHANGE, 0, [chunk(1, 2)], 0.04)
-    metrics.arrived(EXCHANGE, 0, [chunk(3, 2, "stop")], 0.06)
-    metrics.finished(EXCHANGE, RECORD)
-    metrics.answered(ANSWER)
+    metrics.on_admitted(EXCHANGE)
+    metrics.on_first_token(EXCHANGE, 0.25)
+    metrics.on_chunks(EXCHANGE, 0, [chunk(0)], 0.25)
+    metrics.on_chunks(EXCHANGE, 0, [chunk(1, 2)], 0.04)
+    metrics.on_chunks(EXCHANGE, 0, [chunk(3, 2, "stop")], 0.06)
+    metrics.on_finished(EXCHANGE, RECORD)
+    metrics.on_http_exchange(ANSWER)
 
 
 def test_a_request_is_counted_once_everywhere() -> None:
     metrics = Metrics()
-    metrics.begun(EXCHANGE)
+    metrics.on_admitted(EXCHANGE)
     assert read(metrics)["sidestream_requests_open"] == {(): 1}
-    metrics.finished(EXCHANGE, replace(RECORD, status=499, error="client_gone", output_tokens=1))
+    metrics.on_finished(EXCHANGE, replace(RECORD, status=499, error="client_gone", output_tokens=1))
     served(metrics)
     found = read(metrics)
     assert found["sidestream_requests_open"] == {(): 0}
@@ -139,7 +139,7 @@ def test_dead_engines_leave_the_gateways_own_numbers() -> None:
 
 def test_numbers_of_other_parts_are_read_when_asked_for() -> None:
     numbers_now = {"usage_log_dropped_total": 0, "usage_log_queued": 3}
-    metrics = Metrics(further=lambda: numbers_now)
+    metrics = Metrics(component_values=lambda: numbers_now)
     numbers_now["usage_log_dropped_total"] = 2
     found = read(metrics)
     assert found["sidestream_usage_log_dropped_total"] == {(): 2} and found["sidestream_usage_log_queued"] == {(): 3}
@@ -150,10 +150,10 @@ def test_clients_cannot_make_series(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numbers, "MAX_OWNERS", 2)
     metrics = Metrics()
     for index in range(50):
-        metrics.begun(EXCHANGE)
-        metrics.finished(EXCHANGE, replace(RECORD, adapter=f"a{index}", owner=f"o{index}"))
-        metrics.answered(replace(ANSWER, route="", path=f"/wp-{index}.php", method=f"M{index}", status=404))
-        metrics.answered(replace(ANSWER, status=429, owner=f"o{index}"))
+        metrics.on_admitted(EXCHANGE)
+        metrics.on_finished(EXCHANGE, replace(RECORD, adapter=f"a{index}", owner=f"o{index}"))
+        metrics.on_http_exchange(replace(ANSWER, route="", path=f"/wp-{index}.php", method=f"M{index}", status=404))
+        metrics.on_http_exchange(replace(ANSWER, status=429, owner=f"o{index}"))
     found = read(metrics)
     assert found["sidestream_output_tokens_total"] == {
         (("model", name),): count for name, count in (("a0", 5), ("a1", 5), ("a2", 5), ("other", 47 * 5))

@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.exposition import generate_latest
-from sidestream.runtime.gateway.metrics.quick_histogram import QuickHistogram
+from sidestream.runtime.gateway.metrics.metrics import FastHistogram
 
 BOUNDS = (0.005, 0.01, 1, 2.5)
 
@@ -13,7 +13,7 @@ def lines(registry: CollectorRegistry) -> list[str]:
 
 def test_it_says_what_prometheus_clients_says() -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
-    quick = QuickHistogram("x_seconds", "Words.", BOUNDS, ours)
+    quick = FastHistogram("x_seconds", "Words.", BOUNDS, ours)
     slow = Histogram("x_seconds", "Words.", buckets=BOUNDS, registry=theirs)
     assert lines(ours) == lines(theirs), "before the first value too"
     for value in (0.0, 0.005, 0.0051, 0.7, 1, 2.5, 2.6, 1e9):

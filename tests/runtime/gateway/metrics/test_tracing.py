@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from sidestream.runtime.api.sampling_params import SamplingParams
-from sidestream.runtime.gateway.contracts import Caller, Exchange, UsageRecord
+from sidestream.runtime.gateway.interfaces import AdmittedRequest, Caller, UsageRecord
 from sidestream.runtime.gateway.metrics.tracing import Tracing, exporting_to
 
 pytest.importorskip("opentelemetry.sdk")
@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
-EXCHANGE = Exchange(
+EXCHANGE = AdmittedRequest(
     "r1", "/v1/chat/completions", Caller("search"), "10.0.0.1", "sql", "sql", True, ["my secret"],
     SamplingParams(max_tokens=7), {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}, 1_900_000_000.0,
 )  # fmt: skip
@@ -38,9 +38,9 @@ def tracing(exporter: InMemorySpanExporter) -> Tracing:
 
 
 def test_a_request_is_one_span_in_its_clients_trace(tracing: Tracing, exporter: InMemorySpanExporter) -> None:
-    tracing.begun(EXCHANGE)
-    tracing.first_token(EXCHANGE, 0.25)
-    tracing.finished(EXCHANGE, RECORD)
+    tracing.on_admitted(EXCHANGE)
+    tracing.on_first_token(EXCHANGE, 0.25)
+    tracing.on_finished(EXCHANGE, RECORD)
     (span,) = exporter.get_finished_spans()
     assert span.name == "chat sql" and span.kind is SpanKind.SERVER
     assert format(span.context.trace_id, "032x") == TRACE and span.parent is not None
@@ -61,16 +61,16 @@ def test_a_request_is_one_span_in_its_clients_trace(tracing: Tracing, exporter: 
 @pytest.mark.parametrize("header", [None, "", "00-zz-b7-01", "x" * 10_000, f"00-{'0' * 32}-b7ad6b7169203331-01"])
 def test_without_a_parent_a_trace_begins(tracing: Tracing, exporter: InMemorySpanExporter, header: str | None) -> None:
     exchange = replace(EXCHANGE, headers={} if header is None else {"traceparent": header})
-    tracing.begun(exchange)
-    tracing.finished(exchange, replace(RECORD, engine_total_seconds=0.0))
+    tracing.on_admitted(exchange)
+    tracing.on_finished(exchange, replace(RECORD, engine_total_seconds=0.0))
     (span,) = exporter.get_finished_spans()
     assert span.parent is None and span.context.trace_id and not span.events
 
 
 def test_faults_are_marked_and_refusals_are_not(tracing: Tracing, exporter: InMemorySpanExporter) -> None:
     for status, error in ((503, "engine_dead"), (499, "client_gone")):
-        tracing.begun(EXCHANGE)
-        tracing.finished(EXCHANGE, replace(RECORD, status=status, error=error))
+        tracing.on_admitted(EXCHANGE)
+        tracing.on_finished(EXCHANGE, replace(RECORD, status=status, error=error))
     dead, gone = exporter.get_finished_spans()
     assert dead.status.status_code is StatusCode.ERROR and gone.status.status_code is StatusCode.UNSET
     assert dead.attributes is not None and dead.attributes["error.type"] == "engine_dead"

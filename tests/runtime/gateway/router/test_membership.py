@@ -5,9 +5,9 @@ import asyncio
 import pytest
 from sidestream.runtime.api.errors import EngineDeadError, ServerError
 from sidestream.runtime.api.sampling_params import SamplingParams
-from sidestream.runtime.gateway.contracts import EngineRequest
-from sidestream.runtime.gateway.metrics.engine_numbers import look
-from sidestream.runtime.gateway.router.catalogue import Offer
+from sidestream.runtime.gateway.interfaces import EngineRequest
+from sidestream.runtime.gateway.metrics.engine_metrics import take_snapshot
+from sidestream.runtime.gateway.router.adapter_catalogue import OfferedAdapter
 from sidestream.runtime.gateway.router.router import Router
 from sidestream.runtime.protocol.addresses import AddressError
 from support.fake_runner import continuation
@@ -40,20 +40,20 @@ def two(tmp_path):
 def test_a_request_summons_an_engine_and_waits_for_it(two):
     async def run():
         summons = []
-        router = Router([], poll_seconds=0.05, summon=lambda: summons.append(1))
+        router = Router([], poll_seconds=0.05, request_engine=lambda: summons.append(1))
         await router.start()
         try:
             assert (await router.health()).status == "idle"
-            await look(router)
+            await take_snapshot(router)
             await asyncio.sleep(0.05)
-            assert not summons, "a look summons nobody"
+            assert not summons, "a snapshot requests no engine"
             asked = [asyncio.create_task(router.model()), asyncio.create_task(tokens(router, "r"))]
             await until(lambda: summons)
             assert not any(task.done() for task in asked)
             router.add("first", two[0].address)
             model, answer = await asyncio.gather(*asked)
             assert model.name == "fake" and answer == list(range(6))
-            with pytest.raises(ValueError, match="in the book"):
+            with pytest.raises(ValueError, match="exists already"):
                 router.add("first", two[1].address)
             with pytest.raises(AddressError):
                 router.add("other", "tcp://example.com:5757")
@@ -65,7 +65,7 @@ def test_a_request_summons_an_engine_and_waits_for_it(two):
 
 def test_patience_ends(tmp_path):
     async def run():
-        router = Router([], poll_seconds=0.05, patience_seconds=0.2, summon=lambda: None)
+        router = Router([], poll_seconds=0.05, patience_seconds=0.2, request_engine=lambda: None)
         await router.start()
         with pytest.raises(EngineDeadError):
             await tokens(router, "r")
@@ -80,7 +80,7 @@ def test_patience_ends(tmp_path):
 
 def test_an_engine_that_leaves_finishes_and_its_adapters_are_remembered(tmp_path):
     async def run(server, other):
-        router = Router([server.address], poll_seconds=0.05, summon=lambda: None)
+        router = Router([server.address], poll_seconds=0.05, request_engine=lambda: None)
         await router.start()
         try:
             await router.model()
@@ -118,27 +118,27 @@ def test_an_offered_adapter_is_loaded_by_the_engine_that_gets_its_first_request(
             fetched.append((engine, offer.version))
             return offer.path
 
-        router = Router([server.address], poll_seconds=0.05, summon=lambda: None, fetch=fetch)
+        router = Router([server.address], poll_seconds=0.05, request_engine=lambda: None, fetch=fetch)
         await router.start()
         try:
             await router.model()
             (root / "new").mkdir()
-            router.offer({"new": Offer("new", str(root / "new"), "v1", 8)})
+            router.set_offered({"new": OfferedAdapter("new", str(root / "new"), "v1", 8)})
             (card,) = [card for card in await router.adapters() if card.name == "new"]
             assert (card.rank, card.places) == (8, {})
             answers = await asyncio.gather(*(tokens(router, f"r{number}", "new") for number in range(4)))
             assert len({tuple(answer) for answer in answers}) == 1 and fetched == [("engine-0", "v1")]
             (card,) = [card for card in await router.adapters() if card.name == "new"]
             assert card.content and "engine-0" in card.places
-            router.offer({"new": Offer("new", str(root / "new"), "v2", 8)})
+            router.set_offered({"new": OfferedAdapter("new", str(root / "new"), "v2", 8)})
             await tokens(router, "again", "new")
             assert fetched == [("engine-0", "v1"), ("engine-0", "v2")]
-            router.offer({})
+            router.set_offered({})
             with pytest.raises(ServerError) as refused:
                 await tokens(router, "late", "new")
             assert refused.value.code == "unknown_adapter"
             assert "new" not in {card.name for card in await router.adapters()}
-            router.offer({"bad": Offer("bad", str(tmp_path), "v1", 8)})
+            router.set_offered({"bad": OfferedAdapter("bad", str(tmp_path), "v1", 8)})
             with pytest.raises(ServerError) as refused:
                 await tokens(router, "bad", "bad")
             assert refused.value.code == "forbidden", "one request fails, and says why"

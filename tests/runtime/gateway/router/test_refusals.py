@@ -6,9 +6,9 @@ import contextlib
 import pytest
 from sidestream.runtime.api.errors import EngineDeadError, OverloadedError, RequestError, ServerError
 from sidestream.runtime.api.sampling_params import SamplingParams
-from sidestream.runtime.gateway.contracts import EngineRequest
-from sidestream.runtime.gateway.router.moved_stream import MAX_FRUITLESS
+from sidestream.runtime.gateway.interfaces import EngineRequest
 from sidestream.runtime.gateway.router.router import Router
+from sidestream.runtime.gateway.router.stream_migration import MAX_FRUITLESS_MIGRATIONS
 from sidestream.runtime.protocol.framing import encode
 from sidestream.runtime.protocol.messages import AdapterInfo, Chunk, Chunks, Error, Usage
 from support.wire_server import WireServer
@@ -23,7 +23,7 @@ async def routed(tmp_path, *servers, ok=None, **options):
     await router.start()
     try:
         async with asyncio.timeout(60):
-            while [router._book.status(name) for name in router._links].count("ok") < (ok or len(servers)):
+            while [router._balancer.status(name) for name in router._links].count("ok") < (ok or len(servers)):
                 await asyncio.sleep(0.01)
         yield router
     finally:
@@ -122,7 +122,7 @@ def test_a_request_that_every_engine_dies_of_is_not_sent_for_ever(two, tmp_path)
                 server.refuse = refusing("engine_dead")
             with pytest.raises(EngineDeadError):
                 await tokens(router)
-            assert sum(len(server.submits) for server in two) == MAX_FRUITLESS + 1
+            assert sum(len(server.submits) for server in two) == MAX_FRUITLESS_MIGRATIONS + 1
 
     asyncio.run(run())
 
@@ -155,7 +155,7 @@ def test_leaving_a_stream_aborts_it_at_its_engine(two, tmp_path):
             async with asyncio.timeout(60):
                 while not (two[0].aborts or two[1].aborts):
                     await asyncio.sleep(0.01)
-            assert all(router._book.load(name) == 0 for name in router._links)
+            assert all(router._balancer.load(name) == 0 for name in router._links)
 
     asyncio.run(run())
 

@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 from sidestream.runtime.api.errors import DeadlineError, EngineDeadError, RequestError, ServerError
 from sidestream.runtime.api.sampling_params import SamplingParams
-from sidestream.runtime.gateway.contracts import EngineRequest
+from sidestream.runtime.gateway.interfaces import EngineRequest
 from sidestream.runtime.gateway.router.router import Router
 from support.fake_runner import continuation
 from support.serving import serve_fake
@@ -293,7 +293,7 @@ def test_engines_die_under_load_and_no_request_fails(router, servers, loop, pyte
     async def attack():
         for number in range(kills):
             # one that dies again and again before it answers is no engine that comes back
-            while not router._book.load(f"engine-{number % 3}"):
+            while not router._balancer.load(f"engine-{number % 3}"):
                 await asyncio.sleep(0.01)
             await asyncio.sleep(source.uniform(0.2, 1.2))
             kill(servers[number % 3], VICTIMS[number % len(VICTIMS)] if number < 3 else source.choice(VICTIMS))
@@ -345,7 +345,7 @@ def test_without_any_engine_requests_fail_when_patience_ends(router, servers, lo
     async def ask():
         lonely = Router([f"ipc://{tmp_path}/nobody.sock"], patience_seconds=0.5, poll_seconds=0.05)
         await lonely.start()
-        with pytest.raises(EngineDeadError, match="no engine serves"):
+        with pytest.raises(EngineDeadError, match="no engine is running"):
             await answer(lonely, "x", [1])
         with pytest.raises(EngineDeadError):
             await lonely.model()

@@ -1,0 +1,52 @@
+"""How many engines Ray runs: by open requests and tokens in flight, not by processor time."""
+
+import math
+from typing import Any
+
+from ray.serve.config import AutoscalingContext
+
+from .options import FleetOptions
+
+METRICS_SECONDS = 1.0
+LOOK_BACK_SECONDS = 4.0
+
+
+class LoadPolicy:
+    """Ray's controller calls it with the results of `Engine.record_autoscaling_stats`.
+
+    Ray applies minimum and maximum, the delays, and the start of a first engine for a waiting request.
+
+    target_requests   open requests per engine
+    target_tokens     tokens in flight per engine; None: not used
+    """
+
+    def __init__(self, target_requests: float, target_tokens: float | None) -> None:
+        self._targets = {"requests": target_requests, "tokens": target_tokens}
+
+    def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        """Return the number of engines."""
+        metrics = context.aggregated_metrics or {}
+        wanted = [
+            math.ceil(sum(metrics.get(name, {}).values()) / target)
+            for name, target in self._targets.items()
+            if target is not None
+        ]
+        waiting = math.ceil(min(1.0, context.total_queued_requests or 0.0))
+        return max(*wanted, waiting), {}
+
+
+def autoscaling_config(options: FleetOptions) -> dict[str, Any]:
+    """Return Ray's `autoscaling_config` of the engines."""
+    return {
+        "min_replicas": options.min_replicas,
+        "max_replicas": options.max_replicas,
+        "upscale_delay_s": options.scale_up_seconds,
+        "downscale_delay_s": options.idle_seconds,
+        "downscale_to_zero_delay_s": options.idle_seconds,
+        "look_back_period_s": LOOK_BACK_SECONDS,
+        "metrics_interval_s": METRICS_SECONDS,  # Ray requires less than look_back_period_s, despite the environment
+        "policy": {
+            "policy_function": f"{LoadPolicy.__module__}:{LoadPolicy.__name__}",
+            "policy_kwargs": {"target_requests": options.target_requests, "target_tokens": options.target_tokens},
+        },
+    }

@@ -1,0 +1,22 @@
+"""HTTP endpoints: each file has the request and response bodies, the handler, and `routes(context)`.
+
+chat                /v1/chat/completions
+completions         /v1/completions, with echo
+responses           /v1/responses
+models              /v1/models, and loading and unloading of adapters
+tokenize            /tokenize, /detokenize
+health              /health, /ready, /version, /metrics
+pages               /docs, /openapi.json, / (the console)
+openapi             the OpenAPI document
+context             what handlers share: engines, admission, observer; resolves `model`; applies chat templates
+completion_session  a request from admission through its chunks to its usage record
+event_stream        responses as server-sent events
+request_body        reads and decodes bodies, and explains what is wrong with one
+errors              error responses, unknown models included
+body_types          base classes and common field types of bodies
+sampling_fields     sampling parameters of a body
+response_format     structured outputs of a body: `response_format`, `structured_outputs`
+logprobs            log-probabilities in answers
+tools               tools of a chat, and the grammar of tool calls
+tool_call_parser    splits generated text into content and tool calls
+"""

@@ -1,0 +1,56 @@
+"""Base classes of bodies, and field types with their limits."""
+
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+from ...protocol.messages import MAX_PROMPT_CHARACTERS, MAX_PROMPT_TOKENS
+
+MAX_PROMPTS = 1024
+"""Prompts of one request."""
+
+ModelName = Annotated[str, Meta(min_length=1, max_length=256, description="the base model's name, or an adapter's")]
+AdapterName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9._-]+$")]
+Text = Annotated[str, Meta(max_length=MAX_PROMPT_CHARACTERS)]
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
+TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_PROMPT_TOKENS)]
+Ignored = Annotated[Any, Meta(description="accepted and ignored")]
+Refused = Annotated[Any, Meta(description="not supported: omit it, or null")]
+
+
+class Body(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A request body. Unknown fields are refused, since they would have no effect."""
+
+
+class Answer(Struct, frozen=True, kw_only=True):
+    """A response body, or an object in one."""
+
+
+class PromptTokensDetails(Answer, frozen=True, kw_only=True):
+    """Prompt tokens that were found in the prefix cache."""
+
+    cached_tokens: int
+
+
+class CompletionTokensDetails(Answer, frozen=True, kw_only=True):
+    """Drafts of speculative decoding: accepted ones count as completion tokens, rejected ones do not."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+class Usage(Answer, frozen=True, kw_only=True):
+    """Token counts of a request, over all prompts and completions."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+class StreamOptions(Body, frozen=True, kw_only=True):
+    """`include_usage`: the last event reports the usage. `include_obfuscation` is ignored."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None

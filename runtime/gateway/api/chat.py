@@ -1,0 +1,364 @@
+"""/v1/chat/completions: bodies, handler, and events of a stream."""
+
+import functools
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+from uuid import uuid4
+
+from msgspec import UNSET, Meta, UnsetType, to_builtins
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ...api.sampling_defaults import SamplingDefaults
+from ...api.sampling_params import SamplingParams
+from ...protocol.messages import Chunk
+from ..interfaces import GatewayError
+from .body_types import Answer, Body, Ignored, Refused, Text, Usage
+from .completion_session import admit
+from .context import GatewayContext, caller_of, errors_as_400, json_response, new_id
+from .event_stream import ChunkEncoder, EventStream, TextChunkEncoder
+from .logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs
+from .request_body import read_body
+from .response_format import make_constraint, schema_of
+from .sampling_fields import LogprobCount, SamplingBody, TokenCount, refuse, sampling_params
+from .tool_call_parser import CallDelta, ToolParser
+from .tools import (
+    MAX_TOOLS,
+    FunctionCall,
+    PastCall,
+    Tool,
+    ToolCall,
+    ToolCallDelta,
+    ToolChoice,
+    ToolFormat,
+    Tools,
+    for_template,
+    format_of,
+    grammar_of,
+    offered_tools,
+)
+
+MAX_MESSAGES = 4096
+
+
+class TextPart(Body, frozen=True, kw_only=True):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class ChatMessage(Body, frozen=True, kw_only=True):
+    """One message. `developer` is the same as `system`."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | Annotated[list[TextPart], Meta(max_length=MAX_MESSAGES)] | None = None
+    name: Annotated[str, Meta(max_length=256)] | None = None
+    tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None
+    refusal: Ignored = None
+    annotations: Ignored = None
+    audio: Refused = None
+    tool_calls: Annotated[list[PastCall], Meta(max_length=MAX_TOOLS)] | None = None
+    function_call: Refused = None
+    parsed: Ignored = None
+
+
+class ChatRequest(SamplingBody, frozen=True, kw_only=True):
+    """A conversation. The model's chat template turns it into a prompt."""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    logprobs: bool | None = None
+    top_logprobs: LogprobCount | None = None
+    max_completion_tokens: TokenCount | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    functions: Refused = None
+    function_call: Refused = None
+    audio: Refused = None
+    modalities: Annotated[list[str], Meta(description='["text"] only', max_length=8)] | None = None
+    prediction: Refused = None
+    web_search_options: Refused = None
+    reasoning_effort: Refused = None
+    verbosity: Refused = None
+    store: Ignored = None
+    service_tier: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
+    chat_template: Refused = None
+    documents: Refused = None
+
+    @property
+    def constraint_field(self) -> str:
+        """The field that sets a constraint on the answer."""
+        return "tools" if self.offered_tools else super().constraint_field
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the model may call. Raises GatewayError 400 that names the field."""
+        return offered_tools(self.tools, self.tool_choice)
+
+    def with_tools(self, params: SamplingParams, tool_format: ToolFormat | None) -> SamplingParams:
+        """Return `params` constrained to text and tool calls in `tool_format`. Raises GatewayError 400."""
+        if tool_format is None:
+            raise GatewayError(
+                400,
+                "tools: the model's chat template has no supported tool format (Llama 3's, Hermes', Qwen's)",
+                code="unsupported_parameter",
+                param="tools",
+            )
+        if self.structured_outputs is not None:
+            text = "structured_outputs and tools exclude each other; use response_format"
+            raise GatewayError(400, text, param="structured_outputs")
+        answer = schema_of(self.response_format)
+        grammar = grammar_of(tool_format, self.offered_tools, self.tool_choice, self.parallel_tool_calls, answer)
+        return replace(params, structured_outputs=make_constraint("tools", grammar=grammar))
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """Return the messages for the chat template. Raises GatewayError 400 that names the field."""
+        return template_messages(self.messages)
+
+    def sampling(self, defaults: SamplingDefaults) -> SamplingParams:
+        """Return the sampling parameters. `defaults` are the model's. Raises GatewayError 400 that names the field."""
+        if self.modalities not in (None, ["text"]):
+            refuse("modalities", self.modalities)
+        if self.top_logprobs and not self.logprobs:
+            raise GatewayError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
+        logprobs = self.top_logprobs or 0 if self.logprobs else None
+        max_tokens = self.max_completion_tokens or self.max_tokens or defaults.max_tokens
+        return sampling_params(self, max_tokens, logprobs, defaults)
+
+
+_TEMPLATE_FIELDS = ("role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content", "reasoning")
+
+
+def template_messages(messages: Iterable[ChatMessage]) -> list[dict[str, Any]]:
+    """Return messages for `ChatRenderer`, without ignored fields. Raises GatewayError 400 that names the field."""
+    for index, message in enumerate(messages):
+        for field in ("audio", "function_call"):
+            if getattr(message, field):
+                where = f"messages[{index}].{field}"
+                text = f"{where} is not supported; put its text into content"
+                raise GatewayError(400, text, code="unsupported_parameter", param=where)
+    return [{name: to_builtins(getattr(message, name)) for name in _TEMPLATE_FIELDS} for message in messages]
+
+
+class AnswerMessage(Answer, frozen=True, kw_only=True):
+    """The generated message."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+
+
+class ChatChoice(Answer, frozen=True, kw_only=True):
+    """One answer. `stop_reason`: the stop string or stop token id that ended it, if any."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    stop_reason: int | str | None = None
+
+
+class ChatCompletion(Answer, frozen=True, kw_only=True):
+    """The response without streaming."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: Literal["chat.completion"] = "chat.completion"
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class ChatDelta(Answer, frozen=True, kw_only=True):
+    """New content of a message."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+
+
+class ChatChunkChoice(Answer, frozen=True, kw_only=True):
+    """New content of one answer."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None = None
+    stop_reason: int | str | UnsetType = UNSET
+
+
+class ChatChunk(Answer, frozen=True, kw_only=True):
+    """One event of a stream."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    usage: Usage | None = None
+
+
+class AssistantMessage:
+    """Converts the text of one answer to a message, or to deltas of it.
+
+    tool_format   how the model writes tool calls; None: it has no tools
+    names         names of the functions that it may call
+    """
+
+    def __init__(self, tool_format: ToolFormat | None, names: Iterable[str]) -> None:
+        self._parser = None if tool_format is None else ToolParser(tool_format, names)
+
+    @property
+    def is_plain_text(self) -> bool:
+        """Whether all generated text is content."""
+        return self._parser is None
+
+    def message(self, text: str) -> AnswerMessage:
+        """Return the message for the whole text."""
+        if self._parser is None:
+            return AnswerMessage(role="assistant", content=text)
+        parsed = self._parser.push(text, last=True)
+        calls = [
+            ToolCall(id=_new_call_id(), function=FunctionCall(name=call.name or "", arguments=call.arguments))
+            for call in parsed.calls
+        ]
+        content = parsed.content if parsed.content or not calls else None
+        return AnswerMessage(role="assistant", content=content, tool_calls=calls or UNSET)
+
+    def delta(self, text: str, last: bool) -> ChatDelta | None:
+        """Return the delta for more text; None if nothing can be sent yet. `last`: the text is complete."""
+        if self._parser is None:
+            return ChatDelta(content=text) if text else None
+        parsed = self._parser.push(text, last)
+        if not parsed.content and not parsed.calls:
+            return None
+        return ChatDelta(content=parsed.content or UNSET, tool_calls=list(map(_tool_call_delta, parsed.calls)) or UNSET)
+
+    def finish_reason(self, reason: Any) -> Any:
+        """Return the finish reason: `tool_calls` instead of `stop` if a function is called."""
+        called = self._parser is not None and self._parser.calls > 0
+        return "tool_calls" if reason == "stop" and called else reason
+
+
+def _tool_call_delta(call: CallDelta) -> ToolCallDelta:
+    if call.name is None:
+        return ToolCallDelta(index=call.index, function=FunctionCall(arguments=call.arguments))
+    function = FunctionCall(name=call.name, arguments=call.arguments)
+    return ToolCallDelta(index=call.index, function=function, id=_new_call_id(), type="function")
+
+
+def _new_call_id() -> str:
+    return f"call_{uuid4().hex[:24]}"
+
+
+async def chat_completions(context: GatewayContext, request: Request) -> Response:
+    """Handle one request."""
+    body = await read_body(request, ChatRequest, context.settings)
+    target = await context.target(caller_of(request), body.model)
+    params = body.sampling(target.model.sampling_defaults)
+    conversation, tools = body.conversation(), body.offered_tools
+    templates = await context.templates(target)
+    tool_format = None
+    if tools:
+        with errors_as_400("tools"):
+            tool_format = format_of(templates.select(None, True)) if templates.templates else None
+        params = body.with_tools(params, tool_format)
+    prompt = await context.chat_prompt(
+        templates,
+        conversation,
+        body.add_generation_prompt,
+        body.continue_final_message,
+        body.chat_template_kwargs,
+        for_template(tools) if tools else None,
+    )
+    stream, deadline = bool(body.stream), body.deadline_seconds
+    session = admit(context, request, target, [prompt], params, stream, body.priority, deadline, False)
+    session.constraint_field = body.constraint_field
+    messages = [AssistantMessage(tool_format, [tool.function.name for tool in tools]) for _ in range(params.n)]
+    answer_id, created, top = new_id("chatcmpl"), int(time.time()), body.top_logprobs or 0
+    if stream:
+        encoder = ChunkEncoder("chat.completion.chunk", answer_id, created, target.name, body.stream_options)
+        return EventStream(session, _ChatFormatter(encoder, top, messages))
+    results = await session.results(request.receive)
+    answer = ChatCompletion(
+        id=answer_id,
+        created=created,
+        model=target.name,
+        usage=session.counts.usage(),
+        prompt_logprobs=None
+        if body.prompt_logprobs is None
+        else prompt_logprobs(results[0].prompt_logprobs, body.prompt_logprobs),
+        choices=[
+            ChatChoice(
+                index=index,
+                message=message.message(result.text),
+                logprobs=chat_logprobs(result.logprobs, top) if body.logprobs else None,
+                finish_reason=message.finish_reason(result.finish_reason),
+                stop_reason=result.stop_reason,
+            )
+            for index, (message, result) in enumerate(zip(messages, results, strict=True))
+        ],
+    )
+    return json_response(answer, session.headers)
+
+
+class _ChatFormatter:
+    """Formats the events of one request. The first events send the role of each answer.
+
+    top        number of alternatives per token in `logprobs`
+    messages   one per answer
+    """
+
+    def __init__(self, encoder: ChunkEncoder, top: int, messages: list[AssistantMessage]) -> None:
+        self.format_end, self.format_error = encoder.format_end, encoder.format_error
+        self._encoder, self._top, self._messages = encoder, top, messages
+        first = ChatDelta(role="assistant", content="")
+        self._role_events = [encoder.event(ChatChunkChoice(index=index, delta=first)) for index in range(len(messages))]
+        self._text_encoders = [
+            _text_encoder(encoder, index) if each.is_plain_text else None for index, each in enumerate(messages)
+        ]
+
+    def format(self, prompt_index: int, chunks: Sequence[Chunk]) -> list[bytes]:
+        events, self._role_events = self._role_events, []
+        for chunk in chunks:
+            message, text_encoder = self._messages[chunk.index], self._text_encoders[chunk.index]
+            if text_encoder is not None and chunk.text and not chunk.logprobs and chunk.finish_reason is None:
+                events.append(text_encoder.event(chunk.text))
+                continue
+            logprobs = chat_logprobs(chunk.logprobs, self._top) if chunk.logprobs else None
+            delta = message.delta(chunk.text, chunk.finish_reason is not None)
+            if delta is None and logprobs is None and chunk.finish_reason is None:
+                continue
+            choice = ChatChunkChoice(
+                index=chunk.index,
+                delta=delta or ChatDelta(),
+                logprobs=logprobs,
+                finish_reason=message.finish_reason(chunk.finish_reason),
+                stop_reason=UNSET if chunk.stop_reason is None else chunk.stop_reason,
+            )
+            events.append(self._encoder.event(choice))
+        return events
+
+
+def _text_encoder(encoder: ChunkEncoder, index: int) -> TextChunkEncoder:
+    return TextChunkEncoder(encoder, lambda text: ChatChunkChoice(index=index, delta=ChatDelta(content=text)))
+
+
+def routes(context: GatewayContext) -> list[Route]:
+    """Return the route of the endpoint."""
+    endpoint = functools.partial(chat_completions, context)
+    return [Route("/v1/chat/completions", endpoint, methods=["POST"])]

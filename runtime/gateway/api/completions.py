@@ -1,0 +1,323 @@
+"""/v1/completions: bodies, handler, events of a stream, and `echo`."""
+
+import functools
+import time
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Annotated, Literal, cast
+
+from msgspec import Meta, structs
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ...api.sampling_defaults import SamplingDefaults
+from ...api.sampling_params import SamplingParams
+from ...protocol.messages import MAX_PROMPT_TOKENS, Chunk, TokenLogprob
+from ..interfaces import Engines, GatewayError
+from .body_types import MAX_PROMPTS, Answer, Refused, Text, TokenId, TokenIds, Usage
+from .completion_session import CompletionResult, admit
+from .context import GatewayContext, caller_of, json_response, new_id
+from .event_stream import ChunkEncoder, EventStream, TextChunkEncoder
+from .logprobs import CompletionLogprobs, PromptLogprobs, TokenLogprobs, completion_logprobs, prompt_logprobs, text_of
+from .request_body import read_body
+from .sampling_fields import LogprobCount, SamplingBody, sampling_params
+
+DEFAULT_MAX_TOKENS = 16
+Prompt = str | list[int]
+
+
+class CompletionRequest(SamplingBody, frozen=True, kw_only=True):
+    """One or several prompts: texts, or lists of token ids."""
+
+    prompt: Annotated[
+        Text | Annotated[list[Text | TokenId | TokenIds], Meta(min_length=1, max_length=MAX_PROMPT_TOKENS)],
+        Meta(description="a text, a list of token ids, or a list of texts or of lists of token ids"),
+    ]
+    best_of: int | None = None
+    echo: bool | None = None
+    logprobs: LogprobCount | None = None
+    suffix: Refused = None
+    use_beam_search: Refused = None
+    add_special_tokens: Annotated[bool, Meta(description="true only")] | None = None
+
+    def prompts(self) -> list[Prompt]:
+        """Return the prompts. Raises GatewayError 400 if their kinds differ, or if there are too many."""
+        given = self.prompt
+        if isinstance(given, str):
+            return [given]
+        if set(map(type, given)) == {int}:
+            return [cast(list[int], given)]
+        if len(given) > MAX_PROMPTS:
+            raise GatewayError(
+                400, f"prompt has {len(given)} entries; at most {MAX_PROMPTS} are allowed", param="prompt"
+            )
+        prompts: list[Prompt] = [entry for entry in given if not isinstance(entry, int)]
+        if len(prompts) < len(given) or len({type(entry) for entry in prompts}) > 1:
+            raise GatewayError(400, "prompt mixes texts, token ids and lists of them; give one kind", param="prompt")
+        return prompts
+
+    def sampling(self, defaults: SamplingDefaults) -> SamplingParams:
+        """Return the sampling parameters. `defaults` are the model's. Raises GatewayError 400 that names the field."""
+        if self.best_of not in (None, self.n or 1):
+            raise GatewayError(400, "best_of is not supported; use n and choose among its answers", param="best_of")
+        if self.add_special_tokens is False:
+            raise GatewayError(
+                400, "add_special_tokens=false is not supported; send token ids as prompt", param="add_special_tokens"
+            )
+        default = min(DEFAULT_MAX_TOKENS, defaults.max_tokens or DEFAULT_MAX_TOKENS)
+        params = sampling_params(self, self.max_tokens or default, self.logprobs, defaults)
+        if self.echo and self.logprobs is not None:
+            params = replace(params, prompt_logprobs=max(self.logprobs, self.prompt_logprobs or 0))
+        return params
+
+
+class CompletionChoice(Answer, frozen=True, kw_only=True):
+    """One completion, or new text of one. `stop_reason`: the stop string or stop token id that ended it, if any."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+    stop_reason: int | str | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class Completion(Answer, frozen=True, kw_only=True):
+    """The response, or one event of a stream."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    object: Literal["text_completion"] = "text_completion"
+    usage: Usage | None = None
+
+
+@dataclass
+class Echo:
+    """A prompt that is repeated before its answers, with its log-probabilities if those of the answers are requested.
+
+    first_token   text of its first token, which has no log-probability; None: no log-probabilities are requested
+    num_scored    tokens after the first one, each with log-probabilities
+    """
+
+    text: str
+    first_token: str | None = None
+    num_scored: int = 0
+    _scores: list[list[TokenLogprob]] = field(default_factory=list)
+    _held: list[Chunk] = field(default_factory=list)
+
+    def add_scores(self, scores: Sequence[list[TokenLogprob]]) -> None:
+        """Append log-probabilities of the prompt's next tokens."""
+        self._scores += scores
+
+    def release(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """Add chunks of its answers, and return those that can be sent: none until all tokens of the prompt have
+        log-probabilities.
+        """
+        for chunk in chunks:
+            self.add_scores(chunk.prompt_logprobs or ())
+        self._held += chunks
+        if len(self._scores) < self.num_scored:
+            return []
+        released, self._held = self._held, []
+        return released
+
+    def logprobs(self, logprobs: TokenLogprobs, offsets: Iterable[int], top: int) -> CompletionLogprobs:
+        """Return the log-probabilities of the prompt, followed by those of an answer."""
+        prompt = self._aligned
+        after = [len(self.text) + offset for offset in offsets]
+        return completion_logprobs([*prompt.logprobs, *logprobs], [*prompt.offsets, *after], top, prompt.first_token)
+
+    @cached_property
+    def _aligned(self) -> "_AlignedPrompt":
+        return _align(self.text, self.first_token or "", self._scores)
+
+
+async def make_echo(engines: Engines, prompt: str | list[int], scored: bool) -> Echo:
+    """Return the echo of a prompt, with log-probabilities if `scored`. Raises the engines' errors."""
+    text = prompt if isinstance(prompt, str) else await engines.detokenize(prompt)
+    if not scored:
+        return Echo(text)
+    ids = await engines.tokenize(prompt) if isinstance(prompt, str) else prompt
+    return Echo(text, await engines.detokenize(ids[:1]), len(ids) - 1)
+
+
+@dataclass(frozen=True)
+class _AlignedPrompt:
+    """A prompt's first token, the log-probabilities of the others, and the text offsets of all."""
+
+    first_token: str
+    logprobs: list[list[TokenLogprob]]
+    offsets: list[int]
+
+
+def _align(text: str, first: str, logprobs: list[list[TokenLogprob]]) -> _AlignedPrompt:
+    """Find the offsets of the tokens in the text.
+
+    The engine may add a first token (BOS), and SentencePiece may add a space before the first word.
+    """
+    whole = text.encode()
+    token_bytes = [entry[0].token_bytes or b"" for entry in logprobs]
+    others = b"".join(token_bytes)
+    head = first.encode()
+    if others[:1] == b" " and others[1:] == whole:
+        start = next(index for index, token in enumerate(token_bytes) if token)
+        stripped = [_without_space(token) for token in logprobs[start]]
+        logprobs = [*logprobs[:start], stripped, *logprobs[start + 1 :]]
+        token_bytes[start] = token_bytes[start][1:]
+        head = b""
+    elif whole.endswith(others) and (len(whole) == len(others) or whole == head + others or "\ufffd" in first):
+        head = whole[: len(whole) - len(others)]
+        first = text_of(TokenLogprob(0, 0.0, 0, head)) if head else first
+    elif not whole.startswith(head):
+        head = b""
+    offsets, position, characters = [], 0, 0  # `characters`: those that start before `position`
+    for token in [head, *token_bytes]:
+        inside = 0x80 <= (token or whole[position : position + 1] or b"a")[0] < 0xC0
+        offsets.append(min(max(0, characters - inside), len(text)))
+        position += len(token)
+        characters += sum(not 0x80 <= byte < 0xC0 for byte in token)
+    return _AlignedPrompt(first, logprobs, offsets)
+
+
+def _without_space(token: TokenLogprob) -> TokenLogprob:
+    return structs.replace(token, token_bytes=(token.token_bytes or b"").removeprefix(b" "))
+
+
+async def completions(context: GatewayContext, request: Request) -> Response:
+    """Handle one request."""
+    body = await read_body(request, CompletionRequest, context.settings)
+    target = await context.target(caller_of(request), body.model)
+    params, prompts = body.sampling(target.model.sampling_defaults), body.prompts()
+    scored = body.logprobs is not None
+    echoes = [await make_echo(context.engines, prompt, scored) for prompt in prompts] if body.echo else []
+    stream = bool(body.stream)
+    session = admit(context, request, target, prompts, params, stream, body.priority, body.deadline_seconds)
+    session.constraint_field = body.constraint_field
+    answer_id, created = new_id("cmpl"), int(time.time())
+    if stream:
+        encoder = ChunkEncoder("text_completion", answer_id, created, target.name, body.stream_options)
+        return EventStream(session, _CompletionFormatter(encoder, body.logprobs, echoes, params.n))
+    results = await session.results(request.receive)
+    for echo, result in zip(echoes, results[:: params.n], strict=False):
+        echo.add_scores(result.prompt_logprobs)
+    answer = Completion(
+        id=answer_id,
+        created=created,
+        model=target.name,
+        usage=session.counts.usage(),
+        choices=[
+            _choice(
+                body,
+                index,
+                result,
+                results[index // params.n * params.n],
+                echoes[index // params.n] if echoes else None,
+            )
+            for index, result in enumerate(results)
+        ],
+    )
+    return json_response(answer, session.headers)
+
+
+def _choice(
+    body: CompletionRequest, index: int, result: CompletionResult, first: CompletionResult, echo: Echo | None
+) -> CompletionChoice:
+    """Return a choice of the response. `first`: the first result of its prompt, which has the prompt's scores."""
+    logprobs = None
+    if body.logprobs is not None:
+        make_logprobs = completion_logprobs if echo is None else echo.logprobs
+        logprobs = make_logprobs(result.logprobs, result.text_offsets, body.logprobs)
+    scores = None
+    if body.prompt_logprobs is not None:
+        scores = prompt_logprobs(first.prompt_logprobs, body.prompt_logprobs)
+    return CompletionChoice(
+        index=index,
+        text=result.text if echo is None else echo.text + result.text,
+        logprobs=logprobs,
+        finish_reason=result.finish_reason,
+        stop_reason=result.stop_reason,
+        prompt_logprobs=scores,
+    )
+
+
+class _UnsentLogprobs:
+    """Log-probabilities of tokens with unsent text: a stop string may still cut it off."""
+
+    def __init__(self) -> None:
+        self._logprobs: list[list[TokenLogprob]] = []
+        self._offsets: list[int] = []
+        self._sent_characters = 0
+
+    def release(self, chunk: Chunk) -> tuple[list[list[TokenLogprob]], list[int]]:
+        """Add a chunk. Returns the log-probabilities to send with its text, and their offsets."""
+        self._logprobs += chunk.logprobs or []
+        self._offsets += chunk.text_offsets or []
+        self._sent_characters += len(chunk.text)
+        ended = chunk.finish_reason is not None
+        count = len(self._logprobs) if ended else bisect_left(self._offsets, self._sent_characters)
+        offsets = [min(offset, self._sent_characters) for offset in self._offsets[:count]]
+        logprobs = self._logprobs[:count]
+        del self._logprobs[:count], self._offsets[:count]
+        return logprobs, offsets
+
+
+class _CompletionFormatter:
+    """Formats the events of one request with `n` completions per prompt.
+
+    top   number of alternatives per token in `logprobs`; None: no `logprobs`
+    """
+
+    def __init__(self, encoder: ChunkEncoder, top: int | None, echoes: list[Echo], n: int) -> None:
+        self.format_end, self.format_error = encoder.format_end, encoder.format_error
+        self._encoder, self._top, self._echoes, self._n = encoder, top, echoes, n
+        self._unsent: defaultdict[int, _UnsentLogprobs] = defaultdict(_UnsentLogprobs)
+        self._pending_echoes = {prompt * n + index: echo for prompt, echo in enumerate(echoes) for index in range(n)}
+        self._text_encoders: dict[int, TextChunkEncoder] = {}
+
+    def format(self, prompt_index: int, chunks: Sequence[Chunk]) -> list[bytes]:
+        if self._echoes:
+            chunks = self._echoes[prompt_index].release(chunks)
+        first = prompt_index * self._n
+        return [event for chunk in chunks if (event := self._event(first + chunk.index, chunk)) is not None]
+
+    def _event(self, index: int, chunk: Chunk) -> bytes | None:
+        if chunk.text and chunk.finish_reason is None and self._top is None and not self._pending_echoes:
+            text_encoder = self._text_encoders.get(index)
+            if text_encoder is None:
+                text_encoder = TextChunkEncoder(self._encoder, lambda text: CompletionChoice(index=index, text=text))
+                self._text_encoders[index] = text_encoder
+            return text_encoder.event(chunk.text)
+        echo = self._pending_echoes.pop(index, None)
+        text = chunk.text if echo is None else echo.text + chunk.text
+        logprobs = None if self._top is None else self._logprobs(index, chunk, echo, self._top)
+        if not text and logprobs is None and chunk.finish_reason is None:
+            return None
+        choice = CompletionChoice(
+            index=index,
+            text=text,
+            logprobs=logprobs,
+            finish_reason=chunk.finish_reason,  # type: ignore[arg-type]  # never "abort": that is an error
+            stop_reason=chunk.stop_reason,
+        )
+        return self._encoder.event(choice)
+
+    def _logprobs(self, index: int, chunk: Chunk, echo: Echo | None, top: int) -> CompletionLogprobs | None:
+        """Return the log-probabilities to send with a chunk, after those of the prompt if `echo` is given."""
+        logprobs, offsets = self._unsent[index].release(chunk)
+        if echo is not None:
+            return echo.logprobs(logprobs, offsets, top)
+        if not logprobs:
+            return None
+        before = len(self._echoes[index // self._n].text) if self._echoes else 0
+        return completion_logprobs(logprobs, [before + offset for offset in offsets], top)
+
+
+def routes(context: GatewayContext) -> list[Route]:
+    """Return the route of the endpoint."""
+    return [Route("/v1/completions", functools.partial(completions, context), methods=["POST"])]

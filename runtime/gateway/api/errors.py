@@ -1,0 +1,126 @@
+"""Error responses in OpenAI's format, made from exceptions."""
+
+import logging
+import math
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from ...api.errors import RequestError, ServerError
+from ..interfaces import GatewayError
+from .body_types import Answer
+from .sampling_fields import field_of
+
+_log = logging.getLogger(__name__)
+RETRY_SECONDS = 1.0
+CLIENT_GONE = 499
+_STATUS = {
+    "engine_dead": 503,
+    "wrong_instance": 503,
+    "hello_first": 503,
+    "loading": 503,
+    "draining": 503,
+    "slow_reader": 503,
+    "overloaded": 429,
+    "too_many_requests": 429,
+    "unknown_adapter": 404,
+    "adapter_changed": 409,
+    "adapter_error": 400,
+    "adapter_in_use": 409,
+    "forbidden": 403,
+    "deadline_exceeded": 504,
+}
+_HTTP_WORDS = {
+    "replace=True": '"load_inplace": true',
+    "list_adapters lists": "/v1/models lists",
+}
+"""Python spelling in the engine's messages -> HTTP spelling."""
+_encoder = msgspec.json.Encoder()
+
+
+class ErrorDetail(Answer, frozen=True, kw_only=True):
+    """What is wrong and what to do. `param`: the wrong field."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(Answer, frozen=True, kw_only=True):
+    """The body of every response with a status of 400 or more, and of an event that ends a stream."""
+
+    error: ErrorDetail
+
+
+def model_not_found(message: str) -> GatewayError:
+    """Return the error for a model or adapter that does not exist, or that the caller may not use."""
+    return GatewayError(404, message, code="model_not_found", param="model")
+
+
+def to_gateway_error(problem: BaseException) -> GatewayError:
+    """Convert an exception. Unknown exceptions are logged and become a 500 without details."""
+    if isinstance(problem, GatewayError):
+        return problem
+    if isinstance(problem, RequestError):
+        text = _in_http_words(str(problem))
+        return GatewayError(400, text, param=field_of(text))
+    if isinstance(problem, TimeoutError):
+        return GatewayError(
+            503, "the engine did not answer in time", "server_error", "engine_silent", None, RETRY_SECONDS
+        )
+    if isinstance(problem, ServerError):
+        return _from_server_error(problem)
+    _log.error("unexpected error in a request", exc_info=problem)
+    return GatewayError(500, "internal error in the gateway", "server_error", "internal_error")
+
+
+def _from_server_error(problem: ServerError) -> GatewayError:
+    status = _STATUS.get(problem.code, 500)
+    message = _in_http_words(str(problem))
+    if problem.code in ("engine_dead", "wrong_instance", "hello_first"):
+        # the original message holds the engine's address, which clients must not see
+        message = "the engine is down, or died during this request; try again"
+    if status == 404:
+        return model_not_found(message)
+    if status in (429, 503):
+        kind = "rate_limit_error" if status == 429 else "server_error"
+        return GatewayError(status, message, kind, problem.code, None, problem.retry_after or RETRY_SECONDS)
+    return GatewayError(status, message, "invalid_request_error" if status < 500 else "server_error", problem.code)
+
+
+def _in_http_words(message: str) -> str:
+    for python, http in _HTTP_WORDS.items():
+        message = message.replace(python, http)
+    return message
+
+
+def error_body(error: GatewayError) -> bytes:
+    """Return the JSON body of an error."""
+    detail = ErrorDetail(message=error.message, type=error.kind, param=error.param, code=error.code)
+    return _encoder.encode(ErrorBody(error=detail))
+
+
+def _error_response(error: GatewayError) -> Response:
+    headers = dict(error.headers)
+    if error.retry_after is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
+    if error.status == 401:
+        headers.setdefault("WWW-Authenticate", "Bearer")
+    return Response(error_body(error), error.status, headers, "application/json")
+
+
+def response_for(problem: Exception, method: str) -> Response:
+    """Return the response to a request of HTTP method `method` that raised `problem`."""
+    if isinstance(problem, ClientDisconnect):
+        return Response(status_code=CLIENT_GONE)
+    if not isinstance(problem, HTTPException):
+        return _error_response(to_gateway_error(problem))
+    # starlette's own errors: unknown path or method
+    text = {404: "this path does not exist; /docs lists all", 405: f"this path does not support {method}"}
+    status = problem.status_code
+    return _error_response(
+        GatewayError(status, text.get(status, "invalid request"), headers=dict(problem.headers or {}))
+    )

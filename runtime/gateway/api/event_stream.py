@@ -1,0 +1,160 @@
+"""Responses as server-sent events.
+
+A task per stream awaits the first and the last chunks and errors. Chunks in between are formatted and written as soon
+as they are read from the engine, without waking a task, while the client reads fast enough: a task that wakes for each
+chunk costs more than all other work for it.
+"""
+
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ...protocol.messages import Chunk
+from ..interfaces import GatewayError
+from .body_types import StreamOptions
+from .completion_session import CompletionSession, TokenCounts
+from .errors import error_body
+from .request_body import while_connected
+
+DIRECT_BODY = "sidestream.direct_body"
+"""Key of the connection's `DirectBody` in a request's scope. Absent without a connection."""
+DONE = b"data: [DONE]\n\n"
+_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+_PLACEHOLDER = secrets.token_hex(16)  # a text that no name and no id contains
+encode = msgspec.json.Encoder().encode
+
+
+class DirectBody(Protocol):
+    """Writes parts from the middle of a response body without a task."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether the head of the response is sent, and the client is connected and reads."""
+        ...
+
+    def write(self, part: bytes) -> None:
+        """Write a part. Requires `ready`."""
+
+
+class StreamFormatter(Protocol):
+    """Formats the chunks of a request as events."""
+
+    def format(self, prompt_index: int, chunks: Sequence[Chunk]) -> list[bytes]:
+        """Return the events for chunks of one prompt's answer. May be empty."""
+        ...
+
+    def format_end(self, counts: TokenCounts) -> list[bytes]:
+        """Return the events after all chunks."""
+        ...
+
+    def format_error(self, problem: GatewayError) -> bytes:
+        """Return the event for an error after the first event."""
+        ...
+
+
+class EventStream(Response):
+    """Sends the events of a session. An error before the first event is raised, and gets its own status.
+
+    Closes the session at the end, also if the client disconnects before the first event.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, session: CompletionSession, formatter: StreamFormatter) -> None:
+        self.status_code, self.background = 200, None
+        self.init_headers(_HEADERS | session.headers)
+        self._session, self._formatter = session, formatter
+        self._body: DirectBody | None = None
+        self._started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        self._body = scope.get(DIRECT_BODY)
+        try:
+            await while_connected(receive, self._send_all(send))
+        except ClientDisconnect:
+            if not self._started:
+                raise
+        finally:
+            await self._session.close()
+
+    async def _send_all(self, send: Send) -> None:
+        session, formatter = self._session, self._formatter
+        try:
+            async for prompt_index, chunks in session.stream(None if self._body is None else self._write_directly):
+                events = formatter.format(prompt_index, chunks)
+                last = session.complete
+                if last:
+                    events += formatter.format_end(session.counts)
+                if events:
+                    await self._send(send, b"".join(events), last)
+                if last:  # no await between the end of the answer and the end of `while_connected`
+                    return
+        except GatewayError as problem:
+            if not self._started:
+                raise
+            await self._send(send, formatter.format_error(problem), True)
+
+    async def _send(self, send: Send, data: bytes, last: bool) -> None:
+        if not self._started:
+            self._started = True
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": data, "more_body": not last})
+
+    def _write_directly(self, chunk: Chunk) -> bool:
+        """Write a chunk from the middle of the answer. Returns False if the client must be awaited."""
+        body = self._body
+        if body is None or not body.ready:
+            return False
+        events = self._formatter.format(0, (chunk,))
+        if events:
+            body.write(b"".join(events))
+        return True
+
+
+class ChunkEncoder:
+    """Encodes the events of one stream of completions. The fields around the choices are encoded once."""
+
+    def __init__(self, kind: str, answer_id: str, created: int, model: str, options: StreamOptions | None) -> None:
+        fields = {"id": answer_id, "object": kind, "created": created, "model": model}
+        self._head = b"data: " + encode(fields)[:-1] + b',"choices":'
+        self._include_usage = options is not None and bool(options.include_usage)
+        self._tail = b',"usage":null}\n\n' if self._include_usage else b"}\n\n"
+
+    def event(self, choice: object) -> bytes:
+        """Return the event of one choice."""
+        return self._head + b"[" + encode(choice) + b"]" + self._tail
+
+    def format_end(self, counts: TokenCounts) -> list[bytes]:
+        """Return the last events: the usage if it was requested, and [DONE]."""
+        if not self._include_usage:
+            return [DONE]
+        return [self._head + b'[],"usage":' + encode(counts.usage()) + b"}\n\n", DONE]
+
+    def format_error(self, problem: GatewayError) -> bytes:
+        """Return the event that ends a stream after an error."""
+        return b"data: " + error_body(problem) + b"\n\n"
+
+
+class TextChunkEncoder:
+    """Encodes events of one choice that differ only in text. The rest is encoded once.
+
+    choice   returns the choice with a given text
+    """
+
+    def __init__(self, encoder: ChunkEncoder, choice: Callable[[str], object]) -> None:
+        self._before, self._after = encoder.event(choice(_PLACEHOLDER)).split(encode(_PLACEHOLDER))
+
+    def event(self, text: str) -> bytes:
+        """Return the event with this text."""
+        return self._before + encode(text) + self._after
+
+
+def named_event(name: str, body: object) -> bytes:
+    """Return an event with an `event:` line."""
+    return b"event: " + name.encode() + b"\ndata: " + encode(body) + b"\n\n"

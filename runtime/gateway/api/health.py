@@ -1,0 +1,74 @@
+"""/health, /ready, /version, /metrics: bodies and handlers."""
+
+import functools
+from typing import Literal
+
+import msgspec
+from msgspec import field
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from .... import __version__
+from ..interfaces import GatewayError, GatewayHealth
+from .body_types import Answer
+from .context import GatewayContext, caller_of, json_response
+
+RETRY_AFTER = {"Retry-After": "1"}
+
+
+class Status(Answer, frozen=True, kw_only=True):
+    """Health of the engines. `progress` (0..1) and `phase` describe loading; `engines`: status of each engine."""
+
+    status: Literal["loading", "ok", "stalled", "draining", "idle", "dead"]
+    phase: str = ""
+    progress: float = 0.0
+    engines: dict[str, str] = field(default_factory=dict)
+
+
+class Version(Answer, frozen=True, kw_only=True):
+    """This package's release."""
+
+    version: str
+
+
+async def health(context: GatewayContext, request: Request) -> Response:
+    """Return 200 if an engine is alive (also while it loads or drains), else 503."""
+    state = await context.engines.health()
+    return _status_response(state, state.status != "dead")
+
+
+async def ready(context: GatewayContext, request: Request) -> Response:
+    """Return 200 if requests are accepted, 503 while the model loads and during shutdown."""
+    state = await context.engines.health()
+    return _status_response(state, state.status in ("ok", "stalled", "idle"))
+
+
+async def version(request: Request) -> Response:
+    """Return this package's release."""
+    return json_response(Version(version=__version__))
+
+
+async def metrics(context: GatewayContext, request: Request) -> Response:
+    """Return metrics for Prometheus. Raises GatewayError 403 for a key without that permission."""
+    if not caller_of(request).metrics:
+        text = "this key may not read /metrics, which covers all owners"
+        raise GatewayError(403, text, "permission_error", "metrics_only")
+    content_type, body = await context.observer.metrics(context.engines)
+    return Response(body, headers={"Content-Type": content_type})
+
+
+def _status_response(health: GatewayHealth, good: bool) -> Response:
+    status = Status(status=health.status, phase=health.phase, progress=health.progress, engines=dict(health.engines))
+    body = msgspec.json.encode(status)
+    return Response(body, 200 if good else 503, None if good else RETRY_AFTER, "application/json")
+
+
+def routes(context: GatewayContext) -> list[Route]:
+    """Return the routes of the endpoints."""
+    return [
+        Route("/health", functools.partial(health, context), methods=["GET"]),
+        Route("/ready", functools.partial(ready, context), methods=["GET"]),
+        Route("/version", version, methods=["GET"]),
+        Route("/metrics", functools.partial(metrics, context), methods=["GET"]),
+    ]

@@ -1,0 +1,183 @@
+"""ASGI middleware around all routes: authentication, request ids, CORS, error responses, and access records."""
+
+import json
+import re
+import time
+import uuid
+from collections.abc import Iterable
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Router
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .api.errors import CLIENT_GONE, response_for
+from .api.event_stream import DIRECT_BODY
+from .interfaces import Admission, GatewayError, HttpExchange, Observer
+from .settings import MAX_HEADER_BYTES, GatewaySettings
+
+ALL = "*"
+LOOPBACK_ORIGIN = re.compile(r"https?://(localhost|127\.\d{1,3}\.\d{1,3}\.\d{1,3}|\[::1\])(:\d{1,5})?")
+"""Origins that are allowed by default."""
+ADMIN_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/docs", "/openapi.json"})
+"""Paths that need no key: probes have none, and the pages hold no data of this server."""
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+")
+_READ_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+_SAME_SITE = frozenset({"same-origin", "none"})  # "none": the user typed the address
+_ORIGIN_HEADERS = (b"origin", b"host", b"sec-fetch-site")
+_REQUEST_ID = re.compile(rb"[!-~]{1,64}")
+_EXPOSED_HEADERS = (
+    "x-request-id",
+    "retry-after",
+    "x-should-retry",
+    *(f"x-ratelimit-{kind}-{unit}" for kind in ("limit", "remaining", "reset") for unit in ("requests", "tokens")),
+)
+
+
+class OriginPolicy:
+    """Which origins may call the gateway (CORS), and which requests of other origins need a key."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self._allowed = settings.allowed_origins
+        self._needs_key = bool(settings.api_key) or settings.keys is not None
+
+    def with_cors(self, app: ASGIApp) -> ASGIApp:
+        """Return `app` with CORS: it answers preflights and adds the headers."""
+        return CORSMiddleware(
+            app,
+            allow_origins=self._allowed or (),
+            allow_origin_regex=LOOPBACK_ORIGIN.pattern if self._allowed is None else None,
+            allow_methods=("GET", "HEAD", "POST", "OPTIONS"),
+            allow_headers=(ALL,),
+            expose_headers=_EXPOSED_HEADERS,
+        )
+
+    def check(self, origin: str, host: str, site: str, method: str, path: str) -> None:
+        """Raise GatewayError 403 for a forbidden cross-origin request to a gateway without keys.
+
+        Browsers send some requests without a preflight, and then CORS only hides the answer.
+
+        origin, host, site   headers Origin, Host and Sec-Fetch-Site ("": not sent)
+        """
+        same = site in _SAME_SITE if site else origin.partition("://")[2] == host
+        if self._needs_key or same or method in _READ_METHODS:
+            return
+        if path in ADMIN_PATHS:
+            raise GatewayError(
+                403,
+                "a page of another origin cannot change the adapters of a server without keys; start it with --api-key "
+                "or --api-keys, or call this from no page",
+                code="origin_not_allowed",
+            )
+        if not self._allows(origin):
+            raise GatewayError(
+                403,
+                f"pages of the origin {origin[:200]!r} cannot call this server; allow it with --allowed-origins",
+                code="origin_not_allowed",
+            )
+
+    def _allows(self, origin: str) -> bool:
+        if self._allowed is None:
+            return LOOPBACK_ORIGIN.fullmatch(origin) is not None
+        return ALL in self._allowed or origin in self._allowed
+
+
+def parse_origins(values: Iterable[str]) -> list[str]:
+    """Return the origins of --allowed-origins. Each value is an origin, "*", or a JSON list of these (as in vLLM).
+
+    Raises ValueError.
+    """
+    origins: list[str] = []
+    for value in values:
+        try:
+            parsed = json.loads(value) if value.lstrip().startswith("[") else [value]
+        except ValueError as error:
+            raise ValueError(f"--allowed-origins {value} is not a JSON list: {error}") from None
+        for origin in parsed:
+            if not isinstance(origin, str) or (origin != ALL and _ORIGIN.fullmatch(origin) is None):
+                raise ValueError(
+                    f"--allowed-origins: {origin!r} is not an origin; give scheme://host or scheme://host:port without "
+                    "a path, as in https://app.example, or * for all"
+                )
+            origins.append(origin)
+    return origins
+
+
+class GatewayMiddleware:
+    """Wraps the routes. Sets `sidestream.request_id` and `sidestream.caller` in each request's scope."""
+
+    def __init__(self, router: Router, admission: Admission, observer: Observer, origins: OriginPolicy) -> None:
+        self.router = router
+        self._admission, self._observer, self._origins = admission, observer, origins
+        self._serve_with_cors = origins.with_cors(self._serve)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] == "http" and any(name == b"origin" for name, _ in scope["headers"]):
+            await self._serve_with_cors(scope, receive, send)
+        else:
+            await self._serve(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = self  # with an application in the scope, the router raises for unknown paths
+        if scope["type"] != "http":
+            await self.router(scope, receive, send)
+            return
+        given_id, authorization, header_bytes = b"", None, 0
+        origin_headers: dict[bytes, str] = {}
+        for name, value in reversed(scope["headers"]):  # the first of repeated headers counts
+            header_bytes += len(name) + len(value)
+            if name == b"x-request-id":
+                given_id = value
+            elif name == b"authorization":
+                authorization = value.decode("latin-1") or None
+            elif name in _ORIGIN_HEADERS:
+                origin_headers[name] = value.decode("latin-1")
+        request_id = given_id.decode() if _REQUEST_ID.fullmatch(given_id) else uuid.uuid4().hex
+        scope["sidestream.request_id"] = request_id
+        started, started_at = time.monotonic(), time.time()
+        status, sent_bytes, complete = CLIENT_GONE, 0, False
+
+        async def recorded_send(message: Message) -> None:
+            nonlocal status, sent_bytes, complete
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+            else:
+                sent_bytes += len(message.get("body", b""))
+                complete = not message.get("more_body", False)
+            await send(message)
+
+        client = scope.get("client")
+        host = client[0] if client else ""
+        owner = ""
+        direct_body = scope.get(DIRECT_BODY)
+        try:
+            if header_bytes > MAX_HEADER_BYTES:
+                raise GatewayError(431, f"the headers have more than {MAX_HEADER_BYTES} bytes")
+            if scope["path"] not in OPEN_PATHS:
+                caller = scope["sidestream.caller"] = self._admission.identify(authorization, host)
+                owner = caller.owner
+            if b"origin" in origin_headers:
+                origin, host_header, site = (origin_headers.get(name, "") for name in _ORIGIN_HEADERS)
+                self._origins.check(origin, host_header, site, scope["method"], scope["path"])
+            await self.router(scope, receive, recorded_send)
+        except Exception as problem:
+            if status != CLIENT_GONE:  # the response has started: only closing the connection can report the error
+                raise
+            await response_for(problem, scope["method"])(scope, receive, recorded_send)
+        finally:
+            self._observer.on_http_exchange(
+                HttpExchange(
+                    time=started_at,
+                    request_id=request_id,
+                    method=scope["method"],
+                    route=getattr(scope.get("route"), "path", ""),
+                    path=scope["path"],
+                    status=status if complete else CLIENT_GONE,
+                    seconds=time.monotonic() - started,
+                    body_bytes=sent_bytes + (direct_body.sent if direct_body is not None else 0),
+                    client_host=host,
+                    owner=owner,
+                )
+            )

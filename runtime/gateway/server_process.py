@@ -1,0 +1,184 @@
+"""Runs the gateway in uvicorn on a listening socket.
+
+A supervisor starts it with `python -m sidestream.runtime.gateway.server_process FD SOCKET`. It receives its settings on
+the channel FD and exits when the channel closes. `serve` runs it in the caller's process.
+"""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from ..processes.channel import Channel, ChannelClosed
+from ..processes.watchdog import HEARTBEAT_SECONDS
+from .app import build_app, make_components
+from .connections import ConnectionCount, limited_protocol
+from .settings import KEEP_ALIVE_SECONDS, MAX_HEADER_BYTES, GatewaySettings
+
+BACKLOG = 2048
+LOOPBACK_HOSTS = ("localhost", "127.", "::1")
+ORPHAN_DRAIN_SECONDS = 3
+"""Time for open responses after the supervisor exited: it drains the engine before it exits."""
+
+
+def check_exposure(settings: GatewaySettings) -> None:
+    """Raise ValueError for an address beyond this machine without keys."""
+    has_key = settings.api_key or settings.keys is not None or settings.insecure
+    if not settings.host.startswith(LOOPBACK_HOSTS) and not has_key:
+        raise ValueError(
+            f"--host {settings.host} can be reached from other machines, and no key is required; give --api-keys FILE "
+            "(from `sidestream keys http add`), --api-key, or --insecure if the network is trusted"
+        )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket. Raises ValueError for an address that is in use or invalid."""
+    try:
+        ((family, kind, proto, _, address), *_) = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        listener = socket.socket(family, kind, proto)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+            listener.listen(BACKLOG)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        not_local = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+        remedy = (
+            "name an address of this machine with --host"
+            if not_local
+            else "stop the process that listens there, or choose another port with --port"
+        )
+        raise ValueError(f"cannot listen at {host} port {port}: {error.strerror}; {remedy}") from None
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """Return the URL of a listening socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def serve(
+    settings: GatewaySettings,
+    listener: socket.socket,
+    on_ready: Callable[[str], None],
+    channel: Channel | None = None,
+) -> int:
+    """Serve until SIGTERM or SIGINT, or until `channel` closes. Returns the exit code.
+
+    on_ready   called with the URL when the server accepts requests
+
+    Raises ValueError for settings that cannot be used.
+    """
+    components = make_components(settings)
+    _raise_descriptor_limit(settings.max_connections)
+    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again when it has stopped
+        signal.signal(number, lambda *_: None)
+    try:
+        app = build_app(components.engines, components.admission, components.observer, settings)
+        drain = settings.drain_seconds if channel is None else min(settings.drain_seconds, ORPHAN_DRAIN_SECONDS)
+        config = server_config(app, settings, drain)
+        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+            runner.run(_serve(uvicorn.Server(config), listener, on_ready, channel, components.engines.expect_shutdown))
+    finally:
+        components.close()
+    return 0
+
+
+def server_config(app: ASGIApp, settings: GatewaySettings, drain_seconds: float) -> uvicorn.Config:
+    """Return uvicorn's configuration. `drain_seconds`: time that open responses get at shutdown."""
+    return uvicorn.Config(
+        app,
+        http=limited_protocol(AutoHTTPProtocol, ConnectionCount.of_settings(settings)),
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=int(KEEP_ALIVE_SECONDS),
+        timeout_graceful_shutdown=int(drain_seconds),
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        backlog=BACKLOG,
+    )
+
+
+async def _serve(
+    server: uvicorn.Server,
+    listener: socket.socket,
+    on_ready: Callable[[str], None],
+    channel: Channel | None,
+    expect_shutdown: Callable[[], None],
+) -> None:
+    url = url_of(listener)
+
+    async def beat() -> None:
+        ready = False
+        while True:
+            if server.started and not ready:
+                ready = True
+                on_ready(url)
+            if channel is not None:
+                channel.send_heartbeat()
+            await asyncio.sleep(HEARTBEAT_SECONDS if ready else 0.02)
+
+    def read() -> None:
+        try:
+            if channel.receive():  # type: ignore[union-attr]
+                expect_shutdown()  # the only message of a supervisor
+        except ChannelClosed:
+            asyncio.get_running_loop().remove_reader(channel.fileno())  # type: ignore[union-attr]
+            server.should_exit = True
+
+    if channel is not None:
+        asyncio.get_running_loop().add_reader(channel.fileno(), read)
+    heartbeat = asyncio.create_task(beat())
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        heartbeat.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await heartbeat
+
+
+def _raise_descriptor_limit(connections: int) -> None:
+    """Raise the soft limit on file descriptors, which is 1024 on many systems: each connection needs one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + 256 if hard == resource.RLIM_INFINITY else min(hard, connections + 256)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def run(fd: int, listener_fd: int) -> int:
+    """Run as a supervisor's child process. Returns the exit code."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s gateway %(message)s")
+    channel = Channel.from_fd(fd)
+    listener = socket.socket(fileno=listener_fd)
+    try:
+        first: dict[str, Any]
+        (first, *_) = channel.receive(block=True)
+        settings = msgspec.convert(first["settings"], GatewaySettings)
+        return serve(settings, listener, lambda url: channel.send({"event": "ready", "address": url}), channel)
+    except ValueError as error:
+        channel.send({"event": "failed", "message": " ".join(str(error).split())})
+        return 2
+    except ChannelClosed:
+        return 1  # the supervisor exits and has reported the reason
+
+
+if __name__ == "__main__":
+    sys.exit(run(int(sys.argv[1]), int(sys.argv[2])))

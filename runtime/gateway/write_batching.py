@@ -1,0 +1,140 @@
+"""Joins the writes of a connection, since each system call takes longer than the rest of the work for a token.
+
+The head of an answer is written with the first bytes of its body, and the last bytes with the end of the body. Chunks
+from the middle of an answer are written at the end of an event loop iteration, after all received data is handled: a
+write wakes the client, which may take the CPU core. Chunks of several steps are then one write.
+"""
+
+import asyncio
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .api.event_stream import DIRECT_BODY
+
+_CHUNKED = b"\r\ntransfer-encoding: chunked\r\n"
+
+
+class FlushQueue:
+    """The transports that are flushed at the end of an event loop iteration. Belongs to one loop."""
+
+    def __init__(self) -> None:
+        self._pending: list[BatchingTransport] = []
+
+    def add(self, transport: "BatchingTransport") -> None:
+        """Flush this transport after the callbacks that are ready now."""
+        if not self._pending:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._pending.append(transport)
+
+    def _flush(self) -> None:
+        pending, self._pending = self._pending, []
+        for transport in pending:
+            transport.flush()
+
+
+class DirectBody:
+    """Implements `event_stream.DirectBody`: writes HTTP chunks with plain calls, without uvicorn's coroutines.
+
+    sent   bytes of the body that were written here
+    """
+
+    def __init__(self, transport: "BatchingTransport") -> None:
+        self._transport = transport
+        self._chunked = False
+        self.sent = 0
+
+    def begin(self, head: bytes) -> None:
+        """Receive the head of the response as uvicorn wrote it. Only a chunked body is written here."""
+        self._chunked = _CHUNKED in head.lower()
+
+    @property
+    def ready(self) -> bool:
+        return self._chunked and self._transport.writable
+
+    def write(self, part: bytes) -> None:
+        """See `event_stream.DirectBody`. `part` must not be empty: an empty chunk ends a body."""
+        self.sent += len(part)
+        self._transport.add(b"%x\r\n%b\r\n" % (len(part), part))
+
+
+class BatchingTransport(asyncio.Transport):
+    """Wraps a transport and can hold back its writes. `writable`: it is open and its buffer is not full."""
+
+    def __init__(self, transport: asyncio.Transport, flush_queue: FlushQueue) -> None:
+        super().__init__()
+        self._transport, self._flush_queue = transport, flush_queue
+        self._added: list[bytes] = []
+        self._held: list[bytes] | None = None
+        self.writable = True
+
+    def wrap(self, app: ASGIApp) -> ASGIApp:
+        """Return `app` with batched writes. Its scope holds the `DirectBody` of the response."""
+
+        async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
+            body = scope[DIRECT_BODY] = DirectBody(self)
+
+            async def batched_send(message: Message) -> None:
+                if self._held is None:
+                    self._held = []
+                is_head = False
+                try:
+                    await send(message)
+                    is_head = message["type"] == "http.response.start"
+                    if is_head:
+                        body.begin(b"".join(self._held))
+                finally:
+                    if not is_head:
+                        self._release()
+
+            await app(scope, receive, batched_send)
+
+        return wrapped
+
+    def add(self, data: bytes) -> None:
+        """Write at the end of the event loop iteration, or before the next other write."""
+        if not self._added:
+            self._flush_queue.add(self)
+        self._added.append(data)
+
+    def flush(self) -> None:
+        """Write the added data."""
+        added, self._added = self._added, []
+        if added and not self._transport.is_closing():
+            self._transport.write(added[0] if len(added) == 1 else b"".join(added))
+
+    def _release(self) -> None:
+        self.flush()
+        held, self._held = self._held, None
+        if held:
+            self._transport.write(b"".join(held))
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Write, or hold the data back."""
+        if self._held is None:
+            self.flush()
+            self._transport.write(data)
+        else:
+            self._held.append(bytes(data))
+
+    def close(self) -> None:
+        """Write held data, then close."""
+        self._release()
+        self.writable = False
+        self._transport.close()
+
+    def abort(self) -> None:
+        self.writable = False
+        self._transport.abort()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._transport.get_extra_info(name, default)
+
+    def pause_reading(self) -> None:
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._transport.resume_reading()

@@ -1,0 +1,122 @@
+"""Chats over HTTP with the templates of adapters, with several templates, and with variables of a client."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from sidestream.runtime.gateway.interfaces import AdapterCard
+from sidestream.runtime.text.chat_files import ChatTemplates
+from support.gateway import FakeEngines, gateway
+
+SAID = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+PARTS = "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+TOOL_USE = "<tool_call>{{ tools | length }}" + SAID
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+HELLO: Any = {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "max_tokens": 2}
+ROUTES = ("/v1/chat/completions", "/v1/responses", "/tokenize")
+
+
+class TemplateEngines(FakeEngines):
+    """`own`: adapters' own templates; `read`: the names for which they were asked."""
+
+    def __init__(self, templates: dict[str, str], own: dict[str, dict[str, str]] | None = None) -> None:
+        super().__init__()
+        self.info = replace(self.info, templates=ChatTemplates(templates, {"eos_token": "</s>"}))
+        self.own, self.read = own or {}, list[str]()
+        self.cards = [AdapterCard(name, 8, "aa", chat_template=f"digest of {name}") for name in self.own]
+        self.cards += [AdapterCard("plain", 8, "bb"), AdapterCard("offered", 8, "", chat_template=None)]
+
+    async def chat_templates(self, name: str) -> ChatTemplates:
+        self.read.append(name)
+        return ChatTemplates(self.own.get(name, {}), {"bos_token": "<own>"})
+
+
+async def prompt(engines: FakeEngines, http: httpx.AsyncClient, body: dict[str, Any]) -> str:
+    answer = await http.post("/v1/chat/completions", json=HELLO | body)
+    assert answer.status_code == 200, answer.text
+    return str(engines.asked[-1].prompt)
+
+
+def test_an_adapters_own_template_is_used_for_it_at_each_endpoint() -> None:
+    own = {"mine": {"default": "{{ bos_token }}mine{{ eos_token }}" + PARTS}}
+    engines = TemplateEngines({"default": SAID}, own)
+
+    async def run() -> None:
+        async with gateway(engines) as http:
+            for name, said in (("base", "<user>hi"), ("plain", "<user>hi"), ("offered", "<user>hi")):
+                assert await prompt(engines, http, {"model": name}) == said
+            mine = "<own>mine</s><user>hi"
+            for _ in range(2):
+                assert await prompt(engines, http, {"model": "mine"}) == mine
+            await http.post("/v1/responses", json={"model": "mine", "input": "hi"})
+            assert engines.asked[-1].prompt == mine
+            ids = (await http.post("/tokenize", json={"model": "mine", "messages": HELLO["messages"]})).json()["tokens"]
+            assert "".join(map(chr, ids)) == mine
+            assert engines.read == ["offered", "mine"], "what an engine has read is asked for once"
+
+    asyncio.run(run())
+
+
+def test_a_base_model_without_a_template_and_an_adapter_with_one() -> None:
+    engines = TemplateEngines({}, {"mine": {"default": SAID}})
+
+    async def run() -> None:
+        async with gateway(engines) as http:
+            assert await prompt(engines, http, {"model": "mine"}) == "<user>hi"
+            for name in ("base", "plain"):
+                answer = await http.post("/v1/chat/completions", json=HELLO | {"model": name})
+                assert answer.status_code == 400 and "--chat-template" in answer.json()["error"]["message"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("model", ["base", "mine"])
+def test_tools_choose_the_template_and_how_calls_are_spelled(model: str) -> None:
+    """The template without tools speaks of none."""
+    named = {"default": SAID, "tool_use": TOOL_USE}
+    engines = TemplateEngines(named if model == "base" else {"default": SAID}, {"mine": named})
+
+    async def run() -> None:
+        async with gateway(engines) as http:
+            asked = {"model": model, "tools": TOOLS}
+            assert await prompt(engines, http, asked) == "<tool_call>1<user>hi"
+            constraint = engines.asked[-1].params.structured_outputs
+            assert constraint is not None and "<tool_call>" in str(constraint.grammar)
+            assert await prompt(engines, http, asked | {"tool_choice": "none"}) == "<user>hi"
+            assert await prompt(engines, http, {"model": model}) == "<user>hi"
+            if model == "mine":
+                answer = await http.post("/v1/chat/completions", json=HELLO | {"model": "base", "tools": TOOLS})
+                assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+
+    asyncio.run(run())
+
+
+RESERVED = ("messages", "tools", "add_generation_prompt", "chat_template", "tokenize")
+NAMES = (*RESERVED, "seconds", "self", "template", "bos_token", "eos_token", "range", "namespace", "raise_exception",
+         "documents", "limit", "loop", "a b", "")  # fmt: skip
+
+
+@pytest.mark.parametrize("endpoint", ["/v1/chat/completions", "/tokenize"])
+def test_no_variable_of_a_client_is_a_fault(endpoint: str) -> None:
+    engines = TemplateEngines({"default": SAID + "{{ eos_token }}{% for i in range(1) %}{% endfor %}"})
+    hello = {"messages": HELLO["messages"]}
+
+    async def run() -> None:
+        async with gateway(engines) as http:
+            for name in NAMES:
+                for value in (1e-9, -1, 1e300, "x", None, [], {"a": [1]}, True):
+                    answer = await http.post(endpoint, json=hello | {"chat_template_kwargs": {name: value}})
+                    assert answer.status_code in (200, 400), answer.text
+                    if name in RESERVED:
+                        error = answer.json()["error"]
+                        assert answer.status_code == 400 and error["param"] == "chat_template_kwargs"
+                        assert repr(name) in error["message"]
+            nested = "[" * 500 + "]" * 500
+            body = '{"messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": {"a": ' + nested + "}}"
+            answer = await http.post(endpoint, content=body, headers={"content-type": "application/json"})
+            assert answer.status_code in (200, 400), answer.text
+            assert (await http.post(endpoint, json=hello)).status_code == 200
+
+    asyncio.run(run())
