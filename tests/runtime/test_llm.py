@@ -301,7 +301,7 @@ def test_requests_that_cannot_be_served(llm, arguments, message):
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization=1.5"),
         ({"max_model_len": 640, "num_kv_pages": 9}, "num_kv_pages=9"),
         ({"max_loras": 3}, "max_loras=3 without adapters"),
-        ({"device": "cuda:7"}, "device='cuda:7' is not there"),
+        ({"device": "cuda:7"}, "device='cuda:7' is not available"),
         ({"device": "tpu"}, "use 'cuda', 'cuda:0' or 'cpu'"),
         ({"load_format": "pickle"}, "load_format='pickle'"),
         ({"adapters": {"a b": "x"}}, "letters, digits"),

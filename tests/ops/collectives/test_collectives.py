@@ -41,7 +41,7 @@ def test_all_ranks_hold_the_same_sums_and_columns(tmp_path: Path) -> None:
 
 def test_names_and_places_are_checked() -> None:
     assert world_of(tensor_parallel_group(4)) == 4
-    with pytest.raises(GroupError, match="no group's name"):
+    with pytest.raises(GroupError, match="not a group's name"):
         world_of("everybody")
     with pytest.raises(GroupError, match="rank 2 of 2"):
         RankGroup("tp2", 2, 2)

@@ -114,7 +114,7 @@ def test_the_same_text_writes_the_same_bytes(base: TinyBase, adapter: Path, writ
         ({"precision": "fp8"}, r"made with precision='int8'"),
         (
             {"disable_passes": ("smooth_channels",)},
-            r"hold model.*weight as quantize\(smooth.*calibrate .*--round",
+            r"have model.*weight as quantize\(smooth.*calibrate .*--round",
         ),
         ({"load_format": "dummy", "calibration": None}, "random weights"),
     ],

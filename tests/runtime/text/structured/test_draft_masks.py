@@ -144,14 +144,14 @@ def requests() -> tuple[list[str], list[SamplingParams], list[str | None]]:
 def test_the_same_tokens_with_drafts(llm: LLM, ahead: int, injected: float | None) -> None:
     prompts, params, names = requests()
     plain = llm.generate(prompts, [replace(each, speculation="off") for each in params], names, use_tqdm=False)
-    histories = llm.engine.runner.histories
-    ngrams, llm.engine._depth = histories.draft, ahead
+    history = llm.engine.runner.token_history
+    ngrams, llm.engine._depth = history.draft_op, ahead
     if injected is not None:
-        histories.draft = recorded(llm, plain, injected)
+        history.draft_op = recorded(llm, plain, injected)
     try:
         outputs = llm.generate(prompts, params, names, use_tqdm=False)
     finally:
-        histories.draft, llm.engine._depth = ngrams, 0
+        history.draft_op, llm.engine._depth = ngrams, 0
     assert results_of(outputs) == results_of(plain)
     accepted = [output.num_accepted_tokens for output in outputs]
     drafts = [output.num_draft_tokens for output in outputs]
@@ -202,7 +202,7 @@ def test_drafts_are_cut_where_they_leave_the_grammar(llm: LLM, monkeypatch: pyte
         constrain(handle, masks)
 
     monkeypatch.setattr(llm.engine.runner, "constrain", noted)
-    monkeypatch.setattr(llm.engine.runner.histories, "draft", told_drafts(*b"abz"))
+    monkeypatch.setattr(llm.engine.runner.token_history, "draft_op", told_drafts(*b"abz"))
     params = SamplingParams(temperature=0, max_tokens=24, structured_outputs={"regex": "(ab|ba|cc)*"})
     (output,) = llm.generate(["abzabzabz"], params, use_tqdm=False)
     (plain,) = llm.generate(["abzabzabz"], replace(params, speculation="off"), use_tqdm=False)
@@ -215,7 +215,7 @@ def test_drafts_are_cut_where_they_leave_the_grammar(llm: LLM, monkeypatch: pyte
 def test_masks_that_come_too_late_cut_drafts_and_change_no_token(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(temperature=0, max_tokens=30, structured_outputs={"regex": "[a-d]{30}"})
     plain = llm.generate(["abc"], replace(params, speculation="off"), use_tqdm=False)
-    monkeypatch.setattr(llm.engine.runner.histories, "draft", recorded(llm, plain, 1.0))
+    monkeypatch.setattr(llm.engine.runner.token_history, "draft_op", recorded(llm, plain, 1.0))
     (right,) = llm.generate(["abc"], params, use_tqdm=False)
     assert results_of([right]) == results_of(plain) and right.num_accepted_tokens > 20
     monkeypatch.setattr(drafted, "DRAFT_SECONDS", -1.0)

@@ -33,7 +33,7 @@ def test_measuring_and_holding_todays_model_against_an_earlier_run(
 
 
 def test_whole_steps_stand_next_to_what_a_bench_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bench = json.loads((Path(__file__).parents[3] / "docs" / "measurements" / "bench_latency_h200.json").read_text())
+    bench = json.loads((Path(__file__).parents[4] / "docs" / "measurements" / "bench_latency_h200.json").read_text())
     bench["rows"] = [row for row in bench["rows"] if row["concurrency"] in (1, 64)]
     (tmp_path / "bench.json").write_text(json.dumps(bench))
     assert main(["--steps", str(tmp_path / "bench.json"), "--layers", "2", "-o", str(tmp_path / "check")]) == 0
