@@ -56,7 +56,7 @@ class FleetOptions(Struct, frozen=True, kw_only=True, rename="kebab", forbid_unk
     allowed_origins    allowed CORS origins ("*": all); None: loopback origins
     usage_log          SQLite file of the usage log, on each host that serves HTTP; None: no log
     metrics_compat     "vllm": export vLLM's metric names too
-    engine_keys        directory from `sidestream keys curve` on every host: engines use TCP; None: socket files on one host
+    engine_keys        directory of `sidestream keys curve` on every host, for TCP; None: socket files on one host
     """
 
     name: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_-]{1,64}\Z")] = "sidestream"
