@@ -85,7 +85,7 @@ def test_engines_behind_one_front_die_and_come_back_alone_and_end_together(tmp_p
             line_of(server, f"engine {index}: serving at")
         running = children_of(server.process.pid)
         engines = [pid for pid, command in running.items() if "replica_process" in command]
-        (gateway,) = [pid for pid, command in running.items() if "serving.process" in command]
+        (gateway,) = [pid for pid, command in running.items() if "gateway.server_process" in command]
         assert len(running) == 3 and len(engines) == 2
         grandchildren = [pid for engine in engines for pid in children_of(engine)]
         assert len(grandchildren) == 4, "each has a batcher and a GPU process"
