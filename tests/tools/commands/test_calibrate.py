@@ -282,7 +282,7 @@ def test_a_calibration_of_another_model_is_refused(base: TinyBase, written: Path
     with pytest.raises(CalibrationError, match=r"another model of the same shape.*sidestream calibrate"):
         LLM(other.path, calibration=written, **ENGINE)
     deeper = tiny_llama(tmp_path / "layers", num_hidden_layers=3)
-    with pytest.raises(CalibrationError, match="2 layers of 2 x 64 keys, this one 3 of 2 x 64"):
+    with pytest.raises(CalibrationError, match="2 layers of 2 x 64 keys, this model 3 of 2 x 64"):
         LLM(deeper.path, calibration=written, **ENGINE)
     with pytest.raises(CalibrationError, match="random weights"):
         LLM(base.path, calibration=written, load_format="dummy", **ENGINE)
