@@ -1,0 +1,163 @@
+"""Time the first tokens and the pauses of a server that has just started, and of one whose load changes.
+
+    python -m sidestream.tools.bench.model_directory m8b --adapters 8
+    sidestream serve m8b --load-format dummy --bind ipc:///tmp/engine.sock --lora-modules ...
+    python -m sidestream.tools.dev.bench.first_traffic ipc:///tmp/engine.sock --minutes 10
+
+It waits until the server is ready, sends 1, 4, 16, 64 and 256 streams at once (base model and adapters mixed, prompts
+of 20 to 700 tokens), then for `--minutes` streams whose number, lengths and sampling change, then the same levels
+again. A gap is the time between two chunks of one stream.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ....runtime.api.sampling_params import SamplingParams
+from ....runtime.client.async_client import AsyncClient
+from ...options.engine import positive
+from ...options.environment import collect
+
+LEVELS = (1, 4, 16, 64, 256)
+PROMPT_TOKENS = (20, 700)
+ANSWER_TOKENS = 64
+PAUSE = 0.5  # seconds: gaps above it are counted
+
+
+@dataclass
+class Stream:
+    """One answer as its client saw it, in seconds."""
+
+    first_token: float = 0.0
+    gaps: list[float] = field(default_factory=list)
+
+
+class Load:
+    """Random streams over one connection.
+
+    names  the adapters, and None for the base model
+    """
+
+    def __init__(self, client: AsyncClient, names: Sequence[str | None], vocabulary: int, seed: int) -> None:
+        self._client, self._names, self._vocabulary = client, names, vocabulary
+        self._random = random.Random(seed)
+
+    async def together(self, count: int, answer_tokens: int, greedy: bool = True) -> list[Stream]:
+        """Send `count` requests at once and wait for their answers."""
+        return await asyncio.gather(*(self._one(answer_tokens, greedy) for _ in range(count)))
+
+    async def changing(self, seconds: float, most: int) -> list[Stream]:
+        """Send requests whose number at once changes every few seconds."""
+        streams: list[Stream] = []
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            count = round(most ** self._random.random())
+            length = round(8 * 64 ** self._random.random())
+            streams += await self.together(count, length, greedy=self._random.random() < 0.5)
+        return streams
+
+    async def _one(self, answer_tokens: int, greedy: bool) -> Stream:
+        source = self._random
+        prompt = [source.randrange(self._vocabulary) for _ in range(source.randint(*PROMPT_TOKENS))]
+        sampling: dict[str, Any] = {"temperature": 0.0}
+        if not greedy:
+            sampling = source.choice(
+                [
+                    {"temperature": 0.8, "top_p": 0.9},
+                    {"temperature": 1.0, "top_k": 40},
+                    {"temperature": 0.7, "repetition_penalty": 1.1},
+                    {"temperature": 0.0, "logprobs": 3},
+                ]
+            )
+        params = SamplingParams(max_tokens=answer_tokens, ignore_eos=True, detokenize=False, **sampling)
+        stream, last = Stream(), time.monotonic()
+        chunks = self._client.stream(prompt, params, source.choice(self._names))
+        async with contextlib.aclosing(chunks):
+            async for chunk in chunks:
+                if not chunk.token_ids:
+                    continue
+                now = time.monotonic()
+                if stream.first_token:
+                    stream.gaps.append(now - last)
+                else:
+                    stream.first_token = now - last
+                last = now
+        return stream
+
+
+def figures(streams: Sequence[Stream]) -> dict[str, float]:
+    """Median and longest first token, longest gap (seconds), and how many gaps are longer than PAUSE."""
+    first = [stream.first_token for stream in streams]
+    gaps = [gap for stream in streams for gap in stream.gaps]
+    return {
+        "streams": len(streams),
+        "first_token_median": statistics.median(first),
+        "first_token_longest": max(first),
+        "gap_longest": max(gaps, default=0.0),
+        "gaps_above_pause": sum(gap > PAUSE for gap in gaps),
+    }
+
+
+async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row for each level, for the changing load, and for each level after it."""
+    rows: list[dict[str, Any]] = []
+    begin = time.monotonic()
+    async with AsyncClient(options.address, connect_timeout=options.connect_timeout, name="first traffic") as client:
+        server = await client.connect()
+        ready = time.monotonic() - begin
+        names: list[str | None] = [None, *(adapter.name for adapter in await client.list_adapters())]
+        load = Load(client, names, server.vocabulary, options.seed)
+        print(f"ready after {ready:.1f} s; times in seconds")
+
+        async def note(phase: str, streams: Sequence[Stream]) -> None:
+            compiled = (await client.stats()).get("kernels_compiled_in_steps_total", float("nan"))
+            row = {"phase": phase, **figures(streams), "kernels_compiled_in_steps": compiled}
+            rows.append(row)
+            print(
+                f"{phase:<22}{row['streams']:>7}  first token {row['first_token_median']:6.3f} median "
+                f"{row['first_token_longest']:6.3f} longest  gap {row['gap_longest']:6.3f} longest, "
+                f"{row['gaps_above_pause']:>3} above {PAUSE}  compiled {compiled:g}",
+                flush=True,
+            )
+
+        for phase in options.phases:
+            if phase == "changing":
+                most = min(256, server.max_num_seqs)
+                await note(f"{options.minutes:g} minutes", await load.changing(60 * options.minutes, most))
+                continue
+            for level in LEVELS:
+                await note(f"{phase}: {level} at once", await load.together(level, ANSWER_TOKENS))
+    return [{"ready_seconds": ready}, *rows]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("address", help="where the server is bound, such as ipc:///tmp/engine.sock")
+    parser.add_argument("--minutes", type=float, default=10.0, metavar="M", help="of changing load (default: 10)")
+    parser.add_argument(
+        "--phases",
+        nargs="+",
+        choices=("first", "changing", "again"),
+        default=("first", "changing", "again"),
+        help="what to run, in order (default: all)",
+    )
+    parser.add_argument("--connect-timeout", type=positive, default=600, metavar="S", help="(default: 600)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="(default: 0)")
+    parser.add_argument("--output-json", type=Path, default=Path("first-traffic.json"), metavar="FILE")
+    options = parser.parse_args(arguments)
+    rows = asyncio.run(measure(options))
+    options.output_json.write_text(json.dumps({"rows": rows, "environment": collect()}, indent=2) + "\n")
+    print(f"wrote {options.output_json}")
+
+
+if __name__ == "__main__":
+    main()
