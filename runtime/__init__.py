@@ -9,6 +9,7 @@ engine         the loop scheduler -> worker -> text, and its options
 adapters       adapters from disk to host memory to a GPU slot
 protocol       messages between a server and its clients
 worker         tensors, CUDA graphs, sampling: executes step plans; tensor parallelism
+demo_model     location of the embedded demo model
 llm            `LLM`: all of these in the caller's process
 server         supervisor, batcher process, GPU process
 client         `Client` and `AsyncClient`

@@ -221,7 +221,7 @@ def test_programs_may_share_an_arena() -> None:
     first, second = (BoundProgram(program, tensors, arena=arena) for _ in range(2))
     expected = eager(module, tensors)
     assert all(same(a, e) and same(b, e) for a, b, e in zip(first.run(), second.run(), expected, strict=True))
-    with pytest.raises(ProgramError, match="bytes or more"):
+    with pytest.raises(ProgramError, match="at least 2816 bytes"):
         BoundProgram(program, tensors, arena=arena[: program.arena_bytes - 1])
 
 

@@ -71,7 +71,7 @@ def test_a_row_is_what_a_step_of_its_own_would_give() -> None:
 
 def test_rows_that_do_not_fit_are_named() -> None:
     batch = batch_of([130, 70], [4, 2], 4, cache=INT8, dim=128)
-    with pytest.raises(ValueError, match="q has 8 rows, with rows=2 and 2 sequences it must have 4"):
+    with pytest.raises(ValueError, match="q has 8 rows; with rows=2 and 2 sequences it must have 4"):
         paged_attention(*row_args(batch, 2))
     q, cache, scales, table, lens, *_ = batch.args()
     with pytest.raises(ValueError, match="query_start must say"):
