@@ -1,11 +1,15 @@
-"""How many engines Ray runs: by open requests and tokens in flight, not by processor time."""
+"""How many engines Ray runs: by open requests and tokens in flight, not by processor time.
+
+Ray's controller imports this module, so it imports nothing but Ray.
+"""
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray.serve.config import AutoscalingContext
 
-from .options import FleetOptions
+if TYPE_CHECKING:
+    from .options import FleetOptions
 
 METRICS_SECONDS = 1.0
 LOOK_BACK_SECONDS = 4.0
@@ -35,7 +39,7 @@ class LoadPolicy:
         return max(*wanted, waiting), {}
 
 
-def autoscaling_config(options: FleetOptions) -> dict[str, Any]:
+def autoscaling_config(options: "FleetOptions") -> dict[str, Any]:
     """Return Ray's `autoscaling_config` of the engines."""
     return {
         "min_replicas": options.min_replicas,

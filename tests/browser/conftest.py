@@ -1,4 +1,4 @@
-"""One headless chromium for all tests of pages; nothing may be said on its console."""
+"""One headless chromium for all page tests. Messages on its console fail a test."""
 
 from collections.abc import Iterator
 from pathlib import Path

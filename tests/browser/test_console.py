@@ -1,6 +1,4 @@
-"""The gateway's page at `/` in a real browser: it shows what /metrics says, streams one prompt to two adapters, and
-asks with the key that was typed in.
-"""
+"""The console in a real browser: it shows the values of /metrics and streams one prompt to two adapters."""
 
 import time
 from collections.abc import Iterator

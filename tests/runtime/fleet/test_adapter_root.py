@@ -1,4 +1,4 @@
-"""The adapters' root of a fleet: folders of a directory and objects of a store, as they come, change and go."""
+"""Adapter roots of a fleet: directories and object stores whose adapters appear, change and disappear."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""A fleet of demo engines on a local Ray, as its clients see it: from zero to two and back, killed and upgraded."""
+"""A fleet of demo engines on a local Ray: scaling from zero to two and back, kills, and an upgrade under load."""
 
 import os
 import shutil

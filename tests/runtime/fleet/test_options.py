@@ -1,4 +1,4 @@
-"""fleet.toml, the number of engines, the token's file and the manifests: without a Ray."""
+"""fleet.toml, autoscaling, the token file and the manifests, without a Ray cluster."""
 
 import os
 import subprocess
@@ -50,7 +50,7 @@ def test_a_file_is_read_with_paths_of_its_directory(tmp_path):
     settings = serve_settings(options)
     assert settings.llm == {"device": "cpu", "max_num_seqs": 4}
     assert settings.adapters["new"] == str(tmp_path / "adapters" / "new") and "pirate" in settings.adapters
-    command = [sys.executable, "-m", "sidestream.tools.cli", "deploy", str(tmp_path / "fleet.toml"), "--check"]
+    command = [sys.executable, "-m", "sidestream.tools.cli", "fleet", "deploy", str(tmp_path / "fleet.toml"), "--check"]
     assert subprocess.run(command, capture_output=True, text=True).stdout.endswith("is in order\n")
     (tmp_path / "fleet.toml").write_text("max-replicas = ")
     done = subprocess.run(command, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""A server of the demo model with its HTTP front, for all tests of this folder that need a real one."""
+"""A server of the demo model with HTTP, shared by the tests of this folder."""
 
 from collections.abc import Iterator
 

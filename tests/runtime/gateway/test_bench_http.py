@@ -1,4 +1,4 @@
-"""`sidestream bench http`: what it counts, against the server's own counters."""
+"""`sidestream bench http` counts what the server's own counters count."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""Pages of other origins: CORS as browsers ask for it, and what a page may not do on a server without keys."""
+"""CORS, and restrictions for pages of other origins on a server without keys."""
 
 import argparse
 import asyncio

@@ -1,4 +1,4 @@
-"""The gateway's process ends with its supervisor, quietly, however early that is."""
+"""The gateway process exits silently with its supervisor."""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""What HTTP says of a body that it does not take: the field, its value, what it may be, and what to do."""
+"""Error messages for invalid bodies: the field, its value, the allowed values, and what to do."""
 
 import asyncio
 import json

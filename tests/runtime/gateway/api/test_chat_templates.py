@@ -1,4 +1,4 @@
-"""Chats over HTTP with the templates of adapters, with several templates, and with variables of a client."""
+"""Chat requests with templates of adapters, several templates, and template variables of a client."""
 
 import asyncio
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The endpoints over engines that answer what the test says: shapes, statuses, usage; without a socket."""
+"""The endpoints over fake engines, without sockets: bodies, statuses, usage."""
 
 import asyncio
 from collections.abc import Callable, Coroutine

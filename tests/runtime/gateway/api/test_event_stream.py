@@ -1,4 +1,4 @@
-"""The short way of a stream's middle, from the engine's connection to the client's: it changes nothing but the cost."""
+"""Direct writes of chunks from the middle of a stream give the same response as the task of the stream."""
 
 import asyncio
 import re

@@ -1,4 +1,4 @@
-"""Schemas, expressions and grammars that want to hurt: each gets an answer or one error, and other streams go on."""
+"""Expensive schemas, regular expressions and grammars: each gets an answer or an error, and other streams continue."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Log-probabilities as OpenAI's endpoints spell them: no token is lost, and each stands where its offset says."""
+"""Log-probabilities in OpenAI's formats: no token is lost, and offsets are right."""
 
 import pytest
 from sidestream.runtime.gateway.api.completions import Echo

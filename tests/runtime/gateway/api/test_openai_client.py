@@ -1,4 +1,4 @@
-"""OpenAI's own Python client: with a real server of the demo model, and with engines that fail as the test says."""
+"""OpenAI's Python client with a server of the demo model, and with fake engines that fail."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""schemathesis holds the endpoints to their own document: bodies that it allows and bodies that it does not."""
+"""schemathesis checks the endpoints against their OpenAPI document, with valid and invalid bodies."""
 
 import pytest
 import schemathesis

@@ -1,4 +1,4 @@
-"""Bodies that are too long, too slow, or no JSON; and the document that says what bodies are."""
+"""Bodies that are too large, too slow or not JSON, and the OpenAPI document."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine

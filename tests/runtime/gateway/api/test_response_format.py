@@ -1,4 +1,4 @@
-"""Answers in a given form, and calls of tools: OpenAI's own helpers with a live server of the demo model."""
+"""Structured outputs and tool calls with OpenAI's helpers and a server of the demo model."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A model's sampling defaults over HTTP: field by field, whatever the endpoint and the engine that reports them."""
+"""Sampling defaults of a model over HTTP, field by field and endpoint by endpoint."""
 
 import asyncio
 import json

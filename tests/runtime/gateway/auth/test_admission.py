@@ -1,4 +1,4 @@
-"""Keys and limits as the gateway asks for them."""
+"""Keys and limits through the `Admission` interface."""
 
 from datetime import UTC, datetime
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Keys: the file, its changes while a gateway runs, and the command that makes them."""
+"""API keys: the file, its reload in a running gateway, and the command that edits it."""
 
 import logging
 import os

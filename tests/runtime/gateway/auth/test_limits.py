@@ -1,4 +1,4 @@
-"""Limits: what is promised holds for any order of requests, and everything that was reserved comes back."""
+"""Limits hold for any order of requests, and unused reservations are returned."""
 
 import math
 from dataclasses import dataclass

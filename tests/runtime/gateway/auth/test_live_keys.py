@@ -1,4 +1,4 @@
-"""`sidestream gateway` with keys, before a real server, as OpenAI's client and an operator meet it."""
+"""`sidestream gateway` with keys in front of a real server."""
 
 import json
 import os

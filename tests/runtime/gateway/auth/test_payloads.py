@@ -1,4 +1,4 @@
-"""Payloads: what was asked and answered, up to a limit, and only then."""
+"""Prompts and answers in the usage log: their size limit, and only if requested."""
 
 import json
 from dataclasses import replace

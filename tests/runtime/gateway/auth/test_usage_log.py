@@ -1,4 +1,4 @@
-"""The usage log: nothing is lost while the disk works, and requests do not wait for it when it does not."""
+"""The usage log loses nothing while the disk works, and never delays requests."""
 
 import json
 import logging

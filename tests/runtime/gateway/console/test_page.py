@@ -1,4 +1,4 @@
-"""The page at `/` as it crosses the wire: whole, without a key, and with a policy under which it loads nothing."""
+"""The console's HTML: complete, available without a key, and with a policy that forbids all loads."""
 
 import asyncio
 import base64

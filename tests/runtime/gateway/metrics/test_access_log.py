@@ -1,4 +1,4 @@
-"""The access log: one JSON object a line, never in the way of a request."""
+"""The access log: one JSON object per line, and no request waits for it."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""A governed gateway over a live server: usage when its GPU process is killed, and the metrics that dashboards read."""
+"""Usage records when the GPU process is killed, and the metrics that the dashboard reads."""
 
 import asyncio
 import gzip

@@ -1,4 +1,4 @@
-"""/metrics: what it counts, the engines' numbers, vLLM's names, and a bounded number of series."""
+"""/metrics: counters, engine metrics, vLLM's names, and a bounded number of series."""
 
 import asyncio
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Spans, as OpenTelemetry's own exporter in memory gets them."""
+"""Spans as OpenTelemetry's in-memory exporter receives them."""
 
 import sys
 from dataclasses import replace

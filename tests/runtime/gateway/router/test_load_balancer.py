@@ -1,4 +1,4 @@
-"""Where requests go: rules one by one, and invariants over random histories."""
+"""Routing decisions: single rules, and invariants over random histories."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Engines that come and go while a router runs, and adapters that an engine loads when it is first asked for them."""
+"""Engines that are added and removed while a router runs, and adapters that are loaded on demand."""
 
 import asyncio
 

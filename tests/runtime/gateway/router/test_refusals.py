@@ -1,4 +1,4 @@
-"""What a request does when engines refuse it, stop, differ, or say nothing: servers that answer as a test says."""
+"""Requests whose engines refuse them, stop, differ, or do not answer."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Three engines behind the router: processes as in production, over a model that is a hash and checks every plan."""
+"""Three engine processes behind the router, with a model that is a hash and checks every plan."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""LoadHeap, prefixes, catalogue, and the stream that goes on elsewhere."""
+"""Migrating streams, and the router's data structures."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""The quick histogram says what prometheus-client's says."""
+"""FastHistogram equals the histogram of prometheus-client."""
 
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.exposition import generate_latest

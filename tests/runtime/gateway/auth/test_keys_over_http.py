@@ -1,4 +1,4 @@
-"""A gateway with keys, limits and a usage log, as its clients meet it over HTTP."""
+"""A gateway with keys, limits and a usage log, over HTTP."""
 
 import asyncio
 import json
