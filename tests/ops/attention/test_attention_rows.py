@@ -74,7 +74,7 @@ def test_rows_that_do_not_fit_are_named() -> None:
     with pytest.raises(ValueError, match="q has 8 rows; with rows=2 and 2 sequences it must have 4"):
         paged_attention(*row_args(batch, 2))
     q, cache, scales, table, lens, *_ = batch.args()
-    with pytest.raises(ValueError, match="query_start must say"):
+    with pytest.raises(ValueError, match="needs query_start"):
         paged_attention_blocks(q, cache, scales, table, lens, 0.1, INT8, 0, None, 4)
 
 

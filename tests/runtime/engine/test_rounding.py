@@ -174,7 +174,7 @@ def test_a_file_that_is_not_whole_is_refused(base: TinyBase, written: Path, tmp_
 def test_flags(base: TinyBase, capsys: pytest.CaptureFixture[str]) -> None:
     for flag, value in (("--norm-rotation", "64"), ("--rotate-values", "on")):
         assert cli.main(["calibrate", str(base.path), flag, value]) == 2
-        assert f"{flag} says how --round" in capsys.readouterr().err
+        assert f"{flag} is an option of --round" in capsys.readouterr().err
 
 
 def test_a_calibration_goes_next_to_the_model_and_never_to_anothers_weights(
