@@ -158,7 +158,7 @@ def test_phi_3_mini_has_narrow_heads_and_two_kinds_of_contexts() -> None:
     )
     assert (partial.head_dim, partial.rotary_dim) == (128, 96)
     for wrong, named in (
-        ({"partial_rotary_factor": 0.7}, "partial_rotary_factor 0.7 turns 67 of 96"),
+        ({"partial_rotary_factor": 0.7}, "partial_rotary_factor 0.7 gives 67 of 96"),
         ({"partial_rotary_factor": 0.5}, "short_factor must hold 24"),
         ({"rope_scaling": {**fields["rope_scaling"], "long_factor": [0.0] * 48}}, "long_factor"),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor 1.5 turns 144 of 96"),

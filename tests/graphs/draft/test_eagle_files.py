@@ -140,9 +140,9 @@ def test_without_a_mapping_all_tokens_are_drafted(tmp_path: Path) -> None:
         ({"d2t": None}, "has no 'd2t'"),
         ({"d2t": torch.zeros(99, dtype=torch.int64)}, "must hold 100 integers"),
         ({"d2t": torch.zeros(100)}, "must hold 100 integers"),
-        ({"d2t": torch.full((100,), 300)}, "outside of the 320"),
-        ({"d2t": torch.full((100,), -1)}, "outside of the 320"),
-        ({"d2t": torch.full((100,), 2**63 - 1)}, "outside of the 320"),
+        ({"d2t": torch.full((100,), 300)}, "outside of the vocabulary of 320"),
+        ({"d2t": torch.full((100,), -1)}, "outside of the vocabulary of 320"),
+        ({"d2t": torch.full((100,), 2**63 - 1)}, "outside of the vocabulary of 320"),
     ],
 )
 def test_what_is_refused_in_a_file(head: Path, tensors: dict[str, Any], named: str) -> None:
