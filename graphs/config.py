@@ -106,7 +106,7 @@ class LlamaConfig:
         hidden = integer(fields, "hidden_size")
         if fields.get("head_dim") is None and hidden % heads:
             raise ConfigError(
-                f"hidden_size {hidden} is no multiple of num_attention_heads {heads}: add head_dim to config.json"
+                f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}: set head_dim in config.json"
             )
         positions = integer(fields, "max_position_embeddings", 2048)
         width = integer(fields, "head_dim", hidden // heads)

@@ -103,8 +103,9 @@ def cached_snapshot(name: str, kind: str, config: str, error: type[ValueError]) 
     try:
         found = Path(snapshot_download(name, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError):
-        where = "neither a directory nor in the local hub cache (nothing is downloaded)"
-        raise error(f"{kind} {name!r} is {where}: {remedy}") from None
+        raise error(
+            f"{kind} {name!r} is neither a directory nor in the local hub cache (nothing is downloaded): {remedy}"
+        ) from None
     except (OSError, UnicodeDecodeError) as problem:
         raise error(
             f"{kind} {name!r} cannot be read from the local hub cache ({problem}): check its permissions, or {remedy}"
