@@ -194,7 +194,7 @@ REFUSED = [
     ({"head_dim": 81}, "head_dim 81"),
     ({"head_dim": 256}, "head_dim 256"),
     ({"hidden_size": 4096 + 32}, "head_dim 129"),
-    ({"hidden_size": 4097}, "no multiple of num_attention_heads"),
+    ({"hidden_size": 4097}, "not a multiple of num_attention_heads"),
     ({"attention_bias": "yes"}, "attention_bias"),
     ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
     ({"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq'"),
