@@ -6,6 +6,7 @@ autoscaling     how many engines Ray runs
 engine          a replica of the deployment `engine`
 engine_process  the engine of a replica: a child process, its address, and its files
 ingress         a replica of the deployment `ingress`: the gateway in front of the engines
+loopback_only   admission of loopback clients, for HTTP without keys
 request_router  Ray's callback with the replicas that accept requests
 replica_list    passes these replicas from Ray's thread to the gateway
 adapter_root    folder or URL with the fleet's adapters

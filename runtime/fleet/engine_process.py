@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import ray
-
 from ..processes.channel import ChannelClosed
 from ..processes.child import Child, status_text
 from ..protocol.addresses import default_address, parse
@@ -83,6 +81,8 @@ def private_address(name: str, keys: bool) -> str:
 
     Raises ValueError for several hosts without keys, since a socket file works on one host only.
     """
+    import ray
+
     if keys:
         host = ray.util.get_node_ip_address()
         return f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0"

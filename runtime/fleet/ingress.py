@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,44 +14,13 @@ from starlette.types import ASGIApp
 
 from ..api.errors import EngineDeadError, ServerError
 from ..gateway.app import build_app, make_components
-from ..gateway.auth.admission import NoAuth
-from ..gateway.interfaces import Caller, GatewayError
 from ..gateway.router.adapter_catalogue import OfferedAdapter
 from ..gateway.router.router import Router
 from ..gateway.settings import GatewaySettings
 from .adapter_root import AdapterRoot
+from .loopback_only import LoopbackOnly
 from .replica_list import subscribe
 from .status import overview
-
-
-class LoopbackOnly(NoAuth):
-    """Admits loopback clients only: HTTP without keys is for this machine.
-
-    It checks clients because `serve run` and a Serve config have their own listen address, unknown to fleet.toml.
-    """
-
-    def identify(self, authorization: str | None, client_host: str) -> Caller:
-        """See `Admission`. Raises GatewayError 403."""
-        if not is_loopback(client_host):
-            raise GatewayError(
-                403,
-                "this fleet has no keys, so it serves only its own machine; set `keys` in fleet.toml, or "
-                "`insecure = true` if the network is trusted",
-                "permission_error",
-                "keys_needed",
-            )
-        return super().identify(authorization, client_host)
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether `host` is a loopback address; False if it is not an address."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address).is_loopback
-
 
 _log = logging.getLogger("ray.serve")
 POLL_SECONDS = 1.0

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from sidestream.runtime.demo_model import DEMO_MODEL
 from sidestream.runtime.fleet.cluster import secure
-from sidestream.runtime.fleet.ingress import LoopbackOnly
+from sidestream.runtime.fleet.loopback_only import LoopbackOnly
 from sidestream.runtime.fleet.options import options_of, read_options, serve_settings
 from sidestream.runtime.gateway.interfaces import GatewayError
 from support.kuberay_schema import problems
