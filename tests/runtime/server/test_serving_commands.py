@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import sidestream
 from sidestream.runtime.protocol.messages import Sampling
-from sidestream.tools.bench.model_directory import TINY, write_model
+from sidestream.tools.bench.random_model import TINY, write_model
 from support.fake_runner import continuation
 from support.serving import GUARD, free_port, serve_fake
 
