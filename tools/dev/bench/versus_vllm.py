@@ -1,4 +1,4 @@
-"""Workloads A and P on vLLM and on Sidestream, in turn: `python -m sidestream.tools.bench.versus_vllm`.
+"""Workloads A and P on vLLM and on Sidestream, in turn: `python -m sidestream.tools.dev.bench.versus_vllm`.
 
 Each engine runs `engine_run` in a process of its own, once without and once with adapters, so that neither pays for
 the other or for unused adapters.
@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..options.engine import add_value, check_output, positive, share
-from ..options.environment import write_figures
-from ..options.models import add_bench_model, add_random_adapters, pick_adapters
-from . import engine_run
-from .engine_run import RESULT, SHORT_OUTPUT
-from .latency import model_fields
-from .random_model import write_model, write_random_adapter
-from .throughput import PREFILL
+from ...bench import engine_run
+from ...bench.engine_run import RESULT, SHORT_OUTPUT
+from ...bench.latency import model_fields
+from ...bench.random_model import write_model, write_random_adapter
+from ...bench.throughput import PREFILL
+from ...options.engine import add_value, check_output, positive, share
+from ...options.environment import write_figures
+from ...options.models import add_bench_model, add_random_adapters, pick_adapters
 
 ENGINES = ("vllm", "sidestream")
 DESCRIPTION = """\
@@ -37,10 +37,10 @@ installed: in this environment, or in another one that --vllm-python names."""
 
 EXAMPLES = """\
 examples:
-  python -m sidestream.tools.bench.versus_vllm
-  python -m sidestream.tools.bench.versus_vllm models/llama --concurrency 1 64 256 --lora none
-  python -m sidestream.tools.bench.versus_vllm --vllm-python ~/vllm/bin/python
-  python -m sidestream.tools.bench.versus_vllm --lora zipf --vllm-args '{"specialize_active_lora": true}'"""
+  python -m sidestream.tools.dev.bench.versus_vllm
+  python -m sidestream.tools.dev.bench.versus_vllm models/llama --concurrency 1 64 256 --lora none
+  python -m sidestream.tools.dev.bench.versus_vllm --vllm-python ~/vllm/bin/python
+  python -m sidestream.tools.dev.bench.versus_vllm --lora zipf --vllm-args '{"specialize_active_lora": true}'"""
 
 
 class EngineRunError(Exception):
@@ -61,7 +61,7 @@ def json_object(text: str) -> dict[str, Any]:
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
     parser = argparse.ArgumentParser(
-        prog="python -m sidestream.tools.bench.versus_vllm",
+        prog="python -m sidestream.tools.dev.bench.versus_vllm",
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -193,7 +193,7 @@ def run_job(python: str, work: dict[str, Any], scratch: Path) -> list[dict[str, 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return a line for each load: both engines, and the speed of Sidestream relative to vLLM."""
-    from ...compiler.pass_records import columns
+    from ....compiler.pass_records import columns
 
     cells: list[tuple[str, ...]] = [
         ("load", "C", "adapters", "vLLM ms/step", "Sidestream", "vLLM tok/s", "Sidestream", "times as fast")
