@@ -65,17 +65,11 @@ def op_counts(graph: fx.GraphModule | fx.Graph) -> dict[str, int]:
     return dict(sorted(Counter(op_name(node) for node in nodes if is_kernel(node)).items()))
 
 
-def graph_text(graph: fx.GraphModule | fx.Graph) -> str:
-    """Return the graph as Python source, each value's dtype and shape in a comment (T tokens, B sequences, P blocks, NP
-    pages).
-
-    Equal graphs give equal text.
-    """
-    return text_of(graph_lines(graph))
-
-
 def graph_lines(graph: fx.GraphModule | fx.Graph) -> tuple[GraphLine, ...]:
-    """Return `graph_text` node by node."""
+    """Return the graph as Python source, node by node, with dtype and shape of each value in a comment.
+
+    Dimensions are T tokens, B sequences, P blocks and NP pages. Equal graphs give equal lines.
+    """
     graph = graph.graph if isinstance(graph, fx.GraphModule) else graph
     roles, layers = symbol_roles(graph), graph_layers(graph)
     lines = []

@@ -6,7 +6,6 @@ options     options that several commands share
 bench       `sidestream bench`: speed
 tuning      `sidestream tune`: the fastest kernels for a model's linears
 eval        `sidestream eval`: the difference between quantized serving and bf16
-fleet       commands for a fleet on Ray Serve
 demo_model  the embedded demo model and its adapters
 dev         development tools, not in the wheel
 """

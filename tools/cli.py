@@ -27,6 +27,7 @@ from .commands import (
     diff,
     dump,
     explain,
+    fleet,
     gateway,
     generate,
     keys,
@@ -36,7 +37,6 @@ from .commands import (
     usage,
 )
 from .commands import eval as evaluation
-from .fleet import deploy, show
 from .options.config_file import ConfigParser
 from .options.engine import ADVANCED
 from .options.environment import version_text
@@ -121,7 +121,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, prog="sidestream")
     for module in (demo, generate, chat, run_batch, serve, gateway, keys, usage):
         module.add_parser(commands)
-    _add_group(commands, "fleet", "run a fleet of engines on Ray Serve", deploy, show)
+    _add_group(commands, "fleet", "run a fleet of engines on Ray Serve", fleet)
     _add_group(commands, "inspect", "inspect compiled programs and passes", dump, diff, explain, ledger)
     for module in (calibrate, evaluation, tune):
         module.add_parser(commands)

@@ -108,11 +108,6 @@ class EagleDraft(nn.Module):
         chosen = hidden_states if logits_indices is None else hidden_states.index_select(0, logits_indices)
         return hidden_states, F.linear(self.norm(chosen), self.lm_head.weight)
 
-    def most_likely(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits [T, V'] -> the most likely tokens [T] int64, in the target's vocabulary."""
-        drafted = logits.argmax(-1)
-        return drafted + self.d2t[drafted]
-
     def checkpoint_tensors(self) -> dict[str, tuple[int, ...]]:
         """Return name -> shape of each floating-point tensor of a head's file."""
         return {name: tuple(value.shape) for name, value in self.named_parameters() if name != EMBEDDING}

@@ -7,11 +7,10 @@ import ray
 from ray import serve
 from ray.serve import Application
 
-from .autoscaling import METRICS_SECONDS, autoscaling_config
 from .engine import STOP_SECONDS, Engine
 from .ingress import Ingress
 from .options import FleetOptions, gateway_settings, serve_settings
-from .request_router import EngineRouter
+from .policies import METRICS_SECONDS, EngineRouter, autoscaling_config
 
 HEALTH_SECONDS = 2.0
 MAX_OPEN = 8192

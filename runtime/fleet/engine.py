@@ -1,23 +1,40 @@
-"""A replica of the deployment `engine`: runs one engine on its GPU and reports its address."""
+"""A replica of the deployment `engine`: runs one engine on its GPU and reports its address.
+
+The engine is `sidestream serve` without HTTP as a child process.
+"""
 
 import asyncio
 import contextlib
+import fcntl
 import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
 
+import ray
 from msgspec import structs
 from ray import serve
 
 from ...ops.core.kv_layout import PAGE_SIZE
 from ..api.errors import ServerError
 from ..client.async_client import AsyncClient
+from ..processes.channel import ChannelClosed
+from ..processes.child import Child, status_text
+from ..protocol.addresses import default_address, parse
 from ..server.settings import ServeSettings
 from .adapter_root import fetch, fetched_folder
-from .engine_process import EngineProcess, private_address, remove_files, remove_stale_files
 
 _log = logging.getLogger("ray.serve")
 STOP_SECONDS = 10.0
 """Time between the end of the drain and the kill of the engine."""
 ANSWER_SECONDS = 5.0
+OLD_SECONDS = 60.0
+"""An engine locks its lock file right after it created it. An older file without a lock is stale."""
+_SERVING = "serving at "
+_COMMAND = ("-m", "sidestream.runtime.server.replica_process")
 
 
 class Engine:
@@ -83,3 +100,103 @@ class Engine:
 
     async def __del__(self) -> None:
         await asyncio.shield(self._cleanup.aclose())
+
+
+class EngineProcess:
+    """A supervisor with its batcher and GPU process. They end with this process. Belongs to the running event loop.
+
+    on_line   called with the lines that `sidestream serve` would print
+    """
+
+    def __init__(self, settings: ServeSettings, on_line: Callable[[str], None]) -> None:
+        self._on_line = on_line
+        self._loop = asyncio.get_running_loop()
+        self._address: asyncio.Future[str] = self._loop.create_future()
+        self._last_error = ""
+        self.ended = asyncio.Event()
+        self._child = Child.start("engine", [sys.executable, *_COMMAND], settings, 0.0)
+        self._loop.add_reader(self._child.channel.fileno(), self._receive)
+
+    async def address(self) -> str:
+        """Return the address when the engine is ready. Raises RuntimeError if it ended instead."""
+        return await asyncio.shield(self._address)
+
+    async def drain(self, seconds: float) -> None:
+        """Send SIGTERM, which lets open requests finish as the settings allow, and kill the engine after `seconds`."""
+        if not self.ended.is_set():
+            self._child.process.send_signal(signal.SIGTERM)
+            try:
+                async with asyncio.timeout(seconds):
+                    await self.ended.wait()
+            except TimeoutError:
+                self._child.process.kill()
+        await asyncio.to_thread(self._child.stop)
+
+    def _receive(self) -> None:
+        try:
+            messages = self._child.channel.receive()
+        except ChannelClosed:
+            self._loop.remove_reader(self._child.channel.fileno())
+            self._loop.create_task(self._end())
+            return
+        for message in messages:
+            line = str(message["line"])
+            self._on_line(line)
+            if line.startswith("error: "):
+                self._last_error = line.removeprefix("error: ")
+            if line.startswith(_SERVING) and not self._address.done():
+                self._address.set_result(line.removeprefix(_SERVING))
+
+    async def _end(self) -> None:
+        status = await asyncio.to_thread(self._child.stop)
+        self.ended.set()
+        if not self._address.done():
+            self._address.set_exception(RuntimeError(self._last_error or f"the engine ended ({status_text(status)})"))
+            self._address.exception()  # mark as retrieved: there may be no waiter
+
+
+def private_address(name: str, keys: bool) -> str:
+    """Return a replica's listen address: TCP in the cluster if there are keys, else a socket file.
+
+    Raises ValueError for several hosts without keys, since a socket file works on one host only.
+    """
+    if keys:
+        host = ray.util.get_node_ip_address()
+        return f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0"
+    hosts = {node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}
+    if len(hosts) > 1:
+        raise ValueError(
+            f"the cluster has {len(hosts)} hosts, and engines on other hosts need keys: create them with "
+            "`sidestream keys curve DIR --client gateway`, copy DIR to every host, and set engine-keys to it"
+        )
+    folder = parse(default_address()).path
+    directory = folder.parent if folder is not None else Path(f"/tmp/sidestream-{os.getuid()}")
+    return f"ipc://{directory}/fleet-{name}.sock"
+
+
+def remove_files(address: str) -> None:
+    """Remove the files of an engine that has ended."""
+    path = parse(address).path
+    if path is not None:
+        _remove(path)
+
+
+def remove_stale_files(address: str, old_seconds: float = OLD_SECONDS) -> None:
+    """Remove the files of killed engines in the directory of `address`. Their lock files are unlocked."""
+    path = parse(address).path
+    if path is None:
+        return
+    for lock in path.parent.glob("fleet-*.sock.lock"):
+        with contextlib.suppress(OSError):  # it is locked, or another process removes it
+            descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if time.time() - os.fstat(descriptor).st_mtime >= old_seconds:
+                    _remove(lock.with_suffix(""))
+            finally:
+                os.close(descriptor)
+
+
+def _remove(socket: Path) -> None:
+    for path in (socket, socket.with_name(f"{socket.name}.lock")):
+        path.unlink(missing_ok=True)

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,17 +16,70 @@ from starlette.types import ASGIApp
 
 from ..api.errors import EngineDeadError, ServerError
 from ..gateway.app import build_app, make_components
+from ..gateway.auth.admission import NoAuth
+from ..gateway.interfaces import Caller, GatewayError
 from ..gateway.router.adapter_catalogue import OfferedAdapter
 from ..gateway.router.router import Router
 from ..gateway.settings import GatewaySettings
 from .adapter_root import AdapterRoot
-from .loopback_only import LoopbackOnly
-from .replica_list import subscribe
 from .status import overview
 
 _log = logging.getLogger("ray.serve")
 POLL_SECONDS = 1.0
 SCAN_SECONDS = 5.0
+_lock = threading.Lock()
+_replicas: Mapping[str, str] = {}
+_listener: Callable[[Mapping[str, str]], None] | None = None
+"""The replicas that accept requests, name -> address, are global state: Ray creates their publisher, the request
+router, in its own thread without arguments."""
+
+
+def publish(replicas: Mapping[str, str]) -> None:
+    """Replace the list of replicas. Called by `EngineRouter`."""
+    global _replicas
+    with _lock:
+        if replicas == _replicas:
+            return
+        _replicas = replicas
+        if _listener is not None:
+            _listener(replicas)
+
+
+def subscribe(listener: Callable[[Mapping[str, str]], None]) -> None:
+    """Call `listener` with the list now and after each change, in the publisher's thread."""
+    global _listener
+    with _lock:
+        _listener = listener
+        listener(_replicas)
+
+
+class LoopbackOnly(NoAuth):
+    """Admits loopback clients only: HTTP without keys is for this machine.
+
+    It checks clients because `serve run` and a Serve config have their own listen address, unknown to fleet.toml.
+    """
+
+    def identify(self, authorization: str | None, client_host: str) -> Caller:
+        """See `Admission`. Raises GatewayError 403."""
+        if not is_loopback(client_host):
+            raise GatewayError(
+                403,
+                "this fleet has no keys, so it serves only its own machine; set `keys` in fleet.toml, or "
+                "`insecure = true` if the network is trusted",
+                "permission_error",
+                "keys_needed",
+            )
+        return super().identify(authorization, client_host)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether `host` is a loopback address; False if it is not an address."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
 
 
 class Ingress:

@@ -5,13 +5,11 @@ throughput                    whole requests (workloads B and P)
 startup                       cold and warm start (workload T)
 kernels, kernels_attention    each op alone (workload K)
 serving/                      a running server under load
-versus_vllm                   workloads A and P on vLLM and on Sidestream, in turn
-engine_run                    one engine of that comparison, in a process of its own
+engine_run                    step times of an engine, of this one or of vLLM in a process of its own
 ablation                      `bench latency --ablate`: one optimisation off at a time
-layer                         the time of one decode layer
+layer                         time of one decode layer, and of launches on the GPU
 profile_run                   `bench latency --profile`: a trace of some steps
 injected_drafts               `bench latency --speculate`: drafts of a given acceptance rate
 floors                        the lower bound that memory bandwidth sets
-model_directory, random_model  models and adapters with random weights
-gpu_time                      time of launches on the GPU
+random_model                  models, adapters and inputs with random values
 """

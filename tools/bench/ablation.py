@@ -4,14 +4,13 @@
 `layer` does.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from ..options.environment import collect
-from ..options.models import pick_adapters
+from ..options.environment import write_figures
+from ..options.models import zipf
 from .layer import DEPTHS, Layers, Variant, layer_us
 
 SHARES = (0.1, 0.25, 0.5)
@@ -99,11 +98,10 @@ def ablate(
 
     rows: list[Row] = []
     whole: dict[tuple[int, bool], float] = {}
-    names = [str(slot) for slot in range(slots)]
     for arm in arms():
         layers = Layers(rank, slots, device, replace(CompileOptions(), **arm.change))
         for count in tokens:
-            adapters = [int(name) for name in pick_adapters("zipf", names, count, 0) if name is not None]
+            adapters = zipf(range(slots), count)
             tensors = {depth: layers.tensors(depth, count, adapters) for depth in DEPTHS}
             for lora in (False, True):
                 if not arm.applies(lora):
@@ -124,13 +122,8 @@ def run(tokens: Sequence[int], rank: int, slots: int, repeats: int, output_json:
     """Print the table row by row, and write the JSON."""
     print(f"{'C':>4}{'adapters':>10}  {'turned off or exchanged':<44}{'us/layer':>10}{'adds':>8}")
     rows = ablate(tokens, rank, slots, repeats, lambda row: print(line(row), flush=True))
-    output_json.write_text(
-        json.dumps({"ablation": [asdict(row) for row in rows], "environment": collect()}, indent=2) + "\n"
-    )
-    print(
-        "\nus/layer: a decode layer of Llama-3.1-8B's shape, 256 cached tokens per sequence; adds: the difference"
-        f"\nwrote {output_json}"
-    )
+    print("\nus/layer: a decode layer of Llama-3.1-8B's shape, 256 cached tokens per sequence; adds: the difference")
+    write_figures(output_json, {"ablation": [asdict(row) for row in rows]})
     return 0
 
 

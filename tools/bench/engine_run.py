@@ -102,18 +102,14 @@ class Engine:
         return {"ms_per_step": None, "spread_percent": spread, "tokens_per_second": count * input_len / middle}
 
 
-def say(result: dict[str, Any]) -> None:
-    """Print one line for the parent process."""
-    print(RESULT + json.dumps(result), flush=True)
-
-
 def main(file: str) -> None:
     """Run the job of a file."""
     job = json.loads(Path(file).read_text(encoding="utf-8"))
     engine = Engine(job)
-    say({"version": str(getattr(engine.module, "__version__", "unknown")), "start_up_seconds": engine.seconds})
+    start = {"version": str(getattr(engine.module, "__version__", "unknown")), "start_up_seconds": engine.seconds}
+    print(RESULT + json.dumps(start), flush=True)
     for load in job["loads"]:
-        say(engine.run(load))
+        print(RESULT + json.dumps(engine.run(load)), flush=True)
 
 
 if __name__ == "__main__":

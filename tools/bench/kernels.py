@@ -9,7 +9,6 @@ peak of the tensor cores.
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -17,12 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...compiler.options import DEFAULT_PRECISION
-from ..options.engine import add_value, positive
-from ..options.environment import collect
-from ..options.models import pick_adapters
-from .gpu_time import launch_us
+from ..options.engine import add_command, add_value
+from ..options.environment import write_figures
+from ..options.models import zipf
 from .kernels_attention import measure_attention
-from .layer import CONTEXT, DEPTHS, Layers, Variant
+from .layer import CONTEXT, DEPTHS, Layers, Variant, launch_us
 
 if TYPE_CHECKING:
     from ...compiler.cost.hardware import Gpu
@@ -51,21 +49,10 @@ class Row:
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the bench to the `sidestream bench` parser."""
-    parser = commands.add_parser(
-        "kernels",
-        help="time every op of a decode layer alone (needs a GPU)",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = add_command(
+        commands, "kernels", "time every op of a decode layer alone (needs a GPU)", __doc__, EXAMPLES, run
     )
-    parser.add_argument(
-        "--tokens",
-        type=positive,
-        nargs="+",
-        default=list(CHOICES),
-        metavar="T",
-        help="sequences (default: 1 16 64 256)",
-    )
+    add_value(parser, "--tokens", list(CHOICES), "sequences", metavar="T", nargs="+")
     parser.add_argument(
         "--precision", choices=("int8", "fp8"), default=DEFAULT_PRECISION, help="of the ops (default: %(default)s)"
     )
@@ -74,7 +61,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add_value(parser, "--repeats", 9, "timed replays; the median counts")
     parser.add_argument("--only", choices=("ops", "attention"), help="one of the two tables (default: both)")
     add_value(parser, "--output-json", Path("bench-kernels.json"), "file of the figures", Path, "FILE")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -92,8 +78,7 @@ def run(options: argparse.Namespace) -> int:
         tables.update(precision=options.precision, rows=print_ops(options, gpu))
     if options.only != "ops":
         tables["attention"] = print_attention(options.repeats, gpu)
-    options.output_json.write_text(json.dumps({**tables, "environment": collect()}, indent=2) + "\n")
-    print(f"wrote {options.output_json}")
+    write_figures(options.output_json, tables)
     return 0
 
 
@@ -105,8 +90,7 @@ def print_ops(options: argparse.Namespace, gpu: "Gpu") -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     print(f"{'T':>4}  {f'op ({options.precision})':<36}{'result':<24}{'us':>8}{'floor':>8}{'share':>7}")
     for tokens in options.tokens:
-        names = [str(slot) for slot in range(options.num_adapters)]
-        adapters = [int(name) for name in pick_adapters("zipf", names, tokens, 0) if name is not None]
+        adapters = zipf(range(options.num_adapters), tokens)
         for row in measure(layers, tokens, adapters, options.repeats, gpu):
             rows.append(asdict(row))
             print(

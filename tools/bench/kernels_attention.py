@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .gpu_time import launch_us
+from .layer import launch_us
 
 if TYPE_CHECKING:
     from ...compiler.cost.hardware import Gpu

@@ -17,18 +17,26 @@ from typing import TYPE_CHECKING, Any
 from ...runtime.api.checks import MAX_DRAFTS
 from ...runtime.demo_model import DEMO_MODEL
 from ..options.engine import (
-    add_bench_model,
+    add_command,
     add_compile_options,
     add_ranks,
     add_run_options,
     add_value,
     check_output,
     given,
+    number,
     positive,
     precision_arguments,
 )
-from ..options.environment import collect
-from ..options.models import LLAMA_8B, add_shape, check_one_model, pick_adapters, shape_fields
+from ..options.environment import write_figures
+from ..options.models import (
+    LLAMA_8B,
+    add_bench_model,
+    add_random_adapters,
+    check_one_model,
+    pick_adapters,
+    shape_fields,
+)
 from .engine_run import SHORT_OUTPUT, measure
 from .floors import (
     adapter_bytes,
@@ -39,9 +47,8 @@ from .floors import (
     kv_element_bytes,
     weight_bytes,
 )
-from .model_directory import write_model
 from .profile_run import write_profile
-from .random_model import write_random_adapter
+from .random_model import write_model, write_random_adapter
 
 if TYPE_CHECKING:
     from ...compiler.cost.hardware import Gpu
@@ -61,7 +68,6 @@ ENDLESS = {
     "minItems": 4096,
 }
 """A schema that no answer completes during the measurement."""
-LORA_CHOICES = ("none", "zipf", "four")
 
 DESCRIPTION = """\
 Measure milliseconds per decode step and output tokens per second, next to the floor that the GPU's memory bandwidth
@@ -98,12 +104,7 @@ def drafts(text: str) -> int | str:
     return value
 
 
-def probability(text: str) -> float:
-    """Parse a number from 0 to 1."""
-    value = float(text)
-    if not 0.0 <= value <= 1.0:
-        raise argparse.ArgumentTypeError(f"{text} must be from 0 to 1")
-    return value
+probability = number("probability", 0, 1)
 
 
 @dataclass(frozen=True)
@@ -131,29 +132,16 @@ class Row:
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the bench to the `sidestream bench` parser."""
-    parser = commands.add_parser(
-        "latency",
-        help="time decode steps next to the memory-bandwidth floor",
-        usage="%(prog)s [MODEL | --shape NAME] [--concurrency C ...] [--lora none|zipf|four ...] [options]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    usage = "%(prog)s [MODEL | --shape NAME] [--concurrency C ...] [--lora none|zipf|four ...] [options]"
+    parser = add_command(
+        commands, "latency", "time decode steps next to the memory-bandwidth floor", DESCRIPTION, EXAMPLES, run, usage
     )
     add_bench_model(parser)
-    add_shape(parser)
     add_value(parser, "--concurrency", [1, 8, 64], "requests at once, measured in turn", metavar="C", nargs="+")
-    parser.add_argument(
-        "--lora",
-        nargs="+",
-        choices=LORA_CHOICES,
-        default=["none", "zipf"],
-        help="adapters of the requests (default: none zipf)",
-    )
+    add_random_adapters(parser)
     add_value(parser, "--input-len", 128, "prompt tokens")
     parser.add_argument("--output-len", type=positive, default=256, metavar="N", help="output tokens (default: 256)")
     add_value(parser, "--num-iters", 3, "measurements of each line; the median counts")
-    add_value(parser, "--num-adapters", 8, "random adapters")
-    add_value(parser, "--lora-rank", 32, "their rank; alpha is twice as much", metavar="R")
     add_value(parser, "--output-json", Path("bench-latency.json"), "file of the figures", Path, "FILE")
     parser.add_argument(
         "--ablate", action="store_true", help="time a layer with one optimisation off at a time instead (GPU)"
@@ -178,7 +166,6 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     engine = parser.add_argument_group("engine")
     add_ranks(engine)
     add_run_options(engine, seed="seed of prompts, weights and the adapters' mix")
-    parser.set_defaults(run=run)
 
 
 def check(options: argparse.Namespace) -> None:
@@ -264,7 +251,6 @@ def run(options: argparse.Namespace) -> int:
         print("times: speed relative to the line without drafts, without prompts")
     print(floor_note(gpu, on_gpu, ranks_of(options)))
     write(options, config, rows, start_up, gpu)
-    print(f"wrote {options.output_json}")
     return 0
 
 
@@ -448,6 +434,5 @@ def write(
         "start_up_seconds": round(start_up, 2),
         "rows": [asdict(row) for row in rows],
         "floor_of": gpu.to_json(),
-        "environment": collect(),
     }
-    options.output_json.write_text(json.dumps(content, indent=2) + "\n")
+    write_figures(options.output_json, content)

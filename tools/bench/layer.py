@@ -1,4 +1,4 @@
-"""Time one decode layer of a compiled program.
+"""Time one decode layer of a compiled program, and launches on a GPU.
 
 A model of Llama-3.1-8B's shape with random weights is compiled with two and with six layers and replayed as a CUDA
 graph. A quarter of the difference is a layer's time, without embedding, output projection and launch. Sequences have
@@ -6,12 +6,11 @@ graph. A quarter of the difference is a layer's time, without embedding, output 
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..options.models import LLAMA_8B
-from .gpu_time import elapsed_us
 
 DEPTHS = (2, 6)  # layers of the two programs
 CONTEXT = 256  # cached tokens of a sequence
@@ -137,3 +136,36 @@ def layer_us(programs: Mapping[int, Any], tensors: Mapping[int, Mapping[str, Any
         replay_us(BoundProgram(programs[depth], tensors[depth], "cuda").capture(), repeats) for depth in DEPTHS
     )
     return (many - few) / (DEPTHS[1] - DEPTHS[0])
+
+
+def elapsed_us(run: Callable[[], Any], count: int = 1) -> float:
+    """Return microseconds per call of `run`, over `count` calls."""
+    import torch
+
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(count):
+        run()
+    end.record()
+    end.synchronize()
+    return 1e3 * begin.elapsed_time(end) / count
+
+
+def captured(launches: Sequence[Callable[[], Any]], rounds: int) -> Any:
+    """Return a CUDA graph of `rounds` times all launches, which must be compiled already."""
+    import torch
+
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+        for _ in range(rounds):
+            for launch in launches:
+                launch()
+    return graph
+
+
+def launch_us(launches: Sequence[Callable[[], Any]], rounds: int, repeats: int) -> float:
+    """Return microseconds per launch of such a graph: the median of `repeats` replays after two warm-up replays."""
+    graph = captured(launches, rounds)
+    times = [elapsed_us(graph.replay) for _ in range(repeats + 2)]
+    return statistics.median(times[2:]) / (rounds * len(launches))

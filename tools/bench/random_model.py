@@ -1,4 +1,4 @@
-"""Random adapters and program inputs of the right shapes and magnitudes."""
+"""Model directories without weights, and random adapters and program inputs of the right shapes and magnitudes."""
 
 import json
 from collections.abc import Mapping
@@ -6,12 +6,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...graphs.config import LlamaConfig
+from ...runtime.text.token_bytes import letters
+from ..options.models import LLAMA_8B
 
 if TYPE_CHECKING:
     import torch
 
     from ...compiler.cost.bytes_and_flops import Assumptions
     from ...compiler.program.program import Program
+
+
+TINY = LLAMA_8B | {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+}
 
 
 def write_random_adapter(directory: Path, config: Mapping[str, Any], rank: int, seed: int) -> str:
@@ -45,6 +58,43 @@ def write_random_adapter(directory: Path, config: Mapping[str, Any], rank: int, 
     }
     (directory / "adapter_config.json").write_text(json.dumps(fields, indent=2) + "\n")
     return str(directory)
+
+
+def write_tokenizer(file: Path, vocabulary: int) -> None:
+    """Return a byte-level tokenizer.json of `vocabulary` tokens: the 256 bytes, then pairs and triples of letters.
+
+    Only outputs can have the pairs and triples.
+    """
+    alphabet = letters()
+    names = {letter: byte for byte, letter in enumerate(alphabet[:vocabulary])}
+    small = [letter for letter in alphabet if letter.isalpha() and letter.isascii()]
+    words = (first + second + third for third in ["", *small] for first in small for second in small)
+    for number in range(len(names), vocabulary):
+        names[next(words)] = number
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    content: dict[str, Any] = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": names, "merges": []},
+    }
+    file.write_text(json.dumps(content))
+
+
+def write_model(directory: Path, config: Mapping[str, Any], adapters: int, rank: int) -> dict[str, str]:
+    """Write the directory, and return its adapters, name -> directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
+    write_tokenizer(directory / "tokenizer.json", config["vocab_size"])
+    return {
+        f"random-{index}": write_random_adapter(directory / "adapters" / f"random-{index}", config, rank, index)
+        for index in range(adapters)
+    }
 
 
 def random_tensors(

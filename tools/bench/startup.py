@@ -12,9 +12,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ..options.engine import add_bench_model, add_compile_options, add_run_options, add_value, at_least, check_output
-from ..options.environment import collect
-from ..options.models import add_shape
+from ..options.engine import (
+    add_command,
+    add_compile_options,
+    add_run_options,
+    add_value,
+    at_least,
+    check_output,
+)
+from ..options.environment import write_figures
+from ..options.models import add_bench_model
 from .latency import build, make_adapters, model_fields
 
 DESCRIPTION = """\
@@ -37,15 +44,8 @@ class StartError(Exception):
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the bench to the `sidestream bench` parser."""
-    parser = commands.add_parser(
-        "startup",
-        help="time a cold and a warm start",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_command(commands, "startup", "time a cold and a warm start", DESCRIPTION, EXAMPLES, run)
     add_bench_model(parser)
-    add_shape(parser)
     add_value(parser, "--max-num-seqs", 256, "requests at once", dest="concurrency_limit")
     add_value(parser, "--num-adapters", 8, "random adapters, 0 for none", at_least(0))
     add_value(parser, "--lora-rank", 32, "their rank; alpha is twice as much", metavar="R")
@@ -55,7 +55,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_compile_options(parser)
     add_run_options(parser.add_argument_group("engine"), seed="seed of the weights")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -71,10 +70,7 @@ def run(options: argparse.Namespace) -> int:
     print(f"{'seconds':<24}{'cold':>10}{'warm':>10}")
     for part in parts:
         print(f"{part.replace('_', ' '):<24}{rows['cold'][part]:>10.2f}{rows['warm'].get(part, 0.0):>10.2f}")
-    options.output_json.write_text(
-        json.dumps({"workload": "T", "seconds": rows, "environment": collect()}, indent=2) + "\n"
-    )
-    print(f"wrote {options.output_json}")
+    write_figures(options.output_json, {"workload": "T", "seconds": rows})
     return 0
 
 

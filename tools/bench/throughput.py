@@ -6,7 +6,6 @@ the tensor cores' FP8 peak.
 """
 
 import argparse
-import json
 import random
 import statistics
 import tempfile
@@ -16,11 +15,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..options.engine import add_bench_model, add_compile_options, add_ranks, add_run_options, add_value, check_output
-from ..options.environment import collect
-from ..options.models import add_shape, pick_adapters
+from ..options.engine import (
+    add_command,
+    add_compile_options,
+    add_ranks,
+    add_run_options,
+    add_value,
+    check_output,
+)
+from ..options.environment import write_figures
+from ..options.models import add_bench_model, add_random_adapters, pick_adapters
 from .floors import gpu_under, projection_widths
-from .latency import LORA_CHOICES, build, make_adapters, model_fields, ranks_of
+from .latency import build, make_adapters, model_fields, ranks_of
 
 BALANCED = (1024, 128)
 PREFILL = (2048, 1, 16)
@@ -55,36 +61,27 @@ class Row:
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the bench to the `sidestream bench` parser."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "throughput",
-        help="time whole requests: prompts with answers, and prompts alone",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "time whole requests: prompts with answers, and prompts alone",
+        DESCRIPTION,
+        EXAMPLES,
+        run,
     )
     add_bench_model(parser)
-    add_shape(parser)
     parser.add_argument(
         "--workloads", nargs="+", choices=("B", "P"), default=["B", "P"], help="which workloads (default: both)"
     )
     add_value(parser, "--concurrency", [32, 128], "requests at once in B", metavar="C", nargs="+")
-    parser.add_argument(
-        "--lora",
-        nargs="+",
-        choices=LORA_CHOICES,
-        default=["none", "zipf"],
-        help="adapters of the requests (default: none zipf)",
-    )
+    add_random_adapters(parser)
     add_value(parser, "--scale", 1, "divide prompt and output lengths by N, for a quick look")
     add_value(parser, "--num-iters", 2, "measurements of each line; the median counts")
-    add_value(parser, "--num-adapters", 8, "random adapters")
-    add_value(parser, "--lora-rank", 32, "their rank; alpha is twice as much", metavar="R")
     add_value(parser, "--output-json", Path("bench-throughput.json"), "file of the figures", Path, "FILE")
     add_compile_options(parser)
     engine = parser.add_argument_group("engine")
     add_ranks(engine)
     add_run_options(engine, seed="seed of prompts, weights and the adapters' mix")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -132,10 +129,8 @@ def run(options: argparse.Namespace) -> int:
         "config": config,
         "rows": [asdict(row) for row in rows],
         "fp8_peak": {"gpu": gpu.name, "flops_per_second": peak, "source": gpu.source},
-        "environment": collect(),
     }
-    options.output_json.write_text(json.dumps(content, indent=2) + "\n")
-    print(f"wrote {options.output_json}")
+    write_figures(options.output_json, content)
     return 0
 
 

@@ -3,11 +3,11 @@
 demo                         the whole pipeline on the demo model
 generate                     answer prompts, in this process or on a server
 serve, gateway               a model's server; HTTP for running engines
+fleet                        a fleet of engines on Ray Serve
 chat, run_batch              clients of a server
 keys, usage                  keys of gateways and engines; a gateway's usage log
 dump, diff, explain, ledger  `sidestream inspect`: compiled programs and passes
 calibrate, eval              quantization of a model, and its distance from bf16
 collect_env                  versions and hardware for a bug report
-streaming                    print the answers of a batch as they grow
 measured_steps               step times and kernel resources for a dump
 """

@@ -23,6 +23,7 @@ from ...runtime.quantization.defaults import (
 from ...runtime.quantization.texts import CHARACTERS_A_TOKEN, documents, standard_text
 from ..options.engine import (
     adapters_of,
+    add_command,
     add_lora_options,
     add_model,
     add_option,
@@ -71,13 +72,9 @@ examples:
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the command to the `sidestream` parser."""
-    parser = commands.add_parser(
-        "calibrate",
-        help="choose how a model's KV cache is quantized",
-        usage="%(prog)s [MODEL] [--lora-modules NAME=DIR ...] [--prompts FILE] [-o FILE]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    usage = "%(prog)s [MODEL] [--lora-modules NAME=DIR ...] [--prompts FILE] [-o FILE]"
+    parser = add_command(
+        commands, "calibrate", "choose how a model's KV cache is quantized", DESCRIPTION, EXAMPLES, run, usage
     )
     add_model(parser)
     parser.add_argument(
@@ -115,7 +112,6 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     add_option(parser, "device", choices=("cpu", "cuda"))
     add_lora_options(parser)
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..options.client import add_connection_options, add_sampling_options, connect, printable, sampling_params
+from ..options.engine import add_command
 
 if TYPE_CHECKING:
     from ...runtime.api.sampling_params import SamplingParams
@@ -37,14 +38,8 @@ examples:
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the command to the `sidestream` parser."""
-    parser = commands.add_parser(
-        "chat",
-        help="talk with a running server",
-        usage="%(prog)s [-a NAME] [-m TEXT] [options]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    usage = "%(prog)s [-a NAME] [-m TEXT] [options]"
+    parser = add_command(commands, "chat", "talk with a running server", DESCRIPTION, EXAMPLES, run, usage)
     group = parser.add_argument_group("conversation")
     group.add_argument("-a", "--adapter", metavar="NAME", help="first adapter (default: the base model)")
     group.add_argument("-m", "--message", metavar="TEXT", help="send this, print the answer, and end")
@@ -54,7 +49,6 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     add_sampling_options(parser, temperature=0.7, max_tokens=512)
     add_connection_options(parser)
-    parser.set_defaults(run=run)
 
 
 def find_templates(path: Path | None, client: "Client") -> "ChatTemplates":

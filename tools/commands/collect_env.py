@@ -5,6 +5,7 @@ import json
 import sys
 from typing import Any
 
+from ..options.engine import add_command
 from ..options.environment import collect
 
 EXAMPLES = """\
@@ -15,16 +16,15 @@ examples:
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the command to the `sidestream` parser."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "collect-env",
-        help="print versions and hardware for a bug report",
-        description="Print versions and hardware for a bug report; no user names, paths or environment variables are "
-        "shown.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "print versions and hardware for a bug report",
+        "Print versions and hardware for a bug report; no user names, paths or environment variables are shown.",
+        EXAMPLES,
+        run,
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -4,12 +4,13 @@ import argparse
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ...runtime.demo_model import DEMO_MODEL
 from ..options.engine import (
+    add_command,
     add_compile_options,
     add_option,
     add_ranks,
@@ -36,16 +37,14 @@ examples:
   sidestream demo --tensor-parallel-size 2              two processes, one model
   sidestream demo -o dump/                              another directory for the dump"""
 
+REDRAW_SECONDS = 0.05
+
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the command to the `sidestream` parser."""
-    parser = commands.add_parser(
-        "demo",
-        help="see the whole pipeline on the demo model",
-        usage="%(prog)s [options]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    usage = "%(prog)s [options]"
+    parser = add_command(
+        commands, "demo", "see the whole pipeline on the demo model", DESCRIPTION, EXAMPLES, run, usage
     )
     parser.add_argument(
         "-o",
@@ -58,7 +57,6 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add_option(parser, "device", choices=("cpu", "cuda"))
     add_ranks(parser)
     add_compile_options(parser)
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -66,7 +64,6 @@ def run(options: argparse.Namespace) -> int:
     check_output_directory("--output", options.output)
     from ...runtime.api.sampling_params import SamplingParams
     from ...runtime.llm import LLM
-    from .streaming import stream_answers
 
     prompts = demo_prompts()
     adapters = {
@@ -146,3 +143,55 @@ def pass_summary(records: "Sequence[PassRecord]") -> str:
         )
     rows.append(("all", "", f"{sum(records[0].ops_before.values())} -> {sum(records[-1].ops_after.values())}"))
     return columns(rows, right=(1,))
+
+
+class AnswerBoard:
+    """One line for each prompt: its label, then its answer so far."""
+
+    def __init__(self, labels: Sequence[str], output: TextIO | None = None) -> None:
+        self.output = output if output is not None else sys.stdout
+        self.width = max(map(len, labels), default=0)
+        self.labels = [label.ljust(self.width) for label in labels]
+        self.texts = [""] * len(labels)
+        self.live = self.output.isatty()
+        self._drawn = 0.0
+        if self.live:
+            self.output.write("\n" * len(labels))
+
+    def add(self, index: int, text: str, finished: bool) -> None:
+        """Add new text of prompt `index`."""
+        self.texts[index] += text
+        if self.live and time.monotonic() - self._drawn > REDRAW_SECONDS:
+            self.draw()
+        elif finished and not self.live:
+            self.output.write(f"{self.labels[index]}  {one_line(self.texts[index])}\n")
+            self.output.flush()
+
+    def draw(self) -> None:
+        """Redraw the lines on the terminal, cut at its width."""
+        columns = shutil.get_terminal_size().columns - 1
+        lines = [f"{label}  {one_line(text)}"[:columns] for label, text in zip(self.labels, self.texts, strict=True)]
+        self.output.write(f"\x1b[{len(lines)}F" + "".join(f"\x1b[2K{line}\n" for line in lines))
+        self.output.flush()
+        self._drawn = time.monotonic()
+
+    def close(self) -> None:
+        """Draw the final state."""
+        if self.live:
+            self.draw()
+
+
+def one_line(text: str) -> str:
+    """Return `text` without surrounding white space and with control characters replaced by spaces."""
+    return "".join(character if character.isprintable() else " " for character in text.strip())
+
+
+def stream_answers(chunks: Iterable[Any], labels: Sequence[str]) -> list[str]:
+    """Print the chunks of `LLM.stream` as they arrive, and return the whole answers."""
+    board = AnswerBoard(labels)
+    try:
+        for chunk in chunks:
+            board.add(chunk.prompt_index, chunk.text, chunk.finish_reason is not None)
+    finally:
+        board.close()
+    return board.texts

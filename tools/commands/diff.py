@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ..options.engine import add_command
+
 DESCRIPTION = """\
 Print the differences between two dumps (of two option sets, or of two releases): options, matches and refusals of the
 passes, and for each program kernels, bytes, memory, and the estimated time. Exit code 0: equal, 1: different."""
@@ -17,18 +19,11 @@ examples:
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the command to `sidestream inspect`."""
-    parser = commands.add_parser(
-        "diff",
-        help="print the differences between two dumps",
-        usage="%(prog)s DUMP_A DUMP_B [--json]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    usage = "%(prog)s DUMP_A DUMP_B [--json]"
+    parser = add_command(commands, "diff", "print the differences between two dumps", DESCRIPTION, EXAMPLES, run, usage)
     parser.add_argument("first", type=Path, metavar="DUMP_A", help="a directory of `sidestream inspect dump`")
     parser.add_argument("second", type=Path, metavar="DUMP_B", help="another directory")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

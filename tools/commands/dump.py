@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from ..options.engine import (
+    add_command,
     add_compile_options,
     add_lora_options,
     add_model,
     add_ranks,
     check_output_directory,
     compile_arguments,
-    model_directory,
     ranks_arguments,
     writing,
 )
-from ..options.models import DEFAULT_BUCKETS, add_shape, as_bucket, bucket, check_one_model, lora_shape, shape_config
+from ..options.models import add_buckets, add_shape, as_bucket, lora_shape, model_config
 
 DESCRIPTION = """\
 Compile a model and write a dump: each pass's graph before and after as readable Python, its diff, op counts and
@@ -51,13 +51,9 @@ def layer(text: str) -> int:
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the command to `sidestream inspect`."""
-    parser = commands.add_parser(
-        "dump",
-        help="write graphs, passes and programs of a compiled model",
-        usage="%(prog)s [MODEL | --shape NAME] [-o DIR] [options]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    usage = "%(prog)s [MODEL | --shape NAME] [-o DIR] [options]"
+    parser = add_command(
+        commands, "dump", "write graphs, passes and programs of a compiled model", DESCRIPTION, EXAMPLES, run, usage
     )
     add_model(parser)
     add_shape(parser)
@@ -69,14 +65,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         metavar="DIR",
         help="output (default: %(default)s)",
     )
-    parser.add_argument(
-        "--bucket",
-        nargs="+",
-        type=bucket,
-        default=[bucket(text) for text in DEFAULT_BUCKETS],
-        metavar="KIND:N",
-        help=f"programs to write; N alone is decode:N (default: {' '.join(DEFAULT_BUCKETS)})",
-    )
+    add_buckets(parser, "programs to write; N alone is decode:N")
     parser.add_argument(
         "--layers", nargs="+", type=layer, metavar="N", help="write the graphs of these layers only (default: all)"
     )
@@ -96,19 +85,16 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add_ranks(parser)
     add_compile_options(parser)
     add_lora_options(parser)
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Compile on the meta device and write the dump."""
-    check_one_model(options)
-    directory = None if options.shape else model_directory(options)
+    config = model_config(options)
     check_output_directory("--output", options.output)
     from ...compiler.api import compile_model
     from ...compiler.cost.hardware import H200, UnknownGpu, gpu_named, gpu_of
     from ...compiler.cost.timings import Timings
     from ...compiler.options import CompileOptions
-    from ...graphs.checkpoint import checkpoint_config
     from ...graphs.llama import Llama
 
     if options.measured is not None and options.measure:
@@ -126,13 +112,6 @@ def run(options: argparse.Namespace) -> int:
             gpu = gpu_named(timings.device)
     ledger = None if options.ledger is None else read_ledger(options.ledger)
     compile_options = CompileOptions(**compile_arguments(options), **ranks_arguments(options))
-    if directory is None:
-        config, options.model = (
-            shape_config(options.shape),
-            options.shape,
-        )  # not the demo model, so without its adapters
-    else:
-        config = checkpoint_config(directory)
     unknown = [number for number in options.layers or () if number >= config.num_hidden_layers]
     if unknown:
         raise ValueError(f"--layers {unknown[0]}: the model has layers 0 to {config.num_hidden_layers - 1}")

@@ -11,6 +11,7 @@ from typing import Any
 from ..eval.real import command as real
 from ..options.engine import (
     adapters_of,
+    add_command,
     add_lora_options,
     add_model,
     add_option,
@@ -51,13 +52,9 @@ GPU_JOBS = 8
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the command to the `sidestream` parser."""
-    parser = commands.add_parser(
-        "eval",
-        help="measure the difference between quantized serving and bf16",
-        usage="%(prog)s [MODEL] [--adapters DIR] [--prompts FILE] [--arms A,B] [options]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    usage = "%(prog)s [MODEL] [--adapters DIR] [--prompts FILE] [--arms A,B] [options]"
+    parser = add_command(
+        commands, "eval", "measure the difference between quantized serving and bf16", DESCRIPTION, EXAMPLES, run, usage
     )
     add_model(parser)
     group = parser.add_argument_group("arms")
@@ -84,7 +81,6 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument(
         "--adapters", type=Path, metavar="DIR", help="load every adapter in this directory under its directory's name"
     )
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -103,6 +99,7 @@ def run(options: argparse.Namespace) -> int:
     begin = time.perf_counter()
     import torch
 
+    from ... import __version__
     from ...runtime.text.tokenizer import load_tokenizer
     from ..eval.evaluate import Model, calibrate_model, calibration_texts, evaluate, rounding_texts
     from ..eval.report import report
@@ -134,18 +131,10 @@ def run(options: argparse.Namespace) -> int:
             "seconds": round(time.perf_counter() - begin, 1),
         }
         arms_found = {"again": asdict(found.again), "arms": [asdict(result) for result in found.results]}
-        content = {**about, **versions(), "errors": found.errors, **arms_found}
+        releases = {"sidestream": __version__, "torch": str(torch.__version__)}
+        content = {**about, "versions": releases, "errors": found.errors, **arms_found}
         options.output_json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return 1 if found.errors else 0
-
-
-def versions() -> dict[str, dict[str, str]]:
-    """Return the releases for the JSON."""
-    import torch
-
-    from ... import __version__
-
-    return {"versions": {"sidestream": __version__, "torch": str(torch.__version__)}}
 
 
 def all_adapters(options: argparse.Namespace) -> dict[str, Path]:

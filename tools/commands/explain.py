@@ -7,25 +7,23 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from ..options.engine import (
+    add_command,
     add_compile_options,
     add_lora_options,
     add_model,
     add_ranks,
     compile_arguments,
-    model_directory,
     positive,
     ranks_arguments,
 )
 from ..options.models import (
-    DEFAULT_BUCKETS,
+    add_buckets,
     add_gpu,
     add_shape,
     as_bucket,
-    bucket,
-    check_one_model,
     gpu_for,
     lora_shape,
-    shape_config,
+    model_config,
 )
 
 DESCRIPTION = """\
@@ -46,24 +44,16 @@ CUTS = (1, 2)  # deeper models are compiled with so many layers for the table of
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the command to `sidestream inspect`."""
-    parser = commands.add_parser(
-        "explain",
-        help="estimate the time of a step, and the effect of options",
-        usage="%(prog)s [MODEL] [--bucket KIND:N ...] [options]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    usage = "%(prog)s [MODEL] [--bucket KIND:N ...] [options]"
+    parser = add_command(
+        commands, "explain", "estimate the time of a step, and the effect of options", DESCRIPTION, EXAMPLES, run, usage
     )
     add_model(parser)
     add_shape(parser)
-    parser.add_argument(
-        "--bucket",
-        nargs="+",
-        type=bucket,
-        default=[bucket(text) for text in DEFAULT_BUCKETS],
-        metavar="KIND:N",
-        help="programs to explain: decode:N and mixed:N, and verify1:N, verify3:N and verify7:N for steps with drafts; "
-        f"changes are compared for the first one (default: {' '.join(DEFAULT_BUCKETS)})",
+    add_buckets(
+        parser,
+        "programs to explain: decode:N and mixed:N, and verify1:N, verify3:N and verify7:N for steps with drafts; "
+        "changes are compared for the first one",
     )
     parser.add_argument(
         "--context", type=positive, metavar="N", help="cached tokens of a sequence (default: half of the bucket's)"
@@ -77,7 +67,6 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add_ranks(parser)
     add_compile_options(parser)
     add_lora_options(parser)
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -89,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     from ...graphs.llama import Llama
     from ...ops.core.kv_layout import pages_for
 
-    gpu, config = gpu_for(options), _config(options)
+    gpu, config = gpu_for(options), model_config(options)
     compile_options = CompileOptions(**compile_arguments(options), **ranks_arguments(options))
     lora = lora_shape(options, config)
     buckets = [as_bucket(kind, count, lora is not None) for kind, count in options.bucket]
@@ -157,14 +146,3 @@ def capturer(config: Any, lora: Any) -> Callable[[Any], tuple[Any, list[str]]]:
         return captured.copy(), names
 
     return capture
-
-
-def _config(options: argparse.Namespace) -> Any:
-    """Return the config of MODEL or of --shape."""
-    from ...graphs.checkpoint import checkpoint_config
-
-    check_one_model(options)
-    if options.shape:
-        options.model = options.shape  # not the demo model, so without its adapters
-        return shape_config(options.shape)
-    return checkpoint_config(model_directory(options))

@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 from ..options.config_file import ConfigAction
-from ..options.engine import add_value
+from ..options.engine import add_command, add_value, report
 from ..options.gateway import add_gateway_options, gateway_settings
 from .serve import seconds
 
@@ -25,14 +25,8 @@ examples:
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the command to the `sidestream` parser."""
-    parser = commands.add_parser(
-        "gateway",
-        help="answer HTTP for running engines",
-        usage="%(prog)s [--engine ADDRESS ...] [options]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    usage = "%(prog)s [--engine ADDRESS ...] [options]"
+    parser = add_command(commands, "gateway", "answer HTTP for running engines", DESCRIPTION, EXAMPLES, run, usage)
     group = parser.add_argument_group("engines")
     group.add_argument(
         "--engine",
@@ -47,7 +41,6 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     add_value(group, "--drain-seconds", 30.0, "time for open answers after SIGTERM", seconds, "S")
     add_gateway_options(parser, ["--keys", "--api-keys"])
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -68,4 +61,5 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _say(url: str) -> None:
-    print(f"sidestream: answering HTTP at {url}\nsidestream: console at {url}/", file=sys.stderr, flush=True)
+    report(f"answering HTTP at {url}")
+    report(f"console at {url}/")

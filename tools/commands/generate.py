@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..options.client import add_connection_options, add_sampling_options, connect, printable, sampling_params
-from ..options.engine import add_engine_options, add_model, llm_arguments
+from ..options.engine import add_command, add_engine_options, add_model, llm_arguments
 from ..options.vllm_flags import add_vllm_flags
 
 DESCRIPTION = """\
@@ -44,13 +44,9 @@ def token_ids(text: str) -> list[int]:
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the command to the `sidestream` parser."""
-    parser = commands.add_parser(
-        "generate",
-        help="answer prompts, each with its own adapter",
-        usage="%(prog)s [MODEL] [-p TEXT ...] [-a NAME ...] [options]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    usage = "%(prog)s [MODEL] [-p TEXT ...] [-a NAME ...] [options]"
+    parser = add_command(
+        commands, "generate", "answer prompts, each with its own adapter", DESCRIPTION, EXAMPLES, run, usage
     )
     add_model(parser)
     group = parser.add_argument_group("prompts")
@@ -84,7 +80,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add_engine_options(parser)
     engine = {action.dest: action.default for action in parser._actions if action.dest not in before | others}
     add_vllm_flags(parser)
-    parser.set_defaults(run=run, engine_defaults=engine, seed=None)
+    parser.set_defaults(engine_defaults=engine, seed=None)
 
 
 def prompts_of(options: argparse.Namespace) -> list[str | list[int]]:

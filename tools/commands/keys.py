@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from ..options.engine import check_output, positive
+from ..options.engine import add_command, check_output, positive
 
 HTTP_DESCRIPTION = """\
 Make, list and revoke the API keys of a gateway (`sidestream serve --api-keys FILE`). FILE has hashes, owners, rights
@@ -61,29 +61,24 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     kinds = parser.add_subparsers(title="kinds", metavar="KIND", required=True)
     _add_http(kinds)
-    parser = kinds.add_parser(
+    usage = "%(prog)s DIR [--client NAME ...]"
+    parser = add_command(
+        kinds,
         "curve",
-        help="make keys of an engine on a network and of its clients",
-        usage="%(prog)s DIR [--client NAME ...]",
-        description=CURVE_DESCRIPTION,
-        epilog=CURVE_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "make keys of an engine on a network and of its clients",
+        CURVE_DESCRIPTION,
+        CURVE_EXAMPLES,
+        run_curve,
+        usage,
     )
     parser.add_argument("directory", type=Path, metavar="DIR", help="directory of the keys")
     parser.add_argument(
         "--client", action="append", default=[], metavar="NAME", help="a client; may be repeated (default: default)"
     )
-    parser.set_defaults(run=run_curve)
 
 
 def _add_http(kinds: "argparse._SubParsersAction[Any]") -> None:
-    parser = kinds.add_parser(
-        "http",
-        help="make, list and revoke API keys of a gateway",
-        description=HTTP_DESCRIPTION,
-        epilog=HTTP_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_command(kinds, "http", "make, list and revoke API keys of a gateway", HTTP_DESCRIPTION, HTTP_EXAMPLES)
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     add = actions.add_parser("add", help="make a key", description="Make a key and print it; only its hash is stored.")
     add.add_argument("file", type=Path, metavar="FILE", help="the keys file; made with mode 0600 if it does not exist")

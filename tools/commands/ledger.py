@@ -9,6 +9,7 @@ from typing import Any
 from ...runtime.text.token_bytes import as_text
 from ..options.engine import (
     adapters_of,
+    add_command,
     add_compile_options,
     add_lora_options,
     add_model,
@@ -44,13 +45,9 @@ examples:
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the command to `sidestream inspect`."""
-    parser = commands.add_parser(
-        "ledger",
-        help="print the error of the logits that each pass adds",
-        usage="%(prog)s [MODEL] [options]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    usage = "%(prog)s [MODEL] [options]"
+    parser = add_command(
+        commands, "ledger", "print the error of the logits that each pass adds", DESCRIPTION, EXAMPLES, run, usage
     )
     add_model(parser)
     parser.add_argument(
@@ -67,7 +64,6 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     add_compile_options(parser)
     add_lora_options(parser)
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

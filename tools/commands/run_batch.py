@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ..options.engine import add_value, writing
+from ..options.engine import add_command, add_value, writing
 
 DESCRIPTION = """\
 Answer every request of a file, in OpenAI's batch format, through the HTTP of `sidestream serve` or `sidestream
@@ -35,13 +35,9 @@ REQUEST_SECONDS = 3600.0
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the command to the `sidestream` parser."""
-    parser = commands.add_parser(
-        "run-batch",
-        help="answer a file of requests through a running server",
-        usage="%(prog)s -i FILE -o FILE [options]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    usage = "%(prog)s -i FILE -o FILE [options]"
+    parser = add_command(
+        commands, "run-batch", "answer a file of requests through a running server", DESCRIPTION, EXAMPLES, run, usage
     )
     parser.add_argument("-i", "--input", type=Path, required=True, metavar="FILE", help="the requests, one a line")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="file of the answers")
@@ -49,7 +45,6 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument("--api-key", metavar="KEY", help="the server's key (default: $SIDESTREAM_API_KEY)")
     add_value(parser, "--concurrency", 64, "requests at once")
     add_value(parser, "--retries", 10, "how often to send a refused or lost request again", int)
-    parser.set_defaults(run=run)
 
 
 def read_requests(path: Path) -> dict[str, tuple[str, bytes]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..options.config_file import ConfigAction
 from ..options.engine import (
+    add_command,
     add_engine_options,
     add_model,
     add_option,
@@ -17,7 +18,9 @@ from ..options.engine import (
     check_output,
     given,
     llm_arguments,
+    number,
     positive,
+    report,
 )
 from ..options.gateway import add_gateway_options, gateway_settings
 from ..options.vllm_flags import add_vllm_flags
@@ -45,24 +48,13 @@ server.toml has the flags as keys:
   sql = "adapters/sql\""""
 
 
-def seconds(text: str) -> float:
-    """Parse a number of seconds."""
-    value = float(text)
-    if not 0.0 <= value <= 86400.0:
-        raise argparse.ArgumentTypeError(f"{text} must be from 0 to 86400 seconds")
-    return value
+seconds = number("seconds", 0, 86400, " seconds")
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the command to the `sidestream` parser."""
-    parser = commands.add_parser(
-        "serve",
-        help="serve a model and its adapters",
-        usage="%(prog)s [MODEL] [--lora-modules NAME=DIR ...] [--bind ADDRESS] [options]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    usage = "%(prog)s [MODEL] [--lora-modules NAME=DIR ...] [--bind ADDRESS] [options]"
+    parser = add_command(commands, "serve", "serve a model and its adapters", DESCRIPTION, EXAMPLES, run, usage)
     add_model(parser)
     group = parser.add_argument_group("server")
     group.add_argument(
@@ -137,7 +129,6 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add_option(group, "generation_config", metavar="auto|vllm|DIR")
     add_option(advanced(parser), "fail_on_compilation")
     add_vllm_flags(parser)
-    parser.set_defaults(run=run)
 
 
 def settings_of(options: argparse.Namespace) -> Any:
@@ -253,9 +244,5 @@ def run(options: argparse.Namespace) -> int:
     front = None if options.no_http else front_of(options, settings)
     print(f"loading {settings.served_model_name} with {len(settings.adapters)} adapters", file=sys.stderr, flush=True)
     if count > 1:
-        return ReplicaSupervisor(settings, count, _say, front).run()
-    return Supervisor(settings, _say, front).run()
-
-
-def _say(line: str) -> None:
-    print(f"sidestream: {line}", file=sys.stderr, flush=True)
+        return ReplicaSupervisor(settings, count, report, front).run()
+    return Supervisor(settings, report, front).run()

@@ -8,6 +8,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from ..options.engine import add_command
+
 DESCRIPTION = """\
 Sum up a gateway's usage log: requests, tokens and times by owner, key, model, adapter, endpoint, status, error, day or
 hour. An adapter's name may have other weights after a reload, so --by adapter also prints the hash of its content.
@@ -37,13 +39,7 @@ def moment(text: str) -> float:
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the command to the `sidestream` parser."""
-    parser = commands.add_parser(
-        "usage",
-        help="sum up a gateway's usage log",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_command(commands, "usage", "sum up a gateway's usage log", DESCRIPTION, EXAMPLES, run)
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="the log (default: that of a gateway)")
     parser.add_argument(
         "--by",
@@ -56,7 +52,6 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
     form.add_argument("--csv", action="store_true", help="print CSV")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -111,16 +111,10 @@ class Examiner:
         return Run(answers, found, time.perf_counter() - begin)
 
     def _open(self, arm: Arm, halved: bool = False) -> Any:
-        model, sizes = self.model, dict(self.sizes)
+        sizes = dict(self.sizes)
         if halved:
             sizes["max_num_seqs"] = max(1, sizes["max_num_seqs"] // 2)
-        with tempfile.TemporaryDirectory(prefix="sidestream_rounded_") as place:
-            rounded = None
-            if arm.rounded:
-                output = Path(place) / "rounded.safetensors"
-                texts, device = model.rounding_texts, sizes["device"]
-                rounded = round_model(arm, model.directory, model.adapters, model.calibration, texts, device, output)
-            return open_arm(arm, model.directory, model.adapters, model.calibration, rounded, **sizes)
+        return open_rounded(arm, self.model, **sizes)
 
 
 def evaluate(
@@ -178,22 +172,19 @@ def calibrate_model(
     return calibrate(model, jobs, chosen, fingerprint(model.config, checkpoint), list(adapters))
 
 
-def round_model(
-    arm: Arm,
-    directory: Path,
-    adapters: Mapping[str, Path],
-    calibration: Any,
-    texts: Sequence[Sequence[int]],
-    device: str | None,
-    output: Path,
-) -> Path:
-    """Write the weights of an arm as `sidestream calibrate --round` rounds them with its options."""
+def open_rounded(arm: Arm, model: Model, **sizes: Any) -> Any:
+    """Return an `LLM` of an arm, with the weights that `sidestream calibrate --round` writes if the arm uses them."""
     from ...runtime.worker.calibrate.rounding import round_weights
 
-    own = {"calibration": calibration} if arm.calibrated else {}
-    documents = [Document(text) for text in texts] + [Document(text, name) for name in adapters for text in texts[:2]]
-    round_weights(directory, adapters, documents, {**arm.options, **own, "device": device}, output)
-    return output
+    with tempfile.TemporaryDirectory(prefix="sidestream_rounded_") as place:
+        output = Path(place) / "rounded.safetensors"
+        if arm.rounded:
+            texts, own = model.rounding_texts, {"calibration": model.calibration} if arm.calibrated else {}
+            documents = [Document(text) for text in texts]
+            documents += [Document(text, name) for name in model.adapters for text in texts[:2]]
+            options = {**arm.options, **own, "device": sizes["device"]}
+            round_weights(model.directory, model.adapters, documents, options, output)
+        return open_arm(arm, model.directory, model.adapters, model.calibration, output, **sizes)
 
 
 def rounding_texts(encode: Callable[[str], Sequence[int]]) -> list[list[int]]:

@@ -3,19 +3,14 @@
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from .engine import add_value
+from .engine import add_value, number
 
 if TYPE_CHECKING:
     from ...runtime.api.sampling_params import SamplingParams
     from ...runtime.client.client import Client
 
 
-def seconds(text: str) -> float:
-    """Parse a number of seconds above 0."""
-    value = float(text)
-    if not 0 < value <= 86400:
-        raise argparse.ArgumentTypeError(f"{text} must be above 0 and at most 86400 seconds")
-    return value
+seconds = number("seconds", 0, 86400, " seconds", above=True)
 
 
 def add_connection_options(parser: argparse.ArgumentParser, flag: str = "--address", optional: bool = False) -> None:

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -18,6 +19,29 @@ from ...runtime.engine.options import TARGET_NAMES, keywords
 from ...runtime.engine.vllm_keywords import without_vllm_keywords
 
 ADVANCED = "advanced"
+
+
+def add_command(
+    commands: "argparse._SubParsersAction[Any]",
+    name: str,
+    about: str,
+    description: str | None,
+    examples: str | None = None,
+    run: Callable[[argparse.Namespace], int] | None = None,
+    usage: str | None = None,
+) -> argparse.ArgumentParser:
+    """Add a command and return its parser.
+
+    about        its line in the list of commands
+    description  text before the options; `examples`: text after them
+    run          runs the command and returns the exit code; None for a group of commands
+    """
+    form = argparse.RawDescriptionHelpFormatter
+    parser = commands.add_parser(
+        name, help=about, usage=usage, description=description, epilog=examples, formatter_class=form
+    )
+    parser.set_defaults(run=run)
+    return parser
 
 
 def at_least(low: int) -> Callable[[str], int]:
@@ -54,12 +78,21 @@ def add_value(
     group.add_argument(flag, type=kind, default=default, metavar=metavar, help=f"{about} (default: {shown})", **more)
 
 
-def share(text: str) -> float:
-    """Parse a number in (0, 1]."""
-    value = float(text)
-    if not 0.0 < value <= 1.0:
-        raise argparse.ArgumentTypeError(f"{text} must be above 0 and at most 1")
-    return value
+def number(name: str, low: float, high: float, unit: str = "", above: bool = False) -> Callable[[str], float]:
+    """Return a parser of numbers from `low` to `high`, without `low` if `above`. `name`: for text that is no number."""
+    limits = f"above {low:g} and at most {high:g}" if above else f"from {low:g} to {high:g}"
+
+    def parse(text: str) -> float:
+        value = float(text)
+        if not low <= value <= high or (above and value == low):
+            raise argparse.ArgumentTypeError(f"{text} must be {limits}{unit}")
+        return value
+
+    parse.__name__ = name
+    return parse
+
+
+share = number("share", 0, 1, above=True)
 
 
 def layers(text: str) -> bool | tuple[int, ...]:
@@ -104,28 +137,13 @@ def named_path(text: str) -> tuple[str, str]:
     return name, path
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def add_model(
+    parser: argparse.ArgumentParser,
+    about: str = "a Hugging Face directory (default: the demo model with its adapters)",
+) -> None:
     """Add the optional MODEL."""
     parser.add_argument("--model", help=argparse.SUPPRESS)  # the spelling of other servers
-    parser.add_argument(
-        "model",
-        nargs="?",
-        default=argparse.SUPPRESS,
-        metavar="MODEL",
-        help="a Hugging Face directory (default: the demo model with its adapters)",
-    )
-
-
-def add_bench_model(parser: argparse.ArgumentParser) -> None:
-    """Add the optional MODEL of a bench; --model is its former spelling."""
-    parser.add_argument("--model", help=argparse.SUPPRESS)
-    parser.add_argument(
-        "model",
-        nargs="?",
-        default=argparse.SUPPRESS,
-        metavar="MODEL",
-        help="a directory, or `demo` (default: Llama-3.1-8B's shape with random weights)",
-    )
+    parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=about)
 
 
 def add_option(group: Any, name: str, flag: str = "", **changes: Any) -> None:
@@ -258,25 +276,21 @@ def adapters_of(options: argparse.Namespace) -> dict[str, str]:
     return found
 
 
-def compile_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """Return arguments of `CompileOptions`."""
-    kv_dtype = "fp8_e4m3" if options.kv_cache_dtype == "fp8" else options.kv_cache_dtype
-    arguments = {"kv_dtype": kv_dtype, "disable": tuple(options.disable_pass)}
-    return arguments | given(options, "precision") | key_arguments(options)
-
-
 def precision_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the same as arguments of `LLM`, which chooses Hadamard and centring unless they are given."""
-    compiled = compile_arguments(options)
-    arguments = {"kv_cache_dtype": compiled["kv_dtype"], "disable_passes": compiled["disable"]}
-    return arguments | given(options, "precision") | key_arguments(options)
+    """Return arguments of `LLM`, which chooses Hadamard and centring unless they are given."""
+    kv_dtype = "fp8_e4m3" if options.kv_cache_dtype == "fp8" else options.kv_cache_dtype
+    arguments = {"kv_cache_dtype": kv_dtype, "disable_passes": tuple(options.disable_pass)}
+    if options.no_hadamard:
+        arguments["hadamard"] = False
+    names = "precision", "hadamard", "center_keys", "balance_keys", "rotate_values", "lora_dtype"
+    return arguments | given(options, *names)
 
 
-def key_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the given values of --hadamard, --center-keys, --balance-keys, --rotate-values and --lora-dtype."""
-    return ({"hadamard": False} if options.no_hadamard else {}) | given(
-        options, "hadamard", "center_keys", "balance_keys", "rotate_values", "lora_dtype"
-    )
+def compile_arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the same as arguments of `CompileOptions`."""
+    arguments = precision_arguments(options)
+    kv_dtype, disable = arguments.pop("kv_cache_dtype"), arguments.pop("disable_passes")
+    return {"kv_dtype": kv_dtype, "disable": disable, **arguments}
 
 
 def llm_arguments(options: argparse.Namespace) -> dict[str, Any]:
@@ -344,6 +358,11 @@ def check_output_directory(flag: str, path: Path) -> None:
     there = next(each for each in (path, *path.absolute().parents) if each.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise ValueError(f"{flag} {path} cannot be written; name a directory of your own")
+
+
+def report(line: str) -> None:
+    """Print a line on the progress of the command on stderr."""
+    print(f"sidestream: {line}", file=sys.stderr, flush=True)
 
 
 def demo_prompts() -> list[dict[str, str | None]]:

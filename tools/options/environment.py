@@ -4,6 +4,7 @@ import json
 import platform
 import re
 import subprocess
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,12 @@ def version_text() -> str:
         f"python {platform.python_version()}, torch {package_version('torch') or 'not installed'}, "
         f"triton {package_version('triton') or 'not installed'}"
     )
+
+
+def write_figures(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a bench's figures and the environment as JSON, and print the file's name."""
+    path.write_text(json.dumps({**content, "environment": collect()}, indent=2) + "\n")
+    print(f"wrote {path}")
 
 
 def collect() -> dict[str, Any]:

@@ -7,10 +7,10 @@ import random
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...runtime.engine.options import target_modules
-from .engine import adapters_of
+from .engine import adapters_of, add_model, add_value, model_directory
 from .shapes import OTHER_SHAPES
 
 if TYPE_CHECKING:
@@ -56,14 +56,22 @@ MIXED_SEQUENCES = 8
 HIGHEST_RANK = 512
 
 
-def pick_adapters(kind: str, names: Sequence[str], count: int, seed: int) -> list[str | None]:
-    """Return the adapter of each of `count` requests."""
+LORA_CHOICES = ("none", "zipf", "four")
+T = TypeVar("T", str, int)
+
+
+def pick_adapters(kind: str, names: Sequence[T], count: int, seed: int) -> Sequence[T | None]:
+    """Return the adapter of each of `count` requests. `kind`: see `LORA_CHOICES`."""
     if kind == "none":
         return [None] * count
     if kind == "four":
         return [names[index % min(4, len(names))] for index in range(count)]
-    source = random.Random(seed)
-    return [*source.choices(list(names), weights=[1 / rank for rank in range(1, len(names) + 1)], k=count)]
+    return zipf(names, count, seed)
+
+
+def zipf(names: Sequence[T], count: int, seed: int = 0) -> list[T]:
+    """Return `count` random names with p(k) ~ 1/k."""
+    return random.Random(seed).choices(names, weights=[1 / rank for rank in range(1, len(names) + 1)], k=count)
 
 
 def bucket(text: str) -> tuple[str, int]:
@@ -99,6 +107,37 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", metavar="NAME|FILE", help=f"instead of MODEL: {', '.join(SHAPES)}, or a config.json")
 
 
+def add_bench_model(parser: argparse.ArgumentParser) -> None:
+    """Add the optional MODEL of a bench, and --shape."""
+    add_model(parser, "a directory, or `demo` (default: Llama-3.1-8B's shape with random weights)")
+    add_shape(parser)
+
+
+def add_random_adapters(group: Any) -> None:
+    """Add a bench's random adapters, and how requests choose one."""
+    group.add_argument(
+        "--lora",
+        nargs="+",
+        choices=LORA_CHOICES,
+        default=["none", "zipf"],
+        help="adapters of the requests (default: none zipf)",
+    )
+    add_value(group, "--num-adapters", 8, "random adapters")
+    add_value(group, "--lora-rank", 32, "their rank; alpha is twice as much", metavar="R")
+
+
+def add_buckets(parser: argparse.ArgumentParser, about: str) -> None:
+    """Add --bucket: the programs of a dump."""
+    parser.add_argument(
+        "--bucket",
+        nargs="+",
+        type=bucket,
+        default=[bucket(text) for text in DEFAULT_BUCKETS],
+        metavar="KIND:N",
+        help=f"{about} (default: {' '.join(DEFAULT_BUCKETS)})",
+    )
+
+
 def add_gpu(parser: argparse.ArgumentParser) -> None:
     """Add --gpu: the GPU of the estimated times."""
     parser.add_argument(
@@ -119,11 +158,16 @@ def check_one_model(options: argparse.Namespace) -> None:
         raise ValueError("MODEL and --shape name two models; give one")
 
 
-def shape_config(shape: str) -> Any:
-    """Return the config of --shape. Raises ValueError or ConfigError."""
+def model_config(options: argparse.Namespace) -> Any:
+    """Return the config of MODEL or of --shape. Raises ValueError or ConfigError."""
+    from ...graphs.checkpoint import checkpoint_config
     from ...graphs.config import LlamaConfig
 
-    return LlamaConfig.from_dict(shape_fields(shape))
+    check_one_model(options)
+    if options.shape:
+        options.model = options.shape  # not the demo model, so without its adapters
+        return LlamaConfig.from_dict(shape_fields(options.shape))
+    return checkpoint_config(model_directory(options))
 
 
 def shape_fields(shape: str) -> dict[str, Any]:

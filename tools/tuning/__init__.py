@@ -1,8 +1,7 @@
 """`sidestream tune`: the fastest kernel configuration of each linear on this GPU.
 
 tune     the command
-jobs     entries of the table, and timed configurations
-table    read, change and write a GPU's table file
+table    entries of a GPU's table file, and timed configurations
 bench    check and time the configurations of one linear
 layers   time the best few in whole decode layers
 """

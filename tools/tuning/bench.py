@@ -21,8 +21,8 @@ from ...ops.elementwise.silu_mul import silu_mul_quant
 from ...ops.linear.kernel_selection import LinearConfig, work_split
 from ...ops.linear.kernel_wide import launch_wide
 from ...ops.linear.linear_8bit import launch_config
-from ..bench.gpu_time import captured, elapsed_us
-from .jobs import Timing, show
+from ..bench.layer import captured, elapsed_us
+from .table import Timing, show
 
 COLD_BYTES = 240e6  # weights that take turns; several times the L2 cache
 E4M3 = torch.float8_e4m3fn

@@ -14,8 +14,8 @@ from ...compiler.program.program import Program
 from ...ops.linear import kernel_selection as tuning
 from ...ops.linear.kernel_selection import LinearConfig, instead, table_op, work_split
 from ..bench.layer import DEPTHS, Layers, Variant, layer_us
-from ..options.models import pick_adapters
-from .jobs import Job, Timing, show
+from ..options.models import zipf
+from .table import Job, Timing, show
 
 MOST = 6  # tried shapes of a launch, besides the table's
 SLOWER = 1.5  # slower ones, relative to the fastest alone, are not tried
@@ -48,11 +48,7 @@ class LayerBench:
 
     def us(self, job: Job, config: LinearConfig, lora: bool) -> float:
         """Return microseconds of a layer of `job.tokens` sequences with this configuration of its linear."""
-        chosen = [
-            int(name)
-            for name in pick_adapters("zipf", [str(slot) for slot in range(SLOTS)], job.tokens, 0)
-            if name is not None
-        ]
+        chosen = zipf(range(SLOTS), job.tokens)
         key = job.tokens, lora
         if key not in self._programs:
             self._programs[key] = {

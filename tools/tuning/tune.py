@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...compiler.options import DEFAULT_PRECISION
-from ..options.engine import add_value, positive
+from ..options.engine import add_command, add_value
 from ..options.models import SHAPES, shape_fields
-from .jobs import Job, Timing, show
-from .table import has, put, sections, write
+from .table import Job, Timing, has, put, sections, show, write
 
 if TYPE_CHECKING:
     from ...ops.linear.kernel_selection import LinearConfig
@@ -48,13 +47,15 @@ examples:
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the command to the `sidestream` parser."""
-    parser = commands.add_parser(
+    usage = "%(prog)s [MODEL ...] [options]"
+    parser = add_command(
+        commands,
         "tune",
-        help="find the fastest kernels for a model's linears on this GPU",
-        usage="%(prog)s [MODEL ...] [options]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "find the fastest kernels for a model's linears on this GPU",
+        DESCRIPTION,
+        EXAMPLES,
+        run,
+        usage,
     )
     parser.add_argument(
         "models",
@@ -71,14 +72,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         metavar="NAME",
         help=f"which linears: {', '.join(LAYERS)} (default: all)",
     )
-    parser.add_argument(
-        "--tokens",
-        type=positive,
-        nargs="+",
-        default=list(TOKENS),
-        metavar="T",
-        help="tokens (default: 16 32 64 128 256 512)",
-    )
+    add_value(parser, "--tokens", list(TOKENS), "tokens", metavar="T", nargs="+")
     parser.add_argument(
         "--dtype", choices=DTYPES, default=DEFAULT_PRECISION, help="of weights and activations (default: %(default)s)"
     )
@@ -91,7 +85,6 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     parser.add_argument("--missing", action="store_true", help="measure only missing entries")
     parser.add_argument("--dry-run", action="store_true", help="list what would be measured, and stop")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

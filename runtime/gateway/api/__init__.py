@@ -6,8 +6,7 @@ responses           /v1/responses
 models              /v1/models, and loading and unloading of adapters
 tokenize            /tokenize, /detokenize
 health              /health, /ready, /version, /metrics
-pages               /docs, /openapi.json, / (the console)
-openapi             the OpenAPI document
+pages               /openapi.json with the OpenAPI document, /docs, / (the console)
 context             what handlers share: engines, admission, observer; resolves `model`; applies chat templates
 completion_session  a request from admission through its chunks to its usage record
 event_stream        responses as server-sent events

@@ -1,6 +1,5 @@
 """The console at `/`: live charts and tables of the gateway, and a playground. It uses the public API.
 
-page.py         assembles the page and its security headers
 console.html    markup; console.css adds to look.css
 connection.js   API key, API calls, events of a stream
 metrics.js      parses /metrics; rates and quantiles of a time window
@@ -8,5 +7,6 @@ live.js         tab of figures, charts and tables
 playground.js   tab that streams one prompt to two adapters
 main.js         title, key form, tabs, polling
 
-look.css, dom.js and tabs.js are files of the page of `sidestream inspect dump` (compiler/inspect/page).
+`api/pages.py` assembles the page. look.css, dom.js and tabs.js are files of the page of `sidestream inspect dump`
+(compiler/inspect/page).
 """

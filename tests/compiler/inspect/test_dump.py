@@ -9,7 +9,7 @@ import torch
 from sidestream.compiler.build_program import build_program
 from sidestream.compiler.inspect.dump import dump
 from sidestream.compiler.options import CompileOptions
-from sidestream.compiler.pass_records import PassRecord, graph_text, op_counts, pass_table, refusals
+from sidestream.compiler.pass_records import PassRecord, graph_lines, op_counts, pass_table, refusals, text_of
 from sidestream.compiler.program.program import Bucket, Program
 from sidestream.ops.core.registry import OPS
 from support.fx_graphs import GraphBuilder
@@ -40,7 +40,7 @@ def model() -> fx.GraphModule:
 
 
 def records(module: fx.GraphModule, seconds: float = 0.5) -> list[PassRecord]:
-    text, counts = graph_text(module), op_counts(module)
+    text, counts = text_of(graph_lines(module)), op_counts(module)
     before = text.replace("sidestream.lora(", "aten.bmm.default(")
     fewer = {**{name: count for name, count in counts.items() if name != "sidestream.lora"}, "aten.bmm.default": 2}
     return [
@@ -107,7 +107,7 @@ def test_the_saved_program_can_be_loaded(tmp_path: Path) -> None:
 
 
 def test_graphs_are_python_with_named_dimensions() -> None:
-    text = graph_text(model())
+    text = text_of(graph_lines(model()))
     tree = ast.parse(text)
     assert isinstance(tree.body[0], ast.FunctionDef) and [argument.arg for argument in tree.body[0].args.args][:2] == [
         "input_ids",

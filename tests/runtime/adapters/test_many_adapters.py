@@ -5,7 +5,7 @@ import random
 
 import pytest
 import sidestream
-from sidestream.tools.bench.model_directory import TINY, write_model
+from sidestream.tools.bench.random_model import TINY, write_model
 from sidestream.tools.bench.serving.traffic import zipf_weights
 
 ADAPTERS = 500

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 import sidestream
 import torch
-from sidestream.tools.bench.model_directory import TINY, write_model
+from sidestream.tools.bench.random_model import TINY, write_model
 from support.other_kernels import OtherKernels
 from support.processor import processor_name
 

@@ -17,7 +17,7 @@ from sidestream.runtime.quantization.defaults import FILE_NAME, file_name
 from sidestream.runtime.quantization.rounded_weights import KEY, RoundingError, open_rounding
 from sidestream.runtime.worker.calibrate.scorer import Document, Scorer, plan
 from sidestream.tools import cli
-from sidestream.tools.eval.real.reference import Reference
+from sidestream.tools.eval.real.measure import Reference
 from sidestream.tools.eval.teacher_forced import compare
 from support.tiny import AdapterSpec, TinyBase, tiny_adapters, tiny_llama
 

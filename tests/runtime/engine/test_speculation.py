@@ -10,7 +10,7 @@ import pytest
 import sidestream
 from sidestream import LLM, OptionError, RequestError, RequestOutput, SamplingParams
 from sidestream.graphs.config import LlamaConfig
-from sidestream.tools.bench.model_directory import TINY, write_model
+from sidestream.tools.bench.random_model import TINY, write_model
 from support.drafts import with_repeats
 from support.eagle import eagle_head
 from support.tiny import tiny_llama

@@ -10,13 +10,19 @@ from types import SimpleNamespace
 import pytest
 from sidestream.runtime.demo_model import DEMO_MODEL
 from sidestream.runtime.fleet.cluster import secure
-from sidestream.runtime.fleet.loopback_only import LoopbackOnly
 from sidestream.runtime.fleet.options import options_of, read_options, serve_settings
 from sidestream.runtime.gateway.interfaces import GatewayError
 from support.kuberay_schema import problems
 
 DOCS = Path(__file__).parents[3] / "docs"
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra `ray`")
+
+
+@pytest.fixture
+def secured(monkeypatch, tmp_path_factory):
+    """Ray may be imported: it finds a token of its own."""
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path_factory.mktemp("ray") / "token"))
+    secure()
 
 
 @pytest.mark.parametrize(
@@ -79,9 +85,7 @@ def test_importing_the_fleet_imports_no_ray_and_no_torch():
 
 
 @needs_ray
-def test_an_engine_owns_a_gpu_for_each_of_its_ranks(monkeypatch, tmp_path):
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
-    secure()
+def test_an_engine_owns_a_gpu_for_each_of_its_ranks(secured, monkeypatch, tmp_path):
     import ray
     from sidestream.runtime.fleet.application import missing_resources, resources
 
@@ -107,9 +111,7 @@ def test_an_engine_owns_a_gpu_for_each_of_its_ranks(monkeypatch, tmp_path):
 
 
 @needs_ray
-def test_serve_run_takes_the_application(tmp_path, monkeypatch):
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
-    secure()
+def test_serve_run_takes_the_application(secured, tmp_path):
     from ray.serve import Application
     from sidestream.runtime.fleet import app
 
@@ -123,9 +125,7 @@ def test_serve_run_takes_the_application(tmp_path, monkeypatch):
 
 
 @needs_ray
-def test_a_fleet_that_does_not_come_up_says_why(monkeypatch, tmp_path):
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
-    secure()
+def test_a_fleet_that_does_not_come_up_says_why(secured, monkeypatch, tmp_path):
     from ray import serve
     from sidestream.runtime.fleet.application import deploy
 
@@ -152,8 +152,8 @@ def test_a_fleet_that_does_not_come_up_says_why(monkeypatch, tmp_path):
 
 
 @needs_ray
-def test_files_of_engines_that_ended_go(tmp_path):
-    from sidestream.runtime.fleet.engine_process import remove_files, remove_stale_files
+def test_files_of_engines_that_ended_go(secured, tmp_path):
+    from sidestream.runtime.fleet.engine import remove_files, remove_stale_files
     from sidestream.runtime.protocol.addresses import AddressLock, parse
 
     def made(name):
@@ -174,7 +174,10 @@ def test_files_of_engines_that_ended_go(tmp_path):
     held.release()
 
 
-def test_a_fleet_without_keys_serves_its_own_machine_only():
+@needs_ray
+def test_a_fleet_without_keys_serves_its_own_machine_only(secured):
+    from sidestream.runtime.fleet.ingress import LoopbackOnly
+
     door = LoopbackOnly()
     assert all(door.identify(None, host) for host in ("127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1"))
     for host in ("192.0.2.7", "::ffff:192.0.2.7", "2001:db8::1", "", "localhost"):
@@ -184,10 +187,8 @@ def test_a_fleet_without_keys_serves_its_own_machine_only():
 
 
 @needs_ray
-def test_engines_are_wanted_by_requests_and_tokens(monkeypatch, tmp_path):
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
-    secure()
-    from sidestream.runtime.fleet.autoscaling import LoadPolicy
+def test_engines_are_wanted_by_requests_and_tokens(secured):
+    from sidestream.runtime.fleet.policies import LoadPolicy
 
     def wanted(policy, requests, tokens, queued=0.0):
         metrics = {"requests": dict(enumerate(requests)), "tokens": dict(enumerate(tokens))}
@@ -201,9 +202,7 @@ def test_engines_are_wanted_by_requests_and_tokens(monkeypatch, tmp_path):
 
 @needs_ray
 @pytest.mark.parametrize("name", ["rayservice.yaml", "rayservice_one_host.yaml"])
-def test_manifests_say_what_ray_and_the_fleet_take(name, tmp_path, monkeypatch):
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
-    secure()
+def test_manifests_say_what_ray_and_the_fleet_take(secured, name, tmp_path):
     import tomllib
 
     import yaml

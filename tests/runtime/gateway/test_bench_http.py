@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from sidestream.tools import cli
-from sidestream.tools.bench.model_directory import TINY
-from sidestream.tools.bench.serving import cores, http
+from sidestream.tools.bench.random_model import TINY
+from sidestream.tools.bench.serving import http
 from sidestream.tools.bench.serving.closed_loop import Answer, Load, seen
 
 TRIES = 5
@@ -70,6 +70,6 @@ def test_what_lies_in_the_window_counts() -> None:
 
 def test_threads_of_a_core_are_on_one_side(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
-    monkeypatch.setattr(cores, "siblings", lambda cpu: f"{cpu % 6},{cpu % 6 + 6}")
-    assert cores.split_cores(2) == ([0, 6, 1, 7, 2, 8, 3, 9], [4, 10, 5, 11])
-    assert cores.split_cores(3) is None, "three cores are few for a server"
+    monkeypatch.setattr(http, "siblings", lambda cpu: f"{cpu % 6},{cpu % 6 + 6}")
+    assert http.split_cores(2) == ([0, 6, 1, 7, 2, 8, 3, 9], [4, 10, 5, 11])
+    assert http.split_cores(3) is None, "three cores are few for a server"

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import sidestream
 from sidestream.runtime.protocol.messages import Sampling
-from sidestream.tools.bench.model_directory import TINY, write_model
+from sidestream.tools.bench.random_model import TINY, write_model
 from support.fake_runner import continuation
 from support.serving import GUARD, free_port, serve_fake
 
@@ -164,7 +164,7 @@ def test_nothing_goes_by_the_clock_on_the_wall():
         if re.search(r"\btime\.time(_ns)?\(|\bdatetime\b(?! import timedelta)", path.read_text())
         and "gateway" not in path.relative_to(folder).parts  # which tells dates to its clients and logs
     }
-    assert users == {"chat_worker.py", "engine.py", "requests.py", "engine_process.py"}, (
+    assert users == {"chat_worker.py", "engine.py", "requests.py"}, (
         "a chat template may ask for today's date, results say by the clock when their request came, and files have "
         "its times"
     )

@@ -10,7 +10,7 @@ from sidestream.runtime.server.gpu_process import ServedModel
 from sidestream.runtime.server.settings import ServeSettings
 from sidestream.runtime.worker.bound_programs import BoundPrograms
 from sidestream.runtime.worker.model_runner import ModelRunner
-from sidestream.tools.bench.model_directory import TINY, write_model
+from sidestream.tools.bench.random_model import TINY, write_model
 
 OPTIONS = {"load_format": "dummy", "device": "cpu", "max_model_len": 192, "max_loras": 2, "show_progress": False}
 WAIT = 300  # seconds

@@ -6,7 +6,7 @@ import pytest
 from sidestream import LLM, SamplingParams
 from sidestream.compiler.cost.hardware import H200
 from sidestream.runtime.worker.bound_programs import estimate_longest_step
-from sidestream.tools.bench.model_directory import TINY, write_model
+from sidestream.tools.bench.random_model import TINY, write_model
 
 OPTIONS: dict[str, Any] = {
     "load_format": "dummy",

@@ -4,7 +4,7 @@ import json
 
 import sidestream
 from sidestream.runtime.text.tokenizer import load_tokenizer
-from sidestream.tools.bench.model_directory import TINY, write_model, write_tokenizer
+from sidestream.tools.bench.random_model import TINY, write_model, write_tokenizer
 
 
 def test_a_model_with_adapters(tmp_path):

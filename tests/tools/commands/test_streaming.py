@@ -4,7 +4,7 @@ import io
 from types import SimpleNamespace
 
 import pytest
-from sidestream.tools.commands.streaming import AnswerBoard, one_line, stream_answers
+from sidestream.tools.commands.demo import AnswerBoard, one_line, stream_answers
 
 
 class Terminal(io.StringIO):

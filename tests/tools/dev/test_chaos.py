@@ -15,18 +15,15 @@ from typing import Any
 import pytest
 from sidestream.runtime.api.outputs import CompletionOutput
 from sidestream.runtime.protocol import framing
-from sidestream.tools.bench.model_directory import TINY
+from sidestream.tools.bench.random_model import TINY
 from sidestream.tools.commands import serve
-from sidestream.tools.dev.chaos import caches, frames
-from sidestream.tools.dev.chaos.attacks import ATTACKS
-from sidestream.tools.dev.chaos.ending import Ended, Ending
+from sidestream.tools.dev.chaos import frames
+from sidestream.tools.dev.chaos.attacks import ATTACKS, damage
 from sidestream.tools.dev.chaos.lives import Life, Lives, grown
-from sidestream.tools.dev.chaos.questions import Question, too_many_strays, undisturbed_strays
-from sidestream.tools.dev.chaos.report import Line, table
-from sidestream.tools.dev.chaos.run import main, order
+from sidestream.tools.dev.chaos.questions import Question, prepare, too_many_strays, undisturbed_strays
+from sidestream.tools.dev.chaos.run import Ended, Ending, Line, main, order, table
 from sidestream.tools.dev.chaos.served import Holdings
 from sidestream.tools.dev.chaos.starts import Start, Starts, device_mib
-from sidestream.tools.dev.chaos.subjects import prepare
 from sidestream.tools.options.models import SHAPES
 
 
@@ -240,7 +237,7 @@ def test_random_weights_and_adapters_are_served_as_the_command_line_says(
 def test_damage_changes_half_of_the_files(tmp_path: Path) -> None:
     for index in range(10):
         (tmp_path / f"{index}.bin").write_bytes(bytes([index]) * 1000)
-    assert caches.damage(tmp_path, random.Random(0)) == 5
+    assert damage(tmp_path, random.Random(0)) == 5
     changed = [p for p in tmp_path.iterdir() if p.read_bytes() != bytes([int(p.stem)]) * 1000]
     assert 4 <= len(changed) <= 5, "a file may be exchanged for itself"
 

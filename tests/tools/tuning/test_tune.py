@@ -15,8 +15,7 @@ from sidestream.tools import cli
 from sidestream.tools.options.engine import DEFAULT_PRECISION
 from sidestream.tools.tuning import bench as tune_bench
 from sidestream.tools.tuning import layers as tune_layers
-from sidestream.tools.tuning.jobs import Job, Timing
-from sidestream.tools.tuning.table import has, put, write
+from sidestream.tools.tuning.table import Job, Timing, has, put, write
 from sidestream.tools.tuning.tune import DTYPES, activation_configs, choose, linear_configs
 
 

@@ -9,8 +9,6 @@ gateway        `bench gateway`: the cost of the HTTP front
 bare_app       a bare application to compare it with
 simulated_gpu  a GPU process that only takes time
 http           `bench http`: HTTP compared with ZeroMQ for clients
-http_report    its figures and tables
 closed_loop    its clients, one process of them
-cores          CPU cores for clients and for the server
 traced_gpu     `serve --trace-steps`: a GPU process that measures idle time between steps (workload G)
 """

@@ -1,26 +1,26 @@
 """`sidestream bench http`: HTTP compared with ZeroMQ, as clients see it."""
 
 import argparse
-import json
+import math
+import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import msgspec
 
-from ...options.engine import add_bench_model, add_value, at_least, check_output
-from ...options.environment import collect
-from ...options.models import add_shape
+from ...options.engine import add_command, add_value, at_least, check_output
+from ...options.environment import write_figures
+from ...options.models import add_bench_model
 from .closed_loop import Load, Seen
-from .cores import on_cores, split_cores
 from .gateway import cpu_seconds
-from .http_report import HEAD, line, row, summary, summary_lines
-from .report import engine_figures
+from .report import engine_figures, percentile, shown
 
 DESCRIPTION = """\
 Measure the cost of the HTTP front for clients: the same closed loop of streams over ZeroMQ, as in `sidestream bench
@@ -40,19 +40,18 @@ START_SECONDS = 1800.0
 SETTLE_SECONDS, WARM_UP_SECONDS = 2.0, 5.0
 """Seconds before figures count, and of the first round, which is a warm-up."""
 ARMS = ("ZeroMQ", "HTTP")
+SERVER_CORES = 4
+"""For a batcher, a GPU process, a gateway and their children; with fewer cores, sharing all is better."""
+HEAD = (
+    f"{'':>10} {'':>6} {'tokens/s':>8} {'first p50':>9} {'p99':>7} {'gap p50':>7} {'p99':>7} {'late plans':>10} "
+    f"{'GPU idle':>8} {'client':>6} {'gateway':>7}"
+)
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the bench to `sidestream bench`."""
-    parser = commands.add_parser(
-        "http",
-        help="compare HTTP with ZeroMQ for clients",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_command(commands, "http", "compare HTTP with ZeroMQ for clients", DESCRIPTION, EXAMPLES, run)
     add_bench_model(parser)
-    add_shape(parser)
     parser.add_argument("--engine", metavar="ADDRESS", help="a running server, with HTTP at --http")
     parser.add_argument("--http", metavar="URL", help="its front, http://host:port")
     add_value(parser, "--concurrency", 64, "streams at once", metavar="C")
@@ -64,7 +63,6 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add_value(parser, "--rounds", 3, "rounds")
     add_value(parser, "--processes", 4, "client processes")
     add_value(parser, "--output-json", Path("bench-http.json"), "file of the figures", Path, "FILE")
-    parser.set_defaults(run=run)
 
 
 class Server(NamedTuple):
@@ -109,8 +107,7 @@ def gateway_of(server: int) -> int | None:
 def model_arguments(options: argparse.Namespace, directory: Path) -> list[str]:
     """Return the arguments of `sidestream serve`; write random adapters, and a directory if only a shape is given."""
     from ..latency import model_fields
-    from ..model_directory import write_model
-    from ..random_model import write_random_adapter
+    from ..random_model import write_model, write_random_adapter
 
     config, model = model_fields(options)
     count = options.num_adapters
@@ -263,9 +260,97 @@ def run(options: argparse.Namespace) -> int:
     content = {
         "options": {key: value for key, value in vars(options).items() if isinstance(value, (int, float))},
         "workloads": result,
-        "environment": collect(),
     }
-    options.output_json.write_text(json.dumps(content, indent=2) + "\n")
     print("times in ms; late plans and GPU idle as the engine counts; client: CPU share of the busiest process")
-    print(f"wrote {options.output_json}")
+    write_figures(options.output_json, content)
     return 0
+
+
+def row(seen: Sequence[Seen], engine: Mapping[str, float], seconds: float, gateway: float | None) -> dict[str, float]:
+    """Return the figures of one measurement, times in milliseconds. `gateway`: its CPU seconds, None if unknown."""
+    first = [1e3 * value for each in seen for value in each.first_tokens]
+    gaps = [1e3 * value for each in seen for value in each.gaps]
+    return {
+        "tokens_per_s": sum(each.tokens for each in seen) / seconds,
+        "requests": sum(each.requests for each in seen),
+        "first_p50_ms": percentile(first, 0.5),
+        "first_p99_ms": percentile(first, 0.99),
+        "gap_p50_ms": percentile(gaps, 0.5),
+        "gap_p99_ms": percentile(gaps, 0.99),
+        "busiest_client_share": max(each.cpu_seconds for each in seen) / seconds,
+        "gateway_share": math.nan if gateway is None else gateway / seconds,
+        **{f"engine_{name}": value for name, value in engine.items()},
+    }
+
+
+def line(workload: str, arm: str, figures: Mapping[str, float]) -> str:
+    """Return one measurement as a line under HEAD."""
+    return (
+        f"{workload:>10} {arm:>6} {figures['tokens_per_s']:>8.0f} {figures['first_p50_ms']:>9.2f} "
+        f"{figures['first_p99_ms']:>7.2f} {figures['gap_p50_ms']:>7.2f} {figures['gap_p99_ms']:>7.2f} "
+        f"{figures['engine_late_plans_share']:>10.2%} {figures['engine_gpu_idle_share']:>8.2%} "
+        f"{figures['busiest_client_share']:>6.0%} {shown(1e2 * figures['gateway_share'], 0):>6}%"
+    )
+
+
+def summary(pairs: Sequence[tuple[Mapping[str, float], Mapping[str, float]]]) -> dict[str, list[float]]:
+    """Return HTTP relative to ZeroMQ for each pair: the share of tokens per second, and the delay of first tokens."""
+    return {
+        "tokens_per_s_share": [http["tokens_per_s"] / zeromq["tokens_per_s"] for zeromq, http in pairs],
+        **{
+            f"first_{name}_later_ms": [http[f"first_{name}_ms"] - zeromq[f"first_{name}_ms"] for zeromq, http in pairs]
+            for name in ("p50", "p99")
+        },
+    }
+
+
+def summary_lines(workload: str, compared: Mapping[str, Sequence[float]]) -> list[str]:
+    """Return the summary as lines: medians, and the range of the pairs."""
+    shares = compared["tokens_per_s_share"]
+    lines = [f"{workload}: HTTP has {median(shares):.2%} of ZeroMQ's tokens/s ({min(shares):.2%} to {max(shares):.2%})"]
+    for name in ("p50", "p99"):
+        later = compared[f"first_{name}_later_ms"]
+        lines.append(f"  first token {name} {median(later):+.2f} ms ({min(later):+.2f} to {max(later):+.2f})")
+    return lines
+
+
+class Cores(NamedTuple):
+    """Logical CPUs."""
+
+    server: list[int]
+    clients: list[int]
+
+
+def siblings(cpu: int) -> str:
+    """Return the logical CPUs of one core in Linux's notation, or the CPU itself if unknown."""
+    try:
+        return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip()
+    except OSError:
+        return str(cpu)
+
+
+def split_cores(clients: int) -> Cores | None:
+    """Return a core for each client process and the rest for the server; None if that leaves too few.
+
+    Hardware threads of one core go to the same side.
+    """
+    by_core: dict[str, list[int]] = {}
+    for cpu in sorted(os.sched_getaffinity(0)):
+        by_core.setdefault(siblings(cpu), []).append(cpu)
+    cores = list(by_core.values())
+    if len(cores) < clients + SERVER_CORES:
+        return None
+    own, rest = cores[-clients:], cores[:-clients]
+    return Cores([cpu for core in rest for cpu in core], [cpu for core in own for cpu in core])
+
+
+@contextmanager
+def on_cores(cpus: Sequence[int] | None) -> Iterator[None]:
+    """Run processes that start in this context on these CPUs; None: without a restriction."""
+    before = os.sched_getaffinity(0)
+    if cpus is not None:
+        os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import contextlib
-import json
 import random
 import sys
 import time
@@ -13,7 +12,7 @@ from typing import Any
 from ....runtime.api.errors import RequestError, ServerError
 from ....runtime.api.sampling_params import SamplingParams
 from ....runtime.client.async_client import AsyncClient
-from ...options.environment import collect
+from ...options.environment import write_figures
 from . import report as serve_report
 from .cold import cold_starts
 from .report import Record, live_line, summarize
@@ -52,10 +51,8 @@ async def measure(options: argparse.Namespace) -> int:
         },
         "options": fields,
         "rows": results,
-        "environment": collect(),
     }
-    options.output_json.write_text(json.dumps(content, indent=2) + "\n")
-    print(f"wrote {options.output_json}")
+    write_figures(options.output_json, content)
     return 0 if any(row.get("complete", 1) for row in results) else 1
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ...options.client import add_connection_options, seconds
-from ...options.engine import add_value, check_output
+from ...options.engine import add_command, add_value, check_output, number
 
 MOST_REQUESTS = 100_000
 DESCRIPTION = """\
@@ -29,23 +29,14 @@ examples:
   sidestream bench serve --workload C --repeats 20"""
 
 
-def rate(text: str) -> float:
-    """Parse requests per second."""
-    value = float(text)
-    if not 0 < value <= 10_000:
-        raise argparse.ArgumentTypeError(f"{text} must be above 0 and at most 10000 requests per second")
-    return value
+rate = number("rate", 0, 10_000, " requests per second", above=True)
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the bench to the `sidestream bench` parser."""
-    parser = commands.add_parser(
-        "serve",
-        help="traffic and cold starts against a running server",
-        usage="%(prog)s [--workload S|C] [--rate R ...] [options]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    usage = "%(prog)s [--workload S|C] [--rate R ...] [options]"
+    parser = add_command(
+        commands, "serve", "traffic and cold starts against a running server", DESCRIPTION, EXAMPLES, run, usage
     )
     parser.add_argument("--workload", choices=("S", "C"), default="S", help="(default: %(default)s)")
     add_value(parser, "--num-adapters", 200, "adapters to use if they exist; 0: none", int)
@@ -68,7 +59,6 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add_value(group, "--background", 32, "streams that decode at the same time")
     add_value(group, "--repeats", 10, "cold starts of each kind")
     add_connection_options(parser)
-    parser.set_defaults(run=run)
 
 
 def check(options: argparse.Namespace) -> None:

@@ -34,8 +34,8 @@ from ....graphs.config import LlamaConfig
 from ....graphs.llama import Llama
 from ....graphs.lora import LoraShape
 from ....ops.core.kv_layout import pages_for
-from ...bench.gpu_time import elapsed_us
 from ...bench.latency import SHORT_OUTPUT
+from ...bench.layer import elapsed_us
 from ...bench.random_model import random_tensors
 from ...options.models import LLAMA_8B
 

@@ -1,6 +1,7 @@
 """Time the first tokens and the pauses of a server that has just started, and of one whose load changes.
 
-    python -m sidestream.tools.bench.model_directory m8b --adapters 8
+    python -c "from pathlib import Path; from sidestream.tools.bench.random_model import LLAMA_8B, write_model;
+        write_model(Path('m8b'), LLAMA_8B, adapters=8, rank=32)"
     sidestream serve m8b --load-format dummy --bind ipc:///tmp/engine.sock --lora-modules ...
     python -m sidestream.tools.dev.bench.first_traffic ipc:///tmp/engine.sock --minutes 10
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from ....runtime.api.errors import RequestError, ServerError
 from ....runtime.api.sampling_params import SamplingParams
 from ....runtime.client.client import Client
-from . import caches, directories, kills, peers
+from . import directories, kills, peers
 from .served import ServedDemo
 
 Outcome = tuple[int, list[str]]
@@ -83,7 +83,7 @@ def odd_prompts(target: Target, source: random.Random) -> Outcome:
 
 def damaged_cache(target: Target, source: random.Random) -> Outcome:
     """Damage half of the cache's files, then restart the GPU process."""
-    damaged = caches.damage(target.served.cache, source)
+    damaged = damage(target.served.cache, source)
     kills.kill(target.served, source, target.victims)
     return damaged, []
 
@@ -114,3 +114,23 @@ ATTACKS = (
     ),
     Attack("damaged cache", damaged_cache, kills=True),
 )
+
+
+def damage(cache: Path, source: random.Random) -> int:
+    """Change half of the files of a cache (bits flipped, cut off, emptied, exchanged), and return their number."""
+    files = sorted(path for path in cache.rglob("*") if path.is_file() and not path.is_symlink())
+    chosen = source.sample(files, (len(files) + 1) // 2)
+    for path in chosen:
+        data = bytearray(path.read_bytes())
+        kind = source.randrange(4)
+        if kind == 0 and data:
+            for _ in range(8):
+                data[source.randrange(len(data))] ^= 1 << source.randrange(8)
+        elif kind == 1:
+            del data[len(data) // 2 :]
+        elif kind == 2:
+            data = bytearray()
+        else:
+            data = bytearray(source.choice(files).read_bytes())
+        path.write_bytes(data)
+    return len(chosen)

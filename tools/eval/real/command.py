@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     from ....runtime.quantization.texts import standard_text
     from ....runtime.text.tokenizer import load_tokenizer
     from ..arms import chosen_arms
-    from ..evaluate import calibrate_model
+    from ..evaluate import Model, calibrate_model
     from .adapters import train_adapters
     from .measure import Findings, measure
     from .report import report
@@ -83,7 +83,8 @@ def run(options: argparse.Namespace) -> int:
         progress("calibration")
         calibration = calibrate_model(directory, adapters, texts[:count], options.device)
     jobs = options.jobs or (GPU_JOBS if on_gpu else 1)
-    found = measure(directory, adapters, documents, arms, options.device, calibration, texts, progress, jobs)
+    model = Model(directory, adapters, calibration, texts)
+    found = measure(model, documents, arms, options.device, progress, jobs)
     base = [document for document in documents if document.adapter is None]
     findings = Findings(
         directory.name.rpartition("-")[0] or directory.name,

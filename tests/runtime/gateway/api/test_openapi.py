@@ -12,7 +12,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
     unsupported_method,
 )
-from sidestream.runtime.gateway.api.openapi import ENDPOINTS, Endpoint
+from sidestream.runtime.gateway.api.pages import ENDPOINTS, Endpoint
 from sidestream.runtime.gateway.app import build_app
 from sidestream.runtime.gateway.auth.admission import NoAuth
 from sidestream.runtime.gateway.metrics.metrics import Metrics

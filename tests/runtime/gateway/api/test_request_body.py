@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import pytest
-from sidestream.runtime.gateway.api.openapi import ENDPOINTS, openapi_document
+from sidestream.runtime.gateway.api.pages import ENDPOINTS, openapi_document
 from sidestream.runtime.gateway.app import build_app
 from sidestream.runtime.gateway.auth.admission import NoAuth
 from sidestream.runtime.gateway.metrics.metrics import Metrics

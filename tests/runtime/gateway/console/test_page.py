@@ -5,7 +5,7 @@ import base64
 import hashlib
 import re
 
-from sidestream.runtime.gateway.console.page import SCRIPTS, STYLES, read_file
+from sidestream.runtime.gateway.api.pages import SCRIPTS, STYLES, read_file
 from support.gateway import Books, FakeEngines, gateway
 
 

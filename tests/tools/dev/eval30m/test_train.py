@@ -26,7 +26,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_task_has_its_adapter_and_together_they_differ_in_all_that_matters(trained: Path) -> None:
-    from sidestream.tools.dev.eval30m.models import ADAPTERS
+    from sidestream.tools.dev.eval30m.train import ADAPTERS
 
     configs = {
         path.parent.name: json.loads(path.read_text()) for path in trained.glob("adapters/*/adapter_config.json")

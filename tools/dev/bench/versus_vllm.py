@@ -1,4 +1,4 @@
-"""Workloads A and P on vLLM and on Sidestream, in turn: `python -m sidestream.tools.bench.versus_vllm`.
+"""Workloads A and P on vLLM and on Sidestream, in turn: `python -m sidestream.tools.dev.bench.versus_vllm`.
 
 Each engine runs `engine_run` in a process of its own, once without and once with adapters, so that neither pays for
 the other or for unused adapters.
@@ -14,15 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..options.engine import add_bench_model, add_value, check_output, positive, share
-from ..options.environment import collect
-from ..options.models import add_shape, pick_adapters
-from . import engine_run
-from .engine_run import RESULT, SHORT_OUTPUT
-from .latency import LORA_CHOICES, model_fields
-from .model_directory import write_model
-from .random_model import write_random_adapter
-from .throughput import PREFILL
+from ...bench import engine_run
+from ...bench.engine_run import RESULT, SHORT_OUTPUT
+from ...bench.latency import model_fields
+from ...bench.random_model import write_model, write_random_adapter
+from ...bench.throughput import PREFILL
+from ...options.engine import add_value, check_output, positive, share
+from ...options.environment import write_figures
+from ...options.models import add_bench_model, add_random_adapters, pick_adapters
 
 ENGINES = ("vllm", "sidestream")
 DESCRIPTION = """\
@@ -38,10 +37,10 @@ installed: in this environment, or in another one that --vllm-python names."""
 
 EXAMPLES = """\
 examples:
-  python -m sidestream.tools.bench.versus_vllm
-  python -m sidestream.tools.bench.versus_vllm models/llama --concurrency 1 64 256 --lora none
-  python -m sidestream.tools.bench.versus_vllm --vllm-python ~/vllm/bin/python
-  python -m sidestream.tools.bench.versus_vllm --lora zipf --vllm-args '{"specialize_active_lora": true}'"""
+  python -m sidestream.tools.dev.bench.versus_vllm
+  python -m sidestream.tools.dev.bench.versus_vllm models/llama --concurrency 1 64 256 --lora none
+  python -m sidestream.tools.dev.bench.versus_vllm --vllm-python ~/vllm/bin/python
+  python -m sidestream.tools.dev.bench.versus_vllm --lora zipf --vllm-args '{"specialize_active_lora": true}'"""
 
 
 class EngineRunError(Exception):
@@ -62,25 +61,22 @@ def json_object(text: str) -> dict[str, Any]:
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
     parser = argparse.ArgumentParser(
-        prog="python -m sidestream.tools.bench.versus_vllm",
+        prog="python -m sidestream.tools.dev.bench.versus_vllm",
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_bench_model(parser)
-    add_shape(parser)
     group = parser.add_argument_group("workloads")
     group.add_argument("--workloads", nargs="+", choices=("A", "P"), default=["A", "P"], help="(default: A P)")
     add_value(group, "--concurrency", [1, 8, 64], "requests at once in A", metavar="C", nargs="+")
-    group.add_argument("--lora", nargs="+", choices=LORA_CHOICES, default=["none", "zipf"], help="(default: none zipf)")
+    add_random_adapters(group)
     add_value(group, "--input-len", 128, "prompt tokens of A")
     group.add_argument(
         "--output-len", type=positive, default=256, metavar="N", help=f"outputs of A, above {SHORT_OUTPUT}"
     )
     add_value(group, "--prefill-len", PREFILL[0], "prompt tokens of P")
     add_value(group, "--num-iters", 2, "runs of each line; the median counts")
-    add_value(group, "--num-adapters", 8, "random adapters")
-    add_value(group, "--lora-rank", 32, "their rank", metavar="R")
     group.add_argument("--seed", type=int, default=0, help="of prompts, adapters and their mix")
     group = parser.add_argument_group("engines")
     group.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="(default: both)")
@@ -123,14 +119,13 @@ def loads(options: argparse.Namespace, kind: str) -> list[dict[str, Any]]:
     wanted = [each for each in wanted if "A" in options.workloads]
     if "P" in options.workloads:
         wanted.append(("P", PREFILL[2], options.prefill_len, PREFILL[1]))
-    names = [str(index) for index in range(options.num_adapters)]
     return [
         {
             "workload": name,
             "concurrency": count,
             "input_len": prompt,
             "output_len": output,
-            "chosen": [None if one is None else int(one) for one in pick_adapters(kind, names, count, options.seed)],
+            "chosen": pick_adapters(kind, range(options.num_adapters), count, options.seed),
         }
         for name, count, prompt, output in wanted
     ]
@@ -198,7 +193,7 @@ def run_job(python: str, work: dict[str, Any], scratch: Path) -> list[dict[str, 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return a line for each load: both engines, and the speed of Sidestream relative to vLLM."""
-    from ...compiler.pass_records import columns
+    from ....compiler.pass_records import columns
 
     cells: list[tuple[str, ...]] = [
         ("load", "C", "adapters", "vLLM ms/step", "Sidestream", "vLLM tok/s", "Sidestream", "times as fast")
@@ -251,7 +246,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
                 for row, figure in zip(its, figures, strict=True):
                     row[engine] = figure
             rows += its
-    return {"config": config, "engines": engines, "rows": rows, "environment": collect()}
+    return {"config": config, "engines": engines, "rows": rows}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -266,8 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(table(found["rows"]))
     for each in found["engines"]:
         print(f"{each['engine']} {each['version']}, adapters {each['lora']}: up after {each['start_up_seconds']:.1f} s")
-    options.output_json.write_text(json.dumps(found, indent=2) + "\n")
-    print(f"wrote {options.output_json}")
+    write_figures(options.output_json, found)
     return 0
 
 

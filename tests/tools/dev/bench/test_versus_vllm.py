@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 
 import pytest
-from sidestream.tools.bench import versus_vllm
+from sidestream.tools.dev.bench import versus_vllm
 
-SUPPORT = Path(__file__).parents[2] / "support"
+SUPPORT = Path(__file__).parents[3] / "support"
 SMALL = [
     "demo",
     "--concurrency",

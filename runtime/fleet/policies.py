@@ -1,12 +1,16 @@
-"""How many engines Ray runs: by open requests and tokens in flight, not by processor time.
+"""What Ray Serve calls: the number of engines, by their load, and the replica of a call.
 
-Ray's controller imports this module, so it imports nothing but Ray.
+Ray ships this module's code by value to its controller and to the processes that hold a handle. So it holds no state,
+and imports nothing but Ray and the ingress, which such a process has imported.
 """
 
 import math
 from typing import TYPE_CHECKING, Any
 
 from ray.serve.config import AutoscalingContext
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+
+from .ingress import publish
 
 if TYPE_CHECKING:
     from .options import FleetOptions
@@ -54,3 +58,30 @@ def autoscaling_config(options: "FleetOptions") -> dict[str, Any]:
             "policy_kwargs": {"target_requests": options.target_requests, "target_tokens": options.target_tokens},
         },
     }
+
+
+class EngineRouter(RequestRouter):
+    """Publishes the replicas for the gateway's router.
+
+    It routes only two calls: `wake`, which any replica may serve, and `fetch`, which names its replica.
+    """
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Receive all replicas that accept requests, without those that start or stop. Called by Ray."""
+        super().update_replicas(replicas)
+        publish(
+            {
+                replica.replica_id.unique_id: replica.replica_metadata["address"]
+                for replica in replicas
+                if "address" in replica.replica_metadata
+            }
+        )
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Return the replica that the call names, or all."""
+        name = None if pending_request is None else pending_request.kwargs.get("replica")
+        if name is None:
+            return [candidate_replicas]
+        return [[replica for replica in candidate_replicas if replica.replica_id.unique_id == name]]
