@@ -102,9 +102,7 @@ def run(options: argparse.Namespace) -> int:
     print(pass_summary(llm.compiled.records))
     with writing(options.output):
         written = llm.compiled.dump(options.output)
-    print(
-        f"The dump lies in {written}/: every graph before and after, what was refused and\nwhy, programs and schedules."
-    )
+    print(f"{written}/ has the graphs before and after each pass, rejections with reasons,\nprograms and schedules.")
     print(next_steps(str(options.output)))
     for label in wrong:
         print(f"unexpected answer: {label}", file=sys.stderr)
@@ -119,9 +117,9 @@ def next_steps(dump: str) -> str:
     found = shutil.which("sidestream")
     name = "sidestream" if found is not None and Path(found).resolve() == command.resolve() else _short(command)
     tries = (
-        ("ask it something else", 'generate -p "What is the capital of Spain?" -a yoda'),
-        ("serve it, and talk with it from another terminal", "serve", "chat -a pirate"),
-        ("see where a step of a large model spends its time", "explain --shape llama-3.1-8b"),
+        ("another prompt", 'generate -p "What is the capital of Spain?" -a yoda'),
+        ("a server, and a chat from another terminal", "serve", "chat -a pirate"),
+        ("estimated time of a step of a large model", "inspect explain --shape llama-3.1-8b"),
     )
     lines = [f"The command is {name}. Open {dump}/index.html in a browser, or try:"]
     for what, *calls in tries:
