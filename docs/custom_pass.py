@@ -16,7 +16,7 @@ from torch import fx
 
 
 def angles_on_side(graph: fx.Graph, context: Context) -> PassReport:
-    """Marks `sidestream.rope_angles` for the side stream; the scheduler places the fork and the join."""
+    """Mark `sidestream.rope_angles` for the side stream; the scheduler places the fork and the join."""
     report = PassReport(0)
     for node in graph.nodes:
         if not is_call(node, rope_angles):

@@ -1,4 +1,4 @@
-"""Floor 1: one file per op, each with its schema, fake, reference (the specification), kernel and launch.
+"""Level 1: one file per op, each with its schema, fake, reference (the specification), kernel and launch.
 
 all_ops          registers every op as `torch.ops.sidestream.<name>`
 core             shared by all ops: registry, KV layout, dtypes, workspaces, Triton helpers

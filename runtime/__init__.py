@@ -1,4 +1,4 @@
-"""Floor 3: runs programs for requests. Each folder imports only folders above it in this list.
+"""Level 3: runs programs for requests. Each folder imports only folders above it in this list.
 
 processes      child processes, their watchdog, and threads that end with the interpreter
 api            what a caller sees: sampling parameters, outputs, errors

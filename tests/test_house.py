@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FLOORS = ("ops", "graphs", "compiler", "runtime", "tools")
-PACKAGES = [path.parent for floor in FLOORS for path in sorted((ROOT / floor).rglob("__init__.py"))]
+LEVELS = ("ops", "graphs", "compiler", "runtime", "tools")
+PACKAGES = [path.parent for level in LEVELS for path in sorted((ROOT / level).rglob("__init__.py"))]
 MAX_FILES = 20
 LARGE_FOLDERS: tuple[str, ...] = ()
 

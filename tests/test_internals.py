@@ -60,8 +60,8 @@ def test_links_lead_somewhere(name: str) -> None:
         assert (ROOT / "docs" / target).exists(), target
 
 
-def test_every_file_of_where_is_what_exists() -> None:
-    table = PAGE.read_text().partition("\n## Where is what\n")[2]
+def test_every_file_of_the_task_table_exists() -> None:
+    table = PAGE.read_text().partition("\n## Files by task\n")[2]
     rows = [line for line in table.splitlines() if line.startswith("| ")][2:]
     files = [re.findall(r"\[([^\]]+)\]\(\.\./([^)]+)\)", row) for row in rows]
     assert len(rows) >= 30 and all(files)

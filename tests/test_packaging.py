@@ -123,9 +123,13 @@ def test_every_subpackage_is_listed() -> None:
 
 def test_the_version_is_said_once_and_the_changelog_begins_with_it() -> None:
     assert "version" not in PROJECT["project"] and PROJECT["project"]["dynamic"] == ["version"]
-    versions = re.findall(r"^## (\S+) - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    versions = re.findall(r"^## (\S+) - \d{4}-\d\d-\d\d$", changes, re.MULTILINE)
     assert versions[0] == sidestream.__version__
-    assert versions == sorted(versions, key=lambda each: tuple(map(int, each.split("."))), reverse=True)
+    assert versions == sorted(set(versions), key=lambda each: tuple(map(int, each.split("."))), reverse=True)
+    for section in re.split(r"^## ", changes, flags=re.MULTILINE)[1:]:
+        kinds = re.findall(r"^### (\w+)$", section, re.MULTILINE)
+        assert len(kinds) == len(set(kinds)), f"a heading occurs twice in {section.splitlines()[0]}"
 
 
 def test_what_callers_need_is_exported() -> None:

@@ -10,10 +10,10 @@ from sidestream.tools.cli import build_parser
 from sidestream.tools.dev.pages.api import commands
 
 ROOT = Path(__file__).parents[1]
-FLOORS = ("ops", "graphs", "compiler", "runtime", "tools")
+LEVELS = ("ops", "graphs", "compiler", "runtime", "tools")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
-PATH = re.compile(rf"(?<![\w/.<-])(?:{'|'.join(FLOORS)}|tests|docs)/(?:[\w.-]+/)*[\w.-]*\w/?")
+PATH = re.compile(rf"(?<![\w/.<-])(?:{'|'.join(LEVELS)}|tests|docs)/(?:[\w.-]+/)*[\w.-]*\w/?")
 MADE_UP = re.compile(r"my_|FOLDER")  # names that stand for the reader's own
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -36,7 +36,7 @@ def test_the_pages_name_paths() -> None:
 @each_page
 def test_every_module_that_a_page_names_exists(page: Path) -> None:
     text = prose(page)
-    named = {f"sidestream.{found}" for found in re.findall(rf"`((?:{'|'.join(FLOORS)})(?:\.[a-z_0-9]+)+)`", text)}
+    named = {f"sidestream.{found}" for found in re.findall(rf"`((?:{'|'.join(LEVELS)})(?:\.[a-z_0-9]+)+)`", text)}
     named |= {found.rstrip(".") for found in re.findall(r"python -m (sidestream[\w.]+)", text)}
     assert not [found for found in sorted(named) if find_spec(found) is None]
 

@@ -17,8 +17,8 @@ PLACEHOLDER = "\0"
 def messages() -> tuple[str, ...]:
     """Every string of the sources, with one mark for each value that is put in."""
     found = []
-    for floor in ("compiler", "graphs", "ops", "runtime", "tools"):
-        for path in (ROOT / floor).rglob("*.py"):
+    for level in ("compiler", "graphs", "ops", "runtime", "tools"):
+        for path in (ROOT / level).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_bytes())):
                 if isinstance(node, ast.JoinedStr):
                     parts = [part.value if isinstance(part, ast.Constant) else PLACEHOLDER for part in node.values]

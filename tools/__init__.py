@@ -1,4 +1,4 @@
-"""Floor 4: the `sidestream` command, and the development tools.
+"""Level 4: the `sidestream` command, and the development tools.
 
 cli         parse the command line, run the command, print errors as one line
 commands    one file a command

@@ -111,7 +111,7 @@ class CacheFolder:
 
     def damaged(self, name: str, fault: object) -> None:
         """Log and remove a file that cannot be used."""
-        _log.warning("a kept file is left out and made again: %s: %s", name, fault)
+        _log.warning("a damaged cache file is deleted and will be rebuilt: %s: %s", name, fault)
         self.remove(name)
 
     def remove(self, name: str) -> None:
@@ -126,7 +126,7 @@ class CacheFolder:
             handle = os.open(self.directory / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
             if not isinstance(error, FileNotFoundError):
-                _log.warning("a kept file is left out: %s", error)
+                _log.warning("a cache file is ignored: %s", error)
             return None
         if self._trusted(os.fstat(handle)):
             return handle

@@ -205,7 +205,7 @@ def run(options: argparse.Namespace) -> int:
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            print(f"{error}; the same command goes on where this one ended", file=sys.stderr)
+            print(f"{error}; run the same command again to continue", file=sys.stderr)
             return 1
     print(f"{len(requests)} requests: {len(done)} answered before, {len(left)} now, {failed} of these with an error")
     return 0

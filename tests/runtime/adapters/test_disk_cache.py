@@ -218,7 +218,7 @@ def test_a_damaged_slot_is_replaced(config, paths, tmp_path, damage, caplog):
     path.write_bytes(bad)
     with caplog.at_level(logging.WARNING):
         assert start(config, paths[0], tmp_path) == (first, True)
-    assert "left out" in caplog.text and path.read_bytes() == good
+    assert "a damaged cache file" in caplog.text and path.read_bytes() == good
     assert start(config, paths[0], tmp_path) == (first, False)
 
 

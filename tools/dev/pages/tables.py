@@ -264,7 +264,7 @@ def parallel(names: Iterable[str] = tuple(LLAMAS)[2:], gpus: Iterable[int] = GPU
             room = [f"{each / 1e6:.2f}" for each in (tokens(name, count), count * tokens(name, 1))]
             steps = [[step(name, count, each), step(name, 1, max(1, each // count))] for each in REQUESTS]
             rows.append([name, str(count), *(" / ".join(dict.fromkeys(pair)) for pair in (weights, room, *steps))])
-    head = ["model", "GPUs", "weights a GPU, GB", "room for tokens, millions"]
+    head = ["model", "GPUs", "weights a GPU, GB", "tokens of KV cache, millions"]
     return table([*head, *(f"ms/step, {each:,} request{'s' * (each > 1)}" for each in REQUESTS)], rows)
 
 
