@@ -178,7 +178,7 @@ def test_a_tied_head_need_not_be_ignored(tmp_path: Path) -> None:
     [
         (
             ["lm_head", "re:.*0.self_attn.k_proj"],
-            r"leaves k_proj of model.layers.0.self_attn in 16 bits .* use the bf16",
+            r"leaves k_proj of model.layers.0.self_attn in 16 bits, .* use the original checkpoint in bf16",
         ),
         (["lm_head", "re:(?!model).*"], "ignore: a pattern has look-ahead.*list the modules by name"),
         (["lm_head", 3], "ignore must be a list of names"),
