@@ -27,7 +27,7 @@ from .run.bound_program import BoundProgram
 
 log = logging.getLogger(__name__)
 BIND_ERRORS = (ValueError, TypeError, LookupError, AttributeError)
-"""What binding a program raises that contradicts itself or names what is not there; ProgramError is a ValueError."""
+"""Exceptions of binding a cached program that is inconsistent or outdated; ProgramError is a ValueError."""
 
 
 def compile_model(
@@ -42,16 +42,15 @@ def compile_model(
 ) -> "CompiledModel":
     """Capture `module`, run the passes, and return the CompiledModel.
 
-    `module`         our Llama (also on the meta device), or any module that torch.export can trace, such as
-    transformers'
-                     Llama with peft
-    `example_inputs` keyword (mapping) or positional arguments for the capture; our Llama has its own
-    `dynamic_shapes` symbolic dimensions as torch.export takes them; without them every shape is static
+    `module`         Sidestream's Llama (also on the meta device), or any module that torch.export can trace, such as
+                     transformers' Llama with peft
+    `example_inputs` keyword (mapping) or positional arguments for the capture; default: `module.example_inputs()`
+    `dynamic_shapes` symbolic dimensions in the format of torch.export; without them every shape is static
     `passes`         the ordered list of passes
-    `cache`          programs kept between runs; capture and passes run only when a program is missing there
-    `text`           False: records hold no graphs until `dump` is called; the passes take a third less time
+    `cache`          programs stored between runs; capture and passes run only for programs that it does not have
+    `text`           False: records contain no graphs until `dump` is called; the passes take a third less time
 
-    Raises CaptureError, OptionError, or PassCountError when a pass matches another number of times than expected.
+    Raises CaptureError, OptionError, or PassCountError when a pass has an unexpected number of matches.
     """
     options = options or CompileOptions()
     own: Any = module
@@ -79,10 +78,10 @@ def compile_model(
 
 
 class CompiledModel:
-    """An optimized graph and its programs. Capture and passes run on first use: never, when all programs are cached.
+    """An optimized graph and its programs. Capture and passes run on first use, and not if all programs are cached.
 
     options          the options of the compilation
-    programs         the programs made so far, by bucket
+    programs         the programs built or loaded so far, by bucket
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class CompiledModel:
         cache: ProgramCache | None = None,
         text: bool = True,
     ) -> None:
-        """`make(text)` captures and runs the passes; see `compile_model`."""
+        """Store the arguments of `compile_model`; `make(text)` captures the module and runs the passes."""
         self.options = options
         self.programs: dict[Bucket, Program] = {}
         self._make, self._module, self._cache, self._text = make, module, cache, text
@@ -126,12 +125,12 @@ class CompiledModel:
 
     @property
     def recipes(self) -> dict[str, Recipe]:
-        """Buffer name -> recipe of the weight."""
+        """Recipes of the weights, by buffer name."""
         return {node.name: node.meta["recipe"] for node in self._placeholders("weight")}
 
     @property
     def adapter_recipes(self) -> dict[str, Recipe]:
-        """Buffer name -> recipe of the LoRA stack."""
+        """Recipes of the LoRA stacks, by buffer name."""
         return {node.name: node.meta["recipe"] for node in self._placeholders("adapter")}
 
     @property
@@ -141,7 +140,7 @@ class CompiledModel:
 
     @property
     def constants(self) -> dict[str, torch.Tensor]:
-        """Tensors of the module that no checkpoint holds, by the names that recipes use."""
+        """Tensors of the module that are not in checkpoints, by their names in recipes."""
         return self._captured.constants
 
     def tensor_specs(self, bucket: Bucket) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -150,7 +149,7 @@ class CompiledModel:
         return {name: spec for name, spec in specs.items() if isinstance(spec, tuple)}
 
     def program(self, bucket: Bucket) -> Program:
-        """Return the program for `bucket`, from the cache if it is there."""
+        """Return the program for `bucket`, from the cache if possible."""
         if bucket not in self.programs:
             program = None if self._cache is None else self._cache.load(bucket)
             if program is None:
@@ -161,22 +160,22 @@ class CompiledModel:
         return self.programs[bucket]
 
     def missing_programs(self, buckets: Iterable[Bucket]) -> list[Bucket]:
-        """Return the buckets with a program neither in this process nor in the cache."""
+        """Return the buckets without a program in this process or in the cache."""
         made = [bucket for bucket in buckets if bucket not in self.programs]
         return made if self._cache is None else [bucket for bucket in made if not self._cache.has(bucket)]
 
     def keep(self, bucket: Bucket) -> None:
-        """Make the program for `bucket` and save it in the cache."""
+        """Build the program for `bucket` and save it in the cache."""
         if self._cache is None:
             self.program(bucket)
         else:
             self._build(bucket)
 
     def rebuilt(self, bucket: Bucket, problem: Exception) -> Program:
-        """Make the program for `bucket` again after binding a cached one failed; for others raise `problem`."""
+        """Build the program for `bucket` again if binding the cached one failed; for a new one raise `problem`."""
         if bucket not in self._from_cache:
             raise problem
-        log.warning("the kept program %s cannot be bound and is made again: %s", bucket.name, problem)
+        log.warning("the cached program %s cannot be bound and is built again: %s", bucket.name, problem)
         self._from_cache.discard(bucket)
         self.programs[bucket] = self._build(bucket)
         return self.programs[bucket]
@@ -195,9 +194,9 @@ class CompiledModel:
             return BoundProgram(self.rebuilt(bucket, problem), tensors, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run on the module's own weights with the module's arguments; new shapes make a new program.
+        """Run on the module's own weights with the module's arguments; new shapes build a new program.
 
-        Pass a quantized KV cache as `kv_caches` in `options.cache_dtype`, and its scales as `kv_scales=[...]`.
+        A quantized KV cache is passed as `kv_caches` in `options.cache_dtype`, and its scales as `kv_scales=[...]`.
         """
         inputs = self._flatten(args, kwargs)
         given = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
@@ -210,11 +209,11 @@ class CompiledModel:
         return pytree.tree_unflatten(list(results), self._captured.out_spec)
 
     def report(self) -> str:
-        """Return the pass table."""
+        """Return the table of passes as text."""
         return pass_table(self.records)
 
     def explain(self, buckets: Sequence[Bucket] = ()) -> str:
-        """Return where the estimated time of a step goes, as text, for `buckets` or the programs made so far."""
+        """Return the breakdown of a step's estimated time, as text, for `buckets` or the programs built so far."""
         from .inspect.explain import as_text, explain
 
         programs = [self.program(bucket) for bucket in buckets] or list(self.programs.values())
@@ -234,10 +233,10 @@ class CompiledModel:
     ) -> Path:
         """Write graphs before and after each pass, programs, schedules, traces and `index.html`; return the directory.
 
-        Same model, options and version, same bytes, except `timings.json`. `buckets`: default: the programs made so
-        far. `layers`: write the graphs of these layers only. `timings`: measured steps and compiled kernels, for
-        timings.json and, with `show_timings` or `show_resources`, for the page. `ledger`: pass name -> relative error,
-        for the page. `gpu`: GPU of the estimates.
+        The same model, options and version give the same bytes, except `timings.json`. `buckets`: default: the programs
+        built so far. `layers`: write only the graphs of these layers. `timings`: measured steps and compiled kernels,
+        for timings.json and, with `show_timings` or `show_resources`, for the page. `ledger`: pass name -> relative
+        error, for the page. `gpu`: GPU of the estimates.
         """
         from .inspect.dump import dump
 

@@ -1,7 +1,7 @@
 """`torch.compile(model, backend="sidestream")`, registered by the `torch_dynamo_backends` entry point.
 
 Dynamo guards shapes and control flow; each call runs a Program for its concrete shapes. The engine calls Programs
-directly: Dynamo's guards cost 0.1 to 0.5 ms a call.
+directly: Dynamo's guards take 0.1 to 0.5 ms per call.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,13 +29,13 @@ def sidestream_backend(
     unknown = set(values) - set(CompileOptions.__dataclass_fields__)
     if unknown:
         raise OptionError(
-            f"torch.compile(options=...) names {sorted(unknown)}; known: "
+            f"torch.compile(options=...) has unknown options {sorted(unknown)}; the options are "
             f"{', '.join(CompileOptions.__dataclass_fields__)}"
         )
     if "precision" not in values:
         dtypes = {value.dtype for value in example_inputs if isinstance(value, torch.nn.Parameter)}
         values["precision"] = "fp32" if torch.float32 in dtypes else "bf16"
-    values.setdefault("finer_logits", False)  # Dynamo has promised the caller the model's own dtype
+    values.setdefault("finer_logits", False)  # Dynamo expects outputs in the model's own dtype
     return _ByShape(graph_module, CompileOptions(**values))
 
 

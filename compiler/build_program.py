@@ -23,10 +23,10 @@ def build_program(
     *,
     sm_count: int = H200_SMS,
 ) -> Program:
-    """Specialize, run static passes, lower, schedule and plan the memory of one program.
+    """Specialize the graph, run the static passes, lower, schedule and plan the memory of one program.
 
-    `sizes`: a bucket, or placeholder name -> (shape, dtype), example tensor or integer. LoRA gets its own stream where
-    `options.lora_lowering` says so (`auto`: in buckets of decode steps and of steps with drafts). Raises ProgramError
+    `sizes`: a bucket, or placeholder name -> (shape, dtype), example tensor or integer. `options.lora_lowering` decides
+    whether LoRA has its own stream (`auto`: in buckets of decode steps and of steps with drafts). Raises ProgramError
     (SpecializeError) when the graph does not fit these sizes.
     """
     options = options or CompileOptions()
@@ -56,6 +56,6 @@ def build_program(
 
 
 def _pass_text(records: Sequence[PassRecord]) -> str:
-    """Return the table and refusals of a program's own passes; empty when there were none."""
+    """Return the table and refusals of a program's own passes; empty without such passes."""
     refused = refusals(records)
     return pass_table(records) + refused if records else ""

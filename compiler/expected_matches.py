@@ -15,7 +15,7 @@ _PACKED_WITH = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "ga
 
 
 class PassCountError(RuntimeError):
-    """A pass matched another number of times than the model implies."""
+    """A pass has another number of matches than the model's shape implies."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class ModelShape:
     """The properties of a model that determine the counts.
 
     layers       decoder layers
-    lora_linears projections with LoRA; packed_lora: those that remain when q/k/v and gate/up are packed
+    lora_linears projections with LoRA; packed_lora: their number after q/k/v and gate/up are packed
     paged        attention reads a paged cache (our Llama), not ATen's attention (transformers)
     biases       projections with a bias
     head_norms   norms of the heads of q and k
-    packed       q/k/v and gate/up are packed in the module already (transformers' Phi-3)
+    packed       the module itself packs q/k/v and gate/up (transformers' Phi-3)
     unrotated    layers without RoPE
     stored       projections stored in eight bits
     """
@@ -49,11 +49,10 @@ class ModelShape:
 
 
 def model_shape(names: Iterable[str], paged: bool, negations: int = 0) -> ModelShape | None:
-    """Return the shape from parameter and buffer names (any spelling with `layers.N` and `q_proj`); None without
-    layers.
+    """Return the shape of a model from its parameter and buffer names; None for names without layers.
 
-    `negations`: number of negations in the graph. RoPE has two per layer; fewer (but not none) mean layers without
-    RoPE.
+    Any spelling with `layers.N` and `q_proj` works. `negations`: number of negations in the graph. RoPE has two per
+    layer; fewer (but not zero) mean that some layers have no RoPE.
     """
     names = list(names)
     layers: set[str] = set()
@@ -90,20 +89,20 @@ class Expectation:
     options: CompileOptions
 
     def on(self, *passes: str) -> bool:
-        """Whether all of `passes` are enabled."""
+        """Return whether all of `passes` are enabled."""
         return not set(passes) & set(self.options.disable)
 
     @property
     def clean(self) -> bool:
-        """Whether only semantic ops are between projections and their consumers: packed, and LoRA (if any) lifted."""
+        """Whether projections are packed and LoRA, if any, is lifted: fuse passes match only semantic ops."""
         lifted = self.on("lift_lora") or not self.shape.lora_linears
         return (self.on("pack_projections") or self.shape.packed) and lifted
 
     def count(self, name: str) -> int | None:
-        """Return the number of matches expected of pass `name`, or None where no number is implied."""
+        """Return the expected number of matches of pass `name`; None if the model's shape does not determine it."""
         rule = COUNTS.get(name)
         if self.shape.biases and not self.on("lift_bias"):
-            return None  # what a bias stops depends on where the model has one
+            return None  # an unlifted bias prevents matches, depending on which projections have one
         return None if rule is None else rule(self)
 
     def check(self, name: str, matches: int, rejected: list[str]) -> None:
@@ -111,14 +110,11 @@ class Expectation:
         expected = self.count(name)
         if expected is None or matches == expected:
             return
-        reasons = (
-            "\n  ".join(rejected)
-            or "no near-miss was seen: the idiom is spelled in a way that the pattern's anchor doesn't know"
-        )
+        reasons = "\n  ".join(rejected) or "there is no near-miss: the graph has no other op like the pattern's anchor"
         raise PassCountError(
-            f"pass {name} matched {matches} times where {self.shape.layers} layers imply {expected}; what it "
+            f"pass {name} matched {matches} times, but {self.shape.layers} layers imply {expected}; "
             f"refused:\n  {reasons}\n"
-            f"Leave it out with disable=({name!r},), or compile with check_counts=False to go on without the fusion."
+            f"Disable it with disable=({name!r},), or compile with check_counts=False to continue without the fusion."
         )
 
 
@@ -137,11 +133,11 @@ def _linears(e: Expectation) -> int | None:
 
 
 def _quantize_fused(e: Expectation) -> int | None:
-    """Per layer both norms, SiLU * mul and attention, unless an earlier pass is disabled."""
+    """Return the number of both norms, SiLU * mul and attention in all layers, less those of disabled passes."""
     if not e.options.quantizes or not e.on("quantize_linears"):
         return 0
     if not e.shape.paged:
-        # whether rows are selected after the last norm, and how attention is spelled, is the model's choice
+        # models differ in attention, and in the selection of rows after the last norm
         return None
     norms = 2 * e.shape.layers if e.on("lift_rms_norm") else 0
     silu = e.shape.layers if e.on("fuse_silu_mul") and e.clean else 0
@@ -149,8 +145,9 @@ def _quantize_fused(e: Expectation) -> int | None:
 
 
 def _reductions_fused(e: Expectation) -> int | None:
-    """Per layer both sums over the ranks, except the last: rows are selected between the last norm and its
-    quantization.
+    """Return the number of sums over the ranks, two per layer, less the last one.
+
+    Rows are selected between the last norm and its quantization, so the last sum is not fused.
     """
     if e.options.tensor_parallel == 1 or not e.options.quantizes:
         return 0

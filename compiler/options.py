@@ -1,6 +1,6 @@
 """CompileOptions: options of the compiler. Every field is part of a saved program's key.
 
-Commands make their flags of the fields, so torch is imported only when a dtype is needed.
+Commands build their flags from the fields, so torch is imported only when a dtype is needed.
 """
 
 import inspect
@@ -22,9 +22,9 @@ LAYERED = ("hadamard", "center_keys", "balance_keys", "rotate_values")  # option
 NORM_ROTATIONS = (8, 16, 32, 64, 128)
 EIGHT_BITS = ("int8", "fp8")  # precisions that quantize
 DEFAULT_PRECISION: Precision = "int8"
-# kv_dtype="auto" where nothing was calibrated
+# precision -> kv_dtype of "auto" without a calibration
 DEFAULT_KV_DTYPE: dict[str, KvDtype] = {"int8": "int8", "fp8": "fp8_e4m3", "bf16": "bf16", "fp32": "fp32"}
-# lora_dtype="auto": e4m3 is faster, and less accurate
+# precision -> lora_dtype of "auto"; e4m3 would be faster than bf16, but less accurate
 DEFAULT_LORA_DTYPE: dict[str, LoraDtype] = {"int8": "int8", "fp8": "bf16"}
 
 
@@ -39,9 +39,9 @@ def option(default: Any, doc: str, *, unset: str = "", more: str = "", **metadat
     """Return a dataclass field with its documentation.
 
     doc     a short description, also the help text of a command's flag
-    unset   the effective default, where the field's default does not show it
-    more    details for Python's docstring
-    Further metadata is kept with the field.
+    unset   the effective default, if it is not the field's default
+    more    details for the class's docstring
+    Further keywords become metadata of the field.
     """
     return field(default=default, metadata={"doc": doc, "unset": unset, "more": more, **metadata})
 
@@ -59,8 +59,8 @@ def describe(name: str, option: "Field[Any]", default: Any = MISSING) -> str:
     values = " or ".join((", ".join(map(repr, found[:-1])), repr(found[-1]))) if (found := choices(option)) else ""
     if option.type == Layers:
         values = "True, False or the layers"
-    said = f"{doc} (default: {unset or repr(option.default if default is MISSING else default)})"
-    text = "; ".join(part for part in (said, more, values) if part)
+    summary = f"{doc} (default: {unset or repr(option.default if default is MISSING else default)})"
+    text = "; ".join(part for part in (summary, more, values) if part)
     return textwrap.fill(text, 116, initial_indent=f"{name:<23} ", subsequent_indent=" " * 24)
 
 
@@ -70,7 +70,7 @@ def choices(option: "Field[Any]") -> tuple[str, ...]:
 
 
 def check_choices(options: Any) -> None:
-    """Raise OptionError for a Literal field with another value."""
+    """Raise OptionError if a Literal field has a value that its type does not list."""
     for each in fields(options):
         allowed, value = choices(each), getattr(options, each.name)
         if allowed and value not in allowed:
@@ -82,8 +82,8 @@ def check_choices(options: Any) -> None:
 class CompileOptions:
     """Options of `sidestream.compile` and of `LLM`.
 
-    Metadata of a field: `keyword` is its name in `LLM` where that differs (None: not in LLM); `decided_later`: the
-    model, its calibration or the device decides if LLM does not get it.
+    Metadata of a field: `keyword` is its name in `LLM` if that differs (None: not in LLM); `decided_later`: without the
+    keyword, LLM chooses the value from the model, its calibration or the device.
     """
 
     precision: Precision = option(
@@ -91,7 +91,7 @@ class CompileOptions:
         "int8 and fp8 quantize weights, activations and KV cache; bf16 and fp32 nothing",
         unset="int8; for an LLM on a CPU as the checkpoint stores its weights, float16 as fp32",
         more="int8: whole numbers, one scale per row, adapters too; fp8: e4m3, at the same speed, with eight to twelve "
-        "times the KL to 16 bits; bf16 and fp32 are the oracle",
+        "times the KL to 16 bits; bf16 and fp32 are references for accuracy",
         decided_later=True,
     )
     kv_dtype: KvDtype = option(
@@ -108,35 +108,35 @@ class CompileOptions:
         False,
         "layers in which a calibrated constant is subtracted from K before it is quantized",
         unset="as calibrated, else off",
-        more="per channel, for quantized caches only; softmax does not see it",
+        more="per channel, for quantized caches only; it does not change softmax",
         decided_later=True,
     )
     balance_keys: Layers = option(
         True,
         "layers in which K and Q are scaled to equal magnitudes",
         unset="on",
-        more="each RoPE pair of K is scaled up or down, and of Q by the same",
+        more="each RoPE pair of K is multiplied by a factor, and of Q divided by it",
     )
     rotate_values: Layers = option(
         False,
         "layers in which V is rotated by its weights",
-        unset="as the rounded weights have them, else off",
+        unset="as in the rounded weights, else off",
         more="by a Walsh-Hadamard transform of each head that is folded into W_v, W_o and the adapters",
     )
     rotate_activations: bool = option(
         True,
-        "in int8 mode, blocks of columns of what a norm (64) or SiLU (128) makes are rotated before they are "
-        "quantized, and the weights' with them",
+        "in int8 mode, rotate activations in blocks of columns before they are quantized (64 after norms, 128 after "
+        "SiLU), and weights alike",
     )
     norm_rotation: int = option(
         64,
-        "in int8 mode, columns of a rotated block of what a norm makes",
-        unset="as the rounded weights have them, else 64",
-        more="a power of two up to 128; wider blocks round finer and cost time",
+        "in int8 mode, columns of a rotated block after norms",
+        unset="as in the rounded weights, else 64",
+        more="a power of two up to 128; wider blocks are more accurate and slower",
     )
     smooth_channels: bool = option(
         False,
-        "in int8 mode, make the channels after each norm and after SiLU * mul alike by calibrated powers of two",
+        "in int8 mode, equalize the channels after each norm and after SiLU * mul by calibrated powers of two",
         unset="as calibrated, else off",
         more="folded into the norm's gain, or the rows of up_proj, and the columns of the weights and adapters that "
         "read it",
@@ -144,11 +144,11 @@ class CompileOptions:
     )
     rounded_weights: bool = option(
         False,
-        "take the weights of linears as `sidestream calibrate --round` has rounded them, instead of to nearest",
+        "use weights of linears rounded by `sidestream calibrate --round`, instead of to nearest",
         keyword=None,
     )
     lm_head: Literal["auto", "bf16"] = option(
-        "auto", "auto: quantize the output projection as the other linears; bf16: keep it in bf16"
+        "auto", "auto: quantize the output projection like the other linears; bf16: keep it in bf16"
     )
     finer_logits: bool = option(
         True,
@@ -157,28 +157,28 @@ class CompileOptions:
     )
     finer_residual: bool = option(
         True,
-        "in int8 mode, hold the residual stream of a bf16 model as sixteenths in fp16, with eight times finer steps",
+        "in int8 mode, store the residual stream of a bf16 model in fp16, divided by 16, with eight times finer steps",
         more="values beyond 1,048,064 are clamped",
     )
     disable: tuple[str, ...] = option(
         (),
-        "leave a compiler pass out by its name, as `sidestream inspect dump` lists them",
-        more="`sidestream.compiler.pipeline.PASSES` has them",
+        "disable a compiler pass by its name, as listed by `sidestream inspect dump`",
+        more="`sidestream.compiler.pipeline.PASSES` has all passes",
         keyword="disable_passes",
     )
     lora_lowering: LoraLowering = option(
         "auto",
-        "on which stream LoRA runs",
-        more="serial: on the main stream; side_stream: next to the base GEMMs; auto: on the side stream in decode "
-        "programs, on the main stream in prompt programs, in int8 with its second half inside other launches where "
-        "that gains (passes fuse_lora_silu_mul, fuse_lora_expand)",
+        "stream of the LoRA kernels",
+        more="serial: the main stream; side_stream: at the same time as the base GEMMs; auto: the side stream in "
+        "decode programs, the main stream in prompt programs, and in int8 the second half of LoRA inside other "
+        "launches where that is faster (passes fuse_lora_silu_mul, fuse_lora_expand)",
         keyword="_lora_lowering",
     )
     lora_dtype: LoraDtype = option(
         "auto",
-        "dtype of adapters on the device: 16 bits, or eight as the precision",
+        "dtype of adapters on the device: 16 bits, or the eight bits of the precision",
         unset="int8 with precision int8, else bf16",
-        more="eight bits have one scale a row of A and B, and are faster",
+        more="eight bits have one scale per row of A and B, and are faster",
     )
     lora_input: LoraDtype = option(
         "auto",
@@ -188,35 +188,36 @@ class CompileOptions:
     )
     lora_sm_share: float | None = option(
         None,
-        "share of the SMs that LoRA's kernels may use on the side stream; the base keeps the rest",
-        unset="neither is limited, the fastest",
+        "share of the SMs that LoRA's kernels may use on the side stream; the base uses the rest",
+        unset="neither is limited, which is fastest",
     )
     whole_layer: WholeLayer = option(
         "auto",
         "whether the linears between two attentions are one launch in decode programs without LoRA",
-        more="on: wherever the kernel takes the sizes; auto: where it gains; their activations then have one scale per "
-        "token and 128 columns",
+        more="on: for all sizes that the kernel supports; auto: for those where it is faster; activations then have "
+        "one scale per token and 128 columns",
     )
     tensor_parallel: int = option(
         1,
-        "processes that share the model, each on a GPU of its own with its part of every weight: 1, 2, 4 or 8",
+        "processes that share the model, each on its own GPU with its part of every weight: 1, 2, 4 or 8",
         keyword="tensor_parallel_size",
-        more="heads and intermediate_size must divide; KV heads that are fewer are held by several ranks",
+        more="it must divide the numbers of heads and intermediate_size; with fewer KV heads, several ranks have the "
+        "same",
     )
     tensor_parallel_rank: int = option(0, "tensor-parallel rank of the programs", keyword=None)
     gather_logits: bool = option(
-        True, "with tensor_parallel: whether programs return all logits, or a rank its part of them", keyword=None
+        True, "with tensor_parallel: whether programs return all logits, or only the rank's part", keyword=None
     )
     size_independent: bool = option(
         False,
-        "compute a token alike in programs of every size",
+        "compute a token with the same bits in programs of every size",
         keyword=None,
-        more="leaves out the passes, LoRA's partial sums and the fp8 queries that gain at some sizes only and round "
-        "otherwise there",
+        more="disables the passes, LoRA's partial sums and the fp8 queries that are used at some sizes only and round "
+        "differently there",
     )
     pdl: bool = option(True, "programmatic dependent launch between neighbours of a stream", keyword=None)
     check_counts: bool = option(
-        True, "fail when a pass matches another number of times than the model's shape implies", keyword=None
+        True, "fail when a pass has another number of matches than the model's shape implies", keyword=None
     )
 
     def __post_init__(self) -> None:
@@ -232,7 +233,7 @@ class CompileOptions:
             raise OptionError(f"tensor_parallel_rank={self.tensor_parallel_rank!r} must be below tensor_parallel")
         if self.lora_sm_share is not None and not 0.0 < self.lora_sm_share < 1.0:
             raise OptionError(
-                f"lora_sm_share={self.lora_sm_share} must be between 0 and 1; 0.25 gives LoRA a quarter of the SMs"
+                f"lora_sm_share={self.lora_sm_share} must be between 0 and 1; 0.25 is a quarter of the SMs"
             )
         if self.lora_dtype in EIGHT_BITS and self.precision != self.lora_dtype:
             remedy = f"use precision={self.lora_dtype!r} or lora_dtype='auto'"
@@ -278,13 +279,13 @@ class CompileOptions:
         return self._cache in ("fp8_e4m3", "int8")
 
     def applies(self, name: str, layer: int | None) -> bool:
-        """Whether the option `name` (one of `LAYERED`) is on in a layer; `layer` None: its number is unknown."""
+        """Return whether the option `name` (one of `LAYERED`) is on in a layer; `layer` None: unknown number."""
         chosen = getattr(self, name)
         return chosen if isinstance(chosen, bool) else layer in chosen
 
     @property
     def quantizes_lora(self) -> bool:
-        """Whether the adapter stacks hold eight bits with scales."""
+        """Whether the adapter stacks have eight bits and scales."""
         return (
             self.quantizes
             and (DEFAULT_LORA_DTYPE[self.precision] if self.lora_dtype == "auto" else self.lora_dtype) in EIGHT_BITS
@@ -313,7 +314,7 @@ def _layers(name: str, value: Any) -> Layers:
 
 
 def torch_dtype(name: str) -> "torch.dtype":
-    """Return the dtype of an option's value."""
+    """Return the torch dtype named by an option's value."""
     import torch
 
     return {

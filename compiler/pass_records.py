@@ -1,4 +1,4 @@
-"""Records of passes for people: graphs as Python with shapes, op counts, tables."""
+"""Results of passes for people: graphs as Python with shapes, op counts, tables."""
 
 import operator
 import re
@@ -18,7 +18,7 @@ from .program.layers import HEAD, TAIL, graph_layers, spans
 from .program.sizes import describe_size, symbol_roles
 
 PACKAGE = Path(__file__).resolve().parents[1]
-WIDTH = 100  # of tables for a terminal
+WIDTH = 100  # characters of a table for a terminal
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)[^\n]*\n\s*([^\n]*)')
 
 
@@ -27,8 +27,8 @@ class GraphLine:
     """A node as a line of text.
 
     layer      see `layers.graph_layers`
-    parameter  an input of the graph
-    module     path of the module that it comes from, "" if unknown
+    parameter  whether the node is an input of the graph
+    module     path of the node's module, "" if unknown
     source     file, line and text of its call, "" if unknown
     """
 
@@ -41,8 +41,9 @@ class GraphLine:
 
 @dataclass(frozen=True)
 class PassRecord:
-    """The result of one pass: matches, reasons of near-misses, kernel counts and graphs before and after (as text, and
-    line by line), wall seconds; `about` is the first paragraph of its docstring.
+    """The result of one pass: matches, reasons of near-misses, kernel counts, graphs before and after, wall seconds.
+
+    Graphs are text, and lines by node. `about` is the first paragraph of the pass's docstring.
     """
 
     name: str
@@ -60,7 +61,7 @@ class PassRecord:
 
 
 def op_counts(graph: fx.GraphModule | fx.Graph) -> dict[str, int]:
-    """Return op name -> number of calls that launch a kernel, by name."""
+    """Return op name -> number of calls that launch a kernel, sorted by name."""
     nodes = (graph.graph if isinstance(graph, fx.GraphModule) else graph).nodes
     return dict(sorted(Counter(op_name(node) for node in nodes if is_kernel(node)).items()))
 
@@ -92,8 +93,9 @@ def graph_lines(graph: fx.GraphModule | fx.Graph) -> tuple[GraphLine, ...]:
 
 
 def text_of(lines: Sequence[GraphLine], only: Container[int] | None = None) -> str:
-    """Join lines into one Python function. `only`: keep these layers (and nodes outside layers); a comment names the
-    others.
+    """Join lines into one Python function.
+
+    `only`: keep these layers, and nodes outside of layers; a comment lists the others.
     """
     keep = [only is None or line.layer in (HEAD, TAIL) or line.layer in only for line in lines]
     left_out = spans(line.layer for line, kept in zip(lines, keep, strict=True) if not kept)
@@ -103,7 +105,7 @@ def text_of(lines: Sequence[GraphLine], only: Container[int] | None = None) -> s
     return "\n".join(["def forward(", *parameters, "):", *note, *(body or ["    pass"])]) + "\n"
 
 
-@lru_cache(maxsize=4096)  # the nodes of one source line share a traceback, and each pass's graphs show it again
+@lru_cache(maxsize=4096)  # the nodes of a source line share a traceback, and it is the same in each pass's graphs
 def source_line(stack_trace: str) -> str:
     """Return a traceback's innermost frame: `graphs/llama.py:87  return self.o_proj(...)`, relative to the package."""
     frames = _FRAME.findall(stack_trace)
@@ -158,9 +160,9 @@ def _describe(value: Any, roles: Mapping[Any, str]) -> str:
 
 
 def pass_table(records: Sequence[PassRecord]) -> str:
-    """Return one line a pass: tier, matches, refusals, kernels before and after, ops added and removed.
+    """Return a table with one row per pass: tier, matches, refusals, kernels before and after, ops added and removed.
 
-    No timings. Lines are at most `WIDTH` wide: longer changes continue in the next ones.
+    It has no timings. Lines have at most `WIDTH` characters; longer changes continue in the next line.
     """
     head = ("pass", "tier", "matches", "rejected", "kernels")
     cells = []
@@ -199,15 +201,15 @@ def merge_reasons(reasons: Iterable[str]) -> list[str]:
 
 
 def refusals(records: Iterable[PassRecord]) -> str:
-    """Return each pass's near-misses with their reasons, a line each."""
+    """Return each pass's near-misses with their reasons, one per line."""
     return "".join(f"{record.name}: {reason}\n" for record in records for reason in merge_reasons(record.rejected))
 
 
 def columns(rows: Sequence[Sequence[str]], right: Container[int] = (), width: int | None = None, keys: int = 1) -> str:
-    """Return rows of text in aligned columns, the first row underlined; columns in `right` are flush right.
+    """Return rows of text as a table; the first row is underlined, and columns in `right` are right-aligned.
 
-    A table wider than `width` continues below with its first `keys` columns repeated; rows that are empty there are
-    left out.
+    A table wider than `width` continues below with its first `keys` columns repeated, without rows that are empty
+    there.
     """
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     parts: list[list[int]] = [[]]

@@ -53,8 +53,9 @@ from .program.program import Bucket
 
 @dataclass(frozen=True)
 class Pass:
-    """A pass and its tier: "keeps" changes no values (up to where sums are rounded), "quantizes" does, "lowers" picks
-    kernels.
+    """A pass and its tier.
+
+    "keeps" changes no values, except by the rounding of sums; "quantizes" changes values; "lowers" chooses kernels.
     """
 
     run: Callable[[fx.Graph, Context], PassReport]
@@ -62,7 +63,7 @@ class Pass:
 
     @property
     def name(self) -> str:
-        """The name for `disable`."""
+        """The pass's name, as in the option `disable`."""
         return self.run.__name__
 
     @property
@@ -72,7 +73,7 @@ class Pass:
 
 
 PASSES: tuple[Pass, ...] = (
-    # ATen idioms -> semantic ops. Everything that depends on a model's or a release's spelling is in these.
+    # ATen idioms -> semantic ops. Only these passes depend on how a model or a torch release spells an idiom.
     Pass(normalize, "keeps"),
     Pass(lift_stored_weights, "keeps"),
     Pass(lift_bias, "keeps"),
@@ -82,14 +83,14 @@ PASSES: tuple[Pass, ...] = (
     Pass(lift_rope, "keeps"),
     Pass(lift_lora, "keeps"),
     Pass(fold_multipliers, "keeps"),
-    Pass(rotate_values, "keeps"),  # while each projection still has a weight of its own
+    Pass(rotate_values, "keeps"),  # before the projections are packed
     Pass(smooth_channels, "keeps"),
-    # Fewer and larger ops, same numbers.
+    # Fewer and larger ops with the same values.
     Pass(pack_projections, "keeps"),
-    Pass(shard, "keeps"),  # what follows sees a rank's share only
+    Pass(shard, "keeps"),  # later passes rewrite the rank's share of the model
     Pass(fuse_silu_mul, "keeps"),
     Pass(fuse_add_rms_norm, "keeps"),
-    # Eight bits; the append is fused after the cache's quantization, because that decides what it must do.
+    # Eight bits. The append is fused after quantize_kv, which determines its arguments.
     Pass(quantize_kv, "quantizes"),
     Pass(center_keys, "quantizes"),
     Pass(fuse_rope_append, "keeps"),
@@ -104,9 +105,9 @@ PASSES: tuple[Pass, ...] = (
     # Kernels and lanes.
     Pass(lower_lora, "lowers"),
 )
-# On the static graph of a decode program, where row b is sequence b and LoRA (if the program has none) is gone.
+# For the static graph of a decode program: row b is sequence b, and a program without LoRA has no LoRA ops.
 DECODE_PASSES: tuple[Pass, ...] = (
-    Pass(fuse_quantize, "keeps"),  # again: after the last norm no rows are selected any more
+    Pass(fuse_quantize, "keeps"),  # again: here no op selects rows between the last norm and its quantization
     Pass(fuse_all_reduce_norm, "keeps"),
     Pass(fuse_decoder_block, "quantizes"),
     Pass(fuse_linear_silu_mul, "keeps"),
@@ -114,15 +115,15 @@ DECODE_PASSES: tuple[Pass, ...] = (
     Pass(round_lora_ranks, "quantizes"),
     Pass(quantize_in_blocks, "quantizes"),
 )
-# On the static graph of a prompt program.
+# For the static graph of a prompt program.
 PROMPT_PASSES: tuple[Pass, ...] = (
     Pass(fuse_lora_expand, "keeps"),
     Pass(widen_kv_once, "keeps"),
 )
-# On the static graph of a program for steps with drafts: to all linears a decode step of as many tokens.
+# For the static graph of a program for steps with drafts: its linears are those of a decode step with as many tokens.
 VERIFY_PASSES = DECODE_PASSES
 STATIC_PASSES = (*DECODE_PASSES, *PROMPT_PASSES)
-SAME_VALUES = frozenset({"fuse_quantize", "widen_kv_once"})  # of these, those that round where their input did
+SAME_VALUES = frozenset({"fuse_quantize", "widen_kv_once"})  # static passes that do not change the rounding
 ALWAYS_ON = frozenset({"normalize"})
 ATTENTION_OPS = ("paged_attention", "paged_attention_quant")
 
@@ -130,7 +131,7 @@ ATTENTION_OPS = ("paged_attention", "paged_attention_quant")
 def static_passes(bucket: Bucket | None, options: CompileOptions) -> tuple[Pass, ...]:
     """Return the passes for the static graph of a bucket's program; none without a bucket.
 
-    With `size_independent` only those that change no value, and fuse_decoder_block if whole_layer="on".
+    With `size_independent`, only those that change no value, and fuse_decoder_block if whole_layer="on".
     """
     if bucket is None:
         return ()
@@ -154,10 +155,9 @@ def insert_pass(
     tier: str = "keeps",
     passes: tuple[Pass, ...] = PASSES,
 ) -> tuple[Pass, ...]:
-    """Return the list with `run` inserted after the pass named `after` or before the one named `before`, for
-    `compile(passes=)`.
+    """Return `passes` with `run` inserted after the pass `after` or before the pass `before`, for `compile(passes=)`.
 
-    The new pass has its function's name. Raises OptionError for an unknown place or a name that is used already.
+    The new pass has its function's name. Raises OptionError for an unknown pass, or a name that another pass has.
     """
     names, new = [each.name for each in passes], Pass(run, tier)
     if bool(after) == bool(before):
@@ -166,7 +166,7 @@ def insert_pass(
         raise OptionError(f"there is a pass named {new.name!r} already; give the function another name")
     if (after or before) not in names:
         raise OptionError(
-            f"{new.name!r} can't go {'after' if after else 'before'} {after or before!r}, which is no pass; passes: "
+            f"{new.name!r} can't be {'after' if after else 'before'} {after or before!r}, which is not a pass; passes: "
             f"{', '.join(names)}"
         )
     place = names.index(after) + 1 if after else names.index(before)
@@ -174,18 +174,18 @@ def insert_pass(
 
 
 def check_disabled(options: CompileOptions, passes: tuple[Pass, ...] = PASSES) -> None:
-    """Raise OptionError for a name in `options.disable` that is no pass, or is always on."""
+    """Raise OptionError for a name in `options.disable` that is not a pass, or that of a pass which is always on."""
     names = list(dict.fromkeys(each.name for each in (*passes, *STATIC_PASSES)))
     for name in options.disable:
         if name not in names:
             near = difflib.get_close_matches(name, names, 1)
             raise OptionError(
-                f"disable names {name!r}, which is no pass"
+                f"disable names {name!r}, which is not a pass"
                 + (f"; did you mean {near[0]!r}?" if near else "")
                 + f" Passes: {', '.join(names)}"
             )
         if name in ALWAYS_ON:
-            raise OptionError(f"pass {name!r} can't be switched off: every later pattern builds on it")
+            raise OptionError(f"pass {name!r} can't be disabled: all later patterns need it")
 
 
 @dataclass(frozen=True)
@@ -207,8 +207,8 @@ def optimize(
     """Run the passes over a captured graph, in place. Raises PassCountError for an unexpected number of matches.
 
     `names`: the module's parameters and buffers, which determine the expected counts. `observe` is called after each
-    pass, while the graph is as that pass left it. Without `text` records hold no graphs: writing them takes longer than
-    the passes.
+    pass, with the graph in the state after that pass. Without `text` records contain no graphs: writing these takes
+    longer than the passes.
     """
     targets = [node.target for node in captured.graph_module.graph.nodes]
     paged = any(getattr(target, "_opname", "") in ATTENTION_OPS for target in targets)
@@ -225,7 +225,7 @@ def run_passes(
     observe: Callable[[PassRecord], None] | None = None,
     text: bool = True,
 ) -> list[PassRecord]:
-    """Rewrite `graph_module` in place, pass by pass, and return one record each; see `optimize`."""
+    """Run the passes on `graph_module`, in place, and return one record per enabled pass; see `optimize`."""
     check_disabled(options, passes)
     clean_up(graph_module.graph)
     records: list[PassRecord] = []
@@ -242,7 +242,7 @@ def run_passes(
 def run_static_passes(
     graph: fx.Graph, options: CompileOptions, sm_count: int, passes: tuple[Pass, ...]
 ) -> list[PassRecord]:
-    """Rewrite a program's static graph in place; return one record, without text, for each enabled pass."""
+    """Run the passes on a program's static graph, in place; return one record, without text, per enabled pass."""
     return list(_run(graph, Context(options, sm_count), passes, erase_unused, text=False))
 
 
@@ -273,7 +273,7 @@ def _run(
 
 
 def clean_up(graph: fx.Graph) -> None:
-    """Remove dead nodes, and weights and adapter stacks without a reader; inputs stay, since callers pass them."""
+    """Remove dead nodes, and weights and adapter stacks without a reader. Inputs stay, since callers pass them."""
     erase_unused(graph)
     for node in list(graph.nodes):
         if node.op == "placeholder" and not node.users and node.meta.get("kind") in ("weight", "adapter"):

@@ -3,7 +3,7 @@
 The model:
 llama               Llama and what other families add, as readable PyTorch with the parameter names of its checkpoints
 lora                a linear layer with LoRA stacks, and the stacks' shape
-head_layout         checkpoints' narrower heads, zero-padded to the kernels' head dimension
+head_layout         smaller heads of a checkpoint, zero-padded to the kernels' head dimension
 rotary              rotary position embedding: frequencies and rotation
 config              config.json: shapes, constants, refused fields
 families            supported architectures and their differences from Llama
@@ -15,7 +15,7 @@ checkpoint          a model's weights: one file or shards, validated before they
 model_directory     directory of a named model or adapter: a path, or a hub id in the local cache
 safetensors_file    one .safetensors file through a memory map; reading and checking bytes
 safetensors_header  header of an adapter's .safetensors file, validated
-untrusted_files     open only regular files in allowed directories; names and values that errors may quote
+untrusted_files     opens only regular files in allowed directories; limits the text that errors quote
 
 PEFT adapters:
 adapter             one adapter, read from its directory and checked against the base
@@ -27,6 +27,5 @@ lora_stacks         an adapter as one slot of the stacks that the graph reads
 
 draft/              trained drafts: EAGLE-3 heads
 
-A module imports those of its own group and of the groups above `adapter` only; none imports `adapter` but
-`lora_stacks`.
+A module imports modules of its own group and of the groups above it. Only `lora_stacks` imports `adapter`.
 """

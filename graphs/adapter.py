@@ -41,9 +41,9 @@ class Adapter:
     tensors       module -> A [r, in] and B [out, r] as stored, with the graph's head layout
     targets       projections that occur (`q_proj`, ...), in Llama's order
     content_hash  sha256 (hex) of everything that affects outputs
-    differences   disagreements of the tensors and adapter_config.json (the tensors are served)
+    differences   contradictions between the tensors and adapter_config.json (the tensors are served)
     source        sha256 (hex) of everything that was read: same source, same content_hash
-    draft         its adapter for a trained draft, which changes no output but counts in the hash
+    draft         its adapter for a trained draft; it changes no output, but the content_hash includes it
     """
 
     rank: int
@@ -73,10 +73,10 @@ def load_adapter(
     """Read the PEFT adapter in directory `path` for the base of `config`.
 
     `max_rank`: the largest rank allowed. `lenient`: ignore unknown fields of adapter_config.json. `recall`: returns the
-    known content hash of a `source`, or None; with a known hash the values are not checked again and `tensors` is
-    empty. `roots`: resolved directories, one of which must contain every file after all links; None: anywhere.
-    `describe`: reads the config and the weights' header. Raises AdapterError as `describe_adapter`, and for NaN,
-    infinity and huge values.
+    stored content hash of a `source`, or None; with a stored hash the values are not checked again and `tensors` is
+    empty. `roots`: resolved directories; after all links, each file must be inside one of them (None: anywhere).
+    `describe`: reads the config and the weights' header. Raises AdapterError like `describe_adapter`, and for NaN,
+    infinity and values that are too large.
     """
     directory = Path(path)
     found = describe(directory, config, max_rank, lenient, roots)
@@ -110,7 +110,7 @@ def load_adapter(
 
 
 def _content_hash(file: AdapterFile, found: Description) -> str:
-    """Return the digest of the modules' digests, which threads compute."""
+    """Return a sha256 (hex) over the modules' digests; several threads compute these."""
 
     def digest(module: str) -> bytes:
         digest = hashlib.sha256(f"{module} {found.scaling[module]!r}\n".encode())

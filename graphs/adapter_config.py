@@ -15,14 +15,14 @@ _AGAIN = "save the adapter again with peft's save_pretrained"
 
 
 class AdapterError(ValueError):
-    """An adapter that cannot be served; the message has the field or tensor and the remedy."""
+    """An adapter cannot be served; the message names the field or tensor and the remedy."""
 
 
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# fields that do not change the computation of a plain LoRA layer, whatever their value
+# fields that do not change the computation of a plain LoRA layer, for any value
 _HARMLESS = _words(
     """
     peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode lora_dropout megatron_core
@@ -69,7 +69,7 @@ _PEFT_TYPES = _words(
 )
 _EMBEDDINGS = ("embed_tokens", "lm_head")
 MAX_CONFIG_BYTES = 256 << 10
-"""A rank for each module of a large model is 30 kB. JSON is parsed while holding the GIL."""
+"""A config with one rank per module of a large model has 30 kB. The limit exists because json holds the GIL."""
 MAX_NAMES = 4096
 MAX_ALPHA = 1e6
 
@@ -114,7 +114,7 @@ class AdapterConfig:
             for name, value in fields.items():
                 if name not in _HARMLESS | _HONOURED | _REFUSED.keys() and value not in (None, False, [], {}, ""):
                     raise AdapterError(
-                        f"{CONFIG}: unknown field {name_of(name)} may change what the adapter computes: "
+                        f"{CONFIG}: unknown field {name_of(name)} may change the adapter's computation: "
                         f"{_MERGE}; if it has no effect on this adapter, start with lora_lenient=True"
                     )
         return cls(
@@ -140,7 +140,7 @@ class AdapterConfig:
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def targets_module(self, module: str) -> bool:
-        """Whether the config applies LoRA to `module`. Raises LookAroundError for an undecidable pattern."""
+        """Return whether the config applies LoRA to `module`. Raises LookAroundError for an undecidable pattern."""
         try:
             return self._patterns.targeted(
                 module, self.target_modules, self.exclude_modules, self.layers_to_transform, self.layers_pattern
@@ -151,9 +151,9 @@ class AdapterConfig:
             raise AdapterError(f"{CONFIG}: target_modules, exclude_modules or layers_pattern: {problem}") from None
 
     def check_biases(self, biased: Sequence[str]) -> None:
-        """Raise AdapterError if training changed a bias of the base; `biased`: its modules with a bias.
+        """Raise AdapterError if training changed a bias of the base; `biased`: modules of the base with a bias.
 
-        Without its biases such an adapter is another model, so it is refused even if its file lacks them.
+        LoRA alone would not reproduce the trained model, so the adapter is refused even if its file has no biases.
         """
         if self.bias == "none":
             return
@@ -176,9 +176,9 @@ class AdapterConfig:
 
 
 def _check_choices(fields: Mapping[str, Any]) -> None:
-    """Raise AdapterError for values of bias, init_lora_weights and task_type that mean another computation."""
+    """Raise AdapterError for values of bias, init_lora_weights and task_type that change the computation."""
     bias = fields.get("bias", "none")
-    if bias not in ("none", "lora_only"):  # lora_only saves biases of the targets, where the base has any
+    if bias not in ("none", "lora_only"):  # lora_only trains biases of the targets; `check_biases` checks these
         raise AdapterError(
             f"{CONFIG}: bias = {value_of(bias, _BIASES)} is not supported: train with bias='none', or {_MERGE}"
         )
@@ -215,7 +215,7 @@ def _rank(name: str, value: Any) -> int:
 
 
 def _alpha(name: str, value: Any) -> float:
-    # NaN fails the comparison too
+    # `not <`: also true for NaN
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < MAX_ALPHA:
         raise AdapterError(f"{CONFIG}: {name} must be a number below {MAX_ALPHA:.0f}, not {value_of(value)}: {_AGAIN}")
     return float(value)

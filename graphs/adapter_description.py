@@ -1,6 +1,6 @@
-"""Config and header of a PEFT adapter, checked against the base: all that is needed to read its tensors.
+"""Config and header of a PEFT adapter, checked against the base: everything needed to read its tensors.
 
-Needs no torch, so that a separate small process can do it for one that drives a GPU.
+This file does not import torch, so that a small separate process can check adapters for a GPU process.
 """
 
 import hashlib
@@ -15,14 +15,14 @@ import msgspec
 from .adapter_config import CONFIG, AdapterConfig, AdapterError
 from .config import LlamaConfig
 from .families import ATTENTION_MODULES, MLP_MODULES, PACKED_MODULES
-from .model_directory import WEIGHTS, why_no_adapter
+from .model_directory import WEIGHTS, missing_adapter
 from .peft_patterns import LookAroundError
 from .safetensors_header import ITEM_BYTES, Layout, read_layout
 from .untrusted_files import name_of, value_of
 
 AGAIN = "save the adapter again with peft's save_pretrained"
 MERGE = "merge the adapter into its base (merge_and_unload) and serve that"
-_TENSORS_PER_MODULE = 3  # A and B, and room for what is refused by name
+_TENSORS_PER_MODULE = 3  # A, B, and one unsupported tensor, so that the error can name it
 _KEY = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.(?P<adapter>[A-Za-z0-9_-]{1,128}))?\.weight")
 _WRAPPERS = re.compile(r"(?<![^.])(?:base_model\.model|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 """Prefixes that PEFT, torch.compile and FSDP add to module names, once or several times."""
@@ -36,12 +36,11 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An adapter without its values.
 
     layout        header of the weights' file
-    pairs         stored module (`model.layers.0.self_attn.q_proj`; in packed checkpoints `...qkv_proj`) -> (tensor
-    of A,
-                  tensor of B), in the model's order
+    pairs         stored module (`model.layers.0.self_attn.q_proj`; in packed checkpoints `...qkv_proj`) ->
+                  (tensor name of A, tensor name of B), in the model's order
     scaling       module -> factor of B A
     settings_sum  sha256 (hex) of adapter_config.json's settings
-    differences   disagreements of the tensors and adapter_config.json (the tensors are served)
+    differences   contradictions between the tensors and adapter_config.json (the tensors are served)
     """
 
     layout: Layout
@@ -51,23 +50,23 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     differences: tuple[str, ...] = ()
 
     def rank(self, module: str) -> int:
-        """Return the rows of the module's A."""
+        """Return the module's rank: the number of rows of its A."""
         return self.layout.places[self.pairs[module][0]].shape[0]
 
     def check(self, config: LlamaConfig, max_rank: int) -> None:
-        """Raise ValueError unless this describes an adapter of the base; for descriptions from another process."""
+        """Raise ValueError unless this is a valid adapter of the base; call it on descriptions from another process."""
         modules = set(config.stored_modules())
         for module, names in self.pairs.items():
             if module not in modules or not all(name in self.layout.places for name in names):
-                raise ValueError("a module or tensor that is not there")
+                raise ValueError("a module or tensor that does not exist")
             if _check_shapes(self.layout, module, names, config) > max_rank:
                 raise ValueError("a rank above the limit")
-            if not all(self.layout.lies_inside(name) for name in names):
+            if not all(self.layout.is_inside_file(name) for name in names):
                 raise ValueError("a tensor outside of the file")
         if not self.pairs or self.scaling.keys() != self.pairs.keys() or 2 * len(self.pairs) != len(self.layout.places):
-            raise ValueError("modules and tensors that do not belong together")
+            raise ValueError("modules and tensors that do not match")
         if not all(math.isfinite(scale) for scale in self.scaling.values()):
-            raise ValueError("a scaling that is no number")
+            raise ValueError("a scaling that is not a finite number")
 
 
 def describe_adapter(
@@ -76,11 +75,11 @@ def describe_adapter(
     """Read adapter_config.json and the weights' header in `directory`, for the base of `config`.
 
     `max_rank`: the largest rank allowed. `lenient`: ignore unknown fields of adapter_config.json. `roots`: resolved
-    directories, one of which must contain every file after all links; None: anywhere. Only regular safetensors files
-    are read. Raises AdapterError with the field or tensor and the remedy; it quotes nothing else of a file.
+    directories; after all links, each file must be inside one of them (None: anywhere). Only regular safetensors files
+    are read. Raises AdapterError with the field or tensor and the remedy; it quotes nothing else from a file.
     """
     try:
-        reason = None if os.path.lexists(directory / CONFIG) else why_no_adapter(directory)
+        reason = None if os.path.lexists(directory / CONFIG) else missing_adapter(directory)
         only_a_pickle = not (directory / WEIGHTS).exists() and (directory / "adapter_model.bin").exists()
     except OSError as problem:
         remedy = "check the path's length and permissions"
@@ -95,8 +94,9 @@ def describe_adapter(
             "adapter_model.bin is a pickle, which can run code and is never loaded: save the adapter again with "
             "save_pretrained(safe_serialization=True)"
         )
-    most = _TENSORS_PER_MODULE * len(config.linear_modules())  # also of a packed base: what is not packed is named
-    layout = read_layout(directory / WEIGHTS, AdapterError, AGAIN, most, roots, foreign=_OTHER_BASE)
+    # unpacked modules also of a packed base: the error names tensors of an unpacked adapter
+    max_tensors = _TENSORS_PER_MODULE * len(config.linear_modules())
+    layout = read_layout(directory / WEIGHTS, AdapterError, AGAIN, max_tensors, roots, foreign=_OTHER_BASE)
     pairs = _pairs(layout, config)
     ranks = {module: _check_rank(layout, module, names, config, settings, max_rank) for module, names in pairs.items()}
     return Description(
@@ -109,7 +109,7 @@ def describe_adapter(
 
 
 def _pairs(layout: Layout, config: LlamaConfig) -> dict[str, tuple[str, str]]:
-    """Return module -> (key of A, key of B), in the model's order. Every key must belong to such a pair."""
+    """Return module -> (key of A, key of B), in the model's order. Raises AdapterError for a key without a pair."""
     sides: dict[tuple[str, str], str] = {}
     modules = config.stored_modules()
     known = set(modules)
@@ -117,12 +117,12 @@ def _pairs(layout: Layout, config: LlamaConfig) -> dict[str, tuple[str, str]]:
     for key in layout.places:
         match = _KEY.fullmatch(_WRAPPERS.sub("", key))
         if match is None or match["module"] not in known:
-            raise AdapterError(f"{WEIGHTS}: {_why_foreign(key, match['module'] if match else None, config)}")
+            raise AdapterError(f"{WEIGHTS}: {_foreign_tensor(key, match['module'] if match else None, config)}")
         module, side = match["module"], match["side"]
         if (module, side) in sides:
             raise AdapterError(
                 f"{WEIGHTS}: tensors {name_of(sides[module, side])} and {name_of(key)} are both lora_{side} "
-                f"of {module}, and which one was trained is not known: {AGAIN}"
+                f"of {module}, and nothing shows which one was trained: {AGAIN}"
             )
         sides[module, side] = key
         adapters[match["adapter"]] = key
@@ -141,8 +141,8 @@ def _pairs(layout: Layout, config: LlamaConfig) -> dict[str, tuple[str, str]]:
     return {module: (sides[module, "A"], sides[module, "B"]) for module in modules if (module, "A") in sides}
 
 
-def _why_foreign(key: str, module: str | None, config: LlamaConfig) -> str:
-    """Return why a tensor does not belong to an adapter of this base."""
+def _foreign_tensor(key: str, module: str | None, config: LlamaConfig) -> str:
+    """Return the error for a tensor that does not belong to an adapter of this base."""
     if any(name in key for name in _EMBEDDINGS) and ".lora_" not in key:
         return (
             f"tensor {name_of(key)} is a copy of the embedding or the output head, which an adapter cannot change "
@@ -191,8 +191,8 @@ def _check_rank(
     rank, stated = _check_shapes(layout, module, names, config), settings.rank_of(module)
     if rank != stated:
         raise AdapterError(
-            f"{WEIGHTS}: {module} has rank {rank}, adapter_config.json says {stated} (r or rank_pattern): the files "
-            f"do not belong together; {AGAIN}"
+            f"{WEIGHTS}: {module} has rank {rank}, but adapter_config.json has {stated} (r or rank_pattern): the files "
+            f"are of different adapters; {AGAIN}"
         )
     if rank > max_rank:
         raise AdapterError(f"{module} has rank {rank}, above the limit of {max_rank}: start with max_lora_rank={rank}")
@@ -200,7 +200,7 @@ def _check_rank(
 
 
 def _check_shapes(layout: Layout, module: str, names: tuple[str, str], config: LlamaConfig) -> int:
-    """Return the module's rank, once its shapes fit the base and its dtypes are supported."""
+    """Return the module's rank. Raises AdapterError for shapes that do not fit the base, and unsupported dtypes."""
     outputs, inputs = config.stored_shape(module)
     shape_a, shape_b = (layout.places[name].shape for name in names)
     if len(shape_a) != 2 or len(shape_b) != 2 or shape_a[0] != shape_b[1]:
@@ -224,7 +224,7 @@ def _check_shapes(layout: Layout, module: str, names: tuple[str, str], config: L
 
 
 def _differences(settings: AdapterConfig, config: LlamaConfig, present: set[str]) -> tuple[str, ...]:
-    """Return where adapter_config.json's modules disagree with the tensors."""
+    """Return the contradictions between adapter_config.json's modules and the tensors, one line each."""
     try:
         chosen = {module for module in config.stored_modules() if settings.targets_module(module)}
     except LookAroundError as problem:

@@ -1,7 +1,7 @@
 """One adapter's .safetensors file, read into memory once: in large pieces, hashed and checked on several threads.
 
-The bytes that are hashed are the bytes that are used, even if the file changes meanwhile. Other threads can run Python
-while a piece is read, hashed or checked.
+The hash covers exactly the bytes that are used, even if the file changes at the same time. Reading, hashing and
+checking a piece releases the GIL.
 """
 
 import hashlib
@@ -22,12 +22,12 @@ from .untrusted_files import name_of
 
 PIECE = 16 << 20
 READERS = 8
-_CHANGED = "it was written to meanwhile"
+_CHANGED = "it changed while it was read"
 
 
 @cache
 def readers() -> ThreadPoolExecutor:
-    """Return the threads for reading, hashing and checking. numpy, unlike torch, starts no threads of its own."""
+    """Return the thread pool for reading, hashing and checking. The checks use numpy: torch would add own threads."""
     return ThreadPoolExecutor(READERS, "adapter-content")
 
 
@@ -36,7 +36,8 @@ class AdapterFile:
 
     digest   hash of the whole file (hex), after `read`
 
-    `roots`: directories, one of which must contain it. Every fault is raised as `error`, with `remedy`.
+    `roots`: directories; the file must be inside one of them (None: anywhere). Every failure is raised as `error`, with
+    `remedy`.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class AdapterFile:
         self._file.close()
 
     def read(self) -> None:
-        """Read the contents."""
+        """Read the whole file and set `digest`. Raises `error` if it cannot be read or has changed."""
         size = self._layout.size
         memory = np.empty(size, np.uint8)
 
@@ -78,10 +79,10 @@ class AdapterFile:
         self.digest = hashlib.sha256(b"".join(digests)).hexdigest()
 
     def check_values(self) -> None:
-        """Raise for NaN, infinity and values outside the range."""
+        """Raise `error` for NaN, infinity and magnitudes of at least LARGEST."""
         start, places = self._layout.header, self._layout.places
         kinds = {place.dtype for place in places.values()}
-        if len(kinds) == 1 and not start % 4:  # in large pieces, whatever the tensors
+        if len(kinds) == 1 and not start % 4:  # large pieces are faster than tensor by tensor
             dtype = FLOATING[kinds.pop()]
             if all(
                 readers().map(
@@ -93,7 +94,7 @@ class AdapterFile:
         for name, place in places.items():
             if not in_range(self.data(name), FLOATING[place.dtype]):
                 raise self._error(
-                    f"{self._path.name}: tensor {name_of(name)} holds NaN, infinity or values from {LARGEST} on: "
+                    f"{self._path.name}: tensor {name_of(name)} has NaN, infinity or magnitudes of {LARGEST} or more: "
                     "training diverged; use an earlier checkpoint of the adapter"
                 )
 

@@ -23,24 +23,24 @@ INDEX = "model.safetensors.index.json"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 _AGAIN = "download or copy it again"
-_OWN_CONFIG = "use the config.json that came with the weights"
+_OWN_CONFIG = "use the config.json of these weights"
 _MAX_INDEX_BYTES = 64 << 20
 _BYTES = {"F32": 4, "I8": 1, "F8_E4M3": 1}
 _PIECE_ROWS = 4096
-"""Rows of two heads that are compared at a time: heads differ in the first ones, so that little is read."""
-_HARMLESS = re.compile(r"(?:.*\.)?rotary_emb\.inv_freq")  # old Llama checkpoints carry it; it follows from the config
+"""Rows of head and embedding that are compared at a time: different ones differ early, so few rows are read."""
+_HARMLESS = re.compile(r"(?:.*\.)?rotary_emb\.inv_freq")  # in old Llama checkpoints; computed from the config instead
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be loaded; the message has the file, the tensor and the remedy."""
+    """A checkpoint cannot be loaded; the message names the file, the tensor and the remedy."""
 
 
 class Checkpoint:
     """The tensors of a checkpoint directory, by name.
 
-    Opening reads headers only, so that missing and truncated files are reported before any weight is read; `tensor`
-    reads through a memory map. With a `config`, packed tensors appear as their parts, and heads in the graph's layout
-    (`head_layout`).
+    The constructor reads headers only, so missing and truncated files are reported before any weight is read. `tensor`
+    reads through a memory map. With a `config`, a packed tensor is split into its projections, and heads have the
+    graph's layout (`head_layout`).
     """
 
     def __init__(self, directory: str | Path, config: LlamaConfig | None = None) -> None:
@@ -56,42 +56,47 @@ class Checkpoint:
         elif index.exists():
             self._files = self._open_shards(index)
         else:
-            raise CheckpointError(self._why_nothing())
-        self._home: dict[str, SafetensorsFile] = {}
+            raise CheckpointError(self._no_weights())
+        self._file_of: dict[str, SafetensorsFile] = {}
         for file in self._files:
             for name in file.shapes:
-                if name in self._home:
+                if name in self._file_of:
                     raise CheckpointError(
-                        f"tensor {name!r} is in {self._home[name].path.name} and in {file.path.name}: remove one; "
+                        f"tensor {name!r} is in {self._file_of[name].path.name} and in {file.path.name}: remove one; "
                         f"{_AGAIN}"
                     )
-                self._home[name] = file
+                self._file_of[name] = file
         self._format = "" if config is None else config.weight_format
         self._parts: dict[str, tuple[str, int, int]] = {}
         self._arrange = config if config is not None and config.rearranges_heads else None
         if config is not None and config.packed_checkpoint:
-            self._take_apart(config)
-        if config is not None and config.tie_word_embeddings and HEAD in self._home and EMBEDDING not in self._home:
-            self._home[EMBEDDING] = self._home.pop(HEAD)
-            self._parts[EMBEDDING] = (HEAD, 0, (*self._home[EMBEDDING].shapes[HEAD], 0)[0])
+            self._split_packed(config)
+        if (
+            config is not None
+            and config.tie_word_embeddings
+            and HEAD in self._file_of
+            and EMBEDDING not in self._file_of
+        ):
+            self._file_of[EMBEDDING] = self._file_of.pop(HEAD)
+            self._parts[EMBEDDING] = (HEAD, 0, (*self._file_of[EMBEDDING].shapes[HEAD], 0)[0])
 
-    def _take_apart(self, config: LlamaConfig) -> None:
-        """Replace packed tensors by the projections in them."""
+    def _split_packed(self, config: LlamaConfig) -> None:
+        """Replace the entries of packed tensors by entries of their projections."""
         for module, kind in product(config.stored_modules(), ("weight", "weight_scale")):
             parts, name = config.parts_of(module), f"{module}.{kind}"
-            if len(parts) == 1 or name not in self._home:
+            if len(parts) == 1 or name not in self._file_of:
                 continue
-            file = self._home.pop(name)
+            file = self._file_of.pop(name)
             rows, wanted = file.shapes[name][:1], parts[-1][2]
             if rows != (wanted,):
                 shapes = f"has shape {list(file.shapes[name])}, config.json implies {wanted} rows"
                 raise CheckpointError(f"{file.path.name}: tensor {name!r} {shapes}: {_OWN_CONFIG}")
             for part, row, end in parts:
-                self._home[f"{part}.{kind}"] = file
+                self._file_of[f"{part}.{kind}"] = file
                 self._parts[f"{part}.{kind}"] = (name, row, end)
 
     def _open_shards(self, index: Path) -> list[SafetensorsFile]:
-        """Open the shards of the index, in name order, and check that each holds its tensors."""
+        """Open the shards of the index, in name order, and check that each contains its tensors."""
         weight_map = read_json_object(index, CheckpointError, _AGAIN, _MAX_INDEX_BYTES).get("weight_map")
         if (
             not isinstance(weight_map, dict)
@@ -102,7 +107,9 @@ class Checkpoint:
         shards = sorted(set(weight_map.values()))
         for shard in shards:
             if Path(shard).name != shard or not shard.endswith(".safetensors"):
-                raise CheckpointError(f"{INDEX} names {shard!r}, which is no safetensors file there: {_AGAIN}")
+                raise CheckpointError(
+                    f"{INDEX} names {shard!r}, which is not a .safetensors file in this directory: {_AGAIN}"
+                )
         missing = [shard for shard in shards if not (self.directory / shard).exists()]
         if missing:
             lost = next(name for name, shard in weight_map.items() if shard == missing[0])
@@ -114,13 +121,13 @@ class Checkpoint:
         for name, shard in weight_map.items():
             if name not in files[shard].shapes:
                 raise CheckpointError(
-                    f"{shard} has no tensor {name!r}, which {INDEX} expects there: the shards are of different "
+                    f"{shard} has no tensor {name!r}, but {INDEX} lists it there: the shards are of different "
                     f"downloads; {_AGAIN}"
                 )
         return list(files.values())
 
-    def _why_nothing(self) -> str:
-        """Return the message for a directory without safetensors."""
+    def _no_weights(self) -> str:
+        """Return the error for a directory without safetensors files."""
         pickles = sorted(path.name for path in self.directory.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
         if pickles:
             return (
@@ -131,10 +138,10 @@ class Checkpoint:
 
     def names(self) -> list[str]:
         """Return every tensor's name, in shard order."""
-        return list(self._home)
+        return list(self._file_of)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._home
+        return name in self._file_of
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of one tensor, from the header."""
@@ -163,7 +170,7 @@ class Checkpoint:
     def nbytes(self, names: Iterable[str] | None = None) -> int:
         """Return the bytes of the named tensors (None: all) in the files."""
         total = 0
-        for name in self._home if names is None else names:
+        for name in self._file_of if names is None else names:
             count = 1
             for extent in self.shape(name):
                 count *= extent
@@ -173,12 +180,12 @@ class Checkpoint:
     def stream(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) for the named tensors (None: all) in file order, so that each file is read once."""
         wanted = None if names is None else set(names)
-        for name in self._home:
+        for name in self._file_of:
             if wanted is None or name in wanted:
                 yield name, self.tensor(name)
 
     def has_own_head(self) -> bool:
-        """Whether there are both an embedding and an output head, and they differ."""
+        """Return whether the files contain an output head that differs from the embedding."""
         if HEAD not in self or EMBEDDING not in self:
             return False
         head, embedding = self.tensor(HEAD), self.tensor(EMBEDDING)
@@ -194,12 +201,12 @@ class Checkpoint:
         `tied`: the output head is the embedding, and a stored copy of it is allowed.
         """
         for name, shape in expected.items():
-            if name not in self._home:
+            if name not in self._file_of:
                 hint = f"it does not belong to this config.json; {_AGAIN}"
                 if name == HEAD:
                     hint = "set tie_word_embeddings in config.json if the model uses its embedding as output head"
                 raise CheckpointError(f"tensor {name!r} is missing from {self._where()}: {hint}")
-            file = self._home[name]
+            file = self._file_of[name]
             if self.shape(name) != tuple(shape):
                 shapes = f"has shape {list(self.shape(name))}, config.json implies {list(shape)}"
                 raise CheckpointError(f"{file.path.name}: tensor {name!r} {shapes}: {_OWN_CONFIG}")
@@ -207,41 +214,41 @@ class Checkpoint:
             if f"{name}_scale" not in expected:
                 file.check_floating(self._stored(name))
             elif found != FILE_DTYPES[self._format]:
-                dtypes = f"has dtype {found}, quantization_config says {FILE_DTYPES[self._format]}"
+                dtypes = f"has dtype {found}, quantization_config implies {FILE_DTYPES[self._format]}"
                 raise CheckpointError(f"{file.path.name}: tensor {name!r} {dtypes}: {_OWN_CONFIG}")
-        for name in self._home:
+        for name in self._file_of:
             if name in expected or _HARMLESS.fullmatch(name):
                 continue
             if tied and name == HEAD:
                 if not self.has_own_head():
                     continue
                 raise CheckpointError(
-                    f"{self._home[name].path.name}: tensor {name!r} differs from the embedding, which was the output "
-                    "head when the model was started: start it again"
+                    f"{self._file_of[name].path.name}: tensor {name!r} differs from the embedding, but the two were "
+                    "equal when the server started: restart it"
                 )
             raise CheckpointError(
-                f"{self._home[name].path.name}: unexpected tensor {name!r}: this is not a plain checkpoint of its "
+                f"{self._file_of[name].path.name}: unexpected tensor {name!r}: this is not a plain checkpoint of its "
                 "family; use one without it"
             )
 
     def _stored(self, name: str) -> str:
-        """Return the name of the tensor in the file."""
+        """Return the name of the tensor in the file that contains `name`."""
         return self._parts[name][0] if name in self._parts else name
 
     def _where(self) -> str:
         return self._files[0].path.name if len(self._files) == 1 else f"all {len(self._files)} shards"
 
     def _file(self, name: str) -> SafetensorsFile:
-        if name not in self._home:
+        if name not in self._file_of:
             raise CheckpointError(f"tensor {name!r} is not in {self._where()}: {_AGAIN}")
-        return self._home[name]
+        return self._file_of[name]
 
 
 def checkpoint_config(directory: Path) -> LlamaConfig:
     """Return the config of a model directory.
 
-    A tied config with another output head in the files is served with that head, as by transformers 5 (logged once).
-    Raises ConfigError; unreadable weights are reported when they are loaded.
+    If the config is tied but the files have a different output head, the model is served with that head, as in
+    transformers 5 (logged once). Raises ConfigError; unreadable weights are reported when they are loaded.
     """
     config = LlamaConfig.from_directory(directory)
     if not config.tie_word_embeddings:

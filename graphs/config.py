@@ -38,9 +38,9 @@ class LlamaConfig:
     logits_scaling        divisor of the logits
     weight_format         "int8" or "fp8" for projections stored in eight bits with a scale for each channel
     plain_projections     full names of projections that such a checkpoint stores in 16 bits
-    packed_checkpoint     q/k/v and gate/up are one tensor each in checkpoints and adapters
+    packed_checkpoint     checkpoints and adapters store q/k/v as one tensor, and gate/up as one tensor
     sliding_window        newest tokens that attention reads, the query's own included; None: all
-    full_layers           layers in which attention reads all tokens nevertheless
+    full_layers           layers without the window: attention reads all tokens
     stored_head_dim       dimensions of a head in checkpoints and adapters, at most `head_dim` (`head_layout.py`)
     rotary_dim            number of dimensions that RoPE rotates, the first ones
     """
@@ -78,8 +78,8 @@ class LlamaConfig:
     def __post_init__(self) -> None:
         if self.head_dim not in HEAD_DIMS:
             raise ConfigError(
-                f"head_dim {self.head_dim} is not supported: the attention kernels handle {HEAD_DIMS[0]} and "
-                f"{HEAD_DIMS[1]}; use such a model"
+                f"head_dim {self.head_dim} is not supported: the attention kernels support {HEAD_DIMS[0]} and "
+                f"{HEAD_DIMS[1]}; use a model with one of these"
             )
         if not self.stored_head_dim:
             object.__setattr__(self, "stored_head_dim", self.head_dim)
@@ -87,8 +87,8 @@ class LlamaConfig:
             object.__setattr__(self, "rotary_dim", self.stored_head_dim)
         if self.head_norms and self.rearranges_heads:
             raise ConfigError(
-                f"head_dim {self.stored_head_dim} is not supported where each head is normed: heads of {HEAD_DIMS[0]} "
-                f"and {HEAD_DIMS[1]} are; use such a model"
+                f"head_dim {self.stored_head_dim} is not supported with norms of the heads of q and k, only "
+                f"{HEAD_DIMS[0]} and {HEAD_DIMS[1]}; use a model with one of these"
             )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
@@ -101,7 +101,7 @@ class LlamaConfig:
         """Read config.json's fields. Raises ConfigError for unsupported arithmetic."""
         family = family_of(fields)
         fields = {**family.defaults, **fields}
-        _refuse_foreign(fields)
+        _check_activation(fields)
         heads = integer(fields, "num_attention_heads")
         hidden = integer(fields, "hidden_size")
         if fields.get("head_dim") is None and hidden % heads:
@@ -112,7 +112,7 @@ class LlamaConfig:
         width = integer(fields, "head_dim", hidden // heads)
         rotary = rotary_dim(fields, width, family.partial_rotary)
         theta, scaling = rope_scaling(fields, positions, rotary)
-        if scaling.kind == "yarn":  # config.json may have the positions without it
+        if scaling.kind == "yarn":  # config.json may have the number of positions before scaling
             positions = max(positions, int(scaling.factor * scaling.original_max_position_embeddings))
         eos = fields.get("eos_token_id")
         dtype = str(fields.get("dtype") or fields.get("torch_dtype") or "bfloat16").removeprefix("torch.")
@@ -146,7 +146,7 @@ class LlamaConfig:
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> "LlamaConfig":
-        """Read `directory`/config.json; without a dtype there, take the weights'. See also `checkpoint_config`."""
+        """Read `directory`/config.json; a missing dtype is that of the weights. See also `checkpoint_config`."""
         remedy = "point at a directory with a Hugging Face checkpoint"
         fields = read_json_object(Path(directory) / "config.json", ConfigError, remedy)
         dtype = fields.get("dtype") or fields.get("torch_dtype") or stored_dtype(Path(directory))
@@ -157,7 +157,7 @@ class LlamaConfig:
         return self._shape(module, self.head_dim)
 
     def stored_shape(self, module: str) -> tuple[int, int]:
-        """Return the same in checkpoints and adapters, with possibly narrower heads."""
+        """Return (output, input) features of a projection in checkpoints and adapters, with possibly smaller heads."""
         return self._shape(module, self.stored_head_dim)
 
     def _shape(self, module: str, head_dim: int) -> tuple[int, int]:
@@ -176,15 +176,16 @@ class LlamaConfig:
         return shapes[module.rpartition(".")[2]]
 
     def window_of(self, layer: int) -> int:
-        """Return the tokens that a layer's attention reads; 0: all, also if the window exceeds the longest context."""
+        """Return a layer's window in tokens; 0: no window, or one that is at least the longest context."""
         if self.sliding_window is None or self.sliding_window >= self.max_position_embeddings:
             return 0
         return 0 if layer in self.full_layers else self.sliding_window
 
     def up_to(self, tokens: int) -> Self:
-        """Return the config for contexts of at most `tokens`, without a longer window.
+        """Return the config for contexts of at most `tokens`: without a longer window, with longrope's frequencies.
 
-        With longrope all frequencies depend on it, so that the cached keys of a text stay valid while it grows.
+        longrope has other frequencies for long contexts. They are fixed here by the limit and not by a text's length,
+        because the cached keys of a growing text must stay valid.
         """
         config = self
         if self.sliding_window is not None and self.sliding_window >= tokens:
@@ -195,7 +196,7 @@ class LlamaConfig:
 
     @property
     def usual_context(self) -> int:
-        """Tokens of the longest context by default."""
+        """Default limit of the context, in tokens."""
         if self.rope_scaling.kind != "longrope":
             return self.max_position_embeddings
         return min(self.max_position_embeddings, self.rope_scaling.original_max_position_embeddings)
@@ -206,7 +207,7 @@ class LlamaConfig:
         return not self.head_dim == self.stored_head_dim == self.rotary_dim
 
     def softmax_scale_of(self, layer: int) -> float:
-        """Return the factor of a layer's scores. RoPE's `attention_factor` applies to queries and keys, so twice."""
+        """Return the factor of a layer's scores. `attention_factor` is squared: it scales queries and keys."""
         scale = self.attention_multiplier or self.stored_head_dim**-0.5
         return scale if layer in self.unrotated_layers else scale * self.rope_scaling.attention_factor**2
 
@@ -216,35 +217,35 @@ class LlamaConfig:
         return ATTENTION_MODULES + MLP_MODULES
 
     def linear_modules(self) -> list[str]:
-        """Return full names of every projection that may have a LoRA adapter, layer by layer."""
+        """Return the full names of all projections that may have a LoRA adapter, layer by layer."""
         return self._in_each_layer((*ATTENTION_MODULES, *MLP_MODULES))
 
     def stored_modules(self) -> list[str]:
-        """Return the same as checkpoints and adapters name them."""
+        """Return the full names of these projections in checkpoints and adapters, which may pack them."""
         packed = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
         return self._in_each_layer(packed) if self.packed_checkpoint else self.linear_modules()
 
     def parts_of(self, module: str) -> list[tuple[str, int, int]]:
-        """Return (projection, first row, end) of the parts of a stored module: three of `...qkv_proj`."""
-        home, dot, name = module.rpartition(".")
+        """Return (full name, first row, end row) of each projection in a stored module: three for `...qkv_proj`."""
+        parent, dot, name = module.rpartition(".")
         found, row = [], 0
         for part in PACKED_MODULES.get(name, (name,)):
             rows = self.stored_shape(part)[0]
-            found.append((f"{home}{dot}{part}", row, row + rows))
+            found.append((f"{parent}{dot}{part}", row, row + rows))
             row += rows
         return found
 
     def _in_each_layer(self, names: tuple[str, ...]) -> list[str]:
-        homes = ["mlp" if name in (*MLP_MODULES, "gate_up_proj") else "self_attn" for name in names]
+        parents = ["mlp" if name in (*MLP_MODULES, "gate_up_proj") else "self_attn" for name in names]
         return [
-            f"model.layers.{layer}.{home}.{name}"
+            f"model.layers.{layer}.{parent}.{name}"
             for layer in range(self.num_hidden_layers)
-            for home, name in zip(homes, names, strict=True)
+            for parent, name in zip(parents, names, strict=True)
         ]
 
 
-def _refuse_foreign(fields: Mapping[str, Any]) -> None:
-    """Raise ConfigError for another activation."""
+def _check_activation(fields: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless the activation is SiLU."""
     activation = fields.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ConfigError(f"hidden_act {activation!r} is not supported: use a checkpoint with 'silu'")
@@ -254,5 +255,7 @@ def _kernels_head_dim(stored: int) -> int:
     """Return the graph's head dimension: the smallest of HEAD_DIMS that holds the checkpoint's."""
     wide = next((width for width in HEAD_DIMS if width >= stored), None)
     if wide is None or stored % 2:
-        raise ConfigError(f"head_dim {stored} is not supported: use a model with even ones up to {HEAD_DIMS[-1]}")
+        raise ConfigError(
+            f"head_dim {stored} is not supported: use a model with an even head_dim of at most {HEAD_DIMS[-1]}"
+        )
     return wide

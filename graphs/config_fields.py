@@ -1,4 +1,4 @@
-"""Checks of single fields of config.json; an error has the field and the remedy."""
+"""Checks of single fields of config.json; an error names the field and the remedy."""
 
 import json
 import math
@@ -13,7 +13,7 @@ _MAX_CONFIG_BYTES = 1 << 20
 
 
 class ConfigError(ValueError):
-    """A config.json that cannot be served; the message has the field and the remedy."""
+    """A model cannot be served, because of its config.json; the message names the field and the remedy."""
 
 
 def read_json_object(
@@ -22,13 +22,13 @@ def read_json_object(
     missing_remedy: str,
     max_bytes: int = _MAX_CONFIG_BYTES,
     roots: Sequence[Path] | None = None,
-    called: str | None = None,
+    shown_name: str | None = None,
 ) -> dict[str, Any]:
     """Return the JSON object in the regular file `path`, under one of `roots` if given.
 
-    Faults are raised as `error`. Messages have the file's path (or the name `called`) and none of its content.
+    Failures are raised as `error`. Messages have the file's path (or `shown_name`), but none of its content.
     """
-    name = called or path
+    name = shown_name or path
     try:
         content = read_bounded(path, max_bytes, roots)
         value = {} if content is None else json.loads(content)
@@ -43,7 +43,7 @@ def read_json_object(
             raise error(f"{name} {LFS_POINTER}") from None
         raise error(f"{name} is not valid JSON: download or save it again") from None
     if content is None:
-        raise error(f"{name} is larger than {max_bytes} bytes: it is not the file that it is named after")
+        raise error(f"{name} is larger than {max_bytes} bytes, so it is another kind of file: download it again")
     if not isinstance(value, dict):
         raise error(f"{name} does not hold a JSON object: download or save it again")
     return value
@@ -92,9 +92,9 @@ def flag(fields: Mapping[str, Any], name: str) -> bool:
 class RopeScaling:
     """Scaling of rotary frequencies; `kind` is "default" (none), "linear", "llama3", "longrope" or "yarn".
 
-    low_freq_factor, high_freq_factor  (llama3, yarn) rotations within `original_max_position_embeddings`:
-    frequencies with
-                      fewer are scaled, with more are not
+    low_freq_factor   (llama3, yarn) frequencies with fewer rotations than this within
+                      `original_max_position_embeddings` are scaled
+    high_freq_factor  (llama3, yarn) frequencies with more rotations are not scaled
     factors           (longrope) divisor of each frequency
     long_factors      (longrope) the same for contexts longer than `original_max_position_embeddings`
     attention_factor  (longrope, yarn) factor of rotated queries and keys
@@ -105,7 +105,7 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
-    # calibrations know a model by what is shown of it: these are not
+    # not in the repr, which is part of a calibration's fingerprint: older calibrations stay valid
     factors: tuple[float, ...] = field(default=(), repr=False)
     long_factors: tuple[float, ...] = field(default=(), repr=False)
     attention_factor: float = field(default=1.0, repr=False)
@@ -115,20 +115,20 @@ def rotary_dim(fields: Mapping[str, Any], head_dim: int, partial: bool) -> int:
     """Return the number of dimensions of a head that RoPE rotates; all of them unless the family allows `partial`."""
     _, table = _rope_table(fields)
     factor = number(table if "partial_rotary_factor" in table else fields, "partial_rotary_factor", 1.0)
-    turned = int(head_dim * factor)
-    if turned == head_dim:
-        return turned
+    rotated = int(head_dim * factor)
+    if rotated == head_dim:
+        return rotated
     if not partial:
         raise ConfigError("partial_rotary_factor is not supported for this family: use a checkpoint without it")
-    if turned % 2 or not 0 < turned < head_dim:
+    if rotated % 2 or not 0 < rotated < head_dim:
         raise ConfigError(
-            f"partial_rotary_factor {factor} gives {turned} of {head_dim} dimensions: correct config.json"
+            f"partial_rotary_factor {factor} gives {rotated} of {head_dim} dimensions: correct config.json"
         )
-    return turned
+    return rotated
 
 
 def _rope_table(fields: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """Return (name, fields) of the object about RoPE."""
+    """Return (name, fields) of the object that describes RoPE."""
     source = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
     table = fields.get(source) or {}
     if not isinstance(table, Mapping):
@@ -136,11 +136,10 @@ def _rope_table(fields: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     return source, table
 
 
-def rope_scaling(fields: Mapping[str, Any], positions: int, turned: int) -> tuple[float, RopeScaling]:
-    """Return (theta, scaling) from transformers 5's `rope_parameters` or transformers 4's `rope_theta` and
-    `rope_scaling`.
+def rope_scaling(fields: Mapping[str, Any], positions: int, rotated: int) -> tuple[float, RopeScaling]:
+    """Return (theta, scaling) from transformers 5's `rope_parameters`, or from `rope_theta` and `rope_scaling`.
 
-    `turned`: rotated dimensions of a head.
+    `positions`: max_position_embeddings. `rotated`: number of rotated dimensions of a head.
     """
     source, table = _rope_table(fields)
     theta = number(fields if table.get("rope_theta") is None else table, "rope_theta", 10000.0)
@@ -161,22 +160,22 @@ def rope_scaling(fields: Mapping[str, Any], positions: int, turned: int) -> tupl
             raise ConfigError(f"{source}: high_freq_factor must exceed low_freq_factor: correct config.json")
         return theta, scaling
     if kind in ("longrope", "su"):
-        return theta, _longrope(source, table, fields, positions, turned)
+        return theta, _longrope(source, table, fields, positions, rotated)
     if kind == "yarn":
         return theta, _yarn(source, table, positions)
     raise ConfigError(
-        f"{source}: rope type {kind!r} is not supported: 'default', 'linear', 'llama3', 'longrope' and 'yarn' are; "
+        f"{source}: rope type {kind!r} is not supported, only 'default', 'linear', 'llama3', 'longrope' and 'yarn'; "
         "remove it to serve the original context length"
     )
 
 
 def _longrope(
-    source: str, table: Mapping[str, Any], fields: Mapping[str, Any], positions: int, turned: int
+    source: str, table: Mapping[str, Any], fields: Mapping[str, Any], positions: int, rotated: int
 ) -> RopeScaling:
-    """As transformers computes it."""
-    place = table if table.get("original_max_position_embeddings") is not None else fields
-    original = integer(place, "original_max_position_embeddings", positions)
-    factors, long_factors = (_factors(source, table, name, turned // 2) for name in ("short_factor", "long_factor"))
+    """Return the scaling of longrope, computed as in transformers."""
+    holder = table if table.get("original_max_position_embeddings") is not None else fields
+    original = integer(holder, "original_max_position_embeddings", positions)
+    factors, long_factors = (_factors(source, table, name, rotated // 2) for name in ("short_factor", "long_factor"))
     stretch = positions / original if table.get("factor") is None else number(table, "factor", None)
     attention = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 and original > 1 else 1.0
     if table.get("attention_factor") is not None:
@@ -192,9 +191,9 @@ def _longrope(
 
 
 def _yarn(source: str, table: Mapping[str, Any], positions: int) -> RopeScaling:
-    """As transformers computes it."""
+    """Return the scaling of YaRN, computed as in transformers."""
     if table.get("truncate", True) is not True:
-        raise ConfigError(f"{source}: yarn with truncate false is not supported: use another checkpoint")
+        raise ConfigError(f"{source}: yarn with truncate=false is not supported: use another checkpoint")
     original = integer(table, "original_max_position_embeddings", positions)
     factor = number(table, "factor", positions / original)
 

@@ -21,8 +21,8 @@ class Family:
 
     model_type      as config.json spells it
     served          well-known models
-    differences     config.json's fields -> LlamaConfig's fields that differ from a plain Llama
-    defaults        transformers' defaults of missing fields, where they differ from Llama's
+    differences     function from config.json's fields to the LlamaConfig fields that differ from a plain Llama
+    defaults        values of missing fields in transformers, if they differ from Llama's
     partial_rotary  RoPE may rotate a part of each head
     """
 
@@ -34,17 +34,17 @@ class Family:
 
 
 PACKED_MODULES = {"qkv_proj": ATTENTION_MODULES[:3], "gate_up_proj": MLP_MODULES[:2]}
-"""Projections that a checkpoint may hold in one tensor, one below the other."""
+"""Projections that a checkpoint may store in one tensor, concatenated along the rows."""
 
 
 def _biases(fields: Fields) -> tuple[str, ...]:
-    """Return the projections with a bias, by the flags for attention and MLP."""
+    """Return the projections with a bias, from the flags attention_bias and mlp_bias."""
     attention = ATTENTION_MODULES if flag(fields, "attention_bias") else ()
     return (*attention, *(MLP_MODULES if flag(fields, "mlp_bias") else ()))
 
 
 def _window(fields: Fields) -> dict[str, Any]:
-    """Return the sliding window of every layer, if any."""
+    """Return the sliding window, which applies to every layer; None without one."""
     return {"sliding_window": None if fields.get("sliding_window") is None else integer(fields, "sliding_window")}
 
 
@@ -91,20 +91,21 @@ FAMILIES: dict[str, Family] = {
     "Phi3ForCausalLM": Family("phi3", "Phi-3, Phi-3.5, Phi-4", _phi3, {"rms_norm_eps": 1e-5}, True),
 }
 
-_EXPERTS = "its layers are mixtures of experts, and the kernels here are for dense ones", "serve a dense model"
-_LATENT = "its keys and values are compressed into a latent vector (MLA), which the KV cache here does not hold"
+_EXPERTS = "its layers are mixtures of experts, and the kernels support dense layers only", "serve a dense model"
+_LATENT = "its keys and values are compressed into a latent vector (MLA), which the KV cache does not support"
 _DENSE = "serve a model of another family"
-_EYES = "it reads images or sound as well as text", "serve the text model that it was made from"
+_MULTIMODAL = "it reads images or sound as well as text", "serve the text model that it was made from"
 REFUSED: dict[str, tuple[str, str]] = {
     **dict.fromkeys(
         ("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "granitemoehybrid", "phimoe", "olmoe", "gpt_oss"), _EXPERTS
     ),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "minicpm3"), (_LATENT, _DENSE)),
     **dict.fromkeys(
-        ("mllama", "llama4", "llava", "llava_next", "mistral3", "pixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"), _EYES
+        ("mllama", "llama4", "llava", "llava_next", "mistral3", "pixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"),
+        _MULTIMODAL,
     ),
     **dict.fromkeys(
-        ("qwen2_audio", "qwen2_5_omni", "phi3_v", "phi4_multimodal", "gemma3", "idefics3", "smolvlm"), _EYES
+        ("qwen2_audio", "qwen2_5_omni", "phi3_v", "phi4_multimodal", "gemma3", "idefics3", "smolvlm"), _MULTIMODAL
     ),
     **dict.fromkeys(
         ("mamba", "mamba2", "jamba", "bamba", "qwen3_next", "falcon_mamba"),
@@ -114,19 +115,19 @@ REFUSED: dict[str, tuple[str, str]] = {
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
-def _why_refused(kind: Any, fields: Fields) -> tuple[str, str] | None:
-    """Return (reason, remedy) for an unsupported model type: by its name, or by its fields."""
+def _refusal(kind: Any, fields: Fields) -> tuple[str, str] | None:
+    """Return (reason, remedy) for an unsupported model, from its model type or its fields; None if unknown."""
     if isinstance(kind, str) and kind in REFUSED:
         return REFUSED[kind]
     if any(isinstance(fields.get(name), Mapping) for name in ("vision_config", "audio_config")):
-        return _EYES
+        return _MULTIMODAL
     if fields.get("kv_lora_rank"):
         return _LATENT, _DENSE
     return _EXPERTS if any(fields.get(name) for name in _EXPERT_COUNTS) else None
 
 
 def family_of(fields: Fields) -> Family:
-    """Return the family of a config.json. Raises ConfigError for an unsupported one, with a reason if known."""
+    """Return the family of a config.json. Raises ConfigError for an unsupported family, with the reason if known."""
     found = fields.get("architectures")
     kind = fields.get("model_type")
     named = found[0] if isinstance(found, list) and len(found) == 1 and isinstance(found[0], str) else None
@@ -136,15 +137,15 @@ def family_of(fields: Fields) -> Family:
     if family is not None and kind in (None, family.model_type):
         return family
     served = ", ".join(FAMILIES)
-    known = _why_refused(kind, fields)
-    if known is not None:
-        why, remedy = known
-        raise ConfigError(f"architecture {found} is not supported, because {why}: {remedy}; served are {served}")
+    refusal = _refusal(kind, fields)
+    if refusal is not None:
+        reason, remedy = refusal
+        raise ConfigError(f"architecture {found} is not supported, because {reason}: {remedy}; supported are {served}")
     raise ConfigError(f"architecture {found} (model_type {kind!r}) is not supported: serve one of {served}")
 
 
 def _window_of_late_layers(fields: Fields) -> dict[str, Any]:
-    """Return Qwen's window: if enabled, of the layers from max_window_layers on."""
+    """Return Qwen's window, if enabled; it applies to the layers from max_window_layers on."""
     first = fields.get("max_window_layers", 28)
     if isinstance(first, bool) or not isinstance(first, int) or first < 0:
         raise ConfigError(f"max_window_layers must be a number of layers, not {first!r}: correct config.json")
@@ -152,7 +153,7 @@ def _window_of_late_layers(fields: Fields) -> dict[str, Any]:
 
 
 def _switched_window(fields: Fields, windowed: Sequence[int]) -> dict[str, Any]:
-    """Return the window if enabled, of the layers in layer_types, or else of `windowed`."""
+    """Return the window, if enabled; it applies to the layers in layer_types, without that field to `windowed`."""
     if not flag(fields, "use_sliding_window"):
         return {}
     layers, kinds = range(integer(fields, "num_hidden_layers")), fields.get("layer_types")
@@ -164,8 +165,8 @@ def _switched_window(fields: Fields, windowed: Sequence[int]) -> dict[str, Any]:
         or any(kind not in ("full_attention", "sliding_attention") for kind in kinds)
     ):
         raise ConfigError(
-            "layer_types must hold 'full_attention' or 'sliding_attention' for each layer: correct config.json, or "
-            "serve a model with layers of these kinds"
+            "layer_types must have 'full_attention' or 'sliding_attention' for each layer: correct config.json, or "
+            "serve a model with these types of layers"
         )
     full = tuple(layer for layer in layers if kinds[layer] == "full_attention")
     return {**_window(fields), "full_layers": full}

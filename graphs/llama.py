@@ -1,7 +1,7 @@
-"""Llama as a plain module, with the additions of other families (see `LlamaConfig`). The compiler captures it, and
-eager runs with the reference ops check it.
+"""Llama as a plain module, with the additions of other families (see `LlamaConfig`).
 
-Tokens of all sequences are flattened in one dimension T; keys and values are in pages of a paged cache.
+The compiler captures the module; eager runs with the reference ops check the compiled result. The tokens of all
+sequences share one dimension T; keys and values are in a paged cache.
 """
 
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from .rotary import apply_rotary, inverse_frequencies
 
 INV_FREQ = "model.rotary_emb.inv_freq"
 STORED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-"""Dtype of stored projections by `weight_format`."""
+"""`weight_format` -> dtype of stored projections."""
 TOKENS, SEQUENCES, PAGES, BLOCKS = Dim("tokens"), Dim("sequences"), Dim("pages"), Dim("blocks")
 STEP_SHAPES: dict[str, Any] = {
     "input_ids": {0: TOKENS},
@@ -30,11 +30,11 @@ STEP_SHAPES: dict[str, Any] = {
     "context_lens": {0: SEQUENCES},
     "query_start": {0: SEQUENCES + 1},
 }
-"""Symbolic dimensions of the arguments of every step."""
+"""Symbolic dimensions of the arguments that every step has."""
 
 
 def times(x: torch.Tensor, factor: float) -> torch.Tensor:
-    """Return x times a factor, which is 1 in most families."""
+    """Return x * factor, or x itself for the factor 1 of most families."""
     return x if factor == 1.0 else x * factor
 
 
@@ -51,7 +51,7 @@ class StepInputs(NamedTuple):
 
 
 class RMSNorm(nn.Module):
-    """y = weight * x / rms(x), the mean in fp32 over the last dimension."""
+    """RMS norm over the last dimension: y = weight * x / rms(x), with the mean in fp32."""
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device | None) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., size], any float dtype -> the same."""
+        """Return the norm of x [..., size], any float dtype, in x's shape and dtype."""
         wide = x.to(torch.float32)
         variance = wide.pow(2).mean(-1, keepdim=True)
         wide = wide * torch.rsqrt(variance + self.eps)
@@ -67,19 +67,19 @@ class RMSNorm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token ids [T] -> rows of weight [V, H]."""
+    """Embedding table: token ids [T] select rows of weight [V, H]."""
 
     def __init__(self, rows: int, size: int, dtype: torch.dtype, device: torch.device | None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, size, dtype=dtype, device=device), requires_grad=False)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """input_ids [T] -> [T, H]."""
+        """Return the rows [T, H] of input_ids [T]."""
         return F.embedding(input_ids, self.weight)
 
 
 class RotaryEmbedding(nn.Module):
-    """positions [T] -> cos, sin fp32 [T, 1, D], both halves alike."""
+    """Angles of RoPE: positions [T] give cos and sin, fp32 [T, 1, D], with two equal halves."""
 
     inv_freq: torch.Tensor
 
@@ -90,7 +90,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", frequencies.to(target), persistent=False)
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See the class."""
+        """Return (cos, sin) of the positions."""
         angles = positions.to(torch.float32).unsqueeze(-1) * self.inv_freq
         angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
         return angles.cos(), angles.sin()
@@ -119,7 +119,7 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype, device)
 
     def forward(self, hidden_states: torch.Tensor, step: StepInputs, kv_cache: torch.Tensor) -> torch.Tensor:
-        """hidden_states [T, H] -> [T, H]; appends this step's keys and values to kv_cache."""
+        """Return attention's output [T, H] for hidden_states [T, H]; append keys and values to kv_cache."""
         q = self.q_proj(hidden_states, step.adapter_index).view(self.query_shape)
         k = self.k_proj(hidden_states, step.adapter_index).view(self.key_shape)
         v = self.v_proj(hidden_states, step.adapter_index).view(self.key_shape)
@@ -137,7 +137,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """Gated MLP: down(silu(gate(x)) * up(x))."""
 
     def __init__(
         self, config: LlamaConfig, layer: int, lora: LoraShape | None, dtype: torch.dtype, device: torch.device | None
@@ -149,12 +149,12 @@ class MLP(nn.Module):
         self.down_proj = _projection(f"{home}.down_proj", config, lora, dtype, device)
 
     def forward(self, x: torch.Tensor, adapter_index: torch.Tensor) -> torch.Tensor:
-        """x [T, H], adapter_index [T] -> [T, H]."""
+        """Return the MLP's output [T, H] for x [T, H] and adapter_index [T]."""
         return self.down_proj(F.silu(self.gate_proj(x, adapter_index)) * self.up_proj(x, adapter_index), adapter_index)
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each after its norm and added to the residual."""
+    """Attention and MLP: each reads a norm of the residual and is added to the residual."""
 
     def __init__(
         self, config: LlamaConfig, layer: int, lora: LoraShape | None, dtype: torch.dtype, device: torch.device | None
@@ -167,7 +167,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
 
     def forward(self, hidden_states: torch.Tensor, step: StepInputs, kv_cache: torch.Tensor) -> torch.Tensor:
-        """hidden_states [T, H] -> [T, H]; appends this step's keys and values to kv_cache."""
+        """Return the layer's output [T, H] for hidden_states [T, H]; append keys and values to kv_cache."""
         attended = self.self_attn(self.input_layernorm(hidden_states), step, kv_cache)
         hidden_states = hidden_states + times(attended, self.residual_multiplier)
         update = self.mlp(self.post_attention_layernorm(hidden_states), step.adapter_index)
@@ -206,7 +206,7 @@ class Decoder(nn.Module):
         query_start: torch.Tensor,
         kv_caches: list[torch.Tensor],
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """input_ids [T] -> hidden states [T, H] / `logits_scaling`, and those after each layer in `features`."""
+        """Return (hidden states [T, H] / `logits_scaling`, list of hidden states after each layer in `features`)."""
         hidden_states = times(self.embed_tokens(input_ids), self.embedding_multiplier)
         cos, sin = self.rotary_emb(positions)
         step = StepInputs(cos, sin, slot_mapping, adapter_index, block_table, context_lens, query_start)
@@ -221,8 +221,8 @@ class Llama(nn.Module):
     """A Llama with stacks for `lora.slots` adapters (`lora=None`: none).
 
     `dtype` of weights, activations and caches; None: the checkpoint's. Parameters are uninitialised: load them, or
-    build on the meta device to capture. `features`: numbers of layers (at least 1) after which hidden states are
-    returned too.
+    build on the meta device to capture. `features`: layer numbers, counted from 1; `forward` also returns the hidden
+    states after these layers.
     """
 
     def __init__(
@@ -255,8 +255,9 @@ class Llama(nn.Module):
         logits_indices: torch.Tensor,
         kv_caches: list[torch.Tensor],
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Run one step over T tokens of B sequences -> logits [B, V] of the tokens in `logits_indices`; with `features`
-        a tuple of these and the hidden states [T, H] after each of its layers.
+        """Run one step over T tokens of B sequences; return logits [B, V] of the tokens in `logits_indices`.
+
+        With `features`, return a tuple of the logits and the hidden states [T, H] after each of these layers.
 
         input_ids, positions [T] int64 or int32; slot_mapping [T] int32 (page * 64 + offset, -1 = padding);
         adapter_index [T] int32 (-1 = no adapter); block_table [B, P], context_lens [B] (this step's tokens included),
@@ -276,11 +277,11 @@ class Llama(nn.Module):
         return {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
 
     def derived_tensors(self) -> dict[str, torch.Tensor]:
-        """Return name -> value (on the CPU) of the buffers that follow from the config; real on a meta model too."""
+        """Return name -> value of the buffers that are computed from the config, on the CPU also for a meta model."""
         return {INV_FREQ: inverse_frequencies(self.config)}
 
     def example_inputs(self, tokens: int = 24, sequences: int = 6, pages: int = 16, blocks: int = 4) -> dict[str, Any]:
-        """Return keyword arguments of `forward` for capture; distinct sizes keep the dimensions apart."""
+        """Return keyword arguments of `forward` for capture; sizes differ, so that no dimensions are merged."""
         device = self.model.norm.weight.device
 
         def integers(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:

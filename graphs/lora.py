@@ -17,8 +17,9 @@ RANK_MULTIPLE = 16
 class LoraShape:
     """The model's LoRA stacks.
 
-    `slots` adapters at once, of at most `rank` (a multiple of 16), on the projections in `targets`. Targets of one GEMM
-    (q/k/v, gate/up) are completed: one adds the others.
+    slots    number of adapters at the same time
+    rank     largest rank of an adapter, a multiple of 16
+    targets  projections with LoRA; one of q/k/v adds the other two, one of gate/up the other, since they share a GEMM
     """
 
     slots: int
@@ -31,8 +32,8 @@ class LoraShape:
             raise ValueError(f"LoRA targets {unknown} do not exist in Llama: choose among {', '.join(TARGETS)}")
         if self.slots < 1 or self.rank < 1 or self.rank % RANK_MULTIPLE:
             raise ValueError(
-                f"a LoRA stack of {self.slots} slots and rank {self.rank} is impossible: slots >= 1, rank a positive "
-                f"multiple of {RANK_MULTIPLE}"
+                f"LoRA stacks of {self.slots} slots and rank {self.rank} are not possible: slots must be at least 1, "
+                f"and rank a positive multiple of {RANK_MULTIPLE}"
             )
         closed = set(self.targets)
         for group in PACKED:
@@ -42,11 +43,11 @@ class LoraShape:
 
 
 class LoRALinear(nn.Module):
-    """y = x W^T (+ b), plus (x A^T) B^T of each token's adapter.
+    """Linear layer with LoRA: y = x W^T (+ b) + (x A^T) B^T, with A and B of each token's adapter.
 
-    weight [N, K], bias [N] or None; with adapters lora_a [S, R, K] and lora_b [S, N, R] (with alpha / rank in B).
-    `lora`: None for a projection without stacks. `stored`: eight-bit values with a scale [N, 1] (fp32) for each output
-    channel.
+    weight [N, K], bias [N] or None; with adapters lora_a [S, R, K] and lora_b [S, N, R], which includes alpha / rank.
+    `lora`: None for a projection without stacks. `stored`: dtype of eight-bit weights, which have a scale [N, 1] fp32
+    for each output channel.
     """
 
     lora_a: torch.Tensor
@@ -78,7 +79,7 @@ class LoRALinear(nn.Module):
             self.register_buffer("lora_b", torch.zeros(lora.slots, out_features, lora.rank, dtype=dtype, device=device))
 
     def forward(self, x: torch.Tensor, adapter_index: torch.Tensor) -> torch.Tensor:
-        """x [T, K], adapter_index [T] (slot, -1 = none) -> [T, N]."""
+        """Return y [T, N] for x [T, K] and adapter_index [T] (the slot, -1 = no adapter)."""
         weight: torch.Tensor = self.weight
         if self.weight_scale is not None:
             weight = (weight.to(torch.float32) * self.weight_scale).to(x.dtype)

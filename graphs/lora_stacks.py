@@ -15,20 +15,19 @@ def lora_shape_for(
     max_lora_rank: int | None = None,
     target_modules: Sequence[str] | None = None,
 ) -> LoraShape | None:
-    """Return stacks for `max_loras` adapters at a time, these and later ones; None without adapters and
-    `max_lora_rank`.
+    """Return the shape of stacks for `max_loras` adapters at the same time; None without adapters and max_lora_rank.
 
     The rank is `max_lora_rank` or the adapters' largest, padded to a multiple of 16. The targets are `target_modules`
-    or all that occur (without adapters: all), with q/k/v and gate/up together. Raises ValueError for an adapter that
-    does not fit.
+    or those of the adapters (without adapters: all), with q/k/v and gate/up together. Raises ValueError for an adapter
+    that does not fit.
     """
-    known = list(adapters)
-    if not known and max_lora_rank is None:
+    given = list(adapters)
+    if not given and max_lora_rank is None:
         return None
-    rank = max_lora_rank or max(adapter.rank for adapter in known)
-    targets = target_modules or [name for name in TARGETS if any(name in adapter.targets for adapter in known)]
+    rank = max_lora_rank or max(adapter.rank for adapter in given)
+    targets = target_modules or [name for name in TARGETS if any(name in adapter.targets for adapter in given)]
     shape = LoraShape(max_loras, -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE, tuple(targets or TARGETS))
-    for adapter in known:
+    for adapter in given:
         if adapter.rank > rank:
             raise ValueError(f"an adapter has rank {adapter.rank}, above max_lora_rank {rank}: raise max_lora_rank")
         check_fits(adapter, shape)
@@ -42,17 +41,17 @@ def check_fits(adapter: Adapter, lora: LoraShape) -> None:
         raise ValueError(
             f"an adapter of rank {adapter.rank} on {', '.join(adapter.targets)} does not fit stacks of rank "
             f"{lora.rank} on {', '.join(lora.targets)}: raise max_lora_rank, add its projections to "
-            "lora_target_modules, or name it when the engine starts"
+            "lora_target_modules, or pass the adapter when the engine starts"
         )
 
 
 def slot_tensors(
     adapter: Adapter, config: LlamaConfig, lora: LoraShape, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, torch.Tensor]:
-    """Return one slot of every stack: `model.layers.0.self_attn.q_proj.lora_a` [R, K] and `...lora_b` [N, R],
-    zero-padded.
+    """Return name -> the adapter's slot of every stack, zero-padded.
 
-    B is scaled in fp32 before it is rounded to `dtype`. Raises ValueError when the adapter does not fit into `lora`.
+    Names are `model.layers.0.self_attn.q_proj.lora_a`, with [R, K], and `...lora_b`, with [N, R]. B is scaled in fp32
+    before it is rounded to `dtype`. Raises ValueError when the adapter does not fit into `lora`.
     """
     check_fits(adapter, lora)
     modules = [module for module in config.linear_modules() if module.rpartition(".")[2] in lora.targets]
@@ -63,7 +62,7 @@ def slot_tensors(
 def slot_tensor(
     adapter: Adapter, config: LlamaConfig, lora: LoraShape, name: str, dtype: torch.dtype = torch.bfloat16
 ) -> torch.Tensor:
-    """Return the one of `slot_tensors` with this name. It may be the adapter's own tensor: read-only."""
+    """Return the entry `name` of `slot_tensors`. It may be the adapter's own tensor, so do not write to it."""
     module, _, side = name.rpartition(".")
     outputs, inputs = config.module_shape(module)
     shape = (lora.rank, inputs) if side == "lora_a" else (outputs, lora.rank)

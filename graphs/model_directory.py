@@ -8,17 +8,17 @@ from pathlib import Path
 from .adapter_config import CONFIG, AdapterError
 from .config_fields import ConfigError, read_json_object
 
-SHOWN = 100  # characters of a name that an error quotes
+SHOWN = 100  # maximum characters of a name in an error
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_.-]{1,96}")
 WEIGHTS = "adapter_model.safetensors"
-_NEEDED = f"give the directory that holds {CONFIG} and {WEIGHTS}, as peft's save_pretrained writes it"
+_NEEDED = f"give the directory with {CONFIG} and {WEIGHTS}, as peft's save_pretrained writes it"
 _FOLDER = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _MOST_FOLDERS = 1000
 _MOST_LISTED = 5
 
 
 def model_directory(model: str | Path) -> Path:
-    """Return the directory of a model: the path (`~` is the user's home), or its place in the hub cache.
+    """Return the directory of a model: the path (`~` is the user's home), or the directory in the hub cache.
 
     Raises ConfigError, with the command to download or convert it, for a missing hub id, GGUF, a file or an adapter.
     """
@@ -41,10 +41,9 @@ def model_directory(model: str | Path) -> Path:
 
 
 def adapter_directory(named: str | Path) -> Path:
-    """Return the directory of an adapter: a path (`~` is the user's home), the directory of its file, or a cached hub
-    id.
+    """Return the directory of an adapter, given as a directory, one of its files, or the hub id of a cached adapter.
 
-    Raises AdapterError for a directory without an adapter.
+    `~` is the user's home. Raises AdapterError for a directory without an adapter.
     """
     try:
         path = Path(named).expanduser()
@@ -52,7 +51,7 @@ def adapter_directory(named: str | Path) -> Path:
             path = cached_snapshot(str(named), "adapter", CONFIG, AdapterError)
         path = without_file_name(path)
         if not os.path.lexists(path / CONFIG):
-            raise AdapterError(why_no_adapter(path))
+            raise AdapterError(missing_adapter(path))
     except (OSError, RuntimeError) as problem:  # RuntimeError: an unknown `~name`
         reason = getattr(problem, "strerror", None) or problem
         raise AdapterError(f"adapter directory {str(named)[:200]} cannot be read ({reason}): {_NEEDED}") from None
@@ -64,8 +63,8 @@ def without_file_name(path: Path) -> Path:
     return path.parent if path.name in (CONFIG, WEIGHTS) and not path.is_dir() else path
 
 
-def why_no_adapter(path: Path) -> str:
-    """Return the error for a path without adapter_config.json. It quotes nothing of a file."""
+def missing_adapter(path: Path) -> str:
+    """Return the error for a path without adapter_config.json. It does not quote any file's content."""
     if not path.exists():
         return f"adapter directory {path} does not exist: {_NEEDED}"
     if not path.is_dir():
@@ -79,14 +78,14 @@ def why_no_adapter(path: Path) -> str:
             f"into a folder of the adapter's name; give {path / named[0]}"
         )
     if (path / "config.json").is_file():
-        return f"{path} holds a model (config.json), not an adapter: {_NEEDED}; serve this directory as the model"
+        return f"{path} contains a model (config.json), not an adapter: {_NEEDED}; serve this directory as the model"
     if (path / WEIGHTS).exists():
-        return f"{path} has {WEIGHTS}, but no {CONFIG}: copy that file there too; it has the scaling of the weights"
+        return f"{path} has {WEIGHTS}, but no {CONFIG}: copy that file there too; it contains the adapter's scaling"
     return f"{path / CONFIG} does not exist: {_NEEDED}"
 
 
 def is_hub_id(named: str | Path) -> bool:
-    """Whether this may be a repository of the hub; an existing path of the same form takes precedence."""
+    """Return whether this can be the id of a hub repository; an existing path of the same form takes precedence."""
     return isinstance(named, str) and _HUB_ID.fullmatch(named) is not None and not Path(named).exists()
 
 
@@ -95,7 +94,7 @@ def cached_snapshot(name: str, kind: str, config: str, error: type[ValueError]) 
 
     `kind`: "model" or "adapter"; `config`: a file that must exist. Raises `error`, with the command to download it.
     """
-    from huggingface_hub import snapshot_download  # comes with tokenizers; a start from a directory does without it
+    from huggingface_hub import snapshot_download  # imported here: a start from a directory does not need it
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     local = f"{kind}s/{name.rpartition('/')[2]}"
@@ -116,7 +115,7 @@ def cached_snapshot(name: str, kind: str, config: str, error: type[ValueError]) 
 
 
 def _refuse_adapter(directory: Path) -> None:
-    """Raise ConfigError for an adapter in place of a model."""
+    """Raise ConfigError if the directory contains an adapter instead of a model."""
     if (directory / "config.json").is_file() or not (directory / CONFIG).is_file():
         return
     config = read_json_object(directory / CONFIG, ConfigError, "download it again")
@@ -129,7 +128,7 @@ def _refuse_adapter(directory: Path) -> None:
 
 
 def _refuse_gguf(directory: Path, files: list[Path]) -> None:
-    """Raise ConfigError for a model that exists as GGUF only."""
+    """Raise ConfigError for a model that exists only as GGUF."""
     if not files or (directory / "config.json").is_file():
         return
     raise ConfigError(
@@ -155,5 +154,5 @@ def gguf_conversion(directory: Path, file: str) -> str:
 
 
 def _in_quotes(code: str) -> str:
-    """Escape code for a shell's double quotes."""
+    """Return code escaped for a shell's double quotes."""
     return re.sub(r'(["$`\\])', r"\\\1", code)

@@ -1,9 +1,8 @@
-"""PEFT's matching of module names, for rank_pattern, alpha_pattern, target_modules and exclude_modules
-(peft.utils.other, peft.tuners.tuners_utils).
+"""PEFT's matching of module names, for rank_pattern, alpha_pattern, target_modules and exclude_modules.
 
-Patterns come from untrusted files, and Python's `re` can be made to run for hours while it holds the interpreter. So
-RE2 matches them in linear time. It has no look-around and no backreferences, and agrees with `re` on module names
-except for the spellings in `_OTHER_MEANING`.
+The rules are those of peft.utils.other and peft.tuners.tuners_utils. Patterns are from untrusted files, and some make
+Python's `re` run for hours while it holds the GIL. So RE2 matches them, in linear time. RE2 has no look-around and no
+backreferences; on module names it agrees with `re` except for the syntax in `_OTHER_MEANING`.
 """
 
 import re
@@ -13,9 +12,9 @@ from typing import Any
 MAX_PATTERNS = 1024
 MAX_PATTERN_LENGTH = 2048
 MAX_PROGRAM = 2048
-"""Instructions of one pattern as RE2 compiles it: `x{1000}` is short to write."""
+"""Maximum instructions of one pattern compiled by RE2: a short pattern such as `x{1000}` can have many."""
 MAX_PROGRAMS = 1 << 16
-"""The same of all patterns of one adapter together."""
+"""Maximum instructions of all patterns of one adapter."""
 MEMORY = 1 << 20
 ALL_LINEAR = "all-linear"
 _OTHER_MEANING = ("{,", "[:", "\\Q", "\\C", "\\p", "\\P", "\\z", "\\x{")
@@ -24,15 +23,15 @@ _REMEDY = "list the modules by name"
 
 
 class PatternError(ValueError):
-    """A pattern that cannot be used, with the reason but without the pattern."""
+    """A pattern cannot be used; the message has the reason but not the pattern."""
 
 
 class LookAroundError(PatternError):
-    """A pattern with look-ahead or look-behind, which `re` accepts and RE2 does not."""
+    """A pattern has look-ahead or look-behind, which `re` supports and RE2 does not."""
 
 
 class PeftPatterns:
-    """The patterns of one adapter_config.json, each compiled once and limited in total."""
+    """The patterns of one adapter_config.json; each is compiled once, and their total size is limited."""
 
     def __init__(self) -> None:
         self._compiled: dict[tuple[str, bool], Any] = {}
@@ -48,7 +47,7 @@ class PeftPatterns:
     def targeted(
         self, module: str, target_modules: Any, exclude_modules: Any, layers: Any, layers_pattern: Any
     ) -> bool:
-        """Whether an adapter_config.json applies LoRA to `module`, a projection of a layer. Raises PatternError."""
+        """Return whether an adapter_config.json applies LoRA to `module`, a layer's projection. Raises PatternError."""
         if exclude_modules and self._named(module, exclude_modules):
             return False
         if isinstance(target_modules, str):
@@ -65,8 +64,8 @@ class PeftPatterns:
     def compile(self, pattern: str, groups: bool = False) -> Any:
         """Return the pattern as an RE2 object with `match` and `fullmatch`; `groups`: keep its groups.
 
-        Raises PatternError for patterns that RE2 lacks or reads differently from `re`, and for too long or too many
-        ones.
+        Raises PatternError for syntax that RE2 does not support or that means something else in `re`, and for patterns
+        that are too long or too many.
         """
         found = self._compiled.get((pattern, groups))
         if found is None:
@@ -75,7 +74,7 @@ class PeftPatterns:
             found = self._compiled[pattern, groups] = _compile(pattern, groups)
             self._instructions += found.programsize
             if self._instructions > MAX_PROGRAMS:
-                raise PatternError(f"the patterns are too large together: {_REMEDY}")
+                raise PatternError(f"the patterns are too complex in total: {_REMEDY}")
         return found
 
     def _named(self, module: str, names: str | Collection[str]) -> bool:
@@ -91,7 +90,7 @@ class PeftPatterns:
         for pattern in patterns:
             compiled = self.compile(rf"(?:^|.*?\.){pattern}\.(?P<index>\d+)\.", groups=True)
             found = compiled.match(module)
-            if found and found[compiled.groups] is not None:  # the last group is ours
+            if found and found[compiled.groups] is not None:  # the last group is the index
                 return int(found[compiled.groups])
         return None
 
@@ -106,15 +105,15 @@ def _suffixes(module: str) -> Iterator[str]:
 
 def _compile(pattern: str, groups: bool) -> Any:
     try:
-        import re2  # most adapters list their modules by name and need no patterns
+        import re2  # imported here: most adapters list their modules by name and do not need it
     except ImportError:
         raise PatternError(f"patterns need the package google-re2: install it, or {_REMEDY}") from None
     if len(pattern) > MAX_PATTERN_LENGTH:
         raise PatternError(f"a pattern of more than {MAX_PATTERN_LENGTH} characters: {_REMEDY}")
     if not pattern.isascii() or not pattern.isprintable():
-        raise PatternError(f"a pattern has characters that no module's name has: {_REMEDY}")
+        raise PatternError(f"a pattern has characters that cannot be in a module's name: {_REMEDY}")
     if any(spelling in pattern for spelling in _LOOK_AROUND):
-        raise LookAroundError(f"a pattern looks ahead or back, which takes more than linear time: {_REMEDY}")
+        raise LookAroundError(f"a pattern has look-ahead or look-behind, which is not supported: {_REMEDY}")
     if any(spelling in pattern for spelling in _OTHER_MEANING):
         raise PatternError(f"a pattern has one of {' '.join(_OTHER_MEANING)}, which are not supported: {_REMEDY}")
     options = re2.Options()
@@ -124,13 +123,13 @@ def _compile(pattern: str, groups: bool) -> Any:
     try:
         compiled = re2.compile(pattern, options)
     except re2.error as problem:
-        raise PatternError(f"a pattern is no supported regular expression ({_reason(problem)}): {_REMEDY}") from None
+        raise PatternError(f"a pattern is not a supported expression ({_reason(problem)}): {_REMEDY}") from None
     if compiled.programsize > MAX_PROGRAM:
         raise PatternError(f"a pattern has too many repeats: {_REMEDY}")
     return compiled
 
 
 def _reason(problem: Exception) -> str:
-    """Return RE2's message without the part of the pattern in it."""
+    """Return RE2's message without its quotation of the pattern."""
     text = problem.args[0] if problem.args else b""
     return str(text.decode("ascii", "replace") if isinstance(text, bytes) else text).partition(":")[0]

@@ -1,7 +1,7 @@
 """`quantization_config`: checkpoints with projections stored in eight bits by llm-compressor (compressed-tensors).
 
-Supported are W8A8 in int8, and FP8-dynamic: one scale for each output channel, activations quantized by token. Such
-weights are used unchanged. Projections in `ignore` are in 16 bits. Needs no torch.
+W8A8 in int8 and FP8-dynamic are supported: weights with one scale per output channel, which are used unchanged, and
+activations with one scale per token. Projections in `ignore` have 16 bits. This file does not import torch.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,12 +19,13 @@ _FLOATING = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _FORMATS = {"int-quantized": ("int8", "int"), "float-quantized": ("fp8", "float")}
 _HEAD = "lm_head"
 _PATTERN = "re:"
-_REMEDY = "use the bf16 original, Sidestream quantizes it while loading"
+_REMEDY = "use the original checkpoint in bf16; Sidestream quantizes it at load time"
 
 
 def stored_dtype(directory: Path) -> str | None:
-    """Return the dtype of a checkpoint's first floating-point tensor, as transformers does without one in config.json;
-    None without readable weights.
+    """Return the dtype of a checkpoint's first floating-point tensor; None without readable weights.
+
+    transformers uses it for a config.json without a dtype.
     """
     single = directory / "model.safetensors"
     for path in [single] if single.exists() else sorted(directory.glob("model*.safetensors"))[:1]:
@@ -38,8 +39,9 @@ def stored_dtype(directory: Path) -> str | None:
 
 
 def stored_format(fields: Mapping[str, Any]) -> str:
-    """Return "int8" or "fp8" for a checkpoint stored so, "" for 16 or 32 bits. Raises ConfigError for other
-    quantization.
+    """Return the format of a checkpoint's projections: "int8", "fp8", or "" for 16 or 32 bits.
+
+    Raises ConfigError for any other quantization.
     """
     config = fields.get("quantization_config")
     if not config:
@@ -47,15 +49,15 @@ def stored_format(fields: Mapping[str, Any]) -> str:
     method = config.get("quant_method") if isinstance(config, Mapping) else None
     if not isinstance(config, Mapping) or method != "compressed-tensors":
         raise ConfigError(
-            f"quantization_config: quant_method {method!r} is not served, only compressed-tensors: {_REMEDY}"
+            f"quantization_config: quant_method {method!r} is not supported, only compressed-tensors: {_REMEDY}"
         )
     groups = config.get("config_groups")
     group = next(iter(groups.values())) if isinstance(groups, Mapping) and len(groups) == 1 else None
     known = _FORMATS.get(str(config.get("format")))
     if known is None or not isinstance(group, Mapping) or group.get("targets") != ["Linear"]:
         raise ConfigError(
-            f"quantization_config: format {config.get('format')!r} is not served; int-quantized and float-quantized "
-            f"are, with one group for all linear layers: {_REMEDY}"
+            f"quantization_config: format {config.get('format')!r} is not supported, only int-quantized and "
+            f"float-quantized with one group for all linear layers: {_REMEDY}"
         )
     name, kind = known
     both = {"num_bits": 8, "type": kind, "symmetric": True}
@@ -63,18 +65,18 @@ def stored_format(fields: Mapping[str, Any]) -> str:
     _expect(group.get("input_activations"), "input_activations", {**both, "strategy": "token", "dynamic": True})
     for part in ("output_activations", "kv_cache_scheme"):
         if group.get(part) or config.get(part):
-            raise ConfigError(f"quantization_config: {part} is set, which is not served: {_REMEDY}")
+            raise ConfigError(f"quantization_config: {part} is set, which is not supported: {_REMEDY}")
     if not fields.get("tie_word_embeddings") and not _ignored(config, [_HEAD]):
         raise ConfigError(
-            f"quantization_config: ignore does not name {_HEAD}, and a head in eight bits is not served: {_REMEDY}"
+            f"quantization_config: ignore does not list {_HEAD}, but a head in eight bits is not supported: {_REMEDY}"
         )
     return name
 
 
 def modules_in_16_bits(fields: Mapping[str, Any], modules: Iterable[str]) -> tuple[str, ...]:
-    """Return those of `modules` (stored full names) that `ignore` leaves in 16 bits, in order.
+    """Return those of `modules` (full names in the checkpoint) that `ignore` leaves in 16 bits, in order.
 
-    Raises ConfigError if it has only some of the projections of one GEMM.
+    Raises ConfigError if `ignore` lists only some of the projections of one GEMM.
     """
     modules = list(modules)
     found = _ignored(fields["quantization_config"], modules)
@@ -84,21 +86,22 @@ def modules_in_16_bits(fields: Mapping[str, Any], modules: Iterable[str]) -> tup
             plain = [part for part in group if f"{home}.{part}" in found]
             if name == group[0] and 0 < len(plain) < len(group):
                 raise ConfigError(
-                    f"quantization_config: ignore leaves {plain[0]} of {home} in 16 bits and not all of "
+                    f"quantization_config: ignore leaves {plain[0]} of {home} in 16 bits, but not all of "
                     f"{', '.join(group)}, which are computed together: {_REMEDY}"
                 )
     return tuple(module for module in modules if module in found)
 
 
 def _ignored(config: Mapping[str, Any], modules: Iterable[str]) -> frozenset[str]:
-    """Return those of `modules` in `ignore`: by full name, or by a pattern from the beginning. Unknown names are
-    skipped.
+    """Return those of `modules` that `ignore` lists, by full name or by a pattern that matches from the start.
+
+    Entries that match no module are ignored.
     """
     entries = config.get("ignore", [_HEAD])
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
         raise ConfigError(f"quantization_config: ignore must be a list of names, not {entries!r}: correct config.json")
     names = {entry for entry in entries if not entry.startswith(_PATTERN)}
-    patterns = PeftPatterns()  # untrusted, matched by RE2 in linear time
+    patterns = PeftPatterns()  # the file is untrusted: RE2 matches in linear time
     try:
         compiled = [patterns.compile(entry.removeprefix(_PATTERN)) for entry in entries if entry.startswith(_PATTERN)]
     except PatternError as problem:

@@ -1,4 +1,4 @@
-"""Read one .safetensors file: the header first, data through a memory map; or bytes, with a check of their values."""
+"""One .safetensors file: tensors through a memory map; helpers that read bytes and check their values."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ from .untrusted_files import LFS_POINTER, is_lfs_pointer
 
 FLOATING = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 LARGEST = 1 << 16
-"""Magnitudes are below this, as in fp16: no trained weight comes near, and larger ones overflow in the model."""
+"""Bound of magnitudes, about fp16's: trained weights are far smaller, and larger ones overflow in the model."""
 _EXPONENT = {
     torch.bfloat16: (np.uint16, np.int16, 0x4780),
     torch.float16: (np.uint16, np.int16, 0x7C00),
@@ -21,7 +21,7 @@ _EXPONENT = {
 
 
 class SafetensorsFile:
-    """The tensors of one file. Opening reads the header only and checks the file's length against it."""
+    """The tensors of one file. The constructor reads the header only and checks the file's length against it."""
 
     def __init__(self, path: Path, error: type[ValueError], remedy: str) -> None:
         self.path = path
@@ -43,7 +43,7 @@ class SafetensorsFile:
             raise error(f"{path.name} is damaged or truncated ({problem}): {remedy}") from None
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return one tensor, a view of the memory map: read when touched, not to be written."""
+        """Return one tensor, a view of the memory map: pages are read on first access. Do not write to it."""
         try:
             return self._handle.get_tensor(name)
         except (OSError, SafetensorError) as problem:
@@ -59,19 +59,20 @@ class SafetensorsFile:
 
 
 def read_fully(handle: int, target: NDArray[np.uint8], offset: int) -> None:
-    """Fill `target` from a file descriptor's bytes at `offset`. Raises EOFError for a shorter file, and OSError."""
+    """Fill `target` with a file's bytes at `offset`. Raises EOFError for a shorter file, and OSError."""
     done = 0
     while done < target.size:
         count = os.preadv(handle, [target[done:].data], offset + done)
         if not count:
-            raise EOFError("it has become shorter")
+            raise EOFError("it became shorter while it was read")
         done += count
 
 
 def in_range(data: NDArray[np.uint8], dtype: torch.dtype) -> bool:
-    """Whether every value of `dtype` among these bytes is a number of a magnitude below LARGEST.
+    """Return whether every value of `dtype` in these bytes is finite, with a magnitude below LARGEST.
 
-    As integers all other values are the largest: from `exponent` on, or with a sign as unsigned. So two maxima decide.
+    The bits of any other value are at least `exponent` as a signed integer or, with the sign bit, at least
+    `sign + exponent` as an unsigned one. So two maxima are enough.
     """
     unsigned, signed, exponent = _EXPONENT[dtype]
     sign = 1 << (8 * dtype.itemsize - 1)

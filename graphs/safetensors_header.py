@@ -1,4 +1,4 @@
-"""Header of an adapter's .safetensors file, validated to describe the whole file."""
+"""Header of an adapter's .safetensors file; validated, so that its tensors cover the whole file without gaps."""
 
 import hashlib
 import json
@@ -13,15 +13,15 @@ import msgspec
 from .untrusted_files import LFS_POINTER, FileRefusedError, is_lfs_pointer, name_of, open_regular
 
 ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
-"""Of the dtypes that adapters may have, spelled as in the file."""
+"""Dtype of an adapter's tensors, spelled as in the file -> bytes of an element."""
 _HEADER_BYTES = 64 << 10
-_HEADER_BYTES_PER_TENSOR = 256  # some 170 in PEFT's files
+_HEADER_BYTES_PER_TENSOR = 256  # PEFT's files have about 170
 _MOST_DIMENSIONS = 8
 _LARGEST_SIZE = 1 << 48
 
 
 class Place(NamedTuple):
-    """One tensor; its bytes are `first` to `last` (exclusive) of the file."""
+    """Dtype, shape and location of one tensor: bytes `first` to `last` (exclusive) of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -30,17 +30,23 @@ class Place(NamedTuple):
 
 
 class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file of `size` bytes with `header` bytes before the data; `header_sum` is their sha256 (hex)."""
+    """Sizes and tensors of a file.
+
+    size        bytes of the file
+    header      bytes before the data
+    header_sum  sha256 (hex) of these
+    places      tensor name -> location
+    """
 
     size: int
     header: int
     header_sum: str
     places: dict[str, Place]
 
-    def lies_inside(self, name: str) -> bool:
-        """Whether the tensor has a floating dtype and the right number of bytes inside the file's data.
+    def is_inside_file(self, name: str) -> bool:
+        """Return whether the tensor has a floating dtype and the right number of bytes within the file's data.
 
-        True after `read_layout`; for layouts from another process.
+        `read_layout` checks this; call it on layouts from another process.
         """
         dtype, shape, first, last = self.places[name]
         return (
@@ -52,9 +58,9 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def open_file(path: Path, error: type[ValueError], remedy: str, roots: Sequence[Path] | None = None) -> int:
-    """Return a file descriptor for reading. `roots`: directories, one of which must contain the file.
+    """Return a file descriptor for reading. `roots`: directories; the file must be inside one of them (None: anywhere).
 
-    Every fault is raised as `error`, with `remedy`.
+    Every failure is raised as `error`, with `remedy`.
     """
     try:
         return open_regular(path, roots)
@@ -72,19 +78,25 @@ def damaged(path: Path, error: type[ValueError], remedy: str, problem: object) -
 
 
 class _TooManyTensorsError(ValueError):
-    """A header with more tensors than allowed."""
+    """A header describes more tensors than allowed."""
 
 
 def read_layout(
-    path: Path, error: type[ValueError], remedy: str, most: int, roots: Sequence[Path] | None = None, *, foreign: str
+    path: Path,
+    error: type[ValueError],
+    remedy: str,
+    max_tensors: int,
+    roots: Sequence[Path] | None = None,
+    *,
+    foreign: str,
 ) -> Layout:
-    """Read the header. `most`: allowed number of tensors, which limits the header's size.
+    """Read and validate the header. `max_tensors` also limits the header's size.
 
-    Faults are raised as `error`: too many tensors with the text `foreign`, all others with `remedy`.
+    Failures are raised as `error`: too many tensors with the remedy `foreign`, all others with `remedy`.
     """
     handle = open_file(path, error, remedy, roots)
     try:
-        return _parse(handle, os.fstat(handle).st_size, most)
+        return _parse(handle, os.fstat(handle).st_size, max_tensors)
     except _TooManyTensorsError as problem:
         raise error(f"{path.name} has {problem}: {foreign}") from None
     except (OSError, EOFError, ValueError) as problem:
@@ -95,24 +107,26 @@ def read_layout(
         os.close(handle)
 
 
-def _parse(handle: int, size: int, most: int) -> Layout:
-    """Raise ValueError for other files, _TooManyTensorsError for more than `most` tensors."""
+def _parse(handle: int, size: int, max_tensors: int) -> Layout:
+    """Return the layout. Raises ValueError for an invalid header, _TooManyTensorsError for too many tensors."""
     length = int.from_bytes(_read(handle, 8, 0), "little")
-    longest = _HEADER_BYTES + _HEADER_BYTES_PER_TENSOR * most
+    longest = _HEADER_BYTES + _HEADER_BYTES_PER_TENSOR * max_tensors
     if length > size - 8 or (length > longest and _read(handle, 1, 8) != b"{"):
         raise ValueError(f"a header of {length} bytes in a file of {size}")
     if length > longest:
-        raise _TooManyTensorsError(f"a header of {length} bytes, and {longest} are the most for {most} tensors")
+        raise _TooManyTensorsError(
+            f"a header of {length} bytes; at most {longest} are allowed for {max_tensors} tensors"
+        )
     header = _read(handle, 8 + length, 0)
     try:
         entries = json.loads(header[8:])
     except (ValueError, RecursionError):  # JSONDecodeError and UnicodeDecodeError are ValueErrors
         raise ValueError("its header is not JSON") from None
     if not isinstance(entries, dict):
-        raise ValueError("its header is no object")
+        raise ValueError("its header is not a JSON object")
     entries.pop("__metadata__", None)
-    if len(entries) > most:
-        raise _TooManyTensorsError(f"{len(entries)} tensors, and {most} are the most")
+    if len(entries) > max_tensors:
+        raise _TooManyTensorsError(f"{len(entries)} tensors; at most {max_tensors} are allowed")
     places = {name: _place(name, entry, len(header)) for name, entry in entries.items()}
     end = len(header)
     for place in sorted(places.values(), key=lambda place: place[2:]):
@@ -129,7 +143,7 @@ def _read(handle: int, count: int, offset: int) -> bytes:
     while len(found) < count:
         part = os.pread(handle, count - len(found), offset + len(found))
         if not part:
-            raise EOFError("it has become shorter")
+            raise EOFError("it became shorter while it was read")
         found += part
     return found
 
@@ -142,7 +156,7 @@ def _place(name: str, entry: Any, start: int) -> Place:
     if len(shape) > _MOST_DIMENSIONS or not all(
         type(size) is int and 0 <= size < _LARGEST_SIZE for size in (*shape, first, last)
     ):
-        raise ValueError(f"tensor {name_of(name)} has sizes that are no counts")
+        raise ValueError(f"tensor {name_of(name)} has invalid sizes")
     if dtype in ITEM_BYTES and last - first != math.prod(shape) * ITEM_BYTES[dtype]:
         raise ValueError(f"tensor {name_of(name)} has {last - first} bytes")
     return Place(dtype, shape, start + first, start + last)

@@ -1,8 +1,8 @@
-"""Open files from untrusted users, and limit what errors quote of them.
+"""Open files from untrusted users, and limit the text that errors quote from them.
 
-Only regular files in allowed directories are opened: a name may link to an endless device, a pipe that never answers,
-or a private file. Kind and location are checked before and after opening. Errors quote names that look like names, and
-values that are known words or numbers; everything else is only described, so that no message leaks a file's text.
+Only regular files in allowed directories are opened: a path may link to an endless device, a pipe that blocks, or a
+private file. Kind and location are checked before and after opening. Errors quote plausible names, numbers, and values
+from a fixed list; everything else is only described, so that no message leaks a file's text.
 """
 
 import os
@@ -19,13 +19,13 @@ LFS_POINTER = "is a pointer of Git LFS, not the file itself: run `git lfs pull` 
 
 
 class FileRefusedError(ValueError):
-    """A file that is not regular or not in an allowed directory. The message has no path."""
+    """A file is not regular, or not in an allowed directory. The message does not contain the path."""
 
 
 def open_regular(path: Path, roots: Sequence[Path] | None = None) -> int:
     """Return a file descriptor for reading the regular file `path`; never blocks.
 
-    `roots`: resolved directories, one of which must contain the file after all links; None: anywhere. Raises
+    `roots`: resolved directories; after all links, the file must be inside one of them (None: anywhere). Raises
     FileRefusedError and OSError.
     """
     real = os.path.realpath(path)
@@ -34,7 +34,7 @@ def open_regular(path: Path, roots: Sequence[Path] | None = None) -> int:
     handle = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC)
     try:
         _check_kind(os.fstat(handle))
-        if roots is not None:  # a directory on the way may have been exchanged meanwhile
+        if roots is not None:  # a directory in the path may have been replaced after the first check
             _check_place(os.readlink(f"/proc/self/fd/{handle}"), roots)
     except BaseException:
         os.close(handle)
@@ -42,15 +42,15 @@ def open_regular(path: Path, roots: Sequence[Path] | None = None) -> int:
     return handle
 
 
-def read_bounded(path: Path, most: int, roots: Sequence[Path] | None = None) -> bytes | None:
-    """Return the content of a regular file; None when it has more than `most` bytes. Raises as `open_regular`."""
+def read_bounded(path: Path, max_bytes: int, roots: Sequence[Path] | None = None) -> bytes | None:
+    """Return the content of a regular file; None if it is larger than `max_bytes`. Raises like `open_regular`."""
     with open(open_regular(path, roots), "rb") as file:
-        content = file.read(most + 1)
-    return content if len(content) <= most else None
+        content = file.read(max_bytes + 1)
+    return content if len(content) <= max_bytes else None
 
 
 def is_lfs_pointer(path: Path, roots: Sequence[Path] | None = None) -> bool:
-    """Whether the file is git's placeholder for a file that Git LFS has not fetched."""
+    """Return whether the file is a placeholder for a file that Git LFS has not fetched."""
     try:
         with open(open_regular(path, roots), "rb") as file:
             return file.read(len(_LFS)) == _LFS
@@ -58,17 +58,17 @@ def is_lfs_pointer(path: Path, roots: Sequence[Path] | None = None) -> bool:
         return False
 
 
-def read_start(path: Path, most: int, roots: Sequence[Path] | None = None) -> bytes:
-    """Return the first `most` bytes of a regular file, b"" without a file. Raises as `open_regular`."""
+def read_start(path: Path, max_bytes: int, roots: Sequence[Path] | None = None) -> bytes:
+    """Return the first `max_bytes` bytes of a regular file; b"" if it does not exist. Raises like `open_regular`."""
     if not path.exists():
         return b""
     with open(open_regular(path, roots), "rb") as file:
-        return file.read(most)
+        return file.read(max_bytes)
 
 
 def _check_place(real: str, roots: Sequence[Path] | None) -> None:
     if roots is not None and not any(Path(real).is_relative_to(root) for root in roots):
-        raise FileRefusedError("leads outside the directories from which adapters may be loaded")
+        raise FileRefusedError("is outside the directories from which adapters may be loaded")
 
 
 def _check_kind(found: os.stat_result) -> None:
@@ -77,12 +77,12 @@ def _check_kind(found: os.stat_result) -> None:
 
 
 def name_of(text: str) -> str:
-    """Return a field's or tensor's name, quoted if it looks like one."""
+    """Return the name of a field or tensor in quotes if it is a plausible one, else only its length."""
     return repr(text) if _NAME.fullmatch(text) else f"(a name of {len(text)} characters)"
 
 
 def value_of(value: object, known: Collection[str] = ()) -> str:
-    """Return a field's value if it is None, a number or one of the `known` words; else its kind."""
+    """Return a field's value if it is None, a number or one of the words in `known`; else a description of its type."""
     if value is None or isinstance(value, (bool, float)) or (isinstance(value, int) and abs(value) < _LARGEST):
         return repr(value)
     if isinstance(value, str) and value in known:

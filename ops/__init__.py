@@ -6,7 +6,7 @@ attention        paged attention, and every op that reads or writes the KV cache
 linear           8-bit linears, their kernels, and the tables that choose among them
 lora             LoRA of mixed adapters: plan, shrink, expand
 elementwise      one row at a time: norms, SiLU * mul, quantizers, embedding, sampling
-spec_decode      drafts: make them from past tokens, place them in a step's inputs, accept them
+spec_decode      drafts: copy them from past tokens, write them to a step's inputs, accept them
 decoder_block    a decode layer between two attentions as one launch
 collectives      collectives of a tensor-parallel group
 

@@ -1,4 +1,4 @@
-"""Bytes, and multiply-adds by width of their operands, of a step, from its shapes.
+"""Bytes of a step, and its FLOPs by the width of their operands, from its shapes.
 
 Of large tables only the accessed part counts: embedding rows by token, KV pages by context, adapter stacks by active
 adapters. A bucket does not determine contexts and active adapters: see `Assumptions`.
@@ -18,16 +18,16 @@ from ..program.buffers import View, views_in
 from ..program.calls import overload_of, traits_of
 from ..program.program import Program, Step
 
-PAGE_AXIS = 3  # tokens of a page in [pages, kv heads, 2, tokens, ...]
+PAGE_AXIS = 3  # axis of a page's tokens in [pages, kv heads, 2, tokens, ...]
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Properties besides shapes that determine a step's cost.
+    """Properties that determine a step's cost, in addition to its shapes.
 
-    context   cached tokens of each sequence, this step's included; None: half of the block table's reach, at least the
-              step's own tokens
-    adapters  different adapters in the batch; None: the minimum of slots and sequences
+    context   cached tokens of each sequence, this step's included; None: half of the tokens that the block table
+              addresses, but at least the step's own tokens
+    adapters  number of different adapters in the batch; None: the minimum of slots and sequences
     """
 
     context: int | None = None
@@ -44,7 +44,7 @@ class Assumptions:
         return min(reach, max(own, reach // 2 if self.context is None else self.context))
 
     def adapters_of(self, program: Program, slots: int) -> int:
-        """Return the number of active adapters of `slots`."""
+        """Return the number of active adapters, with `slots` adapter slots."""
         if program.bucket is None:
             return slots if self.adapters is None else min(slots, self.adapters)
         most = min(slots, program.bucket.sequences)
@@ -56,8 +56,11 @@ DEFAULT = Assumptions()
 
 @dataclass(frozen=True)
 class Work:
-    """`bytes` read and written; `flops` by bytes of an operand's element (1: FP8, 2: 16-bit, 4: fp32 multiply-adds
-    times two); `link_bytes` from other GPUs.
+    """The work of a step.
+
+    bytes       bytes read and written
+    flops       bytes of an operand's element (1: 8-bit, 2: 16-bit, 4: fp32) -> FLOPs, two per multiply-add
+    link_bytes  bytes read from other GPUs
     """
 
     bytes: int
@@ -66,17 +69,17 @@ class Work:
 
     @property
     def total_flops(self) -> float:
-        """All floating-point operations."""
+        """FLOPs of all widths."""
         return sum(self.flops.values())
 
 
 def work(program: Program, step: Step, assume: Assumptions = DEFAULT) -> Work:
-    """Return bytes and FLOPs of a step; each tensor counts once, since caches serve repeated reads."""
+    """Return bytes and FLOPs of a step; each tensor counts once, since repeated reads hit the cache."""
     return Work(step_bytes(program, step, assume), _flops(program, step, assume), link_bytes(program, step))
 
 
 def step_bytes(program: Program, step: Step, assume: Assumptions = DEFAULT) -> int:
-    """Return the bytes that a step reads and writes, each tensor once; of tables, caches and stacks the used part."""
+    """Return the bytes that a step reads and writes: each tensor once, but only used parts of tables and caches."""
     total = sum(int(_view_bytes(program, view) * _written(program, step, view, assume)) for view in step.outs)
     return total + sum(moved for _, moved in argument_bytes(program, step, assume))
 
@@ -87,7 +90,7 @@ def link_bytes(program: Program, step: Step) -> int:
         return 0
     arguments = dict(named_arguments(step))
     nbytes, world = part_and_world(program, step)
-    if "partial" not in arguments:  # all that the others have
+    if "partial" not in arguments:  # an all-gather reads the parts of all other ranks
         return (world - 1) * nbytes
     eight_bits = arguments.get("spread") and not arguments.get("keep")
     gathered = nbytes // itemsize(program, arguments["partial"]) if eight_bits else nbytes
@@ -95,12 +98,12 @@ def link_bytes(program: Program, step: Step) -> int:
 
 
 def part_and_world(program: Program, step: Step) -> tuple[int, int]:
-    """Return the bytes of a rank's operand of a collective, and the number of ranks."""
+    """Return (bytes of a rank's operand of a collective, number of ranks)."""
     return _view_bytes(program, next(step.inputs())), world_of(dict(named_arguments(step))["group"])
 
 
 def argument_bytes(program: Program, step: Step, assume: Assumptions = DEFAULT) -> Iterator[tuple[View, int]]:
-    """Yield each tensor that a step reads or changes in place, with its bytes moved."""
+    """Yield each tensor that a step reads or changes in place, with the number of bytes moved."""
     seen: set[View] = set()
     for name, value in named_arguments(step):
         for view in views_in(value):
@@ -110,14 +113,14 @@ def argument_bytes(program: Program, step: Step, assume: Assumptions = DEFAULT) 
 
 
 def must_read(program: Program, step: Step, assume: Assumptions = DEFAULT) -> Iterator[tuple[str, int]]:
-    """Yield (buffer, bytes) of weights, adapter stacks and KV cache, which no fusion saves from reading."""
+    """Yield (buffer, bytes) of weights, adapter stacks and KV cache: no fusion makes these reads unnecessary."""
     for view, moved in argument_bytes(program, step, assume):
         if program.by_name[view.buffer].kind in ("weight", "adapter") or _is_cache(view):
             yield view.buffer, moved
 
 
 def named_arguments(step: Step) -> list[tuple[str, Any]]:
-    """Return a step's arguments with the names of its op's schema ("" for further ones)."""
+    """Return a step's arguments with their names in the op's schema ("" for arguments that it does not name)."""
     names = _argument_names(step.op)
     return [*zip((*names, *("" for _ in step.args[len(names) :])), step.args, strict=False), *step.kwargs]
 
@@ -128,7 +131,7 @@ def _argument_names(op: str) -> tuple[str, ...]:
 
 
 def windows_of(program: Program) -> dict[int, int]:
-    """Return window of attention -> number of the program's steps with it."""
+    """Return attention window -> number of the program's steps with this window."""
     found = Counter(dict(named_arguments(step)).get("window", 0) for step in program.steps)
     return {window: count for window, count in sorted(found.items()) if window}
 
@@ -161,7 +164,7 @@ def _wide_tokens(view: View) -> int:
 
 
 def _widened(program: Program, step: Step, assume: Assumptions) -> int:
-    """Return the cached tokens that widen_kv converts, where a step makes or reads its result: all that fit."""
+    """Return the cached tokens that widen_kv converts (all that fit), for a step that writes or reads its result."""
     wide = step.outs[0] if traits_of(step.op).kind == "widen_kv" else dict(named_arguments(step)).get("wide")
     if not isinstance(wide, View):
         return 0
@@ -190,7 +193,7 @@ def _touched(program: Program, step: Step, name: str, view: View, assume: Assump
 
 
 def _read_context(program: Program, step: Step, assume: Assumptions) -> float:
-    """Return the cached tokens of each sequence that attention reads: all, or those in the windows of its queries."""
+    """Return the cached tokens per sequence that attention reads: all, or those in the windows of its queries."""
     context, arguments = assume.context_of(program), dict(named_arguments(step))
     if not arguments.get("window"):
         return context
@@ -212,7 +215,10 @@ def _sequences(program: Program, step: Step) -> int:
 
 
 def _flops(program: Program, step: Step, assume: Assumptions) -> dict[int, float]:
-    """Return two per multiply-add of a matrix product; element-wise arithmetic is covered by its bytes."""
+    """Return the FLOPs of a step's matrix products by width, two per multiply-add.
+
+    Element-wise arithmetic does not count, since its bytes take longer.
+    """
     arguments = dict(named_arguments(step))
     if "block_table" in arguments:
         return _attention_flops(program, step, arguments, assume)
@@ -228,7 +234,7 @@ def _flops(program: Program, step: Step, assume: Assumptions) -> dict[int, float
             tokens = program.bucket.tokens if program.bucket is not None else rows
             read = arguments.get("x")
             narrow = "rank_step" in arguments or (read is not None and itemsize(program, read) == 1)
-            width = width if narrow else max(2, width)  # an eight-bit stack alone is widened
+            width = width if narrow else max(2, width)  # an eight-bit stack is widened for 16-bit activations
             counted[width] = counted.get(width, 0.0) + 2.0 * tokens * prod(view.shape[1:])
     return counted
 
@@ -236,7 +242,7 @@ def _flops(program: Program, step: Step, assume: Assumptions) -> dict[int, float
 def _attention_flops(
     program: Program, step: Step, arguments: Mapping[str, Any], assume: Assumptions
 ) -> dict[int, float]:
-    """Return the FLOPs of scores and their product with V; in prefill a query reads half of the step's own tokens."""
+    """Return the FLOPs of scores and of their product with V; in prefill a query reads half of the step's tokens."""
     query = arguments.get("q")
     if not isinstance(query, View):
         return {}

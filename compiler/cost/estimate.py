@@ -4,9 +4,9 @@
     moving = bytes / reached bandwidth (or NVLink time, if longer),
     computing = FLOPs / reached rate
 
-The longer of the two dominates; equal ones add a quarter, since a kernel overlaps them only partly (linears of 128 and
-256 tokens, docs/measurements/tune_h200.txt). Concurrent steps of the two lanes share the memory's bandwidth; a cuBLAS
-product needs whole SMs, so the other lane idles. docs/measurements compares estimates with
+The longer of the two dominates; if they are equal the estimate is a quarter longer, since a kernel overlaps them only
+partly (linears of 128 and 256 tokens, docs/measurements/tune_h200.txt). Concurrent steps of the two lanes share the
+memory's bandwidth; a cuBLAS product needs whole SMs, so the other lane idles. docs/measurements compares estimates with
 measurements: `estimated_changes.txt` with the ablation, `cost_check_h200.txt` with whole decode steps,
 `cost_model_h200.txt` step by step for an earlier release (tools/dev/bench/cost_error.py writes the last two).
 """
@@ -21,7 +21,7 @@ from .bytes_and_flops import DEFAULT, Assumptions, Work, link_bytes, must_read, 
 from .hardware import H200, Gpu
 from .kernel_costs import FULL_ROWS, LINK_REACHED, Kind, busy_sms, extra_seconds, kind_of, takes_whole_sms
 
-# cost_check_h200.txt; changes: docs/internals.md
+# sources: cost_check_h200.txt, and for changes estimated_changes.txt
 KNOWN_ERROR = (
     "2% on average, 5% at most, over whole decode steps of Llama-3.1-8B's shape on an H200, 1 to 256 sequences; of 147 "
     "changes that were measured 138 are within 15% or 2 us a layer"
@@ -36,7 +36,7 @@ class StepCost:
     fixed    seconds of launch and latency
     seconds  the estimate
     bound    limiting part: "launch", "bytes", "NVLink" or "flops"
-    whole    it takes whole SMs, so the other lane idles
+    whole    whether it needs whole SMs, so that the other lane idles
     """
 
     work: Work
@@ -48,7 +48,7 @@ class StepCost:
 
     @property
     def reached(self) -> float:
-        """The floor's share of the estimate."""
+        """Share of the floor in the estimate."""
         return self.floor / self.seconds if self.seconds else 1.0
 
 
@@ -100,9 +100,10 @@ def _rows(step: Step) -> int:
 def estimate(
     program: Program, assume: Assumptions = DEFAULT, gpu: Gpu = H200, costs: Sequence[StepCost] | None = None
 ) -> list[Placed]:
-    """Return start and end of each step, as early as its lane and its waits allow; streaming lanes share the bandwidth.
+    """Return start and end of each step, if it starts as early as its lane and its waits allow.
 
-    `costs`: use these (such as measured ones) instead of `step_costs(...)`.
+    Lanes that stream at the same time share the bandwidth. `costs`: use these (such as measured ones) instead of
+    `step_costs(...)`.
     """
     costs = step_costs(program, assume, gpu) if costs is None else costs
     return _Lanes(program, costs, gpu).run()
@@ -114,8 +115,10 @@ def total_seconds(placed: Sequence[Placed]) -> float:
 
 
 def floor_seconds(program: Program, assume: Assumptions = DEFAULT, gpu: Gpu = H200) -> float:
-    """Return the lower bound for any schedule and fusion: weights, active adapters and cached tokens read once, all
-    FLOPs at the GPU's peak, or the bytes from other GPUs.
+    """Return the lower bound of a program's seconds, for any schedule and fusion.
+
+    It is the longest of three times: to read weights, active adapters and cached tokens once, to compute all FLOPs at
+    the GPU's peak rate, and to read the bytes from other GPUs.
     """
     needed: dict[str, int] = {}
     computing = linking = 0.0
@@ -130,7 +133,7 @@ def floor_seconds(program: Program, assume: Assumptions = DEFAULT, gpu: Gpu = H2
 
 
 def critical_path(program: Program, placed: Sequence[Placed]) -> list[int]:
-    """Return the steps that determine the program's end, in order: each time the latest predecessor."""
+    """Return the steps on the critical path, in order: each is the latest predecessor of the next one."""
     if not placed:
         return []
     before = predecessors(program)
@@ -141,7 +144,7 @@ def critical_path(program: Program, placed: Sequence[Placed]) -> list[int]:
 
 
 def predecessors(program: Program) -> list[list[int]]:
-    """Return for each step the one before it in its lane, and its waits."""
+    """Return the predecessors of each step: the previous step of its lane, and the steps for which it waits."""
     last: dict[str, int] = {}
     result = []
     for step in program.steps:
@@ -152,7 +155,7 @@ def predecessors(program: Program) -> list[list[int]]:
 
 @dataclass
 class _Running:
-    """A running step: remaining seconds of launch and latency, then of streaming (alone), and its bandwidth."""
+    """A running step: remaining seconds of launch and latency, then of streaming if it runs alone; its bandwidth."""
 
     index: int
     start: float
@@ -162,7 +165,7 @@ class _Running:
 
 
 class _Lanes:
-    """Simulate a program on two lanes, from one completion to the next."""
+    """Simulation of a program on two lanes, from event to event."""
 
     def __init__(self, program: Program, costs: Sequence[StepCost], gpu: Gpu) -> None:
         self.program, self.costs, self.gpu = program, costs, gpu
@@ -180,8 +183,8 @@ class _Lanes:
         return [self.placed[step.index] for step in self.program.steps]
 
     def _begin(self) -> None:
-        """Start steps with a free lane and finished waits; only one lane runs when a step takes whole SMs."""
-        # where both could start, the smaller kernel is on the SMs first
+        """Start steps with a free lane and finished waits; only one lane runs if a step needs whole SMs."""
+        # if both lanes could start a step, the smaller kernel occupies the SMs first
         for lane in sorted(self.queues, key=self._whole):
             if not self._ready(lane) or any(
                 self._whole(lane) or self.costs[step.index].whole for step in self.running.values()
@@ -195,7 +198,7 @@ class _Lanes:
             self.running[lane] = _Running(index, self.now, fixed, streaming, demand)
 
     def _crossing(self, lane: str, index: int, waits: Sequence[int]) -> float:
-        """Return the seconds that a wait for the other lane adds before the kernel starts."""
+        """Return the seconds that waits for the other lane add before the kernel starts."""
         if not waits:
             return 0.0
         if lane == "side":
@@ -213,7 +216,7 @@ class _Lanes:
         return bool(self.queues[lane]) and self.costs[self.queues[lane][0]].whole
 
     def _advance(self) -> None:
-        """Advance to the next moment at which a step ends or starts to stream."""
+        """Advance to the next event: a step ends, or starts to stream."""
         wanted = sum(step.demand for step in self.running.values() if step.fixed <= 0)
         speed = 1.0 if wanted <= self.peak else self.peak / wanted
         span = min(step.fixed if step.fixed > 0 else step.streaming / speed for step in self.running.values())

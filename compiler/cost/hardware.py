@@ -1,4 +1,4 @@
-"""Ceilings and fixed costs of GPUs: a table of measured ones with sources; other GPUs from their driver's figures."""
+"""Ceilings and fixed costs of GPUs: a table of measured GPUs, with sources; for others, figures from the driver."""
 
 import re
 from dataclasses import dataclass, replace
@@ -21,16 +21,15 @@ class Gpu:
     drivers_name   pattern of this GPU's names in drivers
     sms            streaming multiprocessors
     bandwidth      (SMs, TB/s) points of a loop that reads memory, interpolated linearly
-    fp8_tflops     dense tensor-core rate of 8-bit operands; f16_tflops of 16-bit ones; f32_tflops outside the tensor
-                   cores; known_rates: False if scaled from another GPU's
-    launch         seconds from a kernel's end to the next one's start inside a CUDA graph; launch_pdl with programmatic
-                   dependent launch (each in a chain of 320 empty kernels)
+    fp8_tflops     dense tensor-core rate of 8-bit operands; f16_tflops: of 16-bit operands; f32_tflops: outside the
+                   tensor cores; known_rates: False if scaled from another GPU's
+    launch         seconds from a kernel's end to the next one's start inside a CUDA graph; launch_pdl: the same with
+                   programmatic dependent launch (each in a chain of 320 empty kernels)
     fork           seconds from the main stream's event to the side stream's kernel
     join           seconds from the side stream's event to a waiting kernel of the main stream; join_launch: seconds
-    that a
-                   join always adds to a kernel launched without PDL
+                   that a join always adds to a kernel launched without PDL
     nvlink_gbs     GB/s that a kernel reads from other GPUs of the host
-    copy_gbs       GB/s of a copy from pinned host memory; copy_latency its fixed seconds
+    copy_gbs       GB/s of a copy from pinned host memory; copy_latency: its fixed seconds
     """
 
     name: str
@@ -69,7 +68,7 @@ class Gpu:
         return self.bandwidth[-1][1] * 1e12
 
     def flops_per_second(self, element_bytes: int, sms: float | None = None) -> float:
-        """Return the dense rate of `sms` SMs on operands of so many bytes (1: FP8, 2: 16 bit, 4: fp32)."""
+        """Return the dense FLOPs per second of `sms` SMs (None = all), for operands of 1, 2 or 4 (fp32) bytes."""
         rate = {1: self.fp8_tflops, 2: self.f16_tflops}.get(element_bytes, self.f32_tflops)
         return rate * 1e12 * (1.0 if sms is None else min(1.0, sms / self.sms))
 
@@ -108,7 +107,8 @@ _COPIED_BYTES, _COPIES = 1 << 28, 5
 def gpu_named(name: str) -> Gpu:
     """Return the entry for `name` ("H200", or a driver's name such as "NVIDIA H100 80GB HBM3").
 
-    Other variants of a chip, such as the H100 PCIe, have another memory. Raises UnknownGpu naming the entries.
+    Other variants of a chip, such as the H100 PCIe, have other memory and no entry. Raises UnknownGpu, which lists the
+    entries.
     """
     for gpu in GPUS.values():
         if re.fullmatch(gpu.drivers_name, name.strip(), re.IGNORECASE):
@@ -119,8 +119,10 @@ def gpu_named(name: str) -> Gpu:
 
 
 def gpu_of(device: torch.device | str = "cuda") -> Gpu:
-    """Return the figures of a CUDA device: its table entry, or else an H200's with this device's bandwidth (reported by
-    the driver, or measured by a copy) and FLOP rates scaled by the number of SMs.
+    """Return the figures of a CUDA device: its table entry, or else estimated ones.
+
+    Estimates are an H200's figures with this device's bandwidth (reported by the driver, or measured by a copy) and
+    FLOP rates scaled by the number of SMs.
     """
     found = torch.cuda.get_device_properties(device)
     try:
@@ -128,7 +130,7 @@ def gpu_of(device: torch.device | str = "cuda") -> Gpu:
     except UnknownGpu:
         pass
     clock, width = getattr(found, "memory_clock_rate", 0), getattr(found, "memory_bus_width", 0)
-    if clock and width:  # kHz and bits; two transfers a clock
+    if clock and width:  # kHz and bits; two transfers per clock
         peak = COPY_SHARE * 2 * clock * 1e3 * width / 8
         source = f"{COPY_SHARE:.0%} of the bandwidth that its driver reports"
     else:

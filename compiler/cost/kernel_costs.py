@@ -30,20 +30,19 @@ from ..program.program import Program, Step
 from .bytes_and_flops import Assumptions, itemsize, named_arguments, part_and_world
 from .hardware import Gpu
 
-FULL_ROWS = 64  # rows of activations with which what grows by row has grown
+FULL_ROWS = 64  # costs per row grow up to this number of rows of activations
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Kernels of about equal speed; an op is registered with its kind.
+    """Constants of a kind of kernels, which have about equal speed; each op is registered with its kind.
 
     latency       seconds beyond the launch of a small instance: dependency wait, first loads, the last CTA's end
-    reached       share of the memory's bandwidth in its inner loop, above 1 where rows are still in the L2 cache
+    reached       share of the memory's bandwidth in its inner loop; above 1 if rows are still in the L2 cache
     reached_flops share of the tensor cores' rate
-    per_rows      further seconds at 64 rows of activations and more, below in proportion
-    early         seconds before it waits for its predecessor (barriers, descriptors, first weights), hidden with
-    programmatic
-                  dependent launch, added without
+    per_rows      additional seconds for 64 and more rows of activations; proportional for fewer
+    early         seconds before it waits for its predecessor (barriers, descriptors, first weights): hidden by
+                  programmatic dependent launch, else added
     sm_rate       bytes per second of one SM's tensor cores; 0: more than the memory's bandwidth
     """
 
@@ -55,13 +54,13 @@ class Kind:
     sm_rate: float = 0.0
 
 
-LINK_REACHED = 0.8  # of NVLink's bandwidth, by the collectives below
-ROWS_EARLY = 1.43e-6  # of kernels that work row by row: what their predecessor's end hides
+LINK_REACHED = 0.8  # share of NVLink's bandwidth that the collectives below reach
+ROWS_EARLY = 1.43e-6  # `early` of kernels with one program per row
 KINDS: dict[str, Kind] = {
     "decoder_block": Kind(11.59e-6, 0.93, per_rows=13.61e-6, early=0.5e-6),
-    # FLOPs: near what 256 and 512 tokens reach (tune_h200.txt)
+    # FLOPs: about the share with 256 and 512 tokens (tune_h200.txt)
     "linear": Kind(1.27e-6, 1.00, 0.78, per_rows=0.55e-6, early=1.34e-6, sm_rate=67e9),
-    "plan": Kind(0.6e-6, 0.5),  # once a step
+    "plan": Kind(0.6e-6, 0.5),  # once per step
     "widen_kv": Kind(1.2e-6, 0.8),
     "lora_shrink": Kind(2.64e-6, 0.58),
     "lora_round": Kind(0.4e-6, 0.58, early=ROWS_EARLY),
@@ -73,49 +72,49 @@ KINDS: dict[str, Kind] = {
     "norm": Kind(0.95e-6, 1.2, early=ROWS_EARLY),  # bytes: the same
     # torch's two-shot sums of two H200 inside a CUDA graph: 6.5 us for 16 KiB, 9.9 for 1 MiB, 19.9 for 4 MiB
     "collective": Kind(5.3e-6, 0.7),
-    "collective_norm": Kind(6.25e-6, 0.7),  # not measured: a collective, and a norm's latency
-    "rows": Kind(0.22e-6, 0.7, early=ROWS_EARLY),  # all other ops: small, or once a step
+    "collective_norm": Kind(6.25e-6, 0.7),  # not measured: latencies of a collective and of a norm
+    "rows": Kind(0.22e-6, 0.7, early=ROWS_EARLY),  # all other ops: small, or once per step
     "product": Kind(2.13e-6, 0.89),  # ATen's linears
-    "foreign": Kind(0.35e-6, 0.7),  # all else of ATen's
+    "foreign": Kind(0.35e-6, 0.7),  # ATen's other ops
 }
 
 
 class Extra:
     """Seconds that a step's arguments add to the latency of its kind: measured corrections."""
 
-    # the maximum of a row is needed before its first value is written
+    # a quantizing kernel needs the maximum of a row before it writes the first value
     QUANTIZES: Final = 0.97e-6
     ROTATES: Final = 0.40e-6
-    # programs of a linear that share tiles wait for each other's partial sums, which are larger at 64 rows
+    # programs of a linear that share tiles wait for each other's partial sums, which grow with the rows
     SPLITS: Final = 0.37e-6
     SPLITS_ROWS: Final = 1.39e-6
-    # a linear of a shape that no table holds runs with a configuration that was never measured
+    # a linear with a shape that is in no table runs with an untuned configuration
     UNTUNED: Final = 0.44e-6
     UNTUNED_ROWS: Final = 1.30e-6
-    # a share of the SMs cuts a table's tiles unevenly: the longest wait for sums is longer, and they grow by row
+    # a share of the SMs divides a table's tiles unevenly: waits for sums are longer, and sums grow with the rows
     UNEVEN_ROWS: Final = 2.97e-6
-    # programs of a LoRA kernel loop over pieces of work; each further round, and each plane that they sum
+    # programs of a LoRA kernel that loop over work items; each further round; each plane that they sum
     LOOPS: Final = 0.77e-6
     ROUND: Final = 0.90e-6
     PLANE: Final = 0.07e-6
-    # not measured: one exchange of signals instead of two, where every rank reads all rows from all peers
+    # not measured: if every rank reads all rows from all peers, there is one exchange of signals instead of two
     ONE_SHOT: Final = -1.8e-6
-    # a cache of 16 bits takes another kernel, which starts sooner
+    # the kernel for a 16-bit cache starts sooner
     WIDE_CACHE: Final = -1.63e-6
-    # a shrink that reads rows of 16 bits, and one that widens an eight-bit stack for them, by the planes it is cut into
+    # a shrink that reads 16-bit rows; for each plane, a shrink that also widens an eight-bit stack
     WIDE_ROWS: Final = 0.77e-6
     WIDENS_PLANE: Final = 0.22e-6
 
 
 def kind_of(op: str) -> Kind:
-    """Return the entry of KINDS for an op's name."""
+    """Return the entry in KINDS of an op's name."""
     return KINDS[traits_of(op).kind]
 
 
 def takes_whole_sms(program: Program, step: Step, rows: int, gpu: Gpu) -> bool:
-    """Whether a linear is cuBLAS's or the large kernel's, which do not fit next to smaller CTAs.
+    """Return whether a step's kernel needs whole SMs, as cuBLAS's linears and the large kernel do.
 
-    See docs/measurements/workload_g_h200_trace_lora.json.gz.
+    Their CTAs do not fit next to others (docs/measurements/workload_g_h200_trace_lora.json.gz).
     """
     if step.op == "sidestream.linear_8bit_lora":
         return True
@@ -125,9 +124,9 @@ def takes_whole_sms(program: Program, step: Step, rows: int, gpu: Gpu) -> bool:
 
 
 def busy_sms(program: Program, step: Step, rows: int, gpu: Gpu) -> float | None:
-    """Return the SMs that a step's programs use under its budget; None: as many as without one.
+    """Return the SMs that a step's programs use because of its budget; None: as many as without a budget.
 
-    A budget is a number of programs. It does not change a linear with fewer, and a LoRA kernel loops instead
+    A budget is a number of programs. A linear with fewer programs is unchanged, and a LoRA kernel loops instead
     (`_rounds`).
     """
     if step.sm_budget is None or step.op != "sidestream.linear_8bit":
@@ -169,7 +168,7 @@ def extra_seconds(program: Program, step: Step, rows: int, gpu: Gpu, assume: Ass
 
 
 def _rounds(program: Program, step: Step, arguments: Mapping[str, Any], gpu: Gpu, assume: Assumptions) -> int:
-    """Return the loop count of a LoRA kernel's programs; 0: the launch has a program for each piece of work."""
+    """Return the loop count of a LoRA kernel's programs; 0: the launch has a program for each work item."""
     if step.op == "sidestream.lora_shrink" and step.sm_budget is not None:
         slots, ranks, k = arguments["a"].shape
         splits = arguments["splits"]
@@ -211,6 +210,6 @@ def _config(program: Program, step: Step, rows: int, gpu: Gpu) -> LinearConfig:
 
 
 def _tuned(program: Program, step: Step, rows: int) -> bool:
-    """Whether a table of measured configurations has the linear's shape (int8 falls back to e4m3's)."""
+    """Return whether a table of measured configurations has the linear's shape; int8 also uses e4m3's entries."""
     place = (*_weight(program, step).shape, padded_tokens(rows))
     return any(place in tuned_table(table_op("linear_8bit", int8)) for int8 in {False, _is_int8(program, step)})

@@ -1,6 +1,6 @@
 """Registers, shared memory and warps of programs' kernels, from machine code compiled ahead of time.
 
-Strides of the tensors are the program's; addresses count as aligned, as the arena's are.
+Tensors have the program's strides, and all addresses are assumed to be aligned, as in the arena.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,14 +27,14 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class Resources:
-    """Registers and spilled registers a thread, bytes of shared memory a CTA, and warps.
+    """Registers and spilled registers per thread, bytes of shared memory per CTA, and warps.
 
-    target    compilation target ("sm_90"); "" when nothing was compiled
-    variants  (kernel such as `ops.elementwise.rms_norm._rms_norm_kernel`, its figures): each different specialisation
+    target    compilation target ("sm_90"); "" if nothing was compiled
+    variants  (kernel such as `ops.elementwise.rms_norm._rms_norm_kernel`, its figures) for each specialisation
     launches  program name -> for each step the indices of its variants, in launch order
-    refused   op -> why a launch of it was not compiled
+    refused   op -> error of a launch that could not be compiled
 
-    A step without launches calls another library (cuBLAS in `linear_8bit` of many tokens).
+    A step without launches calls another library (such as cuBLAS in `linear_8bit` with many tokens).
     """
 
     target: str = ""
@@ -44,7 +44,7 @@ class Resources:
 
     @property
     def kernels(self) -> dict[str, dict[str, int]]:
-        """The largest figures among each kernel's variants."""
+        """Kernel -> its figures, each the largest of all variants."""
         found: dict[str, dict[str, int]] = {}
         for name, figures in self.variants:
             entry = found.setdefault(name, {})
@@ -54,10 +54,10 @@ class Resources:
 
 
 def program_resources(programs: Sequence[Program], wrap: Wrap = iter) -> Resources:
-    """Compile the launches of `programs` for the GPU at hand or sm_90. `wrap` shows progress over the different
-    launches.
+    """Compile the launches of `programs` for this machine's GPU, or for sm_90 without one.
 
-    A launch that can't be compiled is in `refused`. Steps of other libraries have none.
+    `wrap` shows progress over the different launches. A launch that can't be compiled is in `refused`. Steps of other
+    libraries have no launches.
     """
     if INTERPRETED:
         raise RuntimeError("nothing is compiled while TRITON_INTERPRET=1; unset it to read the kernels' resources")
@@ -71,7 +71,7 @@ def program_resources(programs: Sequence[Program], wrap: Wrap = iter) -> Resourc
         try:
             codes = _on_meta(partial(compile_launch, target=target), *first[key])
             own = [variants.setdefault(_figures(code), len(variants)) for code in codes]
-        except Exception as error:  # whatever a compiler or a tool of it says: this launch goes without figures
+        except Exception as error:  # a compiler may raise anything; this launch then has no figures
             refused.setdefault(
                 step.op, f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no reason given'])[0]}"[:300]
             )
@@ -85,16 +85,16 @@ def program_resources(programs: Sequence[Program], wrap: Wrap = iter) -> Resourc
 
 
 def launched_kernels(programs: Sequence[Program]) -> dict[str, list[list[str]]]:
-    """Return program name -> for each step its kernels on Hopper, in order, named as in `Resources`, without compiling.
+    """Return program name -> for each step the names of its kernels on Hopper, in order, without compiling.
 
-    Steps of other libraries, and launches that need a device to decide, have none.
+    Names are those of `Resources`. Steps of other libraries, and launches that query a device, have none.
     """
     if INTERPRETED:
         return {program.name: [[] for _ in program.steps] for program in programs}
     keys, first = _different_launches(programs)
     found: dict[str, list[str]] = {}
     for key, launch in first.items():
-        with suppress(Exception):  # whatever an op's launch asks of a device: its step goes without names
+        with suppress(Exception):  # a launch may query a device and fail; its step then has no names
             found[key] = [name.removeprefix(f"{PACKAGE}.") for name in _on_meta(name_launches, *launch)]
     return {
         program.name: [found.get(keys.get((program.name, step.index), ""), []) for step in program.steps]
@@ -105,7 +105,7 @@ def launched_kernels(programs: Sequence[Program]) -> dict[str, list[list[str]]]:
 def _different_launches(
     programs: Sequence[Program],
 ) -> tuple[dict[tuple[str, int], str], dict[str, tuple[Op, Program, Step]]]:
-    """Return (program name, step index) -> key, for our ops; and key -> the first step with it."""
+    """Return ((program name, step index) -> key, key -> the first step with it), for Sidestream's ops."""
     keys: dict[tuple[str, int], str] = {}
     first: dict[str, tuple[Op, Program, Step]] = {}
     for program in programs:
@@ -120,7 +120,7 @@ def _different_launches(
 def _on_meta(call: Callable[..., list[Found]], op: Op, program: Program, step: Step) -> list[Found]:
     """Apply `call` (compile_launch or name_launches) to a step's launch with meta tensors."""
     args, outs = [_value(program, value) for value in step.args], tuple(_meta(program, view) for view in step.outs)
-    # cuBLAS brings kernels of its own; meta tensors can't call it
+    # cuBLAS has its own kernels, and does not support meta tensors
     with patch.object(torch, "_scaled_mm", lambda *_, out, **__: out):
         return call(op.launch, *args, out=outs, sm_budget=step.sm_budget, pdl=step.pdl)
 
@@ -128,7 +128,7 @@ def _on_meta(call: Callable[..., list[Found]], op: Op, program: Program, step: S
 def _figures(code: MachineCode) -> tuple[str, tuple[tuple[str, int], ...]]:
     """Return a kernel's name and figures.
 
-    Stack words count as spilled registers only if instructions move them: a frame may also be merely reserved.
+    Stack words count as spilled registers only if instructions access them, since a frame may be reserved but unused.
     """
     spills = -(-code.local_bytes // 4) if code.local_bytes and code.spills else 0
     figures = (

@@ -32,7 +32,7 @@ _PTX_LINE = re.compile(r"^\s*(?:@!?%\w+\s+)?([a-z]\w*(?:[.:]+\w+)*)", re.MULTILI
 
 @dataclass(frozen=True)
 class MachineCode:
-    """One compiled kernel; shared memory in bytes a CTA, stack (for spilled registers) in bytes a thread."""
+    """One compiled kernel; shared memory in bytes per CTA, stack (for spilled registers) in bytes per thread."""
 
     name: str
     function: str  # with its module: sidestream.ops.elementwise.rms_norm._rms_norm_kernel
@@ -82,7 +82,7 @@ class _CompileOnly:
         self.target = target
 
     def get_current_device(self) -> str:
-        # the JIT caches kernels by device: a name of its own keeps these apart from real ones
+        # the JIT caches kernels by device: this name separates these from real ones
         return f"compile-only {self.target.arch}"
 
     def get_current_stream(self, device: Any) -> int:
@@ -93,7 +93,7 @@ class _CompileOnly:
 
 
 def target_here() -> GPUTarget:
-    """Return the GPU at hand, else sm_90 (Hopper)."""
+    """Return the target of this machine's GPU, or sm_90 (Hopper) without one."""
     if not torch.cuda.is_available():
         return HOPPER
     major, minor = torch.cuda.get_device_capability()
@@ -103,8 +103,9 @@ def target_here() -> GPUTarget:
 def compile_launch(
     function: Callable[..., Any], *args: Any, target: GPUTarget = HOPPER, **kwargs: Any
 ) -> list[MachineCode]:
-    """Call `function` and compile for `target` its kernels instead of launching them; one entry a launch. Not
-    thread-safe.
+    """Call `function`, but compile its kernels for `target` instead of launching them; return one entry per launch.
+
+    Not thread-safe.
     """
     compiled: list[MachineCode] = []
     run = JITFunction.run

@@ -1,4 +1,4 @@
-"""Results of running or compiling a program's kernels, as a file: seconds, registers, shared memory."""
+"""Measurements of a program's kernels, as a file: seconds, registers, shared memory."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -42,15 +42,15 @@ class Timings:
 
     @staticmethod
     def load(path: str | Path) -> "Timings":
-        """Read a `timings.json`. Raises TimingsError for any other content, and OSError."""
+        """Read a `timings.json`. Raises TimingsError for other content, and OSError."""
         try:
             timings = msgspec.json.decode(Path(path).read_bytes(), type=Timings)
         except msgspec.ValidationError as error:
-            raise TimingsError(f"{path} holds no timings: {error}") from error
+            raise TimingsError(f"{path} does not contain timings: {error}") from error
         except msgspec.DecodeError as error:
             raise TimingsError(f"{path} is not JSON: {error}") from error
         resources = timings.resources
         numbers = [number for steps in resources.launches.values() for step in steps for number in step]
         if any(number not in range(len(resources.variants)) for number in numbers):
-            raise TimingsError(f"{path} holds no timings: launches name variants that it does not have")
+            raise TimingsError(f"{path} does not contain valid timings: launches name missing variants")
         return timings

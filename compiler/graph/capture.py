@@ -31,14 +31,14 @@ KINDS = {
 
 
 class CaptureError(RuntimeError):
-    """The module can't be traced into one graph."""
+    """A module can't be traced into one graph."""
 
 
 @dataclass
 class Captured:
-    """A graph; placeholders carry `meta["kind"]` and, for weights, `meta["recipe"]`.
+    """A graph; placeholders have `meta["kind"]` and, for weights, `meta["recipe"]`.
 
-    constants    tensors of the module that no checkpoint holds, by the names that the recipes use
+    constants    tensors of the module that are not in checkpoints, by their names in recipes
     user_inputs  placeholders of the flattened call arguments, in order
     in_spec, out_spec  nesting of arguments and results
     """
@@ -59,10 +59,10 @@ class Captured:
 def capture_module(
     module: torch.nn.Module, example_inputs: dict[str, Any] | Sequence[Any], dynamic_shapes: Any = None
 ) -> Captured:
-    """Return the graph of `module(**example_inputs)`; dimensions in `dynamic_shapes` (torch.export's form) are
-    symbolic.
+    """Return the graph of `module(**example_inputs)`; dimensions in `dynamic_shapes` are symbolic.
 
-    Raises CaptureError with torch's explanation when the module branches on data or calls something opaque.
+    `dynamic_shapes` is in the format of torch.export. Raises CaptureError with torch's explanation when the module
+    branches on data or calls code that can't be traced.
     """
     _import_tracer()
     from torch._dynamo.exc import TorchDynamoException
@@ -116,11 +116,10 @@ def capture_callable(function: Callable[..., Any], inputs: Sequence[Any], parame
 
 
 def _import_tracer() -> None:
-    """Import torch's tracer, which takes seconds; a start from cached programs does not need it.
+    """Import torch's tracer. This takes seconds, and a start from cached programs does not need it.
 
-    The import calls tempfile.gettempdir(), which writes a file. On a full disk the import would fail half-way, and
-    again later, since torch cannot register its ops twice. So a directory is set here; the tracer itself writes no
-    file.
+    The import calls tempfile.gettempdir(), which writes a file. On a full disk the import would fail half-way, and then
+    always, since torch cannot register its ops twice. So a directory is set here; the tracer itself writes no file.
     """
     try:
         tempfile.gettempdir()
@@ -133,7 +132,7 @@ def _import_tracer() -> None:
 
 
 def _constants_to_inputs(graph_module: fx.GraphModule, constants: dict[str, torch.Tensor]) -> None:
-    """Replace tensors that tracing put into the graph by weight placeholders."""
+    """Replace tensors that tracing has stored in the graph by weight placeholders."""
     graph = graph_module.graph
     for node in list(graph.nodes):
         if node.op != "get_attr":
@@ -141,8 +140,8 @@ def _constants_to_inputs(graph_module: fx.GraphModule, constants: dict[str, torc
         value = getattr(graph_module, str(node.target), None)
         if not isinstance(value, torch.Tensor):
             raise CaptureError(
-                f"the graph calls into {node.target}, a part that torch captured apart (torch.cond?); only flat "
-                "graphs are compiled"
+                f"the graph calls {node.target}, a subgraph that torch captured separately (torch.cond?); only flat "
+                "graphs are supported"
             )
         name = f"constant.{node.target}"
         constants[name] = value.detach()

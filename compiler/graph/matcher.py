@@ -1,4 +1,4 @@
-"""A pattern matcher over FX nodes; a near-miss reports what differed.
+"""A pattern matcher over FX nodes; a near-miss reports the difference.
 
     x, weight = any_("x"), any_("weight")
     wide = cast(x)
@@ -6,8 +6,8 @@
     [-1], True) + const("eps")))
 
 `+` and `*` match in either order. `cast(p)` and `views(p)` match `p` through any number of dtype conversions or views.
-One name binds to one node (or number) everywhere. Nodes inside a match, except its root, must have no reader outside
-it, since the match will be replaced; views and casts may.
+A name binds to the same node (or number) everywhere in a pattern. Nodes inside a match, except its root, must have no
+reader outside of it, since the match will be replaced; views and casts may have one.
 """
 
 import operator
@@ -25,8 +25,10 @@ PRODUCTS = (aten.mul.Tensor, operator.mul)
 
 @dataclass
 class Match:
-    """Result of a pattern: `root` is the node to replace, `match["x"]` the value of name `x`, `nodes` all nodes
-    between.
+    """Result of a pattern: `match["x"]` is the value of the name `x`.
+
+    root   the node to replace
+    nodes  all nodes from the root to the named values
     """
 
     root: fx.Node
@@ -37,7 +39,7 @@ class Match:
         return self.bound[name]
 
     def get(self, name: str) -> Any:
-        """Return the value of `name`, or None when an alternative without it matched."""
+        """Return the value of `name`, or None if an alternative without this name matched."""
         return self.bound.get(name)
 
     def _copy(self) -> "Match":
@@ -45,7 +47,7 @@ class Match:
 
 
 class Mismatch:
-    """The furthest point of an attempt: number of nodes matched, and what differed there."""
+    """The best attempt of a pattern: number of matched nodes, and the first difference."""
 
     def __init__(self) -> None:
         self.depth = -1
@@ -53,7 +55,7 @@ class Mismatch:
         self.seen: set[fx.Node] = set()
 
     def note(self, state: Match, reason: str) -> None:
-        """Keep `reason` when this attempt got further than those before it."""
+        """Store `reason` if this attempt has matched more nodes than the earlier ones."""
         self.seen.update(state.nodes)
         if len(state.nodes) > self.depth:
             self.depth, self.reason = len(state.nodes), reason
@@ -86,7 +88,7 @@ class Name(Pattern):
             if state.bound[self.name] is value or (not isinstance(value, fx.Node) and state.bound[self.name] == value):
                 yield state
             else:
-                miss.note(state, f"{self.name} is {state.bound[self.name]} in one place and {value} in another")
+                miss.note(state, f"{self.name} is both {state.bound[self.name]} and {value}")
         elif self.wants(value):
             found = state._copy()
             found.bound[self.name] = value
@@ -185,12 +187,12 @@ def describe(value: Any) -> str:
 
 
 def _args(node: fx.Node) -> tuple[Any, ...]:
-    """Return the positional arguments; FX's own type for them is too wide."""
+    """Return the positional arguments, with a narrower type than FX's."""
     return node.args
 
 
 def _match_all(patterns: Any, values: Any, state: Match, miss: Mismatch) -> Iterator[Match]:
-    """Match patterns with as many leading values, one after another."""
+    """Match each pattern with the value at its index; further values are ignored."""
     if not patterns:
         yield state
         return
@@ -213,7 +215,7 @@ def _match_value(pattern: Any, value: Any, state: Match, miss: Mismatch) -> Iter
 
 
 def outside_use(match: Match) -> str | None:
-    """Return why a match can't be replaced ("unsqueeze_3 is also used by mul_10"), or None."""
+    """Return the reader that prevents the replacement of a match ("unsqueeze_3 is also used by mul_10"), or None."""
     inside = set(match.nodes)
     for node in match.nodes:
         if node is match.root or node.target in VIEWS or node.target in CASTS:
@@ -229,8 +231,8 @@ def find(
 ) -> tuple[list[Match], list[str]]:
     """Return all matches of `pattern`, and a reason for each near-miss.
 
-    A near-miss is an unmatched node with the target `anchor`, the op that identifies the idiom. `where` may return a
-    reason to refuse a match. Matches don't overlap: the first in the graph wins.
+    A near-miss is an unmatched call of `anchor`, the op that identifies the idiom. `where` may return a reason to
+    refuse a match. Matches don't overlap: the first one in the graph is used.
     """
     matches: list[Match] = []
     taken: set[fx.Node] = set()

@@ -10,14 +10,17 @@ from ...ops.elementwise.quantize import E4M3
 from ...ops.elementwise.quantize import reference as quantize_rowwise_reference
 from .recipe import Recipe, RecipeError, rounded_name, share_of
 
-LARGEST_BALANCE = 16  # as a power of two
+LARGEST_BALANCE = 16  # log2 of the largest factor
 ROWS_AT_ONCE = 8192  # rows quantized together: the fp32 copy of a 128256 x 4096 matrix would be 2 GB
 
 
 def quantize_weight(
     weight: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight [..., K] -> (values [..., K] of `dtype`, fp32 scale [...]), as `ops.quantize_rowwise`, block by block."""
+    """Return (values [..., K] of `dtype`, fp32 scale [...]) of a weight [..., K].
+
+    The result is that of `ops.quantize_rowwise`; blocks of rows are quantized one by one to save memory.
+    """
     values = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
     scales = torch.empty(weight.shape[:-1], dtype=torch.float32, device=weight.device)
     rows, width = weight.reshape(-1, weight.shape[-1]), weight.shape[-1]
@@ -40,14 +43,13 @@ def materialize(
 ) -> torch.Tensor:
     """Return the tensor of `recipe`, on any device including meta.
 
-    `lookup(name)` returns the checkpoint's (or an adapter's) tensor. `bring(name, tensor)` is applied to it, or to
-    its slice,
-    before anything is computed (it moves to a device). `memo` keeps `quantize` results, so that values and scales are
-    computed once; drop it when both are taken.
+    `lookup(name)` returns the checkpoint's (or an adapter's) tensor. `bring(name, tensor)` is applied to it, or to its
+    slice, before any computation, for example to move it to a device. `memo` stores `quantize` results, so that values
+    and scales are computed once; drop it after both have been read.
     """
     result = _evaluate(recipe, lookup, {} if memo is None else memo, bring)
     if isinstance(result, tuple):
-        raise RecipeError(f"{recipe} has two outputs; pick one with item(recipe, 0) or item(recipe, 1)")
+        raise RecipeError(f"{recipe} has two outputs; select one with item(recipe, 0) or item(recipe, 1)")
     return result
 
 
@@ -66,11 +68,11 @@ def _evaluate(
             found = bring(recipe.attrs["name"], lookup(recipe.attrs["name"]))
         except KeyError:
             return torch.zeros(recipe.attrs["shape"])
-        wanted = recipe.attrs["shape"]  # after a dimension of layers where several are made at once
+        wanted = recipe.attrs["shape"]  # several layers at once have a leading dimension of layers
         if tuple(found.shape[max(found.dim() - len(wanted), 0) :]) != wanted:
             raise RecipeError(
-                f"{recipe} is {tuple(found.shape)}, the model needs {recipe.attrs['shape']}: it was calibrated for "
-                "another model"
+                f"{recipe} is {tuple(found.shape)}, but the model needs {recipe.attrs['shape']}: calibrate again, this "
+                "calibration is of another model"
             )
         return found.float()
     if recipe.op == "zeros":
@@ -80,8 +82,8 @@ def _evaluate(
             return lookup(rounded_name(recipe))
         except KeyError as error:
             raise RecipeError(
-                f"the weights hold no tensor {rounded_name(recipe)!r}: rounded weights come from "
-                "`sidestream calibrate --round`; leave rounded_weights out"
+                f"the weights have no tensor {rounded_name(recipe)!r}: create it with `sidestream calibrate --round`, "
+                "or do not set rounded_weights"
             ) from error
     if recipe in memo:
         return memo[recipe]
@@ -90,7 +92,7 @@ def _evaluate(
     if recipe.op == "item":
         return first[attrs["index"]]
     if any(isinstance(operand, tuple) for operand in operands):
-        raise RecipeError(f"{recipe} uses both outputs of a quantize recipe at once; pick one with item(recipe, index)")
+        raise RecipeError(f"{recipe} uses both outputs of a quantize recipe; select one with item(recipe, index)")
     if recipe.op == "quantize":
         memo[recipe] = quantize_weight(first, getattr(torch, attrs["dtype"]), attrs["rotate"])
         return memo[recipe]
@@ -139,11 +141,11 @@ def _found(recipe: Recipe, lookup: Callable[[str], torch.Tensor]) -> torch.Tenso
     try:
         return lookup(recipe.attrs["name"])
     except KeyError as error:
-        raise RecipeError(f"the weights hold no tensor {recipe.attrs['name']!r}") from error
+        raise RecipeError(f"the weights have no tensor {recipe.attrs['name']!r}") from error
 
 
 def _slice(tensor: torch.Tensor, dim: int, rank: int, world: int, multiple: int) -> torch.Tensor:
-    """Return part `rank` of `world`, a view; parts that are rounded up end with zeros."""
+    """Return part `rank` of `world` along `dim`: a view, or a zero-padded copy at the end of the tensor."""
     dim %= tensor.dim()
     share = share_of(tensor.shape[dim], world, multiple)
     start, end = (min(place * share, tensor.shape[dim]) for place in (rank, rank + 1))
@@ -162,10 +164,10 @@ def key_balance_factors(
     width: int,
     biases: tuple[torch.Tensor, ...] = (),
 ) -> torch.Tensor:
-    """Return the value of a `key_balance` recipe."""
+    """Return the value of a `key_balance` recipe, fp32 [kv_heads, width / 2]."""
 
     def energy(weight: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
-        """[kv heads, pairs], of all query heads of a KV head together."""
+        """Return the squared sizes [kv heads, pairs], summed over all query heads of a KV head."""
         rows = torch.cat([(part.float() * gain.float()).square().sum(-1) for part in weight.split(ROWS_AT_ONCE)])
         rows = sum((each.float().square() for each in bias), rows)
         return rows.view(kv_heads, -1, 2, width // 2).mean((1, 2))
@@ -174,7 +176,7 @@ def key_balance_factors(
 
 
 def balance_of(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return the power of two nearest to sqrt(|q| / |k|), for squared sizes; 1 where one is zero."""
+    """Return the power of two nearest to sqrt(|q| / |k|), from squared sizes; 1 if one of them is zero."""
     ratio = query / key
     exponent = (ratio.log2() / 4).round().clamp(-LARGEST_BALANCE, LARGEST_BALANCE)
     return torch.where(torch.isfinite(ratio) & (ratio > 0), torch.exp2(exponent), 1.0)

@@ -50,15 +50,15 @@ CHECKS = frozenset(
 
 
 class Refused(Exception):
-    """A rewrite does not apply here; the message is the reason."""
+    """A rewrite does not apply to a node; the message is the reason."""
 
 
 def is_check(node: fx.Node) -> bool:
-    """Whether a node only asserts a property seen while tracing."""
+    """Return whether a node only asserts a property that held during tracing."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.split("::")[1] in CHECKS
 
 
-_REQUIRED = object()  # the default of an argument that has none
+_REQUIRED = object()  # marks an argument without a default
 
 
 @cache
@@ -68,7 +68,7 @@ def _parameters(target: Any) -> dict[str, Any]:
         return {"source": _REQUIRED, "place": _REQUIRED}
     if not isinstance(target, torch._ops.OpOverload):
         return {}
-    if target.namespace == NAMESPACE:  # the schema writes a dtype as a number, the signature as a dtype
+    if target.namespace == NAMESPACE:  # dtypes are numbers in the schema, but dtypes in the signature
         own = signature(OPS[target._opname].reference).parameters
         return {name: _REQUIRED if each.default is each.empty else each.default for name, each in own.items()}
     arguments = target._schema.arguments
@@ -76,27 +76,27 @@ def _parameters(target: Any) -> dict[str, Any]:
 
 
 class Bound:
-    """A call's arguments as attributes, by the names of its op's schema, with its defaults: `bind(norm).residual`."""
+    """A call's arguments as attributes: `bind(norm).residual`; names and defaults are those of the op's schema."""
 
     def __init__(self, node: fx.Node) -> None:
-        self._node, self._known = node, _parameters(node.target)
-        self._given = {**dict(zip(self._known, node.args, strict=False)), **node.kwargs}
+        self._node, self._parameters = node, _parameters(node.target)
+        self._given = {**dict(zip(self._parameters, node.args, strict=False)), **node.kwargs}
 
     def __getattr__(self, name: str) -> Any:
-        if name not in self._known:
+        if name not in self._parameters:
             raise self.unknown(name)
-        value = self._given.get(name, self._known[name])
+        value = self._given.get(name, self._parameters[name])
         if value is _REQUIRED:
             raise AttributeError(f"{op_name(self._node)} ({self._node.name}) has no value for its argument {name!r}")
         return value
 
     def unknown(self, name: str) -> AttributeError:
         """Return the error for an unknown argument name."""
-        known = ", ".join(self._known) or "none that is known"
-        return AttributeError(f"{op_name(self._node)} ({self._node.name}) has no argument {name!r}; it has {known}")
+        names = ", ".join(self._parameters) or "no named arguments"
+        return AttributeError(f"{op_name(self._node)} ({self._node.name}) has no argument {name!r}; it has {names}")
 
     def names_of(self, operand: fx.Node) -> list[str]:
-        """Return the names of the arguments that are `operand`."""
+        """Return the names of the arguments with the value `operand`."""
         return [name for name, value in self._given.items() if value is operand]
 
 
@@ -106,12 +106,12 @@ def bind(node: fx.Node) -> Bound:
 
 
 def has_operand(node: fx.Node, name: str) -> bool:
-    """Whether a node calls an op with an argument of this name."""
+    """Return whether a node calls an op with an argument of this name."""
     return node.op == "call_function" and name in _parameters(node.target)
 
 
 def set_operands(node: fx.Node, **values: Any) -> None:
-    """Replace arguments of a call by name; positions in between get their defaults.
+    """Replace arguments of a call by name; missing positional arguments before them get their defaults.
 
     Raises AttributeError for an unknown name.
     """
@@ -131,11 +131,10 @@ def set_operands(node: fx.Node, **values: Any) -> None:
 
 
 def operands_for(node: fx.Node, op: Op, **more: Any) -> tuple[Any, ...]:
-    """Return arguments for a call of `op` in place of the call `node`: from `more`, else from the node, else the
-    default.
+    """Return arguments for a call of `op` that replaces the call `node`.
 
-    Trailing defaults after `more`'s arguments are left out. Raises AttributeError for a missing argument without a
-    default.
+    Each argument is the one in `more`, else the node's argument of the same name, else the default. Trailing defaults
+    are omitted. Raises AttributeError for a missing argument without a default.
     """
     bound, own = bind(node), _parameters(node.target)
     names = list(_parameters(op.overload).items())
@@ -159,18 +158,18 @@ def _is_keyword(target: Any, name: str) -> bool:
 
 
 def is_call(node: Any, *targets: Any) -> bool:
-    """Whether `node` is a call of one of `targets` (overloads or registered ops)."""
+    """Return whether `node` is a call of one of `targets` (overloads or registered ops)."""
     wanted = [target.overload if isinstance(target, Op) else target for target in targets]
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in wanted
 
 
 def calls(graph: fx.Graph, *targets: Any) -> Iterator[fx.Node]:
-    """Yield the calls of `targets` (overloads or registered ops); the graph may change meanwhile."""
+    """Yield the calls of `targets` (overloads or registered ops); the graph may change between them."""
     return (node for node in list(graph.nodes) if is_call(node, *targets))
 
 
 def is_kernel(node: fx.Node) -> bool:
-    """Whether a node launches a kernel: a call that is no view, pick of a result, check or size."""
+    """Return whether a node launches a kernel: a call other than a view, a pick of a result, a check or a size."""
     if node.op != "call_function" or node.target in VIEWS or node.target is operator.getitem or is_check(node):
         return False
     return not isinstance(node.target, torch._ops.OpOverload) or "sym_" not in node.target.name()
@@ -206,7 +205,7 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode | None:
 
 
 def _value_mode(graph: fx.Graph) -> AbstractContextManager[Any]:
-    """Return the context for new values: the graph's fake mode, or none for meta tensors of a specialized graph."""
+    """Return the context for new values: the graph's fake mode, or no mode for a specialized graph's meta tensors."""
     mode = fake_mode_of(graph)
     if mode is None and not any(
         isinstance(value := node.meta.get("val"), torch.Tensor) and value.is_meta for node in graph.nodes
@@ -216,7 +215,7 @@ def _value_mode(graph: fx.Graph) -> AbstractContextManager[Any]:
 
 
 def insert_call(graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.Node | None = None) -> fx.Node:
-    """Insert a call at the graph's insertion point and compute its fake value; copy source information from `like`."""
+    """Insert a call at the graph's insertion point, compute its fake value, and copy source information from `like`."""
     if isinstance(target, Op):
         target = target.overload
     node = graph.create_node("call_function", target, args, name=getattr(target, "_opname", None))
@@ -240,12 +239,12 @@ def erase_unused(graph: fx.Graph) -> None:
 
 
 def insert_picks(graph: fx.Graph, node: fx.Node, places: Iterable[int], like: fx.Node | None = None) -> list[fx.Node]:
-    """Insert a pick of each of these results of a call."""
+    """Insert picks of the results at `places` of a call."""
     return [insert_call(graph, operator.getitem, (node, place), like=like or node) for place in places]
 
 
 def is_pick(node: Any, source: fx.Node, place: int) -> bool:
-    """Whether `node` picks result `place` of `source`."""
+    """Return whether `node` picks result `place` of `source`."""
     return is_call(node, operator.getitem) and bind(node).source is source and bind(node).place == place
 
 
@@ -281,7 +280,7 @@ def insert_placeholder(
 
 
 def last_placeholder(graph: fx.Graph) -> fx.Node:
-    """Return the last of the graph's inputs."""
+    """Return the graph's last input."""
     return [node for node in graph.nodes if node.op == "placeholder"][-1]
 
 
@@ -293,9 +292,9 @@ def through_views(node: Any) -> Any:
 
 
 def split_delta(value: fx.Node) -> tuple[fx.Node, fx.Node | None]:
-    """Split `linear + lora` into (linear, lora); any other node is (node, None).
+    """Split `linear + lora` into (linear, lora); return (node, None) for any other node.
 
-    Consumers take the pair, so that a base GEMM never waits for the side stream.
+    Consumers add the pair themselves, so that a base GEMM never waits for the side stream.
     """
     if is_call(value, aten.add.Tensor):
         first, second = bind(value).self, bind(value).other
@@ -306,7 +305,7 @@ def split_delta(value: fx.Node) -> tuple[fx.Node, fx.Node | None]:
 
 
 def split_bias(value: fx.Node) -> tuple[fx.Node, fx.Node | None]:
-    """Split `linear + bias` into (linear, bias) for a loaded bias vector; any other node is (node, None)."""
+    """Split `linear + bias` into (linear, bias) for a loaded bias vector; return (node, None) for any other node."""
     if is_call(value, aten.add.Tensor) and bind(value).alpha == 1:
         base, bias = bind(value).self, bind(value).other
         if isinstance(bias, fx.Node) and bias.meta.get("kind") == "weight" and len(shape_of(bias)) == 1:
@@ -315,8 +314,9 @@ def split_bias(value: fx.Node) -> tuple[fx.Node, fx.Node | None]:
 
 
 def slice_range(node: Any) -> tuple[fx.Node, int, int] | None:
-    """Return (source, start, end) of a slice of the last dimension with step 1, else None; `end` is clipped to the
-    width.
+    """Return (source, start, end) of a slice of the last dimension with step 1; None for other nodes.
+
+    `end` is clipped to the width.
     """
     if not is_call(node, aten.slice.Tensor):
         return None

@@ -11,7 +11,7 @@ from .nodes import Refused, aten, bind, is_call, shape_of, split_bias, through_v
 
 @dataclass
 class Branch:
-    """One linear, its bias and its LoRA node (None without), and the node that holds their sum."""
+    """One linear, its bias and its LoRA node (None without one), and the node of their sum."""
 
     linear: fx.Node
     bias: fx.Node | None
@@ -31,7 +31,7 @@ class Branch:
 
 
 def branch_of(linear: fx.Node) -> Branch:
-    """Return the linear with the bias and the LoRA branch that only it has."""
+    """Return the linear with its bias and LoRA branch, as far as these have no other readers."""
     joined, bias = linear, None
     total = _sum_of(joined)
     if total is not None and split_bias(total)[0] is linear:
@@ -46,7 +46,7 @@ def branch_of(linear: fx.Node) -> Branch:
 
 
 def _sum_of(node: fx.Node) -> fx.Node | None:
-    """Return the addition that is the only reader of `node`, if any."""
+    """Return the addition that is the only reader of `node`; None without one."""
     users = list(node.users)
     return users[0] if len(users) == 1 and is_call(users[0], aten.add.Tensor) else None
 
@@ -54,8 +54,8 @@ def _sum_of(node: fx.Node) -> fx.Node | None:
 def producing_weights(value: Any, changed: str) -> list[tuple[fx.Node, int]]:
     """Return the weights that produce a value's channels, each with the dimension of the channels.
 
-    These are its projection's weight, its bias, and B of its adapters. `changed`: what happens to them, for the
-    reasons. Raises Refused for a value with another producer or more than one reader.
+    These are its projection's weight, its bias, and B of its adapters. `changed`: the caller's change to them, as a
+    word in the reasons ("rotated"). Raises Refused for a value with another producer or more than one reader.
     """
     if isinstance(value, fx.Node) and len(value.users) != 1:
         raise Refused(f"{value.name} is read by {len(value.users)} nodes")
@@ -70,9 +70,7 @@ def producing_weights(value: Any, changed: str) -> list[tuple[fx.Node, int]]:
         return [(loaded(bind(value).b, changed), 1)]
     if is_call(value, aten.linear.default) and bind(value).bias is None:
         return [(loaded(bind(value).weight, changed), 0)]
-    raise Refused(
-        f"{getattr(value, 'name', value)} is neither a linear nor a LoRA branch (is lift_lora or lift_bias off?)"
-    )
+    raise Refused(f"{getattr(value, 'name', value)} is not a linear or a LoRA branch (is lift_lora or lift_bias off?)")
 
 
 def reading_weights(value: fx.Node, changed: str) -> list[tuple[fx.Node, int]]:
@@ -92,7 +90,7 @@ def reading_weights(value: fx.Node, changed: str) -> list[tuple[fx.Node, int]]:
                 found.append((loaded(bind(user).weight, changed), 1))
             else:
                 raise Refused(
-                    f"{user.name} reads {value.name} and is neither a linear nor a LoRA branch (is lift_lora off?)"
+                    f"{user.name} reads {value.name}, but is not a linear or a LoRA branch (is lift_lora off?)"
                 )
     return found
 
@@ -102,7 +100,7 @@ def loaded(weight: fx.Node, changed: str) -> fx.Node:
     if weight.op != "placeholder" or "recipe" not in weight.meta:
         raise Refused(f"{weight.name} is computed in the graph, not loaded")
     if weight.meta["recipe"].op == "dequantize":
-        raise Refused(f"{weight.name} is stored in eight bits, and {changed} it would be rounded again")
+        raise Refused(f"{weight.name} is stored in eight bits; {changed}, it would be rounded again")
     if len(weight.users) != 1:
         raise Refused(f"{weight.name} is read by {len(weight.users)} nodes")
     return weight

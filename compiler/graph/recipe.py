@@ -1,7 +1,7 @@
 """Recipes: weights of a program as expressions over a checkpoint's tensors.
 
-Passes rewrite recipes instead of tensors. So a weight is read, transformed and freed one at a time, and a saved program
-contains all that is needed to bind it. `materialize.py` evaluates recipes.
+Passes rewrite recipes instead of tensors. So weights are read, transformed and freed one at a time, and a saved program
+contains everything that is needed to bind it. `materialize.py` evaluates recipes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -40,15 +40,15 @@ _SHAPES: dict[str, tuple[int | None, frozenset[str]]] = {
 
 
 class RecipeError(ValueError):
-    """A recipe is malformed, or a tensor that it names is missing."""
+    """A recipe is malformed, or a tensor that it reads is missing."""
 
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """One node of the tree: `op` applied to `args` (recipes) with `attrs` (plain values). Use the functions below to
-    build it.
+    """One node of the tree: `op` applied to `args` (recipes) with `attrs` (plain values).
 
-    Equal trees compare and hash equal. Raises RecipeError for an unknown op or wrong operands.
+    The functions of this module build recipes. Equal trees compare and hash equal. Raises RecipeError for an unknown op
+    or wrong operands.
     """
 
     op: str
@@ -62,16 +62,18 @@ class Recipe:
             raise RecipeError(f"unknown recipe op {self.op!r}; known: {', '.join(sorted(_SHAPES))}")
         count, names = _SHAPES[self.op]
         if not all(isinstance(arg, Recipe) for arg in self.args):
-            raise RecipeError(f"recipe {self.op!r} takes recipes, got {[type(arg).__name__ for arg in self.args]}")
+            raise RecipeError(
+                f"operands of {self.op!r} must be recipes, got {[type(arg).__name__ for arg in self.args]}"
+            )
         if len(self.args) != count if count is not None else not self.args:
             raise RecipeError(
-                f"recipe {self.op!r} takes {count if count is not None else 'one or more'} operands, got "
+                f"recipe {self.op!r} needs {count if count is not None else 'one or more'} operands, got "
                 f"{len(self.args)}"
             )
         if set(self.attrs) != names:
-            raise RecipeError(f"recipe {self.op!r} takes the attributes {sorted(names)}, got {sorted(self.attrs)}")
+            raise RecipeError(f"recipe {self.op!r} needs the attributes {sorted(names)}, got {sorted(self.attrs)}")
         if self.op == "item" and (self.args[0].op != "quantize" or self.attrs["index"] not in (0, 1)):
-            raise RecipeError("item(recipe, index) picks output 0 (values) or 1 (scales) of a quantize recipe")
+            raise RecipeError("item(recipe, index) selects output 0 (values) or 1 (scales) of a quantize recipe")
 
     @cached_property
     def _key(self) -> tuple[Any, ...]:
@@ -88,7 +90,7 @@ class Recipe:
         return self is other or (isinstance(other, Recipe) and self._hash == other._hash and self._key == other._key)
 
     def sources(self) -> frozenset[str]:
-        """Return the checkpoint names that this recipe reads."""
+        """Return the names of the checkpoint tensors that this recipe reads."""
         if self.op in ("param", "calibrated"):
             return frozenset({self.attrs["name"]})
         return frozenset().union(*(arg.sources() for arg in self.args))
@@ -120,17 +122,17 @@ class Recipe:
 
 
 def param(name: str) -> Recipe:
-    """The checkpoint tensor `name`."""
+    """Return the checkpoint tensor `name`."""
     return Recipe("param", (), {"name": name})
 
 
 def calibrated(name: str, shape: tuple[int, ...]) -> Recipe:
-    """The fp32 tensor `name` of a calibration; zeros without one, so that a program can be made before calibration."""
+    """Return the fp32 tensor `name` of a calibration; zeros without one, so that programs can be built before it."""
     return Recipe("calibrated", (), {"name": name, "shape": tuple(shape)})
 
 
 def cat(dim: int, recipes: Iterable[Recipe]) -> Recipe:
-    """Concatenate along `dim` (a single recipe is returned as it is)."""
+    """Concatenate along `dim`; a single recipe is returned unchanged."""
     parts = tuple(recipes)
     return parts[0] if len(parts) == 1 else Recipe("cat", parts, {"dim": dim})
 
@@ -141,31 +143,31 @@ def unsqueeze(recipe: Recipe, dim: int) -> Recipe:
 
 
 def transpose(recipe: Recipe, dim0: int, dim1: int) -> Recipe:
-    """Swap two dimensions (the result is contiguous)."""
+    """Swap two dimensions; the result is contiguous."""
     return Recipe("transpose", (recipe,), {"dim0": dim0, "dim1": dim1})
 
 
 def pad(recipe: Recipe, dim: int, size: int) -> Recipe:
-    """Append zeros until `dim` has `size` (an adapter's rank in a larger stack)."""
+    """Append zeros until `dim` has `size`, such as an adapter's rank in a larger stack."""
     return Recipe("pad", (recipe,), {"dim": dim, "size": size})
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Recipe:
-    """Zeros: the part of a packed LoRA stack for a projection without adapter."""
+    """Return zeros, such as the part of a packed LoRA stack for a projection without adapter."""
     return Recipe("zeros", (), {"shape": tuple(shape), "dtype": str(dtype).removeprefix("torch.")})
 
 
 def hadamard(recipe: Recipe, dim: int, width: int) -> Recipe:
     """Apply a normalised Walsh-Hadamard transform to each block of `width` (a power of two) along `dim`.
 
-    Computed in fp32, rounded once to the tensor's dtype. Rotating the outputs of one weight (W_v, B_v) and the inputs
-    of its consumer (W_o, A_o) leaves the product unchanged.
+    It is computed in fp32 and rounded once to the tensor's dtype. Rotating the outputs of one weight (W_v, B_v) and the
+    inputs of its consumer (W_o, A_o) leaves the product unchanged.
     """
     return Recipe("hadamard", (recipe,), {"dim": dim, "width": width})
 
 
 def scale(recipe: Recipe, factor: float) -> Recipe:
-    """Multiply by `factor` in fp32, rounded once to the tensor's dtype; of eight-bit weights, multiply the scales."""
+    """Multiply by `factor` in fp32, rounded once to the tensor's dtype; for eight-bit weights multiply the scales."""
     if recipe.op == "dequantize":
         values, scales = recipe.args
         return Recipe("dequantize", (values, scale(scales, factor)), recipe.attrs)
@@ -180,33 +182,33 @@ def multiply(recipe: Recipe, factors: Recipe) -> Recipe:
 def key_balance(
     query: Recipe, key: Recipe, gain: Recipe, kv_heads: int, width: int, biases: tuple[Recipe, ...] = ()
 ) -> Recipe:
-    """fp32 [kv_heads, width / 2]: factor of the keys for each RoPE pair of each KV head (`rope_append`).
+    """Return the keys' factors for the RoPE pairs of each KV head, fp32 [kv_heads, width / 2] (`rope_append`).
 
     query [HQ * width, K], key [kv_heads * width, K], gain [K] of the norm before both; `biases` of q and k. A pair's
-    size is the norm of its rows times the gain, and of its biases. sqrt(size in q / size in k) makes both equal, which
-    minimises |q| |k| and so the error of a score. Rounded to a power of two, so that only the quantizer's rounding
-    changes; 1 where a pair is zero.
+    size is the norm of its rows times the gain, and of its biases. The factor sqrt(size in q / size in k) makes both
+    sizes equal, which minimises |q| |k| and so the error of a score. It is rounded to a power of two, so that only the
+    quantizer's rounding changes; it is 1 for a pair of zeros.
     """
     return Recipe("key_balance", (query, key, gain, *biases), {"kv_heads": kv_heads, "width": width})
 
 
 def norm_balance(query: Recipe, key: Recipe, kv_heads: int) -> Recipe:
-    """`key_balance` for normed heads: sizes are the weights [width] of the norms of q's and k's heads."""
+    """Return `key_balance` for heads with norms: sizes are the weights [width] of the norms of q's and k's heads."""
     return Recipe("norm_balance", (query, key), {"kv_heads": kv_heads})
 
 
 def smooth(recipe: Recipe, exponents: Recipe, sign: int, dim: int) -> Recipe:
-    """Multiply dimension `dim` by 2^(sign * exponents), exact for whole `exponents` [K]."""
+    """Multiply dimension `dim` by 2^(sign * exponents); this is exact for integer `exponents` [K]."""
     return Recipe("smooth", (recipe, exponents), {"sign": sign, "dim": dim})
 
 
 def share_of(size: int, world: int, multiple: int = 1) -> int:
-    """Return the rows or columns of each of `world` ranks, rounded up to a multiple of `multiple`."""
+    """Return the number of rows or columns of each of `world` ranks, rounded up to a multiple of `multiple`."""
     return cdiv(cdiv(size, world), multiple) * multiple
 
 
 def slice_(recipe: Recipe, dim: int, rank: int, world: int, multiple: int = 1) -> Recipe:
-    """Part `rank` of `world` parts of `share_of` along `dim`; the last parts are zero-padded."""
+    """Return part `rank` of `world` parts of `share_of` along `dim`; the last parts are zero-padded."""
     return Recipe("slice", (recipe,), {"dim": dim, "rank": rank, "world": world, "multiple": multiple})
 
 
@@ -221,7 +223,7 @@ def quantize(recipe: Recipe, dtype: torch.dtype = E4M3, rotate: int = 0) -> Reci
 
 
 def dequantize(values: Recipe, scales: Recipe, stored: torch.dtype, dtype: torch.dtype) -> Recipe:
-    """values [N, K] of the dtype `stored` times fp32 scales [N, 1], rounded to `dtype`."""
+    """Return values [N, K] of the dtype `stored`, times fp32 scales [N, 1], rounded to `dtype`."""
     names = {"stored": str(stored).removeprefix("torch."), "dtype": str(dtype).removeprefix("torch.")}
     return Recipe("dequantize", (values, scales), names)
 
@@ -237,16 +239,16 @@ def stored_parts(recipe: Recipe, dtype: torch.dtype) -> tuple[Recipe, Recipe] | 
 
 
 def item(recipe: Recipe, index: int) -> Recipe:
-    """Output `index` of a `quantize` recipe: 0 = values, 1 = scales."""
+    """Return output `index` of a `quantize` recipe: 0 = values, 1 = scales."""
     return Recipe("item", (recipe,), {"index": index})
 
 
 def rounded(values: Recipe, index: int) -> Recipe:
-    """`item(values, index)` of a `quantize` recipe, as stored by `sidestream calibrate --round`; packed weights part by
-    part.
+    """Return `item(values, index)` of a `quantize` recipe, with the tensor of `sidestream calibrate --round`.
 
-    The tensor's name is `rounded_name`. The operand is what was rounded; it is not evaluated. The whole weight was
-    rounded: a slice of it takes a slice of the values, and a slice of columns the scales of the whole rows.
+    The tensor's name is `rounded_name`; the parts of a packed weight have tensors of their own. The operand only
+    describes the rounded weight and is not evaluated. Whole weights are rounded: a slice of a weight uses a slice of
+    the values, and a slice of columns uses the scales of whole rows.
     """
     (packed,) = values.args
     parts = packed.args if packed.op == "cat" and packed.attrs["dim"] == 0 else (packed,)
@@ -263,7 +265,7 @@ def _rounded_part(part: Recipe, attrs: Mapping[str, Any], index: int) -> Recipe:
 
 
 def _unsliced(recipe: Recipe) -> tuple[Recipe, tuple[Mapping[str, Any], ...]]:
-    """Return a recipe without its slices, and the slices, the first one first."""
+    """Return (a recipe without its slices, the slices in the order of their application)."""
     if not recipe.args:
         return recipe, ()
     operands = [_unsliced(operand) for operand in recipe.args]
@@ -314,9 +316,10 @@ class Share:
 
 
 def sliced(recipe: Recipe, dim: int, share: Share, size: int) -> Recipe:
-    """Slice a recipe along `dim`, which has `size`. Cuts come first where that gives the same, so that less is read.
+    """Return part `share` of a recipe along `dim`, which has `size`.
 
-    Raises SliceError where columns that are rotated together would be separated.
+    The slice moves towards the loaded tensors as far as the result stays the same, so that less is read. Raises
+    SliceError if it would separate columns that are rotated together.
     """
 
     def cut(operand: Recipe) -> Recipe:
@@ -331,7 +334,7 @@ def sliced(recipe: Recipe, dim: int, share: Share, size: int) -> Recipe:
         return Recipe(op, tuple(map(cut, args)), attrs)
     if op in ("hadamard", "scale", "cast") or (op == "pad" and attrs["dim"] != dim):
         return Recipe(op, (cut(args[0]), *args[1:]), attrs)
-    if op == "smooth":  # the exponents [K] go with one dimension; -1: of several layers [L, K]
+    if op == "smooth":  # the exponents [K] belong to one dimension; -1: also for several layers [L, K]
         whole = attrs["dim"] != dim
         exponents = args[1] if whole else slice_(args[1], -1, share.rank, share.world, share.multiple)
         return Recipe(op, (cut(args[0]), exponents), attrs)

@@ -1,6 +1,6 @@
-"""Reports about a compilation, for people. Nothing below imports it.
+"""Reports about a compilation, for people. No other folder of the compiler imports it.
 
-explain          where a program's time goes, and what an option would change
+explain          breakdown of a program's estimated time, and the effect of options
 ledger           numerics ledger: change of the logits by each pass
 compare_dumps    differences of two dumps
 dump             everything about a compilation as files

@@ -20,11 +20,10 @@ LANES = {"main": 1, "side": 2, "copies": 3, "batcher": 4}
 def trace(
     program: Program, placed: Sequence[Placed] | None = None, *, assume: Assumptions = DEFAULT, gpu: Gpu = H200
 ) -> dict[str, Any]:
-    """Return one step as Perfetto shows it.
+    """Return the trace of one run of a program, for Perfetto.
 
-    `placed`: start and end of each step (default: the estimate). Inputs are copied before the first step, results
-    after the
-    last; the batcher may plan the next step in between.
+    `placed`: start and end of each step (default: the estimate). Inputs are copied before the first step, results after
+    the last one; the batcher may plan the next step at the same time.
     """
     timing = estimate(program, assume, gpu) if placed is None else placed
     origin = "estimate" if placed is None else "measured"
@@ -32,8 +31,8 @@ def trace(
     shift, total = arrive, total_seconds(timing)
     events = lane_names(f"{program.name} ({origin})")
     events.append(span("copies", "inputs to the GPU", 0.0, arrive, {"bytes": input_bytes(program)}))
-    events.append(span("batcher", "plans the next step (this long at most)", shift, shift + total, {}))
-    flows = count(1)  # Perfetto takes nothing but numbers
+    events.append(span("batcher", "plans the next step (at most this long)", shift, shift + total, {}))
+    flows = count(1)  # Perfetto requires numbers as ids of arrows
     for step, where in zip(program.steps, timing, strict=True):
         about = {"step": step.index, "name": step.name, "bytes": step_bytes(program, step, assume)}
         if link_bytes(program, step):
@@ -51,7 +50,7 @@ def trace(
 
 
 def lane_names(process: str, lanes: Mapping[str, int] = LANES, pid: int = 1) -> list[dict[str, Any]]:
-    """Return the events that name a process and its lanes, and order the lanes."""
+    """Return the events that set the name of a process, and the names and order of its lanes."""
     events: list[dict[str, Any]] = [{"ph": "M", "pid": pid, "name": "process_name", "args": {"name": process}}]
     for lane, thread in lanes.items():
         label = f"{lane} stream" if lane in ("main", "side") else lane
@@ -76,7 +75,7 @@ def span(lane: str, name: str, start: float, end: float, arguments: Mapping[str,
 
 
 def microseconds(seconds: float) -> float:
-    """Return seconds in a trace's unit, to the nanosecond."""
+    """Return seconds as microseconds, the unit of a trace, rounded to nanoseconds."""
     return round(seconds * 1e6, 3)
 
 
@@ -93,14 +92,14 @@ def _copies(program: Program, gpu: Gpu) -> tuple[float, float]:
     return gpu.copy_latency + input_bytes(program) / rate, gpu.copy_latency + 4 * rows / rate
 
 
-BATCHER = "batcher "  # ranges of the host's work between steps start with this
+BATCHER = "batcher "  # prefix of the ranges of the host's work between steps
 
 
 def lane_trace(trace: Mapping[str, Any], programs: Iterable[Program]) -> dict[str, Any]:
     """Convert `trace`, exported by torch's profiler from runs within `step_ranges()`, to a trace of lanes.
 
-    To attribute a replayed graph's kernels, the trace must contain a step-by-step run of its program too. Raises
-    ProfileError when it has no step of `programs`.
+    The kernels of a replayed graph are attributed to steps only if the trace also contains a step-by-step run of its
+    program. Raises ProfileError if the trace has no step of `programs`.
     """
     found, known = ranges(trace), {program.name: program for program in programs}
     begin = min((each.start for each in found), default=0.0)
@@ -114,7 +113,7 @@ def lane_trace(trace: Mapping[str, Any], programs: Iterable[Program]) -> dict[st
     if not events:
         raise ProfileError(f"the trace has no step of {', '.join(known) or 'a program'}; run it within step_ranges()")
     events += _others(trace, inside, begin)
-    # the batcher may be first; Perfetto drops negative times
+    # times start at the first event, which may be the batcher's: Perfetto drops negative times
     earliest = min(event["ts"] for event in events)
     for event in events:
         event["ts"] = round(event["ts"] - earliest, 3)
@@ -164,7 +163,7 @@ def _kernels_within(
 def _steps(
     program: Program, where: Sequence[Placed], kernels: Sequence[Sequence[tuple[str, float, float]]], begin: float
 ) -> list[dict[str, Any]]:
-    """Return bars without overlap: one launched early (PDL) starts at its predecessor's end, with a note."""
+    """Return bars without overlap: a step that starts early (PDL) is drawn from its predecessor's end, with a note."""
     events = []
     free = {lane: float("-inf") for lane in LANES}
     for step, place, own in zip(program.steps, where, kernels, strict=True):

@@ -17,7 +17,7 @@ from ..program.program import Program
 
 
 class DumpError(ValueError):
-    """A directory without a dump, or with a damaged one."""
+    """A directory contains no dump, or a damaged one."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def read_dump(directory: str | Path) -> Dump:
     path = root / "summary.json"
     if not path.is_file():
         raise DumpError(
-            f"{root} holds no dump: there is no {path.name}; write one with `sidestream inspect dump -o {root}`"
+            f"{root} contains no dump ({path.name} is missing); write one with `sidestream inspect dump -o {root}`"
         )
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
@@ -48,12 +48,12 @@ def read_dump(directory: str | Path) -> Dump:
         return Dump(summary["version"], summary["options"] or {}, passes, by_name)
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise DumpError(
-            f"{path} is no summary ({type(error).__name__}: {error}); dump again with this release"
+            f"{path} is not a valid summary ({type(error).__name__}: {error}); dump again with this release"
         ) from error
 
 
 def difference(first: Dump, second: Dump) -> dict[str, Any]:
-    """Return the differences as plain values; equal parts are left out."""
+    """Return the differences as plain values, without equal parts."""
     return {
         "version": None if first.version == second.version else [first.version, second.version],
         "options": {
@@ -91,7 +91,7 @@ def _pass(first: Mapping[str, Any] | None, second: Mapping[str, Any] | None) -> 
 
 
 def _moves(entry: Mapping[str, Any]) -> dict[str, int]:
-    """Return op -> calls that a pass added (or removed)."""
+    """Return op -> number of calls that a pass added; negative: removed."""
     change = Counter(entry["ops_after"])
     change.subtract(entry["ops_before"])
     return {op: count for op, count in sorted(change.items()) if count}

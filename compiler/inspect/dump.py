@@ -1,6 +1,6 @@
 """Write everything about a compilation as readable, diffable files.
 
-Equal inputs give equal bytes; only `timings.json` (and the page, on request) has measured times, all others are
+Equal inputs give equal bytes. Only `timings.json`, and on request the page, has measured times; all others are
 estimates.
 """
 
@@ -42,7 +42,7 @@ def dump(
     ledger: Mapping[str, float] | None = None,
     gpu: Gpu = H200,
 ) -> list[Path]:
-    """Write the dump and return the files written, in order.
+    """Write the dump and return its files, in order.
 
     For pass number NN: `NN_pass.before.py`, `NN_pass.after.py`, `NN_pass.diff`; `passes.txt` (op counts of each pass),
     `rejected.txt`, `summary.txt`, `summary.json`, `timings.json`, and `index.html`. For each program `program.txt`,
@@ -105,7 +105,7 @@ def dump(
 
 
 def pass_diff(record: PassRecord) -> str:
-    """Return a unified diff of the graph around one pass; empty when nothing changed."""
+    """Return a unified diff of the graphs before and after one pass; empty if they are equal."""
     before, after = record.before.splitlines(), record.after.splitlines()
     names = f"before {record.name}", f"after {record.name}"
     lines = difflib.unified_diff(before, after, *names, n=2, lineterm="")

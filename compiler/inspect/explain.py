@@ -1,4 +1,4 @@
-"""Where a program's estimated time goes and what an option would change, as plain values (for JSON) and as text."""
+"""Breakdown of a program's estimated time, and the effect of options on it, as plain values (for JSON) and as text."""
 
 import textwrap
 from collections import Counter
@@ -21,8 +21,8 @@ from ..program.layers import HEAD, TAIL, step_layers
 from ..program.program import Bucket, Program
 
 TOP_OPS = 12
-SAME = 0.0005  # relative differences below are none
-# options that change no program, that are varied by themselves, or that leave a part of the step to others
+SAME = 0.0005  # smaller relative differences count as none
+# not varied: options without an effect on programs, `disable` (each pass is), and options that omit a part of the step
 NO_NUMBERS = ("check_counts", "disable", "gather_logits")
 
 
@@ -36,8 +36,9 @@ class WhatIf:
 
 
 def explain_program(program: Program, assume: Assumptions = DEFAULT, gpu: Gpu = H200) -> dict[str, Any]:
-    """Return kernels by lane and layer, estimate and floor, and the parts of the critical path, in microseconds and
-    bytes.
+    """Return kernels by lane and layer, estimate and floor, and the parts of the critical path.
+
+    Units are microseconds and bytes.
     """
     costs = step_costs(program, assume, gpu)
     placed = estimate(program, assume, gpu, costs)
@@ -139,10 +140,10 @@ def what_ifs(
     gpu: Gpu = H200,
     passes: tuple[Pass, ...] = PASSES,
 ) -> dict[str, float]:
-    """Return change -> estimated seconds of the step; the change "" is none.
+    """Return change -> estimated seconds of the step; "" is the program without a change.
 
-    `capture(options)` returns a fresh graph and the module's parameter names. Tries each option's other values one at a
-    time, and each pass disabled; leaves out changes that can't be compiled, or that give the same program.
+    `capture(options)` returns a new graph and the module's parameter names. Changes are the other values of each
+    option, one at a time, and each pass disabled, except those that can't be compiled or give the same program.
     """
     seconds: dict[str, float] = {}
     base: Program | None = None
@@ -150,7 +151,8 @@ def what_ifs(
     shared = {each.name for each in passes}
     for change, changed, variant in (("", options, bucket), *_variants(options, bucket, passes)):
         added = set(changed.disable) - set(options.disable)
-        same_graph = changed is options or (added and not added & shared)  # passes on static sizes run later
+        # passes for static sizes run later and do not need another graph
+        same_graph = changed is options or (added and not added & shared)
         try:
             graph = base_graph if same_graph else None
             if graph is None:
@@ -205,7 +207,7 @@ def program_as_text(facts: Mapping[str, Any]) -> str:
         ("launch and latency", "launch_and_latency_us"),
         ("bytes", "bytes_us"),
         ("FLOPs", "flops_us"),
-        ("lanes in each other's way", "lanes_wait_us"),
+        ("contention of the lanes", "lanes_wait_us"),
     ]
     shares = ", ".join(
         f"{name} {path[key]:.1f} us ({path[key] / total:.0%})" for name, key in parts if path[key] >= 0.05
@@ -236,7 +238,7 @@ def program_as_text(facts: Mapping[str, Any]) -> str:
         f"{sum(row['steps'] for row in linked)} collectives, floor {sum(row['floor_us'] for row in linked):.1f} us"
     ]
     left = len(facts["ops"]) - TOP_OPS
-    sequences = f"{facts['context']} cached tokens a sequence" + (
+    sequences = f"{facts['context']} cached tokens per sequence" + (
         f", {facts['adapters']} adapters in the batch" if facts["adapters"] else ""
     )
     lines = [_wrap(f"  {line}") for line in facts["passes"].splitlines()]
@@ -245,15 +247,15 @@ def program_as_text(facts: Mapping[str, Any]) -> str:
         [
             f"{facts['program']}, {sequences}",
             _wrap(
-                f"  about {facts['estimated_us']:.1f} us a step, {facts['of_floor']:.0%} of the floor's speed "
+                f"  about {facts['estimated_us']:.1f} us per step, {facts['of_floor']:.0%} of the floor's speed "
                 f"(floor {facts['floor_us']:.1f} us: weights, cache and adapters read once)"
             ),
             f"  {facts['steps']} kernels: {layer['main']} main and {layer['side']} side in each of {facts['layers']} "
             "layers; "
             f"{facts['waits']} waits between the lanes",
-            _wrap(f"  the {path['steps']} steps that decide the time: {shares}"),
+            _wrap(f"  the {path['steps']} steps of the critical path: {shares}"),
             *(
-                f"  {count} of its attentions see the newest {window} tokens of a sequence only"
+                f"  {count} of its attentions read only the newest {window} tokens of a sequence"
                 for window, count in facts["windows"].items()
             ),
             *(over_link if linked else ()),
@@ -290,11 +292,11 @@ def as_text(facts: Mapping[str, Any], records: Sequence[PassRecord]) -> str:
 
 def changes_as_text(changes: Sequence[WhatIf], now: float, bucket: str) -> str:
     """Return the table of changes."""
-    rows, same = [("change", "us a step", "difference")], []
+    rows, same = [("change", "us per step", "difference")], []
     for each in changes:
         if abs(each.difference) < SAME * now:
             same.append(each.change)
         else:
             rows.append((each.change, f"{each.seconds * 1e6:.1f}", f"{each.difference / now:+.1%}"))
     end = "\n" + _wrap(f"no difference: {', '.join(same)}") + "\n" if same else ""
-    return f"What a change would do to {bucket} (now {now * 1e6:.1f} us)\n\n{columns(rows, right=(1, 2))}{end}"
+    return f"Effect of changes on {bucket} (now {now * 1e6:.1f} us)\n\n{columns(rows, right=(1, 2))}{end}"

@@ -1,8 +1,8 @@
 """The numerics ledger: the change of the logits by each pass, so that a bug is attributed to a pass.
 
-The graph runs node by node on the CPU's references after every pass, on the same inputs, and then as a program. Passes
-of decode programs (`DECODE_PASSES`) follow as programs: one more step of the sequences without adapter over the filled
-cache; then, for passes on LoRA, of all sequences.
+After every pass the graph runs on the same inputs, node by node with the CPU's references; at the end it also runs as a
+program. The passes of decode programs (`DECODE_PASSES`) are measured with programs: a decode step of the sequences
+without adapter, with the cache that the program has filled; then, for passes on LoRA, a step of all sequences.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ from ..program.specialize import specialize
 from ..run.bound_program import BoundProgram
 
 CAPTURE, PROGRAM, DECODE, DECODE_LORA = "(capture)", "(program)", " (decode)", " (decode, adapters)"
-# which result of the op is the residual stream
+# op -> index of the residual stream in its results
 _STREAM_RESULT = ((add_rms_norm, 1), (add_rms_norm_quant, 3), (all_reduce_add_rms_norm_quant, 3))
 
 
@@ -42,19 +42,18 @@ _STREAM_RESULT = ((add_rms_norm, 1), (add_rms_norm_quant, 3), (all_reduce_add_rm
 class LedgerRow:
     """The change of a batch's logits by one pass.
 
-    name, tier   the pass and its tier; `(capture)`: the captured graph against a reference of other precision;
-                 `(program)`: the program of the last graph; suffix ` (decode)`: a decode program's own pass;
-                 ` (decode, adapters)`: in a program with LoRA
+    name, tier   the pass and its tier; `(capture)`: the captured graph, compared with a reference of other precision;
+                 `(program)`: the program of the last graph; suffix ` (decode)`: a pass of decode programs;
+                 ` (decode, adapters)`: the same in a program with LoRA
     matches      number of matches
-    added        relative RMSE of the logits against the graph right before the pass
-    total        the same against the reference: the graph before any pass, or the caller's
+    added        relative RMSE of the logits, compared with the graph before this pass
+    total        relative RMSE of the logits, compared with the reference: the graph before all passes, or the caller's
     mean_kl      mean over the tokens of KL(before || after), in nats
     worst_token  row of the logits with the largest KL; None if all are equal
-    worst_kl     that KL
-    worst_layer  part of the model with the largest growth of the residual stream's relative error; "" without a
-    difference,
-                 or if unknown
-    growth       that growth
+    worst_kl     KL of that row
+    worst_layer  part of the model with the largest growth of the residual stream's relative error; "" if there is no
+                 difference or the part is unknown
+    growth       growth of the error there
     """
 
     name: str
@@ -84,14 +83,15 @@ def ledger(
     passes: tuple[Pass, ...] = PASSES,
     reference: torch.Tensor | None = None,
 ) -> list[LedgerRow]:
-    """Return one row a pass, in order, one for the program, and one for each pass of decode programs if possible.
+    """Return one row per pass, in order, one for the program, and if possible one per pass of decode programs.
 
-    `captured`   stays unchanged
-    `inputs`     the graph's inputs on the CPU except KV caches: each run gets empty ones with its dtype and scales
+    `captured`   is not changed
+    `inputs`     the graph's inputs on the CPU except KV caches: each run has new ones of its dtype, with scales
     `state`      the model's parameters and buffers (adapter stacks too) by name
     `reference`  logits [B, V] for the totals, such as the fp32 model's; default: those of the captured graph
 
-    Raises as `compile` for the options and counts, ValueError for a missing input or another result than logits.
+    Raises the same errors as `compile` for options and counts, and ValueError for a missing input, or a result that is
+    not logits.
     """
     copy = captured.copy()
     runner = _Runner({**captured.constants, **state}, inputs)
@@ -135,10 +135,10 @@ def _decode_rows(
     sequences: Sequence[int],
     lora: bool,
 ) -> list[LedgerRow]:
-    """Run the last tokens of these sequences as a decode step with more and more of the decode programs' own passes.
+    """Run the last tokens of these sequences as a decode step, each time with one more pass of decode programs.
 
-    `tensors`: those of the program that ran; its caches hold all tokens. `truth`: the logits of every token. `lora`:
-    only rows of passes that match.
+    `tensors`: those of the program that ran before; its caches contain all tokens. `truth`: the logits of every token.
+    `lora`: return only rows of passes with matches.
     """
     if not sequences:
         return []
@@ -176,7 +176,7 @@ def _decode_matches(graph_module: fx.GraphModule, bucket: Bucket, options: Compi
 
 
 def largest(rows: Sequence[LedgerRow]) -> LedgerRow:
-    """Return the row with the largest `added` (NaN is the largest)."""
+    """Return the row with the largest `added`; NaN counts as the largest."""
     return max(rows, key=lambda row: (row.added != row.added, row.added))
 
 
@@ -221,24 +221,24 @@ def _row(
 
 
 def _worst_layer(before: _Run, after: _Run, places: Sequence[str]) -> tuple[str, float]:
-    """Return where the stream's relative error grows most; the logits are the last place."""
+    """Return (part of the model where the stream's relative error grows most, growth); the last part is the logits."""
     first, second = [*before.streams, before.logits], [*after.streams, after.logits]
     if len(first) != len(places) or [value.shape for value in first] != [value.shape for value in second]:
         return "", 0.0
     errors = [0.0, *(relative_rmse(got, want) for got, want in zip(second, first, strict=True))]
     growth = [error - earlier for earlier, error in pairwise(errors)]
-    # the first NaN is the worst
+    # NaN counts as the largest growth, and the first one is returned
     worst = max(range(len(growth)), key=lambda place: (growth[place] != growth[place], growth[place]))
     return ("", 0.0) if growth[worst] <= 0.0 else (places[worst], growth[worst])
 
 
 def _norms(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node, int | None]]:
-    """Return each norm in order: its node, and the node (and result index) of the residual stream there."""
+    """Return (norm, node of the residual stream there, index of its result or None) of each norm, in order."""
     found: list[tuple[fx.Node, fx.Node, int | None]] = []
     for node in graph.nodes:
         if is_call(node, rms_norm, rms_norm_quant):
             found.append((node, bind(node).x, None))
-        elif is_call(node, aten.pow.Tensor_Scalar) and bind(node).exponent == 2:  # a norm that isn't lifted (yet)
+        elif is_call(node, aten.pow.Tensor_Scalar) and bind(node).exponent == 2:  # a norm that is not lifted
             source = bind(node).self
             while source.target in CASTS:
                 source = bind(source).self
@@ -254,7 +254,7 @@ def _dtype_of(norm: fx.Node) -> torch.dtype:
 
 
 def _places(graph: fx.Graph) -> list[str]:
-    """Return the part of the model before each norm and, last, before the logits."""
+    """Return the names of the parts of the model that end at each norm, and of the last part, before the logits."""
     layers, seen, places = graph_layers(graph), set[int](), [layer_name(HEAD)]
     for norm, _, _ in _norms(graph):
         layer = layers[norm]
@@ -265,7 +265,7 @@ def _places(graph: fx.Graph) -> list[str]:
 
 
 class _Runner:
-    """Run graphs on the same inputs and weights; unchanged weights are made once."""
+    """Run graphs on the same inputs and weights; weights with equal recipes are computed once."""
 
     def __init__(self, state: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> None:
         self._state, self._inputs = {name: tensor.detach() for name, tensor in state.items()}, inputs
@@ -309,7 +309,7 @@ class _Runner:
 
 
 class _Recorder(fx.Interpreter):
-    """Run a graph and keep some nodes' values: `wanted` are (node, result index)."""
+    """Run a graph and store the values of some nodes: `wanted` has (node, result index)."""
 
     def __init__(self, graph_module: fx.GraphModule, wanted: Sequence[tuple[fx.Node, int | None]]) -> None:
         super().__init__(graph_module, graph=graph_module.graph)
@@ -318,7 +318,7 @@ class _Recorder(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         if is_check(n):
-            return None  # it compares with what tracing has seen, such as the meta device
+            return None  # a check of properties during tracing, such as the meta device
         value = super().run_node(n)
         for key in self.wanted:
             if key[0] is n:

@@ -1,9 +1,8 @@
-"""Map a profiler's trace to a program's steps: the kernels of each step, and their times, also in a replayed CUDA
-graph.
+"""Map a profiler's trace to a program's steps: kernels and times of each step, also in a replayed CUDA graph.
 
-Reads the Chrome trace of `torch.profiler`. Run step by step, a kernel belongs to the step of its launch's launched. In
-a replay all kernels are launched at once: there the k-th kernel of a name is the k-th of that name in the step-by-step
-run.
+The trace is the Chrome trace of `torch.profiler`. In a step-by-step run a kernel belongs to the step whose range
+contains its launch. In a replay one launch starts all kernels: there the k-th kernel of a name belongs to the same step
+as the k-th kernel of that name in the step-by-step run.
 """
 
 import json
@@ -27,7 +26,7 @@ LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
 
 
 class ProfileError(ValueError):
-    """A trace without the requested steps."""
+    """A trace does not contain the requested steps."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Range:
 
 
 def ranges(trace: Mapping[str, Any]) -> list[Range]:
-    """Return our ranges in order of time, each with the kernels launched in it (innermost range only)."""
+    """Return the ranges of steps and replays in order of time; a kernel is in the innermost range of its launch."""
     events = [event for event in trace.get("traceEvents", ()) if event.get("ph") == "X"]
     launched: dict[int, list[Kernel]] = defaultdict(list)
     for event in events:
@@ -95,7 +94,7 @@ def kernels_of_steps(program: Program, found: Iterable[Range]) -> dict[int, tupl
             names[int(match["index"])] = tuple(kernel.name for kernel in each.kernels)
     if len(names) != len(program.steps):
         raise ProfileError(
-            f"the trace names {len(names)} of the {len(program.steps)} steps of {program.name}; run it step by step "
+            f"the trace has {len(names)} of the {len(program.steps)} steps of {program.name}; run it step by step "
             "within step_ranges()"
         )
     return names
@@ -104,7 +103,7 @@ def kernels_of_steps(program: Program, found: Iterable[Range]) -> dict[int, tupl
 def replays(program: Program, found: Iterable[Range], names: Mapping[int, tuple[str, ...]]) -> list[list[Placed]]:
     """Return each step's times in each replay, in seconds from the replay's first kernel.
 
-    A step without kernels has no length. Raises ProfileError when a replay's kernels differ from the steps'.
+    A step without kernels has the duration 0. Raises ProfileError if a replay's kernels differ from the steps'.
     """
     expected = Counter(name for own in names.values() for name in own)
     results = []
@@ -116,7 +115,7 @@ def replays(program: Program, found: Iterable[Range], names: Mapping[int, tuple[
         if have != expected:
             missing, surplus = expected - have, have - expected
             raise ProfileError(
-                f"a replay of {program.name} ran other kernels than its steps: missing {dict(missing)}, not known "
+                f"a replay of {program.name} ran other kernels than its steps: missing {dict(missing)}, unexpected "
                 f"{dict(surplus)}"
             )
         results.append(_place(program, each.kernels, names))
@@ -146,10 +145,10 @@ def _place(program: Program, kernels: Sequence[Kernel], names: Mapping[int, tupl
 
 
 def advances(program: Program, placed: Sequence[Placed]) -> list[float]:
-    """Return the seconds that each step added: from the latest end of its predecessors (in its lane, or waits) to its
-    own end.
+    """Return the seconds that each step added: from the latest end of its predecessors to its own end.
 
-    With programmatic dependent launch a kernel starts before its predecessor has ended, so its length is not that time.
+    Predecessors are the previous step of its lane and the steps for which it waits. With programmatic dependent launch
+    a kernel starts before its predecessor has ended, so its duration is longer than the time that it adds.
     """
     before = predecessors(program)
     return [
@@ -159,10 +158,10 @@ def advances(program: Program, placed: Sequence[Placed]) -> list[float]:
 
 
 def capture_profile(bound: BoundProgram, count: int) -> list[list[Placed]]:
-    """Run `bound` once step by step and `count` times as a CUDA graph under torch's profiler; return the steps' times
-    in each replay. Needs a GPU.
+    """Profile `bound` on a GPU and return the steps' times in each of `count` replays.
 
-    Captures the graph if needed. Raises ProfileError when kernels can't be attributed.
+    It runs once step by step and `count` times as a CUDA graph, which is captured if needed. Raises ProfileError if
+    kernels can't be attributed.
     """
     if not bound.captured:
         bound.capture()

@@ -19,7 +19,7 @@ ARROW_HEAD = (
     '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
     '<path d="M0 0L8 4L0 8z" fill="#b4232a"/></marker></defs>'
 )
-# an op's family -> fill; the page's are in page/page.css, which has two themes
+# an op's family -> fill; page/page.css has the page's colours, for two themes
 COLOURS = {
     "lora": "#f6c7a8",
     "attention": "#c9b8f0",

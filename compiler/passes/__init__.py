@@ -1,4 +1,4 @@
-"""The graph passes, one idea a file, in five folders. `compiler/pipeline.py` lists them in order.
+"""The graph passes, one per file, in five folders. `compiler/pipeline.py` lists them in order.
 
 base        arguments and results of passes, and their common loop
 lift        ATen idioms -> semantic ops; constant factors move into weights

@@ -22,14 +22,14 @@ class PassReport:
 
 @dataclass
 class Context:
-    """The options and the GPU's number of SMs: all that a pass gets besides the graph."""
+    """The options and the GPU's number of SMs: a pass reads only these and the graph."""
 
     options: CompileOptions
     sm_count: int = H200_SMS
 
 
 def rewrite_each(nodes: Iterable[fx.Node], rewrite: Callable[[fx.Node], object]) -> PassReport:
-    """Call `rewrite` for each node and count the matches; Refused leaves a node alone and gives the reason."""
+    """Call `rewrite` for each node and count the matches; a Refused exception is the reason for a near-miss."""
     report = PassReport(0)
     for node in nodes:
         try:

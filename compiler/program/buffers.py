@@ -34,8 +34,8 @@ class ProgramError(ValueError):
 class Buffer:
     """Named memory.
 
-    `temp` buffers are in the arena at byte `offset`; other kinds are tensors of their own (offset None). `life`: the
-    first and last step that access it (-1, -1: none). `stride` in elements, None = contiguous.
+    `temp` buffers are in the arena at byte `offset`; other kinds are separate tensors (offset None). `life`: the first
+    and last step that access the buffer (-1, -1: none). `stride`: in elements, None = contiguous.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class View:
-    """A tensor inside a buffer: shape, strides and offset in elements of its dtype (None = the buffer's)."""
+    """A tensor inside a buffer: shape, strides and offset in elements of `dtype` (None = the buffer's dtype)."""
 
     buffer: str
     shape: tuple[int, ...]
@@ -85,17 +85,17 @@ def span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.bfloat16` -> `bfloat16`."""
+    """Return the name of a dtype in JSON: `bfloat16` for `torch.bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
 def short_dtype(dtype: torch.dtype) -> str:
-    """`torch.bfloat16` -> `bf16`."""
+    """Return the short name of a dtype: `bf16` for `torch.bfloat16`."""
     return SHORT_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def parse_dtype(name: Any) -> torch.dtype:
-    """`bfloat16` -> `torch.bfloat16`. Raises ProgramError for an unknown name."""
+    """Return `torch.bfloat16` for `bfloat16`. Raises ProgramError for an unknown name."""
     dtype = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype):
         raise ProgramError(f"unknown dtype {name!r}")
@@ -150,7 +150,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Return what `encode` wrote. Raises ProgramError for anything else."""
+    """Return the value that `encode` has encoded. Raises ProgramError for other JSON."""
     if isinstance(value, list):
         return tuple(decode(entry) for entry in value)
     if not isinstance(value, dict):

@@ -1,8 +1,8 @@
-"""Programs kept on disk between runs, so that a restart neither captures the model nor runs the passes.
+"""Programs stored on disk between runs, so that a restart neither captures the model nor runs the passes.
 
 The key is a hash of the releases, the sources, the model's config, the options, the pass list and the bucket. The
-number of KV pages depends on free memory, so it is not in the key and is set on load. Deleting the directory is always
-safe.
+number of KV pages depends on free memory, so the key excludes it, and it is set on load. Deleting the directory is
+always safe.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 PACKAGE = Path(__file__).parents[2]
 SOURCES = ("ops", "graphs", "compiler")
 LIMIT = 4 << 30
-"""Bytes of all kept programs together; one has some megabytes."""
+"""Maximum bytes of all stored programs; one has a few megabytes."""
 
 
 @lru_cache(maxsize=1)
@@ -62,7 +62,7 @@ def program_key(
 
 
 class ProgramStore:
-    """Programs in a directory, one file a key. An incomplete file counts as absent."""
+    """Programs in a directory, one file per key. An incomplete file counts as absent."""
 
     def __init__(self, directory: str | Path) -> None:
         self._folder = CacheFolder(Path(directory), LIMIT)
@@ -72,8 +72,9 @@ class ProgramStore:
         return self._folder.directory / _name(key)
 
     def load(self, key: str, edit: Edit | None = None) -> Program | None:
-        """Return the program of `key`, its fields changed by `edit`, or None. Remove a damaged or outdated file
-        (logged).
+        """Return the program of `key`, with fields changed by `edit`, or None.
+
+        A damaged or outdated file is removed (logged).
         """
         text = self._folder.recall(_name(key))
         if text is None:
@@ -85,7 +86,7 @@ class ProgramStore:
             return None
 
     def has(self, key: str) -> bool:
-        """Whether there is a program of this key; it is not read."""
+        """Return whether there is a program for `key`, without reading it."""
         return _name(key) in self._folder
 
     def save(self, key: str, program: Program) -> Path:
@@ -115,7 +116,7 @@ class ProgramCache:
         return self.store.load(self._key(bucket), lambda fields: _with_pages(fields, bucket.pages))
 
     def has(self, bucket: Bucket) -> bool:
-        """Whether there is a program for `bucket`; it is not read."""
+        """Return whether there is a program for `bucket`, without reading it."""
         return self.store.has(self._key(bucket))
 
     def save(self, bucket: Bucket, program: Program) -> None:
@@ -123,7 +124,7 @@ class ProgramCache:
         try:
             self.store.save(self._key(bucket), with_pages(program, 1))
         except OSError as error:
-            if str(error) not in _warned:  # one line a reason, not one a program
+            if str(error) not in _warned:  # one warning per reason, not per program
                 _warned.add(str(error))
                 log.warning(
                     "the program %s is not kept for the next start: %s; free space there, or set SIDESTREAM_CACHE",
@@ -137,17 +138,17 @@ class ProgramCache:
 
 
 def with_pages(program: Program, pages: int) -> Program:
-    """Return the program for another number of KV pages: only the first size of these buffers depends on it."""
+    """Return the program for another number of KV pages; only the first size of the cache buffers depends on it."""
     return Program(**_with_pages({field.name: getattr(program, field.name) for field in fields(program)}, pages))
 
 
 def _with_pages(program: dict[str, Any], pages: int) -> dict[str, Any]:
-    """Do the same on a program's fields."""
+    """Return the fields of a program for another number of KV pages."""
     caches = {buffer.name for buffer in program["buffers"] if "NP" in dimensions_of(buffer.name)}
 
-    def concerned(values: tuple[Any, ...]) -> bool:
+    def has_pages(values: tuple[Any, ...]) -> bool:
         return any(
-            value.buffer in caches if isinstance(value, View) else isinstance(value, tuple) and concerned(value)
+            value.buffer in caches if isinstance(value, View) else isinstance(value, tuple) and has_pages(value)
             for value in values
         )
 
@@ -157,7 +158,7 @@ def _with_pages(program: dict[str, Any], pages: int) -> dict[str, Any]:
         return tuple(map(resized, value)) if isinstance(value, tuple) else value
 
     def step(each: Step) -> Step:
-        if not concerned((each.args, each.kwargs)):
+        if not has_pages((each.args, each.kwargs)):
             return each
         return replace(each, args=resized(each.args), kwargs=resized(each.kwargs))
 

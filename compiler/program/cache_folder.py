@@ -1,4 +1,4 @@
-"""A private, size-limited folder of files kept between runs; the least recently used are removed first.
+"""A private, size-limited folder of files between runs; the least recently used files are removed first.
 
 Writes are atomic. Content is used only if its stored digest matches, so damaged, renamed and outdated files count as
 absent. A digest without a key detects damage, not attacks; the folder's permissions protect against other users.
@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 SPARE_BYTES = 1 << 30
-"""A disk with less room than this afterwards is left alone."""
+"""Nothing is written if the disk would have fewer free bytes than this afterwards."""
 STALE_SECONDS = 3600.0
 _TEMPORARY = ".tmp"
 _MAGIC = b"sidestream-kept-1 "
@@ -34,10 +34,10 @@ def cache_directory() -> Path:
 
 
 class CacheFolder:
-    """The folder `directory`, created with mode 0700 on the first write; at most `limit` bytes. Safe for several
-    processes.
+    """The folder `directory`, created with mode 0700 on the first write; at most `limit` bytes.
 
-    Files of another user, or that others may write to, count as absent and are not written to.
+    Several processes may use it at the same time. Files that belong to another user, or to which others may write,
+    count as absent and are not written to.
     """
 
     def __init__(self, directory: Path, limit: int) -> None:
@@ -46,7 +46,7 @@ class CacheFolder:
 
     @contextmanager
     def reading(self, name: str) -> Iterator[int | None]:
-        """Open the file `name` and mark it as used; None when it is absent."""
+        """Open the file `name` and mark it as used; yield its descriptor, or None if it is absent."""
         handle = self._open(name)
         try:
             yield handle
@@ -92,7 +92,7 @@ class CacheFolder:
         self.write(name, len(whole), lambda handle: write_fully(handle, whole))
 
     def recall(self, name: str) -> bytes | None:
-        """Return the content that `keep` wrote, or None. A damaged file is removed (logged)."""
+        """Return the content written by `keep`, or None. A damaged file is removed (logged)."""
         with self.reading(name) as handle:
             if handle is None:
                 return None

@@ -11,10 +11,10 @@ from ...ops.core.registry import NAMESPACE, OPS, Op, Traits
 from .buffers import ProgramError, View, views_in
 from .program import Step
 
-# what an out= variant takes from the tensor it writes
+# arguments that an out= variant does not have: the output tensor determines them
 FROM_OUT = frozenset({"dtype", "layout", "device", "pin_memory"})
 FOREIGN = Traits("foreign", "foreign")
-# ATen's ops that a program may be left with, by the name without the overload; all others are FOREIGN
+# traits of ATen's ops that may remain in a program, by the name without the overload; other ops have FOREIGN
 ATEN: dict[str, Traits] = {
     "mm": Traits("product", "linear"),
     "linear": Traits("product", "linear"),
@@ -31,18 +31,18 @@ ATEN: dict[str, Traits] = {
 
 
 def own_op(name: str) -> Op | None:
-    """Return the registered op of `sidestream.rms_norm`; None for another library's op."""
+    """Return the registered op of a name such as `sidestream.rms_norm`; None for another library's op."""
     namespace, _, rest = name.partition(".")
     if namespace != NAMESPACE:
         return None
     if rest not in OPS:
-        raise ProgramError(f"the program calls {name}, which this release does not have; compile it again")
+        raise ProgramError(f"the program calls {name}, which does not exist in this release; compile it again")
     return OPS[rest]
 
 
 @cache
 def traits_of(name: str) -> Traits:
-    """Return the traits of an op for estimates and pictures; the op may be unknown to this release."""
+    """Return the traits of an op for estimates and drawings, also of an op that this release does not have."""
     namespace, _, rest = name.partition(".")
     if namespace == NAMESPACE:
         return OPS[rest].traits if rest in OPS else Traits()
@@ -65,7 +65,7 @@ def overload_of(name: str) -> torch._ops.OpOverload:
 
 @cache
 def out_overload(name: str) -> tuple[torch._ops.OpOverload, tuple[str, ...]] | None:
-    """Return the variant with output arguments and their names; None when the op has none."""
+    """Return the variant with output arguments, and their names; None for an op without such a variant."""
     overload = overload_of(name)
     wanted = [(argument.name, str(argument.type)) for argument in overload._schema.arguments]
     packet = overload.overloadpacket

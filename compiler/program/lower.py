@@ -1,4 +1,4 @@
-"""Lower a static graph to operations on buffers: views fold away, every result gets memory."""
+"""Lower a static graph to operations on buffers: every result has a buffer, and views are parts of buffers."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -101,7 +101,7 @@ class _Lowering:
         written = _written_arguments(node)
         fresh = [value for value in results if _storage(value) not in self.homes]
         if not fresh and not written:
-            return  # a view, or a pick of a result
+            return  # not an operation: a view, or a pick of a result
         if not isinstance(node.target, torch._ops.OpOverload):
             raise ProgramError(f"{node.name} calls {op_name(node)}, which is not a registered op")
         if fresh and len(fresh) != len(results):
@@ -132,7 +132,7 @@ class _Lowering:
         return {self.homes[_storage(value)] for node in nodes for value in _tensors(node.meta["val"])}
 
     def _place(self, name: str, fresh: list[torch.Tensor]) -> None:
-        """Add a buffer for each new storage: of the tensor's shape if it is the whole storage, else flat."""
+        """Add a buffer for each new storage: with the tensor's shape if the tensor covers it, else one-dimensional."""
         for index, value in enumerate(fresh):
             if _storage(value) in self.homes:
                 continue

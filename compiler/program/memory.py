@@ -1,7 +1,7 @@
 """Offsets of temporaries in the arena.
 
-Two buffers may share bytes only when every access to one happens before the other's first write. On two streams "later
-in the list" does not mean "later in time", so a free list is not enough.
+Two buffers may share bytes only if every access to one happens before the other's first write. With two streams, a
+later position in the list does not mean a later time, so a free list is not safe.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ NEVER = -1
 
 
 def accesses(steps: Sequence[Step]) -> dict[str, list[int]]:
-    """Return buffer -> the steps that read or write it, in order."""
+    """Return buffer -> indices of the steps that read or write it, in order."""
     result: dict[str, list[int]] = {}
     for step in steps:
         for name in dict.fromkeys(view.buffer for view in (*step.inputs(), *step.outs)):
@@ -30,8 +30,8 @@ def accesses(steps: Sequence[Step]) -> dict[str, list[int]]:
 def plan_memory(buffers: Mapping[str, Buffer], steps: Sequence[Step]) -> tuple[tuple[Buffer, ...], int]:
     """Return buffers with offsets (multiples of 256) and lives, and the arena's size in bytes.
 
-    Largest first, each at the lowest offset without a conflict; buffers conflict unless all accesses of one happen
-    before the other's.
+    Buffers are placed in order of size, the largest first, each at the lowest offset without a conflict. Two buffers
+    conflict unless all accesses of one happen before those of the other.
     """
     used = accesses(steps)
     placed = {

@@ -30,8 +30,8 @@ class Bucket:
     sequences  B, rows of block_table
     pages      NP, pages of each KV cache
     blocks     P, columns of block_table
-    decode     one token a sequence: row b of every activation is sequence b (T == B, logits_indices is 0..B-1)
-    lora       False: without LoRA
+    decode     one token per sequence: row b of every activation is sequence b (T == B, logits_indices is 0..B-1)
+    lora       False: a program without LoRA
     rows       maximum tokens per sequence in a step with drafts, with logits of every token
     """
 
@@ -50,14 +50,13 @@ class Bucket:
                 raise ProgramError(f"bucket {name}={value!r} must be a positive integer")
         if self.decode and self.tokens != self.sequences:
             raise ProgramError(
-                f"a decode bucket has one token a sequence, not {self.tokens} tokens for {self.sequences} sequences; "
+                f"a decode bucket has one token per sequence, not {self.tokens} tokens for {self.sequences} sequences; "
                 "use decode=False"
             )
         if self.verifies and (self.decode or self.tokens != self.sequences * self.rows):
             raise ProgramError(
-                f"a bucket with {self.rows} rows a sequence has {self.sequences * self.rows} tokens for "
-                f"{self.sequences} sequences and is none of decode steps, not tokens={self.tokens}, "
-                f"decode={self.decode}"
+                f"a bucket with {self.rows} rows per sequence must have tokens={self.sequences * self.rows} for "
+                f"{self.sequences} sequences, and decode=False; got tokens={self.tokens}, decode={self.decode}"
             )
 
     @property
@@ -67,7 +66,7 @@ class Bucket:
 
     @property
     def name(self) -> str:
-        """A name that is also a valid file name: `decode_t16_b16_p64_lora`, `verify_t64_b16_p64_lora`."""
+        """The bucket's name, also a valid file name: `decode_t16_b16_p64_lora`, `verify_t64_b16_p64_lora`."""
         kind = "decode" if self.decode else "verify" if self.verifies else "mixed"
         lora = "lora" if self.lora else "base"
         return f"{kind}_t{self.tokens}_b{self.sequences}_p{self.blocks}_{lora}"
@@ -78,11 +77,11 @@ class Step:
     """One launch.
 
     args, kwargs  views, plain values, or tuples of them, in the schema's order; device meta means the program's device
-    outs          a view for each result; none for results that are arguments (in-place ops)
+    outs          one view per result; none for results that are arguments (in-place ops)
     waits         steps of the other stream that must finish first, unless implied by order or by an earlier wait
-    records       a step of the other stream waits for this one
-    sm_budget     maximum number of SMs
-    pdl           launched with programmatic dependent launch
+    records       whether a step of the other stream waits for this one
+    sm_budget     maximum number of SMs; None: all
+    pdl           whether it is launched with programmatic dependent launch
     """
 
     index: int
@@ -106,8 +105,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled step. `steps` are in an order that is valid on one stream too; `outputs` are views or plain values.
-    `passes` is a report about the static passes.
+    """A compiled step.
+
+    steps    in an order that is also valid on one stream
+    outputs  views or plain values
+    passes   text about the static passes
 
     Raises ProgramError for inconsistent names, indices or offsets.
     """
@@ -136,7 +138,7 @@ class Program:
 
     @property
     def name(self) -> str:
-        """The bucket's name, or `program` for one made from example inputs."""
+        """The bucket's name, or `program` for a program built from example inputs."""
         return "program" if self.bucket is None else self.bucket.name
 
     def to_json(self) -> dict[str, Any]:
@@ -155,7 +157,7 @@ class Program:
 
     @staticmethod
     def from_json(data: Any) -> "Program":
-        """Return the program that `to_json` wrote. Raises ProgramError for anything else, or another version."""
+        """Return the program of `to_json`'s values. Raises ProgramError for other values, or another version."""
         return _decode_program(msgspec.json.encode(data))
 
     def encoded(self) -> bytes:
@@ -173,7 +175,7 @@ class Program:
 
     @staticmethod
     def load(path: str | Path, edit: Edit | None = None) -> "Program":
-        """Read what `save` wrote; `edit` may change fields before validation. Raises ProgramError and OSError."""
+        """Read a file of `save`; `edit` may change fields before validation. Raises ProgramError and OSError."""
         text = Path(path).read_bytes()
         try:
             return _decode_program(text, edit)
@@ -181,8 +183,7 @@ class Program:
             raise ProgramError(f"{path}: {error}") from error
 
 
-# A start reads dozens of programs that have most of their values in common: values are decoded from their JSON text
-# once.
+# A start reads dozens of programs with mostly the same values, so each distinct JSON text is decoded once.
 
 _SECTIONS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ENTRIES = msgspec.json.Decoder(list[msgspec.Raw])
@@ -304,7 +305,7 @@ def _validate_views(values: Iterable[Any], buffers: Mapping[str, Buffer], step: 
 
 def _fits(view: View, buffer: Buffer) -> bool:
     if view.dtype is None and view.offset == 0 and view.shape == buffer.shape and view.stride == buffer.strides:
-        return True  # most are whole buffers
+        return True  # fast path: most views are whole buffers
     if len(view.shape) != len(view.stride) or view.offset < 0:
         return False
     end = (view.offset + span(view.shape, view.stride)) * (view.dtype or buffer.dtype).itemsize

@@ -1,7 +1,7 @@
 """Schedule operations on two streams: order, waits, SM budgets.
 
-Each stream keeps the graph's order. A wait is added only if order and earlier waits do not imply it: a step's clock is
-the number of steps of each stream that have finished before it starts.
+Each stream keeps the graph's order. A wait is added only if order and earlier waits do not imply it. To decide this,
+each step has a clock: the number of steps of each stream that have finished before it starts.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class Clocks:
     finished: tuple[tuple[int, int], ...]
 
     def before(self, first: int, second: int) -> bool:
-        """Whether step `first` has finished when step `second` starts."""
+        """Return whether step `first` has finished when step `second` starts."""
         return self.position[first] < self.finished[second][self.lane[first]]
 
 
@@ -57,9 +57,7 @@ def clocks(steps: Sequence[Step]) -> Clocks:
 
 
 def dependencies(operations: Sequence[Operation]) -> list[set[int]]:
-    """Return for each operation the earlier ones that it must follow: by reads after writes, and writes after any
-    access.
-    """
+    """Return for each operation the earlier ones on which it depends: reads after writes, writes after any access."""
     writer: dict[str, int] = {}
     readers: dict[str, set[int]] = {}
     result: list[set[int]] = []
@@ -77,7 +75,7 @@ def dependencies(operations: Sequence[Operation]) -> list[set[int]]:
 
 
 def emission_order(operations: Sequence[Operation], needed: Sequence[set[int]], two_streams: bool) -> list[int]:
-    """Return graph order with each side step as early as its inputs allow, so that the side stream forks first."""
+    """Return the graph's order, with each side step as early as its inputs allow: the side stream then forks first."""
     if not two_streams:
         return list(range(len(operations)))
     side = [index for index, operation in enumerate(operations) if operation.side]
@@ -110,9 +108,8 @@ def schedule(
 
     two_streams  operations marked `side` get their own stream
     sm_count     SMs of the GPU
-    side_share   share of the SMs for side steps (their own `sm_share` first); concurrent main steps get the rest.
-    None: no
-                 limits, the fastest for LoRA: its many small CTAs fit next to those of the base GEMMs
+    side_share   share of the SMs for side steps without an `sm_share` of their own; concurrent main steps get the rest.
+                 None: no limits, which is fastest for LoRA: its many small CTAs fit next to those of the base GEMMs
     pdl          programmatic dependent launch after a kernel of the same stream (not at a fork, where it is slower)
     """
     needed = dependencies(operations)
@@ -192,14 +189,14 @@ def _steps(
 
 
 def is_kernel(operation: Operation | Step) -> bool:
-    """Whether this is one of Sidestream's own launches (ATen's have neither SM budgets nor PDL)."""
+    """Return whether this is a launch of Sidestream (ATen's launches have neither SM budgets nor PDL)."""
     return operation.op.startswith(f"{NAMESPACE}.")
 
 
 def _main_budget(
     position: int, timing: Clocks, side: Sequence[int], budgets: dict[int, int], sm_count: int
 ) -> int | None:
-    """Return the SMs left to a main step by limited side steps that may run meanwhile; None without one."""
+    """Return the SMs that limited side steps at the same time leave to a main step; None without such side steps."""
     taken = 0
     for other in side[timing.finished[position][SIDE] :]:
         if timing.before(position, other):

@@ -1,7 +1,7 @@
 """Meaning of the dimensions of graph inputs, and their static sizes in a bucket.
 
 The engine's inputs are identified by name: `block_table` is [B, P], so its first symbol is the number of sequences.
-Sizes of other inputs follow from shared symbols.
+Other inputs have the same symbols, which determine their sizes.
 """
 
 import re
@@ -28,7 +28,7 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
 }
 _CACHES = re.compile(r"kv_(cache|scale)s?(_\d+)*")
 
-# What a placeholder is made from: (shape, dtype), an example tensor (its strides count too), or an integer
+# Specification of a placeholder: (shape, dtype), an example tensor (its strides are used too), or an integer
 Spec = tuple[tuple[int, ...], torch.dtype] | torch.Tensor | int
 
 
@@ -56,8 +56,8 @@ def symbol_roles(graph: fx.Graph) -> dict[Any, str]:
                 known = roles.setdefault(size.node.expr, role)
                 if known != role:
                     raise SpecializeError(
-                        f"the graph has one symbol for {known} and {role} (see {node.name}); capture it with inputs "
-                        "in which they differ"
+                        f"the graph has one symbol for {known} and {role} (see {node.name}); capture it with example "
+                        "inputs in which the two differ"
                     )
     return roles
 
@@ -113,7 +113,7 @@ def describe_size(size: int | torch.SymInt, roles: Mapping[Any, str]) -> str:
     return _in_roles(expression, tuple(roles.items()))
 
 
-@lru_cache(maxsize=1024)  # a graph repeats few expressions in all of its nodes, and printing one is slow
+@lru_cache(maxsize=1024)  # the nodes of a graph share few expressions, and printing one is slow
 def _in_roles(expression: Any, roles: tuple[tuple[Any, str], ...]) -> str:
     text = str(expression)
     for symbol, role in roles:

@@ -1,6 +1,6 @@
-"""Specialize a symbolic graph to one bucket: static shapes, folded integers, decode flags; LoRA removed if unused.
+"""Specialize a symbolic graph to one bucket: static shapes, folded integers, decode flags; without LoRA if unused.
 
-Only the graph is copied, and shapes are propagated on meta tensors, so that dozens of buckets take a second or two.
+Only the graph is copied, and shapes are propagated with meta tensors, so dozens of buckets take one or two seconds.
 `lower` recognizes views by their shared storage.
 """
 
@@ -21,7 +21,7 @@ from .sizes import Spec, SpecializeError, bucket_inputs, placeholders
 META = torch.device("meta")
 LORA_OPS = frozenset({"lora", "lora_plan", "lora_shrink", "lora_expand"})
 SUMS = frozenset({aten.add.Tensor, aten.add_.Tensor, operator.add})
-# of a delta that is zero everywhere these are zero too
+# ops with a zero result for a zero delta
 ZERO_PRESERVING = (
     VIEWS | CASTS | {aten.mul.Tensor, aten.clone.default, aten.contiguous.default, aten.cat.default, operator.getitem}
 )
@@ -38,10 +38,9 @@ def specialize(
     """Return a copy of the graph with static shapes in `meta["val"]` (meta tensors) and without unused inputs.
 
     `sizes`: a bucket, or placeholder name -> (shape, dtype), example tensor or integer. `decode` (default: the
-    bucket's): set attention's decode flag and drop the identity selection of logits rows, which steps with drafts drop
-    too. `lora=False` (default: the bucket's, else True): remove LoRA ops. `size_independent`: LoRA's shrinks make one
-    plane and queries stay unquantized, whatever the bucket. Raises SpecializeError with the node that can't be made
-    static.
+    bucket's): set attention's decode flag and remove the identity selection of logits rows, as also in steps with
+    drafts. `lora=False` (default: the bucket's, else True): remove LoRA ops. `size_independent`: in every bucket LoRA's
+    shrinks compute one plane and queries are not quantized. Raises SpecializeError with the node that can't be static.
     """
     bucket = sizes if isinstance(sizes, Bucket) else None
     specs = bucket_inputs(graph_module, sizes) if isinstance(sizes, Bucket) else dict(sizes)
@@ -78,7 +77,7 @@ def propagate(graph: fx.Graph) -> None:
 
 
 def is_own(node: fx.Node) -> bool:
-    """Whether a node calls one of Sidestream's ops."""
+    """Return whether a node calls one of Sidestream's ops."""
     overload = node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
     return overload and node.target.namespace == NAMESPACE  # type: ignore[union-attr]
 
@@ -89,7 +88,7 @@ def own_name(node: fx.Node) -> str:
 
 
 def erase_lora(graph: fx.Graph) -> None:
-    """Remove LoRA: optional deltas become None, and sums lose them."""
+    """Remove LoRA: optional deltas become None, and a sum becomes its other operand."""
     erased: set[fx.Node] = set()
     for node in list(graph.nodes):
         if own_name(node) in LORA_OPS:
@@ -139,7 +138,7 @@ def mark_decode(graph: fx.Graph) -> None:
 
 
 def keep_queries(graph: fx.Graph) -> None:
-    """Leave queries in the model's dtype, as in decode steps, with which other steps must agree."""
+    """Keep queries in the model's dtype, as in decode steps, so that all steps give the same bits."""
     for node in graph.nodes:
         if is_own(node) and has_operand(node, "quantize_q"):
             set_operands(node, quantize_q=False)
@@ -153,7 +152,7 @@ def mark_rows(graph: fx.Graph, rows: int) -> None:
 
 
 def take_every_row(graph: fx.Graph) -> None:
-    """Drop selections of logits rows that select all rows in order."""
+    """Remove selections of logits rows that select all rows in order."""
     for node in list(graph.nodes):
         if is_call(node, aten.index_select.default):
             selection = bind(node)
@@ -177,7 +176,7 @@ def fit_lora_tiles(graph: fx.Graph, specs: Mapping[str, Spec], size_independent:
 
 
 def sweep(graph: fx.Graph) -> bool:
-    """Remove unused nodes (mutations stay) and clear `keep` flags of unused results; return whether one was cleared."""
+    """Remove unused nodes except mutations, clear `keep` flags of unused results; return whether one was cleared."""
     cleared = False
     for node in reversed(list(graph.nodes)):
         if node.op == "output":
@@ -245,7 +244,7 @@ def _call(node: fx.Node) -> Any:
     kwargs: Any = fx.map_arg(node.kwargs, lambda source: source.meta["val"]) if node.kwargs else {}
     try:
         if is_own(node) and not kwargs:
-            return OPS[own_name(node)].fake(*args)  # the dispatcher would only cost time
+            return OPS[own_name(node)].fake(*args)  # a direct call is faster than the dispatcher
         if node.target is aten.sym_size.int:
             return args[0].size(args[1])
         return node.target(*args, **kwargs)  # type: ignore[operator]
@@ -256,7 +255,7 @@ def _call(node: fx.Node) -> Any:
 
 
 def _place(node: fx.Node) -> None:
-    """Use meta as every device, also of ops that create tensors."""
+    """Set every device argument to meta, also for ops that create tensors."""
     if any(isinstance(value, torch.device) for value in (*node.args, *node.kwargs.values())):
         node.args = tuple(META if isinstance(value, torch.device) else value for value in node.args)
         node.kwargs = {name: META if isinstance(value, torch.device) else value for name, value in node.kwargs.items()}

@@ -1,7 +1,7 @@
 """A program bound to tensors: run step by step, or captured as one CUDA graph with the side stream's forks and joins.
 
-Views, callables and events are resolved once, so that a run is a loop over closures. Without a GPU the steps run the
-ops' references into the same planned memory, which also tests the plan.
+Views, callables and events are resolved once, so a run is a loop over closures. Without a GPU the steps run the ops'
+references in the same planned memory, which also tests the plan.
 """
 
 import time
@@ -22,7 +22,7 @@ from .cuda_graph import capture, capture_stream, first_runs
 from .profiler_ranges import SWITCH, named, ranged, replay_range, step_range
 
 OnStep = Callable[[Step, tuple[torch.Tensor, ...]], None]
-# replace torch's own on a CPU, where results depend on the number of rows
+# used on a CPU: the results of torch's own ops depend on the number of rows there
 CPU_PRODUCTS: Mapping[str, Callable[..., torch.Tensor]] = {"aten.linear.default": linear, "aten.mm.default": mm}
 
 
@@ -34,7 +34,7 @@ class BoundProgram:
     arena    uint8 tensor to use; programs that never run at the same time may share it
     poison   fill the arena and the outputs with NaN bytes first
 
-    Raises ProgramError for a missing tensor, or one with another shape, dtype, stride or device than the program's.
+    Raises ProgramError for a missing tensor, and for a shape, dtype, stride or device that differs from the program's.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class BoundProgram:
     def prepare(self) -> None:
         """Run every kind of step that this process has not run yet (GPU only, see `first_runs`), and wait.
 
-        This compiles and loads kernels. Results are meaningless: most steps are left out. Set slot_mapping to -1, or
-        the caches are written.
+        This compiles and loads kernels. Results are meaningless, since most steps are skipped. Set slot_mapping to -1,
+        else the caches are written.
         """
         if self.device.type != "cuda":
             return
@@ -103,11 +103,11 @@ class BoundProgram:
             stream.synchronize()
 
     def capture(self, pool: Any = None) -> "BoundProgram":
-        """Record the run as a CUDA graph; `pool` shares its memory with other captures. On the CPU `replay` runs the
-        steps.
+        """Capture the run as a CUDA graph and return self; without a GPU `replay` runs the steps.
 
-        Steps run first as in `prepare`: set slot_mapping to -1, or the caches are written. Other threads may wait for
-        events and launch on other streams meanwhile, but must not touch this stream.
+        `pool`: memory pool to share with other captures. Steps run first as in `prepare`: set slot_mapping to -1, else
+        the caches are written. During the capture other threads may wait for events and launch on other streams, but
+        must not use this stream.
         """
         if self.device.type != "cuda":
             return self
@@ -115,7 +115,7 @@ class BoundProgram:
         return self
 
     def replay(self) -> tuple[Any, ...]:
-        """Launch the captured graph on the current stream (or run the steps without a capture); return the outputs."""
+        """Launch the captured graph on the current stream, or run the steps without one; return the outputs."""
         if self._graph is None:
             return self.run()
         if SWITCH.recording is None:
@@ -150,7 +150,7 @@ class BoundProgram:
         return self._buffers
 
     def buffer(self, name: str) -> torch.Tensor:
-        """Return the tensor of a buffer (also of temporaries, but their bytes may have been reused)."""
+        """Return the tensor of a buffer. Other temporaries may have overwritten the bytes of a temporary."""
         return self._buffers[name]
 
     def step_times(self, repeats: int = 10) -> list[float]:
@@ -185,7 +185,7 @@ class BoundProgram:
     ) -> None:
         main = current = torch.cuda.current_stream(self.device)
         side.fork.record(main)
-        side.stream.wait_event(side.fork)  # the side stream joins a capture only through the main one
+        side.stream.wait_event(side.fork)  # a capture includes the side stream only if it waits for the main one
         try:
             for step, call, outs in zip(self.program.steps, calls, self.outs, strict=True):
                 stream = main if step.stream == "main" else side.stream
@@ -243,7 +243,7 @@ class BoundProgram:
             first, size = buffer.offset or 0, buffer.dtype.itemsize
             if first % size:
                 raise ProgramError(
-                    f"temp {buffer.name!r} is at byte {first} of the arena, which is no multiple of its dtype's "
+                    f"temp {buffer.name!r} is at byte {first} of the arena, which is not a multiple of its dtype's "
                     f"{size} bytes"
                 )
             return self._typed_arena(buffer.dtype).as_strided(buffer.shape, buffer.strides, first // size)
@@ -263,7 +263,7 @@ class BoundProgram:
             and any(size > 1 and a != b for size, a, b in zip(buffer.shape, have, buffer.strides, strict=True))
         ):
             raise ProgramError(
-                f"{buffer.kind} {buffer.name!r} has strides {have}, the program has {buffer.strides}; pass a "
+                f"{buffer.kind} {buffer.name!r} has strides {have}, but the program needs {buffer.strides}; pass a "
                 "contiguous tensor"
             )
         return tensor.detach()
@@ -328,7 +328,7 @@ class _Side:
 def _side_stream(device: torch.device) -> Any:
     """Return the side stream of all programs.
 
-    PyTorch cycles through 32 streams: a new stream for each program could be the capture stream.
+    PyTorch reuses 32 streams in turn: a new stream for each program could be the capture stream.
     """
     stream = torch.cuda.Stream(device)
     while stream == capture_stream(device):
@@ -350,7 +350,7 @@ def _store(result: Any, outs: tuple[torch.Tensor, ...], step: Step) -> None:
     ):
         made = [(value.dtype, tuple(value.shape)) for value in results]
         raise ProgramError(
-            f"step {step.index} {step.name} ({step.op}) returned {made}, the program expects "
+            f"step {step.index} {step.name} ({step.op}) returned {made}, but the program expects "
             f"{[(out.dtype, tuple(out.shape)) for out in outs]}"
         )
     for value, out in zip(results, outs, strict=True):

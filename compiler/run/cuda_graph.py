@@ -12,10 +12,10 @@ from ..program.program import Program, Step
 
 
 def capture(device: torch.device, prepare: Callable[[], object], run: Callable[[], object], pool: Any = None) -> Any:
-    """Return the CUDA graph of `run`; `pool` shares its memory with other captures.
+    """Return the CUDA graph of `run`; `pool`: memory pool to share with other captures.
 
-    `prepare` runs first on the same stream, to compile and load kernels. Other threads may wait for events and launch
-    on other streams meanwhile, but must not touch this stream.
+    `prepare` runs first on the same stream, to compile and load kernels. During the capture other threads may wait for
+    events and launch on other streams, but must not use this stream.
     """
     stream = capture_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -23,8 +23,8 @@ def capture(device: torch.device, prepare: Callable[[], object], run: Callable[[
     with torch.cuda.device(device), torch.cuda.stream(stream):
         prepare()
         torch.cuda.synchronize(device)
-        # not torch.cuda.graph: that collects garbage and empties the allocator's cache before each capture
-        # thread_local: by default CUDA refuses another thread's wait for a step's event, and ends the capture
+        # not torch.cuda.graph, which collects garbage and empties the allocator's cache before each capture
+        # thread_local: in the default mode another thread's wait for a step's event fails and ends the capture
         graph.capture_begin(**({} if pool is None else {"pool": pool}), capture_error_mode="thread_local")
         try:
             run()
@@ -39,7 +39,7 @@ def capture_stream(device: torch.device) -> Any:
     return torch.cuda.Stream(device)
 
 
-ALIGNMENT = 16  # bytes: what kernels are specialised for, and what tensor descriptors ask of an address
+ALIGNMENT = 16  # bytes: kernels are specialised for this alignment, and tensor descriptors need it
 _made: set[Hashable] = set()
 
 
@@ -48,8 +48,8 @@ def first_runs(program: Program, buffers: Mapping[str, torch.Tensor], place: Has
 
     A kernel's first launch compiles it, loads it and may allocate scratch memory, which must not happen in a capture.
     All of that depends on the op, its plain arguments, and its tensors' shapes, strides, dtypes and alignment, so one
-    launch stands for all equal ones. `buffers`: tensors by buffer name. `place`: device and stream; libraries have
-    scratch memory for each. Steps that write 32- or 64-bit integers always run: others may use them as addresses.
+    of several equal launches is enough. `buffers`: tensors by buffer name. `place`: device and stream; libraries have
+    scratch memory for each. Steps that write 32- or 64-bit integers always run: other steps may use these as addresses.
     """
     aligned = {name: tensor.data_ptr() % ALIGNMENT for name, tensor in buffers.items()}
     dtypes = {buffer.name: buffer.dtype for buffer in program.buffers}
@@ -61,7 +61,7 @@ def first_runs(program: Program, buffers: Mapping[str, torch.Tensor], place: Has
         if isinstance(value, View):
             dtype = value.dtype or dtypes[value.buffer]
             return value.shape, value.stride, dtype, (aligned[value.buffer] + value.offset * dtype.itemsize) % ALIGNMENT
-        # 1, 1.0 and True are equal, and compile differently
+        # 1, 1.0 and True are equal in Python, but compile differently
         return described(value) if isinstance(value, tuple) else (type(value), value)
 
     chosen = []

@@ -1,8 +1,8 @@
-"""Compilation of kernels: ahead of their first launch on several threads, and unexpected ones within a step.
+"""Compilation of kernels on several threads before their first launch; detection of compilations within a step.
 
-KernelsAhead calls each step; in place of a launch, Triton gives the kernel to the threads, since a compiler runs mostly
-outside of Python. Failures are ignored there: the launch itself raises them. Compilations counts what is compiled in a
-step all the same, which clients see as a pause of seconds.
+KernelsAhead calls each step; instead of launching a kernel, Triton submits it to the threads, since compilers run
+mostly without the GIL. Failures are ignored there: the launch raises them again. Compilations counts the kernels that
+are nevertheless compiled in a step, which delays clients by seconds.
 """
 
 import logging
@@ -27,7 +27,11 @@ log = logging.getLogger(__name__)
 
 
 class KernelsAhead:
-    """`with KernelsAhead(device) as ahead: ahead.add(bound)` for each program; kernels are loaded at the end."""
+    """Context that compiles the kernels of programs on threads; they are loaded by the end of the context.
+
+    with KernelsAhead(device) as ahead:
+        ahead.add(bound)  # for each program
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -39,7 +43,7 @@ class KernelsAhead:
         return self
 
     def add(self, bound: BoundProgram) -> None:
-        """Start to compile the kernels of this program that no earlier program has."""
+        """Start to compile the kernels of this program that no earlier program contains."""
         steps = bound.program.steps
         with torch.cuda.device(self._device), _no_launches():
             for index in first_runs(bound.program, bound.buffers, ("compiled", self._device)):
@@ -47,20 +51,21 @@ class KernelsAhead:
                     continue
                 try:
                     bound.run_step(index)
-                except Exception as error:  # whatever a compiler may raise: the launch itself will raise it again
+                except Exception as error:  # a compiler may raise anything; the launch will raise it again
                     log.debug("%s is not compiled ahead: %s", steps[index].name, error)
 
-        self._take_ready()
+        self._finish_ready()
 
     def call(self, function: Callable[[], object]) -> None:
-        """Run `function` without its launches and start to compile their kernels."""
+        """Run `function` without launching its kernels, and start to compile them."""
         with torch.cuda.device(self._device), _no_launches():
             function()
 
-        self._take_ready()
+        self._finish_ready()
 
-    def _take_ready(self) -> None:
-        for future in self._mode.raw_futures:  # what is ready is found at once by the next program
+    def _finish_ready(self) -> None:
+        """Register kernels that are compiled, so that the next program finds them."""
+        for future in self._mode.raw_futures:
             if future.done():
                 self._mode.future_kernels[future._key].result(ignore_errors=True)
 
@@ -79,15 +84,15 @@ class _Threads(Executor):
         self._pool = ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0))), "kernels")
 
     def submit(self, compile_kernel: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
-        return self._pool.submit(self._ready, compile_kernel)
+        return self._pool.submit(self._compile_and_load, compile_kernel)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         self._pool.shutdown(wait, cancel_futures=cancel_futures)
 
-    def _ready(self, compile_kernel: Callable[[], Any]) -> Any:
+    def _compile_and_load(self, compile_kernel: Callable[[], Any]) -> Any:
         kernel = compile_kernel()
         with torch.cuda.device(self._device):
-            _ = kernel.run  # asking for the launcher builds it and loads the machine code
+            _ = kernel.run  # this property builds the launcher and loads the machine code
         return kernel
 
 
@@ -110,7 +115,7 @@ _current = threading.local()
 
 
 class CompiledInStep(RuntimeError):
-    """A step would have compiled a kernel, and the engine was started with fail_on_compilation."""
+    """A step needs a compilation, but the engine was started with fail_on_compilation."""
 
 
 class Compilations:
@@ -139,14 +144,14 @@ class Compilations:
         self.count += 1
         if self.fail:
             raise CompiledInStep(
-                f"a step would compile the kernel {kernel}, which no program of the start has; start without "
-                "fail_on_compilation to let it wait for the compiler"
+                f"a step needs the kernel {kernel}, which was not compiled at the start; start without "
+                "fail_on_compilation to compile it in the step"
             )
         _log.warning("a step waits for the compiler: kernel %s", kernel)
 
 
 def _install() -> None:
-    """Add a hook for compilations to Triton's, once."""
+    """Add a hook to Triton that notes compilations, once per process."""
     hook = knobs.runtime.jit_cache_hook
     if getattr(hook, "watches_steps", False):
         return

@@ -1,6 +1,6 @@
-"""Profiler ranges: while `step_ranges()` is on, each step and each replay is in a range with its name.
+"""Profiler ranges: within `step_ranges()`, each step and each replay is a range with its name.
 
-Ranges are torch's `record_function`, and NVTX ranges on a GPU. Off (the default) they cost nothing.
+Ranges are torch's `record_function`, and NVTX ranges on a GPU. They are off by default, at no cost.
 `compiler/inspect/profile.py` reads the names.
 """
 
@@ -34,7 +34,7 @@ SWITCH = _Switch()
 
 @contextmanager
 def step_ranges() -> Iterator[Recording]:
-    """Switch the ranges on and yield the recording. Not reentrant."""
+    """Turn the ranges on within the context and yield the recording. Not reentrant."""
     if SWITCH.recording is not None:
         raise RuntimeError("step ranges are on already; leave the outer step_ranges() first")
     SWITCH.recording = Recording()
@@ -45,7 +45,7 @@ def step_ranges() -> Iterator[Recording]:
 
 
 def step_range(program: Program, step: Step) -> str:
-    """`decode_t8_b8_p8_lora step 12 sidestream.rms_norm_quant`."""
+    """Return the range name of a step: `decode_t8_b8_p8_lora step 12 sidestream.rms_norm_quant`."""
     return f"{program.name} step {step.index} {step.op}"
 
 
@@ -56,7 +56,7 @@ def replay_range(program: Program) -> str:
 
 @contextmanager
 def named(name: str) -> Iterator[None]:
-    """Open a range of that name for torch's profiler and for NVTX."""
+    """Open a range named `name` for torch's profiler and for NVTX."""
     on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
     if on_gpu:
         torch.cuda.nvtx.range_push(name)
@@ -69,7 +69,7 @@ def named(name: str) -> Iterator[None]:
 
 
 def ranged(name: str, call: Callable[[], None]) -> Callable[[], None]:
-    """Return `call` within its range."""
+    """Return a function that runs `call` within a range named `name`."""
 
     def run() -> None:
         with named(name):

@@ -13,11 +13,11 @@ from ..config_fields import ConfigError, flag, integer, read_json_object
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 LAYER = "midlayer."
-"""What the names of the head's layer begin with."""
+"""Prefix of the names of the head's layer."""
 LORA_DIRECTORY = "draft"
-"""In an adapter's directory: the LoRA of the draft, two files as PEFT writes them."""
+"""Subdirectory of an adapter with the LoRA of the draft: two files as PEFT writes them."""
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-_TRAINED_FOR = "name the model that the draft was trained for, or train a draft for this one"
+_TRAINED_FOR = "serve the model that the draft was trained for, or train a draft for this one"
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,7 @@ class EagleConfig(LlamaConfig):
     """Shapes and constants of one head; the fields of `LlamaConfig` are those of its layer.
 
     draft_vocab_size      number of tokens that it can draft
-    feature_layers        numbers of the target's layers after which its three hidden states are taken, ascending;
-    empty if
+    feature_layers        the head reads the target's hidden states after these three layers, ascending; empty if
                           config.json has none: see `fitted`
     norm_before_residual  the residual is the normed hidden state
     """
@@ -45,7 +44,7 @@ class EagleConfig(LlamaConfig):
                 f"{ARCHITECTURES[0]} in its config.json"
             )
         plain = LlamaConfig.from_dict({**fields, "architectures": ["LlamaForCausalLM"], "model_type": "llama"})
-        _refuse_foreign(fields, plain)
+        _check_supported(fields, plain)
         return cls(
             **_fields_of(plain),
             draft_vocab_size=integer(fields, "draft_vocab_size", plain.vocab_size),
@@ -59,9 +58,9 @@ class EagleConfig(LlamaConfig):
         The head's keys and values are one more layer of the target's cache, and its embedding is the target's.
         """
         for name in ("hidden_size", "vocab_size", "num_key_value_heads", "head_dim"):
-            mine, wanted = getattr(self, name), getattr(target, name)
-            if mine != wanted:
-                raise ConfigError(f"the draft's {name} is {mine}, the model's is {wanted}: {_TRAINED_FOR}")
+            own, wanted = getattr(self, name), getattr(target, name)
+            if own != wanted:
+                raise ConfigError(f"the draft's {name} is {own}, the model's is {wanted}: {_TRAINED_FOR}")
         if self.draft_vocab_size > target.vocab_size:
             raise ConfigError(
                 f"the draft's draft_vocab_size {self.draft_vocab_size} is larger than its vocab_size "
@@ -70,7 +69,7 @@ class EagleConfig(LlamaConfig):
         layers = self.feature_layers or published_layers(target.num_hidden_layers)
         if max(layers) > target.num_hidden_layers:
             raise ConfigError(
-                f"the draft reads the model after layer {max(layers)}, and the model has {target.num_hidden_layers} "
+                f"the draft reads the model after layer {max(layers)}, but the model has {target.num_hidden_layers} "
                 f"layers: {_TRAINED_FOR}"
             )
         return replace(self, feature_layers=layers)
@@ -92,33 +91,33 @@ def read_eagle_config(directory: str | Path) -> EagleConfig:
 
 
 def published_layers(layers: int) -> tuple[int, int, int]:
-    """Return the default layers for a target of so many layers. Raises ConfigError for a target that is too small."""
+    """Return the default feature layers for a target of `layers` layers. Raises ConfigError if these are too few."""
     chosen = (2, layers // 2, layers - 3)
     if not 2 <= chosen[1] <= chosen[2]:
         raise ConfigError(
-            f"the draft's config.json does not say which of the model's {layers} layers it reads, and a model of less "
-            f"than 6 layers has no usual choice: add {_LAYER_IDS} to it"
+            f"the draft's config.json does not list the layers that it reads, and there is no default for a model of "
+            f"{layers} layers (fewer than 6): add {_LAYER_IDS} to it"
         )
     return chosen
 
 
 def _feature_layers(fields: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the layers from the head's own field, or from SGLang's `eagle_config`, which has indices from 0."""
+    """Return the layers from the head's own field, or from SGLang's `eagle_config`, which counts from 0."""
     nested = fields.get("eagle_config") or {}
     if not isinstance(nested, Mapping):
         raise ConfigError("eagle_config must be an object: correct the draft's config.json")
-    ids, more = (fields[_LAYER_IDS], 0) if fields.get(_LAYER_IDS) is not None else (nested.get(_LAYER_IDS), 1)
+    ids, offset = (fields[_LAYER_IDS], 0) if fields.get(_LAYER_IDS) is not None else (nested.get(_LAYER_IDS), 1)
     if ids is None:
         return ()
     if not isinstance(ids, list) or len(ids) != 3 or any(type(each) is not int for each in ids):
         raise ConfigError(f"{_LAYER_IDS} must be a list of three layers: correct the draft's config.json")
-    layers = tuple(each + more for each in ids)
+    layers = tuple(each + offset for each in ids)
     if not 1 <= layers[0] <= layers[1] <= layers[2]:
         raise ConfigError(f"{_LAYER_IDS} {ids} must name layers in ascending order: correct the draft's config.json")
     return layers
 
 
-def _refuse_foreign(fields: Mapping[str, Any], plain: LlamaConfig) -> None:
+def _check_supported(fields: Mapping[str, Any], plain: LlamaConfig) -> None:
     """Raise ConfigError for unsupported heads."""
     nested = fields.get("eagle_config")
     if plain.num_hidden_layers != 1:
@@ -129,12 +128,12 @@ def _refuse_foreign(fields: Mapping[str, Any], plain: LlamaConfig) -> None:
             f"{plain.head_dim}, or train one for this model"
         )
     if plain.biases or plain.weight_format:
-        what = "biases" if plain.biases else "projections in eight bits"
-        raise ConfigError(f"a draft that has {what} is not supported: use a head without them")
+        unsupported = "biases" if plain.biases else "projections in eight bits"
+        raise ConfigError(f"a draft with {unsupported} is not supported: use a head without them")
     if integer(fields, "target_hidden_size", plain.hidden_size) != plain.hidden_size:
         raise ConfigError(
-            f"target_hidden_size differs from hidden_size {plain.hidden_size}, which is not supported: use a head that "
-            "is as wide as its model"
+            f"target_hidden_size differs from hidden_size {plain.hidden_size}, which is not supported: use a head with "
+            "the hidden_size of its model"
         )
     if isinstance(nested, Mapping) and nested.get("use_aux_hidden_state") is False:
         raise ConfigError(

@@ -19,7 +19,7 @@ from .config import EagleConfig
 
 INV_FREQ = "rotary_emb.inv_freq"
 EMBEDDING = "embed_tokens.weight"
-"""The target's; no tensor of the head's file."""
+"""Name of the embedding, which is the target's and not in the head's file."""
 MAPPING = "d2t"
 
 
@@ -40,7 +40,7 @@ class EagleLayer(nn.Module):
     def forward(
         self, embedded: torch.Tensor, hidden_states: torch.Tensor, step: StepInputs, kv_cache: torch.Tensor
     ) -> torch.Tensor:
-        """embedded, hidden_states [T, H] -> [T, H]; see `EagleDraft.forward` for the rest."""
+        """Return the layer's output [T, H] for embedded and hidden_states [T, H]; see `EagleDraft.forward`."""
         normed = self.hidden_norm(hidden_states)
         residual = normed if self.norm_before_residual else hidden_states
         both = torch.cat((self.input_layernorm(embedded), normed), dim=-1)
@@ -90,8 +90,10 @@ class EagleDraft(nn.Module):
         adapter_index: torch.Tensor | None = None,
         logits_indices: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run one step over T rows of B sequences -> hidden states [T, H] for the chain's next rows, and logits over
-        the draft's vocabulary: [T, V'], or [B, V'] of the rows in `logits_indices`.
+        """Run one step over T rows of B sequences; return (hidden states [T, H], logits).
+
+        Hidden states are inputs of the chain's next rows. Logits are over the draft's vocabulary: [T, V'], or [B, V']
+        of the rows in `logits_indices`.
 
         input_ids [T]: the token after each row's position. features_or_hidden [T, 3 * H]: the target's hidden states at
         the position, in the order of `config.feature_layers`; or [T, H]: the previous row's output. kv_cache [pages, kv

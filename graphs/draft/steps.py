@@ -1,5 +1,6 @@
-"""Programs of a head: the first pass over a step's rows, and a row of the chain. Both return tokens of the target's
-vocabulary.
+"""Programs of a head: the first pass over a step's rows, and one row of the chain.
+
+Both return tokens of the target's vocabulary.
 """
 
 from typing import Any
@@ -32,17 +33,17 @@ class _Step(EagleDraft):
         return self.midlayer(self.embed_tokens(input_ids), hidden_states, step, kv_caches[0])
 
     def fused(self, features: list[torch.Tensor]) -> torch.Tensor:
-        """Apply `fc` to three hidden states [T, H] side by side, as a sum of three products.
+        """Apply `fc` to the concatenation of three hidden states [T, H], computed as a sum of three products.
 
-        Their magnitudes differ so much that one scale per row would serve the last one only. So each is multiplied by a
-        slice of the weight, which the compiler does not quantize.
+        Their magnitudes differ so much that one quantization scale per row would fit only the last one. So each is
+        multiplied by a slice of the weight: the compiler does not quantize linears with a slice as weight.
         """
         width, weight = self.config.hidden_size, self.fc.weight
         parts = [F.linear(each, weight[:, place * width : (place + 1) * width]) for place, each in enumerate(features)]
         return parts[0] + parts[1] + parts[2]
 
     def drafted(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Hidden states [B, H] -> the most likely tokens [B] int64."""
+        """Return the most likely tokens [B] int64 for hidden states [B, H]."""
         best = F.linear(self.norm(hidden_states), self.lm_head.weight).argmax(-1)
         return best + self.d2t.index_select(0, best)
 
@@ -68,11 +69,10 @@ class FirstPass(_Step):
         chosen_rows: torch.Tensor,
         kv_caches: list[torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """T rows of B sequences -> drafted tokens [B] int64 and hidden states [B, H] of the rows `chosen_rows` [B]
-        int32, those of the last accepted tokens.
+        """Return (drafted tokens [B] int64, hidden states [B, H]) of the rows `chosen_rows`, from a step's T rows.
 
-        input_ids [T]: the token after each row's. features: the target's three hidden states [T, H]. The rest is as in
-        `Llama.forward`.
+        input_ids [T]: the token after each row's position. features: the target's three hidden states [T, H].
+        chosen_rows [B] int32: each sequence's row of the last accepted token. The rest is as in `Llama.forward`.
         """
         hidden_states = self.rows(
             *(input_ids, self.fused(features), positions, slot_mapping, adapter_index),
@@ -95,7 +95,7 @@ class FirstPass(_Step):
 
 
 class ChainStep(_Step):
-    """One row of each sequence, after the head's previous row."""
+    """Run one row of each sequence, after the head's previous row."""
 
     def forward(  # type: ignore[override]
         self,
@@ -109,8 +109,10 @@ class ChainStep(_Step):
         query_start: torch.Tensor,
         kv_caches: list[torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """input_ids [B]: the last drafted tokens; hidden_states [B, H]: of their rows -> the same two of these rows.
-        The rest is as in `Llama.forward`, of a decode step.
+        """Return (drafted tokens [B] int64, hidden states [B, H]) of the next row of each sequence.
+
+        input_ids [B]: the last drafted tokens. hidden_states [B, H]: results of the row that drafted them. The rest is
+        as in `Llama.forward` for a decode step.
         """
         hidden_states = self.rows(
             *(input_ids, hidden_states, positions, slot_mapping, adapter_index),

@@ -79,8 +79,8 @@ def reference(
 
     slot_mapping [T] int32: a slot per token, -1 for padding; no two tokens of a call share a slot. An e4m3 or int8
     cache has scales (amax / 448 or amax / 127 per token and head; int8 rounds to nearest even), other caches have none.
-    key_center [HK, D] fp32 is subtracted from k in fp32: softmax ignores a constant that all keys of a head share, but
-    it would enlarge their scales.
+    key_center [HK, D] fp32 is subtracted from k in fp32: a constant that all keys of a head share does not change
+    softmax, but would enlarge their scales.
     """
     check_cache(kv_cache, kv_scales)
     store_kv_reference(centered(k, key_center), KEY, kv_cache, kv_scales, slot_mapping)
@@ -164,7 +164,7 @@ def launch(
     sm_budget: Optional[int] = None,
     pdl: bool = False,
 ) -> None:
-    """Fill the cache; k and v may have any strides over tokens and heads. Ignores `sm_budget`: the launch is small."""
+    """Write to the cache; k and v may have any strides over tokens and heads. Ignores `sm_budget`: a small launch."""
     check_cache(kv_cache, kv_scales)
     require_contiguous(
         "append_kv", kv_cache=kv_cache, kv_scales=kv_scales, slot_mapping=slot_mapping, key_center=key_center

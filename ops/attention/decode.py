@@ -77,9 +77,13 @@ def decode_kernel(
     SPLIT: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """q, out [B * ROWS, HK * G, D]; query_start [B + 1] (not read if ROWS is 1); USED = ROWS * G; partial [B * HK *
-    splits, USED, D], logsumexp [B * HK * splits, USED] fp32 (log2 units); arrivals [B * HK] int32, zero.
-    WINDOW: newest tokens that a row sees; 0: all.
+    """Compute one split of a sequence and kv head; the last program of these merges the splits.
+
+    q, out       [B * ROWS, HK * G, D]; USED = ROWS * G
+    query_start  [B + 1], not read if ROWS is 1
+    partial, logsumexp  [B * HK * splits, USED, D] and [B * HK * splits, USED] fp32 (log2 units)
+    arrivals     [B * HK] int32, zero
+    WINDOW       newest tokens that a row sees; 0: all
     """
     pdl_start(PDL)
     program = tl.program_id(0)
@@ -170,7 +174,7 @@ def decode_kernel(
 
 
 def decode_splits(rows: int, num_blocks: int, device: torch.device) -> int:
-    """Return splits per sequence that give every SM two programs if all block tables are full.
+    """Return the number of splits per sequence that gives every SM two programs if all block tables are full.
 
     `rows`: number of (sequence, kv head) pairs.
     """
@@ -178,7 +182,7 @@ def decode_splits(rows: int, num_blocks: int, device: torch.device) -> int:
 
 
 def takes_rows(q: torch.Tensor, kv_cache: torch.Tensor, rows: int) -> bool:
-    """Return whether these kernels support `rows` rows per sequence (bound by registers); else prefill kernels run."""
+    """Return whether these kernels support `rows` rows per sequence, limited by registers; if not, prefill runs."""
     columns = rows * q.shape[1] // kv_cache.shape[1]
     return decode_gluon.fits(q, kv_cache, rows) or columns <= (16 if kv_cache.dtype == torch.float32 else MOST_COLUMNS)
 

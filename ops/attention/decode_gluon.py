@@ -1,14 +1,15 @@
 """Decode attention for Hopper in Gluon: head_dim 128, at most 8 query heads per KV head, e4m3, int8 or bf16 cache.
 
 A plain decode kernel is bound by instructions (conversions, reductions across warps, barriers), not by memory.
-Therefore each warp works alone: it owns 64 / WARPS tokens of each page (layouts assume a PAGE_SIZE of 64) and keeps its
-own running maximum, sum and output (mma.sync with the warps as a batch dimension). The loop's only barrier frees a
-page's buffer. Warps are merged once, at the end. One TMA box of 128 rows loads K and V of a page and head, a second one
-their scales; STAGES boxes are in flight. decode_gluon_softmax has the steps of the loop, decode_gluon_merge the end.
+Therefore warps do not exchange data in the loop: each owns 64 / WARPS tokens of each page (layouts assume a PAGE_SIZE
+of 64) and has its own running maximum, sum and output (mma.sync with the warps as a batch dimension). The loop's only
+barrier frees a page's buffer. Warps are merged once, at the end. One TMA box of 128 rows loads K and V of a page and
+head, a second one their scales; STAGES boxes are in flight. decode_gluon_softmax has the steps of the loop,
+decode_gluon_merge the end.
 
 Steps with drafts have up to ROWS rows per sequence; each row sees one token more than the row before it. A program
-takes as many rows as its 8 or 16 columns hold with their heads; TILES programs, adjacent in the grid, read the same
-pages. Sequences with fewer than ROWS rows write to padding rows past the end, so that every row is written once.
+computes as many rows as fit its 8 or 16 columns (one per row and head); TILES programs, adjacent in the grid, read the
+same pages. Sequences with fewer than ROWS rows write to padding rows past the end, so that every row is written once.
 
 Splits as in `decode`; with a window, of the visible pages. Under PDL all pages except those of the newest tokens are
 fetched before the wait, as are lengths and block table, because earlier steps wrote them.
@@ -257,8 +258,8 @@ def columns_of(group: int, rows: int) -> tuple[int, int]:
 class Tiling(NamedTuple):
     """Warps and page buffers per program, splits per sequence, and limits of splitting.
 
-    min_pages  pages of a split, at least
-    whole      pages of an unsplit sequence, at most
+    min_pages  minimum pages of a split
+    whole      maximum pages of a sequence that is not split
     """
 
     warps: int
@@ -271,13 +272,13 @@ class Tiling(NamedTuple):
 def tiling(rows: int, num_blocks: int, wide: bool, device: torch.device, columns: int = COLUMNS[0]) -> Tiling:
     """Return the tiling for `rows` (sequence, kv head) pairs, or tiles of these, of unknown length.
 
-    Two warps and three buffers put four programs on an SM: enough to saturate memory, and under PDL no SM is left empty
-    for the next kernel's programs to pile up on. Splits fill the SMs when rows do not, which also evens out ragged
-    lengths (16 sequences of 64..8192 tokens: 32 us instead of 57). If rows fill the GPU, a wide table is the only sign
-    of long sequences: those of more than 16 pages are split, so that the longest do not finish alone. Very few rows get
-    larger programs: two per SM, or one if the cache is `wide` (16 bits), whose buffers fill the SM. There sequences of
-    up to four pages are not split, since merging takes longer. 16 columns need the registers of four warps: three
-    programs per SM.
+    With two warps and three buffers an SM runs four programs. This saturates the memory, and no SM becomes empty early:
+    under PDL the next kernel's programs would all start there. If there are fewer rows than programs fit, splits fill
+    the SMs; this also balances different lengths (16 sequences of 64..8192 tokens: 32 us instead of 57). If rows fill
+    the GPU, only a wide table indicates long sequences: sequences of more than 16 pages are then split, so that the
+    longest do not finish alone. Very few rows get larger programs: two per SM, or one if the cache is `wide` (16 bits),
+    since its buffers fill the SM. Then sequences of up to four pages are not split, because merging takes longer. 16
+    columns need the registers of four warps: three programs per SM.
     """
     processors = multiprocessors(device)
     if columns > COLUMNS[0]:
@@ -331,7 +332,7 @@ def launch(
 
 
 def descriptors(kv_cache: torch.Tensor, kv_scales: Optional[torch.Tensor]) -> tuple[Any, Any]:
-    """Return TMA descriptors of the cache and its scales; they are plain values, also in a captured graph."""
+    """Return TMA descriptors of the cache and its scales; a captured graph stores them by value."""
     bits = 8 * kv_cache.element_size()
     swizzled = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2)
     page_boxes = TensorDescriptor.from_tensor(kv_cache.view(-1, HEAD_DIM), [2 * PAGE_SIZE, HEAD_DIM], swizzled)

@@ -12,8 +12,9 @@ def merge_warps(
     acc, top, total, outputs, states, ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr,
     BF16: gl.constexpr,
 ):  # fmt: skip
-    """Merge the warps' (maximum, sum, O^T) through shared memory -> O [COLUMNS, 128] divided by the sum, log2-sum-exp
-    [COLUMNS]: zero and LOWEST for a row that has seen no token.
+    """Merge the warps' (maximum, sum, O^T) through shared memory; return (O, log2-sum-exp).
+
+    O [COLUMNS, 128] is divided by the sum; log2-sum-exp is [COLUMNS]. A row that sees no token has zero and LOWEST.
     """
     LAYOUT: gl.constexpr = merge_layout(WARPS)
     BY_HEAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, LAYOUT))

@@ -1,9 +1,9 @@
-"""The loop steps of decode_gluon: register layouts, operands, the online softmax of one page.
+"""Functions of decode_gluon's loop: register layouts, operands, the online softmax of one page.
 
   S^T     = K Q^T with the tokens as the tall operand, so that a group of up to 8 heads is one narrow tile; 16 columns
           hold several draft rows with their heads. K goes from shared memory to registers 16 bytes per lane, two e4m3
-          values to fp16 per instruction. The tensor core expects other values in that lane, but a reduction may run in
-          any order: the reduction index is permuted, in Q too (`load_queries`).
+          values to fp16 per instruction. The tensor core expects other values in that lane. But a sum may have any
+          order, so the reduction index is permuted, in Q too (`load_queries`).
   O^T     = V^T P^T. V needs pairs of tokens in one register: one byte permutation per four values, then the same
           conversion (`value_operand`). The rows of O^T are permuted, and `merge_warps` restores their order.
   P       is multiplied by V's scale and 2^8 before rounding to 16 bits (see numerics), and transposed by movmatrix.
@@ -72,19 +72,19 @@ def product_layout(WARPS):
 
 @triton.constexpr_function
 def tall_operand(WARPS):
-    """The first operand of the products: K, or V^T."""
+    """Return the layout of the first operand of the products: K, or V^T."""
     return gl.DotOperandLayout(0, product_layout(WARPS), 2)
 
 
 @triton.constexpr_function
 def narrow_operand(WARPS):
-    """The second operand of the products: Q^T, or the probabilities."""
+    """Return the layout of the second operand of the products: Q^T, or the probabilities."""
     return gl.DotOperandLayout(1, product_layout(WARPS), 2)
 
 
 @triton.constexpr_function
 def merge_layout(WARPS):
-    """[entries to merge, heads, 128]: a lane holds all entries of four dims."""
+    """Return the layout of [entries to merge, heads, 128]: a lane has all entries of four dims."""
     return gl.BlockedLayout([1, 1, 4], [1, 1, 32], [1, WARPS, 1], [2, 1, 0])
 
 
@@ -92,8 +92,9 @@ def merge_layout(WARPS):
 def places(column, rows, G: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr):
     """Return (row of q, query head of the group) of each column; (0, column) for one row per sequence.
 
-    `rows`, for a tile of drafts: its first row in the sequence, the rows of the sequence, the index of the sequence's
-    first row, and that of its first padding row. With one row per sequence the caller has moved the pointer to it.
+    `rows` is a tuple for a tile of drafts: its first row in the sequence, the number of rows of the sequence, the index
+    of the sequence's first row, and the index of its first padding row. With one row per sequence the caller's pointer
+    is that row.
     """
     if ROWS == 1:
         return gl.zeros_like(column), column

@@ -1,8 +1,9 @@
 """Operand types, scaling of probabilities and split workspace of the Triton attention kernels.
 
-An 8-bit cache is multiplied in fp16, to which e4m3 and int8 convert exactly and cheaply; bf16 and fp32 caches in their
-own type. A probability (at most 1) is multiplied by V's scale before it is rounded to fp16; another factor 2^8 keeps
-both within fp16's range (for V scales between 2^-16 and 2^8), and the final division removes it.
+Products with an 8-bit cache are in fp16, to which e4m3 and int8 convert exactly and cheaply; products with bf16 and
+fp32 caches are in the cache's type. A probability (at most 1) is multiplied by V's scale before it is rounded to fp16.
+Another factor of 2^8 keeps the result within fp16's range (for V scales between 2^-16 and 2^8); the final division
+removes it.
 """
 
 import torch

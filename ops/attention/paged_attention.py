@@ -41,7 +41,7 @@ def check_arguments(
 ) -> None:
     """Raise ValueError, naming the argument, if shapes or dtypes do not match or the window is negative."""
     if window < 0:
-        raise ValueError(f"window must be a number of tokens, or 0 for no window, got {window}")
+        raise ValueError(f"window must be a number of tokens, or 0 for no window, not {window}")
     heads, dim = q.shape[1:]
     kv_heads, cached_dim = kv_cache.shape[1], kv_cache.shape[4]
     if kv_cache.shape[2:4] != (2, PAGE_SIZE) or cached_dim != dim:
@@ -112,7 +112,7 @@ def gather_keys_values(
 
 
 def hidden_keys(position: torch.Tensor, context: int, window: int) -> torch.Tensor:
-    """Return [rows, context] bool: the keys that rows at these positions [rows] do not see."""
+    """Return a mask [rows, context] bool of the keys that rows at positions [rows] do not see."""
     key = torch.arange(context, device=position.device)[None, :]
     hidden = key > position[:, None]
     return hidden | (key <= position[:, None] - window) if window else hidden
@@ -142,8 +142,8 @@ def paged_attention_reference(
     decode        every sequence has one row (T == B)
     wide, plan    results of `widen_kv` and `widen_plan` for the same cache and batch: a faster path to the same result,
                   for chunks over an int8 cache that the Gluon kernels support
-    window        0: none; else position p sees keys with p - window < position <= p, as in transformers, and no older
-                  pages are read
+    window        0: none; else position p sees keys with p - window < position <= p, as in transformers, and older
+                  pages are not read
     rows          > 0: every sequence has at most that many rows (T == B * rows; steps with drafts)
 
     Scores are rounded to fp32, the rest is fp64 with the sums of `core/reproducible_sums.py`: a row's result does not
@@ -173,7 +173,7 @@ def paged_attention_reference(
         query = queries[first:last].view(count, kv_heads, -1, dim).permute(1, 2, 0, 3).flatten(1, 2)
         position = torch.arange(context - count, context, device=q.device)
         hidden = hidden_keys(position, context, window).repeat(heads // kv_heads, 1)
-        # in powers of two: undivided sums of 16-bit products are often halfway between two fp32 numbers
+        # scale in log2 units: sums of 16-bit products without a factor are often halfway between two fp32 numbers
         scores = product(query, keys, torch.float32, divisor=1 / (softmax_scale * LOG2_E)).masked_fill_(
             hidden, -math.inf
         )
@@ -268,7 +268,7 @@ def paged_attention_launch(
     sm_budget: int | None = None,
     pdl: bool = False,
 ) -> None:
-    """Fill `out` = (result,). Ignores `sm_budget`: attention runs on the main lane and takes the whole GPU.
+    """Fill `out` = (result,). Ignores `sm_budget`: attention runs on the main lane and uses the whole GPU.
 
     With `pdl`, block_table, context_lens and query_start must not be written by the kernel just before this one.
     """
@@ -335,7 +335,7 @@ def paged_attention_quant_launch(
     sm_budget: int | None = None,
     pdl: bool = False,
 ) -> None:
-    """Fill `out` = (o, quantized, scale). Without `keep` the 16-bit rows are in a workspace."""
+    """Fill `out` = (o, quantized, scale). Without `keep` the 16-bit rows are written to a workspace."""
     o, quantized, scale = out
     tokens, width = quantized.shape
     if tokens == 0:

@@ -97,7 +97,7 @@ def launch(
     sm_budget: Optional[int] = None,
     pdl: bool = False,
 ) -> None:
-    """Fill `out` = (quantized, scale); if the kernel cannot quantize, 16-bit rows go through a workspace.
+    """Fill `out` = (quantized, scale); if the kernel cannot quantize, 16-bit rows are written to a workspace first.
 
     `pdl` and `sm_budget` as for `paged_attention`.
     """

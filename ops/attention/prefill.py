@@ -2,11 +2,12 @@
 
 A program owns a tile of consecutive tokens of one sequence and one kv head with all its query heads (row = token *
 group + head), and loops over the pages visible to its tokens. The grid is padded to T // tile + B + 1 tiles, and a
-program finds its sequence on the device: tiles of sequence b start at query_start[b] // tile + b, which leaves room for
-ragged ends; rows after query_start[B] are one more sequence, without context.
+program finds its sequence on the device. Tiles of sequence b start at query_start[b] // tile + b, so each sequence may
+end with a partial tile. Rows after query_start[B] are one more sequence, without context.
 
-Q K^T runs in e4m3 with FP8_SCORES (Q is rounded per token and head when loaded), otherwise in 16 bits; P V always in 16
-bits, with V converted after shared memory; softmax, scales and sums in fp32. fp32 caches are multiplied in fp32.
+Q K^T is computed in e4m3 with FP8_SCORES (Q is rounded per token and head when loaded), otherwise in 16 bits. P V is
+computed in 16 bits, with V converted after shared memory; softmax, scales and sums are fp32. With an fp32 cache all
+products are fp32.
 """
 
 from typing import Optional
@@ -70,13 +71,14 @@ def prefill_kernel(
     OPERAND: tl.constexpr, QUANTIZED: tl.constexpr, FP8_SCORES: tl.constexpr,
     WINDOW: tl.constexpr, PAGE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """q, out [T, HK * G, D]; TILE tokens per program, GROUP >= G a power of two. Grid (kv heads, tiles).
+    """Compute a tile of TILE tokens of one kv head; the grid is (kv heads, tiles).
 
-    Sequences are searched in a loop, so that one compilation serves any number of them.
+    q, out [T, HK * G, D]; GROUP >= G is a power of two. Sequences are searched in a loop, so that one compilation
+    supports any number of them.
     """
     pdl_start(PDL)
     head = tl.program_id(0)
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the end of a chunk sees most pages: start with it
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the end of a chunk reads the most pages: start with it
     begins_before = tl.zeros([SEARCHED], tl.int32)
     for searched in range(0, sequences + 1, SEARCHED):
         index = searched + tl.arange(0, SEARCHED)

@@ -1,14 +1,14 @@
 """Attention of query chunks over an 8-bit paged cache for Hopper in Gluon.
 
 head_dim 128, 1 to 32 query heads per KV head (powers of two). A program has specialised warps. One warp copies pages to
-shared memory by TMA. Four warps convert operands that the tensor cores cannot multiply to fp16, scale included: V, and
-K too unless Q K^T runs in e4m3. Two groups of four warps each own 64 of the tile's 128 rows (row = token * group +
-head) and share every page; Q and P stay in registers, so a product reads shared memory once, unless Q has 16 bits.
-Within a group, the product P V of one step (two pages) overlaps with the softmax of the next step.
+shared memory by TMA. Four warps convert operands that the tensor cores do not support to fp16, scale included: V, and
+also K unless Q K^T is computed in e4m3. Two groups of four warps each own 64 of the tile's 128 rows (row = token *
+group + head) and share every page; Q and P stay in registers, so a product reads shared memory once, unless Q has 16
+bits. Within a group, the product P V of one step (two pages) overlaps with the softmax of the next step.
 
-Programs are persistent, one per SM; tiles are distributed from longest to shortest, back and forth. Tiles find their
-sequence as in prefill.py. Pages are visited from newest to oldest, so causal masks (and the odd page, which is then
-copied twice) occur in the first steps only.
+Programs are persistent, one per SM; tiles are distributed from longest to shortest, in alternating directions. Tiles
+find their sequence as in prefill.py. Pages are read from newest to oldest, so only the first steps have causal masks,
+and an odd last page, which is copied twice.
 """
 
 from typing import Any, Optional
@@ -149,11 +149,12 @@ def prefill_kernel(
     FP8_SCORES: gl.constexpr, LIMIT: gl.constexpr, STAGES: gl.constexpr, RAW: gl.constexpr, WARPS: gl.constexpr,
     REGISTERS: gl.constexpr, WINDOW: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """q, out [T, HK * GROUP, 128]; boxes [NP * HK * 128, 128] and scale_boxes [NP * HK * 2, 64] are TMA descriptors of
-    64 x 128 bytes and 1 x 64.
+    """Compute tiles in a persistent program, with specialised warps.
 
-    PLANNED: only sequences that `plan` leaves in 8 bits, after prefill_wide_gluon. With PDL that kernel launches this
-    one once all earlier kernels are done, and this one waits for it at its end: it runs during the last tiles.
+    q, out [T, HK * GROUP, 128]; boxes [NP * HK * 128, 128] and scale_boxes [NP * HK * 2, 64] are TMA descriptors of
+    64 x 128 bytes and of 1 x 64 scales. PLANNED: only sequences that `plan` leaves in 8 bits, after prefill_wide_gluon.
+    With PDL that kernel launches this one after all earlier kernels are done. This one runs during that kernel's last
+    tiles and waits for it at its end.
     """
     STORED: gl.constexpr = boxes.dtype
     BOX: gl.constexpr = boxes.layout
@@ -324,7 +325,7 @@ def takes_heads(heads: int, kv_heads: int, dim: int) -> bool:
 
 
 def tile_tokens(heads: int, kv_heads: int) -> int:
-    """Return tokens per tile: its 128 rows are those of all query heads of a KV head."""
+    """Return the tokens per tile, which has 128 rows: one per token and query head of a KV head."""
     return 2 * int(ROWS) // (heads // kv_heads)
 
 
@@ -351,7 +352,7 @@ def launch(
 ) -> None:
     """Run the kernel, if `fits`; arguments as in `prefill.launch`.
 
-    `plan`: serve only the sequences that `widen_plan` leaves in 8 bits.
+    `plan`: compute only the sequences that `widen_plan` leaves in 8 bits.
     """
     tokens, heads, _ = q.shape
     kv_heads, sequences = kv_cache.shape[1], context_lens.shape[0]

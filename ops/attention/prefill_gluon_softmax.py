@@ -1,4 +1,4 @@
-"""Shared by prefill_gluon and prefill_wide_gluon: layouts, tile lookup, conversion to fp16, softmax, consumer warps."""
+"""Functions of prefill_gluon and prefill_wide_gluon: layouts, tile lookup, conversion to fp16, softmax, consumers."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -46,7 +46,7 @@ def converter_layout(WARPS):
 
 @gluon.jit
 def rounds(batch, HK: gl.constexpr):
-    """Return (number of items, rounds: the most items per program)."""
+    """Return (number of items, number of rounds: the maximum of items per program)."""
     items = batch[5] * HK
     return items, (items + gl.num_programs(0) - 1) // gl.num_programs(0)
 
@@ -69,9 +69,10 @@ def find_tile(
     """Return an item's (kv head, sequence, first token, end of its tokens, position, length, steps, whole, skipped).
 
     An item with first >= end has no tokens. Every row sees the keys of the first `whole` steps, unless they are older
-    than WINDOW. No row sees `skipped` steps; position (of the first token), length, steps and whole count from there.
-    Sequences are searched in a loop, so that one compilation serves any number of them. PLANNED: `begins`, a row of
-    `widen_plan`, is the number of tiles before each sequence; otherwise every ragged end has its own tile.
+    than WINDOW. No row sees the first `skipped` steps; position (of the first token), length, steps and whole count
+    from there. Sequences are searched in a loop, so that one compilation supports any number of them. PLANNED:
+    `begins`, a row of `widen_plan`, is the number of tiles before each sequence; otherwise every partial tile at the
+    end of a sequence has an item of its own.
     """
     query_start, context_lens, begins, tokens, sequences, tiles = batch
     head = item % HK
@@ -123,7 +124,7 @@ def fetch(boxes, ring, ready, slot, first_row, second_row):
 
 @gluon.jit
 def widen(x, scale):
-    """Convert four adjacent e4m3 or int8 values to fp16, times their row's scale: a pair of equal fp16 in 32 bits."""
+    """Convert four adjacent e4m3 or int8 values to fp16, times their row's scale (two equal fp16 in 32 bits)."""
     if x.dtype == gl.int8:
         return gl.inline_asm_elementwise(
             WIDEN_INT8, "=r,=r,r,r,r,r,r", [x, scale], dtype=gl.float16, is_pure=True, pack=4
@@ -146,7 +147,7 @@ def widen(x, scale):
 
 @gluon.jit
 def pack(p):
-    """Pack fp32 [64, 128] as pairs of fp16 in 32 bits [64, 64]: single halves would take a register each."""
+    """Pack fp32 [64, 128] as pairs of fp16 in 32 bits [64, 64]; separate fp16 values would use a register each."""
     even, odd = gl.split(gl.reshape(p, [ROWS, STEP // 2, 2]))
     return gl.inline_asm_elementwise(
         "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1
@@ -168,9 +169,10 @@ def weigh(
     scores, key_scales, slot, factor, top, total, first_key, position, FP8_SCORES: gl.constexpr, MASK: gl.constexpr,
     WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Apply one step of the online softmax -> (packed probabilities, factor of the older sums, new maximum, new sum).
+    """Apply one step of the online softmax.
 
-    Maxima are before `factor`.
+    Return (packed probabilities, factor of the older sums, new maximum, new sum). Maxima are those of scores before
+    they are multiplied by `factor`.
     """
     SCORES: gl.constexpr = score_layout(FP8_SCORES)
     if FP8_SCORES:
@@ -219,9 +221,9 @@ def attend(
             fence_async_shared()  # scales have been read: a barrier does not complete loads
         mbarrier.arrive(keys_free.index(slot), count=1)
         if not FP8_SCORES:
-            # Wait for the next step's keys here: ptxas moves nothing across a spin loop, and would move the softmax
-            # behind the wait for the product, leaving nothing to overlap. (With queries in registers too, as in e4m3,
-            # both at once need more registers than there are.)
+            # Wait for the next step's keys here: ptxas would move the softmax behind the wait for the product, so that
+            # they do not overlap, but it moves nothing across a spin loop. (With queries in registers too, as in e4m3,
+            # both at the same time need too many registers.)
             mbarrier.wait(keys_ready.index((step + 1) % STAGES), (step + 1) // STAGES & 1, pred=j + 1 < steps)
         acc = warpgroup_mma_wait(0, deps=(product,))
         mbarrier.arrive(values_free.index(before), count=1)

@@ -1,11 +1,11 @@
 """prefill_gluon without converters, for keys and values that `widen_kv` has converted to fp16 (Hopper, Gluon).
 
 One warp copies steps of 128 keys and values by TMA; two groups of four warps own 64 rows each and alternate on the
-tensor cores: one multiplies during the other's softmax. The converters' shared memory holds a third step. The
-arithmetic is that of prefill_gluon, so the result has the same bits.
+tensor cores: one multiplies during the other's softmax. The shared memory of prefill_gluon's converters is used for a
+third step. The arithmetic is that of prefill_gluon, so the result has the same bits.
 
-Serves the sequences that `widen_plan` selects, and rows past the end; prefill_gluon, launched after it, serves the
-others.
+This kernel computes the sequences that `widen_plan` selects, and rows past the end; prefill_gluon, launched after it,
+computes the others.
 """
 
 from typing import Any
@@ -23,10 +23,10 @@ from .prefill_gluon import HEAD_DIM, tile_tokens
 from .prefill_gluon_softmax import ROWS, STEP, consume, find_tile, item_of, rounds
 from .widen_kv import PLACES, WIDE_TILES
 
-REGISTERS = (240, 24)  # per thread: the second row group (the first gets as many), the copier
+REGISTERS = (240, 24)  # per thread: of the second row group (the first has as many), of the copying warp
 STAGES = 3
-HOLD_QUERIES = False  # in registers, where Triton 3.9 spills, instead of in shared memory
-TURNS = True  # on the tensor cores
+HOLD_QUERIES = False  # queries in registers instead of shared memory: Triton 3.9 would spill them
+TURNS = True  # the groups alternate on the tensor cores
 
 
 @gluon.jit
@@ -85,7 +85,7 @@ def prefill_wide_kernel(
     fence_async_shared()
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()  # only now: the next kernel reads without a wait
+        gdc_launch_dependents()  # not earlier: the next kernel reads without a wait
     begins = plan + WIDE_TILES * (sequences + 1)
     idle = tokens - gl.load(query_start + sequences)  # padding rows
     tiles = gl.load(begins + sequences) + (idle + TILE - 1) // TILE

@@ -15,14 +15,17 @@ from ..core.triton_support import cdiv, next_power_of_2, pdl_options, pdl_start,
 
 
 def rope_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate x [..., D] by cos and sin, broadcastable to it (such as [T, 1, D]), fp32 or model dtype -> like x."""
+    """Return x [..., D] rotated by cos and sin, in x's dtype.
+
+    cos and sin are fp32 or of the model's dtype, and broadcastable to x, such as [T, 1, D].
+    """
     first, second = x.float().chunk(2, dim=-1)
     rotated = torch.cat((-second, first), dim=-1)
     return (x.float() * cos.float() + rotated * sin.float()).to(x.dtype)
 
 
 def rope_fake(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return empty results."""
+    """Return an empty result."""
     return x.new_empty(x.shape)
 
 
@@ -97,7 +100,7 @@ rope = register("rope", rope_reference, rope_fake, rope_launch, family="rope")
 
 
 def rope_angles_reference(positions: torch.Tensor, inv_freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """positions [T] (any integer dtype), inv_freq [D/2] fp32 -> cos, sin fp32 [T, 1, D]; the halves are equal."""
+    """Return cos and sin, fp32 [T, 1, D] with two equal halves, of positions [T] (integers), inv_freq [D/2] fp32."""
     angles = positions.to(torch.float32).unsqueeze(-1) * inv_freq
     angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
     return angles.cos(), angles.sin()
@@ -116,9 +119,9 @@ def _rope_angles_kernel(positions, inv_freq, cos, sin, HALF: tl.constexpr, BLOCK
     there = channel < HALF
     pdl_start(PDL)
     angle = tl.load(positions + token).to(tl.float32) * tl.load(inv_freq + channel, mask=there, other=0.0)
-    # The hardware's sine is precise near zero only, and a position can be 10**5: subtract whole turns first. 2 pi has
-    # three parts; the first two have so few bits that their products with the number of turns are exact. Nothing may be
-    # fused here: the angle is rounded to fp32 as in the reference (half a step is 4e-3 at position 131071).
+    # The hardware's sine is precise only near zero, and a position can be 10**5: subtract full rotations first. 2 pi is
+    # split in three parts; the first two have so few bits that their products with the number of rotations are exact.
+    # No FMA is allowed here: the angle is rounded to fp32 as in the reference (half a step is 4e-3 at position 131071).
     turns = tl.floor(angle * 0.15915494309189535 + 0.5)
     angle = ((angle - turns * 6.28125) - turns * 0.00193023681640625) - turns * 5.0703631800e-06
     target = token * 2 * HALF + channel

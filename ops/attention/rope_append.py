@@ -1,12 +1,12 @@
-"""`rope_append`: from a packed [q | k | v] row to the rotated q and the filled KV cache, in one launch.
+"""`rope_append`: rotate q and append k and v to the KV cache, from a packed [q | k | v] row, in one launch.
 
-x = qkv + bias + delta in fp32; q and k are normalized per head if the model does so, rotated and, with `hadamard`,
-transformed; q is rounded to the model's dtype once; k (minus `key_center`) and v go from fp32 directly to the cache's
-dtype. `key_balance` scales a RoPE pair of k by its factor and q's by the inverse, which leaves scores unchanged
-(SmoothAttention of QServe, arXiv 2405.04532).
+x = qkv + bias + delta in fp32. q and k are normed per head if the model does so, rotated and, with `hadamard`,
+transformed. q is rounded to the model's dtype once; k (minus `key_center`) and v are converted from fp32 directly to
+the cache's dtype. `key_balance` multiplies a RoPE pair of k by its factor and q's by the inverse, which leaves scores
+unchanged (SmoothAttention of QServe, arXiv 2405.04532).
 
-The projection's bias is added here and not in its GEMM: the sum is not rounded to 16 bits in between (biases of keys
-can be hundreds of times larger than the rest), and linears need no bias.
+The projection's bias is added here and not in its GEMM. So the sum is not rounded to 16 bits in between (biases of keys
+can be hundreds of times larger than the rest), and linears do not need a bias.
 """
 
 import math
@@ -28,7 +28,7 @@ from .rope import rope_reference, rotate_halves
 
 # (most tokens, heads per program, warps): the fastest on an H200
 PROGRAMS = ((16, 1, 1), (512, 8, 4), (math.inf, 4, 1))
-# with more tokens, the wait in each of very many short programs takes longer than the launch that PDL hides
+# with more tokens, waits in very many short programs take longer than the launch latency that PDL hides
 MOST_PDL_TOKENS = 512
 
 
@@ -222,7 +222,7 @@ def launch(
     sm_budget: Optional[int] = None,
     pdl: bool = False,
 ) -> None:
-    """Fill `out` = (q,) and the cache; a program has one token and up to eight heads. Ignores `sm_budget`."""
+    """Fill `out` = (q,) and write to the cache; a program has one token and up to eight heads. Ignores `sm_budget`."""
     check_cache(kv_cache, kv_scales)
     require_contiguous(
         "rope_append", kv_cache=kv_cache, kv_scales=kv_scales, slot_mapping=slot_mapping, key_center=key_center,

@@ -1,11 +1,12 @@
 """Convert pages of an int8 KV cache to fp16 once, for an attention that reads them many times.
 
-Attention of many queries multiplies each key and value many times in fp16. For sequences with enough queries
-`widen_kv` converts the cache once; for the others, decode rows included, each tile converts what it reads.
-`widen_plan` selects the sequences once per step for all layers, on the GPU, since the host does not have the lengths.
+Attention with many queries multiplies each key and value many times in fp16. For sequences with enough queries
+`widen_kv` converts the cache once; for the others, decode rows included, each tile converts the pages that it reads.
+`widen_plan` selects the sequences once per step for all layers. It runs on the GPU, since the host does not have the
+lengths.
 
-The results equal prefill_gluon's bit by bit: a value times its scale, which is multiplied by 16, clamped to fp16's
-range, and rounded to fp16.
+The converted values have the same bits as in prefill_gluon: value * min(16 * scale, limit), where the limit keeps the
+product within fp16's range; the factor and the product are rounded to fp16.
 """
 
 import torch
@@ -21,7 +22,7 @@ from ..core.triton_support import INTERP, cdiv, next_power_of_2, pdl_options, pd
 STEP_TOKENS = 128  # two pages: one step of attention
 # Sequences with fewer query tiles stay int8: writing and reading fp16 takes about as long as four tiles save.
 FEWEST_TILES = 4
-PLANNED_SEQUENCES = 512  # at least; one compilation serves every step of an engine
+PLANNED_SEQUENCES = 512  # minimum of compiled sequences, so that one compilation supports every step of an engine
 PLACES, WIDE_TILES, NARROW_TILES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # rows of the plan
 
 
@@ -134,7 +135,7 @@ def widen_plan_launch(
     sm_budget: int | None = None,
     pdl: bool = False,
 ) -> None:
-    """Launch one program per sequence and one more. Ignores `sm_budget`."""
+    """Fill `out` = (plan, pages) by one program per sequence and one for the plan. Ignores `sm_budget`."""
     plan, pages = out
     require_contiguous("widen_plan", block_table=block_table, context_lens=context_lens, query_start=query_start)
     sequences, num_blocks = block_table.shape
@@ -149,9 +150,9 @@ widen_plan = register("widen_plan", widen_plan_reference, widen_plan_fake, widen
 
 
 WIDENED = tl.constexpr(16.0)  # factor of every fp16 scale, so that small ones keep their bits; attention removes it
-# of scale times largest value: even rounded up to fp16, no product overflows
+# upper limit of (scale times largest value): the product does not overflow even if the scale is rounded up to fp16
 LARGEST = tl.constexpr(65440.0)
-PROGRAMS_AN_SM = 6  # all resident with up to 80 registers
+PROGRAMS_AN_SM = 6  # all are resident with up to 80 registers per thread
 # Convert four adjacent int8 ($2) to fp16 ($0, $1), times their row's scale ($3, as a pair). A byte with its sign bit
 # flipped, below a byte 0x64, is the fp16 number value + 1152.
 WIDEN_INT8 = tl.constexpr("""{ .reg .b32 x, a, b, middle;
@@ -169,17 +170,16 @@ def check(kv_cache: torch.Tensor, kv_scales: torch.Tensor, pages: torch.Tensor) 
     """Raise ValueError, naming the argument, unless there are an int8 cache, its scales and two pages per step."""
     if kv_cache.dtype != torch.int8 or kv_cache.dim() != 5 or kv_cache.shape[2:4] != (2, PAGE_SIZE):
         raise ValueError(
-            f"widen_kv: kv_cache is {kv_cache.dtype} {tuple(kv_cache.shape)}; it takes torch.int8 [pages, kv heads, "
+            f"widen_kv: kv_cache is {kv_cache.dtype} {tuple(kv_cache.shape)}; it must be torch.int8 [pages, kv heads, "
             f"2, {PAGE_SIZE}, head_dim]"
         )
     if kv_scales.shape != kv_cache.shape[:4]:
         raise ValueError(
-            f"widen_kv: kv_scales is {tuple(kv_scales.shape)}, with this cache it must be {tuple(kv_cache.shape[:4])}"
+            f"widen_kv: kv_scales is {tuple(kv_scales.shape)}; with this cache it must be {tuple(kv_cache.shape[:4])}"
         )
     if pages.dim() != 2 or pages.shape[1] != STEP_TOKENS // PAGE_SIZE:
         raise ValueError(
-            f"widen_kv: pages is {tuple(pages.shape)}; it takes the [steps, {STEP_TOKENS // PAGE_SIZE}] that "
-            "widen_plan makes"
+            f"widen_kv: pages is {tuple(pages.shape)}; it must be [steps, {STEP_TOKENS // PAGE_SIZE}], from widen_plan"
         )
 
 
@@ -213,7 +213,7 @@ def widen_kv_fake(kv_cache: torch.Tensor, kv_scales: torch.Tensor, pages: torch.
 def _widen_kernel(
     cache, scales, pages, wide, units, limit, HK: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr
 ):
-    """A unit is K and V of a page and kv head, which are contiguous. Units after the last page come last."""
+    """Convert units: K and V of a page and kv head, which are contiguous. Units after the last page are at the end."""
     pdl_start(PDL)
     row = tl.arange(0, 2 * PAGE)
     dim = tl.arange(0, D)

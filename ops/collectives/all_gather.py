@@ -1,4 +1,4 @@
-"""`all_gather`: every rank's columns side by side, such as the logits of a sharded vocabulary."""
+"""`all_gather`: the concatenated columns of all ranks, such as the logits of a sharded vocabulary."""
 
 from typing import Optional
 
@@ -9,7 +9,7 @@ from .tensor_parallel_group import group_named
 
 
 def reference(part: torch.Tensor, group: str, columns: int) -> torch.Tensor:
-    """Gather part [..., N] of each rank of `group` -> [..., columns], in rank order, without padding."""
+    """Return all ranks' parts [..., N], concatenated in rank order without padding: [..., columns]."""
     whole = torch.cat(group_named(group).gather(part), dim=-1)
     return whole if whole.shape[-1] == columns else whole[..., :columns].contiguous()
 

@@ -1,4 +1,4 @@
-"""`all_reduce`: the sum of every rank's partial result, with the same bits on all ranks.
+"""`all_reduce`: the sum of all ranks' partial results, with the same bits on all ranks.
 
 GPUs that share memory (exchange.py) run one kernel, one program per row. One-shot: each rank reads the row from all
 peers. Two-shot: a row's owner (row % world) reads it, and the others read the sum from the owner. Other GPUs and CPUs
@@ -28,7 +28,7 @@ def add_in_rank_order(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def reference(partial: torch.Tensor, group: str) -> torch.Tensor:
-    """Sum partial [..., H] of each rank of `group` in rank order, in fp32, rounded once to partial's dtype."""
+    """Return the sum of partial [..., H] over the ranks of `group`, in rank order in fp32, in partial's dtype."""
     return add_in_rank_order(group_named(group).gather(partial)).to(partial.dtype)
 
 

@@ -2,8 +2,9 @@
 
 It runs between two linears of a model that is split over GPUs. One-shot: each rank reads a row from all peers and
 computes everything. Two-shot: a row's owner (row % world) reads it from all peers and publishes the sum; the others
-compute the rest. With `spread`, and if no op reads the row in 16 bits, the owner computes everything and the others
-read the 8-bit row and its scale: half the bytes, and the residual row stays with its owner, its only reader.
+read the sum and compute the rest. With `spread`, and if no op reads the row in 16 bits, the owner computes everything
+and the others read the 8-bit row and its scale. That is half the bytes, and only the owner stores and reads the
+residual row.
 """
 
 from typing import Any, Optional
@@ -60,10 +61,10 @@ def reference(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (y, q, scale, new_residual) as `add_rms_norm_quant` of the sum over all ranks of partial + delta [..., H].
 
-    Residuals may be fp16 where the rest is bf16 (`core/dtypes.py`). Each rank's partial + delta is rounded to its
-    dtype; these and the residual are added in rank order in fp32 and rounded once. All ranks get the same bits.
-    `spread`: only such ops read new_residual, so a rank may leave rows undefined that it does not own (row % world),
-    and does not read them in `residual`.
+    Residuals may be fp16 if the rest is bf16 (`core/dtypes.py`). Each rank's partial + delta is rounded to its dtype;
+    these and the residual are added in rank order in fp32 and rounded once. All ranks get the same bits. `spread`: only
+    ops of this kind read new_residual. So a rank may leave undefined the rows that it does not own (row % world), and
+    it does not read these rows of `residual`.
     """
     parts = group_named(group).gather(with_delta(partial, delta))
     return from_all_parts(parts, residual, weight, eps, keep, dtype, rotate)
@@ -130,13 +131,13 @@ def _kernel(
     signal(memories, ready + RANK * EPOCH, epoch, EVERYBODY if ONE_SHOT else owner, RANK, WORLD)
 
     if ONE_SHOT or owner == RANK:
-        before = tl.load(residual + at, mask=inside, other=0.0)  # loaded during the wait for peers
+        before = tl.load(residual + at, mask=inside, other=0.0)  # this load overlaps with the wait for peers
         await_flags(memory + ready, epoch, WORLD, RANK)
         values = add_up(mine, memories, source, column, inside, dtype, RANK, WORLD)
         held, values = as_residual(values + of_residual(before, model), stream, model)
         tl.store(new_residual + at, held, mask=inside)
         if not ONE_SHOT:
-            if EIGHT:  # not computed again for the outputs
+            if EIGHT:  # the other ranks read this result instead of the sum
                 _finish(
                     values, gain, y, row_of(memory, slot, narrow), row_of(memory, slot + WIDTH, tl.float32), 0, column,
                     inside, eps, dtype, False, ROTATE, WIDTH, BLOCK,

@@ -2,23 +2,24 @@
 
 All ranks have the same layout (offsets in bytes):
 
-    0              tickets taken so far, int64: the row and epoch of the next program
+    0              number of issued tickets, int64: gives the row and epoch of the next program
     READY          int64 [rows][world]: the last epoch in which a rank's part of a row was readable
     done           int64 [rows]: the last epoch in which a row's owner had published its result
     slots          2 x slot_bytes: rows that the others read; epochs alternate between the two
     placed         3 x slot_bytes: parts that their producers write here directly
 
-An epoch is one launch of a collective; all ranks count alike, because they run the same programs in the same order.
+An epoch is one launch of a collective; its number is the same on all ranks, because they run the same programs in the
+same order.
 
-Why two slots suffice without a barrier: a rank overwrites a slot of epoch e in epoch e + 2 (or a producer's slot after
-the next collective). By then its kernel of epoch e + 1 has ended, after it received every peer's part of that epoch,
+Two slots suffice without a barrier: a rank overwrites a slot of epoch e in epoch e + 2 (or a producer's slot after the
+next collective). By then its kernel of epoch e + 1 has ended, after it received every peer's part of that epoch,
 directly or through a row's owner. A peer signals that part only after its own kernel of epoch e has ended and read all
 its inputs.
 
-Why no launch deadlocks, however few programs fit on a GPU: programs take rows in the order in which they start (a
-ticket), not by their index. Let i be the smallest unfinished row of all ranks. Each rank has finished the rows before
-it, so the program of row i runs or is the next to start. It signals its part before any wait. So all waits for row i
-end, its owner finishes, and then the others. No program waits for another row of its own rank.
+No launch deadlocks, for any number of programs that fit on a GPU: programs get rows in the order in which they start
+(by a ticket), not by their index. Let i be the smallest unfinished row of all ranks. Each rank has finished the rows
+before it, so the program of row i runs or is the next to start. It signals its part before any wait. So all waits for
+row i end, its owner finishes, and then the others. No program waits for another row of its own rank.
 """
 
 import os
@@ -35,11 +36,11 @@ from .tensor_parallel_group import GroupError, RankGroup, group_named, world_of
 PURPOSE = "exchange"  # key in RankGroup.buffers
 SLOT_BYTES = 16 << 20  # 1,024 rows of 8,192 columns in 16 bits; longer prompts are split
 MOST_ROWS = 2048  # per launch
-PLACES = 3  # slots for parts that their producers write here
-# Most bytes that one-shot reads from peers. Two H200 took 10.1 us for 1 MiB and 13.5 for 2 (two-shot: 12.3 and 15.0);
-# for 4 MiB two-shot was faster, 21.6 us against 23.4 (measurements/all_reduce_h200.txt).
+PLACES = 3  # number of slots into which producers write parts directly
+# Maximum bytes that one-shot reads from peers. Two H200 needed 10.1 us for 1 MiB and 13.5 for 2 (two-shot: 12.3 and
+# 15.0); for 4 MiB two-shot was faster, 21.6 us against 23.4 (measurements/all_reduce_h200.txt).
 ONE_SHOT_BYTES = 2 << 20
-READY = 128  # tickets have a cache line of their own
+READY = 128  # offset of the first epoch: tickets have their own cache line
 EPOCH = 8  # bytes
 
 
@@ -84,21 +85,21 @@ class Exchange:
         return self.memories[self.rank]
 
     def places(self) -> tuple[torch.Tensor, ...]:
-        """Return uint8 [slot_bytes] tensors for producers; consecutive collectives must use different ones."""
+        """Return the uint8 [slot_bytes] slots for producers; consecutive collectives must use different ones."""
         start = slots_at(self.world) + 2 * self.slot_bytes
         return tuple(self.memory[start + place * self.slot_bytes :][: self.slot_bytes] for place in range(PLACES))
 
     def offset_of(self, tensor: torch.Tensor) -> Optional[int]:
-        """Return the offset of a tensor within this rank's memory, or None if it is not there."""
+        """Return the offset of a tensor within this rank's memory, or None if it is elsewhere."""
         offset = tensor.data_ptr() - self.memory.data_ptr()
         return offset if 0 < offset < self.memory.numel() else None
 
     def launches(self, op: str, partial: torch.Tensor, placed: bool) -> Iterator[tuple[slice, dict[str, Any]]]:
         """Yield (rows, kernel arguments) for each launch of a collective over partial [..., H].
 
-        More rows than a slot holds are split in multiples of the world, so that row % world is a row's owner in every
-        launch. `placed`: peers may read partial in place if it is in this memory. Raises ValueError for rows that are
-        too long for a program or a slot.
+        If a slot is too small for all rows, they are split in multiples of the world size, so that row % world is a
+        row's owner in every launch. `placed`: peers may read partial in place if it is in this memory. Raises
+        ValueError for rows that are too long for a program or a slot.
         """
         width, row_bytes = partial.shape[-1], partial.shape[-1] * partial.element_size()
         block, warps = row_block(width)
@@ -141,7 +142,8 @@ def open_exchange(group: RankGroup, device: torch.device, slot_bytes: int = SLOT
     """
     from torch.distributed import _symmetric_memory as symmetric
 
-    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # uses the host's shared switches, and no kernel needs it
+    # multicast uses switches that the whole host shares, and no kernel needs it
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     try:
         memory = symmetric.empty(exchange_bytes(group.world, slot_bytes), dtype=torch.uint8, device=device)
         memory.zero_()
@@ -153,7 +155,7 @@ def open_exchange(group: RankGroup, device: torch.device, slot_bytes: int = SLOT
             f"rank {group.rank} of {group.world} on {device} can't share memory with its peers: {error}. The GPUs must "
             "reach each other over NVLink (`nvidia-smi topo -m`), and containers need one IPC namespace (--ipc=host)"
         ) from error
-    # if an allocation holds several tensors, ours has the same offset on all ranks
+    # an allocation may contain several tensors; this one has the same offset on all ranks
     shift = memory.data_ptr() - memories[group.rank].data_ptr()
     if shift:
         memories = [handle.get_buffer(rank, memory.shape, torch.uint8, shift) for rank in range(group.world)]
@@ -165,7 +167,7 @@ def open_exchange(group: RankGroup, device: torch.device, slot_bytes: int = SLOT
 def exchange_of(group: str, device: torch.device) -> Optional[Exchange]:
     """Return the exchange that `open_exchange` made for this group, or None.
 
-    For meta tensors (compilation without a launch) it returns rank 0's without memory, in any process.
+    For meta tensors (compilation without a launch) return an exchange of rank 0 without memory, in any process.
     """
     if device.type == "meta":
         memory = torch.empty(exchange_bytes(world_of(group)), dtype=torch.uint8, device="meta")
@@ -174,7 +176,7 @@ def exchange_of(group: str, device: torch.device) -> Optional[Exchange]:
 
 
 def is_one_shot(nbytes: int, world: int) -> bool:
-    """Return whether each rank reads all rows of all peers' parts (`nbytes` each), and not only their owners."""
+    """Return whether one-shot is used for parts of `nbytes`: each rank reads all rows from all peers."""
     return (world - 1) * nbytes <= ONE_SHOT_BYTES
 
 

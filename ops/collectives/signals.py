@@ -1,9 +1,9 @@
 """Tickets, signals between ranks, and rows of peers, for the kernels of collectives (correctness: exchange.py).
 
-Memory order, in PTX's model: a program's writes, then a CTA barrier, then one thread's `fence.acq_rel.sys` and relaxed
-stores of the epoch to the peers. There one thread per flag polls it with `ld.acquire.sys` until it has reached the
-epoch, then a CTA barrier. Loads and stores of rows are plain, outside of these two barriers. The launch, or
-`griddepcontrol.wait`, orders writes of earlier kernels.
+Memory order, in PTX's model. The sender: writes of the program, a CTA barrier, then one thread's `fence.acq_rel.sys`
+and relaxed stores of the epoch to the peers. The receiver: one thread per flag polls it with `ld.acquire.sys` until it
+has reached the epoch, then a CTA barrier. Rows are stored before the first barrier and loaded after the second, by
+plain instructions. The launch, or `griddepcontrol.wait`, orders writes of earlier kernels.
 """
 
 import triton
@@ -19,10 +19,10 @@ READY, EPOCH = tl.constexpr(exchange.READY), tl.constexpr(exchange.EPOCH)
 
 @triton.jit
 def take_ticket(memory, rows):
-    """Return (epoch from 1 on, row): the launch, counted alike on all ranks, and the next free row.
+    """Return (epoch, row): the number of this launch, from 1 on and equal on all ranks, and the next free row.
 
-    A launch takes exactly 2^BITS tickets: one per program (`rows`), and the last program takes the rest. So the count
-    needs no reset, and every program sees its own launch's epoch.
+    A launch uses exactly 2^BITS tickets: one per program (`rows`), and the last program adds the rest. So the count
+    needs no reset, and every program gets the epoch of its own launch.
     """
     counter = memory.to(tl.pointer_type(tl.int64))
     ticket = tl.atomic_add(counter, tl.full((), 1, tl.int64), sem="relaxed", scope="gpu")
@@ -40,9 +40,9 @@ def flags_of(row, DONE: tl.constexpr, WORLD: tl.constexpr):
 
 @triton.jit
 def signal(memories, offset, epoch, only, RANK: tl.constexpr, WORLD: tl.constexpr):
-    """Store `epoch` at byte `offset` of every peer's memory, or of rank `only`'s.
+    """Store `epoch` at byte `offset` of every peer's memory, or only of rank `only`'s.
 
-    A rank that reads it can read everything that this program has written before.
+    After a rank has read it, all earlier writes of this program are visible to that rank.
     """
     tl.debug_barrier()
     if not INTERP:
@@ -87,9 +87,9 @@ def _store_flag(address, epoch):
 
 @triton.jit
 def await_flags(address, epoch, COUNT: tl.constexpr, OWN: tl.constexpr):
-    """Wait until COUNT flags from `address` on, in this rank's memory, have reached `epoch`, except the one at OWN.
+    """Wait until COUNT flags from `address` on, in this rank's memory, have reached `epoch`, except the flag OWN.
 
-    Everything written before the flags were stored is readable then.
+    Writes before the stores of the flags are visible then.
     """
     if INTERP:
         flags = address.to(tl.pointer_type(tl.int64))
@@ -126,7 +126,7 @@ def await_flags(address, epoch, COUNT: tl.constexpr, OWN: tl.constexpr):
 
 @triton.jit
 def memory_of(memories, rank, WORLD: tl.constexpr):
-    """Return the memory of a rank that is chosen at run time."""
+    """Return the memory of `rank`, which is known only at run time."""
     chosen = memories[0]
     for other in tl.static_range(1, WORLD):
         chosen = tl.where(rank == other, memories[other], chosen)

@@ -1,6 +1,6 @@
 """Groups of ranks that share one model: an op names its group, and each process registers its membership.
 
-A group's name includes its size (`tp2`), so shapes and costs follow from a program alone, in a process without peers.
+A group's name includes its size (`tp2`), so a process without peers can compute shapes and costs of a program.
 """
 
 import re
@@ -19,7 +19,7 @@ class GroupError(RuntimeError):
 
 @dataclass(eq=False)
 class RankGroup:
-    """This process's rank among those that run the same program on the same plans.
+    """This process's membership in a group of ranks that run the same programs with the same plans.
 
     name       the group's name in ops, see `tensor_parallel_group`
     rank       this process's tensor-parallel rank, 0 .. world - 1
@@ -39,7 +39,7 @@ class RankGroup:
             raise GroupError(f"rank {self.rank} of {self.world} is not valid in the group {self.name!r}")
 
     def gather(self, part: torch.Tensor) -> list[torch.Tensor]:
-        """Return every rank's tensor of this shape and dtype, in rank order. Waits for all ranks."""
+        """Return the tensors of all ranks, of this shape and dtype, in rank order. Waits for all ranks."""
         if self.world == 1:
             return [part]
         parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.world)]
@@ -59,7 +59,7 @@ def world_of(name: str) -> int:
     """Return the number of ranks of the group of this name. Raises GroupError for an invalid name."""
     found = _NAME.fullmatch(name)
     if found is None:
-        raise GroupError(f"{name!r} is not a group's name; names are tp1, tp2, tp4, ...")
+        raise GroupError(f"{name!r} is not a group's name; use tp1, tp2, tp4, ...")
     return int(found[1])
 
 

@@ -1,4 +1,4 @@
-"""Shared by every op; imports no op.
+"""Code that all ops share; it imports no op.
 
 registry           registration: one name, a reference for the CPU, a launch for CUDA
 kv_layout          layout of keys and values in the paged cache

@@ -4,7 +4,7 @@ from functools import cache
 
 import torch
 
-# Without a GPU the interpreter and the CPU's compilations make the same programs as on an H200.
+# Without a GPU, the interpreter and compilations ahead of time use an H200's number, for the same programs as there.
 H200_SMS = 132
 _WORKSPACES: dict[tuple[torch.device, str], list[torch.Tensor]] = {}
 

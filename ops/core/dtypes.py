@@ -3,9 +3,9 @@
 QUANTIZED_MAX maps a quantized dtype to its largest value.
 
 A residual stream has the model's dtype, with one exception: in a bf16 model it may be fp16, divided by RESIDUAL_SCALE.
-fp16 has eight times finer steps than bf16 in as many bytes, but ends at 65,504, and streams of real models reach
-further. Scaled values reach 1,048,064, and those above 0.001 keep all 11 bits of fp16. Larger values saturate and
-never become infinite; NaN stays NaN.
+fp16 has eight times finer steps than bf16 in as many bytes, but its largest number is 65,504, and streams of real
+models have larger values. Scaled values can be up to 1,048,064, and those above 0.001 have all 11 bits of fp16. Larger
+values saturate and never become infinite; NaN stays NaN.
 
 The scale is a power of two, so dividing by it rounds nothing. Kernels compute in fp32, so scaling costs no bytes and no
 launch. `model` is the dtype of the norms' weights and of all other activations.
@@ -35,7 +35,7 @@ def residual_in_fp32(residual: torch.Tensor, model: torch.dtype) -> torch.Tensor
 
 
 def round_residual(values: torch.Tensor, stream: torch.dtype, model: torch.dtype) -> torch.Tensor:
-    """Return fp32 values as a residual stream of dtype `stream` stores them."""
+    """Return fp32 values rounded to a residual stream of dtype `stream`, scaled if necessary."""
     if not is_scaled(stream, model):
         return values.to(stream)
     return (values / RESIDUAL_SCALE).clamp(-RESIDUAL_LARGEST, RESIDUAL_LARGEST).to(stream)
@@ -52,7 +52,7 @@ def of_residual(held, model: tl.constexpr):
 
 @triton.jit
 def as_residual(values, stream: tl.constexpr, model: tl.constexpr):
-    """Return (values as a stream of dtype `stream` stores them, the stored values in fp32)."""
+    """Return (values rounded to a stream of dtype `stream`, the unscaled rounded values in fp32)."""
     if stream == tl.float16 and model == tl.bfloat16:
         scaled = values * (1.0 / _SCALE)
         scaled = tl.minimum(scaled, _LARGEST, propagate_nan=tl.PropagateNan.ALL)

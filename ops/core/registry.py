@@ -17,9 +17,9 @@ _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 class Traits:
     """Properties of an op for cost estimates and drawings.
 
-    kind     a key of the cost model's table (`compiler/cost/estimate.py`): kernels of a kind are about as efficient
-    family   the op's colour in drawings
-    gathers  argument that a call reads in part, such as an embedding table, by name; "" for none
+    kind     key of the cost model's table (`compiler/cost/kernel_costs.py`): kernels of a kind are about as efficient
+    family   selects the op's colour in drawings
+    gathers  name of an argument that is read only in part, such as an embedding table; "" for none
     """
 
     kind: str = "rows"

@@ -2,12 +2,13 @@
 
 A library's GEMM chooses its kernel, and with it the order of its sums, by the number of rows and threads and by the
 processor. Here every result equals a sum in one fixed order (`sum_in_order`, in fp64), rounded to the result's dtype.
-The GEMM still does the work, in fp64, with an error bound: where all values within the bound round to the same result,
-the order does not matter (rounding test of Ziv, "Fast evaluation of elementary mathematical functions with correctly
-rounded last bit", 1991). The few other elements are summed again in the fixed order.
+A GEMM in fp64 computes the sums with an error bound: if all values within the bound round to the same result, the order
+does not matter (rounding test of Ziv, "Fast evaluation of elementary mathematical functions with correctly rounded last
+bit", 1991). The few other elements are summed again in the fixed order.
 
-Elementwise functions use additions, multiplications, divisions and roundings only, which IEEE 754 defines exactly.
-`torch.sigmoid` and `torch.nn.functional.silu` compute the last elements of a tensor with other code than the rest.
+Elementwise functions use only additions, multiplications, divisions and roundings, which IEEE 754 defines exactly.
+torch's own are not reproducible: `torch.sigmoid` and `torch.nn.functional.silu` compute the last elements of a tensor
+with other code than the rest.
 """
 
 import math
@@ -15,7 +16,7 @@ import math
 import torch
 
 UNIT = 2.0**-53  # largest relative error of an fp64 operation
-# products of these dtypes, and the sums of 2**17 of them, have at most 53 bits: fp64 sums them exactly in any order
+# products of these dtypes, and sums of 2**17 of them, have at most 53 bits: fp64 sums are exact in any order
 EXACT = frozenset({torch.float8_e4m3fn, torch.int8})
 MOST_EXACT = 1 << 17
 SUM_BLOCK = 256
@@ -46,8 +47,8 @@ def product(
     """Return (x [..., T, K] @ weight [..., N, K]^T + bias [N]) / divisor -> [..., T, N] in `dtype`.
 
     The divisor is positive: a number or [..., T, 1]. Operands are fp64, fp32, 16-bit, e4m3 or int8. The weight has x's
-    leading dimensions or none; without them about `BLOCK_ELEMENTS` of it are in fp64 at a time. NaN and infinity stay
-    in their rows and columns.
+    leading dimensions or none; without them about `BLOCK_ELEMENTS` of it are converted to fp64 at a time. NaN and
+    infinity affect only their own rows and columns.
     """
     if weight.dim() == 2 and x.dim() != 2:
         flat = x.reshape(x.shape[:-1].numel(), x.shape[-1])
@@ -55,7 +56,8 @@ def product(
     rows, width = x.double(), x.shape[-1]
     bound = None
     if not ({x.dtype, weight.dtype} <= EXACT and width <= MOST_EXACT):
-        # Any order has an error of at most K * UNIT * |x| * |w|, the fixed one less: K / 256 + 9 additions in a row.
+        # Any order has an error of at most K * UNIT * |x| * |w|, the fixed order a smaller one: it has at most
+        # K / 256 + 9 dependent additions.
         bound = rows.square().sum(-1, keepdim=True).sqrt_().mul_((1.02 * width + 16) * UNIT)
     out = torch.empty(*x.shape[:-1], weight.shape[-2], dtype=dtype, device=x.device)
     block = max(LEAST_BLOCK_ROWS, BLOCK_ELEMENTS // max(width, 1)) if weight.dim() == 2 else weight.shape[-2]
@@ -86,7 +88,7 @@ def _largest_norm(wide: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _finished(total: torch.Tensor, bias: torch.Tensor | None, divisor: torch.Tensor | float) -> torch.Tensor:
-    """Return the sum plus bias over divisor, in place. It is monotonic, since divisors are positive."""
+    """Return (sum + bias) / divisor, in place. This is monotonic, since divisors are positive."""
     total = total if bias is None else total.add_(bias)
     return total if isinstance(divisor, float) and divisor == 1.0 else total.div_(divisor)
 

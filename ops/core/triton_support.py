@@ -59,7 +59,7 @@ def in_fp32(x):
     """Convert values of a model dtype to fp32."""
     if INTERP or x.dtype != tl.bfloat16:
         return x.to(tl.float32)
-    else:  # convert loaded pairs directly; a cast unpacks them first
+    else:  # convert loaded pairs directly: Triton's cast would unpack them first
         return tl.inline_asm_elementwise(
             """{ .reg .b32 low, high;
                  shl.b32 low, $2, 16;
@@ -79,7 +79,7 @@ def rounded_to(x, dtype: tl.constexpr):
     """Round fp32 x to a model dtype and return the result in fp32."""
     if INTERP or dtype != tl.bfloat16:
         return round_to(x, dtype).to(tl.float32)
-    else:  # convert pairs: single conversions run at a quarter of the rate
+    else:  # convert pairs: conversions of single values have a quarter of the throughput
         return tl.inline_asm_elementwise(
             """{ .reg .b32 pair, low, high;
                  cvt.rn.bf16x2.f32 pair, $3, $2;
@@ -151,9 +151,9 @@ def _sums_and_differences(x, BLOCK: tl.constexpr, STEP: tl.constexpr):
 def butterflies(x, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     """Multiply blocks of WIDTH (a power of two) columns of fp32 x [BLOCK] by the Hadamard matrix in Sylvester order.
 
-    The matrix holds 1 and -1. x keeps its layout: a partner is in a register of the same thread, or comes from another
-    lane by a shuffle. It is found as in Triton's own sort: the xor of a pair, xored with the value again, which
-    compiles to no instruction.
+    The matrix has entries 1 and -1. x keeps its layout: a partner is in a register of the same thread, or in another
+    lane and read by a shuffle. As in Triton's own sort it is the xor of the pair, xored with the value; the compiler
+    removes both operations.
     """
     for stage in tl.static_range(16):
         if 2**stage < WIDTH:

@@ -1,13 +1,13 @@
 """`decoder_block`: all linears between the attentions of two decoder layers in one launch.
 
 o -> norm -> gate_up -> SiLU * mul -> down -> norm -> the next q/k/v. For few tokens each of these is bound by the bytes
-of its weights, and time is lost between kernels. Activations are quantized per token and block of 128 columns
-(`quantize_blocks`), from fp32: finer than the one scale per token of the separate ops, and not bitwise equal to them.
-The kernel (`kernel.py`) needs all its CTAs resident: no two launches may overlap, on any streams.
+of its weights, and separate kernels lose time between them. Activations are quantized from fp32 per token and block of
+128 columns (`quantize_blocks`): finer than the one scale per token of the separate ops, and not bitwise equal to them.
+The kernel (`kernel.py`) needs all its CTAs resident: two launches must not overlap, on any streams.
 
 All quantized tensors are e4m3, or all are int8. In int8, the results of the norms and of SiLU * mul are rotated before
-quantization, in blocks of `norm_rotation` and of SILU_ROTATES columns (see `quantize_rowwise`), so the weights of
-gate_up, down and q/k/v must be rotated alike; the attention and the weights of o are not.
+quantization, in blocks of `norm_rotation` and of SILU_ROTATES columns (see `quantize_rowwise`). So the weights of
+gate_up, down and q/k/v must be rotated in the same way. Attention's result and the weights of o are not rotated.
 
 H200, Llama-8B shape, 256 cached tokens, us per decode layer with this op (and with separate launches): 1 token 69.2
 (76.8), 8: 71.0 (76.4), 16: 72.0 (81.1), 32: 79.1 (88.6), 64: 93.5 (93.7).
@@ -44,7 +44,7 @@ _PLAIN = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 @dataclass(frozen=True)
 class BlockConfig:
-    """Compilation of the kernel for some number of tokens.
+    """Configuration of the kernel for a number of tokens.
 
     slots, row_slots   ring sizes: 16 KB weight boxes, blocks of activations
     warps, registers   consumer warps, registers per thread
@@ -81,7 +81,7 @@ def fits(
         "q/k/v width": qkv_width,
     }
     if not 1 <= tokens <= MAX_TOKENS:
-        return f"{tokens} tokens; it takes up to {MAX_TOKENS}"
+        return f"{tokens} tokens; at most {MAX_TOKENS} are supported"
     for name, width in widths.items():
         unit = (
             BLOCK * SPLIT
@@ -91,12 +91,12 @@ def fits(
             else BLOCK
         )
         if width % unit:
-            return f"{name} {width} is no multiple of {unit}"
+            return f"{name} {width} is not a multiple of {unit}"
     needed = max(ctas, intermediate // BLOCK, qkv_width // 64)
     if needed > min(sm_count, SPLIT * MAX_TILES):
-        return f"{needed} CTAs must be resident at once, the GPU has {sm_count} SMs"
+        return f"{needed} CTAs must be resident at once, but the GPU has {sm_count} SMs"
     if needed > ctas:
-        return f"the hidden size {hidden} gives {ctas} CTAs, the other projections need {needed}"
+        return f"the hidden size {hidden} gives {ctas} CTAs, but the other projections need {needed}"
     return None
 
 
@@ -130,14 +130,15 @@ def reference(
     """Return (qkv [T, N] in the model's dtype, new_residual [T, H]).
 
     attention       [T, A] with attention_scale [A / 128, P] (see `quantize_blocks`)
-    residual        [T, H]; residuals may be fp16 where the norms' weights are bf16 (`core/dtypes.py`)
+    residual        [T, H]; residuals may be fp16 if the norms' weights are bf16 (`core/dtypes.py`)
     norm weights    [H] in the model's dtype
     weights         [N, K] with scales [N] fp32: o [H, A], gate_up [2I, H] (gate first), down [H, I], q/k/v [N, H];
                     without `qkv_weight` qkv is [T, 0]
 
     Attention and weights are all e4m3 or all int8. Everything in between is fp32 except the quantized activations: a
-    norm's x * weight is quantized, and 1 / rms multiplies the product after it. In int8 all but the attention are
-    rotated before quantization, the norms' results in blocks of `norm_rotation` columns, a power of two from 8 to 128.
+    norm's x * weight is quantized, and the product after it is multiplied by 1 / rms. In int8 all activations except
+    attention's are rotated before quantization, the norms' results in blocks of `norm_rotation` columns, a power of two
+    from 8 to 128.
     """
     dtype, stream, model = attention.dtype, residual.dtype, norm_weight.dtype
 
@@ -241,7 +242,7 @@ def launch(
 
 @dataclass(frozen=True)
 class _Scratch:
-    """Activations between the stages, planes and counters, one set per device, since no two launches overlap."""
+    """Activations between the stages, planes and counters: one set per device, since launches do not overlap."""
 
     rows: tuple[torch.Tensor, ...]
     scales: tuple[torch.Tensor, ...]
@@ -287,7 +288,7 @@ def launch_config(
     out: tuple[torch.Tensor, ...],
     pdl: bool,
 ) -> None:
-    """Run a given configuration; weights and scales in the order o, gate_up, down, q/k/v."""
+    """Run the configuration `config`; weights and scales are in the order o, gate_up, down, q/k/v."""
     (tokens, width), hidden, intermediate = attention.shape, residual.shape[1], weights[2].shape[1]  # type: ignore[union-attr]
     padded, ctas, has_qkv = padded_scales(block_t), hidden // BLOCK * SPLIT, weights[3] is not None
     qkv_width = weights[3].shape[0] if weights[3] is not None else 0
@@ -311,7 +312,7 @@ def launch_config(
 
 
 def _boxes(matrix: torch.Tensor, rows: int) -> TensorDescriptor:
-    """Return TMA boxes of `rows` rows and 128 columns: a plain value, also in a captured graph."""
+    """Return TMA boxes of `rows` rows and 128 columns; a captured graph stores the descriptor by value."""
     return TensorDescriptor.from_tensor(matrix, [rows, BLOCK], _SWIZZLED)
 
 

@@ -48,11 +48,11 @@ def multiply(
     ring, ready, empty, rows, scales, rows_ready, rows_empty, used, rows_used, steps, first, second, PAIR: gl.constexpr,
     BLOCK_T: gl.constexpr, SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Add weights times activations over `steps` blocks of K -> (first, second, used, rows_used).
+    """Add weights times activations over `steps` blocks of K and return (first, second, used, rows_used).
 
     With PAIR `first` is the gate, `second` up. Each block's product is scaled and added in fp32: its activations have
     their own scale, and the tensor cores' running sum of e4m3 products has only 14 bits (int8 sums and their conversion
-    are exact). One product at a time: an overlapping next product frees the slots later and takes 5 us more per layer.
+    are exact). Products do not overlap: with overlap the slots are freed later, which takes 5 us more per layer.
     """
     nothing = gl.zeros([128, BLOCK_T], gl.int32 if ring.dtype == gl.int8 else gl.float32, LAYOUT)
     for _ in range(steps):
@@ -81,9 +81,9 @@ def multiply(
 def rotate(values, row, STAGES: gl.constexpr, LAYOUT: gl.constexpr):
     """Multiply blocks of 2**STAGES adjacent rows of values [128, tokens] fp32 by the Hadamard matrix, not normalised.
 
-    `row`: 0 to 127. LAYOUT keeps a token's rows in one warp. Three stages are arithmetic within the thread that holds 8
-    adjacent rows; further stages get their partners by shuffles. A partner is the xor of a pair, xored with the value
-    again, which compiles to no instruction.
+    `row`: 0 to 127. In LAYOUT a token's rows are in one warp. Three stages are arithmetic within the thread that has 8
+    adjacent rows; further stages read their partners by shuffles. A partner is the xor of the pair, xored with the
+    value; the compiler removes both operations.
     """
     for stage in gl.static_range(STAGES):
         pairs = gl.reshape(values.to(gl.int32, bitcast=True), [64 >> stage, 2, 1 << stage, values.shape[1]])
@@ -139,7 +139,7 @@ def inverse_rms(
 def residual_inputs(
     weight_scale, residual, gain, tile, part, tokens, WIDTH: gl.constexpr, BLOCK_T: gl.constexpr, LAYOUT: gl.constexpr
 ):
-    """Load the inputs of `add_residual` that no other stage delays, before the products."""
+    """Load the inputs of `add_residual` that do not depend on other stages, before the products."""
     column = tile * 128 + gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))
     token = part * (BLOCK_T // SPLIT) + gl.arange(0, BLOCK_T // SPLIT, gl.SliceLayout(0, LAYOUT))
     old = gl.load(
@@ -155,7 +155,7 @@ def residual_inputs(
 def publish(
     acc, planes, arrivals, tile, part, tokens, PARTS: gl.constexpr, BLOCK_T: gl.constexpr, LAYOUT: gl.constexpr
 ):
-    """Store this CTA's sums of a tile for the other parts of the tile, and count its arrival."""
+    """Store this CTA's sums of a tile for the CTAs of the tile's other parts, and count its arrival."""
     row = gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))
     token = gl.arange(0, BLOCK_T, gl.SliceLayout(0, LAYOUT))
     plane = planes + (tile * PARTS + part) * (128 * BLOCK_T)
@@ -183,7 +183,7 @@ def add_residual(
     update, gain, old, done, residual, q, q_scale, squares, tile, part, tokens, WIDTH: gl.constexpr,
     BLOCK_T: gl.constexpr, PADDED: gl.constexpr, ROTATE: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Finish a quarter of a tile's tokens: `update` + residual -> `residual`, sum of squares, norm gain, quantization.
+    """Finish a quarter of a tile's tokens: new residual (`update` + old), sum of squares, norm gain, quantization.
 
     An fp16 residual in a bf16 model is divided by RESIDUAL_SCALE (`core/dtypes.py`).
     """

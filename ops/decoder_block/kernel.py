@@ -8,13 +8,13 @@ in flight is limited, because with a full ring in flight the CTAs drift apart an
 
 No stage needs another CTA's row maximum: activations are quantized per token and 128 columns by the epilogue that
 computes them, and 1 / rms is applied after the product. A CTA has the gate and up rows of the same 128 columns, so its
-epilogue applies SiLU * mul. o and down are cut along K between four CTAs per tile; each of them finishes a quarter of
-the tokens and adds the planes in a fixed order, so results are bitwise repeatable.
+epilogue applies SiLU * mul. The K dimension of o and down is divided among four CTAs per tile; each of them finishes a
+quarter of the tokens and adds the planes in a fixed order, so results are bitwise repeatable.
 
 Counters. All are zero at the start; this launch resets them, or the next one before use. `planes_o`, `planes_down`,
 `planes_qkv` count the parts of a tile, `o_done` and `down_done` finished quarters of tiles, `gate_up_done[s]` the
 finished tiles of the s-th quarter of down's columns. CTA 0 clears the counters of stages after `o_done` before it
-increments that one. The first CTA of the last stage clears the rest when `down_done` is full: by then no CTA polls it.
+increments `o_done`. The first CTA of the last stage clears the rest when `down_done` is full: then no CTA polls them.
 All CTAs must be resident at once, and two launches must not overlap.
 """
 
@@ -79,7 +79,7 @@ def _compute(
     nothing = gl.zeros([128, BLOCK_T], gl.float32, MMA)
     if PDL:
         gdc_wait()
-    if program == 0:  # counters of the stages after o; their users have seen CTA 0's arrival in O_DONE
+    if program == 0:  # clear counters of later stages; CTAs use these only after CTA 0's arrival in O_DONE
         clear(counters, DOWN_DONE, 4, WARPS)
         clear(counters, GATE_UP_DONE, 128, WARPS)
         clear(counters, PLANES_DOWN, 128, WARPS)

@@ -1,6 +1,6 @@
 """The two loading warps of a decoder block's CTA, and the counters on which CTAs wait.
 
-One warp streams weights without waits for other CTAs; the other loads activations when other CTAs have stored them.
+One warp streams weights and never waits for other CTAs; the other loads activations after other CTAs have stored them.
 `kernel.py` describes the counters.
 """
 
@@ -12,7 +12,7 @@ from ..core.gluon_support import gdc_launch_dependents, gdc_wait, tma_load
 
 SPLIT = gl.constexpr(4)  # CTAs that share a tile of o or down
 BOX_BYTES = gl.constexpr(128 * 128)  # a weight slot: 128 rows of 128 columns
-# Offsets of counters: 128 bytes apart if many CTAs poll one.
+# Offsets of counters; those that many CTAs poll are 128 bytes apart.
 O_DONE = gl.constexpr(0)
 DOWN_DONE = gl.constexpr(32)
 GATE_UP_DONE = gl.constexpr(64)
@@ -24,13 +24,13 @@ COUNTERS = 704
 
 @gluon.jit
 def fence_before_tma(x):
-    """Order this thread's view of other CTAs' plain stores before its TMA reads of them."""
+    """Make other CTAs' plain stores that this thread has observed visible to its TMA reads."""
     gl.inline_asm_elementwise("fence.proxy.async; mov.u32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def await_count(counter, goal):
-    """Wait until a counter in global memory has reached `goal`; stores before that are visible then."""
+    """Wait until a counter in global memory has reached `goal`; stores before its increments are visible then."""
     while gl.atomic_add(counter, 0, sem="acquire") < goal:
         pass
 
@@ -127,7 +127,7 @@ def bring_rows(
     TILES: gl.constexpr, GATE_TILES: gl.constexpr, QKV_FIRST: gl.constexpr, HAS_QKV: gl.constexpr,
     BLOCK_T: gl.constexpr, PADDED: gl.constexpr, SLOTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Load each linear's activations, as soon as the CTAs that compute them have counted their arrival."""
+    """Load each linear's activations as soon as the counters show that other CTAs have stored them."""
     if PDL:
         gdc_wait()
     part = program % SPLIT

@@ -9,7 +9,7 @@ residual_values        unscaled values of a residual stream
 argmax                 greedy tokens
 vocab_parallel_argmax  `best_of_part`: the best token of a rank's part of the vocabulary, as a comparable key
 sample                 temperature, min-p, top-k, top-p, Gumbel-max; log-probabilities
-token_masks            masks of allowed tokens, one bit per token, for the last three
+token_masks            masks of allowed tokens, one bit per token, for argmax and sample
 """
 
 from . import (

@@ -1,6 +1,6 @@
 """`argmax`: the greedy token of each row, in one launch.
 
-A row is cut into pieces so that few rows fill the GPU too; the program that finishes a row last reduces its pieces. The
+A row is divided into pieces, so that also few rows fill the GPU; the last program of a row reduces the pieces. The
 lowest id among the largest logits does not depend on the order.
 """
 
@@ -23,14 +23,14 @@ PROGRAMS_PER_SM = 4
 def reference(
     logits: torch.Tensor, masks: torch.Tensor | None = None, mask_rows: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """logits [B, V] any float dtype -> [B] int32: the lowest id among the largest logits.
+    """Return the lowest id among the largest logits of each row, [B] int32, of logits [B, V] of any float dtype.
 
-    -1 for a row that has NaN or an infinite largest logit. masks [M, W], mask_rows [B] int32: allowed tokens (see
+    It is -1 for a row that has NaN or an infinite largest logit. masks [M, W], mask_rows [B] int32: allowed tokens (see
     `token_masks`).
     """
     logits = masked_logits(logits, masks, mask_rows)
     ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
-    largest = logits.amax(-1, keepdim=True)  # NaN where any logit is
+    largest = logits.amax(-1, keepdim=True)  # NaN for a row with NaN
     chosen = ids.where(logits == largest, logits.shape[1]).amin(-1)
     return chosen.where(largest[:, 0].isfinite(), -1).to(torch.int32)
 
@@ -40,12 +40,12 @@ def fake(logits: torch.Tensor, *_: Any) -> torch.Tensor:
     return logits.new_empty((logits.shape[0],), dtype=torch.int32)
 
 
-@triton.jit(do_not_specialize=["span", "pieces"])  # they follow from the rows of a step
+@triton.jit(do_not_specialize=["span", "pieces"])  # they depend on the number of rows
 def _argmax_kernel(
     logits, masks, mask_rows, tokens, values, ids, arrivals, vocabulary, span, pieces, MAX_PIECES: tl.constexpr,
     BLOCK: tl.constexpr, MASKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (piece, row): ids piece * span ... of the row; the row's last program also reduces all pieces."""
+    """Reduce a piece: program (piece, row) reads ids from piece * span on. A row's last program reduces its pieces."""
     piece, row = tl.program_id(0), tl.program_id(1)
     pdl_start(PDL)
     source = logits + row.to(tl.int64) * vocabulary
@@ -94,7 +94,7 @@ def launch(
     sm_budget: int | None = None,
     pdl: bool = False,
 ) -> None:
-    """Launch enough pieces per row to fill the GPU, in whole blocks. Ignores `sm_budget`: the launch is small."""
+    """Fill `out` = (tokens,), with enough pieces per row to fill the GPU. Ignores `sm_budget`: the launch is small."""
     require_contiguous("argmax", logits=logits)
     check_masks("argmax", logits, masks, mask_rows)
     rows, vocabulary = logits.shape

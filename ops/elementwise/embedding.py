@@ -14,10 +14,10 @@ from ..core.triton_support import cdiv, in_fp32, next_power_of_2, pdl_options, p
 def reference(
     input_ids: torch.Tensor, weight: torch.Tensor, stream_dtype: Optional[torch.dtype] = None
 ) -> torch.Tensor:
-    """input_ids [T] int32 or int64, weight [V, H] -> [T, H], with `stream_dtype` as a residual stream of that dtype.
+    """Return the rows [T, H] of weight [V, H] for input_ids [T] int32 or int64.
 
-    A stream in fp16 of a bf16 weight is scaled (`core/dtypes.py`). An id outside 0..V-1 raises here and reads as zeros
-    on the GPU.
+    `stream_dtype`: return a residual stream of that dtype; fp16 of a bf16 weight is scaled (`core/dtypes.py`). An id
+    outside 0..V-1 raises an error here and gives zeros on the GPU.
     """
     rows = torch.nn.functional.embedding(input_ids, weight)
     return rows if stream_dtype is None else round_residual(rows.float(), stream_dtype, weight.dtype)

@@ -17,7 +17,7 @@ from ..core.triton_support import butterflies, cdiv, pdl_options, pdl_start, req
 def check_width(width: int) -> None:
     """Raise ValueError unless rows of this width have a Walsh-Hadamard transform."""
     if width < 2 or width & (width - 1):
-        raise ValueError(f"hadamard needs a power of two as its last dimension, not {width}")
+        raise ValueError(f"hadamard: the last dimension must be a power of two, not {width}")
 
 
 def reference(x: torch.Tensor) -> torch.Tensor:

@@ -3,11 +3,11 @@
 scale = max(amax(|row|), 1e-12) / 448 and q = clamp(x / scale, +-448) in e4m3; in int8 / 127, to the nearest integer.
 The kernel multiplies by 1 / scale, so a value on a rounding edge may differ from the reference by one step.
 
-`rotate` first multiplies each block of that many adjacent columns (a power of two; 0: none) by a normalised Hadamard
-matrix, which is symmetric and its own inverse. A product with equally rotated weights is unchanged, and a row's largest
-value shrinks, and with it all int8 steps of the row (QuaRot, arXiv 2404.00456). e4m3 steps depend on each value, so
-rotation gains nothing there. Blocks of 8 are arithmetic of single threads; blocks of 128 also need shuffles, and help
-most if few values of a row are far larger than the others.
+With `rotate`, each block of `rotate` adjacent columns (a power of two; 0: none) is first multiplied by a normalised
+Hadamard matrix, which is symmetric and its own inverse. A product with equally rotated weights is unchanged. A row's
+largest value becomes smaller, and so do all int8 steps of the row (QuaRot, arXiv 2404.00456). e4m3 steps depend on each
+value, so rotation has no advantage there. Blocks of 8 are computed within a thread; blocks of 128 also need shuffles,
+and help most if few values of a row are far larger than the others.
 """
 
 import math
@@ -34,7 +34,7 @@ from .hadamard import reference as hadamard_reference
 
 E4M3 = torch.float8_e4m3fn
 NORM_ROTATES = 8  # columns of a rotated block of a norm's result
-SILU_ROTATES = 128  # the same of SiLU * mul
+SILU_ROTATES = 128  # columns of a rotated block of SiLU * mul's result
 MANY_ROWS = 1024  # from here on fewer threads per row are faster (H200)
 
 
@@ -57,7 +57,7 @@ def rotate_blocks(x: torch.Tensor, rotate: int) -> torch.Tensor:
 
 
 def reference(x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [..., K], any float dtype -> (q [..., K] e4m3 or int8, scale [...] fp32)."""
+    """Return (q [..., K] e4m3 or int8, scale [...] fp32) of x [..., K], any float dtype."""
     values = rotate_blocks(x, rotate)
     scale = values.abs().amax(-1).clamp_min(1e-12) / QUANTIZED_MAX[dtype]
     return to_steps(values, scale.unsqueeze(-1), dtype), scale
@@ -84,10 +84,11 @@ def store_quantized_row(
 
 @triton.jit
 def quarter_columns(BLOCK: tl.constexpr):
-    """Return the columns [BLOCK / 128, 32] of the first quarter of each block of 128; others are 32, 64 and 96 further.
+    """Return the columns [BLOCK / 128, 32] of the first quarter of each block of 128.
 
-    A rotation of 128 columns on four such tensors has two of its seven stages between whole tensors, and three inside
-    of a thread (with 16 adjacent bytes of a row). Two stages need shuffles, of one value each instead of four.
+    Columns of the other quarters are larger by 32, 64 and 96. A rotation of 128 columns has seven stages. On four such
+    tensors two stages combine whole tensors, and three are within a thread (with 16 adjacent bytes of a row). The other
+    two need shuffles, with a quarter of the values each.
     """
     return (tl.arange(0, BLOCK // 128) * 128)[:, None] + tl.arange(0, 32)[None, :]
 
@@ -102,7 +103,7 @@ def _rotate_quarter(x, BLOCK: tl.constexpr):
 def store_quantized_quarters(
     first, second, third, fourth, q, scale, row, column, inside, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """`store_quantized_row` for a row in quarters (`quarter_columns`) that is rotated by 128 columns."""
+    """Rotate by 128 columns, quantize and store a row in quarters (`quarter_columns`); see `store_quantized_row`."""
     first, second, third, fourth = (
         _rotate_quarter(first, BLOCK),
         _rotate_quarter(second, BLOCK),
@@ -170,7 +171,7 @@ def launch(
     sm_budget: Optional[int] = None,
     pdl: bool = False,
 ) -> None:
-    """Fill `out` = (q, scale): one CTA per row, rows wider than 16384 are read twice. Ignores `sm_budget`."""
+    """Fill `out` = (q, scale) by one CTA per row; rows wider than 16384 are read twice. Ignores `sm_budget`."""
     require_contiguous("quantize_rowwise", x=x)
     if x.numel() == 0:
         return

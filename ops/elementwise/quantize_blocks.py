@@ -1,7 +1,8 @@
 """`quantize_blocks`: activations to e4m3 or int8 with one fp32 scale per token and 128 columns.
 
-Finer than a scale per row, and no block needs another block's maximum. Scales are stored block by block, [K / 128, P]
-for T tokens with P = `padded_scales(T)`, so that the scales of a block are one TMA box; those past T are zero.
+These scales are finer than one per row, and no block needs another block's maximum. Scales are stored by block,
+[K / 128, P] for T tokens with P = `padded_scales(T)`, so that the scales of a block are one TMA box. Scales past T are
+zero.
 """
 
 from typing import Optional
@@ -34,9 +35,9 @@ def padded_scales(tokens: int) -> int:
 
 
 def reference(x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [T, K], K a multiple of 128 -> (q [T, K] e4m3 or int8, scale [K / 128, P] fp32, zero past T).
+    """Return (q [T, K] e4m3 or int8, scale [K / 128, P] fp32, zero past T) of x [T, K], K a multiple of 128.
 
-    The rest as in `quantize_rowwise`.
+    Rounding and `rotate` are as in `quantize_rowwise`.
     """
     tokens, width = x.shape
     blocks = rotate_blocks(x, rotate).view(tokens, width // BLOCK, BLOCK)

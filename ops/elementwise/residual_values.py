@@ -1,4 +1,4 @@
-"""`residual_values`: unscaled values of a residual stream in the model's dtype, for other readers than norms."""
+"""`residual_values`: unscaled values of a residual stream in the model's dtype, for readers that are not norms."""
 
 from typing import Optional
 
@@ -12,7 +12,7 @@ from ..core.triton_support import cdiv, next_power_of_2, pdl_options, pdl_start,
 
 
 def reference(residual: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """residual [..., H], a stream of a model of `dtype` -> its values in `dtype` (`core/dtypes.py`)."""
+    """Return the values of residual [..., H], a stream in a model of `dtype`, in this dtype (`core/dtypes.py`)."""
     return residual_in_fp32(residual, dtype).to(dtype, copy=True)
 
 

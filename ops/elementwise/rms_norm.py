@@ -1,8 +1,8 @@
 """RMSNorm with a residual sum (and LoRA delta) before it and rowwise quantization (e4m3 or int8) after it.
 
-Four ops, one kernel, one CTA per token. The norm is HF's LlamaRMSNorm: statistics in fp32, x * rsqrt(mean(x^2) + eps)
-rounded to the model's dtype, then times the weight in that dtype. `keep`: also return the unquantized y (for a LoRA
-shrink).
+Four ops share one kernel with one CTA per token. The norm is HF's LlamaRMSNorm: statistics in fp32, x * rsqrt(mean(x^2)
++ eps) rounded to the model's dtype, then multiplied by the weight in that dtype. `keep`: also return the unquantized y
+(for a LoRA shrink).
 
 The residual stream (x of the ops without a sum, residual and new_residual of the others) may be scaled fp16 in a bf16
 model (`core/dtypes.py`); y is then bf16.
@@ -38,7 +38,7 @@ def _normed(stream: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., H], weight [H] -> y like x, or in bf16 for an fp16 stream with a bf16 weight."""
+    """Return the norm of x [..., H] with weight [H], in x's dtype, or in bf16 for an fp16 stream in a bf16 model."""
     values = residual_in_fp32(x, weight.dtype)
     normalised = values * torch.rsqrt(mean_square(values) + eps)
     return normalised.to(_normed(x, weight)) * weight
@@ -76,7 +76,7 @@ def add_rms_norm_quant_reference(
     dtype: torch.dtype = E4M3,
     rotate: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (y, q, scale, new_residual): `add_rms_norm`, then quantized as in `rms_norm_quant`."""
+    """Return (y, q, scale, new_residual): the results of `add_rms_norm`, with y quantized as in `rms_norm_quant`."""
     y, new_residual = add_rms_norm_reference(x, residual, delta, weight, eps)
     q, scale = quantize_rowwise_reference(y, dtype, rotate)
     return y if keep else x.new_empty(0, x.shape[-1]), q, scale, new_residual
@@ -165,7 +165,7 @@ def _launch(
     width = x.shape[-1]
     block, warps = row_block(width)
     if width > block:
-        raise ValueError(f"{name}: a row of {width} does not fit one CTA; the hidden size may be at most {block}")
+        raise ValueError(f"{name}: a row of {width} does not fit one CTA; the hidden size must be at most {block}")
     if x.numel() == 0:
         return
     _rms_norm_kernel[x.numel() // width,](

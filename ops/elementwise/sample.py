@@ -1,13 +1,13 @@
 """`sample`: one token per row from its logits, with noise that depends only on (seed, step, token id).
 
-So a request draws the same tokens at any place in any batch. Thresholds define the kept set: min_p bounds the
+So a request draws the same tokens in any row of any batch. Thresholds define the kept set: min_p is the minimum
 probability relative to the best token's, top_k keeps logits not below the k-th largest, top_p keeps the smallest set
-{logit >= threshold} with that share of the remaining probability. Ties at a threshold stay. The token is the largest
-`scaled logit + Gumbel noise` of the kept set (Gumbel-max: an exact draw from the renormalised softmax).
+{logit >= threshold} with that share of the remaining probability. Ties at a threshold are kept. The token has the
+largest `scaled logit + Gumbel noise` of the kept set (Gumbel-max: an exact draw from the renormalised softmax).
 
 Noise: `mix32` (two multiplications, three xor-shifts) mixes 32-bit words. The words of (seed, step) give two keys, and
-a token's word is mix32(mix32(id ^ key0) ^ key1); v = (word + 0.5) / 2**32 and noise = -log(-log(1 - v)), precise for
-small v, which give the winners.
+a token's word is mix32(mix32(id ^ key0) ^ key1); v = (word + 0.5) / 2**32 and noise = -log(-log(1 - v)). This is
+precise for small v, which give the largest noise.
 """
 
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ _MASK = 0xFFFFFFFF
 
 
 def _mix32(word: torch.Tensor) -> torch.Tensor:
-    """Apply an avalanching bijection of 32-bit words, held in int64 (the low 32 bits of wrapped products count)."""
+    """Apply a mixing bijection to 32-bit words in int64; only the low 32 bits of products are used."""
     word = ((word ^ (word >> 16)) * 0x7FEB352D) & _MASK
     word = ((word ^ (word >> 15)) * 0x846CA68B) & _MASK
     return word ^ (word >> 16)
@@ -40,7 +40,7 @@ def _row_key(seeds: torch.Tensor, steps: torch.Tensor, start: int) -> torch.Tens
 
 
 def gumbel_noise(seeds: torch.Tensor, steps: torch.Tensor, vocabulary: int, first: int = 0) -> torch.Tensor:
-    """Return standard Gumbel noise [B, vocabulary] fp32 of tokens from `first` on, for rows of (seed, step) int64."""
+    """Return standard Gumbel noise [B, vocabulary] fp32 for tokens from `first` on; seeds and steps are [B] int64."""
     ids = torch.arange(first, first + vocabulary, dtype=torch.int64, device=seeds.device)
     word = _mix32(ids ^ _row_key(seeds, steps, 0x243F6A88)[:, None])
     word = _mix32(word ^ _row_key(seeds, steps, 0x85A308D3)[:, None])
@@ -57,9 +57,9 @@ def perturbed_scores(
     seeds: torch.Tensor,
     steps: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the scores whose argmax `sample` takes: (logit - max) / temperature + noise, -inf for dropped tokens.
+    """Return the scores of `sample`, which returns their argmax.
 
-    Greedy rows have their logits.
+    A score is (logit - max) / temperature + noise, and -inf for dropped tokens. In greedy rows it is the logit.
     """
     logits = logits.float()
     greedy = (temperature < GREEDY_BELOW)[:, None]
@@ -116,7 +116,7 @@ class TopLogprobs(NamedTuple):
     """Log-probabilities of one step for B rows."""
 
     token_logprob: torch.Tensor  # [B] fp32, of the given token
-    token_rank: torch.Tensor  # [B] int64, 1 = most likely; how many tokens are at least as likely
+    token_rank: torch.Tensor  # [B] int64, number of tokens that are at least as likely; 1 = most likely
     ids: torch.Tensor  # [B, n] int64, the n most likely tokens, best first
     logprobs: torch.Tensor  # [B, n] fp32
 
@@ -124,7 +124,7 @@ class TopLogprobs(NamedTuple):
 def top_logprobs(logits: torch.Tensor, tokens: torch.Tensor, n: int) -> TopLogprobs:
     """Return log-probabilities of the given tokens [B] and of the n most likely ones, in fp32.
 
-    From raw logits [B, V], before temperature and filters.
+    They are computed from raw logits [B, V], before temperature and filters.
     """
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     own = logprobs.gather(1, tokens.long()[:, None])
@@ -153,7 +153,7 @@ def gumbel_kernel(token, key0, key1):
     """Return the noise of tokens; the keys are those of a row."""
     word = _mix32_kernel(_mix32_kernel(token.to(tl.uint32) ^ key0) ^ key1)
     v = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
-    # -log(1 - v), by its series where 1 - v would lose digits of v
+    # -log(1 - v), by its series for small v, since 1 - v would lose digits of v
     series = v * (1.0 + v * (0.5 + v * (0.3333333333 + v * 0.25)))
     return -tl.log(tl.where(v < 0.00390625, series, -tl.log(1.0 - v)))
 
@@ -173,7 +173,7 @@ def _from_key(key, SHIFT: tl.constexpr):
 
 @triton.jit
 def _load_logits(row, start, vocabulary, mask, mask_row, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Return tokens and their logits; masked tokens are -inf, but NaN stays."""
+    """Return (tokens, logits); logits of masked tokens are -inf, but NaN stays NaN."""
     token = start + tl.arange(0, BLOCK)
     inside = token < vocabulary
     logit = tl.load(row + token, mask=inside, other=float("-inf")).to(tl.float32)
@@ -184,7 +184,7 @@ def _load_logits(row, start, vocabulary, mask, mask_row, BLOCK: tl.constexpr, MA
 
 @triton.jit
 def best_of(best, index):
-    """Return (largest value, lowest index that has it)."""
+    """Return (largest value, lowest index with this value)."""
     largest = tl.max(best, axis=0)
     return largest, tl.min(tl.where(best == largest, index, 0x7FFFFFFF), axis=0)
 
@@ -262,10 +262,10 @@ def sample_kernel(
     logits, temperatures, top_ks, top_ps, min_ps, seeds, steps, masks, mask_rows, tokens, rows, vocabulary,
     GREEDY: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr, MASKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program processes whole rows.
+    """Sample whole rows in each program.
 
-    Each pass reads the row again (from L2): one for a greedy row, two with noise, about ten more for each of top_k,
-    top_p.
+    Each pass reads the row again (from L2). A greedy row needs one pass, a row with noise two, and each of top_k and
+    top_p about ten more.
     """
     pdl_start(PDL)
     row_index = tl.program_id(0)
@@ -328,7 +328,7 @@ def launch(
     sm_budget: int | None = None,
     pdl: bool = False,
 ) -> None:
-    """Launch one program per row (at most `sm_budget` programs)."""
+    """Fill `out` = (tokens,) by one program per row, at most `sm_budget` programs."""
     rows, vocabulary = logits.shape
     require_contiguous("sample", logits=logits)
     check_masks("sample", logits, masks, mask_rows)

@@ -39,13 +39,13 @@ from .quantize import (
 )
 
 SHARED_ROWS = 64
-SHARED_WIDTH = 8192  # for narrower rows one CTA is as fast as two launches
+SHARED_WIDTH = 8192  # with fewer columns one CTA per row is as fast as two launches
 CHUNK = 1024
 MOST_REGISTERS = 64  # per thread: an SM holds two rows of 16 warps
 
 
 def silu_mul_reference(gate_up: torch.Tensor, delta: Optional[torch.Tensor]) -> torch.Tensor:
-    """gate_up and delta [..., 2I] -> [..., I]; the first half of a row is the gate."""
+    """Return SiLU(gate) * up [..., I] of gate_up + delta [..., 2I]; the first half of a row is the gate."""
     total = gate_up.float() if delta is None else gate_up.float() + delta.float()
     gate, up = total.chunk(2, dim=-1)
     return (silu_in_fp32(gate) * up).to(gate_up.dtype)
@@ -235,7 +235,8 @@ def silu_mul_quant_launch(
 ) -> None:
     """Fill `out` = (h, q, scale). Ignores `sm_budget`.
 
-    One CTA per row, which has one scale; for few wide rows two launches that split each row among CTAs.
+    A row has one scale and is computed by one CTA; few wide rows are computed by two launches that divide each row
+    among several CTAs.
     """
     require_contiguous("silu_mul_quant", gate_up=gate_up, delta=delta)
     if gate_up.numel() == 0:
@@ -262,7 +263,7 @@ def silu_mul_quant_launch(
         )
         _quantize_chunk_kernel[(rows, chunks)](whole, largest, q, scale, chunks, CHUNKS=next_power_of_2(chunks), **form)
         return
-    # an SM has at most one row, so its latency counts; or two wide rows, which fit only with these limits
+    # an SM has at most one row, and its latency matters, or it has two wide rows, which fit only with these limits
     if not quarters and (rows <= H200_SMS or width > 8192):
         warps = min(2 * warps, 32)
     _silu_mul_quant_kernel[(rows,)](

@@ -41,7 +41,7 @@ def fake(
     if gate_up.dim() != 2 or gate_up.shape[1] % (2 * BLOCK) or (delta is not None and delta.shape != gate_up.shape):
         raise ValueError(
             f"silu_mul_blocks: gate_up {tuple(gate_up.shape)} must be [T, 2I] with I a multiple of {BLOCK}, and delta "
-            f"{None if delta is None else tuple(delta.shape)} None or of its shape; silu_mul_quant takes other widths"
+            f"{None if delta is None else tuple(delta.shape)} None or of its shape; use silu_mul_quant for other widths"
         )
     return quantize_blocks_fake(silu_mul_fake(gate_up, delta), dtype, rotate)
 

@@ -1,7 +1,7 @@
 """Packed masks of allowed tokens, one bit per token, for `argmax` and `sample`.
 
-`masks` [M, W] int32 has 32 tokens per word, lowest bit first; `mask_rows` [B] int32 is the mask of each row of logits
-(-1: all tokens are allowed). Programs without masks are compiled without them.
+`masks` [M, W] int32 has 32 tokens per word, lowest bit first; `mask_rows` [B] int32 is the index of the mask of each
+row of logits (-1: all tokens are allowed). Kernels are compiled separately with and without masks.
 """
 
 import torch

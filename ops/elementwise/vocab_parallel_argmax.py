@@ -1,7 +1,8 @@
 """`best_of_part`: the best token of a rank's part of the vocabulary, as a key that ranks can compare.
 
-A key has the value in its high word (a float's bits, ordered like floats) and the inverted token in its low word: the
-largest key of all parts is the largest value with the lowest token. Ranks exchange 8 bytes per row and not all logits.
+A key has the value in its high word (a float's bits, ordered like floats) and the inverted token in its low word. So
+the largest key of all parts has the largest value, and the lowest token of those. Ranks exchange 8 bytes per row
+instead of all logits.
 """
 
 from typing import Any
@@ -22,7 +23,7 @@ _LEAST = -(1 << 63)
 
 
 def keys_of(values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Return int64 keys of fp32 values and int tokens. NaN is above all numbers, and -0 equals 0."""
+    """Return int64 keys of fp32 values and integer tokens. NaN is above all numbers, and -0 equals 0."""
     bits = (values + 0.0).view(torch.int32)
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     ordered = torch.where(values.isnan(), _NAN, ordered)
@@ -49,11 +50,11 @@ def reference(
     seeds: torch.Tensor | None = None,
     steps: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """logits [B, N] of tokens first, first + 1, ... -> keys [B] int64 of the largest logit; NaN if any logit is NaN.
+    """Return keys [B] int64 of the largest logits of a rank's part; the key of NaN for a row with NaN.
 
-    count           only the first `count` columns are tokens
-    largest         [B] fp32: largest logit of the whole row; given together with temperature, seeds and steps (as in
-                    `sample`), keys are of the largest (logit - largest) / temperature + noise: an unfiltered draw
+    logits   [B, N] of tokens first, first + 1, ...; only the first `count` columns are tokens
+    largest  [B] fp32: largest logit of the whole row, given together with temperature, seeds and steps (as in
+             `sample`); keys are then of the largest (logit - largest) / temperature + noise: an unfiltered draw
     """
     if not count:
         nothing = torch.full(logits.shape[:1], -torch.inf, device=logits.device)
@@ -62,7 +63,7 @@ def reference(
     if largest is not None and temperature is not None and seeds is not None and steps is not None:
         noise = gumbel_noise(seeds, steps, count, first)
         values = (values - largest[:, None]) * (1.0 / temperature)[:, None] + noise
-    best = values.amax(-1, keepdim=True)  # NaN where any is
+    best = values.amax(-1, keepdim=True)  # NaN for a row with NaN
     columns = torch.arange(count, device=logits.device)
     return keys_of(best[:, 0], first + columns.where(values == best, count - 1).amin(-1))
 
@@ -72,12 +73,12 @@ def fake(logits: torch.Tensor, *_: Any) -> torch.Tensor:
     return logits.new_empty(logits.shape[:1], dtype=torch.int64)
 
 
-@triton.jit(do_not_specialize=["first", "count", "span"])  # they follow from the rank, and from the rows of a step
+@triton.jit(do_not_specialize=["first", "count", "span"])  # they depend on the rank and on the number of rows
 def _best_kernel(
     logits, largest, temperature, seeds, steps, keys, first, count, stride, span, DRAWS: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (piece, row): columns piece * span ... of the row."""
+    """Reduce one piece: program (piece, row) reads columns from piece * span on."""
     piece, row = tl.program_id(0), tl.program_id(1)
     pdl_start(PDL)
     source = logits + row.to(tl.int64) * stride
@@ -118,7 +119,7 @@ def launch(
     sm_budget: int | None = None,
     pdl: bool = False,
 ) -> None:
-    """Launch enough pieces per row to fill the GPU, as `argmax`. Ignores `sm_budget`: the launch is small."""
+    """Fill `out` = (keys,), with pieces of rows as in `argmax`. Ignores `sm_budget`: the launch is small."""
     require_contiguous("best_of_part", logits=logits)
     rows, width = logits.shape
     if rows == 0:
@@ -139,7 +140,7 @@ def launch(
         span,
         DRAWS=largest is not None,
         BLOCK=BLOCK,
-        num_warps=8 if largest is None else 16,  # noise takes registers
+        num_warps=8 if largest is None else 16,  # noise needs more registers
         **pdl_options(pdl),
     )
 

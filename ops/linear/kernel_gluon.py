@@ -4,8 +4,8 @@ Work is divided as in `kernel_triton.py`. The ring continues across tiles, so th
 epilogue. Weights do not depend on earlier kernels: under PDL the producer fills the whole ring with them before its
 wait, and only loads of activations follow. TMA fills columns and rows beyond N, K and the tokens with zeros.
 
-If activations have a scale per token and 128 columns (`quantize_blocks`), a step's scales use the ring too, and its
-product is scaled and added in fp32 before the next one starts.
+If activations have a scale per token and 128 columns (`quantize_blocks`), a step's scales are loaded through the ring
+too, and its product is scaled and added in fp32 before the next one starts.
 """
 
 from typing import Optional
@@ -26,7 +26,7 @@ from .kernel_selection import BLOCK_K, LinearConfig, WorkSplit
 from .kernel_triton import split_buffers
 
 PRODUCER_REGISTERS = 40
-LEAST_BOX = 32  # scales of a TMA box, which is aligned to 128 bytes in shared memory
+LEAST_BOX = 32  # minimum scales of a TMA box, which is aligned to 128 bytes in shared memory
 _SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 _PLAIN = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
@@ -101,7 +101,7 @@ def _produce(
 def multiply(wide, narrow, ready, empty, acc, begin, end, STAGES: gl.constexpr):
     """Return the product of the ring's units begin..end, summed by the tensor cores.
 
-    A unit's slot is freed when the next one's product runs.
+    A unit's slot is freed while the next unit's product runs.
     """
     for i in range(begin, end):
         slot = i % STAGES
@@ -176,7 +176,7 @@ def _consume(
         columns = tile % token_tiles * BLOCK_T + offsets_t
         total = gl.convert_layout(acc, STORE)
         complete = stop - unit == steps
-        if PARTS > 1:  # noqa: SIM102  a constant: without cuts nothing below is compiled
+        if PARTS > 1:  # noqa: SIM102  a constant: if no tile is shared nothing below is compiled
             if not complete:
                 # A program has at most two shared tiles: plane 0 for its first tile, plane 1 for its last one.
                 SIZE: gl.constexpr = BLOCK_N * BLOCK_T
@@ -225,7 +225,10 @@ def _linear_8bit_tma(
     PARTS: gl.constexpr, SCALE_BOX: gl.constexpr, HAS_DELTA: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """`scale`: a pointer to the tokens' scales, or boxes of a step's SCALE_BOX (>= BLOCK_T) scales of a token tile."""
+    """Run one program of the launch.
+
+    `scale`: a pointer to the tokens' scales, or TMA boxes of a step's SCALE_BOX (>= BLOCK_T) scales of a token tile.
+    """
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     steps = (k + BLOCK_K - 1) // BLOCK_K

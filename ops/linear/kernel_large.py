@@ -5,8 +5,8 @@ warpgroups multiply their own tokens of the tile by all of its weights: they sha
 results while another multiplies. int32 sums are exact, so the tensor cores keep them over all of K. Results are stored
 through shared memory by TMA, 64 columns at a time.
 
-Tiles are ordered for L2: program p takes p, p + G, p + 2G ... The ring continues across tiles, so the next tile is
-loaded meanwhile.
+Tiles are ordered for L2 reuse: program p of G computes tiles p, p + G, p + 2G, ... The ring continues across tiles, so
+the next tile is loaded during the stores.
 """
 
 from typing import Optional
@@ -26,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..core.gluon_support import cta_barrier, gdc_launch_dependents, gdc_wait, tma_load, tma_store
 from .kernel_selection import BLOCK_K, LARGE_PIECE, LinearConfig, WorkSplit
 
-GROUP = 16  # token tiles that meet all weights before the next ones
+GROUP = 16  # token tiles that are multiplied by all weights before the next token tiles
 PRODUCER_REGISTERS = 24
 _SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 _STAGING = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -34,7 +34,7 @@ _STAGING = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, ran
 
 @gluon.jit
 def corner(wave, program, programs, token_tiles, weight_tiles, GROUP: gl.constexpr):
-    """Return (token tile, weight tile) of a program's tile: all weights for GROUP token tiles, then the next ones."""
+    """Return (token tile, weight tile) of a program's tile: GROUP token tiles with all weights, then the next ones."""
     tile = program + wave * programs
     group = tile // (GROUP * weight_tiles)
     height = gl.minimum(token_tiles - group * GROUP, GROUP)
@@ -61,7 +61,7 @@ def produce(
         token_tile, weight_tile = corner(wave, program, programs, token_tiles, weight_tiles, GROUP)
         for step in range(steps):
             slot = unit % STAGES
-            # the phase before a new barrier's first counts as complete
+            # a wait for the phase before a new barrier's first phase returns at once
             mbarrier.wait(empty.index(slot), (unit // STAGES & 1) ^ 1)
             mbarrier.expect(ready.index(slot), (CONSUMERS * ROWS + BLOCK_N) * BLOCK_K)
             tma_load(weight_desc, [weight_tile * BLOCK_N, step * BLOCK_K], ready.index(slot), weights.index(slot))
@@ -131,7 +131,7 @@ def _finish(
 
 @gluon.jit
 def multiply_step(shared, acc, unit, step, CONSUMER: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Start a step's product of the ring's unit `unit`, and free the previous unit; step 0 starts a new sum."""
+    """Start the product of the ring's unit `unit`, and free the previous unit; step 0 starts a new sum."""
     weights, tokens_ring, _staging, ready, empty = shared
     slot = unit % STAGES
     mbarrier.wait(ready.index(slot), unit // STAGES & 1)

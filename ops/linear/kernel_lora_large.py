@@ -1,10 +1,10 @@
 """The large kernel of linear_8bit with the second half of LoRA at the end of each tile, in Gluon.
 
 A tile's columns are in one slice, and the tokens of each of its two consumers in one list of `lora_active`. Loads for
-the end of a tile overlap with its products: during the first steps the planes of the tokens' ranks are added, one per
-step; then the rows of B of the list's first adapter are loaded, and converted to bf16 in the empty staging buffer
-during the last step's product. So a tile with one adapter ends with two small products added to the scaled sums. Other
-adapters of the list follow one by one, each one's rows loaded during the previous products.
+the end of a tile overlap with its products. In the first steps the planes of the tokens' ranks are added, one per step.
+Then the rows of B of the list's first adapter are loaded, and during the last step's product they are converted to bf16
+in the empty staging buffer. So a tile with one adapter ends with two small products, which are added to the scaled
+sums. The list's other adapters follow one by one; the rows of each are loaded during the products of the previous one.
 
 A token's ranks are the register operand, zero except for its own adapter.
 """
@@ -62,7 +62,7 @@ def _load_rows(
     b, b_scale, adapter, n, column, rank, wanted, RANK: gl.constexpr, HALF: gl.constexpr, CHUNK: gl.constexpr,
     CHUNKS: gl.constexpr,
 ):  # fmt: skip
-    """Load an adapter's rows of B for half a tile's columns, CHUNKS x [HALF, CHUNK] from rank `rank` on, and scales."""
+    """Load an adapter's rows of B for half a tile's columns, CHUNKS x [HALF, CHUNK] from rank `rank`, and scales."""
     LOAD: gl.constexpr = rows_layout(CHUNK)
     at = adapter * n + column + gl.arange(0, HALF, gl.SliceLayout(1, LOAD))
     source = b + rank + at[:, None] * RANK + gl.arange(0, CHUNK, gl.SliceLayout(0, LOAD))[None, :]
@@ -99,7 +99,7 @@ def _expand(
     operands, left, right, ranks, own_adapter, b, b_scale, listed, count, first, second, n, column, FIRST: gl.constexpr,
     RANK: gl.constexpr, HALF: gl.constexpr, CHUNK: gl.constexpr, CHUNKS: gl.constexpr,
 ):  # fmt: skip
-    """Add B times the ranks to both halves, adapter by adapter. The first adapter's first ranks are in the buffer."""
+    """Add B times the ranks to both halves, by adapter; B of the first adapter's first ranks is in the buffer."""
     GROUPS: gl.constexpr = RANK // (CHUNK * CHUNKS)
     adapter = first
     following = second
@@ -187,7 +187,7 @@ def _consume(
         part = gl.where(column >= SECOND, 1, 0) + gl.where(column >= THIRD, 1, 0)
         source = planes + part * RANK + own[:, None] * ALL_RANKS + rank[None, :]
         plane = gl.load(source, mask=wanted[:, None], other=0.0)
-        # start a product before the wait for the plane
+        # start the product first, so that it overlaps with the wait for the plane
         acc = multiply_step(shared, nothing, unit, 0, CONSUMER, STAGES, CONSUMERS)
         unit += 1
         ranks = ()
@@ -252,7 +252,7 @@ def linear_8bit_lora_large_kernel(
     CONSUMERS: gl.constexpr, BUFFERS: gl.constexpr, PIECE: gl.constexpr, GROUP: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """One program of the launch. T tokens, N outputs, K inputs, S adapter slots, R their rank.
+    """Run one program of the launch: T tokens, N outputs, K inputs, S adapter slots of rank R.
 
     weight_desc, q_desc, out_desc   TMA boxes [BLOCK_N, BLOCK_K] of the weights [N, K] and [ROWS, BLOCK_K] of the
                                     activations [T, K], both int8, and [ROWS, PIECE] of the result [T, N] bf16
@@ -265,10 +265,11 @@ def linear_8bit_lora_large_kernel(
     RANK, ALL_RANKS                 R; R times the number of slices
     ROWS, BLOCK_N, BLOCK_K          tokens of a consumer, columns of a tile, columns of K in a step
     STAGES, CONSUMERS, BUFFERS      stages of the ring; consumer warpgroups; staging buffers of each
-    PIECE, GROUP                    columns of a store; token tiles that meet all weights before the next
+    PIECE, GROUP                    columns of a store; token tiles that are multiplied by all weights before the next
     *_REGISTERS, PDL, num_warps     registers per thread; programmatic dependent launch; warps of a consumer
 
-    More constants, and more values computed by the launch than in the large kernel, leave the consumers more registers.
+    There are more constants, and more values computed by the launch, than in the large kernel: this saves registers of
+    the consumers.
     """
     gl.static_assert(CONSUMERS == 2)
     program = gl.program_id(0)

@@ -17,19 +17,19 @@ Kernel = Literal["triton", "gluon", "wide", "large", "scaled_mm"]
 TABLES = Path(__file__).parent / "tuned"
 TUNED = TABLES / "h200.json"
 SCALED_MM_TOKENS = 256  # with more tokens a linear is bound by arithmetic, not by bytes
-WIDE = 16384  # from here on outputs give several tiles per SM
-RING_BYTES = 190 * 1024  # most shared memory of the rings of an SM
-MAX_UNEVENNESS = 1.15  # longest over mean share of whole tiles; beyond it programs share tiles
+WIDE = 16384  # outputs from which on there are several tiles per SM
+RING_BYTES = 190 * 1024  # maximum shared memory of the rings of an SM
+MAX_UNEVENNESS = 1.15  # maximum ratio of longest to mean work with whole tiles; above it programs share tiles
 BLOCK_K = 128  # columns of K per step: 128 bytes, the widest TMA swizzle
-MAX_PARTS = 8  # with more programs per tile, adding planes takes too long
+MAX_PARTS = 8  # maximum programs per tile: adding more planes takes too long
 MAX_TILES = 1 << 16  # tiles of a launch with shared tiles: one arrival counter each
 MAX_UNITS = 2**31 - 1  # units x programs must fit 32 bits
 WIDE_BYTES = 225 * 1024  # the wide kernel's ring and staging buffer
 WIDE_STAGING = 32 * 1024  # the wide kernel's staging buffer
-# Relative time of an int8 product with hundreds of tokens, by kernel and a tile's token rows: others load more per
-# product.
+# (kernel, token rows of a tile) -> relative time of an int8 product with hundreds of tokens. Slower ones load
+# more bytes per product.
 INT8_COST = {("large", 192): 1.0, ("large", 128): 1.03, ("large", 256): 1.04, ("wide", 256): 1.12, ("wide", 128): 1.4}
-INT8_SHARING = 2**25  # time in which programs exchange the sums of a shared tile, in products
+INT8_SHARING = 2**25  # time to exchange the sums of a shared tile, as a number of products
 LARGE_PIECE = 64  # columns per store of the large kernel
 
 
@@ -38,10 +38,10 @@ class LinearConfig:
     """Launch parameters of a linear_8bit.
 
     A tile is `block_n` weight rows x `block_t` tokens, read `block_k` columns at a time through a ring of `stages`
-    buffers by `warps` warps. Each SM gets `ctas_per_sm` programs, at most `ctas` in all (0 = no limit). `split`: always
-    divide the work evenly, also within tiles; otherwise only if whole tiles would be too uneven. Wide kernel: after
-    `promote` steps the tensor cores' running sum, which has 14 bits, is added to one in fp32 (0: at the end of the
-    tile); `parts` programs, 1, 2 or 4, share the steps of each tile.
+    buffers by `warps` warps. Each SM runs `ctas_per_sm` programs, at most `ctas` in total (0 = no limit). `split`:
+    always divide the work evenly, also within tiles; otherwise only if whole tiles would be too uneven. Wide kernel:
+    after `promote` steps the tensor cores' running sum, which has 14 bits, is added to a sum in fp32 (0: at the end of
+    the tile); `parts` programs, 1, 2 or 4, share the steps of each tile.
     """
 
     kernel: Kernel
@@ -72,18 +72,18 @@ class WorkSplit:
 
 @lru_cache(maxsize=4096)
 def work_split(config: LinearConfig, tokens: int, n: int, k: int, sms: int) -> WorkSplit:
-    """Return the grid of a launch on `sms` SMs (the whole GPU's, or a budget)."""
+    """Return the division of a launch's work on `sms` SMs (all SMs of the GPU, or a budget)."""
     steps = cdiv(k, config.block_k)
     tiles = cdiv(n, config.block_n) * cdiv(tokens, config.block_t)
     units = tiles * steps
     if config.kernel == "large":
-        # only as many programs as finish together: the other SMs are for LoRA
+        # the fewest programs that need no more rounds: the other SMs are for LoRA
         return WorkSplit(cdiv(tiles, cdiv(tiles, sms)), 1, False)
     if config.kernel == "wide":  # sharing programs wait for each other, so each needs an SM
         shared = config.parts > 1 and tiles * config.parts <= min(sms, MAX_TILES) and steps >= config.parts
         return WorkSplit(tiles * config.parts, config.parts, True) if shared else WorkSplit(min(sms, tiles), 1, False)
     whole = min(sms * config.ctas_per_sm, config.ctas or MAX_UNITS, tiles)
-    # some programs would have a tile more than others, for too long
+    # share tiles if the programs with one tile more than others would run too long
     uneven = cdiv(tiles, whole) * whole > MAX_UNEVENNESS * tiles
     if tiles > MAX_TILES or not (config.split or uneven):
         return WorkSplit(whole, 1, False)
@@ -102,7 +102,7 @@ def gpu_slug(device: str) -> str:
 
 
 def table_path(device: str | None) -> Path:
-    """Return the table of this GPU, or the H200's."""
+    """Return the path of this GPU's table, or of the H200's if it has none."""
     own = TUNED if device is None else TABLES / f"{gpu_slug(device)}.json"
     return own if own.exists() else TUNED
 
@@ -163,7 +163,7 @@ def padded_tokens(tokens: int) -> int:
 
 
 def ring_stages(block_n: int, block_t: int, ctas_per_sm: int) -> int:
-    """Return how many buffers of a tile's weights and activations fit an SM's shared memory."""
+    """Return the number of buffers of a tile's weights and activations that fit an SM's shared memory."""
     return max(2, min(16, RING_BYTES // ctas_per_sm // ((block_n + block_t) * BLOCK_K)))
 
 
@@ -173,9 +173,9 @@ def consumer_warps(block_n: int, block_t: int) -> int:
 
 
 def most_registers(warps: int, ctas_per_sm: int) -> int:
-    """Return the registers per thread with which `ctas_per_sm` programs and a small other program fit an SM.
+    """Return the maximum registers per thread with which `ctas_per_sm` programs and a small other program fit an SM.
 
-    The producer's warpgroup counts too.
+    The producer's warpgroup is included.
     """
     if ctas_per_sm > 1:
         return 128 if warps == 4 else 80
@@ -183,9 +183,9 @@ def most_registers(warps: int, ctas_per_sm: int) -> int:
 
 
 def choose_config(tokens: int, n: int, k: int, sm_count: int, scaled_mm: bool = True) -> LinearConfig:
-    """Return a configuration for a shape without measurement, by the winners of measured shapes.
+    """Return a configuration for an unmeasured shape, by rules derived from the fastest ones of measured shapes.
 
-    scaled_mm   whether `scaled_mm_takes` results and sizes: `torch._scaled_mm` and the wide kernel support them
+    scaled_mm   the result of `scaled_mm_takes`: whether `torch._scaled_mm` and the wide kernel support the product
     """
     if scaled_mm and tokens > 64:
         shared = (
@@ -203,9 +203,9 @@ def choose_config(tokens: int, n: int, k: int, sm_count: int, scaled_mm: bool = 
     block_t = min(128, padded_tokens(tokens))
     if tokens > SCALED_MM_TOKENS:
         block_n, ctas_per_sm, ctas, split = 128, 1, 0, False
-    elif n >= WIDE:  # several tiles per SM: leave them whole, two programs alternate
+    elif n >= WIDE:  # several tiles per SM: whole tiles, and two programs per SM alternate
         block_n, ctas_per_sm, ctas, split = 128, 1 if block_t > 64 else 2, 0, False
-    else:  # small tiles: about one per SM, else share each among as many programs as SMs allow
+    else:  # small tiles: about one per SM; if there are fewer, several programs share each
         block_n, ctas_per_sm = 64, 1
         tiles = cdiv(n, block_n) * cdiv(tokens, block_t)
         split = not 0.65 * sm_count <= tiles <= sm_count
@@ -229,7 +229,7 @@ def without_tma(config: LinearConfig) -> LinearConfig:
 def linear_config(
     tokens: int, n: int, k: int, sm_count: int, scaled_mm: bool = True, int8: bool = False
 ) -> LinearConfig:
-    """Return the measured configuration, for int8 else the one measured for e4m3, else `choose_config`'s."""
+    """Return the measured configuration (for int8, e4m3's if it has none), else the result of `choose_config`."""
     place = (n, k, padded_tokens(tokens))
     tuned = (tuned_table(table_op("linear_8bit", True)).get(place) if int8 else None) or tuned_table().get(place)
     if tuned is None or (tuned.kernel in ("scaled_mm", "wide", "large") and not scaled_mm):
@@ -238,7 +238,7 @@ def linear_config(
 
 
 def int8_config(tokens: int, n: int, k: int, sm_count: int) -> LinearConfig:
-    """Return the configuration with the least work of the busiest SM, for many tokens in int8."""
+    """Return the configuration with the least work on the busiest SM, for many tokens in int8."""
     found = [*large_candidates(), wide_config(128, 128), *_shared(256, 128, tokens, n, sm_count)]
     return min(found, key=lambda config: int8_cost(config, tokens, n, k, sm_count))
 
@@ -251,7 +251,7 @@ def int8_cost(config: LinearConfig, tokens: int, n: int, k: int, sm_count: int) 
 
 
 def _shared(block_t: int, block_n: int, tokens: int, n: int, sm_count: int) -> list[LinearConfig]:
-    """Return wide kernel configurations with several programs per tile, if tiles are few, on at most the SMs."""
+    """Return wide kernel configurations with several programs per tile, for few tiles: at most one program per SM."""
     tiles = cdiv(n, block_n) * cdiv(tokens, block_t)
     return [wide_config(block_t, block_n, parts) for parts in (2, 4) if 0.6 * sm_count <= tiles * parts <= sm_count]
 
@@ -273,7 +273,7 @@ def with_addends(config: LinearConfig) -> LinearConfig:
 def wide_config(block_t: int, block_n: int, parts: int = 1, promote: int = 0) -> LinearConfig:
     """Return a configuration of the wide kernel.
 
-    The largest tiles take the whole SM, the others leave registers and shared memory for a LoRA kernel.
+    The largest tiles use a whole SM; the others leave registers and shared memory for a LoRA kernel.
     """
     large = block_t * block_n > 128 * 128
     room = (WIDE_BYTES if large else RING_BYTES) - min(WIDE_STAGING, block_t * block_n * 2 // parts)

@@ -1,10 +1,10 @@
 """linear_8bit in Triton, e4m3 or int8: weights are the M operand of the tensor cores, tokens the N operand.
 
-Tokens are padded to 16. Work is counted in units of one weight tile and BLOCK_K columns of K, tile by tile. Program c
-of G takes the units [c * U / G, (c + 1) * U / G): every program streams the same number of bytes for any shape and any
-number of programs (`sm_budget`). If programs share a tile, the last one to arrive sums it from planes (fp32, or int32
-for int8) in the order of the programs, so results are bitwise repeatable. With SPLIT off, programs take whole tiles and
-exchange nothing.
+Tokens are padded to 16. A unit of work is one weight tile and BLOCK_K columns of K; units are ordered by tile. Program
+c of G computes the units [c * U / G, (c + 1) * U / G): every program reads the same number of bytes for any shape and
+any number of programs (`sm_budget`). If programs share a tile, the last one to arrive sums it from planes (fp32, or
+int32 for int8) in the order of the programs, so results are bitwise repeatable. With SPLIT off, programs compute whole
+tiles and exchange nothing.
 
 If activations have a scale per token and 128 columns (`quantize_blocks`), each step's product is scaled and added in
 fp32, and planes are fp32.
@@ -76,7 +76,10 @@ def _linear_8bit(
     SPLIT: tl.constexpr, PARTS: tl.constexpr, EVEN_K: tl.constexpr, PADDED: tl.constexpr, HAS_DELTA: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """PADDED: scales per step of K at scale_ptr, one per token; 0: one scale per token for all of K."""
+    """Run one program of the launch.
+
+    PADDED: allocated scales per step of K, for one scale per token and step; 0: one scale per token.
+    """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     steps = tl.cdiv(k, BLOCK_K)
@@ -127,7 +130,7 @@ def _linear_8bit(
                 # the tensor cores' running sum has 14 bits: add blocks of K in fp32
                 total += dot_f32(w, x, nothing)
         complete = last_step - first_step == steps
-        if PARTS > 1:  # noqa: SIM102  a constant: without cuts nothing below is compiled
+        if PARTS > 1:  # noqa: SIM102  a constant: if no tile is shared nothing below is compiled
             if not complete:
                 # A program has at most two shared tiles: plane 0 for its first tile, plane 1 for its last one.
                 size: tl.constexpr = BLOCK_N * BLOCK_T
@@ -188,10 +191,10 @@ def launch_triton(
     split: WorkSplit,
     pdl: bool,
 ) -> None:
-    """q [T, K], scale [T] or [K / 128, P], weight [N, K], weight_scale [N], delta and residual [T, N] -> out [T, N].
+    """Run the kernel: fill out [T, N].
 
-    All are contiguous, K a multiple of 16. Raises ValueError for block scales with a configuration whose steps are not
-    one block.
+    q [T, K], scale [T] or [K / 128, P], weight [N, K], weight_scale [N], delta and residual [T, N] are contiguous, K is
+    a multiple of 16. Raises ValueError for block scales if a step of the configuration is not one block.
     """
     (tokens, k), n = q.shape, weight.shape[0]
     padded = scale.shape[1] if scale.dim() == 2 else 0

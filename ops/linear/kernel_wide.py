@@ -5,13 +5,14 @@ fp32 every `PROMOTE` steps), so a step's products overlap with the wait for the 
 shared memory by TMA. With ACTIVATE a tile has as many gate as up rows, loaded as two boxes, and stores only silu(gate)
 * up, which saves a write and a read of both.
 
-Tiles are whole, in an order for L2: program p takes p, p + G, p + 2G ... If there are too few tiles for the GPU, PARTS
-programs share the steps of each: every program passes the others their columns through fp32 planes and finishes its
-own, so no program sums a whole tile alone. Planes are added in the order of the parts, so results are bitwise
-repeatable. Sharing programs wait for each other, so all of them must be resident at once.
+Programs compute whole tiles, ordered for L2 reuse: program p of G computes tiles p, p + G, p + 2G, ... If there are too
+few tiles for the GPU, PARTS programs share the steps of each tile: every program passes the others their columns
+through fp32 planes and finishes its own columns, so no program sums a whole tile alone. Planes are added in the order
+of the parts, so results are bitwise repeatable. Sharing programs wait for each other, so all of them must be resident
+at once.
 
 From 256 tokens on the kernel is bound by loads from L2: sums of larger tiles do not fit an SM, and Triton 3.6 has no
-TMA multicast on Hopper, with which clusters of `torch._scaled_mm` share loads. So that kernel runs large products.
+TMA multicast on Hopper. `torch._scaled_mm` shares loads by multicast, so it computes large products.
 """
 
 from typing import Optional
@@ -27,7 +28,7 @@ from .kernel_gluon import PRODUCER_REGISTERS, multiply
 from .kernel_selection import BLOCK_K, WIDE_STAGING, LinearConfig, WorkSplit
 from .kernel_triton import split_buffers
 
-GROUP = 16  # token tiles that meet all weights before the next ones
+GROUP = 16  # token tiles that are multiplied by all weights before the next token tiles
 _SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 
 
@@ -42,7 +43,7 @@ def _place(index, first_step, program, programs, steps, PARTS: gl.constexpr):
 
 @gluon.jit
 def _corner(tile, token_tiles, weight_tiles, GROUP: gl.constexpr):
-    """Return (token tile, weight tile): all weights for GROUP token tiles, then the next ones."""
+    """Return (token tile, weight tile) of a tile: GROUP token tiles with all weights, then the next ones."""
     group = tile // (GROUP * weight_tiles)
     height = gl.minimum(token_tiles - group * GROUP, GROUP)
     inside = tile - group * GROUP * weight_tiles
@@ -209,7 +210,8 @@ def _consume(
     PARTS, PROMOTE                   programs per tile; steps after which a sum goes to fp32 (0: at the end)
     PIECES                           parts along N in which a tile is finished and stored
     ACTIVATE                         tiles have gate and up rows; silu(gate) * up is stored
-    GROUP, PDL                       token tiles that meet all weights before the next; programmatic dependent launch
+    GROUP, PDL                       token tiles that are multiplied by all weights before the next; programmatic
+                                     dependent launch
     """
     gl.static_assert(PARTS == 1 or PARTS == 2 or PARTS == 4)
     gl.static_assert(PIECES == PARTS or (PARTS == 1 and PIECES == 2))

@@ -1,13 +1,13 @@
 """`linear_8bit`: y = (q @ W^T) * scale * weight_scale (+ delta + residual), e4m3 or int8, scales per token and output.
 
 Activations may also have one scale per token and 128 columns (`quantize_blocks`), so that no earlier kernel needs the
-maximum of a whole row. This form is for few tokens; many run on `kernel_gluon.py`, slower than with one scale per
-token.
+maximum of a whole row. This form is for few tokens; with many it uses `kernel_gluon.py` and is slower than one scale
+per token.
 
-Few tokens are bound by the bytes of the weights and run on `kernel_triton.py` or `kernel_gluon.py`; from 65 tokens on
-linears with few output tiles run on `kernel_wide.py`; many tokens are bound by arithmetic and run on
-`torch._scaled_mm`, in int8 on `kernel_large.py`. `kernel_selection.py` chooses kernel and tiles. int8 products are
-summed exactly in int32: every kernel, and every division of its work, gives the same sums.
+With few tokens a linear is bound by the bytes of the weights and uses `kernel_triton.py` or `kernel_gluon.py`; from 65
+tokens on, linears with few output tiles use `kernel_wide.py`; with many tokens a linear is bound by arithmetic and uses
+`torch._scaled_mm`, in int8 `kernel_large.py`. `kernel_selection.py` chooses kernel and tiles. int8 products are summed
+exactly in int32: every kernel, and every division of its work, gives the same sums.
 """
 
 from dataclasses import replace
@@ -29,7 +29,7 @@ from .scaled_mm import launch_scaled_mm, scaled_mm_takes
 
 DTYPES = (torch.float8_e4m3fn, torch.int8)
 BLOCK_SCALE_KERNELS = ("gluon", "triton")
-MAX_INT8_K = 1 << 17  # number of products of +-127 (or -128) whose sum fits int32
+MAX_INT8_K = 1 << 17  # the sum of this number of products of +-127 (or -128) fits int32
 
 
 def check_shapes(q: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
@@ -57,7 +57,7 @@ def check_shapes(q: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tens
 
 
 def has_block_scales(q: torch.Tensor, scale: torch.Tensor) -> bool:
-    """Return whether scale is [K / 128, P] for blocks of 128 columns of q [T, K], and not one value per token.
+    """Return whether scale is [K / 128, P], for blocks of 128 columns of q [T, K], instead of one value per token.
 
     Raises ValueError if block scales do not match q.
     """
@@ -98,7 +98,7 @@ def reference(
     residual: Optional[torch.Tensor],
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """q [..., K] and weight [N, K], both e4m3 or both int8 -> [..., N] of `out_dtype`.
+    """Return y [..., N] of `out_dtype` for q [..., K] and weight [N, K], both e4m3 or both int8.
 
     scale [...] and weight_scale [N] are fp32, delta and residual [..., N]. With q [T, K] scale may be [K / 128, P] of
     `quantize_blocks`; P >= T, and scales past T are ignored. Products are summed exactly, everything else is fp32, and
@@ -169,7 +169,10 @@ def launch(
 
 
 def takes_block_scales(config: LinearConfig, tokens: int, n: int, k: int, sms: int) -> LinearConfig:
-    """Return `config` with registers for a product next to the sums, or that of a kernel with block scales."""
+    """Return a configuration that supports block scales: `config` with more registers, or one of another kernel.
+
+    The registers are for a step's product in addition to the sums.
+    """
     if config.kernel not in BLOCK_SCALE_KERNELS:
         config = choose_config(tokens, n, k, sms, scaled_mm=False)
     if config.block_n * config.block_t < 128 * 64:
@@ -191,7 +194,7 @@ def launch_config(
     sm_budget: Optional[int] = None,
     pdl: bool = False,
 ) -> None:
-    """Run a given configuration on [T, K] activations with scales [T] or [K / 128, P]; for the tuner."""
+    """Run the configuration `config` on activations [T, K] with scales [T] or [K / 128, P]; also used by the tuner."""
     if scale.dim() == 2 and config.kernel not in BLOCK_SCALE_KERNELS:
         raise ValueError(
             f"linear_8bit: the kernel {config.kernel} needs one scale per token; block scales are supported by "

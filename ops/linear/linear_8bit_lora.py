@@ -1,7 +1,7 @@
-"""`linear_8bit_lora`: an int8 linear for prompt steps that adds the LoRA delta in its tiles, not through memory.
+"""`linear_8bit_lora`: an int8 linear for prompt steps that computes and adds the LoRA delta in its tiles.
 
-`lora_shrink` has run before: the rest of LoRA is a product of few ranks, added to a tile's sums before they are
-rounded. The kernel is in `kernel_lora_large.py`; this file has the specification and the launch.
+`lora_shrink` runs before. The second half of LoRA is a product with few ranks, which is added to a tile's sums before
+they are rounded. The kernel is in `kernel_lora_large.py`; this file has the specification and the launch.
 """
 
 from collections.abc import Sequence
@@ -23,16 +23,16 @@ from .linear_8bit import MAX_INT8_K, matmul_8bit
 
 RANKS = (16, 32, 64)
 MAX_TOKENS = 65536
-LEAST_CHUNK = 16  # least ranks of a plane that one step of a tile sums
+LEAST_CHUNK = 16  # minimum ranks of a plane that one step of a tile sums
 CONSUMER_REGISTERS = 240
 _SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 _STAGING = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 def candidates(slices: Sequence[int], rank: int) -> list[LinearConfig]:
-    """Return configurations with one slice per tile, whose consumers have registers for the ranks.
+    """Return configurations in which a tile has one slice and the consumers have registers for the ranks.
 
-    With 64 ranks these are two consumers of 64 tokens each.
+    With 64 ranks these have two consumers of 64 tokens each.
     """
     return [
         config
@@ -57,28 +57,29 @@ def fits(tokens: int, k: int, slices: Sequence[int], rank: int, slots: int, spli
     """
     splits = lora_splits(k, tokens) if splits is None else splits
     if not 1 <= tokens <= MAX_TOKENS:
-        return f"{tokens} tokens; it takes 1 to {MAX_TOKENS}"
+        return f"{tokens} tokens; supported are 1 to {MAX_TOKENS}"
     if rank not in RANKS:
-        return f"LoRA stacks of rank {rank}; it takes {', '.join(map(str, RANKS))}"
+        return f"LoRA stacks of rank {rank}; supported are {', '.join(map(str, RANKS))}"
     # steps of a tile: one without a sum, then one per chunk of each plane
     steps = 1 + splits * rank // LEAST_CHUNK
     if k % 16 or not (steps - 1) * BLOCK_K < k <= MAX_INT8_K:
         return (
-            f"{k} input features; with {splits} planes of rank {rank} it takes multiples of 16 from "
+            f"{k} input features; with {splits} planes of rank {rank} supported are multiples of 16 from "
             f"{(steps - 1) * BLOCK_K + 16} to {MAX_INT8_K}"
         )
     if not 1 <= len(slices) <= 3:
-        return f"{len(slices)} packed linears; it takes 1 to 3"
+        return f"{len(slices)} packed linears; supported are 1 to 3"
     if not candidates(slices, rank):
         return (
-            f"packed linears of {', '.join(map(str, slices))} rows; with rank {rank} it takes multiples of "
+            f"packed linears of {', '.join(map(str, slices))} rows; with rank {rank} supported are multiples of "
             f"{256 if rank > 32 else 128}"
         )
     if slots < 1:
         return "no adapters"
     if slots * sum(slices) * rank >= 2**31:
         return (
-            f"{slots} adapters; with {sum(slices)} rows of rank {rank} it takes {(2**31 - 1) // (sum(slices) * rank)}"
+            f"{slots} adapters; with {sum(slices)} rows of rank {rank} at most "
+            f"{(2**31 - 1) // (sum(slices) * rank)} are supported"
         )
     return None
 
@@ -86,9 +87,9 @@ def fits(tokens: int, k: int, slices: Sequence[int], rank: int, slots: int, spli
 def expanded(
     planes: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, adapter_index: torch.Tensor, slices: Sequence[int]
 ) -> torch.Tensor:
-    """Return fp32 [T, N]: the planes' sum in bf16 times (b[slot] * b_scale in bf16), each slice with its own ranks.
+    """Return the delta, fp32 [T, N]: the planes' sum in bf16 times (b[slot] * b_scale in bf16), slice by slice.
 
-    Zeros for tokens without an adapter.
+    It is zero for tokens without an adapter.
     """
     ranks = b.shape[2]
     total = planes[0]
@@ -118,7 +119,7 @@ def reference(
     slices: Sequence[int],
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """q weight^T * scale * weight_scale + delta [T, N] of `out_dtype`, summed in fp32 and rounded once.
+    """Return q weight^T * scale * weight_scale + delta, [T, N] of `out_dtype`, summed in fp32 and rounded once.
 
     q, scale              [T, K] int8, [T] fp32
     weight, weight_scale  [N, K] int8, [N] fp32
@@ -224,7 +225,7 @@ def launch(
         "Gluon does not run in Triton's interpreter" if INTERPRETED else fits(tokens, k, slices, rank, slots, splits)
     )
     if objection:
-        raise ValueError(f"linear_8bit_lora: {objection}; compile with other ops for LoRA")
+        raise ValueError(f"linear_8bit_lora: {objection}; compile with disable=('fuse_lora_expand',)")
     require_contiguous(
         "linear_8bit_lora", q=q, scale=scale, weight=weight, weight_scale=weight_scale, planes=planes, b=b,
         b_scale=b_scale, adapter_index=adapter_index, active=active,

@@ -27,7 +27,7 @@ def reference(
     delta: Optional[torch.Tensor],
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """q [..., K] and weight [2I, K], both e4m3 or both int8 -> h [..., I] of `out_dtype`.
+    """Return h [..., I] of `out_dtype` for q [..., K] and weight [2I, K], both e4m3 or both int8.
 
     scale [...] and weight_scale [2I] are fp32, delta is [..., 2I]. The first I rows of the weight are the gate.
     Everything is fp32 and rounded once.
@@ -55,7 +55,7 @@ def _check(q: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) ->
     check_shapes(q, weight, weight_scale)
     if weight.shape[0] % 2:
         raise ValueError(
-            f"linear_8bit_silu_mul: weight {tuple(weight.shape)} must have an even number of rows: as many gates as ups"
+            f"linear_8bit_silu_mul: weight {tuple(weight.shape)} must have an even number of rows, half gate, half up"
         )
 
 

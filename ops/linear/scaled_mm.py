@@ -18,7 +18,7 @@ ADD_BLOCK = 2048
 
 
 def scaled_mm_takes(n: int, k: int, out_dtype: torch.dtype, dtype: torch.dtype = torch.float8_e4m3fn) -> bool:
-    """Return whether `torch._scaled_mm`, or for int8 a kernel in its place, supports this rowwise product.
+    """Return whether `torch._scaled_mm`, or for int8 the kernel that replaces it, supports this rowwise product.
 
     N and K must be multiples of 16 and results bf16, for int8 also fp16.
     """
@@ -42,7 +42,7 @@ def _add_in_place(
 
 @contextmanager
 def _sms_left_free(count: int) -> Iterator[None]:
-    """Make cuBLAS leave `count` SMs free: a process-wide setting that is restored afterwards."""
+    """Set cuBLAS to leave `count` SMs free within the context; the setting is process-wide."""
     if count <= 0:
         yield
         return
@@ -64,9 +64,9 @@ def launch_scaled_mm(
     out: torch.Tensor,
     sms_left_free: int = 0,
 ) -> None:
-    """q [T, K], scale [T], weight [N, K], weight_scale [N], delta and residual [T, N] -> out [T, N] bf16.
+    """Fill out [T, N] bf16, for products that `scaled_mm_takes`.
 
-    See `scaled_mm_takes`.
+    q [T, K], scale [T], weight [N, K], weight_scale [N], delta and residual [T, N].
     """
     with _sms_left_free(sms_left_free):
         torch._scaled_mm(

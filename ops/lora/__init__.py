@@ -1,6 +1,6 @@
 """LoRA for a batch of mixed adapters.
 
-lora             the semantic op: what a graph means before a pass lowers it
+lora             the semantic op, which a pass lowers to the others
 plan             sorts a step's tokens by adapter, once per step
 shrink           first half: split-K planes of x A^T
 expand           second half: the sum of the planes, times B

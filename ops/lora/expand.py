@@ -13,7 +13,7 @@ from ..core.reproducible_sums import product
 from ..core.triton_support import cdiv, dot_ieee, next_power_of_2, pdl_options, pdl_start, require_contiguous
 from .shrink import EIGHT_BIT, dequantized, widened
 
-# programs per SM of a limited launch: next to a base GEMM an expand is bound by loads in flight, not by arithmetic
+# programs per SM of a limited launch: next to a base GEMM an expand is bound by the number of loads in flight
 CTAS_PER_SM = 8
 
 
@@ -31,7 +31,7 @@ def reference(
     slices: Sequence[int],
     b_scale: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
-    """delta[t, slice i] = (sum of planes[:, t, i*R:(i+1)*R], rounded to delta's dtype) @ b[slot of t, slice i]^T.
+    """Return delta[t, slice i] = (sum of planes[:, t, i*R:(i+1)*R] in delta's dtype) @ b[slot of t, slice i]^T.
 
     A token's delta does not depend on the tokens next to it (`core/reproducible_sums.py`).
 
@@ -86,7 +86,7 @@ def _load_b(
     b, b_scale, tiles, item, end, blocks_per_tile, n, ranks, WIDTH0, WIDTH1, WIDTH2, COLUMNS: tl.constexpr,
     RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Load B's rows of a work item and their scales (ones without scales); zeros past the last and without adapter."""
+    """Load B's rows of a work item and their scales (or ones); zeros past the last row and without an adapter."""
     tile, _, begin, stop = place_of(item, blocks_per_tile, WIDTH0, WIDTH1, WIDTH2, COLUMNS)
     slot = tl.load(tiles + tile * 3, mask=item < end, other=-1)
     stop = tl.where(slot >= 0, stop, 0)
@@ -142,10 +142,9 @@ def expand_once_kernel(
     planes, b, b_scale, token_order, tiles, delta, num_tokens, n, ranks, all_ranks, blocks_per_tile, WIDTH0, WIDTH1,
     WIDTH2, SPLITS: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program per work item (tile, block of COLUMNS columns of one slice); those of unused tiles return at once.
+    """Compute one work item per program: (tile, block of COLUMNS columns of one slice); unused tiles return at once.
 
-    It needs half the registers of a looping program: more programs fit next to a base GEMM and hide each other's
-    latency.
+    A program needs half the registers of a looping one. So more programs fit next to a base GEMM and hide latency.
     """
     tile, part, begin, stop = place_of(tl.program_id(0), blocks_per_tile, WIDTH0, WIDTH1, WIDTH2, COLUMNS)
     slot, first, count = tl.load(tiles + tile * 3), tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
@@ -179,10 +178,11 @@ def expand_kernel(
     WIDTH1, WIDTH2, SPLITS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr,
     RANKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A work item (tile, block of COLUMNS columns of one slice): delta[tokens, columns] = (B rows @ shrunk^T)^T.
+    """Compute consecutive work items per program, for a limited number of SMs and for 16-bit rows.
 
-    For a limited number of SMs, and for 16-bit rows. A program takes consecutive items, an even share of those that the
-    plan uses: it sums the planes once per tile and slice, and loads B's rows of the next item during each product.
+    An item is (tile, block of COLUMNS columns of one slice): delta[tokens, columns] = (B rows @ shrunk^T)^T. Programs
+    have even shares of the items that the plan uses. A program sums the planes once per tile and slice, and loads B's
+    rows of the next item during each product.
     """
     used = tl.zeros([TILES], tl.int32)
     for start in range(0, num_tiles, TILES):
@@ -192,7 +192,7 @@ def expand_kernel(
     share = tl.cdiv(work, tl.num_programs(0))
     item = tl.program_id(0) * share
     end = tl.minimum(item + share, work)
-    # load before the wait: the plan and B are older than the shrink
+    # load before the wait: the previous kernel does not write the plan or B
     b_rows, scale = _load_b(
         b, b_scale, tiles, item, end, blocks_per_tile, n, ranks, WIDTH0, WIDTH1, WIDTH2, COLUMNS, RANKS,
     )  # fmt: skip
@@ -224,7 +224,7 @@ def expand_kernel(
 
 
 def expand_block(ranks: int, tile: int, widest: int, itemsize: int) -> tuple[int, int]:
-    """Return (output columns of a work item, warps): the most columns with room for two blocks of B in registers."""
+    """Return (output columns of a work item, warps), with the most columns for which registers fit two blocks of B."""
     limit = 32 if itemsize == 4 else 128 if tile in (16, 64) else 256
     return max(16, min(limit, (8192 if tile == 32 else 4096) // next_power_of_2(ranks), next_power_of_2(widest))), 4
 

@@ -1,12 +1,12 @@
 """LoRA's second half from ranks that are summed and rounded to int8 once, for all ops that multiply them.
 
-`lora_round` sums `lora_shrink`'s planes and rounds the sum. Ops that compute a delta have many programs per token: when
-rounded next to the previous projection, a token's ranks have a sixteenth of the planes' bytes, and neither the sum nor
-the search for its maximum delays these programs after their wait.
+`lora_round` sums `lora_shrink`'s planes and rounds the sum, at the same time as the previous projection. Ops that
+compute a delta have many programs per token. Rounded ranks have a sixteenth of the planes' bytes, and neither the sum
+nor the search for its maximum delays these programs after their wait.
 
-`lora_expand_rounded` multiplies the ranks by B, next to a projection that leaves it little room. `lora_expand` sums
-fp32 planes and widens B's rows. Here one load of a few bytes per token follows the wait, and an integer product takes
-40 registers and no shared memory: widening B's int8 rows to bf16 takes more instructions than the rest.
+`lora_expand_rounded` multiplies the ranks by B, next to a projection that leaves few registers and little shared memory
+to it. `lora_expand` sums fp32 planes and widens B's int8 rows to bf16, which takes more instructions than the rest.
+Here one load of a few bytes per token follows the wait, and an integer product needs 40 registers and no shared memory.
 `silu_mul_lora` uses the same functions.
 """
 
@@ -33,7 +33,7 @@ from ..elementwise.quantize import reference as quantize_rowwise_reference
 from .expand import place_of
 from .shrink import dequantized, wait_then_launch
 
-WARPS = 4  # per program; in an expand with 32 columns each
+WARPS = 4  # per program; each warp of an expand has 32 columns
 ROWS = 16  # per program of `lora_round`
 TOKENS = 16  # per program of `lora_expand_rounded`
 MAX_RANK = 64
@@ -43,10 +43,10 @@ MAGIC = tl.constexpr(12582912.0)
 
 
 def lora_round_reference(planes: torch.Tensor, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """planes [splits, T, parts * R] fp32, added in order -> (q [T, parts * R] int8, step [T, parts] fp32).
+    """Return (q [T, parts * R] int8, step [T, parts] fp32) of planes [splits, T, parts * R] fp32, added in order.
 
-    `quantize_rowwise` of each part's R ranks. The kernel multiplies by 1 / step, so a value on a rounding edge may
-    differ from the reference by one step.
+    Each part's R ranks are quantized as in `quantize_rowwise`. The kernel multiplies by 1 / step, so a value on a
+    rounding edge may differ from the reference by one step.
     """
     _check_planes(planes, parts)
     total = planes[0]
@@ -76,7 +76,7 @@ def lora_round_kernel(
     planes, q, step, rows, SPLITS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program per ROWS rows, a row being one token's ranks of one linear."""
+    """Round ROWS rows per program; a row is one token's ranks of one linear."""
     wait_then_launch(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     rank = tl.arange(0, RANKS)
@@ -120,20 +120,20 @@ def fits(rank: int) -> str | None:
     return (
         None
         if 8 <= rank <= MAX_RANK and rank % 8 == 0
-        else f"LoRA stacks of rank {rank}; it takes multiples of 8 up to {MAX_RANK}"
+        else f"LoRA stacks of rank {rank}; supported are multiples of 8 up to {MAX_RANK}"
     )
 
 
 # Triton distributes the rows of a matrix that is loaded by 8 or 16 bytes over lanes first, then warps, then registers.
 # The rows of the loads below are ordered such that a thread loads exactly its part of the product's operands and
-# result, and nothing goes through shared memory. A warp has its own product of 16 tokens and 32 columns: a thread has
-# pairs of columns of blocks of 8, and pairs of four blocks are adjacent in memory; of 32 ranks it has 4 adjacent ones
-# in each half.
+# result, without shared memory. A warp computes its own product of 16 tokens and 32 columns. A thread has pairs of
+# columns of blocks of 8, and pairs of four blocks are adjacent in memory; of 32 ranks it has 4 adjacent ones in each
+# half.
 @triton.jit
 def load_b(b, begin, end, slot, RANK: tl.constexpr, RANKS: tl.constexpr, WARPS: tl.constexpr):
     """Load B's rows of 32 * WARPS columns from `begin` as the product's operand, int8 [WARPS, RANKS, 32].
 
-    Zeros from column `end` on and without an adapter.
+    Rows from column `end` on are zero, and all rows without an adapter.
     """
     row = tl.arange(0, RANKS * WARPS * 4)[:, None]
     place = row // 4 % 8
@@ -199,7 +199,7 @@ def product(q, step, rows, WARPS: tl.constexpr):
     """
     total = tl.dot(q, rows, tl.full([WARPS, 16, 32], MAGIC_BITS, tl.int32), out_dtype=tl.int32)
     total = tl.permute(tl.reshape(total, (WARPS, 2, 8, 4, 4, 2)), (1, 0, 2, 4, 3, 5))
-    # an integer conversion takes four times as long as this sum
+    # conversion by a sum: an integer conversion instruction takes four times as long
     total = tl.reshape(total, (2, WARPS, 8, 32)).to(tl.float32, bitcast=True)
     step = tl.reshape(tl.broadcast_to(step, (WARPS * 64, 8)), (2, WARPS, 8, 32))
     if INTERP:  # multiply-add rounds twice there
@@ -218,7 +218,7 @@ def lora_expand_rounded_reference(
     tile: int,
     slices: Sequence[int],
 ) -> torch.Tensor:
-    """delta[t, slice i] = ranks[t, i*R:(i+1)*R] @ b[slot, slice i]^T * rank_step[t, i] * b_scale[slot, slice i].
+    """Return delta[t, slice i] = ranks[t, i*R:(i+1)*R] @ b[slot, slice i]^T * rank_step[t, i] * b_scale[slot, slice i].
 
     ranks, rank_step   [T, n*R] int8, [T, n] fp32 of `lora_round`; arbitrary for tokens without an adapter
     b, b_scale         [S, N, R] int8, [S, N] fp32; includes alpha / rank
@@ -294,7 +294,7 @@ def expand_rounded_kernel(
     WIDTH2: tl.constexpr, LINEARS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program per 16 tokens of a tile and 32 * WARPS columns of one slice; unused ones return at once."""
+    """Compute 16 tokens of a tile and 32 * WARPS columns of one slice per program; unused programs return at once."""
     N: tl.constexpr = WIDTH0 + WIDTH1 + WIDTH2
     tile, linear, begin, end = place_of(tl.program_id(0) // groups, blocks, WIDTH0, WIDTH1, WIDTH2, 32 * WARPS)
     done = tl.program_id(0) % groups * 16

@@ -23,7 +23,7 @@ def reference(
     b_scale: Optional[torch.Tensor] = None,
     x_scale: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
-    """delta[t, slice i] = b[slot, slice i] @ (a[slot, i*R:(i+1)*R] @ x[t]), slot = adapter_index[t].
+    """Return delta[t, slice i] = b[slot, slice i] @ (a[slot, i*R:(i+1)*R] @ x[t]), with slot = adapter_index[t].
 
     x              [T, K] model dtype, or e4m3 or int8 with x_scale [T] fp32
     a              [S, n*R, K] model dtype, or e4m3 or int8 with a_scale [S, n*R] fp32: n packed linears (q/k/v,
@@ -71,7 +71,7 @@ def launch(
     sm_budget: int | None = None,
     pdl: bool = False,
 ) -> None:
-    """Run plan, shrink and expand: for graphs that no pass has lowered."""
+    """Run plan, shrink and expand, for graphs that are not lowered by a pass."""
     tokens, tile = x.shape[0], lora_plan.lora_tile(x.shape[0])
     splits = lora_plan.lora_splits(x.shape[1], tokens)
     plan = lora_plan.lora_plan_fake(adapter_index, a.shape[0], tile)

@@ -1,7 +1,7 @@
 """Assignment of tokens to adapters, once per step for all linears.
 
-`lora_plan` sorts a step's tokens by adapter and cuts them into tiles for `lora_shrink` and `lora_expand`: a tile's
-tokens share one adapter, so each of its matrices is one operand of one matrix product.
+`lora_plan` sorts a step's tokens by adapter and divides them into tiles for `lora_shrink` and `lora_expand`. A tile's
+tokens share one adapter, so each of the adapter's matrices is one operand of one matrix product.
 
 `lora_active` lists the adapters of each 128 tokens, for kernels with up to 128 tokens in a tile.
 """
@@ -24,8 +24,8 @@ def lora_tile(num_tokens: int) -> int:
 def lora_splits(k: int, num_tokens: int) -> int:
     """Return the number of split-K planes of `lora_shrink` for `k` input features: many for few tiles.
 
-    Measured in whole decode layers on an H200. Up to 512 features a program loads its part of A at once, which matters
-    most next to a base GEMM; but the expand reads each plane again.
+    Measured in whole decode layers on an H200. A program loads up to 512 features of A at once, which matters most next
+    to a base GEMM; but the expand reads every plane.
     """
     wide = k > 8192
     if num_tokens > 1024:
@@ -38,10 +38,10 @@ def lora_splits(k: int, num_tokens: int) -> int:
 
 
 def rounded_splits(k: int, n: int, num_tokens: int) -> int:
-    """Return the number of planes that `lora_round` adds, with n output features: here more planes cost little.
+    """Return the number of planes for `lora_round`, with n output features: more planes take little time there.
 
-    For 65 to 128 tokens, and for short projections up to 256, a plane is what a program of the shrink loads at once
-    (whole decode layers on an H200).
+    For 65 to 128 tokens, and for short projections up to 256, a plane has as many features as a program of the shrink
+    loads at once (measured in whole decode layers on an H200).
     """
     if 64 < num_tokens <= 128 or (64 < num_tokens <= 256 and max(k, n) <= 8192 and n <= k):
         return max(1, min(32, cdiv(k, 512)))
@@ -55,7 +55,7 @@ def num_tiles(num_tokens: int, num_slots: int, tile: int) -> int:
 
 
 def lora_plan_reference(adapter_index: torch.Tensor, num_slots: int, tile: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sort tokens by adapter and cut them into tiles.
+    """Sort tokens by adapter and divide them into tiles.
 
     adapter_index  [T] int32, -1 (no adapter) .. num_slots - 1
     token_order    [T] int32: tokens in stable order by adapter, those without one first
@@ -132,7 +132,7 @@ def plan_kernel(
     adapter_index, token_order, tiles, num_tokens, num_rows, TILE: tl.constexpr, GROUPS: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs do two independent kinds of work: blocks of ROWS tile rows first, then blocks of TOKENS tokens."""
+    """Compute blocks of two independent kinds: first blocks of ROWS tile rows, then blocks of TOKENS tokens."""
     pdl_start(PDL)
     row_blocks = tl.cdiv(num_rows, ROWS)
     blocks = row_blocks + tl.cdiv(num_tokens, TOKENS)
@@ -178,9 +178,10 @@ LIST_TOKENS = 128  # tokens that share a list
 
 
 def lora_active_reference(adapter_index: torch.Tensor, num_slots: int) -> torch.Tensor:
-    """adapter_index [T] int32, -1 (no adapter) .. num_slots - 1 -> [ceil(T / 128), num_slots + 1] int32.
+    """Return the adapters of each 128 tokens, [ceil(T / 128), num_slots + 1] int32.
 
-    A row per 128 tokens: the number of different adapters, their slots in ascending order, then -1.
+    A row has the number of different adapters, their slots in ascending order, then -1. adapter_index [T] int32 is -1
+    (no adapter) .. num_slots - 1.
     """
     active = lora_active_fake(adapter_index, num_slots).fill_(-1)
     for row, tokens in zip(active, adapter_index.split(LIST_TOKENS), strict=True):
@@ -199,7 +200,7 @@ def lora_active_fake(adapter_index: torch.Tensor, num_slots: int) -> torch.Tenso
 def _active_kernel(
     adapter_index, active, tokens, num_slots, SLOTS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr
 ):
-    """A program per list. Unused slots are written as -1 after the used ones."""
+    """Write one list per program; -1 follows the slots of the list's adapters."""
     pdl_start(PDL)
     token = tl.program_id(0) * TILE + tl.arange(0, TILE)
     adapter = tl.load(adapter_index + token, mask=token < tokens, other=-1)
@@ -222,7 +223,7 @@ def lora_active_launch(
     sm_budget: Optional[int] = None,
     pdl: bool = False,
 ) -> None:
-    """Launch a program per list, ignoring `sm_budget`. Slots are not range-checked."""
+    """Fill `out` = (active,) by one program per list. Ignores `sm_budget`. Does not check the range of slots."""
     require_contiguous("lora_active", adapter_index=adapter_index)
     tokens = adapter_index.shape[0]
     if tokens == 0:

@@ -14,8 +14,8 @@ from ..core.triton_support import INTERP, cdiv, dot_ieee, next_power_of_2, pdl_o
 from ..elementwise.quantize_blocks import BLOCK, dequantize_blocks, padded_scales
 
 EIGHT_BIT = tuple(QUANTIZED_MAX)  # quantized dtypes
-CTAS_PER_SM = 16  # most programs per SM
-MAX_ONCE = 512  # most input features in a program's registers
+CTAS_PER_SM = 16  # maximum programs per SM
+MAX_ONCE = 512  # maximum input features in a program's registers
 
 
 def split_width(k: int, splits: int) -> int:
@@ -38,7 +38,7 @@ def reference(
     a_scale: Optional[torch.Tensor] = None,
     x_scale: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
-    """planes[p, t] = x[t, chunk p] @ a[slot of t, :, chunk p]^T in fp32.
+    """Return planes[p, t] = x[t, chunk p] @ a[slot of t, :, chunk p]^T in fp32.
 
     A token's ranks do not depend on the tokens next to it (`core/reproducible_sums.py`).
 
@@ -79,7 +79,7 @@ def fake(
 
 @triton.jit
 def wait_then_launch(PDL: tl.constexpr):
-    """Wait, then launch the readers of the planes, which may then start on either lane; a plan is complete by then."""
+    """Wait for the previous kernel, then launch the readers of the planes on either lane; the plan is complete then."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     if not INTERP:
@@ -88,7 +88,7 @@ def wait_then_launch(PDL: tl.constexpr):
 
 @triton.jit
 def widened(rows, dtype: tl.constexpr):
-    """Convert rows to another type exactly (the interpreter's own cast of int8 to bf16 is wrong)."""
+    """Convert rows to another type exactly; the interpreter's own cast of int8 to bf16 is wrong."""
     if INTERP:
         rows = rows.to(tl.float32)
     return rows.to(dtype)
@@ -98,8 +98,8 @@ def widened(rows, dtype: tl.constexpr):
 def _product(a_part, x_part, acc):
     """Return acc + a_part @ x_part.
 
-    Quantized rows with 16-bit activations are widened (exactly); two quantized operands go to the tensor cores
-    directly. `acc` is int32 for two int8 operands (an exact sum).
+    Quantized rows with 16-bit activations are widened (exactly); two quantized operands are multiplied as they are.
+    `acc` is int32 for two int8 operands (an exact sum).
     """
     if x_part.dtype == tl.int8:
         return tl.dot(a_part, x_part, acc, out_dtype=tl.int32)
@@ -128,8 +128,8 @@ def _shrink_blocks(
 ):  # fmt: skip
     """Return A rows @ x^T over `width` columns from `start`, fp32 [RANKS, TILE], with x_scale [k / 128, SCALES].
 
-    BLOCKS products run at once, each with its scales. In this order no load of Triton 3.6 waits for another after the
-    wait: operands are stored to shared memory as soon as their load completes.
+    BLOCKS products run at once, each with its scales. The order of the loads matters: operands are stored to shared
+    memory as soon as their load completes, so with Triton 3.6 no load after the PDL wait waits for another load.
     """
     block = tl.arange(0, BLOCKS)
     column = start + block[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -152,14 +152,14 @@ def shrink_once_kernel(
     TILE: tl.constexpr, RANKS: tl.constexpr, BLOCK_K: tl.constexpr, ORDER: tl.constexpr, EVEN: tl.constexpr,
     SCALES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program per work item (tile, split, block of ranks), loaded at once.
+    """Compute one work item per program, (tile, split, block of ranks), with all its operands loaded at once.
 
-    planes[split, tokens, ranks] = (A rows @ x^T)^T. Next to a base GEMM that fills every queue a load takes
-    microseconds: few loads depend on each other.
+    planes[split, tokens, ranks] = (A rows @ x^T)^T. Next to a base GEMM that fills the memory queues a load takes
+    microseconds, so few loads depend on other loads.
     """
     wait_then_launch(PDL)
     place = tl.arange(0, ORDER)
-    # load all of it before the needed part is known
+    # load the whole order: a load of the needed part only would depend on the load of the tile
     order = tl.load(token_order + place, mask=place < num_tokens, other=0)
     row = tiles + tl.program_id(0) // (splits * rank_blocks) * 3
     slot, first, count = tl.load(row), tl.load(row + 1), tl.load(row + 2)
@@ -202,9 +202,9 @@ def shrink_kernel(
     TILE: tl.constexpr, RANKS: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
     SCALES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The same work items for any number of programs and columns.
+    """Compute the work items of `shrink_once_kernel` in loops, for any number of programs and columns.
 
-    Loads are pipelined through shared memory, those of scales per block by hand.
+    Loads are pipelined through shared memory; those of block scales explicitly.
     """
     PRODUCT: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
     SUM: tl.constexpr = tl.float32 if SCALES else PRODUCT
@@ -216,7 +216,7 @@ def shrink_kernel(
         tile_row = tiles + item // per_tile * 3
         slot, first, count = tl.load(tile_row), tl.load(tile_row + 1), tl.load(tile_row + 2)
         if count == 0:
-            item = work  # unused tiles come last
+            item = work  # unused tiles are at the end
         else:
             split = item % per_tile // rank_blocks
             rank = item % rank_blocks * RANKS + tl.arange(0, RANKS)
@@ -246,7 +246,7 @@ def shrink_kernel(
                             _product(a_part, x_part, tl.zeros([RANKS, TILE], PRODUCT)).to(tl.float32)
                             * step_scale[None, :]
                         )
-                        # no further ahead, which would undo the pipeline
+                        # one step ahead only: loads further ahead would disable the pipeline
                         step_scale = _block_scale(x_scale, start + BLOCK_K, stop, token, lane, count, SCALES)
                     elif x_scale is None or x.dtype.element_ty == tl.int8:
                         acc = _product(a_part, x_part, acc)
@@ -268,8 +268,8 @@ def once_block(ranks: int, width: int) -> tuple[int, int, int]:
 def loop_block(ranks: int, tile: int, itemsize: int) -> tuple[int, int]:
     """Return (ranks, input features) of a step of `shrink_kernel`.
 
-    x is read once per block of ranks, so there are few blocks for many tokens. The features divide 128, so that a step
-    is in one block of scales.
+    x is read once per block of ranks, so blocks are large for many tokens. The number of features divides 128, so that
+    a step has one block of scales.
     """
     if itemsize == 4:
         return 16, 32
@@ -316,7 +316,7 @@ def launch(
                 f"{None if scale is None else tuple(scale.shape)}; "
                 f"{EIGHT_BIT[0]} and {EIGHT_BIT[1]} need one scale per row, other dtypes none"
             )
-    scales = 0  # columns of scales per block
+    scales = 0  # columns of x_scale if it has block scales, else 0
     if x_scale is not None and x_scale.dim() == 2:
         scales = padded_scales(tokens)
         if k % BLOCK or x_scale.shape != (k // BLOCK, scales):

@@ -1,7 +1,8 @@
 """`silu_mul_lora`: SiLU(gate) * up fused with the LoRA delta of gate and up, which is never written to memory.
 
-The product of a token's ranks and B is an integer product: `lora_round` has rounded the ranks to int8, with a step for
-gate and one for up, since widening B's int8 rows to bf16 takes more instructions than the rest of the product.
+The product of a token's ranks and B is an integer product: `lora_round` rounds the ranks to int8, with one step for
+gate and one for up. A 16-bit product would need B's int8 rows widened to bf16, which takes more instructions than the
+rest of the product.
 """
 
 from typing import Any, Optional
@@ -17,7 +18,7 @@ from ..elementwise.silu_mul import silu
 from .expand_rounded import columns_of, fits, load_b, load_ranks, load_scale, load_step, load_tokens, product
 from .shrink import dequantized
 
-BLOCKS = ((128, 4, 1, 1), (1 << 30, 4, 1, 2))  # (most tokens, warps, steps, parts): see `block`
+BLOCKS = ((128, 4, 1, 1), (1 << 30, 4, 1, 2))  # (maximum tokens, warps, steps, parts): see `block`
 
 
 def reference(
@@ -124,9 +125,9 @@ def _store(
 ):  # fmt: skip
     """Store h of 16 tokens.
 
-    In one block of code the compiler would defer loads of gate, up and the next 16 tokens until after the products. So
-    each product is in a branch that is always taken for tokens with an adapter. BOTH: one branch for both products,
-    which needs more registers.
+    Without branches the compiler would move loads of gate, up and the next 16 tokens after the products. So each
+    product is in a branch, which all tokens with an adapter take. BOTH: one branch for both products, which needs more
+    registers.
     """
     gate_delta, up_delta = tl.zeros([2, WARPS, 8, 32], tl.float32), tl.zeros([2, WARPS, 8, 32], tl.float32)
     if slot >= 0:
@@ -149,9 +150,10 @@ def silu_mul_lora_kernel(
     RANK: tl.constexpr, RANKS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program per (tile, 16 * PARTS of its tokens, STEPS * 32 * WARPS columns of h); unused ones return at once.
+    """Compute 16 * PARTS tokens of a tile and STEPS * 32 * WARPS columns of h per program; unused ones return at once.
 
-    B's rows of a step's columns serve all its tokens, 16 at a time; loads for the next 16 tokens overlap with them.
+    B's rows of a step's columns are loaded once for all its tokens. These are processed 16 at a time; loads for the
+    next 16 tokens overlap with the products.
     """
     tile = tiles + tl.program_id(0) // (blocks * groups) * 3
     done = tl.program_id(0) // blocks % groups * (16 * PARTS)

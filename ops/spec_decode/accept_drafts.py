@@ -1,8 +1,8 @@
 """`accept_drafts`: accept the drafts that the model samples itself, and append them to the history.
 
-A draft was computed as if it were the next token. It is accepted if the row before it sampled the same token: noise
-depends only on (seed, step, token), so that row sampled what a step of its own would have. Up to the first rejected
-draft, with the token sampled in its place, the sequence equals one without drafts, greedy or not; tokens of the other
+A draft is computed like the next token. It is accepted if the row before it sampled the same token. Noise depends only
+on (seed, step, token), so a row samples the same token as a step without drafts would. The sequence therefore equals
+one without drafts, greedy or not, up to the first rejected draft and the token sampled instead of it. Tokens of later
 rows are discarded.
 """
 
@@ -27,12 +27,12 @@ def reference(
 ) -> torch.Tensor:
     """Count accepted drafts, and append them and the next sampled token to the history.
 
-    tokens   [N] int32: sampled tokens; -1 (no token) ends a sequence's part and is stored as 0
+    tokens   [N] int32: sampled tokens; -1 (no token) ends a sequence's tokens and is stored as 0
     drafts   [B, K] int32 (K may be 0)
     rows     [B] int32: each sequence's row of the history, -1: none
     counts   [B] int32: number of computed drafts; -1 counts as 0
-    first    [B] int32: index in `tokens` of a sequence's first sampled token; its others follow
-    writes history [R, H] and lengths [R] int32, as far as the row has room
+    first    [B] int32: index in `tokens` of a sequence's first sampled token; its others are next to it
+    writes history [R, H] and lengths [R] int32, up to the end of the row
     returns  [B] int32: accepted drafts
     """
     accepted = torch.zeros_like(rows)
@@ -60,7 +60,7 @@ def _accept_kernel(
     tokens, drafts, rows, counts, first, history, lengths, accepted, width, most, COUNT: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program processes one sequence: COUNT >= 1 + K."""
+    """Process one sequence per program; COUNT >= 1 + K."""
     pdl_start(PDL)
     index = tl.program_id(0)
     row = tl.load(rows + index)
@@ -94,7 +94,7 @@ def launch(
     sm_budget: int | None = None,
     pdl: bool = False,
 ) -> None:
-    """Launch one program per sequence. Ignores `sm_budget`: the launch is small."""
+    """Fill `out` = (accepted,) by one program per sequence. Ignores `sm_budget`: the launch is small."""
     require_contiguous("accept_drafts", tokens=tokens, drafts=drafts, history=history)
     if len(rows) == 0:
         return

@@ -1,8 +1,8 @@
 """`draft_recalled`: drafts from earlier answers of the same adapter, if they match more tokens than the sequence.
 
-A ring buffer (see `keep_answers`) is searched as `draft_ngram` searches a sequence: the longest match wins, then the
-latest. A match without a following token does not count. The same ring and history always give the same drafts, so
-tensor-parallel ranks draft alike.
+A ring buffer (see `keep_answers`) is searched like a sequence in `draft_ngram`: the longest match is used, of several
+the latest. A match without a following token does not count. The same ring and history always give the same drafts, so
+all tensor-parallel ranks have the same drafts.
 """
 
 from typing import Any
@@ -75,7 +75,7 @@ def _recall_kernel(
     history, lengths, rows, agreed, rings, which, ends, filled, drafts, recalled, width, ring_width, count,
     LONGEST: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program searches all positions of one sequence's ring."""
+    """Search all positions of one sequence's ring per program."""
     pdl_start(PDL)
     index = tl.program_id(0)
     row, ring, own = tl.load(rows + index), tl.load(which + index), tl.load(agreed + index)
@@ -131,7 +131,7 @@ def launch(
     sm_budget: int | None = None,
     pdl: bool = False,
 ) -> None:
-    """Launch one program per sequence; it reads the ring from L2. Ignores `sm_budget`: the launch is small."""
+    """Write drafts and fill `out` = (replaced,) by one program per sequence. Ignores `sm_budget`: a small launch."""
     require_contiguous("draft_recalled", history=history, rings=rings, drafts=drafts)
     count = drafts.shape[1]
     if len(rows) == 0 or count == 0:

@@ -1,9 +1,10 @@
 """`draft_ngram`: drafts from a sequence's own tokens: those that followed an earlier occurrence of its last tokens.
 
-Of all earlier positions that match the sequence's end, the longest match wins (up to `LONGEST` tokens), then the
-latest. The tokens after it are the draft; at the end of the sequence the draft continues from the match again, so a run
-of one token or a short cycle repeats. A sequence without a match drafts its last token. The same history always gives
-the same drafts. The match length is returned too, because another source may match more tokens (`draft_recalled`).
+Of all earlier positions that match the sequence's end, the longest match is used (up to `LONGEST` tokens), of several
+the latest. The tokens after it are the draft. At the end of the sequence the draft continues after the match again, so
+a run of one token or a short cycle is repeated. A sequence without a match drafts its last token. The same history
+always gives the same drafts. The match length is returned too, because another source may match more tokens
+(`draft_recalled`).
 """
 
 import torch
@@ -15,7 +16,7 @@ from ..core.triton_support import next_power_of_2, pdl_options, pdl_start, requi
 
 LONGEST = 8
 WINDOW = 8192
-"""Latest earlier positions that are searched: a longer search takes longer than the step gains."""
+"""Number of latest positions that are searched: a longer search would take more time than it saves."""
 BLOCK = 1024
 
 
@@ -60,7 +61,7 @@ def _draft_kernel(
     history, lengths, rows, drafts, longest, width, count, LONGEST: tl.constexpr, WINDOW: tl.constexpr,
     COUNT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program searches all positions of one sequence."""
+    """Search all positions of one sequence per program."""
     pdl_start(PDL)
     index = tl.program_id(0)
     row = tl.load(rows + index)
@@ -102,7 +103,7 @@ def launch(
     sm_budget: int | None = None,
     pdl: bool = False,
 ) -> None:
-    """Launch one program per sequence; it reads LONGEST tokens per position, from L2. Ignores `sm_budget`."""
+    """Fill `out` = (drafts, match lengths) by one program per sequence. Ignores `sm_budget`: the launch is small."""
     require_contiguous("draft_ngram", history=history, lengths=lengths, rows=rows)
     if len(rows) == 0 or count == 0:
         out[1].zero_()

@@ -1,4 +1,4 @@
-"""`place_drafts`: inputs of sequences with drafts; only the device has their lengths.
+"""`place_drafts`: write the inputs of sequences with drafts; only the device has their lengths.
 
 A sequence of n tokens computes its last token and its drafts: rows at positions n - 1, n, ... of a context that ends
 with them. The block table gives their KV slots; the next step overwrites those of rejected drafts before any read.
@@ -33,7 +33,7 @@ def reference(
     history      [R, H] int32, lengths [R] int32: the rows' tokens
     drafts       [B, K] int32 (K may be 0)
     rows         [B] int32: the row of each sequence, -1: none
-    counts       [B] int32: number of drafts that a sequence computes; -1: leave its inputs
+    counts       [B] int32: number of drafts that a sequence computes; -1: do not write its inputs
     query_start  [>= B + 1] int32: its first row of the step
     block_table  [>= B, P] int32
     writes input_ids, positions, slot_mapping [T] and context_lens [>= B], all int32
@@ -61,7 +61,7 @@ def _place_kernel(
     history, lengths, drafts, rows, counts, query_start, block_table, input_ids, positions, slot_mapping, context_lens,
     width, most, blocks, COUNT: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program writes one sequence's rows: COUNT >= 1 + K."""
+    """Write one sequence's rows per program; COUNT >= 1 + K."""
     pdl_start(PDL)
     index = tl.program_id(0)
     row, count = tl.load(rows + index), tl.load(counts + index)
@@ -97,7 +97,7 @@ def launch(
     sm_budget: int | None = None,
     pdl: bool = False,
 ) -> None:
-    """Launch one program per sequence. Ignores `sm_budget`: the launch is small."""
+    """Write the inputs by one program per sequence. Ignores `sm_budget`: the launch is small."""
     require_contiguous("place_drafts", history=history, drafts=drafts, block_table=block_table)
     if len(rows) == 0:
         return

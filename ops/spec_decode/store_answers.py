@@ -38,7 +38,7 @@ def fake(history: torch.Tensor, kept: torch.Tensor, rings: torch.Tensor) -> None
 def _keep_kernel(
     history, kept, rings, width, ring_width, SEPARATOR: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program copies BLOCK tokens of one span."""
+    """Copy BLOCK tokens of one span per program."""
     pdl_start(PDL)
     entry = kept + tl.program_id(0) * 5
     row, first, end = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
@@ -61,7 +61,7 @@ def launch(
     sm_budget: int | None = None,
     pdl: bool = False,
 ) -> None:
-    """Launch a program per span and BLOCK ring positions; most have nothing to copy. Ignores `sm_budget`."""
+    """Copy the spans by one program per span and BLOCK ring positions; most copy nothing. Ignores `sm_budget`."""
     require_contiguous("keep_answers", history=history, kept=kept, rings=rings)
     if len(kept) == 0:
         return

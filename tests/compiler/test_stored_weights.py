@@ -132,7 +132,7 @@ def test_values_of_another_dtype_than_the_config_says_are_refused(tmp_path: Path
     store(base, "fp8")
     fields = json.loads((base.path / "config.json").read_text())
     config = LlamaConfig.from_dict({**fields, "quantization_config": scheme("int8")})
-    with pytest.raises(CheckpointError, match="has dtype F8_E4M3, quantization_config says I8"):
+    with pytest.raises(CheckpointError, match="has dtype F8_E4M3, quantization_config implies I8"):
         Checkpoint(base.path, config).validate(Llama(config, device="meta").checkpoint_tensors())
 
 
@@ -169,7 +169,7 @@ def test_a_tied_head_need_not_be_ignored(tmp_path: Path) -> None:
     model, _ = plain_model(base, [])
     got = PagedRunner(model, 1).step([Chunk(0, TOKENS)])[0]
     torch.testing.assert_close(got, oracle_logits(base, None, TOKENS), atol=1e-4, rtol=0)
-    with pytest.raises(ConfigError, match="ignore does not name lm_head"):
+    with pytest.raises(ConfigError, match="ignore does not list lm_head"):
         LlamaConfig.from_dict({**fields, "tie_word_embeddings": False})
 
 
@@ -178,9 +178,9 @@ def test_a_tied_head_need_not_be_ignored(tmp_path: Path) -> None:
     [
         (
             ["lm_head", "re:.*0.self_attn.k_proj"],
-            r"leaves k_proj of model.layers.0.self_attn in 16 bits .* use the bf16",
+            r"leaves k_proj of model.layers.0.self_attn in 16 bits, .* use the original checkpoint in bf16",
         ),
-        (["lm_head", "re:(?!model).*"], "ignore: a pattern looks ahead or back.*list the modules by name"),
+        (["lm_head", "re:(?!model).*"], "ignore: a pattern has look-ahead.*list the modules by name"),
         (["lm_head", 3], "ignore must be a list of names"),
         (None, "ignore must be a list of names"),
     ],

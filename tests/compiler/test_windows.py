@@ -75,5 +75,5 @@ def test_a_window_bounds_what_attention_reads_and_multiplies() -> None:
 
 def test_explain_names_windows_where_there_are_some() -> None:
     text = program_as_text(explain_program(program_of(DECODE)))
-    assert f"2 of its attentions see the newest {WINDOW} tokens of a sequence only" in text
+    assert f"2 of its attentions read only the newest {WINDOW} tokens of a sequence" in text
     assert "newest" not in program_as_text(explain_program(program_of(DECODE, windowed=False)))

@@ -67,7 +67,7 @@ WRONG: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ("adapters for no prompt", (*ASK, "-a", "shout", "-a", "none"), "2 adapters for 1 prompts", "give one for all"),
     ("too many slots", (*ASK, "--max-loras", "1000"), "--max-loras 1000", "from 0 to 256"),
     ("an adapter misspelled", (*ASK, "-a", "pirat"), "'pirat'", "did you mean pirate?"),
-    ("a model as adapter", (*ASK, "--lora-modules", "x={model}"), "{model} holds a model", "not an adapter"),
+    ("a model as adapter", (*ASK, "--lora-modules", "x={model}"), "{model} contains a model", "not an adapter"),
     (
         "an adapter as model",
         ("generate", "{dora}", "-p", "hi"),
@@ -82,7 +82,7 @@ WRONG: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ("an unknown KV dtype", (*ASK, "--kv-cache-dtype", "fp16"), "'fp16'", "'bf16'"),
     ("two that contradict", (*ASK, "--precision", "bf16", "--kv-cache-dtype", "int8"), "-dtype 'int8'", "'auto'"),
     ("an unknown pass", (*ASK, "--disable-pass", "fuse_silu"), "'fuse_silu'", "did you mean 'fuse_silu_mul'?"),
-    ("a pass that must run", (*ASK, "--disable-pass", "normalize"), "'normalize'", "can't be switched off"),
+    ("a pass that must run", (*ASK, "--disable-pass", "normalize"), "'normalize'", "can't be disabled"),
     ("a layer that there is not", (*ASK, "--hadamard", "99"), "layer 99", "layers 0 to 3"),
     ("layers backwards", (*ASK, "--center-keys", "5-2"), "5-2", "write 2-5"),
     ("no layers at all", (*ASK, "--hadamard", "some"), "'some'", "0,3-7"),

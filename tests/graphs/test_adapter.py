@@ -198,8 +198,8 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"target_modules": [1]}, "target_modules"),
     ({"exclude_modules": {"q": 1}}, "exclude_modules"),
     ({"layers_to_transform": ["0"]}, "layers_to_transform"),
-    ({"r": 16}, "rank 8, adapter_config.json says 16"),
-    ({"rank_pattern": {"q_proj": 4}}, "rank 8, adapter_config.json says 4"),
+    ({"r": 16}, "rank 8, but adapter_config.json has 16"),
+    ({"rank_pattern": {"q_proj": 4}}, "rank 8, but adapter_config.json has 4"),
 ]
 
 
@@ -236,7 +236,7 @@ TENSORS: list[tuple[dict[str, torch.Tensor | None], tuple[str, ...]]] = [
     ({KEY.format("A"): torch.zeros(8)}, (Q0, "[8]")),
     ({KEY.format("A"): torch.full((8, 128), math.nan)}, (KEY.format("A"), "NaN")),
     ({KEY.format("B"): torch.full((256, 8), math.inf)}, (KEY.format("B"), "infinity")),
-    ({KEY.format("B"): torch.full((256, 8), 1e30)}, (KEY.format("B"), "values from 65536 on")),
+    ({KEY.format("B"): torch.full((256, 8), 1e30)}, (KEY.format("B"), "magnitudes of 65536 or more")),
     ({KEY.format("A"): torch.zeros(8, 128, dtype=torch.int8)}, (KEY.format("A"), "I8")),
     ({f"base_model.model.{Q0}.lora_A.default.weight": torch.zeros(8, 128)}, ("both lora_A", Q0)),
     ({f"{Q0}.lora_A.weight": torch.zeros(8, 128)}, ("both lora_A", Q0)),

@@ -173,7 +173,7 @@ def test_a_tensor_in_two_shards(sharded: TinyBase) -> None:
 @pytest.mark.parametrize("shard", ["../outside.safetensors", "/etc/passwd", "model.bin"])
 def test_index_that_leads_elsewhere(sharded: TinyBase, shard: str) -> None:
     (sharded.path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": shard}}))
-    refused(sharded, shard, "which is no safetensors file there")
+    refused(sharded, shard, "which is not a .safetensors file in this directory")
 
 
 @pytest.mark.parametrize("content", ["{}", '{"weight_map": []}', '{"weight_map": {"a": 3}}', "nonsense"])

@@ -230,7 +230,7 @@ REFUSED = [
     ({"architectures": {"a": 1}, "model_type": ["x"]}, "is not supported"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}, "truncate false"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}, "truncate=false"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": -2.0}}, "factor must be a positive number"),
     ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "longrope's short_factor must hold 64"),
     ({"rope_scaling": {"type": "linear"}}, "factor is missing"),

@@ -120,9 +120,9 @@ def test_what_is_no_adapter_is_called_what_it_is(base: TinyBase, adapter: Path, 
     (tmp_path / "empty").mkdir()
     (tmp_path / "file.txt").write_text("x")
     for place, words in (
-        (base.path, "holds a model .*not an adapter"),
+        (base.path, "contains a model .*not an adapter"),
         (tmp_path / "nowhere", "nowhere does not exist"),
-        (tmp_path / "empty", "empty/adapter_config.json does not exist: give the directory that holds"),
+        (tmp_path / "empty", "empty/adapter_config.json does not exist: give the directory with"),
         (tmp_path / "file.txt", "is a file, not an adapter's directory"),
         ("~nobody-of-this-name/x", "cannot be read"),
         ("x" * 5000, "File name too long"),
@@ -144,7 +144,7 @@ def test_pointers_of_git_lfs_are_called_so(base: TinyBase, adapter: Path, name: 
 def test_an_adapter_of_a_deeper_base_is_not_called_damaged(base: TinyBase, tmp_path: Path) -> None:
     deeper = tiny_llama(tmp_path, num_hidden_layers=5)
     (path,) = tiny_adapters(deeper, [AdapterSpec(rank=2)])
-    with pytest.raises(AdapterError, match="has 70 tensors, and 42 are the most: the adapter was trained on another"):
+    with pytest.raises(AdapterError, match="has 70 tensors; at most 42 are allowed: the adapter was trained on"):
         load(base, path)
 
 

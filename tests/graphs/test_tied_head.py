@@ -120,5 +120,5 @@ def test_weights_that_are_read_again_must_not_bring_another_head(tmp_path: Path)
     rewrite(base, same_head)
     Checkpoint(base.path, config).validate(expected, tied=True)
     rewrite(base, own_head)
-    with pytest.raises(CheckpointError, match=r"differs from the embedding.*: start it again"):
+    with pytest.raises(CheckpointError, match=r"differs from the embedding.*: restart it"):
         Checkpoint(base.path, config).validate(expected, tied=True)

@@ -2,7 +2,7 @@
 
 index_html.py      records and programs as JSON values, and the page with these, look.css, page.css and the scripts
 kernel_sources.py  source text of each op: reference, launch, Triton and Gluon functions
-*.js               dom.js, base.js and tabs.js first, then one script a tab
+*.js               dom.js, base.js and tabs.js first, then one script per tab
 
-look.css, dom.js and tabs.js are also the gateway's console's, which reads them as files.
+The gateway's console also uses look.css, dom.js and tabs.js, and reads them as files.
 """

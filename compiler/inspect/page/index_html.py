@@ -1,6 +1,6 @@
 """The page's data as plain JSON values, and its HTML.
 
-Each different line of a graph is stored once.
+The graphs of all passes share most lines, so each distinct line is stored once.
 """
 
 import html
@@ -132,12 +132,12 @@ def _passes(
     ledger: Mapping[str, float],
     options: CompileOptions | None,
 ) -> list[dict[str, Any]]:
-    """Return the passes that ran, with the disabled ones in their places."""
+    """Return all passes in order: those that ran, and the disabled ones."""
     shown = [_pass(record, lines, timings, ledger) for record in records]
     if options is None:
         return shown
     for entry in shown:
-        reason = "" if entry["matches"] or entry["rejected"] else why_off(entry["name"], options)
+        reason = "" if entry["matches"] or entry["rejected"] else disabling_option(entry["name"], options)
         entry |= {"off": reason} if reason else {}
     order = [each.name for each in PASSES]
     for number, each in enumerate(PASSES):
@@ -149,7 +149,7 @@ def _passes(
         count = shown[place - 1]["kernels"][1] if place else shown[0]["kernels"][0]
         about = {"name": each.name, "tier": each.tier, "about": each.about}
         unchanged = {"kernels": [count, count], "changes": [], "before": graph, "after": graph}
-        off = why_off(each.name, options)
+        off = disabling_option(each.name, options)
         shown.insert(place, {**about, "matches": 0, "rejected": [], **unchanged, "off": off})
     return shown
 
@@ -183,8 +183,8 @@ def _program(program: Program, timings: Timings, kernels: Sequence[Sequence[int]
     launched = timings.resources.launches.get(program.name, ())
     if launched and len(launched) != len(program.steps):
         raise TimingsError(
-            f"the resources of {program.name} hold {len(launched)} steps, the program has {len(program.steps)}; dump "
-            "with --resources again"
+            f"the resources of {program.name} have {len(launched)} steps, but the program has {len(program.steps)}; "
+            "dump with --resources again"
         )
     place = {buffer.name: index for index, buffer in enumerate(program.buffers)}
     by_name = program.by_name
@@ -244,7 +244,7 @@ def _program(program: Program, timings: Timings, kernels: Sequence[Sequence[int]
     if measured is not None:
         if len(measured) != len(program.steps):
             raise TimingsError(
-                f"the timings of {program.name} hold {len(measured)} steps, the program has {len(program.steps)}; "
+                f"the timings of {program.name} have {len(measured)} steps, but the program has {len(program.steps)}; "
                 "measure it again"
             )
         shown["measured"] = [[_us(start), _us(end)] for start, end in measured]
@@ -252,7 +252,7 @@ def _program(program: Program, timings: Timings, kernels: Sequence[Sequence[int]
 
 
 def _settings(step: Step) -> str:
-    """Return the arguments that are no tensors, by name."""
+    """Return the arguments that are not tensors, with their names, as text."""
     names = [argument.name for argument in overload_of(step.op)._schema.arguments]
     given = [*zip(names, step.args, strict=False), *step.kwargs]
     shown = [(name, value) for name, value in given if value is not None and not list(views_in(value))]
@@ -266,8 +266,8 @@ def _us(seconds: float) -> float:
 _QUANTIZING = ("quantize_linears", "fuse_quantize")
 
 
-def why_off(name: str, options: CompileOptions) -> str:
-    """Return the option that disables the pass `name`, as `option=value`; "" when it is on."""
+def disabling_option(name: str, options: CompileOptions) -> str:
+    """Return the option that disables the pass `name`, as `option=value`; "" for an enabled pass."""
     if name in options.disable:
         return f"disable_passes={name}"
     if name in LAYERED and getattr(options, name) is False:
@@ -297,7 +297,7 @@ SCRIPTS = (
 
 def render(data: Mapping[str, Any]) -> str:
     """Return `page_data`'s values as HTML text."""
-    # `</script>` can't end the element
+    # escape `</script>`, which would end the element
     text = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=False).replace("<", "\\u003c")
     scripts = "\n".join(part(name) for name in SCRIPTS)
     page = part("page.html")

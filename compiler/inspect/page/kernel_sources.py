@@ -16,8 +16,10 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @dataclass
 class Sources:
-    """`functions`: qualified name -> entry on the page; `ops`: op -> names of its functions (`reference`, `launch`,
-    `kernels`, `helpers`).
+    """Sources of ops.
+
+    functions  qualified name -> entry on the page
+    ops        op -> names of its functions, by kind: `reference`, `launch`, `kernels`, `helpers`
     """
 
     functions: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -25,9 +27,9 @@ class Sources:
 
 
 def kernel_sources(ops: Iterable[str], resources: Mapping[str, Mapping[str, Any]] | None = None) -> Sources:
-    """Return the sources of `ops` (names as in a program; other libraries' have none).
+    """Return the sources of `ops`, named as in a program; ops of other libraries have none.
 
-    `resources`: kernel name -> registers and the like, if known.
+    `resources`: kernel name -> its registers, shared memory and warps, if known.
     """
     sources = Sources()
     for name in sorted(set(ops)):
@@ -47,7 +49,7 @@ def kernel_sources(ops: Iterable[str], resources: Mapping[str, Mapping[str, Any]
 
 
 def _reached(launch: Any) -> Iterator[tuple[Any, bool]]:
-    """Yield (device function, whether Python launches it) for functions reachable from a launch's code, each once."""
+    """Yield (device function, whether Python launches it) for each function reachable from a launch's code, once."""
     queue, seen = [(launch, True)], {id(launch)}
     while queue:
         function, on_host = queue.pop(0)

@@ -30,7 +30,7 @@ from ..base import Context, PassReport, Refused, rewrite_each
 from .quantize_in_blocks import blocks_arguments, has_few_rows
 
 MOST_TOKENS = 32  # from 33 on separate launches are faster on an H200
-FEWEST_CTAS = 0.75  # share of the SMs that the kernel must occupy to be worth it: fewer can't saturate the memory
+FEWEST_CTAS = 0.75  # share of the SMs that the kernel must occupy: with fewer it does not saturate the memory
 
 
 def fuse_decoder_block(graph: fx.Graph, context: Context) -> PassReport:
@@ -44,8 +44,8 @@ def fuse_decoder_block(graph: fx.Graph, context: Context) -> PassReport:
 
     After the last layer there is no q/k/v: the block ends with the residual, the final norm stays. Activations have one
     scale per token and 128 columns. Matches attention of one token per sequence, or a few in steps with drafts. Leaves
-    layers with LoRA, results with other readers, sizes that the kernel does not take, and with whole_layer="auto" sizes
-    without a gain.
+    layers with LoRA, results with other readers, sizes that the kernel does not support, and with whole_layer="auto"
+    sizes that are not faster.
     """
     if context.options.whole_layer == "off":
         return PassReport(0)
@@ -75,12 +75,12 @@ class _Layer:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """Tokens, and columns of attention's output, of the residual stream and of the MLP."""
+        """Number of tokens, and columns of attention's output, of the residual stream and of the MLP."""
         attention, stream, mlp = _weight(self.o)[1], _weight(self.o)[0], _weight(self.down)[1]
         return int(shape_of(bind(self.norm).residual)[0]), int(attention), int(stream), int(mlp)
 
     def fits(self, context: Context, with_qkv: bool) -> str | None:
-        """Return why the kernel does not take these sizes; None if it does."""
+        """Return None if the kernel supports these sizes, else the reason."""
         last = int(_weight(self.qkv)[0]) if with_qkv and self.qkv is not None else 0
         return fits(*self.sizes, last, context.sm_count)
 
@@ -88,42 +88,42 @@ class _Layer:
 def _layer(attention: fx.Node, context: Context) -> _Layer:
     """Follow a layer from its attention on. Raises Refused for a layer that the kernel does not compute."""
     o = _linear(attention)
-    norm = _only(o, "x", add_rms_norm_quant)
+    norm = _only_reader(o, "x", add_rms_norm_quant)
     gate_up = _linear(norm)
-    silu = _only(gate_up, "gate_up", silu_mul_quant)
+    silu = _only_reader(gate_up, "gate_up", silu_mul_quant)
     down = _linear(silu)
-    end = _only(down, "x", add_rms_norm_quant, add_rms_norm)
+    end = _only_reader(down, "x", add_rms_norm_quant, add_rms_norm)
     for joining in (norm, silu, end):
         _without_lora(bind(joining).delta)
     for producer, linear in ((attention, o), (norm, gate_up), (silu, down)):
-        _alone(producer, linear)
+        _check_only_reader(producer, linear)
     if not is_pick(bind(end).residual, norm, 3) or bind(end).eps != bind(norm).eps:
-        raise Refused(f"{end.name} does not go on from the residual of {norm.name}")
+        raise Refused(f"{end.name} does not add to the residual of {norm.name}")
     _check_rotations(attention, norm, silu, end)
     if not has_few_rows(attention):
-        raise Refused("more than one token a sequence")
+        raise Refused("more than one token per sequence")
     qkv, delta = _projection(end)
     layer = _Layer(attention, o, norm, gate_up, silu, down, end, qkv)
     if qkv is not None and layer.fits(context, with_qkv=True):
         layer = replace(layer, qkv=None)
     if layer.qkv is not None:
         _without_lora(delta)
-        _alone(end, layer.qkv)
+        _check_only_reader(end, layer.qkv)
     return layer
 
 
 def _check_rotations(attention: fx.Node, norm: fx.Node, silu: fx.Node, end: fx.Node) -> None:
     """Raise Refused unless activations are rotated as in the kernel for their dtype."""
     rotated = [bind(node).rotate for node in (attention, norm, silu, end) if has_operand(node, "rotate")]
-    whole = bind(attention).dtype == torch.int8
+    is_int8 = bind(attention).dtype == torch.int8
     columns = bind(norm).rotate
-    wanted = [0, columns, SILU_ROTATES, columns] if whole else [0] * 4
-    if rotated != wanted[: len(rotated)] or (whole and not columns):
-        raise Refused("its activations are not rotated as the kernel has it (rotate_activations)")
+    wanted = [0, columns, SILU_ROTATES, columns] if is_int8 else [0] * 4
+    if rotated != wanted[: len(rotated)] or (is_int8 and not columns):
+        raise Refused("its activations are not rotated as in the kernel (rotate_activations)")
 
 
 def _objection(layer: _Layer, context: Context) -> str | None:
-    """Return why a layer stays as it is (its sizes, or no gain), or None."""
+    """Return the reason not to fuse a layer (its sizes, or slower), or None."""
     objection = layer.fits(context, with_qkv=True)
     if objection is not None or context.options.whole_layer != "auto":
         return objection
@@ -136,7 +136,7 @@ def _objection(layer: _Layer, context: Context) -> str | None:
 
 
 def _replace(graph: fx.Graph, layer: _Layer) -> None:
-    """Replace the layer's calls by the block; readers of its last norm read the block."""
+    """Replace the layer's calls by the block; readers of the layer's last norm then read the block."""
     end, norm = bind(layer.end), bind(layer.norm)
     with graph.inserting_before(layer.end):
         rows = insert_call(graph, paged_attention_blocks, blocks_arguments(layer.attention), like=layer.attention)
@@ -170,7 +170,7 @@ def _replace(graph: fx.Graph, layer: _Layer) -> None:
 def _without_lora(delta: fx.Node | None) -> None:
     """Raise Refused for a product with a delta."""
     if delta is not None:
-        raise Refused(f"a LoRA delta joins between its linears ({delta.name})")
+        raise Refused(f"a LoRA delta is added between its linears ({delta.name})")
 
 
 def _projection(end: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
@@ -181,40 +181,38 @@ def _projection(end: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
     if len(found) != 1:
         return None, None
     append = next((user for user in found[0].users if is_call(user, rope_append)), None)
-    if len(_users(end, 1)) > 1 and append is None:  # its LoRA branch ends where this pass does not know it
+    if len(_users(end, 1)) > 1 and append is None:  # a LoRA branch may be added by another op
         return None, None
     return found[0], None if append is None else bind(append).delta
 
 
 def _linear(producer: fx.Node) -> fx.Node:
-    """Return the one linear that reads a producer's quantized row and scale."""
+    """Return the only linear that reads a producer's quantized row and scale."""
     found = [user for user in _users(producer, 1) if is_call(user, linear_8bit)]
     if len(found) != 1:
         raise Refused(f"{producer.name} is read by {len(found)} linears")
-    _adds_nothing(found[0])
+    _check_plain(found[0])
     return found[0]
 
 
-def _alone(producer: fx.Node, linear: fx.Node) -> None:
+def _check_only_reader(producer: fx.Node, linear: fx.Node) -> None:
     """Raise Refused unless the linear is the only reader of `producer` and adds nothing to its product."""
     if any(user is not linear for place in range(3) for user in _users(producer, place)):
-        raise Refused(
-            f"{producer.name} is read by something else than one linear (LoRA that joins elsewhere, if the program "
-            "has it)"
-        )
-    _adds_nothing(linear)
+        raise Refused(f"{producer.name} has other readers than one linear (such as LoRA, if another op adds its delta)")
+    _check_plain(linear)
 
 
-def _adds_nothing(linear: fx.Node) -> None:
+def _check_plain(linear: fx.Node) -> None:
+    """Raise Refused for a linear with a delta or a residual."""
     if bind(linear).delta is not None or bind(linear).residual is not None:
         raise Refused(f"{linear.name} adds something to its product")
 
 
-def _only(node: fx.Node, operand: str, *ops: Op) -> fx.Node:
-    """Return the one reader of a linear's product, one of `ops` with the product as `operand`."""
+def _only_reader(node: fx.Node, operand: str, *ops: Op) -> fx.Node:
+    """Return the only reader of a linear's product: a call of one of `ops` with the product as `operand`."""
     users = list(node.users)
     if len(users) != 1 or not is_call(users[0], *ops) or getattr(bind(users[0]), operand) is not node:
-        raise Refused(f"{node.name} is read by something else than {' or '.join(op.name for op in ops)}")
+        raise Refused(f"{node.name} has other readers than one {' or '.join(op.name for op in ops)}")
     return users[0]
 
 

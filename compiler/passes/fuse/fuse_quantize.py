@@ -12,7 +12,7 @@ from ....ops.elementwise.silu_mul import silu_mul, silu_mul_quant
 from ...graph.nodes import bind, calls, insert_call, insert_picks, is_call, operands_for, picks_of, replace_picks
 from ..base import Context, PassReport, Refused, rewrite_each
 
-# producer -> its quantizing form, with results (y, q, scale) and then the producer's other results
+# producer -> quantizing op, with results (y, q, scale) and then the producer's other results
 FORMS: dict[str, tuple[Op, Op]] = {
     "norm": (rms_norm, rms_norm_quant),
     "add_norm": (add_rms_norm, add_rms_norm_quant),
@@ -27,8 +27,8 @@ def fuse_quantize(graph: fx.Graph, context: Context) -> PassReport:
     before  y = rms_norm(x, weight, eps); q, scale = quantize_rowwise(y, torch.int8, rotate=8); lora(y, ...)
     after   y, q, scale = sidestream.rms_norm_quant(x, weight, eps, keep=True, torch.int8, rotate=8); lora(y, ...)
 
-    `keep` writes the 16-bit row too, where LoRA or another op reads it. Leaves quantizations of any other op, such as
-    rows selected after the last norm.
+    `keep` also writes the 16-bit row, if LoRA or another op reads it. Leaves quantizations of any other op's result,
+    such as rows selected after the last norm.
     """
 
     def fuse(node: fx.Node) -> None:
@@ -37,7 +37,7 @@ def fuse_quantize(graph: fx.Graph, context: Context) -> PassReport:
         producer = bind(value).source if is_call(value, operator.getitem) and bind(value).place == 0 else value
         forms = next((pair for pair in FORMS.values() if is_call(producer, pair[0])), None)
         if forms is None:
-            raise Refused(f"{producer.name} has no quantizing form")
+            raise Refused(f"{producer.name} has no op that also quantizes")
         keep = any(user is not node for user in value.users)
         with graph.inserting_before(producer):
             operands = operands_for(producer, forms[1], keep=keep, dtype=quantized.dtype, rotate=quantized.rotate)

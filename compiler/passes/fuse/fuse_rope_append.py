@@ -28,7 +28,7 @@ from ..base import Context, PassReport, Refused, rewrite_each
 
 @dataclass
 class _Heads:
-    """Rotated heads: their slice of the packed projection, their norm, and their rotation."""
+    """Heads of q, k or v: their slice of the packed projection, their norm, and their rotation."""
 
     packed: fx.Node
     start: int
@@ -47,8 +47,9 @@ def fuse_rope_append(graph: fx.Graph, context: Context) -> PassReport:
             o = paged_attention(q, kv_cache, ...)
 
     The constant of center_keys, the projection's bias and the norms of q's and k's heads (Qwen3) become the op's last
-    arguments. The op takes the append's place in the graph, which orders the mutation. Leaves appends if q, k and v are
-    not the three parts of one packed projection, with equal norms and the same angles (or none).
+    arguments. The op replaces the append at the same position of the graph, because that orders the mutation. Leaves
+    appends unless q, k and v are the three parts of one packed projection, with equal norms and the same angles, if
+    any.
     """
 
     def fuse(append: fx.Node) -> None:
@@ -114,6 +115,6 @@ def _check(q: _Heads, k: _Heads, v: _Heads) -> None:
     if q.angles != k.angles or v.angles is not None:
         raise Refused("q and k are not rotated by the same angles (is lift_rope off?)")
     if len({None if heads.norm is None else bind(heads.norm).eps for heads in (q, k)}) > 1 or v.norm is not None:
-        raise Refused("q and k are not normed alike")
+        raise Refused("q and k have different norms")
     if q.transformed != k.transformed or v.transformed:
         raise Refused("the Hadamard transform is on one side only")

@@ -32,7 +32,7 @@ def fuse_silu_mul(graph: fx.Graph, context: Context) -> PassReport:
     before  add = linear + lora; silu = aten.silu(add[..., :14336]); mul = silu * add[..., 14336:]
     after   silu_mul = sidestream.silu_mul(linear, lora)
 
-    Leaves products if gate and up are not the two halves of one tensor, as pack_projections makes them.
+    Leaves products unless gate and up are the two halves of one tensor, as after pack_projections.
     """
 
     def where(match: Match) -> str | None:
@@ -59,8 +59,8 @@ def fuse_linear_silu_mul(graph: fx.Graph, context: Context) -> PassReport:
             h, q, scale = sidestream.silu_mul_quant(gate_up, None, keep, ...)
     after   h = sidestream.linear_8bit_silu_mul(q, scale, weight, ...); q, scale = sidestream.quantize_rowwise(h, ...)
 
-    For static sizes. Leaves sizes without such a launch in the tuned table, and projections with a LoRA delta, which
-    would wait for the side stream.
+    For static sizes. Leaves sizes without such a launch in the tuned table, and projections with a LoRA delta, since
+    they would wait for the side stream.
     """
 
     def fuse(node: fx.Node) -> None:
@@ -82,7 +82,7 @@ def _check(linear: fx.Node, delta: fx.Node | None) -> None:
     product = bind(linear)
     q, weight = product.q, product.weight
     if any(addend is not None for addend in (delta, product.delta, product.residual)):
-        raise Refused(f"something is added to {linear.name} first")
+        raise Refused(f"another op adds to {linear.name} first")
     if len(linear.users) > 1:
         raise Refused(f"{linear.name} has other readers")
     tokens, (n, k) = shape_of(q).numel() // shape_of(q)[-1], shape_of(weight)

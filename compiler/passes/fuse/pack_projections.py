@@ -18,8 +18,8 @@ def pack_projections(graph: fx.Graph, context: Context) -> PassReport:
     after   linear_3 = aten.linear(x, q_k_v); lora_3 = sidestream.lora(x, a, b, adapter_index, [4096, 1024, 1024])
             add = linear_3 + lora_3; slice = add[..., :4096]; slice_1 = add[..., 4096:5120]; ...
 
-    Biases (split by `lift_bias`) are packed too. Members without LoRA or bias get zeros. Leaves linears with computed
-    weights, and groups with LoRA branches on different adapter indices.
+    Biases (separate after `lift_bias`) are packed too. Members without LoRA or bias get zeros. Leaves linears with
+    computed weights, and groups with LoRA branches on different adapter indices.
     """
     report = PassReport(0)
     groups: dict[fx.Node, list[fx.Node]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Keys and values of a prompt step converted to fp16 once, not in every tile of queries."""
+"""Conversion of a prompt step's keys and values to fp16, once per layer instead of in every tile of queries."""
 
 import torch
 from torch import fx
@@ -11,8 +11,8 @@ from ....ops.core.triton_support import cdiv
 from ...graph.nodes import bind, calls, insert_call, insert_picks, set_operands, shape_of
 from ..base import Context, PassReport, Refused, rewrite_each
 
-FEWEST_TOKENS = 257  # of fewer no sequence has many tiles
-# 256 MB with 8 KV heads, and no memory of its own where the linears' activations take as much
+FEWEST_TOKENS = 257  # with fewer no sequence has many tiles
+# 256 MB with 8 KV heads; the arena does not grow if the activations of linears need as much
 MOST_STEPS = 65536 // STEP_TOKENS
 
 
@@ -20,13 +20,13 @@ def widen_kv_once(graph: fx.Graph, context: Context) -> PassReport:
     """Convert the int8 pages of sequences with many queries to fp16 once before each attention, not in every tile.
 
     before  y = paged_attention(q, kv_cache, kv_scales, block_table, context_lens, query_start, ...)
-    after   plan, pages = widen_plan(block_table, context_lens, query_start, tile, steps)  (once a step)
+    after   plan, pages = widen_plan(block_table, context_lens, query_start, tile, steps)  (once per step)
             wide = widen_kv(kv_cache, kv_scales, pages)
             y = paged_attention(q, kv_cache, kv_scales, block_table, context_lens, query_start, ..., wide, plan)
 
-    The values are unchanged. All layers share the buffer of 65,536 tokens (or what the block table reaches); the GPU
-    decides which sequences use it. For static sizes of many tokens; paged_attention_quant alike. Leaves other caches
-    than int8, windows, and heads without a Gluon kernel for chunks.
+    The values are unchanged. All layers share a buffer of 65,536 tokens (or the most that the block table addresses);
+    the GPU selects the sequences that use it. For static sizes of many tokens, also for paged_attention_quant. Leaves
+    caches that are not int8, windows, and heads without a Gluon kernel for chunks.
     """
     plans: dict[tuple[object, ...], tuple[fx.Node, ...]] = {}
 
@@ -53,12 +53,12 @@ def _check(node: fx.Node) -> None:
     cache = attention.kv_cache
     tokens, heads, dim = shape_of(attention.q)
     if attention.decode:
-        raise Refused("one token a sequence")
+        raise Refused("one token per sequence")
     if attention.window:
         raise Refused(f"its window has {attention.window} tokens, so few tiles read the same ones")
     if cache.meta["val"].dtype != torch.int8:
         raise Refused(f"its cache is {cache.meta['val'].dtype}")
     if not takes_heads(int(heads), int(shape_of(cache)[1]), int(dim)):
-        raise Refused(f"{heads} heads of {dim} on {shape_of(cache)[1]} KV heads: no Gluon kernel for chunks takes them")
+        raise Refused(f"no Gluon kernel for chunks supports {heads} heads of {dim} on {shape_of(cache)[1]} KV heads")
     if tokens < FEWEST_TOKENS:
-        raise Refused(f"{tokens} tokens: gains from {FEWEST_TOKENS} on")
+        raise Refused(f"{tokens} tokens: faster from {FEWEST_TOKENS} on")

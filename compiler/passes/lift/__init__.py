@@ -1,7 +1,7 @@
 """Passes from ATen idioms to semantic ops. Only this folder depends on a model's or a PyTorch release's spelling.
 
 normalize            one spelling for operations that PyTorch spells in several ways
-lift_stored_weights  weights that the checkpoint holds in eight bits
+lift_stored_weights  weights that the checkpoint stores in eight bits
 lift_bias            matmul + add -> linear with bias
 lift_embedding       embedding lookup
 lift_rms_norm        RMSNorm

@@ -18,7 +18,8 @@ def fold_multipliers(graph: fx.Graph, context: Context) -> PassReport:
     after   add = aten.linear(x, W_o) + lora(x, a_o, b_o, ...); add_1 = residual + add
             # the recipes of W_o and b_o end in a factor of 0.22
 
-    Later passes then see a plain model's residual stream. Leaves weights with other readers and computed weights.
+    For later passes the residual stream is then a plain model's. Leaves weights with other readers and computed
+    weights.
     """
 
     def fold(node: fx.Node) -> None:
@@ -31,16 +32,16 @@ def fold_multipliers(graph: fx.Graph, context: Context) -> PassReport:
 
 
 def _scales_weights(product: fx.Node) -> bool:
-    """Whether a product is that of a number and a projection or norm."""
+    """Return whether a product multiplies a projection or norm by a number."""
     factors = bind(product)
     source = through_views(factors.self)
     return isinstance(factors.other, int | float) and is_call(source, aten.linear.default, aten.add.Tensor, rms_norm)
 
 
 def _weights(value: Any) -> list[fx.Node]:
-    """Return the loaded tensors in which `value` is linear, each once."""
+    """Return the loaded tensors in which `value` is linear, each once. Raises Refused."""
     if not isinstance(value, fx.Node) or len(value.users) != 1:
-        raise Refused(f"{getattr(value, 'name', value)} is read by something else too")
+        raise Refused(f"{getattr(value, 'name', value)} has other readers")
     if through_views(value) is not value:
         return _weights(bind(value).self)
     if is_call(value, aten.add.Tensor) and bind(value).alpha == 1:
@@ -54,5 +55,5 @@ def _weights(value: Any) -> list[fx.Node]:
 
 def _loaded(weight: fx.Node) -> fx.Node:
     if weight.op != "placeholder" or "recipe" not in weight.meta or len(weight.users) != 1:
-        raise Refused(f"{weight.name} is not a loaded tensor with this reader alone")
+        raise Refused(f"{weight.name} is not a loaded tensor with this reader only")
     return weight

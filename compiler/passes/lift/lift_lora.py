@@ -1,4 +1,4 @@
-"""LoRA branches -> `sidestream.lora`, one pattern a family."""
+"""LoRA branches -> `sidestream.lora`, one pattern per implementation of LoRA."""
 
 from math import prod
 
@@ -14,7 +14,7 @@ from ..base import Context, PassReport
 
 RANK_STEP = 16
 
-# Our own Llama: stacked adapters, one index per token, -1 for none.
+# Sidestream's Llama: stacked adapters, one index per token, -1 for no adapter.
 _slot = call(aten.clamp.default, any_("adapter_index"), 0)
 _shrunk = call(
     aten.bmm.default, call(aten.index.Tensor, any_("a"), [_slot]), call(aten.unsqueeze.default, any_("x"), -1)
@@ -23,7 +23,7 @@ _expanded = call(aten.squeeze.dim, call(aten.bmm.default, call(aten.index.Tensor
 _active = call(aten.unsqueeze.default, call(aten.ge.Scalar, any_("adapter_index"), 0), -1)
 STACKED = _expanded * cast(_active)
 
-# peft around transformers' Llama: one adapter for all tokens, scaled after B.
+# transformers' Llama with peft: one adapter for all tokens, scaled after B.
 PEFT = call(aten.linear.default, call(aten.linear.default, cast(any_("x")), any_("a")), any_("b")) * const("scaling")
 
 
@@ -34,8 +34,9 @@ def lift_lora(graph: fx.Graph, context: Context) -> PassReport:
     after   lora = sidestream.lora(x, lora_a, lora_b, adapter_index, [4096])
             # lora_a, lora_b: stacks by adapter slot
 
-    Matches stacked adapters with an index per token (our Llama) and peft's single adapter: its scaling moves into B's
-    recipe, its rank is padded to a multiple of 16. Leaves branches of computed A or B (merged or quantized ones).
+    Matches stacked adapters with an index per token (Sidestream's Llama) and peft's single adapter: its scaling moves
+    into B's recipe, and its rank is padded to a multiple of 16. Leaves branches with computed A or B (merged or
+    quantized adapters).
     """
     stacked, _ = find(graph, STACKED)
     for match in stacked:
@@ -53,13 +54,13 @@ def lift_lora(graph: fx.Graph, context: Context) -> PassReport:
     shared: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
     for match in single:
         _lift_single(graph, match, shared)
-    return PassReport(len(stacked) + len(single), rejected + _unlifted(graph))
+    return PassReport(len(stacked) + len(single), rejected + _near_misses(graph))
 
 
 def _lift_single(graph: fx.Graph, match: Match, shared: dict[fx.Node, tuple[fx.Node, fx.Node]]) -> None:
-    """Lift peft's branch to stacks of one slot with every token in it.
+    """Lift peft's branch to stacks of one slot, which all tokens use.
 
-    `shared` keeps the flattened form and the index of each activation.
+    `shared`: activation -> (its flattened form, its adapter index), for branches with the same activation.
     """
     x, a, b = match["x"], match["a"], match["b"]
     rank, width = int(shape_of(a)[0]), int(shape_of(b)[0])
@@ -90,8 +91,8 @@ def _lift_single(graph: fx.Graph, match: Match, shared: dict[fx.Node, tuple[fx.N
     match.root.replace_all_uses_with(shaped)
 
 
-def _unlifted(graph: fx.Graph) -> list[str]:
-    """Return near-misses: inputs called lora_a that another op than a lifted one reads."""
+def _near_misses(graph: fx.Graph) -> list[str]:
+    """Return near-misses: readers of inputs named lora_a that are not lifted."""
     stacks = [node for node in graph.nodes if node.op == "placeholder" and "lora_a" in node.name.lower()]
     return [
         f"{user.name}: reads {node.name} in a form without a LoRA pattern"
@@ -102,5 +103,5 @@ def _unlifted(graph: fx.Graph) -> list[str]:
 
 
 def _is_dead(node: fx.Node) -> bool:
-    """Whether `node` has no live reader (the driver removes it after the pass)."""
+    """Return whether `node` has no live reader; the driver removes such nodes after the pass."""
     return not node.is_impure() and all(_is_dead(user) for user in node.users)

@@ -13,13 +13,14 @@ RMS_NORM = any_("weight") * cast(_wide * call(aten.rsqrt.default, _mean + const(
 
 
 def lift_rms_norm(graph: fx.Graph, context: Context) -> PassReport:
-    """Replace Llama's norm, in fp32, rounded before the weight: weight * (x * rsqrt(mean(x ** 2) + eps)).to(dtype).
+    """Replace Llama's norm, computed in fp32 and rounded before the weight is applied.
 
     before  pow_1 = aten.pow.Tensor_Scalar(x, 2); mean = aten.mean.dim(pow_1, [-1], True); add = mean + 1e-05
             rsqrt = aten.rsqrt(add); mul = x * rsqrt; mul_1 = weight * mul
     after   rms_norm = sidestream.rms_norm(x, weight, 1e-05)
 
-    Leaves weights other than a vector over the last dimension, and inner values with other readers.
+    The norm is weight * (x * rsqrt(mean(x ** 2) + eps)).to(dtype). Leaves weights that are not a vector over the last
+    dimension, and inner values with other readers.
     """
 
     def where(match: Match) -> str | None:

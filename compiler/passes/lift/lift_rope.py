@@ -60,7 +60,7 @@ COSINE = call(aten.cos.default, call(aten.unsqueeze.default, call(aten.cat.defau
 
 
 def lift_rope_angles(graph: fx.Graph, context: Context) -> PassReport:
-    """Replace the table of angles, which all layers read, one row a token.
+    """Replace the table of angles, which has one row per token and is read by all layers.
 
     before  mul = positions.float().unsqueeze(-1) * inv_freq; cat = aten.cat([mul, mul], -1).unsqueeze(1)
             cos = aten.cos(cat); sin = aten.sin(cat)
@@ -72,7 +72,7 @@ def lift_rope_angles(graph: fx.Graph, context: Context) -> PassReport:
     def where(match: Match) -> str | None:
         if len(shape_of(match["positions"])) != 1:
             return f"{match['positions'].name} has {len(shape_of(match['positions']))} dimensions, not one"
-        return None if _sine(match.root) is not None else f"{match.root.name} comes without a sine of the same angles"
+        return None if _sine(match.root) is not None else f"{match.root.name} has no sine of the same angles"
 
     matches, rejected = find(graph, COSINE, anchor=aten.cos.default, where=where)
     for match in matches:
@@ -87,5 +87,5 @@ def lift_rope_angles(graph: fx.Graph, context: Context) -> PassReport:
 
 
 def _sine(cosine: fx.Node) -> fx.Node | None:
-    """Return the sine of the same angles."""
+    """Return the sine of the same angles; None without one."""
     return next((user for user in bind(cosine).self.users if is_call(user, aten.sin.default)), None)

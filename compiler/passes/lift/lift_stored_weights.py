@@ -15,8 +15,8 @@ def lift_stored_weights(graph: fx.Graph, context: Context) -> PassReport:
     before  mul = weight.float() * weight_scale; linear = aten.linear(x, mul.to(torch.bfloat16))
     after   linear = aten.linear(x, weight_dequantized)  # recipe: dequantize(weight, weight_scale)
 
-    `quantize_linears` uses values and scales unchanged; other passes see an ordinary weight. Leaves products of
-    computed tensors.
+    `quantize_linears` uses values and scales unchanged; for other passes this is a weight like any other. Leaves
+    products of computed tensors.
     """
 
     def lift(node: fx.Node) -> None:
@@ -24,7 +24,7 @@ def lift_stored_weights(graph: fx.Graph, context: Context) -> PassReport:
         product = _through_casts(weight)
         values, scales = _through_casts(bind(product).self), bind(product).other
         if not all(isinstance(each, fx.Node) and each.meta.get("kind") == "weight" for each in (values, scales)):
-            raise Refused(f"{product.name} is no product of two loaded weights")
+            raise Refused(f"{product.name} is not a product of two loaded weights")
         stored, dtype = values.meta["val"].dtype, weight.meta["val"].dtype
         recipe = dequantize(values.meta["recipe"], scales.meta["recipe"], stored, dtype)
         name = f"{values.name}_dequantized"

@@ -40,7 +40,7 @@ def normalize(graph: fx.Graph, context: Context) -> PassReport:
 
 
 def _same_as(node: fx.Node) -> fx.Node | None:
-    """Return the argument that `node` repeats, if it does."""
+    """Return the argument that a no-op returns unchanged; None for other nodes."""
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node):
         return None
@@ -66,7 +66,7 @@ def _same_as(node: fx.Node) -> fx.Node | None:
 
 
 def _only_part(node: fx.Node) -> fx.Node | None:
-    """Return the only tensor of a concatenation that is not empty."""
+    """Return the only nonempty tensor of a concatenation; None if there are several."""
     if not is_call(node, aten.cat.default):
         return None
     full = [part for part in bind(node).tensors if 0 not in shape_of(part)]
@@ -74,7 +74,7 @@ def _only_part(node: fx.Node) -> fx.Node | None:
 
 
 def _slice_of_chunk(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """Return a slice in place of a pick of a chunk."""
+    """Insert and return a slice that replaces a part of a chunk; None for other nodes."""
     if not is_call(node, operator.getitem) or not is_call(bind(node).source, aten.chunk.default, aten.split.Tensor):
         return None
     whole, place = bind(node).source, bind(node).place
@@ -94,7 +94,7 @@ def _is_full_slice(node: fx.Node) -> bool:
 
 
 def _drop_defaults(node: fx.Node) -> None:
-    """Drop arguments that repeat the schema's default, so that patterns see the short form."""
+    """Drop arguments that equal the schema's default, so that a pattern needs only the short form."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return
     arguments = node.target._schema.arguments

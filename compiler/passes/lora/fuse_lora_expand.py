@@ -1,4 +1,4 @@
-"""LoRA deltas of a prompt step -> part of the linears that they join."""
+"""LoRA deltas of a prompt step -> part of the linears to which they are added."""
 
 import operator
 
@@ -12,20 +12,20 @@ from ....ops.lora.plan import lora_active, lora_plan
 from ...graph.nodes import aten, bind, calls, copy_marks, insert_call, is_call, set_operands, shape_of
 from ..base import Context, PassReport, Refused, rewrite_each
 
-FEWEST_TOKENS = 257  # fewer are bound by the weights' bytes: there the expand runs at the same time
+FEWEST_TOKENS = 257  # with fewer, linears are bound by bytes, and the expand runs at the same time
 
 
 def fuse_lora_expand(graph: fx.Graph, context: Context) -> PassReport:
-    """Let a prompt step's linear compute and add its LoRA delta in its own tiles, without writing the delta.
+    """Compute a prompt step's LoRA delta in the tiles of its linear, without writing the delta.
 
     before  y = linear_8bit(q, s, w, ws, ...); delta = lora_expand(planes, b, order, tiles, tile, slices, bs)
             h = silu_mul(y, delta, ...)
     after   y = linear_8bit_lora(q, s, w, ws, planes, b, bs, adapter_index, active, slices, bf16)
             h = silu_mul(y, None, ...)
 
-    `active` lists the adapters of each 128 tokens, once a step (`lora_active`). For static sizes of many tokens, in
-    int8. Leaves deltas with several readers or in a plain sum, sizes that the kernel does not take, and everything with
-    lora_lowering="serial" or "side_stream".
+    `active` lists the adapters of each 128 tokens and is computed once per step (`lora_active`). For static sizes of
+    many tokens, in int8. Leaves deltas with several readers or in a plain sum, sizes that the kernel does not support,
+    and all deltas with lora_lowering="serial" or "side_stream".
     """
     active: dict[fx.Node, fx.Node] = {}
 
@@ -50,17 +50,17 @@ def fuse_lora_expand(graph: fx.Graph, context: Context) -> PassReport:
 
 
 def _joined(expand: fx.Node, lowering: str) -> tuple[fx.Node, fx.Node]:
-    """Return (the linear that a delta joins, the op that adds it now). Raises Refused."""
+    """Return (the linear of a delta, the op that adds the two). Raises Refused."""
     b, order, slices = bind(expand).b, bind(expand).token_order, bind(expand).slices
     if lowering != "auto":
         raise Refused(f"lora_lowering is {lowering}")
     if not is_call(order, operator.getitem) or not is_call(bind(order).source, lora_plan):
-        raise Refused("it is not planned here")
+        raise Refused("its token order is not from a lora_plan of this graph")
     if len(expand.users) != 1:
         raise Refused("more than one op reads it")
     reader = next(iter(expand.users))
     if is_call(reader, aten.add.Tensor):
-        raise Refused(f"{reader.name} is a sum, which can't go without it")
+        raise Refused(f"{reader.name} is a plain sum, not an op with an optional delta")
     shape, operands = shape_of(expand), reader.all_input_nodes
     linears = [each for each in operands if is_call(each, linear_8bit) and shape_of(each) == shape]
     if len(linears) != 1 or len(linears[0].users) != 1:
@@ -68,12 +68,12 @@ def _joined(expand: fx.Node, lowering: str) -> tuple[fx.Node, fx.Node]:
     product = bind(linears[0])
     q, scale, out_dtype = product.q, product.scale, product.out_dtype
     if product.delta is not None or product.residual is not None or scale.meta["val"].dim() != 1:
-        raise Refused(f"something is added to {linears[0].name} first, or its activations have scales by block")
+        raise Refused(f"another op adds to {linears[0].name} first, or its activations have block scales")
     if any(each.meta["val"].dtype != torch.int8 for each in (q, product.weight, b)) or out_dtype != torch.bfloat16:
-        raise Refused("the launch takes int8 and makes bf16")
+        raise Refused("the kernel supports only int8 operands and bf16 results")
     (tokens, k), (slots, _n, rank) = shape_of(q), shape_of(b)
     if tokens < FEWEST_TOKENS:
-        raise Refused(f"{tokens} tokens: LoRA gains by it from {FEWEST_TOKENS} on")
+        raise Refused(f"{tokens} tokens: faster from {FEWEST_TOKENS} on")
     reason = fits(int(tokens), int(k), tuple(slices), int(rank), int(slots))
     if reason:
         raise Refused(reason)

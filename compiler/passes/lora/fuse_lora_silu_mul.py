@@ -17,16 +17,16 @@ FEWEST_TOKENS, MOST_TOKENS = 33, 256
 
 
 def fuse_lora_silu_mul(graph: fx.Graph, context: Context) -> PassReport:
-    """Let a decode step's SiLU * mul compute the LoRA delta of gate and up, without writing the delta.
+    """Compute a decode step's LoRA delta of gate and up in SiLU * mul, without writing the delta.
 
     before  delta = lora_expand(planes, b, order, tiles, tile, [14336, 14336], bs)
             h, q, s = silu_mul_quant(gate_up, delta, keep, int8, rotate)
     after   ranks, step = lora_round(planes, 2)  # on the side stream
             h = silu_mul_lora(gate_up, ranks, step, b, bs, order, tiles, tile); q, s = quantize_rowwise(h, int8, rotate)
 
-    The expand would run during the projection, slow it down and end after it; the rounding in its lane is small. For
-    static sizes, with adapters in int8. Leaves deltas with several readers, other slices than gate and up, token counts
-    without a measured gain, sizes that the kernel does not take, and everything with lora_lowering="serial" or
+    The expand would run during the projection, slow it down and end after it; the rounding on its lane is short. For
+    static sizes, with adapters in int8. Leaves deltas with several readers, slices other than gate and up, token counts
+    without a measured gain, sizes that the kernel does not support, and all deltas with lora_lowering="serial" or
     "side_stream".
     """
 
@@ -53,15 +53,15 @@ def _check(gate_up: fx.Node, delta: fx.Node, lowering: str) -> None:
     if len(delta.users) != 1:
         raise Refused(f"more than one op reads {delta.name}")
     if b.meta["val"].dtype != torch.int8:
-        raise Refused(f"its adapters are {b.meta['val'].dtype}, and the launch takes torch.int8")
+        raise Refused(f"its adapters are {b.meta['val'].dtype}; the kernel supports only torch.int8")
     (tokens, columns), rank = shape_of(delta), shape_of(b)[2]
     if shape_of(gate_up) != shape_of(delta) or list(slices) != [columns // 2] * 2:
         raise Refused(
             f"a delta {tuple(shape_of(delta))} of {', '.join(map(str, slices))} columns for "
-            f"{tuple(shape_of(gate_up))}: no gate and up"
+            f"{tuple(shape_of(gate_up))} is not that of gate and up"
         )
     if not FEWEST_TOKENS <= tokens <= MOST_TOKENS:
-        raise Refused(f"{tokens} tokens: LoRA gains by it from {FEWEST_TOKENS} to {MOST_TOKENS}")
+        raise Refused(f"{tokens} tokens: faster from {FEWEST_TOKENS} to {MOST_TOKENS}")
     reason = fits(int(rank))
     if reason:
         raise Refused(reason)

@@ -1,4 +1,4 @@
-"""LoRA -> plan, shrink, expand, marked for the side stream."""
+"""LoRA -> plan, shrink and expand, marked for the side stream."""
 
 from torch import fx
 
@@ -16,12 +16,12 @@ def lower_lora(graph: fx.Graph, context: Context) -> PassReport:
     """Lower each LoRA branch to shrink and expand, with one plan per step that groups tokens by adapter.
 
     before  lora = sidestream.lora(x, a, b, adapter_index, [4096])
-    after   token_order, tiles = sidestream.lora_plan(adapter_index, 8, tile)      # once a step
+    after   token_order, tiles = sidestream.lora_plan(adapter_index, 8, tile)      # once per step
             planes = sidestream.lora_shrink(x, a, token_order, tiles, tile, splits)
             delta = sidestream.lora_expand(planes, b, token_order, tiles, tile, [4096])
 
-    The three are marked with meta["stream"] = "side", and meta["sm_share"] if the options have one; each bucket's
-    schedule decides their lane. Specialization sets tile and splits where the token count is symbolic.
+    The three are marked with meta["stream"] = "side", and with meta["sm_share"] if the options have one; each bucket's
+    schedule decides their lane. With a symbolic token count, specialization sets tile and splits.
     """
     plans: dict[tuple[fx.Node, int], tuple[fx.Node, fx.Node]] = {}
 

@@ -14,14 +14,14 @@ from ..base import Context, PassReport, Refused, rewrite_each
 
 
 def quantize_lora(graph: fx.Graph, context: Context) -> PassReport:
-    """Quantize adapter stacks with one scale a row; shrinks read the same quantized activations as the linear.
+    """Quantize adapter stacks with one scale per row; shrinks read the same quantized activations as the linear.
 
     before  q, scale = sidestream.quantize_rowwise(x, ...); lora = sidestream.lora(x, a, b, adapter_index, [4096])
     after   lora = sidestream.lora(q, a_int8, b_int8, adapter_index, [4096], a_scale, b_scale, scale)
 
-    Rows are quantized when an adapter is loaded: B with alpha / rank, A rotated as the activations. 16-bit activations
-    stay with `lora_input="bf16"`, or where no linear has quantized them. Runs for lora_dtype="int8" and "fp8" (`auto`:
-    int8 in int8 mode). Leaves computed and quantized stacks.
+    Rows are quantized when an adapter is loaded: B with alpha / rank, A rotated as the activations. Shrinks read 16-bit
+    activations with `lora_input="bf16"`, or if no linear has quantized them. Runs for lora_dtype="int8" and "fp8"
+    (`auto`: int8 in int8 mode). Leaves computed and quantized stacks.
     """
     if not context.options.quantizes_lora:
         return PassReport(0)
@@ -65,7 +65,7 @@ def _quantized_stack(graph: fx.Graph, stack: fx.Node, dtype: torch.dtype, rotate
 
 
 def _rounded(x: Any) -> fx.Node | None:
-    """Return the quantization of x for a linear; None without one, or if one of its results has no reader."""
+    """Return a linear's quantization of x; None without one, or if one of its results has no reader."""
     found = next((user for user in x.users if is_call(user, quantize_rowwise)), None)
     return found if found is not None and _results(found) is not None else None
 
@@ -77,6 +77,6 @@ def _results(rounded: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _later(graph: fx.Graph, node: fx.Node, *others: fx.Node) -> fx.Node:
-    """Return a place before the delta's first reader and after `node` and `others`."""
+    """Return a node before the delta's first reader and not before `node` and `others`, to insert the branch there."""
     order = {each: place for place, each in enumerate(graph.nodes)}
     return max((node, *others), key=order.__getitem__).next

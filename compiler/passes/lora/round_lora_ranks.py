@@ -1,4 +1,4 @@
-"""Ranks of a decode step's LoRA branches summed and rounded once, not in every program of the expand."""
+"""Rounding of the ranks of a decode step's LoRA branches, once instead of in every program of the expand."""
 
 import torch
 from torch import fx
@@ -10,8 +10,8 @@ from ....ops.lora.shrink import lora_shrink
 from ...graph.nodes import bind, calls, copy_marks, insert_call, insert_picks, is_call, shape_of
 from ..base import Context, PassReport, Refused, rewrite_each
 
-WIDE = 8192  # a branch of more input or output features than this is a wide one
-WIDE_TOKENS, ALL_TOKENS = (8, 32), (65, 256)  # where wide branches gain, where all do (H200, whole layers)
+WIDE = 8192  # a wide branch has more input or output features than this
+WIDE_TOKENS, ALL_TOKENS = (8, 32), (65, 256)  # tokens for which wide branches, and all branches, are faster (H200)
 
 
 def round_lora_ranks(graph: fx.Graph, context: Context) -> PassReport:
@@ -23,8 +23,8 @@ def round_lora_ranks(graph: fx.Graph, context: Context) -> PassReport:
             delta = lora_expand_rounded(ranks, step, b, bs, order, tiles, tile, [4096])
 
     The expand then needs few registers, no shared memory and one short load, so it runs next to the projection; the
-    shrink may make more planes. For static sizes, with adapters in int8. Leaves sizes without a measured gain, sizes
-    that the kernel does not take, and everything with lora_lowering="serial" or "side_stream".
+    shrink may compute more planes. For static sizes, with adapters in int8. Leaves sizes without a measured gain, sizes
+    that the kernel does not support, and all branches with lora_lowering="serial" or "side_stream".
     """
 
     def rewrite(node: fx.Node) -> None:
@@ -42,7 +42,7 @@ def round_lora_ranks(graph: fx.Graph, context: Context) -> PassReport:
 
 
 def insert_rounded(graph: fx.Graph, expand: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Insert the rounding of what `expand` reads, in its lane; adapt the shrink's splits. Return (ranks, step)."""
+    """Insert the rounding of `expand`'s planes on its lane, set the shrink's splits, and return (ranks, step)."""
     _split_for_rounding(graph, expand)
     with graph.inserting_before(expand):
         rounded = insert_call(graph, lora_round, (bind(expand).planes, len(bind(expand).slices)), like=expand)
@@ -52,7 +52,7 @@ def insert_rounded(graph: fx.Graph, expand: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 
 def _split_for_rounding(graph: fx.Graph, expand: fx.Node) -> None:
-    """Give the shrink the split count that is best when another op sums the planes."""
+    """Set the shrink's number of splits to the best one if a separate op sums the planes."""
     shrink = bind(expand).planes
     if not is_call(shrink, lora_shrink) or len(shrink.users) != 1:
         return
@@ -75,14 +75,14 @@ def _check(expand: fx.Node, lowering: str) -> None:
     if lowering != "auto":
         raise Refused(f"lora_lowering is {lowering}")
     if b.meta["val"].dtype != torch.int8:
-        raise Refused(f"its adapters are {b.meta['val'].dtype}, and the launch takes torch.int8")
+        raise Refused(f"its adapters are {b.meta['val'].dtype}; the kernel supports only torch.int8")
     wide = max(features, columns) > WIDE
     if not (wide and WIDE_TOKENS[0] <= tokens <= WIDE_TOKENS[1]) and not ALL_TOKENS[0] <= tokens <= ALL_TOKENS[1]:
         ranges = (
             f"from {ALL_TOKENS[0]} to {ALL_TOKENS[1]}, branches of more than {WIDE} features from "
             f"{WIDE_TOKENS[0]} to {WIDE_TOKENS[1]} too"
         )
-        raise Refused(f"{tokens} tokens, {features} to {columns} features: LoRA gains by it {ranges}")
+        raise Refused(f"{tokens} tokens, {features} to {columns} features: faster {ranges}")
     reason = fits(int(shape_of(b)[2]))
     if reason:
         raise Refused(reason)

@@ -8,7 +8,7 @@ from ....ops.elementwise.rms_norm import add_rms_norm_quant
 from ...graph.nodes import aten, bind, calls, insert_call, is_call, picks_of, set_operands, shape_of, split_delta
 from ..base import Context, PassReport, Refused, rewrite_each
 
-RESIDUAL = 3  # the place of the new residual among the results
+RESIDUAL = 3  # index of the new residual in the results
 
 
 def fuse_all_reduce_norm(graph: fx.Graph, context: Context) -> PassReport:
@@ -18,8 +18,8 @@ def fuse_all_reduce_norm(graph: fx.Graph, context: Context) -> PassReport:
             _, q, s, r = sidestream.add_rms_norm_quant(o, residual, None, weight, ...)
     after   _, q, s, r = sidestream.all_reduce_add_rms_norm_quant(linear, residual, lora, weight, ..., "tp2", ...)
 
-    The sum is not rounded before the residual is added. `spread` lets a rank keep its own rows of the new residual,
-    where only such norms read it. Leaves sums with other readers, such as the last (rows are selected).
+    The sum is not rounded before the residual is added. If only such norms read the new residual, `spread` lets each
+    rank store its own rows of it only. Leaves sums with other readers, such as the last one (rows are selected).
     """
 
     def fuse(node: fx.Node) -> None:
@@ -45,13 +45,13 @@ def _check(node: fx.Node, norm: fx.Node) -> None:
     if len(node.users) > 1:
         raise Refused(f"its sum is read by {', '.join(user.name for user in node.users)}")
     if not is_call(norm, add_rms_norm_quant):
-        raise Refused(f"{norm.name} is no norm that quantizes")
+        raise Refused(f"{norm.name} is not a quantizing norm")
     if bind(norm).delta is not None:
-        raise Refused(f"{norm.name} adds {bind(norm).delta.name}, which no rank has a part of")
+        raise Refused(f"{norm.name} adds {bind(norm).delta.name}, which is not a partial result")
 
 
 def _partial_and_delta(value: fx.Node) -> tuple[fx.Node, fx.Node | None]:
-    """Return the two terms of a rank's part, if it is a sum without other readers."""
+    """Return (partial result, delta) of a rank's sum of both; (value, None) for other values."""
     partial, delta = split_delta(value)
     if delta is None and is_call(value, aten.add.Tensor) and bind(value).alpha == 1:  # LoRA has become kernels already
         partial, delta = bind(value).self, bind(value).other
@@ -61,7 +61,7 @@ def _partial_and_delta(value: fx.Node) -> tuple[fx.Node, fx.Node | None]:
 
 
 def _stays_with_owners(node: fx.Node) -> bool:
-    """Whether such norms are the only readers of the new residual, as their residual."""
+    """Return whether all readers of the new residual are such norms, with it as their residual."""
     residuals = [pick for place, pick in picks_of(node) if place == RESIDUAL]
     return all(
         is_call(user, all_reduce_add_rms_norm_quant) and bind(user).names_of(pick) == ["residual"]

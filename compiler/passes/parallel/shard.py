@@ -34,7 +34,7 @@ from ...graph.recipe import Recipe, Share, SliceError, cat, sliced, zeros
 from ...options import TENSOR_PARALLEL, OptionError
 from ..base import Context, PassReport, Refused
 
-ALIGNMENT = 16  # of rows and columns of a linear in eight bits
+ALIGNMENT = 16  # rows and columns of a linear in eight bits are multiples of this
 
 
 @dataclass(frozen=True)
@@ -66,18 +66,18 @@ def shard(graph: fx.Graph, context: Context) -> PassReport:
             all_gather = sidestream.all_gather(logits, "tp2", 128256), unless gather_logits is off
 
     A column-parallel LoRA delta needs all of A. A row-parallel one needs all of B, is a partial sum like the linear's,
-    and is reduced with it. Rank 0 adds a row-parallel bias. With fewer KV heads than ranks, several ranks have the
-    same. Recipes cut first, so that a rank reads only its share of the checkpoint. Runs with tensor_parallel above 1,
-    and counts collectives: two a layer, and one for the logits. Leaves the whole graph if it has an unknown projection.
-    Raises OptionError for sizes that `tensor_parallel` does not divide.
+    and is reduced with it. Rank 0 adds a row-parallel bias. With fewer KV heads than ranks, several ranks have the same
+    heads. Recipes slice first, so that a rank reads only its share of the checkpoint. Runs with tensor_parallel above
+    1. The matches are collectives: two per layer, and one for the logits. Leaves the whole graph if it has an unknown
+    projection. Raises OptionError for sizes that `tensor_parallel` does not divide.
     """
     report, options = PassReport(0), context.options
     world = options.tensor_parallel
     if world == 1:
         return report
-    found = _Found(world, options.tensor_parallel_rank, ALIGNMENT if options.quantizes else 1)
+    found = _Parts(world, options.tensor_parallel_rank, ALIGNMENT if options.quantizes else 1)
     try:
-        found.look(graph)
+        found.find(graph)
     except Refused as refusal:
         report.rejected.append(str(refusal))
         return report
@@ -87,9 +87,7 @@ def shard(graph: fx.Graph, context: Context) -> PassReport:
         for branch in found.rows:
             split_rows(graph, branch, found.share)
     except SliceError as error:
-        raise OptionError(
-            f"tensor_parallel={world} would cut {error} apart; choose a smaller tensor_parallel"
-        ) from error
+        raise OptionError(f"tensor_parallel={world} would split {error}; choose a smaller tensor_parallel") from error
     for view, share in found.views.items():
         split_heads(view, share)
     for cache, share in found.caches.items():
@@ -112,10 +110,10 @@ def _insert_after(graph: fx.Graph, node: fx.Node, op: object, *arguments: object
 
 
 @dataclass
-class _Found:
-    """The parts of a graph to split; `look` changes nothing.
+class _Parts:
+    """The parts of a graph to split; `find` does not change the graph.
 
-    columns   node of a packed projection's result -> its branch, and the projections in it
+    columns   result node of a packed projection -> its branch, and the projections in it
     rows      branches with partial sums as results
     views     views of results as heads
     caches    KV caches
@@ -135,7 +133,7 @@ class _Found:
         """This rank's share of parts that the ranks divide equally."""
         return Share(self.rank, self.world)
 
-    def look(self, graph: fx.Graph) -> None:
+    def find(self, graph: fx.Graph) -> None:
         """Find all parts. Raises Refused or OptionError."""
         calls = [node for node in graph.nodes if node.op == "call_function"]
         appends = {bind(node).kv_cache: node for node in calls if is_call(node, append_kv)}
@@ -152,7 +150,7 @@ class _Found:
         heads, kv_heads = int(shape_of(query)[1]), int(shape_of(cache)[1])
         self._check("attention heads", heads)
         self._check("KV heads", kv_heads, replicates=True)
-        replicated = max(1, self.world // kv_heads)  # ranks that hold the same KV heads
+        replicated = max(1, self.world // kv_heads)  # ranks with the same KV heads
         kv_share = Share(self.rank // replicated, self.world // replicated)
         self._heads(query, self.share)
         for value in (bind(append).k, bind(append).v):
@@ -172,8 +170,8 @@ class _Found:
         self._check("columns of the MLP (intermediate_size)", width)
         if width // self.world % self.alignment:
             raise OptionError(
-                f"tensor_parallel={self.world} leaves a rank {width // self.world} columns of the MLP "
-                f"(intermediate_size {width}), and eight bits need multiples of {self.alignment}; choose a smaller "
+                f"tensor_parallel={self.world} gives each rank {width // self.world} columns of the MLP "
+                f"(intermediate_size {width}), but eight bits need a multiple of {self.alignment}; choose a smaller "
                 "tensor_parallel, or precision='bf16'"
             )
         self.rows.append(self._row(product))
@@ -203,44 +201,44 @@ class _Found:
         source, start, end = slice_range(value) or (value, 0, int(shape_of(value)[-1]))
         linear, _ = split_bias(split_delta(source)[0])
         if not is_call(linear, aten.linear.default) or branch_of(linear).joined is not source:
-            raise Refused(f"{source.name} is no projection with its bias and LoRA (is lift_lora or lift_bias off?)")
+            raise Refused(f"{source.name} is not a projection with its bias and LoRA (is lift_lora or lift_bias off?)")
         _, projections = self.columns.setdefault(source, (branch_of(linear), []))
         projections.append(Projection(start, end, share))
 
     def _row(self, source: fx.Node) -> Branch:
-        """Return the projection that reads `source`."""
+        """Return the only projection that reads `source`. Raises Refused."""
         linears = [user for user in source.users if is_call(user, aten.linear.default)]
         branch = branch_of(linears[0]) if len(linears) == 1 else None
         others = [user.name for user in source.users if branch is None or user not in (branch.linear, branch.lora)]
         if branch is None or others:
-            raise Refused(f"{source.name} is not read by one projection alone, but by {', '.join(others)}")
+            raise Refused(f"{source.name} has other readers than one projection: {', '.join(others)}")
         return branch
 
     def _check_complete(self, calls: Iterable[fx.Node]) -> None:
-        """Check that every linear, LoRA branch and packed column was found."""
-        known = {node for branch, _ in self.columns.values() for node in (branch.linear, branch.lora)}
-        known |= {node for branch in self.rows for node in (branch.linear, branch.lora)}
+        """Raise Refused unless every linear, LoRA branch and packed column was found."""
+        found = {node for branch, _ in self.columns.values() for node in (branch.linear, branch.lora)}
+        found |= {node for branch in self.rows for node in (branch.linear, branch.lora)}
         for node in calls:
-            if is_call(node, aten.linear.default, lora) and node not in known:
-                raise Refused(f"{node.name} is neither a projection of attention or of an MLP nor the last linear")
+            if is_call(node, aten.linear.default, lora) and node not in found:
+                raise Refused(f"{node.name} is not a projection of attention or of an MLP, and not the last linear")
         for source, (branch, projections) in self.columns.items():
             projections.sort(key=lambda each: each.start)
             ends = [0, *(each.end for each in projections)]
             if [each.start for each in projections] != ends[:-1] or ends[-1] != branch.width:
                 raise Refused(f"{source.name}: columns {projections} are not all of its {branch.width}")
 
-    def _check(self, what: str, count: int, replicates: bool = False) -> None:
+    def _check(self, parts: str, count: int, replicates: bool = False) -> None:
         """Raise OptionError unless the ranks can have equal shares of `count`; `replicates`: or the same share."""
         fits = [world for world in TENSOR_PARALLEL if count % world == 0 or (replicates and world % count == 0)]
         if self.world not in fits:
             raise OptionError(
-                f"tensor_parallel={self.world} does not divide the model's {count} {what}; choose "
+                f"tensor_parallel={self.world} does not divide the model's {count} {parts}; choose "
                 f"{' or '.join(map(str, fits))}"
             )
 
 
 def split_columns(graph: fx.Graph, branch: Branch, projections: list[Projection]) -> None:
-    """Take a rank's share of each projection in a packed linear: rows of weight, bias and B. Raises SliceError."""
+    """Slice a packed linear to a rank's share of each projection: rows of weight, bias and B. Raises SliceError."""
     _exchange(graph, branch.linear, "weight", 0, _own_rows(branch.weight, 0, projections))
     if branch.bias is not None:
         total = next(user for user in branch.bias.users if branch.linear in user.all_input_nodes)
@@ -261,7 +259,7 @@ def split_columns(graph: fx.Graph, branch: Branch, projections: list[Projection]
 
 
 def split_rows(graph: fx.Graph, branch: Branch, share: Share) -> None:
-    """Take a rank's columns of a linear's weight and of A. Only rank 0 adds the bias. Raises SliceError."""
+    """Slice a linear's weight and A to a rank's columns. Only rank 0 adds the bias. Raises SliceError."""
     width = int(shape_of(branch.weight)[1])
     weight = sliced(branch.weight.meta["recipe"], 1, share, width), share.of(width)
     _exchange(graph, branch.linear, "weight", 1, weight)
@@ -274,13 +272,13 @@ def split_rows(graph: fx.Graph, branch: Branch, share: Share) -> None:
 
 
 def split_heads(view: fx.Node, share: Share) -> None:
-    """Take a share of the heads of a view [T, heads, D]."""
+    """Set the heads of a view [T, heads, D] to a share of them."""
     size = list(bind(view).size)
     set_operands(view, size=[*size[:-2], share.of(int(shape_of(view)[-2])), size[-1]])
 
 
 def split_cache(cache: fx.Node, share: Share) -> None:
-    """Take a share of a KV cache's heads; meta["heads"] is (share, total)."""
+    """Set a KV cache's heads to a share of them; meta["heads"] becomes (share, total)."""
     value = cache.meta["val"]
     heads = int(value.shape[1])
     cache.meta.update(val=value.new_empty((value.shape[0], share.of(heads), *value.shape[2:])), heads=(share, heads))
@@ -311,7 +309,7 @@ def _own_rows(weight: fx.Node, dim: int, projections: list[Projection]) -> tuple
 
 
 def _exchange(graph: fx.Graph, reader: fx.Node, argument: str, dim: int, part: tuple[Recipe, int]) -> None:
-    """Replace an argument by `part` (recipe, size along `dim`); a weight with another reader is kept for it."""
+    """Replace an argument by `part` (recipe, size along `dim`); other readers of the weight keep it unchanged."""
     whole: fx.Node = getattr(bind(reader), argument)
     recipe, size = part
     value = whole.meta["val"]

@@ -1,4 +1,4 @@
-"""Passes that quantize to eight bits, and passes that keep the quantized model accurate.
+"""Passes that quantize to eight bits, and passes that make the quantized model more accurate.
 
 rotate_values        rotate the heads of V by their weights
 smooth_channels      equalize channels after norms and SiLU * mul by calibrated powers of two

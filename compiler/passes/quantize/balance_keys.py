@@ -22,12 +22,12 @@ def balance_keys(graph: fx.Graph, context: Context) -> PassReport:
     after   q = sidestream.rope_append(linear, lora, cos, sin, kv_cache, kv_scales, slot_mapping, 32, 8, True, None,
                                        key_balance)  # fp32 [8, 64], a weight
 
-    Keys are multiplied by a factor and queries divided by it, so scores are unchanged. A pair that is large in K alone
-    would set the quantization step of the whole head; balanced, |q| |k|, to which a score's error is proportional, is
-    minimal (SmoothAttention of QServe, arXiv 2405.04532, also moves outliers from K to Q). Magnitudes follow from the
-    rows and biases of q_proj and k_proj, or from the weights of their head norms. Factors are powers of two: only the
-    quantizer's rounding changes. A constant of `center_keys` is scaled too. Matches layers in `balance_keys`. Leaves
-    unquantized caches, and projections that are not packed after a norm.
+    Keys are multiplied by a factor and queries divided by it, so scores are unchanged. A pair that is large only in K
+    would determine the quantization step of the whole head. A score's error is proportional to |q| |k|, which is
+    minimal for equal magnitudes (SmoothAttention of QServe, arXiv 2405.04532, also moves outliers from K to Q). The
+    magnitudes are estimated from the rows and biases of q_proj and k_proj, or from the weights of their head norms.
+    Factors are powers of two: only the quantizer's rounding changes. A constant of `center_keys` is scaled too. Matches
+    layers in `balance_keys`. Leaves unquantized caches, and projections that are not packed after a norm.
     """
 
     def applies(append: fx.Node) -> bool:
@@ -60,7 +60,7 @@ def _balance(graph: fx.Graph, append: fx.Node) -> None:
 def _weight(packed: fx.Node) -> fx.Node:
     """Return the packed weight of q, k and v."""
     if not is_call(packed, aten.linear.default):
-        raise Refused(f"{packed.name} is no linear")
+        raise Refused(f"{packed.name} is not a linear")
     weight: fx.Node = bind(packed).weight
     return weight
 

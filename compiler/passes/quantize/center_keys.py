@@ -24,8 +24,8 @@ def center_keys(graph: fx.Graph, context: Context) -> PassReport:
     after   append_kv = sidestream.append_kv(k, v, kv_cache, kv_scales, slot_mapping, key_center)
             # key_center: fp32 [8, 128], a weight
 
-    All scores of a query change by the same q . constant, so softmax is unchanged, and a key's scale no longer includes
-    what all keys share. The constant is zero without a calibration; its recipe rotates it where keys are rotated.
+    All scores of a query change by the same q . constant, so softmax is unchanged, and the common part of all keys does
+    not enlarge their scales. Without a calibration the constant is zero; if keys are rotated, its recipe rotates it.
     Matches layers in `center_keys`. Leaves unquantized caches.
     """
 
@@ -51,7 +51,7 @@ def center_keys(graph: fx.Graph, context: Context) -> PassReport:
 
 
 def _constant(layer: int, cache: fx.Node, shape: tuple[int, int]) -> Recipe:
-    """Return the constant of all heads, or of those that `shard` has left in the cache."""
+    """Return the recipe of the constant, for all heads or for the rank's share of them (`shard`)."""
     share, heads = cache.meta.get("heads", (None, shape[0]))
     whole = calibrated(key_center_name(layer), (heads, shape[1]))
     return whole if share is None else sliced(whole, 0, share, heads)

@@ -14,9 +14,9 @@ def finer_logits(graph: fx.Graph, context: Context) -> PassReport:
     before  logits = sidestream.linear_8bit(q, scale, weight_int8, weight_scale, None, None, torch.bfloat16)
     after   logits = sidestream.linear_8bit(q, scale, weight_int8, weight_scale, None, None, torch.float16)
 
-    A likely token's logit (16 to 32) is rounded to 1/64 instead of 1/8, so fewer tokens tie, at no cost: sums are in
-    fp32 anyway. A logit above 65,504 becomes infinite, and its request ends with an error. Leaves other dtypes, and
-    logits with other readers (with tensor_parallel, the all-gather).
+    A likely token's logit (16 to 32) is rounded to 1/64 instead of 1/8, so fewer tokens tie. This takes no time, since
+    sums are in fp32. A logit above 65,504 becomes infinite, and its request ends with an error. Leaves other dtypes,
+    and logits with other readers (with tensor_parallel, the all-gather).
     """
     if context.options.precision != "int8" or not context.options.finer_logits:
         return PassReport(0)

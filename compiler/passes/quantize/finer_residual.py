@@ -12,20 +12,20 @@ from ...graph.nodes import VIEWS, aten, bind, calls, insert_call, is_call, is_ch
 from ..base import Context, PassReport, Refused, rewrite_each
 
 STREAM = torch.float16
-NEW_RESIDUAL = 1  # the place of the new residual among the results of `add_rms_norm`
+NEW_RESIDUAL = 1  # index of the new residual in the results of `add_rms_norm`
 
 
 def finer_residual(graph: fx.Graph, context: Context) -> PassReport:
-    """Keep the residual stream of an int8 model in sixteenths in fp16, with eight times finer steps than bf16.
+    """Store the residual stream of an int8 model in fp16, divided by 16, with eight times finer steps than bf16.
 
     before  x = sidestream.embedding(input_ids, weight); y = sidestream.rms_norm(x, gain, 1e-05); ...
             y, r = sidestream.add_rms_norm(o, x, None, gain, 1e-05)
     after   x = sidestream.embedding(input_ids, weight, torch.float16); y = sidestream.rms_norm(x, gain, 1e-05); ...
             y, r = sidestream.add_rms_norm(o, x, None, gain, 1e-05)  # r in fp16, y in bf16 as before
 
-    The stream is rounded at every sum. Values beyond 1,048,064 are clamped. No extra bytes or launches, except that
-    values that the graph returns (a trained draft's features) are converted to bf16 by a small launch each. Matches a
-    bf16 stream from an embedding that norms and sums before norms read. Leaves streams with any other reader.
+    The stream is rounded at every sum. Values beyond 1,048,064 are clamped. It takes no extra bytes or launches, except
+    one small launch for each value that the graph returns (features of a trained draft) to convert it to bf16. Matches
+    a bf16 stream from an embedding, read only by norms and by sums before norms. Leaves streams with any other reader.
     """
     if context.options.precision != "int8" or not context.options.finer_residual:
         return PassReport(0)
@@ -36,9 +36,9 @@ def finer_residual(graph: fx.Graph, context: Context) -> PassReport:
 class _Stream:
     """A residual stream, starting at its embedding.
 
-    values   nodes that hold it: the embedding, scaled, selected or viewed rows, and picks of new residuals
+    values   nodes of the stream: the embedding, scaled, selected or viewed rows, and picks of new residuals
     sums     additions to it
-    swapped  the sums that have it as `x`
+    swapped  sums with the stream as `x`
     outputs  values that the graph returns
     """
 
@@ -53,13 +53,13 @@ def _follow(start: fx.Node) -> _Stream:
     if start.meta["val"].dtype != torch.bfloat16:
         raise Refused(f"the stream is {start.meta['val'].dtype}, not torch.bfloat16")
     if bind(start).stream_dtype is not None:
-        raise Refused("its dtype is given")
+        raise Refused("its stream_dtype is set already")
     stream, waiting = _Stream(), [start]
     while waiting:
         value = waiting.pop()
         stream.values[value] = None
         for user in value.users:
-            waiting += [each for each in _goes_on(stream, start, value, user) if each not in stream.values]
+            waiting += [each for each in _next_values(stream, start, value, user) if each not in stream.values]
     if not stream.sums:
         raise Refused("nothing is added to it before a norm")
     for each in stream.sums:
@@ -71,8 +71,8 @@ def _follow(start: fx.Node) -> _Stream:
     return stream
 
 
-def _goes_on(stream: _Stream, start: fx.Node, value: fx.Node, user: fx.Node) -> list[fx.Node]:
-    """Return the nodes that hold the stream after `user` has read `value` of it."""
+def _next_values(stream: _Stream, start: fx.Node, value: fx.Node, user: fx.Node) -> list[fx.Node]:
+    """Return the nodes of the stream that `user` computes from `value`. Raises Refused for an unknown reader."""
     if user.op == "output":
         stream.outputs.append(value)
         return []

@@ -20,8 +20,8 @@ def quantize_kv(graph: fx.Graph, context: Context) -> PassReport:
     after   append_kv = sidestream.append_kv(sidestream.hadamard(k), v, kv_cache, kv_scales, slot_mapping)
             o = sidestream.paged_attention(sidestream.hadamard(q), kv_cache, kv_scales, ..., quantize_q=True)
 
-    Q and K are rotated in layers in `hadamard`; the rotation is orthogonal, so scores are unchanged. With e4m3, QK^T is
-    in FP8 in prefill, V is upcast inside the kernel, PV is in 16 bits. Leaves caches with other readers.
+    Q and K are rotated in layers in `hadamard`; the rotation is orthogonal, so scores are unchanged. With e4m3, prefill
+    computes QK^T in FP8; PV is computed in 16 bits, to which the kernel converts V. Leaves caches with other readers.
     """
     options = context.options
     if not options.quantizes_kv:
@@ -50,5 +50,5 @@ def quantize_kv(graph: fx.Graph, context: Context) -> PassReport:
 
 
 def is_rotated(key: fx.Node) -> bool:
-    """Whether an append's keys went through the Hadamard transform."""
+    """Return whether an append's keys are rotated by the Hadamard transform."""
     return is_call(key, hadamard)

@@ -22,7 +22,7 @@ from ...graph.recipe import item, quantize, stored_parts
 from ...options import torch_dtype
 from ..base import Context, PassReport, Refused, rewrite_each
 
-ALIGNMENT = 16  # bytes of a row of weights or activations: kernels read it in such pieces
+ALIGNMENT = 16  # bytes: kernels read rows of weights and activations in pieces of this size
 
 
 def quantize_linears(graph: fx.Graph, context: Context) -> PassReport:
@@ -32,10 +32,11 @@ def quantize_linears(graph: fx.Graph, context: Context) -> PassReport:
     after   q, scale = sidestream.quantize_rowwise(x, torch.int8, rotate=128)
             linear_8bit = sidestream.linear_8bit(q, scale, weight_int8, weight_scale, None, None, torch.bfloat16)
 
-    In int8 mode x and the weight's rows are rotated first in blocks of columns (128 after SiLU, `norm_rotation` after a
-    norm), which spreads outliers and keeps the product; not after attention, where `rotate_values` rotates heads for
-    free. Weights that a checkpoint stores in this dtype are used unchanged. Leaves linears with a computed weight, with
-    a bias, with columns that are no multiple of 16, and the last linear with `lm_head="bf16"`.
+    In int8 mode x and the weight's rows are first rotated in blocks of columns (128 after SiLU, `norm_rotation` after a
+    norm). This spreads outliers and does not change the product. There is no rotation after attention: `rotate_values`
+    rotates heads at no cost. Weights that a checkpoint stores in this dtype are used unchanged. Leaves linears with a
+    computed weight, with a bias, or with a number of columns that is not a multiple of 16, and the last linear with
+    `lm_head="bf16"`.
     """
     options = context.options
     if not options.quantizes:

@@ -36,7 +36,7 @@ def rotate_values(graph: fx.Graph, context: Context) -> PassReport:
             raise Refused(f"{len(attentions)} paged_attention read its cache")
         width = int(shape_of(value)[-1])
         if width & (width - 1):
-            raise Refused(f"heads of {width} are no power of two")
+            raise Refused(f"the head dimension {width} is not a power of two")
         for weight, dim in [
             *producing_weights(through_views(value), "rotated"),
             *reading_weights(attentions[0], "rotated"),

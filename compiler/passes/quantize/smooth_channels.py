@@ -28,7 +28,7 @@ SUFFIX = "channel_exponents"
 
 
 def channel_exponents_name(weight: str) -> str:
-    """Return the name of calibrated exponents, whole numbers [K], of a norm's gain or of SiLU * mul's reader."""
+    """Return the recipe name of calibrated exponents (integers [K]): `weight` is a norm's, or SiLU * mul's reader's."""
     return f"{weight.removesuffix('.weight')}.{SUFFIX}"
 
 
@@ -40,11 +40,12 @@ def smooth_channels(graph: fx.Graph, context: Context) -> PassReport:
     after   the same graph; gain's recipe divides its channels, those of W_q, W_k, ... and a_q multiply their columns;
             the recipes of W_up and b_up divide their rows, those of W_down and a_down multiply their columns
 
-    A channel that is large at every token sets the quantization step of all channels; the weights, with one step per
-    row, absorb it better (SmoothQuant, arXiv 2211.10438). Powers of two keep mantissas: only quantizers see them, at no
-    cost at run time. A head that shares its weight with the embedding gets a weight of its own. Runs in int8 mode with
-    `smooth_channels`. Leaves norms with readers other than linears and LoRA branches with loaded weights, the last norm
-    with `lm_head="bf16"`, and MLPs with another producer of `up` or another reader of the product.
+    A channel that is large at every token determines the quantization step of all channels; in the weights, with one
+    step per row, it does less harm (SmoothQuant, arXiv 2211.10438). Powers of two keep mantissas, so only the rounding
+    of quantizers changes, at no cost at run time. A head that shares its weight with the embedding gets a weight of its
+    own. Runs in int8 mode with `smooth_channels`. Leaves norms with readers other than linears and LoRA branches with
+    loaded weights, the last norm with `lm_head="bf16"`, and MLPs with another producer of `up` or another reader of the
+    product.
     """
     options = context.options
     if not options.smooth_channels or options.precision != "int8":
@@ -62,7 +63,7 @@ def _smooth(graph: fx.Graph, norm: fx.Node) -> None:
     gain = bind(norm).weight
     names = gain.meta["recipe"].sources() if gain.op == "placeholder" and "recipe" in gain.meta else ()
     if len(names) != 1 or len(gain.users) != 1:
-        raise Refused(f"{gain.name} is no loaded weight of this norm alone")
+        raise Refused(f"{gain.name} is not a loaded weight of only this norm")
     exponents = calibrated(channel_exponents_name(*names), tuple(int(size) for size in shape_of(gain)))
     readers = _readers(norm)
     for reader, name in readers:
@@ -70,7 +71,7 @@ def _smooth(graph: fx.Graph, norm: fx.Node) -> None:
         if weight.op != "placeholder" or "recipe" not in weight.meta:
             raise Refused(f"{weight.name}, which {reader.name} reads, is computed in the graph, not loaded")
         if weight.meta["recipe"].op == "dequantize":
-            raise Refused(f"{weight.name} is stored in eight bits, and smoothed it would be rounded again")
+            raise Refused(f"{weight.name} is stored in eight bits; smoothing would round it again")
     gain.meta["recipe"] = smooth(gain.meta["recipe"], exponents, -1, 0)
     for reader, name in readers:
         weight = getattr(bind(reader), name)
@@ -91,7 +92,7 @@ def _smooth_product(product: fx.Node, up: fx.Node) -> None:
     weights = [weight for weight, dim in readers if dim == 1]
     names = weights[0].meta["recipe"].sources() if len(weights) == 1 else ()
     if len(names) != 1:
-        raise Refused(f"{product.name} is read by {len(weights)} linears with loaded weights, not by one")
+        raise Refused(f"{product.name} is read by {len(weights)} linears with loaded weights instead of one")
     exponents = calibrated(channel_exponents_name(*names), (int(shape_of(product)[-1]),))
     for sign, found in ((-1, makers), (1, readers)):
         for weight, dim in found:
@@ -112,12 +113,12 @@ def _readers(norm: fx.Node) -> list[tuple[fx.Node, str]]:
             elif is_call(user, aten.linear.default) and bind(user).input is value:
                 found.append((user, "weight"))
             else:
-                raise Refused(f"{user.name} reads it and is neither a linear nor a LoRA branch (is lift_lora off?)")
+                raise Refused(f"{user.name} reads it, but is not a linear or a LoRA branch (is lift_lora off?)")
     return found
 
 
 def _keeps_channels(user: fx.Node, value: Any) -> bool:
-    """Whether a node only reshapes or selects rows."""
+    """Return whether a node only reshapes or selects rows."""
     if is_call(user, aten.index_select.default):
         return bind(user).dim in (0, -len(shape_of(value)))
     return user.op == "call_function" and user.target in RESHAPES and shape_of(user)[-1] == shape_of(value)[-1]

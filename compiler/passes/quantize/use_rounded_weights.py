@@ -1,4 +1,4 @@
-"""Weights of linears as rounded by calibration."""
+"""Weights of linears that a calibration has rounded."""
 
 from torch import fx
 
@@ -9,10 +9,10 @@ from ..base import Context, PassReport, Refused, rewrite_each
 
 
 def use_rounded_weights(graph: fx.Graph, context: Context) -> PassReport:
-    """Load the weights of linears as rounded by `sidestream calibrate --round`.
+    """Load the weights of linears that `sidestream calibrate --round` has rounded.
 
     before  linear = sidestream.linear_8bit(q, scale, weight_int8, weight_scale, ...)  # recipe: quantize(W)[0]
-    after   the same graph; weight_int8's recipe is rounded(quantize(W)), and so is weight_scale's
+    after   the same graph; the recipes of weight_int8 and weight_scale are rounded(quantize(W))
 
     Each weight is rounded so that it compensates for the rounding of the others on typical inputs (GPTQ, arXiv
     2210.17323). Only values differ. Leaves weights that the checkpoint stores in eight bits.

@@ -102,8 +102,8 @@ def test_a_single_part_is_not_concatenated() -> None:
     ("make", "says"),
     [
         (lambda: Recipe("stack", (param("x"),), {}), "unknown recipe op 'stack'"),
-        (lambda: Recipe("cast", (), {"dtype": "float32"}), "takes 1 operands, got 0"),
-        (lambda: Recipe("cat", (param("x"),), {}), "takes the attributes"),
+        (lambda: Recipe("cast", (), {"dtype": "float32"}), "needs 1 operands, got 0"),
+        (lambda: Recipe("cat", (param("x"),), {}), "needs the attributes"),
         (lambda: item(param("x"), 0), "quantize recipe"),
         (lambda: item(quantize(param("x")), 2), "quantize recipe"),
         (lambda: Recipe.from_json({"op": "param"}), "not a recipe"),

@@ -48,9 +48,9 @@ def test_a_version_that_changed_is_told(tmp_path: Path) -> None:
 
 
 def test_what_is_no_dump_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DumpError, match="holds no dump"):
+    with pytest.raises(DumpError, match="contains no dump"):
         read_dump(tmp_path)
     for damaged in ("{", "[]", '{"version": "1", "options": {}, "passes": [{}], "programs": []}'):
         (tmp_path / "summary.json").write_text(damaged)
-        with pytest.raises(DumpError, match="is no summary"):
+        with pytest.raises(DumpError, match="is not a valid summary"):
             read_dump(tmp_path)

@@ -157,8 +157,8 @@ def test_a_pass_goes_where_it_is_told() -> None:
 @pytest.mark.parametrize(("place", "message"), [
     ({}, "one of after=PASS and before=PASS"),
     ({"after": "normalize", "before": "lift_rope"}, "one of after=PASS and before=PASS"),
-    ({"after": "lift_ropes"}, "can't go after 'lift_ropes'"),
-    ({"before": "nothing"}, "can't go before 'nothing'"),
+    ({"after": "lift_ropes"}, "can't be after 'lift_ropes'"),
+    ({"before": "nothing"}, "can't be before 'nothing'"),
 ])  # fmt: skip
 def test_a_place_that_there_is_not_is_refused(place: dict[str, str], message: str) -> None:
     with pytest.raises(OptionError, match=message):

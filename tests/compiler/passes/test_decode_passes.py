@@ -116,8 +116,8 @@ def test_auto_leaves_what_would_not_fill_the_gpu() -> None:
 @pytest.mark.parametrize(
     ("bucket", "fields", "reason"),
     [
-        (Bucket(65, 65, 200, 2, decode=True, lora=False), {}, "65 tokens; it takes up to 64"),
-        (STEP, {"intermediate_size": 1152}, "intermediate size 1152 is no multiple of 512"),
+        (Bucket(65, 65, 200, 2, decode=True, lora=False), {}, "65 tokens; at most 64 are supported"),
+        (STEP, {"intermediate_size": 1152}, "intermediate size 1152 is not a multiple of 512"),
     ],
 )
 def test_what_the_kernel_does_not_take_is_refused(bucket: Bucket, fields: dict[str, Any], reason: str) -> None:
@@ -143,7 +143,7 @@ def test_layers_with_lora_are_left_alone(
         pytest.skip("the other dtype has these targets; run with --exhaustive")
     made = program(STEP_LORA, True, targets=targets, whole_layer="on", lora_dtype=lora_dtype)
     blocks = {("q_proj", "k_proj", "v_proj"): 1}.get(targets, 0)  # after the last layer there is no q/k/v
-    assert ops(made)["decoder_block"] == blocks and "a LoRA delta joins between its linears" in made.passes
+    assert ops(made)["decoder_block"] == blocks and "a LoRA delta is added between its linears" in made.passes
 
 
 def test_programs_of_several_tokens_a_sequence_have_other_passes() -> None:

@@ -130,7 +130,7 @@ def test_a_kept_program_that_cannot_be_bound_is_made_again(tmp_path: Path, caplo
         store.save(path.stem, with_pages(bad, 1))
         model = compiled(tmp_path)
         assert model.bind(BUCKET, tensors_of(program)).program == program and captured(model)
-        assert path.read_bytes() == content and "cannot be bound and is made again" in caplog.text
+        assert path.read_bytes() == content and "cannot be bound and is built again" in caplog.text
         caplog.clear()
     with pytest.raises(ProgramError, match="no tensor is given"):
         compiled(tmp_path).bind(BUCKET, {})

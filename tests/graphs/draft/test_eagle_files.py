@@ -96,7 +96,7 @@ def test_both_ways_of_counting_layers(head: Path) -> None:
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, True]}, "three layers"),
         ({"eagle_aux_hidden_state_layer_ids": [3, 2, 4]}, "ascending"),
         ({"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}, "ascending"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 7]}, "after layer 7, and the model has 6"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 7]}, "after layer 7, but the model has 6"),
     ],
 )
 def test_what_is_refused_in_a_config(head: Path, fields: dict[str, Any], named: str) -> None:
@@ -135,7 +135,7 @@ def test_without_a_mapping_all_tokens_are_drafted(tmp_path: Path) -> None:
         ({"fc__weight": torch.zeros(128, 256)}, "'fc.weight' has shape"),
         ({"lm_head__weight": torch.zeros(99, 128)}, "'lm_head.weight' has shape"),
         ({"norm__weight": torch.zeros(128, dtype=torch.int8)}, "save it unquantized"),
-        ({"norm__weight": torch.full((128,), float("nan"))}, "'norm.weight' holds NaN"),
+        ({"norm__weight": torch.full((128,), float("nan"))}, "'norm.weight' has NaN"),
         ({"midlayer__mlp__gate_proj__bias": torch.zeros(192)}, "unexpected tensor"),
         ({"d2t": None}, "has no 'd2t'"),
         ({"d2t": torch.zeros(99, dtype=torch.int64)}, "must hold 100 integers"),

@@ -100,10 +100,10 @@ def test_without_a_projection_after_it_the_residual_is_the_same() -> None:
         ((1, *LLAMA_8B), None),
         ((64, *LLAMA_8B[:3], 0), None),
         ((65, *LLAMA_8B), "65 tokens"),
-        ((1, 4096, 8192, 28672, 10240), "256 CTAs must be resident at once, the GPU has 132 SMs"),
-        ((1, 4096, 4096, 14400, 6144), "intermediate size 14400 is no multiple of 512"),
+        ((1, 4096, 8192, 28672, 10240), "256 CTAs must be resident at once, but the GPU has 132 SMs"),
+        ((1, 4096, 4096, 14400, 6144), "intermediate size 14400 is not a multiple of 512"),
         ((1, 4096, 4096, 14336, 128256), "2004 CTAs"),
-        ((1, 1024, 1024, 8192, 3072), "gives 32 CTAs, the other projections need 64"),
+        ((1, 1024, 1024, 8192, 3072), "gives 32 CTAs, but the other projections need 64"),
     ],
 )
 def test_sizes_that_do_not_fit_are_told(sizes: tuple[int, ...], reason: str | None) -> None:
@@ -114,7 +114,7 @@ def test_sizes_that_do_not_fit_are_told(sizes: tuple[int, ...], reason: str | No
 def test_a_smaller_budget_of_sms_is_refused() -> None:
     args = decoder_block_inputs(1, *SMALL)
     with pytest.raises(
-        ValueError, match=r"16 CTAs must be resident at once, the GPU has 8 SMs; compile with whole_layer='off'"
+        ValueError, match=r"16 CTAs must be resident at once, but the GPU has 8 SMs; compile with whole_layer='off'"
     ):
         decoder_block.launch(*args, out=as_outputs(decoder_block.fake(*args)), sm_budget=8)
 

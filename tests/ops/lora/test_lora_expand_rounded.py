@@ -81,7 +81,9 @@ def test_tokens_without_adapter_ignore_their_ranks() -> None:
 
 @pytest.mark.parametrize("rank", [4, 12, 72, 128])
 def test_names_ranks_that_it_does_not_take(rank: int) -> None:
-    with pytest.raises(ValueError, match=rf"stacks of rank {rank}; it takes multiples of 8 up to 64; use lora_expand"):
+    with pytest.raises(
+        ValueError, match=rf"stacks of rank {rank}; supported are multiples of 8 up to 64; use lora_expand"
+    ):
         lora_expand_rounded.launch(*lora_expand_rounded_inputs(case(4, rank, [32])), out=(torch.empty(4, 32),))
 
 

@@ -129,7 +129,7 @@ def test_a_token_with_nothing_to_round_keeps_its_gate() -> None:
 @pytest.mark.parametrize("rank", [4, 12, 72, 128])
 def test_names_ranks_that_it_does_not_take(rank: int) -> None:
     args = inputs(4, 32, rank)
-    with pytest.raises(ValueError, match=rf"stacks of rank {rank}; it takes multiples of 8 up to 64"):
+    with pytest.raises(ValueError, match=rf"stacks of rank {rank}; supported are multiples of 8 up to 64"):
         silu_mul_lora.launch(*args, out=(torch.empty(4, 32),))
 
 

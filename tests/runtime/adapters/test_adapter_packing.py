@@ -94,5 +94,5 @@ def test_contents_are_copied_hashed_and_checked(tmp_path: Path, dtype: torch.dty
     for bad in (float("nan"), float("inf"), -float("inf"), -65536.0):
         changed[-1, -1] = bad
         save_file({**stored, name: changed}, path / WEIGHTS)
-        with pytest.raises(AdapterError, match="NaN, infinity or values"):
+        with pytest.raises(AdapterError, match="NaN, infinity or magnitudes"):
             load_adapter(path, config, 64)

@@ -59,12 +59,12 @@ def test_where_it_applies(precision: str, lora: bool) -> None:
 def test_what_is_left_alone() -> None:
     for tokens in (quantize_in_blocks.FEWEST_TOKENS - 1, quantize_in_blocks.MOST_TOKENS + 1):
         other = program(Bucket(tokens, tokens, 4, 1, decode=True, lora=False))
-        assert not ops(other)["silu_mul_blocks"] and f"{tokens} tokens: a scale a row is as fast" in other.passes
+        assert not ops(other)["silu_mul_blocks"] and f"{tokens} tokens: one scale per row is as fast" in other.passes
     odd = program(Bucket(20, 20, 4, 1, decode=True, lora=False), {**FIELDS, "intermediate_size": 192})
     assert (
         ops(odd)["silu_mul_quant"] == 2
         and ops(odd)["paged_attention_blocks"] == 2
-        and "rows of 192 are no whole blocks of 128" in odd.passes
+        and "rows of 192 are not whole blocks of 128" in odd.passes
     )
     wide = program(Bucket(20, 20, 4, 1, decode=True, lora=True), lora_input="bf16")  # LoRA reads the 16-bit rows too
     assert ops(wide)["silu_mul_quant"] == ops(wide)["paged_attention_quant"] == 2

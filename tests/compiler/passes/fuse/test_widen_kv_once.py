@@ -72,7 +72,7 @@ def test_the_buffer_ends_at_65536_tokens() -> None:
 
 def test_what_is_left_alone() -> None:
     few = program(Bucket(256, 3, 12, 5, decode=False, lora=False))
-    assert not ops(few)["widen_kv"] and "256 tokens: gains from 257 on" in few.passes
+    assert not ops(few)["widen_kv"] and "256 tokens: faster from 257 on" in few.passes
     assert (
         "its cache is torch.float8_e4m3fn" in program(precision="fp8").passes
         and "its cache is torch.bfloat16" in program(precision="bf16").passes

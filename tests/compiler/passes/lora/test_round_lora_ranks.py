@@ -97,13 +97,12 @@ def test_what_is_left_alone() -> None:
             program(65, lora_lowering=lowering)
         ) == {f"lora_lowering is {lowering}"}
     assert refusals(program(65, lora_dtype="bf16")) == {
-        "its adapters are torch.bfloat16, and the launch takes torch.int8"
+        "its adapters are torch.bfloat16; the kernel supports only torch.int8"
     }
-    assert refusals(program(65, rank=128)) == {"LoRA stacks of rank 128; it takes multiples of 8 up to 64"}
+    assert refusals(program(65, rank=128)) == {"LoRA stacks of rank 128; supported are multiples of 8 up to 64"}
     [reason] = {re.sub("[0-9]+ to [0-9]+ features", "K to N features", refusal) for refusal in refusals(program(40))}
     assert (
-        reason
-        == "40 tokens, K to N features: LoRA gains by it from 65 to 256, branches of more than 8192 features from 8 "
+        reason == "40 tokens, K to N features: faster from 65 to 256, branches of more than 8192 features from 8 "
         "to 32 too"
     )
     assert not ops(program(65, lora=False))["lora_round"]

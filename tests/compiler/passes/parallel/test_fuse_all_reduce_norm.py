@@ -50,7 +50,7 @@ def named(program: Program, op: str, name: str) -> list[Any]:
 def test_every_sum_of_a_decode_step_is_part_of_a_norm(model: CompiledModel) -> None:
     record = next(each for each in model.records if each.name == "fuse_all_reduce_norm")
     assert record.matches == 2 * LAYERS - 1
-    assert record.rejected == ["all_reduce_3: add_rms_norm_3 is no norm that quantizes"]
+    assert record.rejected == ["all_reduce_3: add_rms_norm_3 is not a quantizing norm"]
     decode, prompt = model.program(DECODE), model.program(PROMPT)
     counts = Counter(step.op for step in decode.steps)
     assert counts[FUSED] == 2 * LAYERS and not counts["sidestream.all_reduce"] and not counts["aten.add.Tensor"]
@@ -118,7 +118,7 @@ def test_the_numbers_stay() -> None:
     ("form", "reason"),
     [
         ({"sums_read_twice": True}, "all_reduce_default: its sum is read by add_rms_norm_quant_default, output"),
-        ({"delta": True}, "all_reduce_default: add_rms_norm_quant_default adds other, which no rank has a part of"),
+        ({"delta": True}, "all_reduce_default: add_rms_norm_quant_default adds other, which is not a partial result"),
     ],
 )
 def test_near_misses_are_left(form: dict[str, bool], reason: str) -> None:
