@@ -63,7 +63,7 @@ def test_answers_are_those_from_before(awake: LLM, level: int) -> None:
     addresses = {name: tensor.data_ptr() for name, tensor in awake.model.runner.tensors.items()}
     awake.sleep(level)
     assert awake.is_sleeping()
-    with pytest.raises(RequestError, match=r"sleeps; call wake_up\(\) first"):
+    with pytest.raises(RequestError, match=r"is asleep; call wake_up\(\) first"):
         answers(awake)
     with pytest.raises(RequestError, match="sleeps"):
         awake.stream(PROMPTS, GREEDY)
