@@ -201,7 +201,7 @@ class SlotLoader:
         self.store.release(block)
 
     def drop(self, number: int) -> None:
-        """Free an adapter that nothing uses any more."""
+        """Free an adapter that is no longer used."""
         self._registry.drop(number)  # first, so that a concurrent read stores nothing
         self.store.drop(number)
 

@@ -23,7 +23,7 @@ from ..text.chat_renderer import ChatRenderer
 from ..text.prompts import Prompt, as_list, one_for_each, without_special_tokens
 from .connection import Connection
 from .lora_requests import LoraRequests
-from .requests import OutputAssembler, continued, submission
+from .requests import OutputAssembler, continuation_field, submission
 
 CONNECT_SECONDS = 10.0
 CALL_SECONDS = 60.0
@@ -182,7 +182,7 @@ class AsyncClient:
             stream=stream,
             priority=priority,
             deadline_seconds=deadline_seconds,
-            continues=[continued(so_far) for so_far in continues],
+            continues=[continuation_field(so_far) for so_far in continues],
             owner=owner,
             adapter_content=adapter_content,
         )

@@ -55,7 +55,7 @@ def submission(request_id: str, prompt: Prompt, params: SamplingParams, adapter:
     )
 
 
-def continued(so_far: Continuation) -> Continued:
+def continuation_field(so_far: Continuation) -> Continued:
     """Return the state of a completion as a message's field."""
     return Continued(so_far.token_ids, so_far.characters, so_far.finished)
 

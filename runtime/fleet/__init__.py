@@ -2,7 +2,7 @@
 
 options         `fleet.toml`, checked
 application     the Ray Serve application: the deployments `engine` and `ingress`
-autoscaling     how many engines Ray runs
+autoscaling     number of engines that Ray runs
 engine          a replica of the deployment `engine`
 engine_process  the engine of a replica: a child process, its address, and its files
 ingress         a replica of the deployment `ingress`: the gateway in front of the engines

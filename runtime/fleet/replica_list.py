@@ -1,7 +1,7 @@
 """The replicas that accept requests, in a process that serves HTTP: name -> address.
 
-Ray creates the request router in its own thread without arguments, and ships that module's code by value. So the list
-is global state of this module: the request router publishes it, and the ingress subscribes.
+Ray creates the request router in its own thread without arguments, and sends the code of the router's module by value.
+The list is therefore global state of this module: the request router publishes it, and the ingress subscribes.
 """
 
 import threading

@@ -1,7 +1,7 @@
 """Ray Serve's request router for engines: publishes the replicas for the gateway's router.
 
-It routes only two calls: `wake`, which any replica may serve, and `fetch`, which names its replica. Ray ships this
-module's code by value to the processes that hold a handle, so shared state is in `replica_list`.
+It routes only two calls: `wake`, which any replica may serve, and `fetch`, which names its replica. Ray sends this
+module's code by value to the processes that have a handle, so shared state is in `replica_list`.
 """
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica

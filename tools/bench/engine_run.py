@@ -81,7 +81,7 @@ class Engine:
         outputs = self.llm.generate(prompts, params, use_tqdm=False, **(more if self.adapters else {}))
         made = sum(len(output.outputs[0].token_ids) for output in outputs)
         if made != concurrency * output_len:
-            raise RuntimeError(f"{made} tokens came back where {concurrency * output_len} were asked for")
+            raise RuntimeError(f"the engine returned {made} tokens instead of {concurrency * output_len}")
 
     def run(self, load: dict[str, Any]) -> dict[str, Any]:
         """Return the figures of one load."""
@@ -102,7 +102,7 @@ class Engine:
         return {"ms_per_step": None, "spread_percent": spread, "tokens_per_second": count * input_len / middle}
 
 
-def say(result: dict[str, Any]) -> None:
+def send_result(result: dict[str, Any]) -> None:
     """Print one line for the parent process."""
     print(RESULT + json.dumps(result), flush=True)
 
@@ -111,9 +111,9 @@ def main(file: str) -> None:
     """Run the job of a file."""
     job = json.loads(Path(file).read_text(encoding="utf-8"))
     engine = Engine(job)
-    say({"version": str(getattr(engine.module, "__version__", "unknown")), "start_up_seconds": engine.seconds})
+    send_result({"version": str(getattr(engine.module, "__version__", "unknown")), "start_up_seconds": engine.seconds})
     for load in job["loads"]:
-        say(engine.run(load))
+        send_result(engine.run(load))
 
 
 if __name__ == "__main__":

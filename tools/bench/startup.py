@@ -21,7 +21,7 @@ DESCRIPTION = """\
 Time the start of the engine, split into capture and passes, loading, kernels and CUDA graphs.
 
 By default the model has the shape of Llama-3.1-8B with random weights; nothing is downloaded. Reading a checkpoint from
-disk comes on top."""
+disk takes additional time."""
 
 KEEPING_SECONDS = 60.0  # for a start to write its packed adapters to the cache
 

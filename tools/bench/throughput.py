@@ -190,7 +190,7 @@ def timed(
 
 
 def percentile(values: Sequence[float], share_below: float) -> float:
-    """Return the value that a share of the values is below (nearest rank)."""
+    """Return the value below which a share of the values is (nearest rank)."""
     ordered = sorted(values)
     return ordered[min(int(share_below * len(ordered)), len(ordered) - 1)]
 

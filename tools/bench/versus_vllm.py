@@ -1,7 +1,7 @@
 """Workloads A and P on vLLM and on Sidestream, in turn: `python -m sidestream.tools.bench.versus_vllm`.
 
-Each engine runs `engine_run` in a process of its own, once without and once with adapters, so that neither pays for
-the other or for unused adapters.
+Each engine runs `engine_run` in its own process, once without and once with adapters, so that neither the other engine
+nor unused adapters affect it.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def json_object(text: str) -> dict[str, Any]:
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f'{text!r} is no JSON object such as {{"enforce_eager": true}}')
+        raise argparse.ArgumentTypeError(f'{text!r} is not a JSON object such as {{"enforce_eager": true}}')
     return found
 
 

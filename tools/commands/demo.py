@@ -124,8 +124,8 @@ def next_steps(dump: str) -> str:
         ("see where a step of a large model spends its time", "explain --shape llama-3.1-8b"),
     )
     lines = [f"The command is {name}. Open {dump}/index.html in a browser, or try:"]
-    for what, *calls in tries:
-        lines += [f"  {what}:", *(f"    {name} {call}" for call in calls)]
+    for title, *calls in tries:
+        lines += [f"  {title}:", *(f"    {name} {call}" for call in calls)]
     return "\n" + "\n".join(lines)
 
 

@@ -64,8 +64,8 @@ def run(options: argparse.Namespace) -> int:
     if settings.keys is not None:
         print("sidestream: limits of keys hold for this process; other gateways count on their own", file=sys.stderr)
     with listen(settings.host, settings.port) as listener:
-        return serve(settings, listener, _say)
+        return serve(settings, listener, _print_addresses)
 
 
-def _say(url: str) -> None:
+def _print_addresses(url: str) -> None:
     print(f"sidestream: answering HTTP at {url}\nsidestream: console at {url}/", file=sys.stderr, flush=True)

@@ -189,6 +189,6 @@ def run_curve(options: argparse.Namespace) -> int:
     print(f"{server} stays with the engine:")
     print(f"  sidestream serve --bind tcp://0.0.0.0:5757 --keys {server}")
     for folder in folders:
-        print(f"{folder} goes to this client, over a safe channel:")
+        print(f"copy {folder} to this client over a secure channel:")
         print(f"  sidestream chat --address tcp://HOST:5757 --keys {folder}")
     return 0

@@ -225,7 +225,7 @@ def front_of(options: argparse.Namespace, settings: Any) -> Any:
 
     gateway = gateway_settings(options)
     if settings.keys is not None and options.engine_keys is None:
-        print("no HTTP, since the engine asks for keys: give --engine-keys too", file=sys.stderr, flush=True)
+        print("no HTTP, since the engine requires keys: also give --engine-keys", file=sys.stderr, flush=True)
         return None
     if options.engine_keys is not None:
         load_client_keys(options.engine_keys)
@@ -246,16 +246,16 @@ def run(options: argparse.Namespace) -> int:
     devices_of(count, settings.llm.get("device"), ranks=settings.llm.get("tensor_parallel_size", 1))
     missing = next((root for root in options.adapter_root if not Path(root).is_dir()), None)
     if missing is not None:
-        raise ValueError(f"--adapter-root {missing} is no directory; name one that adapters may be loaded from")
+        raise ValueError(f"--adapter-root {missing} is not a directory; name one that adapters may be loaded from")
     if options.trace_steps is not None:
         check_output("--trace-steps", Path(options.trace_steps))
         os.environ["SIDESTREAM_TRACE_STEPS"] = str(Path(options.trace_steps).resolve())
     front = None if options.no_http else front_of(options, settings)
     print(f"loading {settings.served_model_name} with {len(settings.adapters)} adapters", file=sys.stderr, flush=True)
     if count > 1:
-        return ReplicaSupervisor(settings, count, _say, front).run()
-    return Supervisor(settings, _say, front).run()
+        return ReplicaSupervisor(settings, count, _print_line, front).run()
+    return Supervisor(settings, _print_line, front).run()
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     print(f"sidestream: {line}", file=sys.stderr, flush=True)

@@ -11,7 +11,8 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     parser = commands.add_parser(
         "status",
         help="show the engines of a fleet and their load",
-        description="Show the engines, their load, and why requests went to them; exit code 1: it does not run.",
+        description="Show the engines, their load, and the reasons for routing requests to them; exit code 1: the "
+        "fleet does not run.",
     )
     parser.add_argument("--name", default="sidestream", help="the fleet's name (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="as JSON")

@@ -26,7 +26,7 @@ class Endpoint(NamedTuple):
 
     request_body, response   structs of the bodies
     event                    struct of an event of the stream
-    open                     needs no key
+    open                     whether it needs no key
     text                     content type of a plain text response
     """
 

@@ -361,4 +361,4 @@ def test_no_text_is_refused(base: TinyBase, tmp_path: Path, capsys: pytest.Captu
     assert cli.main(["calibrate", str(base.path), "--prompts", str(tmp_path / "empty"), "-o", str(tmp_path / "c")]) == 2
     assert cli.main(["calibrate", str(base.path), "-o", str(tmp_path / "no" / "c")]) == 2
     shown = capsys.readouterr().err
-    assert "less than two tokens" in shown and "existing directory" in shown and not (tmp_path / "c").exists()
+    assert "fewer than two tokens" in shown and "existing directory" in shown and not (tmp_path / "c").exists()

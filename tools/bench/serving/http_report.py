@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-from .closed_loop import Seen
+from .closed_loop import ClientFigures
 from .report import percentile, shown
 
 HEAD = (
@@ -13,18 +13,20 @@ HEAD = (
 )
 
 
-def row(seen: Sequence[Seen], engine: Mapping[str, float], seconds: float, gateway: float | None) -> dict[str, float]:
+def row(
+    clients: Sequence[ClientFigures], engine: Mapping[str, float], seconds: float, gateway: float | None
+) -> dict[str, float]:
     """Return the figures of one measurement, times in milliseconds. `gateway`: its CPU seconds, None if unknown."""
-    first = [1e3 * value for each in seen for value in each.first_tokens]
-    gaps = [1e3 * value for each in seen for value in each.gaps]
+    first = [1e3 * value for each in clients for value in each.first_tokens]
+    gaps = [1e3 * value for each in clients for value in each.gaps]
     return {
-        "tokens_per_s": sum(each.tokens for each in seen) / seconds,
-        "requests": sum(each.requests for each in seen),
+        "tokens_per_s": sum(each.tokens for each in clients) / seconds,
+        "requests": sum(each.requests for each in clients),
         "first_p50_ms": percentile(first, 0.5),
         "first_p99_ms": percentile(first, 0.99),
         "gap_p50_ms": percentile(gaps, 0.5),
         "gap_p99_ms": percentile(gaps, 0.99),
-        "busiest_client_share": max(each.cpu_seconds for each in seen) / seconds,
+        "busiest_client_share": max(each.cpu_seconds for each in clients) / seconds,
         "gateway_share": math.nan if gateway is None else gateway / seconds,
         **{f"engine_{name}": value for name, value in engine.items()},
     }
