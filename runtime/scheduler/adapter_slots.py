@@ -134,9 +134,9 @@ class AdapterResidency:
     """Decides which adapters are loaded and evicted, for waiting adapters in the order of their turns.
 
     committed  last committed step
-    patience   steps before the running sequences of an adapter are preempted for a waiting adapter. While all slots are
-               in use, the least recently admitted adapter admits no new requests; after `patience` steps its running
-               sequences are preempted. A slot is thus reassigned at most about once in `patience` steps
+    patience   number of steps. While all slots are in use, the least recently admitted adapter admits no new requests,
+               and after `patience` steps its running sequences are preempted. A slot is thus reassigned at most about
+               once in `patience` steps
     """
 
     def __init__(self, num_slots: int, patience: int, asynchronous: bool, waiting: WaitingQueues) -> None:

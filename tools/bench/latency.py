@@ -151,9 +151,9 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     add_value(parser, "--input-len", 128, "prompt tokens")
     parser.add_argument("--output-len", type=positive, default=256, metavar="N", help="output tokens (default: 256)")
-    add_value(parser, "--num-iters", 3, "measurements of each line; the median counts")
+    add_value(parser, "--num-iters", 3, "measurements of each line, for the median")
     add_value(parser, "--num-adapters", 8, "random adapters")
-    add_value(parser, "--lora-rank", 32, "their rank; alpha is twice as much", metavar="R")
+    add_value(parser, "--lora-rank", 32, "rank of the adapters; alpha is twice the rank", metavar="R")
     add_value(parser, "--output-json", Path("bench-latency.json"), "file of the figures", Path, "FILE")
     parser.add_argument(
         "--ablate", action="store_true", help="time a layer with one optimisation off at a time instead (GPU)"

@@ -65,7 +65,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add_bench_model(parser)
     add_shape(parser)
     parser.add_argument(
-        "--workloads", nargs="+", choices=("B", "P"), default=["B", "P"], help="which workloads (default: both)"
+        "--workloads", nargs="+", choices=("B", "P"), default=["B", "P"], help="workloads to run (default: both)"
     )
     add_value(parser, "--concurrency", [32, 128], "requests at once in B", metavar="C", nargs="+")
     parser.add_argument(
@@ -76,9 +76,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="adapters of the requests (default: none zipf)",
     )
     add_value(parser, "--scale", 1, "divide prompt and output lengths by N, for a quick look")
-    add_value(parser, "--num-iters", 2, "measurements of each line; the median counts")
+    add_value(parser, "--num-iters", 2, "measurements of each line, for the median")
     add_value(parser, "--num-adapters", 8, "random adapters")
-    add_value(parser, "--lora-rank", 32, "their rank; alpha is twice as much", metavar="R")
+    add_value(parser, "--lora-rank", 32, "rank of the adapters; alpha is twice the rank", metavar="R")
     add_value(parser, "--output-json", Path("bench-throughput.json"), "file of the figures", Path, "FILE")
     add_compile_options(parser)
     engine = parser.add_argument_group("engine")

@@ -78,20 +78,26 @@ def build_parser() -> argparse.ArgumentParser:
         "--output-len", type=positive, default=256, metavar="N", help=f"outputs of A, above {SHORT_OUTPUT}"
     )
     add_value(group, "--prefill-len", PREFILL[0], "prompt tokens of P")
-    add_value(group, "--num-iters", 2, "runs of each line; the median counts")
+    add_value(group, "--num-iters", 2, "runs of each line, for the median")
     add_value(group, "--num-adapters", 8, "random adapters")
-    add_value(group, "--lora-rank", 32, "their rank", metavar="R")
-    group.add_argument("--seed", type=int, default=0, help="of prompts, adapters and their mix")
+    add_value(group, "--lora-rank", 32, "rank of the adapters", metavar="R")
+    group.add_argument("--seed", type=int, default=0, help="seed of prompts, adapters and their mix")
     group = parser.add_argument_group("engines")
     group.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="(default: both)")
-    add_value(group, "--gpu-memory-utilization", 0.6, "of each engine", share, "SHARE")
+    add_value(group, "--gpu-memory-utilization", 0.6, "share of the GPU's memory for each engine", share, "SHARE")
     group.add_argument(
-        "--precision", choices=("int8", "fp8", "bf16"), default="int8", help="of Sidestream (default: int8)"
+        "--precision", choices=("int8", "fp8", "bf16"), default="int8", help="precision of Sidestream (default: int8)"
     )
-    group.add_argument("--quantization", default="fp8", metavar="NAME", help="of vLLM; none: bf16 (default: fp8)")
-    group.add_argument("--kv-cache-dtype", default="fp8", metavar="NAME", help="of vLLM (default: fp8)")
+    group.add_argument(
+        "--quantization", default="fp8", metavar="NAME", help="quantization of vLLM; none: bf16 (default: fp8)"
+    )
+    group.add_argument(
+        "--kv-cache-dtype", default="fp8", metavar="NAME", help="dtype of vLLM's KV cache (default: fp8)"
+    )
     group.add_argument("--vllm-args", type=json_object, default={}, metavar="JSON", help="more arguments of vllm.LLM")
-    group.add_argument("--sidestream-args", type=json_object, default={}, metavar="JSON", help="of sidestream.LLM")
+    group.add_argument(
+        "--sidestream-args", type=json_object, default={}, metavar="JSON", help="more arguments of sidestream.LLM"
+    )
     group.add_argument(
         "--vllm-python", default=sys.executable, metavar="FILE", help="the Python that has vLLM (default: this one)"
     )

@@ -53,7 +53,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         type=Path,
         default=Path("sidestream_dump"),
         metavar="DIR",
-        help="for the dump (default: %(default)s)",
+        help="directory for the dump (default: %(default)s)",
     )
     add_option(parser, "device", choices=("cpu", "cuda"))
     add_ranks(parser)

@@ -39,7 +39,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         action="append",
         default=[],
         metavar="ADDRESS",
-        help="its address; may be repeated (default: that of `sidestream serve`)",
+        help="address of an engine; may be repeated (default: that of `sidestream serve`)",
     )
     group.add_argument("--engine-keys", metavar="DIR", help="a client's folder of `sidestream keys curve`")
     group.add_argument(

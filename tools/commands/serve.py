@@ -112,14 +112,14 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "--allow-adapter-loading",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="by clients (default: only through a socket file)",
+        help="let clients load and unload adapters (default: only through a socket file)",
     )
     group.add_argument(
         "--adapter-root",
         action="append",
         default=[],
         metavar="DIR",
-        help="for adapters of clients; may be repeated (default: those of the given adapters)",
+        help="directory from which clients may load adapters; may be repeated (default: those of the given adapters)",
     )
     add_gateway_options(parser, ["--api-keys"])
     add_engine_options(parser)
@@ -206,7 +206,7 @@ def check_place(bind: str, keys: str | None) -> None:
             return  # the name of a network interface is valid for ZeroMQ
         except OSError as error:
             raise ValueError(
-                f"cannot listen at {address}: {error.strerror}; stop what listens there, or choose another address "
+                f"cannot listen at {address}: {error.strerror}; stop the process there, or choose another address "
                 "with --bind"
             ) from None
 

@@ -69,7 +69,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         choices=LAYERS,
         default=list(LAYERS),
         metavar="NAME",
-        help=f"which linears: {', '.join(LAYERS)} (default: all)",
+        help=f"linears to tune: {', '.join(LAYERS)} (default: all)",
     )
     parser.add_argument(
         "--tokens",
@@ -80,9 +80,9 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         help="tokens (default: 16 32 64 128 256 512)",
     )
     parser.add_argument(
-        "--dtype", choices=DTYPES, default=DEFAULT_PRECISION, help="of weights and activations (default: %(default)s)"
+        "--dtype", choices=DTYPES, default=DEFAULT_PRECISION, help="dtype of the operands (default: %(default)s)"
     )
-    add_value(parser, "--repeats", 5, "timed replays of a configuration; the median counts")
+    add_value(parser, "--repeats", 5, "timed replays of a configuration, for the median")
     parser.add_argument(
         "--in-layers", action="store_true", help="choose from the best few by whole decode layers; a minute per entry"
     )

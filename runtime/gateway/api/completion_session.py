@@ -335,7 +335,7 @@ def admit(
 
 
 def _owner_tag(caller: Caller, client_host: str) -> str:
-    """Return a tag for fair scheduling of the key's owner, or of the client's address if there are no keys.
+    """Return a tag for fair scheduling, from the key's owner, or from the client's address if there are no keys.
 
     The tag is a hash, because engines do not need the name. It is the same in all gateways.
     """

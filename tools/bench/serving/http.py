@@ -54,7 +54,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add_bench_model(parser)
     add_shape(parser)
     parser.add_argument("--engine", metavar="ADDRESS", help="a running server, with HTTP at --http")
-    parser.add_argument("--http", metavar="URL", help="its front, http://host:port")
+    parser.add_argument("--http", metavar="URL", help="URL of the server's HTTP front, http://host:port")
     add_value(parser, "--concurrency", 64, "streams at once", metavar="C")
     add_value(parser, "--input-len", 128, "prompt tokens")
     add_value(parser, "--output-len", 256, "output tokens")
