@@ -1,16 +1,16 @@
 """Level 3: runs programs for requests. Each folder imports only folders above it in this list.
 
 processes      child processes, their watchdog, and threads that end with the interpreter
-api            what a caller sees: sampling parameters, outputs, errors
+api            public data types: sampling parameters, outputs, errors
 text           text to tokens and back: prompts, tokenizers, chat templates, structured outputs
-scheduler      which tokens of which sequences the next step computes; step plans
+scheduler      batching: chooses the tokens that the next step computes; step plans
 quantization   calibration results and rounded weights
 engine         the loop scheduler -> worker -> text, and its options
 adapters       adapters from disk to host memory to a GPU slot
 protocol       messages between a server and its clients
 worker         tensors, CUDA graphs, sampling: executes step plans; tensor parallelism
 demo_model     location of the embedded demo model
-llm            `LLM`: all of these in the caller's process
+llm            `LLM`: an engine in the caller's process
 server         supervisor, batcher process, GPU process
 client         `Client` and `AsyncClient`
 gateway        OpenAI-compatible HTTP front for one or several servers

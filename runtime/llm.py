@@ -43,10 +43,10 @@ class StreamChunk(NamedTuple):
 
     prompt_index     index of the prompt in the list
     text, token_ids  new text and token ids
-    finish_reason    set in the last chunk
+    finish_reason    set in the last chunk of a completion
     completion       index of the completion, for n > 1
     logprobs         of the new token, if requested
-    prompt_logprobs  of the prompt's next tokens, from its second on, if requested; in chunks before the first token
+    prompt_logprobs  of the next prompt tokens, from the second one on, if requested; sent before the first new token
     """
 
     prompt_index: int
@@ -60,27 +60,27 @@ class StreamChunk(NamedTuple):
 
 
 class LLM:
-    """Run a Llama and its LoRA adapters in this process.
+    """Run a base model and its LoRA adapters in this process.
 
         llm = LLM("path/to/llama", adapters={"poetry": "path/to/adapter"})
         outputs = llm.generate(["To be"], SamplingParams(max_tokens=32), adapter="poetry")
 
-    `close` frees the memory, as does the end of `with LLM(...) as llm:`. Not thread-safe.
+    `close` and the end of `with LLM(...) as llm:` free the memory. Not thread-safe.
 
-    model            directory in the Hugging Face format; None: the demo model with its adapters. With
-                     load_format="dummy" also the fields of config.json as a dict
+    model            directory in the Hugging Face format, or None for the demo model with its adapters. With
+                     load_format="dummy" it may be a dict with the fields of config.json
     adapters         name -> directory of a PEFT adapter
 
-    All other options are keywords, listed below. Other keywords of vLLM raise OptionError with a remedy, unless their
-    value has no effect. `enable_lora=True` reserves slots for adapters that are added later.
+    All other options are keywords, listed below. Unsupported keywords of vLLM raise OptionError with a remedy, unless
+    their value has no effect. `enable_lora=True` reserves slots for adapters that are added later.
 
     Raises OptionError, ConfigError, CheckpointError or AdapterError before weights are loaded, and CapacityError if the
-    device has too little memory. Methods raise RequestError, before anything runs, for a request that cannot be served.
+    device has too little memory. Methods raise RequestError for a request that cannot be served, before any step runs.
 
     Attributes:
 
     calibration      the Calibration in use, or None
-    compiled         the CompiledModel: report of its passes, programs and dump
+    compiled         the CompiledModel, with the pass report, the programs and the dump
     registry         the adapters by name
     seconds          start-up times in seconds
     """
@@ -163,12 +163,13 @@ class LLM:
     def _check_ready(self) -> None:
         self._check_idle()
         if self.is_sleeping():
-            raise RequestError("this LLM sleeps; call wake_up() first")
+            raise RequestError("this LLM is asleep; call wake_up() first")
 
     def get_tokenizer(self) -> Tokenizer:
-        """Return the model's tokenizer: `encode(text)` adds the special tokens at the start, `decode(token_ids)`.
+        """Return the model's tokenizer, with `encode(text)` and `decode(token_ids)`.
 
-        Raises RequestError if the model has none.
+        `encode` adds the special tokens that the model expects at the start. Raises RequestError if the model has no
+        tokenizer.
         """
         self._check_open()
         if self.tokenizer is None:
@@ -176,8 +177,10 @@ class LLM:
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the default sampling parameters: those of the model's generation_config.json (see the option
-        `generation_config`), else of SamplingParams.
+        """Return the sampling parameters of requests without their own.
+
+        Values come from the model's generation_config.json (see the option `generation_config`), else from
+        SamplingParams.
         """
         return self._defaults.params()
 
@@ -189,22 +192,22 @@ class LLM:
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of a prompt and its output together."""
+        """Maximum number of tokens of a prompt and its output together."""
         self._check_open()
         return self.engine.scheduler.limits.max_model_len
 
     def prefetch_adapters(self) -> None:
-        """Load adapters into host memory, up to `max_cpu_loras`, and wait for it.
+        """Load up to `max_cpu_loras` adapters into host memory, and wait until they are loaded.
 
-        Otherwise they are loaded while the first requests run.
+        Without this call, adapters are loaded while their first requests run.
         """
         self._check_open()
         self.model.prefetch_adapters()
 
     def add_adapter(self, name: str, path: str | Path, replace: bool = False) -> None:
-        """Add an adapter, or with `replace` load new content under its name; running requests finish with the old one.
+        """Add an adapter. With `replace`, replace the adapter of this name; running requests finish with the old one.
 
-        Raises RequestError or AdapterError, and changes nothing, if the adapter exceeds the engine's limits.
+        Raises RequestError or AdapterError if the adapter exceeds the engine's limits; the adapters are then unchanged.
         """
         self._check_open()
         former = self.registry.numbers.get(name)
@@ -218,17 +221,17 @@ class LLM:
         self.engine.scheduler.forget_adapter(self.model.remove_adapter(name))
 
     def reset_prefix_cache(self) -> bool:
-        """Forget the keys and values of former prompts. Return False, without effect, while a stream is open."""
+        """Discard the cached keys and values of prompts. Return False, without effect, while a stream is open."""
         self._check_open()
         return self.engine.scheduler.states.prefix_cache.reset()
 
     def sleep(self, level: int = 1) -> None:
         """Free the device memory of weights, adapter slots and KV cache until `wake_up`. Needs enable_sleep_mode=True.
 
-        Programs, CUDA graphs and their buffers are kept, as are host copies of adapters. Cached prompts are lost.
+        Programs, CUDA graphs, their buffers, and the adapters in host memory are kept. The prefix cache is discarded.
 
-        level   1: move the weights to page-locked host memory; 2: discard them, and read them from the model's
-                directory at `wake_up`, so that new files there are used
+        level   1: move the weights to page-locked host memory; 2: discard them and read the model's directory again at
+                `wake_up`, which uses new files there
 
         Raises RequestError, without effect, while a stream is open. Requests raise RequestError until `wake_up`.
         """
@@ -239,18 +242,18 @@ class LLM:
         sleeper.sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate and fill again the memory that `sleep` freed.
+        """Allocate the memory that `sleep` freed, and restore its content.
 
-        tags   "weights" (includes adapter slots), "kv_cache"; None: both. Requests need both
+        tags   "weights" (with the adapter slots), "kv_cache", or None for both. Requests need both
 
-        Raises CapacityError if the device has too little free memory, and after level 2 CheckpointError; the parts that
-        failed still sleep.
+        Raises CapacityError if the device has too little free memory. After level 2, raises CheckpointError if the
+        weights cannot be read. The call can then be repeated.
         """
         self._check_open()
         self._sleeper().wake_up(tags)
 
     def is_sleeping(self) -> bool:
-        """Return whether weights or KV cache are still freed after `sleep`."""
+        """Return whether the memory of the weights or of the KV cache is freed."""
         self._check_open()
         return self.model.sleeper is not None and bool(self._sleeper().asleep)
 
@@ -272,13 +275,13 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts; return their outputs in the same order.
 
-        prompts          text, token ids, a list of either, or dicts {"prompt": text} or {"prompt_token_ids": ids}
-        sampling_params  one for all or one per prompt; None: get_default_sampling_params()
-        adapter          adapter name for all or one per prompt; None: the base model
+        prompts          text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of these
+        sampling_params  one for all prompts or one per prompt; None: get_default_sampling_params()
+        adapter          adapter name, one for all prompts or one per prompt; None: the base model
         use_tqdm         show a progress bar
-        lora_request     instead of `adapter`: a LoRARequest for all or one per prompt; an unknown adapter is loaded
-                         from its path and kept
-        priority         one for all or one per prompt: lower is served sooner
+        lora_request     LoRARequest in place of `adapter`, one for all prompts or one per prompt; an unknown adapter
+                         is loaded from the request's path and stays loaded
+        priority         one for all prompts or one per prompt; lower values are served sooner
         """
         adapter = self._adapter_names(adapter, lora_request)
         requests = self._make_requests(prompts, sampling_params, adapter, priority)
@@ -298,8 +301,8 @@ class LLM:
                         f"{(self.engine.num_sampled - before) / max(progress.format_dict['elapsed'], 1e-9):.0f} tok/s"
                     )
         ordered = [outputs[request.request_id] for request in requests]
-        for output, asked in zip(ordered, _for_each(lora_request, len(ordered)), strict=False):
-            output.lora_request = asked
+        for output, lora in zip(ordered, _for_each(lora_request, len(ordered)), strict=False):
+            output.lora_request = lora
             output.prompt_logprobs = scores.get(output.request_id)
         return ordered
 
@@ -327,9 +330,9 @@ class LLM:
 
         prompts, adapter, lora_request, use_tqdm   as for `generate`
         params             beam width, length and ranking
-        concurrency_limit  most prompts at a time; None: all
+        concurrency_limit  maximum number of prompts at the same time; None: all
 
-        Each token of each continuation is one request; the prefix cache holds what the requests have in common.
+        Each token of each continuation is one request. The requests share their prefixes in the prefix cache.
         """
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"params must be BeamSearchParams, not {type(params).__name__}")
@@ -342,17 +345,17 @@ class LLM:
                     f"a prompt of {len(request.prompt_ids)} tokens and max_tokens={params.max_tokens} exceed "
                     f"max_model_len={self.max_model_len}; lower max_tokens"
                 )
-        found: list[BeamSearchOutput] = []
-        at_once = concurrency_limit or max(1, len(requests))
+        outputs: list[BeamSearchOutput] = []
+        group_size = concurrency_limit or max(1, len(requests))
         with tqdm(total=len(requests), desc="Searching", unit="prompt", disable=not use_tqdm) as progress:
-            for first in range(0, len(requests), at_once):
-                some = requests[first : first + at_once]
-                found += beam_search(some, params, self.engine.eos_ids, self.tokenizer, self._complete_all)
-                progress.update(len(some))
-        for output, asked in zip(found, _for_each(lora_request, len(found)), strict=False):
+            for first in range(0, len(requests), group_size):
+                group = requests[first : first + group_size]
+                outputs += beam_search(group, params, self.engine.eos_ids, self.tokenizer, self._complete_all)
+                progress.update(len(group))
+        for output, lora in zip(outputs, _for_each(lora_request, len(outputs)), strict=False):
             for sequence in output.sequences:
-                sequence.lora_request = asked
-        return found
+                sequence.lora_request = lora
+        return outputs
 
     def _complete_all(
         self, prompts: list[list[int]], params: SamplingParams, adapters: list[str | None]
@@ -373,19 +376,20 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer conversations; return their outputs in the same order. `prompt` of an output is the formatted text.
+        """Answer conversations; return their outputs in the same order. An output's `prompt` is the rendered template.
 
         messages                messages as in OpenAI's API, such as [{"role": "user", "content": text}], or a list of
                                 such lists; roles: system, developer, user, assistant, tool
         sampling_params, adapter, use_tqdm, lora_request   as for `generate`
-        chat_template           text of a Jinja template, or name of one of the model's templates. None: the adapter's
-                                own template, else the model's
-        add_generation_prompt   end the prompt where the assistant's answer begins
+        chat_template           text of a Jinja template, or the name of one of the model's templates. None: the
+                                adapter's template if it has one, else the model's
+        add_generation_prompt   add the text that starts the assistant's answer to the prompt
         continue_final_message  continue the last message; needs add_generation_prompt=False
         tools, chat_template_kwargs   further variables of the template
 
-        The template runs in a child process with limits on time, memory and output. Raises RequestError for invalid
-        messages and for a model without a template, and ChatTemplateError if the template raises an error.
+        The template runs in a child process with limits on time, memory and output.
+
+        Raises RequestError for invalid messages, and ChatTemplateError if there is no template or it raises an error.
         """
         self._check_open()
         conversations = as_conversations(messages)
@@ -413,7 +417,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         adapter: str | Sequence[str | None] | None = None,
     ) -> Iterator[StreamChunk]:
-        """Complete prompts like `generate`; yield new output after each step. Leaving the loop ends the requests."""
+        """Complete prompts like `generate`; yield new output after each step. Leaving the loop aborts the requests."""
         requests = self._make_requests(prompts, sampling_params, adapter)
         index = {request.request_id: place for place, request in enumerate(requests)}
 
@@ -459,7 +463,7 @@ class LLM:
     def _run(
         self, requests: list[Request], stream: bool
     ) -> Generator[tuple[list[Any], list[RequestOutput]], None, None]:
-        """Yield the engine's steps until all requests are finished; an interruption ends the requests."""
+        """Yield the output of each step until all requests are finished. Closing the generator aborts the requests."""
         self._check_ready()
         self._busy = True
         try:

@@ -1,4 +1,4 @@
-"""How many adapters an engine takes, their LoRA rank and their target projections."""
+"""Limits of an engine's adapters: number of slots, LoRA rank and target projections."""
 
 from collections.abc import Mapping
 from dataclasses import replace

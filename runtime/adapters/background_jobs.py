@@ -21,7 +21,7 @@ class JobCancelled(Exception):
 
 
 class _Queue:
-    """State that the thread shares with its owner. It must not keep the owner alive."""
+    """State that the thread shares with its owner, without a reference to the owner."""
 
     def __init__(self, idle_seconds: float) -> None:
         self.jobs: deque[Job] = deque()

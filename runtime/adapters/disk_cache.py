@@ -190,7 +190,7 @@ def _sources() -> str:
 
 
 def _chunk_size(size: int) -> int:
-    """Return the bytes per checksum: several chunks to read in parallel, but few, as each takes the GIL."""
+    """Return the bytes per checksum. Chunks are read in parallel, but each one acquires the GIL, so there are few."""
     return min(MAX_CHUNK_BYTES, max(1, -(-size // (NUM_CHUNKS * _ALIGNMENT))) * _ALIGNMENT)
 
 
@@ -200,7 +200,7 @@ def _header_size(size: int) -> int:
 
 
 def _read_slot(handle: int, key: str, memory: NDArray[np.uint8]) -> str:
-    """Fill `memory` from a slot's file; return the fault, or "" on success."""
+    """Fill `memory` from a slot's file. Return a description of the fault, or "" on success."""
     size, chunk, start = memory.nbytes, _chunk_size(memory.nbytes), _header_size(memory.nbytes)
     if os.fstat(handle).st_size != start + size:
         return f"it has {os.fstat(handle).st_size} bytes instead of {start + size}"

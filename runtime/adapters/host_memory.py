@@ -15,7 +15,7 @@ ALIGNMENT = 4096
 """A page of the operating system: page-locking one tensor must not touch its neighbours."""
 LOCK_PAUSE = 0.0002
 CHUNK_BYTES = 1 << 20
-"""Bytes per page-locking call and per copy: no step can be launched during a call that locks pages."""
+"""Bytes per page-locking call and per copy. No step can be launched during a call that locks pages."""
 
 
 def host_bytes(count: int) -> torch.Tensor:
@@ -35,7 +35,8 @@ def page_lock(
     device_calls   context manager held during each chunk's call
     pause          seconds after each chunk, in which steps are launched
 
-    Write the memory first, or the call also has to allocate its pages. Raises MemoryError, with `remedy` at its end.
+    Write to the memory first; otherwise the call also has to allocate its pages. Raises MemoryError, which ends with
+    `remedy`.
     """
     runtime = torch.cuda.cudart()
     for chunk in chunks:
@@ -73,7 +74,7 @@ class Block:
         self.locked = False
 
     def page_lock(self, device_calls: Any, steps_running: bool) -> None:
-        """See `page_lock`; while steps run in chunks with pauses, as an adapter takes tens of milliseconds."""
+        """Page-lock the block. While steps run, lock it in chunks with pauses, since it takes tens of milliseconds."""
         chunks = self.memory.split(CHUNK_BYTES if steps_running else self.memory.numel())
         pause = LOCK_PAUSE if steps_running else 0.0
         page_lock(self, chunks, device_calls, pause=pause, remedy="lower max_cpu_loras")

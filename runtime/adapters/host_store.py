@@ -26,11 +26,11 @@ NO_DRAFT_LORA = Adapter(0, {}, {}, (), "")
 class HostStore:
     """LRU cache of at most `max_adapters` adapters; thread-safe.
 
-    recipes       stack name -> how an adapter's own A and B become its slot
-    constants     a calibration's tensors, which recipes may name too
-    device_calls  held while memory is page-locked, in chunks while `steps_running`
+    recipes       stack name -> recipe that computes the stack's slot from an adapter's A and B
+    constants     tensors of a calibration, which recipes may also use
+    device_calls  context manager held while memory is page-locked, in chunks while `steps_running`
 
-    Blocks are reused; one with users is never given to another adapter.
+    Blocks are reused. A block that is in use is never assigned to another adapter.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class HostStore:
                 self._num_blocks -= 1
 
     def prepare(self, number: int) -> Block:
-        """Return and acquire the adapter's block; load or pack it if needed. Raises AdapterError or OSError."""
+        """Acquire and return the adapter's block; load or pack it if needed. Raises AdapterError or OSError."""
         with self._preparing:
             block = self.acquire(number)
             if block is not None:
@@ -194,7 +194,7 @@ class HostStore:
 
 
 def _write_to_disk(owner: "weakref.ref[HostStore]", number: int, content_hash: str, stopped: threading.Event) -> None:
-    """A job that does not keep the store alive while it is queued."""
+    """Run a job that does not keep the store alive while it is queued."""
     store = owner()
     if store is not None:
         store.write_to_disk(number, content_hash, stopped)

@@ -1,5 +1,7 @@
-"""Pack an adapter's tensors into the layout of its slot, equal layers together: some hundred large operations instead
-of ten thousand small ones. The thread that launches steps shares the GIL, so packing must take it rarely.
+"""Pack an adapter's tensors into the layout of its slot.
+
+Equal layers are packed together, in some hundred large operations instead of ten thousand small ones. The thread that
+launches steps needs the GIL, so packing must acquire it rarely.
 """
 
 import re
@@ -35,7 +37,7 @@ class Bundle:
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """A key that is equal for bundles that differ in their layer only."""
+        """Key that is equal for bundles that differ only in their layer."""
         return (self.stacks[0] if self.separate else None, *(_LAYER.sub("#", str(recipe)) for recipe in self.recipes))
 
 
@@ -65,9 +67,9 @@ class Packer:
 
 
 def limit_torch_threads() -> None:
-    """Let torch use at most half of the CPU's cores and PACKING_THREADS for operations of the calling thread.
+    """Limit torch to PACKING_THREADS and half of the CPU's cores for operations of the calling thread.
 
-    torch gives new threads the number that was set last, so a short-lived thread restores it.
+    New threads inherit the number that was set last, so a short-lived thread restores it.
     """
     default = torch.get_num_threads()
     torch.set_num_threads(max(1, min(PACKING_THREADS, default // 2)))

@@ -72,12 +72,12 @@ class AdapterRegistry:
     max_rank          largest accepted LoRA rank
     allowed_roots     directories that must contain adapters' files after symlinks are resolved; None: any directory
     max_adapters      maximum number of names
-    keep              number of adapters whose tensors stay in memory from `add` to the first `read`
+    keep              maximum number of adapters with tensors kept in memory from `add` to the first `read`
     disk_cache        content hashes and packed adapters of earlier runs; tensors of a file with a cached hash are not
                       kept
     lenient           ignore unknown fields of adapter_config.json instead of raising an error
     describe          reads configs and weights' headers
-    draft             the trained draft in use: adapters' LoRAs of the draft are read too
+    draft             the trained draft in use, for which adapters may have a LoRA; None: without a draft
     lora, draft_lora  shapes of the stacks, once allocated; adapters that do not fit are rejected
     """
 
@@ -253,7 +253,7 @@ class AdapterRegistry:
             return number
 
     def drop(self, number: int) -> None:
-        """Delete an unused number, at once or with its name: the two calls may come in any order."""
+        """Delete an unused number, now or when its name is removed. `remove` and `drop` may be called in any order."""
         with self._lock:
             if number in self.numbers.values():
                 self._unused.add(number)
@@ -292,9 +292,9 @@ class AdapterRegistry:
         return adapter
 
     def is_unchanged(self, number: int) -> bool:
-        """Return whether the adapter was not read since `add`, or its files have the stamps of then.
+        """Return whether the adapter was not read since `add`, or its files still have the same stamps.
 
-        A wrong answer is harmless: the disk cache holds what was registered under the content hash.
+        A wrong result is harmless: the disk cache stores the registered content under its hash.
         """
         registered = self._by_number[number]
         with self._lock:

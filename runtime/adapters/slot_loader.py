@@ -42,8 +42,10 @@ STOP_READING: Read = (-1, -1, None, -1)
 
 
 class SlotCopier:
-    """Copies blocks into slots: a few large copies and a few launches instead of a copy for each of a thousand tensors,
-    which would take longer than the bus. A block is copied into a buffer on the device and scattered from there.
+    """Copies blocks into slots with a few large copies and launches.
+
+    A block is copied into a buffer on the device and scattered from there. A copy for each of its thousand tensors
+    would take longer than the transfer over the bus.
 
     slots   slots[s]: the tensors of slot s on the device, in a block's order
     """
@@ -91,9 +93,9 @@ class InFlightCopy:
 class SlotLoader:
     """The stacks [S, ...] on the device, and the threads that load adapters into them.
 
-    `start_load` begins a copy into a slot that no running step reads; `finished_loads` reports its end. Until then the
-    caller schedules no step with the slot. A copy is reported shortly before its end, so that the next step can be
-    planned with it; `before_step` then lets the device wait for the rest.
+    `start_load` starts a copy into a slot that no running step reads, and `finished_loads` reports its end. Until then
+    the caller must not schedule a step with the slot. A copy is reported shortly before its end, so that the next step
+    can already be planned with it; `before_step` then makes the device wait for the end of the copy.
 
     Hold `device_calls` during the capture of a CUDA graph: no other thread may call the device then.
     """
@@ -148,7 +150,7 @@ class SlotLoader:
             self.store.release(self.store.prepare(number))
 
     def finished_loads(self, timeout: float = 0.0) -> list[LoadReport]:
-        """Return new reports of ended loads; wait up to `timeout` seconds for the first."""
+        """Return new reports of ended loads. Wait up to `timeout` seconds for the first."""
         until = time.monotonic() + timeout
         while True:
             self._poll_copies()
@@ -157,7 +159,7 @@ class SlotLoader:
             time.sleep(POLL_SECONDS)
 
     def before_step(self, slots: NDArray[np.int32]) -> None:
-        """Let the device's current stream wait for copies into `slots` that were reported before their end."""
+        """Make the device's current stream wait for copies into `slots` that were reported before their end."""
         for copy in tuple(self._in_flight):
             if copy.reported and (slots == copy.slot).any():
                 torch.cuda.current_stream(self._device).wait_event(copy.last)
@@ -165,8 +167,8 @@ class SlotLoader:
     def record_step_end(self, now: float) -> None:
         """Update `lead_seconds` when a step has ended at `now` (time.monotonic).
 
-        A step planned at the end of another starts after the one that starts then. So a copy that ends within the
-        shortest of the last step times delays nothing; `lead_seconds` is a share of that time.
+        When a step ends, the next one starts, and the one after it is planned. A copy that ends within the time of one
+        step therefore delays nothing. `lead_seconds` is a share of the shortest recent step time.
         """
         ends = self._step_ends
         ends.append(now)
@@ -199,7 +201,7 @@ class SlotLoader:
         self.store.release(block)
 
     def drop(self, number: int) -> None:
-        """Free an adapter that nothing uses any more."""
+        """Free an adapter that is no longer used."""
         self._registry.drop(number)  # first, so that a concurrent read stores nothing
         self.store.drop(number)
 
@@ -269,7 +271,7 @@ class SlotLoader:
 
 
 def _run(owner: "weakref.ref[SlotLoader]", name: str, jobs: Any, on_gpu: bool) -> None:
-    """A thread's loop: call method `name` for each job until a stop marker or the loader's end."""
+    """Run a thread's loop: call method `name` for each job until a stop marker or the loader's end."""
     if on_gpu:
         limit_torch_threads()
     while (job := jobs.get()) not in (None, STOP_READING):

@@ -15,9 +15,9 @@ class BeamSearchParams:
     """Parameters of a beam search; checked on construction.
 
     beam_width       number of continuations to keep and return
-    max_tokens       most tokens of each
+    max_tokens       maximum number of tokens of each continuation
     ignore_eos       continue after an end of sequence
-    temperature      above 0: extend each continuation by one sampled token too, besides the likeliest ones
+    temperature      above 0: also extend each continuation by one sampled token, in addition to the likeliest ones
     length_penalty   rank by cum_logprob / length ** length_penalty; as in vLLM length includes the prompt but not an
                      end of sequence
     include_stop_str_in_output   show special tokens, such as an end of sequence, in `text`

@@ -69,13 +69,13 @@ class RequestOutput:
     """Output of one request: its prompt and n completions.
 
     adapter             name of the LoRA adapter; None: the base model
-    num_cached_tokens   prompt tokens found in the prefix cache
+    num_cached_tokens   number of prompt tokens found in the prefix cache
     lora_request        the caller's LoRARequest, or None
     prompt_logprobs     None unless requested; else None for the first prompt token, and a dict for each other one: the
                         prompt's token first, then the likeliest ones
-    num_draft_tokens, num_accepted_tokens   computed drafts, and those that became output
-    num_history_*       of these the drafts from former answers of the adapter
-    num_trained_*       of these the drafts from a trained draft
+    num_draft_tokens, num_accepted_tokens   numbers of computed drafts, and of drafts that became output
+    num_history_*       the same for drafts from earlier answers of the adapter
+    num_trained_*       the same for drafts from a trained draft model
     """
 
     request_id: str

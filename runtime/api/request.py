@@ -1,4 +1,4 @@
-"""A request to the engine, and what one step adds to its output."""
+"""A request to the engine, and the output of one step for it."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,7 +11,7 @@ from .sampling_params import SamplingParams
 class Continuation:
     """Output of an earlier engine for one completion, to be continued.
 
-    characters  length of the text that the caller has, in Unicode code points
+    characters  length of the text that the caller has received, in Unicode code points
     finished    the completion has ended
     """
 

@@ -55,8 +55,8 @@ class SamplingParams:
     ignore_eos           ignore the model's own end-of-sequence tokens
     logprobs             number of likeliest tokens to report at each position, besides the sampled one, from the raw
                          logits; 0 = only the sampled one
-    prompt_logprobs      the same for the prompt's tokens from the second on. The whole prompt is computed, even if it
-                         is cached
+    prompt_logprobs      the same for the prompt's tokens from the second one on; the whole prompt is computed, even if
+                         it is cached
     presence_penalty     subtracted from the logits of tokens in the output, -2..2
     frequency_penalty    the same, once per occurrence, -2..2
     repetition_penalty   divides positive and multiplies negative logits of tokens in prompt and output, > 0

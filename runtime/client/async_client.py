@@ -23,7 +23,7 @@ from ..text.chat_renderer import ChatRenderer
 from ..text.prompts import Prompt, as_list, one_for_each, without_special_tokens
 from .connection import Connection
 from .lora_requests import LoraRequests
-from .requests import OutputAssembler, continued, submission
+from .requests import OutputAssembler, continuation_field, submission
 
 CONNECT_SECONDS = 10.0
 CALL_SECONDS = 60.0
@@ -44,13 +44,13 @@ class AsyncClient:
     keys             this client's folder of `sidestream keys curve`; needed for tcp beyond the loopback
     connect_timeout  seconds to wait for a server that does not run or still loads, before EngineDeadError
     call_timeout     seconds to wait for the answer to a call (adapters, stats, health) before TimeoutError
-    silence_seconds  silence after which the engine counts as dead; None: the server's value. For engines that hang and
-                     broken networks; a killed engine closes its connection and is noticed at once.
+    silence_seconds  seconds without a message after which the engine counts as dead; None: the server's value. Detects
+                     engines that hang and broken networks; the death of an engine process is detected at once
     on_lost          called within the loop, with the error, when an established connection breaks
 
-    It connects at the first use, and again at the first use after a loss. Requests that were open when the engine died
-    raise EngineDeadError and are not repeated. It belongs to one loop and is not thread-safe. Chunks are read at once
-    and queued in this process, so a slow consumer delays no other; max_tokens limits an answer's size.
+    The client connects at its first use, and again at the first use after a lost connection. Requests that were open
+    when the engine died raise EngineDeadError and are not repeated. It belongs to one loop and is not thread-safe.
+    Chunks are queued in this process, so that a slow consumer does not delay others; max_tokens limits their number.
 
     Raises RequestError (invalid request), EngineDeadError, OverloadedError (try again later), DeadlineError,
     ServerError (other errors), TimeoutError.
@@ -122,11 +122,11 @@ class AsyncClient:
 
         The request is sent when the first chunk is awaited. Leaving early (break and aclose, cancellation) aborts it.
 
-        timeout           longest wait for a chunk in seconds, before TimeoutError
-        deadline_seconds  after it the server ends the request, with DeadlineError
+        timeout           seconds to wait for each chunk before TimeoutError
+        deadline_seconds  seconds after which the server ends the request with DeadlineError
         request_id        id for `abort`, unique among this client's open requests
         stream            False: the server sends the answer when it is complete
-        continues         state of each completion on another engine; the chunks continue there
+        continues         state of each completion on another engine, which the chunks continue
         lora_request      in place of `adapter`, see `generate`
         """
         adapter = await self._lora_requests.resolve(adapter, lora_request)
@@ -163,14 +163,16 @@ class AsyncClient:
         adapter_content: str = "",
         direct: Callable[[Chunk], bool] | None = None,
     ) -> AsyncGenerator[list[Chunk], None]:
-        """Generate as `stream` does, in lists of the chunks that arrived together. A list is never empty.
+        """Generate as `stream` does, in non-empty lists of the chunks that arrived together.
 
-        when_accepted    called when the server has queued the request: number of prompt tokens, version of the adapter
-        owner            the user for whom the client asks, if it serves several; owners share steps fairly
-        adapter_content  required version of the adapter; for another one RequestError has the code `adapter_changed`
+        when_accepted    called when the server has queued the request, with the number of prompt tokens and the
+                         version of the adapter
+        owner            user of the request, if the client serves several users; owners share steps fairly
+        adapter_content  required version of the adapter; another version raises RequestError with code
+                         `adapter_changed`
         direct           called within the loop with each chunk from the middle of the answer that arrives while the
-                         next list is awaited. If it returns True the chunk is in no list, and no task is woken. An
-                         exception ends the stream. `timeout` counts between lists.
+                         next list is awaited. If it returns True, the chunk is not put into a list, and no task is
+                         woken. An exception ends the stream. `timeout` applies to the time between lists
         """
         message = submission(
             request_id or f"r{next(self._request_numbers)}",
@@ -180,7 +182,7 @@ class AsyncClient:
             stream=stream,
             priority=priority,
             deadline_seconds=deadline_seconds,
-            continues=[continued(so_far) for so_far in continues],
+            continues=[continuation_field(so_far) for so_far in continues],
             owner=owner,
             adapter_content=adapter_content,
         )
@@ -198,7 +200,7 @@ class AsyncClient:
                 if attempt or request.accepted or problem.code not in _NOT_PROCESSED:
                     raise
             finally:
-                self._connection.leave(request)
+                self._connection.remove(request)
 
     async def generate(
         self,

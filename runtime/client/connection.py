@@ -28,7 +28,7 @@ T = TypeVar("T", bound=Message)
 
 
 class Connection:
-    """Connects on `connect`, also after a loss. Belongs to one asyncio loop."""
+    """A connection that `connect` opens, and opens again after a loss. Belongs to one asyncio loop."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Connection:
         if request_id in self._open:
             self._send(protocol.Abort(request_ids=[request_id]))
 
-    def leave(self, request: PendingRequest) -> None:
+    def remove(self, request: PendingRequest) -> None:
         """Remove a request, and abort it unless it has ended."""
         if self._open.get(request.request_id) is request:
             del self._open[request.request_id]
@@ -172,13 +172,13 @@ class Connection:
         raise EngineDeadError(text, "engine_dead")
 
     def _remedy(self) -> str:
-        """Return what the user can do. A server does not answer a client with wrong keys."""
+        """Return the remedy for the user. A server does not answer a client with wrong keys."""
         if self.address.scheme != "tcp":
             return "; start `sidestream serve`, or give its address"
         if self.keys is None:
             return "; start `sidestream serve` there, and if it has keys, give this client's folder with --keys"
         return (
-            "; if a server runs there, its keys do not go with these: use the client's folder that "
+            "; if a server runs there, its keys do not match these: use the client's folder that "
             "`sidestream keys curve` made together with the server's"
         )
 
@@ -190,11 +190,11 @@ class Connection:
         except (framing.FrameError, msgspec.MsgspecError, UnicodeEncodeError, OverflowError) as problem:
             raise RequestError(f"the request cannot be sent: {problem}") from None
         if not self._link.send(frame):
-            raise ServerError("too much waits to be sent: the server does not read; try again later", "overloaded", 1.0)
+            raise ServerError("the send queue is full: the server does not read; try again later", "overloaded", 1.0)
         self._last_sent = time.monotonic()
 
     def _schedule_heartbeat(self, link: ClientLink) -> None:
-        """Call `_heartbeat` after half an interval. A timer, since a loop that ends reports pending tasks."""
+        """Call `_heartbeat` after half an interval. Uses a timer, since a loop that ends reports pending tasks."""
         welcome = self._welcome
         interval = protocol.HEARTBEAT_SECONDS if welcome is None else min(max(welcome.heartbeat_seconds, 0.01), 60.0)
         loop = asyncio.get_running_loop()

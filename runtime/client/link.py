@@ -1,7 +1,7 @@
 """A client's socket on an asyncio loop.
 
-pyzmq's asyncio sockets make a future for each frame. Here one callback reads all frames that have arrived, as a client
-with hundreds of streams needs.
+pyzmq's asyncio sockets create a future for each frame, which is too slow for hundreds of streams. Here one callback
+reads all frames that have arrived.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ _QUEUED_FRAMES = 10000
 
 
 class ClientLink:
-    """One DEALER for one connection, so that no message for an engine reaches its successor.
+    """A DEALER socket for one connection only, so that no message for an engine reaches its successor.
 
     on_frame  called with each frame
     on_lost   called when the connection breaks (EngineDeadError) or is refused (another ServerError); must call `close`

@@ -31,7 +31,7 @@ class LoraRequests:
         if lora_request is None:
             return adapter
         if adapter is not None:
-            raise RequestError("adapter and lora_request name the same thing; give one of them")
+            raise RequestError("adapter and lora_request both name the adapter; give one of them")
         several = isinstance(lora_request, Sequence) and not isinstance(lora_request, str)
         entries = list(lora_request) if several else [lora_request]
         wrong = next((each for each in entries if each is not None and not isinstance(each, LoRARequest)), None)

@@ -33,7 +33,7 @@ _RETRY_ERRORS = frozenset({"loading", "draining", "overloaded", "too_many_reques
 def submission(request_id: str, prompt: Prompt, params: SamplingParams, adapter: str | None, **more: Any) -> Submit:
     """Return the message that submits one prompt.
 
-    Raises RequestError for what cannot be sent; the server checks the rest.
+    Raises RequestError for values that cannot be sent; the server checks all others.
     """
     text, ids = text_or_ids(prompt)
     if adapter is not None:
@@ -55,7 +55,7 @@ def submission(request_id: str, prompt: Prompt, params: SamplingParams, adapter:
     )
 
 
-def continued(so_far: Continuation) -> Continued:
+def continuation_field(so_far: Continuation) -> Continued:
     """Return the state of a completion as a message's field."""
     return Continued(so_far.token_ids, so_far.characters, so_far.finished)
 
@@ -86,7 +86,7 @@ def is_plain(chunk: Chunk) -> bool:
 
 
 class PendingRequest:
-    """A request's chunks that have arrived and were not taken yet. See `AsyncClient.stream_lists` for the callbacks."""
+    """The unread chunks of a request. See `AsyncClient.stream_lists` for the callbacks."""
 
     def __init__(
         self,

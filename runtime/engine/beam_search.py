@@ -1,6 +1,6 @@
 """Beam search: each step requests one token and its likeliest candidates for every continuation, and keeps the best.
 
-The prefix cache holds what the continuations have in common.
+The continuations share their prefixes in the prefix cache.
 """
 
 from collections.abc import Callable, Sequence
@@ -70,21 +70,21 @@ class _Search:
         if not self.beams:
             return
         width = self._params.beam_width
-        every = [
+        extensions = [
             (beam.cum_logprob + entry.logprob, token, beam, entries)
             for beam, entries in zip(self.beams, candidates, strict=True)
             for token, entry in entries.items()
         ]
-        open_ones = [each for each in every if each[1] not in self._eos_ids]
-        self.beams = [_extended(*each) for each in nlargest(width, open_ones, key=lambda each: each[0])]
-        for each in every:
+        unfinished = [each for each in extensions if each[1] not in self._eos_ids]
+        self.beams = [_extended(*each) for each in nlargest(width, unfinished, key=lambda each: each[0])]
+        for each in extensions:
             if each[1] in self._eos_ids:
                 ended = _extended(*each)
                 ended.finish_reason, ended.stop_reason = "stop", ended.tokens[-1]
                 self._complete.append(ended)
         self._complete = nlargest(width, self._complete, key=self._score)
-        to_come = max(map(self._best_to_come, self.beams), default=0.0)
-        if len(self._complete) == width and self._score(self._complete[-1]) >= to_come:
+        bound = max(map(self._score_bound, self.beams), default=0.0)
+        if len(self._complete) == width and self._score(self._complete[-1]) >= bound:
             self.beams = []
 
     def best(self) -> list[BeamSearchSequence]:
@@ -97,9 +97,10 @@ class _Search:
         length = len(sequence.tokens) - (sequence.finish_reason == "stop")
         return float(sequence.cum_logprob / length**self._params.length_penalty)
 
-    def _best_to_come(self, beam: BeamSearchSequence) -> float:
-        """Return an upper bound of the scores of a beam's continuations: they are at most as likely as the beam, and
-        with a penalty above 0 the longest one scores highest.
+    def _score_bound(self, beam: BeamSearchSequence) -> float:
+        """Return an upper bound of the scores of a beam's continuations.
+
+        They are at most as likely as the beam. With a penalty above 0 the longest one has the highest score.
         """
         penalty = self._params.length_penalty
         return float(beam.cum_logprob / (self._longest if penalty > 0 else len(beam.tokens)) ** penalty)

@@ -15,9 +15,9 @@ from .logprobs import OutputLogprobs, prompt_entries
 class CompletionState:
     """Text and log-probabilities of one sequence.
 
-    eager  decode every token at once, as stop strings and log-probabilities always need; else decode at the end
-    plain  until the sequence ends a token only adds text, so that `extend` replaces `accept` and `fresh_text`
-    shown  number of characters returned by `fresh_text` and `extend`
+    eager  decode each token when it arrives, as stop strings and log-probabilities require; else decode at the end
+    plain  a token that does not end the sequence only adds text: `extend` replaces `accept` and `new_text`
+    shown  number of characters returned by `new_text` and `extend`
     """
 
     def __init__(self, sequence: Sequence, tokenizer: Tokenizer | None, eager: bool) -> None:
@@ -35,7 +35,7 @@ class CompletionState:
         self._ended = False
 
     def resume(self, characters: int) -> None:
-        """Continue the output of an earlier engine; the caller has `characters` of its text.
+        """Continue the output of an earlier engine after the first `characters` characters of its text.
 
         Raises RequestError if the text is shorter.
         """
@@ -63,7 +63,7 @@ class CompletionState:
         if tokenizer is None:
             return None
         sequence, params = self.sequence, self.sequence.params
-        # a complete constrained text also ends with reason "stop", but its last token is a part of it
+        # a constrained text that is complete also ends with reason "stop", but its last token belongs to the text
         ended_by_token = self._ended and (token in sequence.eos_ids or token in sequence.stop_ids)
         if not ended_by_token or params.include_stop_str_in_output:
             self._pending.append(token)
@@ -117,7 +117,7 @@ class CompletionState:
         self.text += new
         return new
 
-    def fresh_text(self) -> str:
+    def new_text(self) -> str:
         """Return new text that no stop string can cut off any more."""
         end = len(self.text) if self._ended else max(self.shown, len(self.text) - self._stops.held)
         fresh = self.text[self.shown : end]

@@ -76,7 +76,7 @@ class Engine:
         """Queue a request. Raises RequestError, and queues nothing, if it can never run.
 
         stream  decode token by token, as a continued request needs
-        alone   the request is suspected of a step that did not return: give it steps of its own until it is cleared
+        alone   the request may have caused a hang: run it alone until all its present tokens are computed
         """
         if request.request_id in self._requests:
             raise RequestError(f"request_id={request.request_id!r} is in use; choose another")
@@ -125,8 +125,9 @@ class Engine:
         self._start_loads()
 
     def unfinished(self) -> list[tuple[Request, bool]]:
-        """Return every open request as another engine can run it, and whether it streams. A streaming request continues
-        its delivered output; another one starts again.
+        """Return every open request in a form that another engine can run, and whether it streams.
+
+        A streaming request continues its delivered output; other requests start again.
         """
         return [(self._resumable(open_request), open_request.stream) for open_request in self._requests.values()]
 
@@ -209,7 +210,8 @@ class Engine:
                 self.scheduler.load_done(slot, number, problem)
 
     def forget_device(self) -> None:
-        """Wait for adapter loads, then forget the content of KV pages and slots, because their memory will be freed.
+        """Mark all KV pages and adapter slots as empty before their memory is freed. Waits for running adapter loads.
+
         Call it only without open requests.
         """
         self._start_loads()
@@ -230,7 +232,7 @@ class Engine:
             completion.close()
             if open_request.stream:
                 reason: FinishReason | None = sequence.finish_reason  # type: ignore[assignment]
-                text = completion.fresh_text()
+                text = completion.new_text()
                 deltas.append(Delta(sequence.request_id, sequence.index, text, [], reason, sequence.stop_reason))
             self._close_if_done(open_request, finished)
         return deltas, finished
@@ -241,7 +243,7 @@ class Engine:
             finished.append(_output(open_request))
 
     def commit(self, result: StepResult) -> list[SampledToken]:
-        """Commit what the next plan depends on; `deliver` does the remaining work."""
+        """Commit the tokens of a step, which the next plan needs. `deliver` does the remaining work."""
         progress = self.scheduler.commit(result)
         self.num_sampled += len(progress)
         self.num_compiled += result.compiled
@@ -250,7 +252,7 @@ class Engine:
     def deliver(self, progress: list[SampledToken], result: StepResult) -> Progress:
         """Decode text, find stop strings and build outputs of a committed step.
 
-        An exception ends the request that it is about (finish_reason `error`), and no other.
+        An exception ends the request in which it occurs (finish_reason `error`), and no other.
         """
         deltas = self._prompt_logprobs()
         finished: list[RequestOutput] = []
@@ -305,7 +307,7 @@ class Engine:
             delta = Delta(
                 sequence.request_id,
                 sequence.index,
-                completion.fresh_text(),
+                completion.new_text(),
                 [sampled.token],
                 reason,
                 sequence.stop_reason if ended else None,

@@ -32,8 +32,8 @@ _ADAPTERS = re.compile(r"(?:give it to )?LLM\(adapters=[^()]*\)(?: or (?:call )?
 def with_flags(text: str, options: Collection[str]) -> str:
     """Return a message with a command's flags in place of Python keywords.
 
-    `options`: Python names of the command's options. `name=value` becomes `--name value`; a name without a value is
-    replaced if it has an underscore, because others may be ordinary words.
+    `options`: Python names of the command's options. `name=value` becomes `--name value`. A name without a value is
+    replaced only if it has an underscore, because other names may be ordinary words.
     """
     text = _ADAPTER.sub(r"--lora-modules \1=\2", text)
     text = _ADAPTERS.sub("name it with --lora-modules NAME=DIR", text)

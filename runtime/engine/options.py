@@ -34,14 +34,14 @@ class EngineOptions:
     )
     calibration: Any = option(
         "auto",
-        "file that `sidestream calibrate` wrote, or 'off' for none",
+        "file written by `sidestream calibrate`, or 'off' for none",
         unset="sidestream_calibration.safetensors in the model's directory; without it an int8 engine on a GPU "
         "calibrates the model once if that takes less than a minute",
         more="sets kv_dtype, hadamard, center_keys and smooth_channels unless they are given",
     )
     rounded_weights: Any = option(
         None,
-        "file that `sidestream calibrate --round` wrote, or 'off' to round weights to nearest",
+        "file written by `sidestream calibrate --round`, or 'off' to round weights to nearest",
         unset="sidestream_rounded_PRECISION.safetensors in the model's directory, if it exists",
         more="sets norm_rotation and rotate_values unless they are given",
     )
@@ -52,71 +52,72 @@ class EngineOptions:
     )
     generation_config: Any = option(
         "auto",
-        "sampling defaults: auto: from the model's generation_config.json, vllm: none, or a directory with such a file",
+        "source of sampling defaults: auto (the model's generation_config.json), vllm (none), or a directory with "
+        "such a file",
         more="temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens, as in vLLM",
     )
-    load_format: Literal["auto", "safetensors", "dummy"] = option("auto", "dummy: random weights, for measurements")
+    load_format: Literal["auto", "safetensors", "dummy"] = option("auto", "dummy: random weights for measurements")
     device: Any = option(
         None, "device of the model", unset="cuda if available, else cpu", more="such as 'cuda:1' or 'cpu'"
     )
     max_model_len: int | None = option(
         None,
-        "most tokens of prompt and answer together",
+        "maximum number of tokens of prompt and answer together",
         unset="the model's limit, at most 8192",
         range=(2, 1 << 24),
     )
     max_num_seqs: int | None = option(
-        None, "most requests that run at once", unset="256, on a CPU 16", range=(1, MAX_NUM_SEQS)
+        None, "maximum number of requests in a step", unset="256, on a CPU 16", range=(1, MAX_NUM_SEQS)
     )
     max_num_batched_tokens: int | None = option(
         None,
-        "most tokens of one step; longer prompts are cut into chunks",
+        "maximum number of tokens in a step; longer prompts are cut into chunks",
         unset="8192, on a CPU 512",
         range=(1, 1 << 16),
     )
     max_loras: int | None = option(
         None,
-        "most adapters in one batch",
+        "maximum number of adapters in a step",
         unset="number of adapters at the start, at most 8",
         range=(0, MAX_ADAPTER_SLOTS),
     )
     max_lora_rank: int | None = option(
-        None, "highest accepted LoRA rank", unset="that of the adapters at the start", range=(1, MAX_RANK)
+        None, "maximum rank of adapters", unset="that of the adapters at the start", range=(1, MAX_RANK)
     )
     lora_target_modules: Any = option(
         None,
         "projections that adapters may change: names such as q_proj, or all",
         unset="those of the adapters at the start; without adapters all",
-        more="q/k/v belong together, and so do gate/up",
+        more="one of q, k and v includes all three, and one of gate and up includes both",
     )
-    max_cpu_loras: int = option(64, "most adapters in host memory", range=(1, 1 << 16))
+    max_cpu_loras: int = option(64, "maximum number of adapters in host memory", range=(1, 1 << 16))
     lora_lenient: bool = option(False, "ignore unknown fields of an adapter's adapter_config.json")
     num_kv_pages: int | None = option(None, "KV pages of 64 tokens", unset="as many as fit", range=(1, 1 << 24))
     gpu_memory_utilization: float = option(0.9, "share of the GPU's memory to use")
     enforce_eager: bool = option(False, "launch each kernel instead of replaying CUDA graphs")
     fail_on_compilation: bool = option(
-        False, "fail a step that needs a kernel compiled, instead of waiting for it; for tests and benchmarks"
+        False, "fail a step that would have to compile a kernel, instead of waiting; for tests and benchmarks"
     )
     enable_prefix_caching: bool = option(True, "reuse keys and values of common prompt prefixes")
     speculation: Any = option(
         "off",
-        "draft tokens per step, taken from a request's own text and former answers: off, auto or 1 to 7",
-        more="the same tokens in fewer steps; auto: as many as make a step faster",
+        "draft tokens per step, from a request's own text and earlier answers: off, auto or 1 to 7",
+        more="the output has the same tokens, in fewer steps; auto chooses the fastest number",
     )
     speculation_history: int = option(
         8192,
-        "with speculation: tokens of former answers to keep for each adapter, as a source of drafts; 0: none",
-        more="shared by all requests with the same adapter",
+        "with speculation: tokens of earlier answers to keep for each adapter, as a source of drafts; 0: none",
+        more="all requests with the same adapter share them",
         range=(0, 1 << 16),
     )
     draft: Any = option(
         None,
-        "with speculation: directory of an EAGLE-3 head trained for the model, which drafts what former text does not",
+        "with speculation: directory of an EAGLE-3 head trained for the model; it drafts if earlier text has no match",
         unset="none",
-        more="an adapter may have a LoRA for it, in its subdirectory draft",
+        more="an adapter may have a LoRA for the head, in its subdirectory draft",
     )
     enable_sleep_mode: bool = option(
-        False, "let `sleep` free device memory until `wake_up`", more="weights and KV cache keep their addresses"
+        False, "allow `sleep` to free device memory until `wake_up`", more="weights and KV cache keep their addresses"
     )
     show_progress: bool = option(True, "show progress bars while adapters and weights load")
     seed: int = option(0, "seed of the sampling", range=(-(1 << 63), (1 << 63) - 1))
@@ -184,8 +185,9 @@ def _check_range(option: "Field[Any]", value: Any) -> None:
 
 
 def keywords(private: bool = False) -> dict[str, "Field[Any]"]:
-    """Return keyword of `LLM` -> field that it sets. `private`: include those for evaluation and calibration, which
-    begin with an underscore.
+    """Return the keywords of `LLM`, each with the field that it sets.
+
+    `private` includes the keywords for evaluation and calibration, which begin with an underscore.
     """
     found = {each.metadata.get("keyword", each.name): each for each in fields(CompileOptions)}
     found |= {each.name: each for each in fields(EngineOptions)}

@@ -102,10 +102,11 @@ class LoadOptions:
 
 
 def default_precision(engine: EngineOptions, config: LlamaConfig, device: torch.device) -> Precision:
-    """Return the default precision: int8 on a GPU or with a given calibration; else, on a CPU, where eight bits are no
-    faster, that of the checkpoint's weights.
+    """Return the default precision.
 
-    A float16 checkpoint runs in fp32, which holds its values exactly; bf16 has three bits of mantissa less.
+    It is int8 on a GPU or with a given calibration. Otherwise it is that of the checkpoint's weights, because eight
+    bits are not faster on a CPU. A float16 checkpoint runs in fp32, which represents its values exactly; bf16 has three
+    bits of mantissa less.
     """
     if device.type != "cpu" or engine.names_calibration:
         return DEFAULT_PRECISION
@@ -213,8 +214,8 @@ def compile_options(
     for name in ("hadamard", "center_keys"):
         if given.get(name) and not result.quantizes_kv:
             raise OptionError(
-                f"{name}={given[name]} only helps a quantized KV cache, and this one is not; use precision='int8' or "
-                f"leave {name} out"
+                f"{name}={given[name]} has an effect only if the KV cache is quantized; use precision='int8' or leave "
+                f"{name} out"
             )
     return result
 

@@ -87,15 +87,15 @@ UNSUPPORTED_FLAGS: dict[str, Unsupported] = {
     "root_path": Unsupported((), _PROXY),
     "max_num_partial_prefills": Unsupported((1,), "leave it out; prompts share every step"),
 }
-"""Flags of `vllm serve` that are not keywords of its `LLM`; the remedy also explains why accepted values have no
+"""Flags of `vllm serve` that are not keywords of its `LLM`. For accepted values, the remedy explains why they have no
 effect.
 """
 ACCEPTED = ("enable_lora",)
-"""vLLM's keywords with a meaning here that are not options."""
+"""Supported keywords of vLLM that are not options of `LLM`."""
 
 
 def without_vllm_keywords(given: Mapping[str, Any], adapters: bool) -> dict[str, Any]:
-    """Return the keywords without vLLM's. `adapters`: some are given at the start.
+    """Return the keywords without vLLM's. `adapters`: whether adapters are given at the start.
 
     `enable_lora=True` without adapters sets max_loras and max_lora_rank to vLLM's defaults, unless they are given.
 
@@ -121,7 +121,7 @@ def without_vllm_keywords(given: Mapping[str, Any], adapters: bool) -> dict[str,
 
 
 def has_no_effect(option: Unsupported, value: Any) -> bool:
-    """Return whether a value is accepted."""
+    """Return whether a value of vLLM's option is accepted because it has no effect."""
     return value is None or any(each is ANY or _same(value, each) for each in option.accepted)
 
 

@@ -1,8 +1,8 @@
 """The adapters of a fleet: each folder below a root is one.
 
 The root is a directory on all hosts, or a URL that fsspec reads (such as `s3://bucket/adapters` with s3fs).
-A scan compares sizes and times of files to detect possible changes. Whether a version differs is decided by the engine
-that loads it, by the hash of its content.
+A scan compares sizes and times of files to detect possible changes. The engine that loads a version compares the hash
+of its content.
 """
 
 import contextlib
@@ -80,7 +80,7 @@ class AdapterRoot:
                     yield name, {str(each["name"]).rpartition("/")[2]: each for each in listed}
 
     def _list_objects(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the same for an object store, which lists the objects of all folders in one response."""
+        """Yield the same as `_list_directories` for an object store, which lists all folders in one response."""
         folders: dict[str, dict[str, Any]] = {}
         for path, entry in self._files.find(self._root, detail=True).items():
             name, _, file = str(path).removeprefix(f"{self._root}/").partition("/")

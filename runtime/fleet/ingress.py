@@ -160,13 +160,13 @@ class Ingress:
             _log.warning("cannot read the adapters' root: %s", problem)
 
     async def _fetch(self, engine: str, adapter: OfferedAdapter) -> str:
-        """Make an engine's replica fetch an adapter to its host. Raises EngineDeadError if the replica is gone."""
+        """Make an engine's replica fetch an adapter to its host. Raises EngineDeadError if the replica has ended."""
         call = asyncio.create_task(self._call_fetch(engine, adapter))
         try:
             while not call.done():
                 await asyncio.wait([call], timeout=POLL_SECONDS)
                 if engine not in self._names:  # Ray would wait for its return
-                    raise EngineDeadError("the engine's replica is gone", "engine_dead", 1.0)
+                    raise EngineDeadError("the engine's replica has ended", "engine_dead", 1.0)
             return call.result()
         except RayActorError as problem:
             raise EngineDeadError("the engine's replica died", "engine_dead", 1.0) from problem

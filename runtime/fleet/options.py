@@ -43,7 +43,7 @@ class FleetOptions(Struct, frozen=True, kw_only=True, rename="kebab", forbid_unk
     target_tokens      the same for tokens in flight (prompts and answers of open requests); None: not used
     scale_up_seconds   delay before engines are added
     idle_seconds       delay before engines are removed
-    drain_seconds      time that open requests get when an engine stops; the rest move to other engines
+    drain_seconds      time for open requests when an engine stops; unfinished ones then move to other engines
     surge_percent      additional engines during an update, in percent, which need GPUs; 0: an old engine stops first
     patience_seconds   time that a request waits for an engine to start or restart
     max_waiting        waiting requests per engine; further requests get 429

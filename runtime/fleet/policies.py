@@ -20,9 +20,9 @@ LOOK_BACK_SECONDS = 4.0
 
 
 class LoadPolicy:
-    """Ray's controller calls it with the results of `Engine.record_autoscaling_stats`.
+    """Autoscaling policy that Ray's controller calls with the results of `Engine.record_autoscaling_stats`.
 
-    Ray applies minimum and maximum, the delays, and the start of a first engine for a waiting request.
+    Ray itself applies minimum, maximum and delays, and starts a first engine for a waiting request.
 
     target_requests   open requests per engine
     target_tokens     tokens in flight per engine; None: not used

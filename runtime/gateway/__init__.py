@@ -4,7 +4,7 @@ interfaces      protocols between the gateway's parts: engines, admission, obser
 settings        settings of a gateway process
 metrics         Prometheus metrics, access log, tracing spans
 auth            API keys, rate limits, usage log
-router          which engine gets a request, and migration of streams when an engine dies
+router          assigns requests to engines; migrates streams when an engine dies
 console         the web page at /
 api             one file per endpoint, and what endpoints share: errors, request bodies, event streams
 write_batching  joins the writes of a connection

@@ -1,4 +1,4 @@
-"""Protocols between the parts of the gateway, and the data that they exchange.
+"""Interfaces between the parts of the gateway, and the data that they exchange.
 
 `Engines` answers requests, `Admission` authenticates and limits clients, `Observer` receives events. The endpoints use
 these protocols, not the implementations.
@@ -108,7 +108,7 @@ class EngineRequest:
     add_special_tokens  add the special tokens that the model expects at the start of a text; False for text from a chat
                         template, which contains them
     direct              called with chunks from the middle of the answer as they arrive, while the consumer awaits the
-                        next list. If it returns True, the chunk is in no list, and no task is woken for it
+                        next list. If it returns True, the chunk is not put into a list, and no task is woken for it
     """
 
     request_id: str
@@ -131,7 +131,7 @@ class Engines(Protocol):
     """
 
     async def start(self) -> None:
-        """Start to connect. Returns at once, even if no engine is up."""
+        """Start to connect. Returns at once, even if no engine runs."""
 
     def expect_shutdown(self) -> None:
         """Stop logging lost connections: the engines are shutting down."""
@@ -215,8 +215,8 @@ class UsageRecord:
     first_token_seconds, total_seconds   since arrival; first_token_seconds is 0 without a token
     engine_first_token_seconds, engine_total_seconds   the same by the engine's clock, since arrival there; 0 if unknown
     draft_tokens, accepted_tokens        computed drafts, and drafts that became output
-    history_draft_tokens, history_accepted_tokens   share of earlier answers in both; not in the usage log
-    trained_draft_tokens, trained_accepted_tokens   share of a trained draft model in both; not in the usage log
+    history_draft_tokens, history_accepted_tokens   the same for drafts from earlier answers; not in the usage log
+    trained_draft_tokens, trained_accepted_tokens   the same for a trained draft model; not in the usage log
     status           HTTP status; 499: the client disconnected. An error during a stream has the status that it would
                      have had before the stream
     error            OpenAI error code, "" for none

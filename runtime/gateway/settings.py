@@ -24,7 +24,7 @@ class GatewaySettings(Struct, frozen=True, kw_only=True):
     max_body_bytes           larger bodies get status 413
     body_seconds             slower bodies get status 408
     max_connections          open connections of all clients
-    connections_per_client   open connections of one address; None: half of max_connections, and all of them on the
+    connections_per_client   open connections of one address; None: half of max_connections, or all of them for the
                              loopback
     drain_seconds            time that open responses get after SIGTERM
     usage_log                SQLite file of the usage log; None: no log

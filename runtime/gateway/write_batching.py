@@ -1,8 +1,8 @@
-"""Joins the writes of a connection, since each system call takes longer than the rest of the work for a token.
+"""Joins the writes of a connection, since each system call takes longer than all other work for a token.
 
 The head of an answer is written with the first bytes of its body, and the last bytes with the end of the body. Chunks
-from the middle of an answer are written at the end of an event loop iteration, after all received data is handled: a
-write wakes the client, which may take the CPU core. Chunks of several steps are then one write.
+from the middle of an answer are written at the end of an event loop iteration, after all received data is handled,
+because a write wakes the client, which may then occupy the CPU core. Chunks of several steps become one write.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ _CHUNKED = b"\r\ntransfer-encoding: chunked\r\n"
 
 
 class FlushQueue:
-    """The transports that are flushed at the end of an event loop iteration. Belongs to one loop."""
+    """Transports to flush at the end of an event loop iteration. Belongs to one loop."""
 
     def __init__(self) -> None:
         self._pending: list[BatchingTransport] = []

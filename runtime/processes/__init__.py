@@ -2,7 +2,7 @@
 
 channel             messages between a supervisor and a process that it started
 child               start and stop a process; keep the end of its stderr
-garbage_collection  when a process collects cyclic garbage
+garbage_collection  timing of garbage collection
 helper_process      a process that answers one line at a time, with a time limit
 out_of_memory       recognise errors of a process that ran out of memory
 threads             threads that are stopped when the interpreter exits

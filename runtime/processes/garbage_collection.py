@@ -1,4 +1,4 @@
-"""When a process collects cyclic garbage."""
+"""Timing of garbage collection in a process."""
 
 import gc
 import time
@@ -10,8 +10,8 @@ MIN_INTERVAL_FACTOR = 1000
 
 
 def raise_gc_thresholds() -> None:
-    """Collect less often. Importing torch creates a million objects that stay; Python's default thresholds make that
-    import a quarter slower.
+    """Collect less often. Importing torch creates a million permanent objects, and is a quarter slower with Python's
+    default thresholds.
     """
     gc.set_threshold(50_000, 20, 100)
 
@@ -19,8 +19,8 @@ def raise_gc_thresholds() -> None:
 class PeriodicCollection:
     """Calls gc.collect() on a timer in a process that serves.
 
-    Python's own thresholds count allocations minus deallocations. A server frees each request's objects with it, so
-    these thresholds are reached after hours, and until then each cycle keeps a memory page alive.
+    Python's own thresholds count allocations minus deallocations. A server frees the objects of each request, so it
+    reaches these thresholds only after hours. Until then each reference cycle keeps a page of memory in use.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -28,7 +28,7 @@ class PeriodicCollection:
         self._due = clock() + INTERVAL_SECONDS
 
     def collect_if_due(self) -> bool:
-        """Collect if the interval is over; returns whether it was."""
+        """Collect if the interval has passed. Returns whether it has."""
         begin = self._clock()
         if begin < self._due:
             return False

@@ -13,16 +13,16 @@ from pathlib import Path
 HEARTBEAT_SECONDS = 0.5
 """Interval of a child's heartbeats."""
 POLL_SECONDS = 0.5
-"""Longest interval between two checks of a loop that watches."""
+"""Longest interval between two checks of a supervising loop."""
 STALL_SECONDS = 3.0
 """Silence after which the GPU process counts as stalled."""
 SILENCE_SECONDS = 20.0
 """Silence after which a process is killed."""
 START_SILENCE_SECONDS = 300.0
-"""The same during start-up: imports and large allocations block all its threads."""
+"""The same during start-up, when imports and large allocations block all threads of the process."""
 STOPPED_SECONDS = 1.0
-"""Time after which a tensor-parallel process that a signal has stopped is killed: it blocks all others, and unlike
-silence this is certain.
+"""Time after which a tensor-parallel process that is stopped by a signal is killed, because it blocks all others.
+Unlike silence, this state is certain.
 """
 STOPPED_POLL_SECONDS = 0.2
 CPU_STEP_SECONDS = 600.0

@@ -138,7 +138,9 @@ def make_private_directory(address: Address) -> None:
 
 
 def check_private_directory(address: Address) -> None:
-    """Raise AddressError unless an ipc address's directory belongs to this user (or root asks) and is closed to others.
+    """Raise AddressError unless an ipc address's directory belongs to this user and is closed to others.
+
+    Root may use other users' directories.
 
     In a directory that others can write to, another user's process could listen and receive the prompts.
     """

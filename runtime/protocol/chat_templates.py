@@ -1,4 +1,4 @@
-"""Chat templates in messages: drop what exceeds the limits, and read them back."""
+"""Chat templates in messages: drop templates that exceed the limits, and decode received ones."""
 
 from ..text.chat_files import DEFAULT, ChatTemplates, SingleChatTemplate
 from .messages import MAX_SHORT, MAX_SPECIAL_TOKENS, MAX_TEMPLATE_CHARACTERS, MAX_TEMPLATES, ChatTemplatesFound, Welcome

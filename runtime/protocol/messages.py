@@ -132,7 +132,7 @@ class Hello(Message, tag="hello", frozen=True):
 
 
 class Continued(Struct, frozen=True, omit_defaults=True):
-    """One completion as another engine left it: tokens, received text in Unicode code points, complete or not."""
+    """State of one completion on another engine: tokens, number of received code points, complete or not."""
 
     token_ids: Annotated[list[TokenId], Meta(max_length=MAX_PROMPT_TOKENS)] = []
     characters: Count = 0
@@ -147,7 +147,7 @@ class Submit(Message, tag="submit", frozen=True):
     priority            smaller runs earlier; equal priorities are served in order of arrival
     deadline_seconds    counted from arrival; after it the request ends with `deadline_exceeded`
     continues           state of each of the n completions; the answer continues there
-    owner               the user for whom the client asks, if it serves several; owners share steps fairly
+    owner               user of the request, if the client serves several users; owners share steps fairly
     adapter_content     required version of the adapter, as in `accepted` and `adapters`; "": any
     """
 
@@ -268,7 +268,7 @@ class TokenLogprob(Struct, frozen=True, array_like=True):
 class Usage(Struct, frozen=True):
     """Token counts of a request, and seconds since its arrival.
 
-    `accepted_tokens`: drafts that became output. `history_*`, `trained_*`: drafts from former answers and from a
+    `accepted_tokens`: drafts that became output. `history_*`, `trained_*`: drafts from earlier answers and from a
     trained draft model.
     """
 

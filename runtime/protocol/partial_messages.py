@@ -1,9 +1,10 @@
 """Limit the bytes of unfinished messages that libzmq keeps for each TCP connection.
 
-libzmq keeps all parts of a message until the last one arrives, without a limit, and does not report how much it keeps.
-But it reports the descriptors that it accepts and the descriptor of each message, and the kernel counts the bytes that
-each has received. Bytes that belong to no delivered message are kept, or were no message (greeting, PING). Parts of two
-messages of one connection never mix, so after a message only later bytes can be kept.
+libzmq stores all parts of a message until the last one arrives, without a limit, and does not report their size. But it
+reports the descriptor of each accepted connection and of each message, and the kernel counts the bytes that a
+connection has received. Bytes outside delivered messages are parts of an unfinished message, or do not belong to a
+message (greeting, PING). The parts of two messages of one connection never mix, so a delivered message accounts for all
+bytes before its end.
 """
 
 import os
@@ -18,9 +19,9 @@ from zmq.utils.monitor import parse_monitor_message
 
 CHECK_SECONDS = 0.25
 BUSY_CHECK_SECONDS = 5.0
-"""Interval while whole messages are always queued. Connections take turns, so each has many turns in this time."""
+"""Interval while whole messages are always queued. Each connection is read many times in this interval."""
 MAX_CONNECTION_BYTES = 64 << 20
-"""Limit of one connection, of which the kernel may buffer some MiB. The longest message has 4 MiB."""
+"""Limit of one connection, including some MiB in the kernel's buffers. The longest message has 4 MiB."""
 MAX_TOTAL_BYTES = 256 << 20
 CURVE_BYTES = 33
 """Bytes that encryption adds to a frame's body (RFC 26)."""
@@ -99,7 +100,7 @@ class PartialMessageLimit:
 
     def close(self) -> None:
         """Stop. Call it before the socket is closed."""
-        self._router.disable_monitor()  # first: libzmq's thread would wait for a reader that is gone
+        self._router.disable_monitor()  # before the socket is closed: otherwise libzmq's thread would wait for a reader
         self._monitor.close(0)
 
 

@@ -30,8 +30,8 @@ VERSION = 1
 KV_DTYPES = ("int8", "fp8_e4m3")
 # Treatments of K: (Hadamard, centring), cheapest first.
 TREATMENTS = ((True, False), (True, True), (False, False), (False, True))
-MAX_TREATMENT_ERROR = 0.95  # another treatment than the first needs an error below this share of the first one's
-MAX_DTYPE_ERROR = 0.8  # the same for another cache dtype than the precision's, with which answers were evaluated
+MAX_TREATMENT_ERROR = 0.95  # a treatment other than the first must have an error below this share of the first one's
+MAX_DTYPE_ERROR = 0.8  # the same for a cache dtype other than the precision's own, which the evaluations used
 MAX_EXPONENT = 8
 _MAX_METADATA = 16 << 20
 _FINGERPRINT_ROWS = 4
@@ -61,7 +61,7 @@ class LayerStatistics:
     bias: float = 0.0
 
     def treatment(self, kv_dtype: str) -> tuple[bool, bool]:
-        """Return the (Hadamard, centring) with the least error, the cheapest one unless another is clearly better."""
+        """Return the (Hadamard, centring) with the smallest error, or the cheapest unless another is clearly better."""
         errors = {each: self.key_errors[(kv_dtype, *each)] for each in TREATMENTS}
         first, best = TREATMENTS[0], min(errors, key=errors.__getitem__)
         return best if errors[best] < MAX_TREATMENT_ERROR * errors[first] else first
@@ -240,8 +240,9 @@ def _shape(config: LlamaConfig) -> dict[str, Any]:
 def find_calibration(
     given: "str | Path | Calibration | None", config: LlamaConfig, directory: Path | None
 ) -> Calibration | None:
-    """Return the given calibration, or for "auto" and None the one in the checkpoint's directory; None without one and
-    for "off". `directory` is None for random weights.
+    """Return the given calibration. For "auto" and None, return that of the checkpoint's directory, if any.
+
+    Returns None for "off". `directory` is None for random weights.
 
     Raises CalibrationError for a file that cannot be read or belongs to another model.
     """
@@ -281,7 +282,7 @@ def find_calibration(
 
 
 def _completed(given: Calibration, config: LlamaConfig) -> Calibration:
-    """Add zeros, that is no smoothing, for MLPs that a file of an earlier release does not have."""
+    """Add zeros (no smoothing) for the MLPs, which files of earlier releases do not have."""
     if not given.channel_exponents:
         return given
     names = [f"model.layers.{layer}.mlp.down_proj.{SUFFIX}" for layer in range(config.num_hidden_layers)]

@@ -1,6 +1,6 @@
 """Rounds a weight so that its product with typical inputs changes least (GPTQ, arXiv 2210.17323).
 
-Columns are rounded one after another; later columns compensate the error as far as inputs correlate.
+Columns are rounded one after another. Later columns compensate the error to the extent that the inputs correlate.
 """
 
 from typing import NamedTuple
@@ -10,7 +10,7 @@ import torch
 from ...ops.core.dtypes import QUANTIZED_MAX
 from ...ops.elementwise.quantize import to_steps
 
-DAMPING = 0.01  # of the mean diagonal, added to it, so that rare directions of the text count little
+DAMPING = 0.01  # share of the mean added to the diagonal, so that rare directions have little weight
 BLOCK = 128  # columns whose errors are propagated in one product
 
 

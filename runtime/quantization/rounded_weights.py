@@ -185,9 +185,10 @@ def find_rounding(
     calibration: Calibration | None,
     as_rounded: Collection[str] = (),
 ) -> tuple[Rounding | None, CompileOptions]:
-    """Return the rounded weights and the options with them: from the `given` file, else from the one for this precision
-    in the checkpoint's directory. None without a file, for "off", without quantization, and for a checkpoint that
-    stores eight-bit weights.
+    """Return the rounded weights, and the options with the values that they set.
+
+    They are read from the `given` file, else from the file for this precision in the checkpoint's directory. They are
+    None without a file, for "off", without quantization, and for a checkpoint that stores eight-bit weights.
 
     `as_rounded`: options that the file sets. Raises RoundingError for a file that is damaged or belongs to another
     checkpoint or other options.

@@ -56,7 +56,7 @@ def _blocks(text: str) -> list[str]:
 
 
 def documents(ids: Sequence[int], length: int, adapters: int) -> Iterator[tuple[list[int], int]]:
-    """Yield (token ids, adapter slot or -1): all pieces of the text for the base, then two for each adapter."""
+    """Yield (token ids, adapter slot or -1): all pieces of the text for the base model, then two for each adapter."""
     pieces = [list(ids[first : first + length]) for first in range(0, len(ids), length)]
     pieces = [piece for piece in pieces if len(piece) > 1]
     yield from ((piece, -1) for piece in pieces)

@@ -1,7 +1,7 @@
 """Continuous batching: plans the next step, without a tensor or a device, and commits its results.
 
 scheduler        plan steps, commit results, abort sequences
-batch_builder    tokens per sequence in the next step, chunking of prompts, admission
+batch_builder    choose sequences and their numbers of tokens for the next step; chunk prompts, admit sequences
 preemption       preempt running sequences for pages, adapter slots, priorities and owners
 sequence_states  resources of waiting, running and held sequences
 sequence         state of one sequence

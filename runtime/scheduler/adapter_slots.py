@@ -1,6 +1,6 @@
 """Adapter slots on the device: loading ahead of need, LRU eviction, fair sharing, and removal of unused adapters.
 
-Bookkeeping only; the tensors may belong to another process. Adapters go by number, -1 = the base model.
+Bookkeeping only; the tensors may belong to another process. Adapters are identified by number, -1 = the base model.
 """
 
 from collections import OrderedDict
@@ -134,8 +134,9 @@ class AdapterResidency:
     """Decides which adapters are loaded and evicted, for waiting adapters in the order of their turns.
 
     committed  last committed step
-    patience   while all slots are in use, the least recently admitted adapter admits no new requests; after `patience`
-               steps its running sequences are preempted. So a slot changes hands at most once in about `patience` steps
+    patience   number of steps. While all slots are in use, the least recently admitted adapter admits no new requests,
+               and after `patience` steps its running sequences are preempted. A slot is thus reassigned at most about
+               once in `patience` steps
     """
 
     def __init__(self, num_slots: int, patience: int, asynchronous: bool, waiting: WaitingQueues) -> None:
@@ -162,11 +163,11 @@ class AdapterResidency:
         self._victims: Iterator[int] | None = None
 
     def prefetch(self, number: int) -> None:
-        """Load an adapter that got its first request into an unneeded slot, else into host memory only."""
+        """Load an adapter at its first request: into a slot that is not needed, else into host memory only."""
         if not self.asynchronous or number < 0 or self.slots.is_resident(number) or self.slots.is_loading(number):
             return
         spared = {other for other in self.slots.resident if self._waiting.active(other)}
-        # adapters that already wait for a slot come first
+        # adapters that already wait for a slot have priority
         slot = self.slots.start_load(number, self.committed, spared) if not self._since else None
         self._loads.append((-1 if slot is None else slot, number))
 

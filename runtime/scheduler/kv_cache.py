@@ -1,4 +1,4 @@
-"""Allocation of KV pages, and the prefix cache: prompts that begin alike share the pages of their prefix.
+"""Allocation of KV pages, and the prefix cache: prompts with a common prefix share its pages.
 
 A page holds the keys and values of `PAGE_SIZE` tokens in every layer. A full page's key is a hash over the adapter's
 content and all tokens up to the page's end, chained page by page. So pages are shared only for equal tokens under equal
@@ -19,10 +19,10 @@ KEY_BYTES = 32
 class PageAllocator:
     """Allocates pages 0..num_pages-1 and counts their references.
 
-    A full page may be published under its key: then `find` returns it and `share` adds references. An idle page, which
-    is published and has no references, is evicted when its memory is needed: the one freed first goes first, and of a
-    prefix the last page, because a page is useless without those before it. Other free pages are reused last in, first
-    out, so that a lightly loaded engine touches few pages.
+    A full page may be published under its key; `find` then returns it, and `share` adds references. A published page
+    without references is idle. Idle pages are evicted when memory is needed, in the order in which they were freed. The
+    last page of a prefix is evicted first, because a page is useless without those before it. Other free pages are
+    reused last in, first out, so that an engine with little load uses few pages.
     """
 
     def __init__(self, num_pages: int) -> None:

@@ -216,8 +216,9 @@ def build_plan(
 
 
 def _device_fields(work: Work, sampled: Int32, drafts: list[int], next_tokens: list[int]) -> dict[str, Int32]:
-    """Return the plan's fields about tokens that the device keeps. It gets a sequence's tokens with the first token
-    that is sampled since the sequence runs; all tokens before are known then.
+    """Return the plan's fields about tokens that the device keeps.
+
+    The plan that samples the first token of a newly running sequence has all tokens before it.
     """
     follow_rows, counts = [-1] * len(work), [-1] * len(work)
     started: list[Sequence] = []

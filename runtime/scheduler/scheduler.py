@@ -198,15 +198,16 @@ class Scheduler:
         self.states.residency.fail_load(number)
 
     def forget_device(self) -> None:
-        """Forget KV pages, adapter slots and former answers, because their memory will be freed. Call it only without
-        unfinished sequences and loads.
+        """Mark KV pages, adapter slots and former answers as empty before their memory is freed.
+
+        Call it only without unfinished sequences and loads.
         """
         self.states.prefix_cache.reset()
         self.states.residency.forget_resident()
         self.states.answers.clear_all()
 
     def forget_adapter(self, number: int) -> None:
-        """Retire a removed or replaced adapter: unfinished requests still use it, new ones cannot."""
+        """Retire a removed or replaced adapter: unfinished requests still use it, new requests cannot."""
         self.states.answers.clear(number)
         self.states.residency.retire(number)
 
@@ -220,7 +221,7 @@ class Scheduler:
         return retired
 
     def schedule(self) -> StepPlan | None:
-        """Return the next step; None if nothing can be computed before a commit or the end of a load, or at all.
+        """Return the next step. Returns None if there is no work, or it first needs a commit or the end of a load.
 
         An exception while a sequence is handled ends that sequence (`take_ended`), and the step is planned without it.
         Other exceptions are raised.

@@ -225,7 +225,7 @@ class StepTimes:
         self._last = step, None, 0.0
 
     def _size(self, sequences: int) -> int:
-        """Return the size of the decode program for so many sequences; 0 if there is none."""
+        """Return the size of the decode program for this number of sequences; 0 if there is none."""
         place = bisect_left(self._sizes, sequences)
         return self._sizes[place] if place < len(self._sizes) else 0
 
@@ -382,7 +382,7 @@ class DraftPlanner:
         return DRAFT_SIZES[0]
 
     def _probe(self, sequences: int) -> bool:
-        """Return whether the step should go without drafts to measure the time of such a step."""
+        """Return whether the step should have no drafts, to measure the time of a step without drafts."""
         if self.times.is_measured(sequences, 0):
             self._probes.pop(sequences, None)
             return False

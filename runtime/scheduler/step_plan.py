@@ -231,7 +231,7 @@ class StepResult:
 
 
 class Runner(Protocol):
-    """Executes plans in the order of `submit`, and loads adapters meanwhile; adapters go by their registry numbers.
+    """Executes plans in the order of `submit`, and loads adapters meanwhile, identified by their registry numbers.
 
     A scheduler without asynchronous loads uses `submit` and `collect` alone.
     """

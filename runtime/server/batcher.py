@@ -2,8 +2,8 @@
 
 The supervisor starts it as `python -m sidestream.runtime.server.batcher FD`.
 
-It has one thread. Results of the GPU process come first, because the next plan waits for them; then a limited number of
-clients' messages.
+It has one thread. It handles results of the GPU process first, because the next plan waits for them, and then a limited
+number of clients' messages.
 """
 
 import contextlib
@@ -205,7 +205,7 @@ class Batcher:
             if arrived is None:
                 return
             self._router.receive(*arrived)
-            # dozens of requests take as long as a short step: the next plan goes first
+            # dozens of requests take as long as a short step, and the next plan has priority
             if self._link is not None and self._link.has_input:
                 return
 

@@ -27,7 +27,7 @@ READ_BYTES = 256 << 10
 MAX_BUFFERED_BYTES = 256 << 20
 """Limit on the unfinished frames of all peers; above it the peer with the most bytes is disconnected."""
 MAX_OUT_BYTES = 4 << 20
-"""Nothing more is queued for a peer with so many unsent bytes."""
+"""Limit on the unsent bytes of a peer, above which nothing more is queued for it."""
 MAX_REPLY_BYTES = 1 << 20
 """Limit on unread answers to PING, on top of that and one frame; above it the peer is disconnected."""
 FIRST_FRAME_SECONDS = 5.0
@@ -102,7 +102,7 @@ class OpenListener:
         return None
 
     def send(self, identity: bytes, frame: bytes) -> None:
-        """Send a frame. Raises BlockingIOError while the peer's queue is full, ConnectionError when it is gone."""
+        """Send a frame. Raises BlockingIOError while the peer's queue is full, ConnectionError if it disconnected."""
         peer = self._peers.get(identity)
         if peer is None:
             raise ConnectionError("the connection has ended")

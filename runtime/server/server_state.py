@@ -90,6 +90,6 @@ class RetryQueue:
                 continue
             try:
                 stepper.engine.add(request, stream, alone)
-            except RequestError as error:  # for example an adapter that is gone
+            except RequestError as error:  # for example, the adapter was removed
                 refused[request.request_id] = str(error)
         return refused

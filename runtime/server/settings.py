@@ -23,7 +23,7 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
     restart           restart processes that die or are killed
     step_timeout      seconds after which a step that has not returned gets the GPU process killed; None: see
                       `StepWatchdog`; 0: never kill a process for being late or silent
-    silence_seconds   kill a process after so many seconds without a heartbeat
+    silence_seconds   seconds without a heartbeat after which a process is killed
     admin             clients may load and unload adapters
     adapter_roots     directories from which clients may load adapters
     max_waiting       limit on waiting requests; above it new ones get `overloaded`

@@ -13,8 +13,8 @@ import numpy as np
 from ..scheduler.step_plan import Int32
 
 STEPS = 2
-"""Number of steps with their own part of the memory. Filling a step's masks starts when the tokens of the previous step
-are known, so the masks of that step have been read.
+"""Number of steps with their own part of the memory. The masks of a step are filled after the tokens of the previous
+step have arrived, and so after the masks of that step have been read.
 """
 
 
@@ -49,7 +49,7 @@ class SharedMasks:
             os.close(fd)
 
     def close(self) -> None:
-        """Drop this view; the memory is unmapped when no mask in it is used any more."""
+        """Drop this view. The memory is unmapped when its masks are no longer used."""
         self._bytes, self._step_bytes = np.zeros(0, np.uint8), 0
 
     def allocate(self, count: int, words: int) -> Int32 | None:

@@ -306,7 +306,7 @@ class Submissions:
         self._requests.refuse(request, "request_failed", text)
 
     def abort_all(self, client: ClientConnection) -> None:
-        """Abort all requests of a client that is gone or too slow, without an answer."""
+        """Abort all requests of a client that disconnected or is too slow, without an answer."""
         for key in list(client.open.values()):
             request = self._requests.get(key)
             if request is not None:

@@ -28,7 +28,7 @@ from .settings import ServeSettings
 from .supervisor_loop import EXIT_DEAD, EXIT_SETTINGS, GatewayProcess, SupervisorLoop
 
 MAX_DEATHS = 5
-"""After so many deaths in a row, without a finished request between them, processes are not restarted."""
+"""Number of deaths in a row, without a finished request between them, after which processes are not restarted."""
 
 
 class Supervisor(SupervisorLoop):
@@ -168,7 +168,7 @@ class Supervisor(SupervisorLoop):
         self._settings = structs.replace(self._settings, adapters=given, loaded_adapters=loaded)
 
     def _kill_overdue(self, message: dict[str, Any]) -> None:
-        """Kill the GPU process whose step the batcher reports as overdue, unless it has been replaced."""
+        """Kill the GPU process after the batcher reported an overdue step, unless the process has been replaced."""
         if self._gpu is not None and message["generation"] == self._settings.generation:
             self._print_line(f"a step did not return within {message['seconds']:g} s; killing the GPU process")
             self._gpu.process.kill()

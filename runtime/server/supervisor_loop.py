@@ -112,7 +112,7 @@ class SupervisorLoop(ABC):
 
     @abstractmethod
     def _on_signals(self, count: int) -> int | None:
-        """Handle SIGTERM or SIGINT, of which `count` have arrived."""
+        """Handle SIGTERM or SIGINT. `count`: number of signals so far."""
 
     @abstractmethod
     def _on_message(self, child: Child, message: dict[str, Any]) -> int | None:

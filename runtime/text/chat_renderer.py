@@ -96,7 +96,7 @@ class ChatTemplate:
             raise ChatTemplateError(f"the chat template failed: {reason}") from None
 
 
-class _Kept:
+class _CachedTemplate:
     """A template and its lock."""
 
     def __init__(self, template: ChatTemplate) -> None:
@@ -115,7 +115,7 @@ class ChatRenderer:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: OrderedDict[tuple[str, tuple[tuple[str, str], ...]], _Kept] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, tuple[tuple[str, str], ...]], _CachedTemplate] = OrderedDict()
 
     def prompts(
         self,
@@ -157,20 +157,20 @@ class ChatRenderer:
     def close(self) -> None:
         """End the child processes after the current rendering."""
         with self._lock:
-            kept, self._kept = list(self._kept.values()), OrderedDict()
+            kept, self._cache = list(self._cache.values()), OrderedDict()
         for each in kept:
             each.close()
 
-    def _load(self, source: str, tokens: Mapping[str, str]) -> _Kept:
+    def _load(self, source: str, tokens: Mapping[str, str]) -> _CachedTemplate:
         key = source, tuple(sorted(tokens.items()))
-        old: _Kept | None = None
+        old: _CachedTemplate | None = None
         with self._lock:
-            kept = self._kept.get(key)
+            kept = self._cache.get(key)
             if kept is None:
-                kept = self._kept[key] = _Kept(ChatTemplate(source, tokens))
-                if len(self._kept) > KEPT:
-                    old = self._kept.popitem(last=False)[1]
-            self._kept.move_to_end(key)
+                kept = self._cache[key] = _CachedTemplate(ChatTemplate(source, tokens))
+                if len(self._cache) > KEPT:
+                    old = self._cache.popitem(last=False)[1]
+            self._cache.move_to_end(key)
         if old is not None:
             old.close()
         return kept

@@ -121,7 +121,7 @@ class _Part(dict[str, str]):
 
 
 class Template:
-    """A compiled template. `forms` detects the contents that it renders."""
+    """A compiled template. `forms` detects which forms of content it renders."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -174,7 +174,7 @@ def _conversation(role: str, content: Any) -> list[Message]:
     return [ask, answer, {**last, "name": "f", "tool_call_id": call["id"]}]
 
 
-def adapted(template: Template, messages: list[Message], tokens: dict[str, Any], limit: int) -> list[Message]:
+def adapt_messages(template: Template, messages: list[Message], tokens: dict[str, Any], limit: int) -> list[Message]:
     """Return the messages with each content in a form that the template renders, unchanged if possible."""
     made = []
     for message in messages:
@@ -187,15 +187,15 @@ def adapted(template: Template, messages: list[Message], tokens: dict[str, Any],
     return made
 
 
-def rendered(asked: dict[str, Any]) -> str:
-    """Return the prompt. `continue`: it ends within the last message, as with transformers' continue_final_message.
+def render_prompt(request: dict[str, Any]) -> str:
+    """Return the prompt. With `continue` it ends within the last message, as with continue_final_message.
 
     Raises RefusedError and the template's errors.
     """
-    template, tokens, limit = compiled(asked["template"]), asked["tokens"], asked["limit"]
-    messages = adapted(template, asked["messages"], tokens, limit)
-    variables = {**DEFAULTS, **tokens, **asked["variables"]}
-    if not asked["continue"]:
+    template, tokens, limit = compile_template(request["template"]), request["tokens"], request["limit"]
+    messages = adapt_messages(template, request["messages"], tokens, limit)
+    variables = {**DEFAULTS, **tokens, **request["variables"]}
+    if not request["continue"]:
         return template.render(messages, variables, limit)
     content = messages[-1]["content"]
     if isinstance(content, list):
@@ -218,7 +218,7 @@ def rendered(asked: dict[str, Any]) -> str:
 
 
 @lru_cache(maxsize=KEPT_TEMPLATES)
-def compiled(source: str) -> Template:
+def compile_template(source: str) -> Template:
     """Return the compiled template."""
     return Template(source)
 
@@ -226,7 +226,7 @@ def compiled(source: str) -> Template:
 def answer(line: str) -> dict[str, str]:
     """Return the answer to one line; never raises errors of a template or its variables."""
     try:
-        text = rendered(json.loads(line))
+        text = render_prompt(json.loads(line))
         text.encode()  # raises for a lone surrogate
     except MemoryError:
         return {"error": f"it needs more than {MEMORY_BYTES >> 20} MiB of memory"}

@@ -54,9 +54,9 @@ class Detokenizer:
 
 
 class ByteDetokenizer:
-    """The same for a tokenizer with a byte table. Token-by-token decoding gives the same text as decoding all at once.
+    """A detokenizer for a tokenizer with a byte table. It gives the same text as decoding all tokens at once.
 
-    A character that the prompt starts belongs to the answer that completes it, otherwise to the prompt.
+    A character that the prompt starts belongs to the answer if the answer completes it, and otherwise to the prompt.
     """
 
     def __init__(self, table: TokenBytes, prompt_ids: Sequence[int], skip_special_tokens: bool = True) -> None:
@@ -70,7 +70,7 @@ class ByteDetokenizer:
                 break
         self._decoder.decode(self._tail(prompt_ids))
         self._prompt_bytes: bytes = self._decoder.getstate()[0]  # the prompt's part of an incomplete character
-        self._since = self._prompt_bytes  # the same with what the answer has of it
+        self._since = self._prompt_bytes  # the same with the bytes that the answer has added
         self._clean = not self._prompt_bytes and not self._at_start
 
     @property

@@ -1,4 +1,4 @@
-"""A thread that encodes and decodes texts: long prompts take milliseconds, which would delay other requests."""
+"""A thread that encodes and decodes texts, because long prompts take milliseconds and would delay other requests."""
 
 import ctypes
 import os
@@ -13,26 +13,26 @@ from ..api.errors import RequestError
 from .tokenizer import Tokenizer
 
 INLINE_CHARACTERS = 2048  # texts up to this length are encoded inline
-MAX_CHARACTERS = 64 << 20  # limit of pending work, of all owners
-# Encoding takes some 250 bytes per character: memory is returned to the system after longer texts, and again after
-# SETTLED_SECONDS without work, when all holders have dropped the text and its outcome.
+MAX_CHARACTERS = 64 << 20  # limit on the pending work of all owners together
+# Encoding takes some 250 bytes per character. Memory is returned to the system after texts of this length, and again
+# after SETTLED_SECONDS without work, when the text and its outcome are no longer referenced.
 LARGE_CHARACTERS = 1 << 16
 SETTLED_SECONDS = 1.0
 
 LARGE_BLOCK = 128 << 10  # glibc's initial value
-MOST_ARENAS = 2  # one for the loop, one for the threads next to it
+MAX_ARENAS = 2  # one for the loop, one for all other threads
 _MMAP_THRESHOLD, _ARENA_MAX = -3, -8  # mallopt's names for them (malloc.h)
 
 
 class TextThread:
-    """A thread that does work on texts. Owners alternate, one item each; an owner's items keep their order.
+    """A thread that processes texts. Owners alternate, one item each; an owner's items are processed in order.
 
-    `fileno` is readable when outcomes are ready.
+    `fileno` is readable when results are ready.
     """
 
     def __init__(self, name: str) -> None:
         self._work: dict[str, tuple[Callable[[], Any], int]] = {}
-        self._lines: dict[Hashable, deque[str]] = {}
+        self._queues: dict[Hashable, deque[str]] = {}
         self._characters = 0
         self._closed = False
         self._changed = threading.Condition()
@@ -50,14 +50,14 @@ class TextThread:
         return self._characters + characters <= MAX_CHARACTERS
 
     def put_work(self, key: str, work: Callable[[], Any], characters: int, owner: Hashable) -> None:
-        """Enqueue `work`; its outcome will have `key`, which must be unique among pending work.
+        """Enqueue `work`. Its result has this `key`, which must be unique among pending work.
 
         characters  size of the item
         """
         with self._changed:
             self._work[key] = work, characters
             self._characters += characters
-            self._lines.setdefault(owner, deque()).append(key)
+            self._queues.setdefault(owner, deque()).append(key)
             self._changed.notify()
 
     def discard(self, key: str) -> None:
@@ -88,15 +88,15 @@ class TextThread:
         """Wait for the next work with its key and size; None at the end. Raises TimeoutError after `seconds`."""
         with self._changed:
             while not self._closed:
-                if not self._lines:
+                if not self._queues:
                     if not self._changed.wait(seconds):
                         raise TimeoutError
                     continue
-                owner, line = next(iter(self._lines.items()))
+                owner, line = next(iter(self._queues.items()))
                 key = line.popleft()
-                del self._lines[owner]
+                del self._queues[owner]
                 if line:
-                    self._lines[owner] = line
+                    self._queues[owner] = line
                 entry = self._work.pop(key, None)
                 if entry is not None:
                     self._characters -= entry[1]
@@ -109,7 +109,7 @@ class TextThread:
             try:
                 entry = self._next(SETTLED_SECONDS if was_large else None)
             except TimeoutError:
-                give_back_memory()  # again: other threads have freed memory since
+                release_free_memory()  # again: other threads have freed memory since
                 was_large = False
                 continue
             if entry is None:
@@ -118,7 +118,7 @@ class TextThread:
             self._do(*entry[:2])
             del entry  # keep no reference during the wait for the next item
             if characters >= LARGE_CHARACTERS:
-                give_back_memory()
+                release_free_memory()
                 was_large = True
 
     def _do(self, key: str, work: Callable[[], Any]) -> None:
@@ -144,25 +144,25 @@ class Encoder(TextThread):
         return self.has_room_for(len(text))
 
     def put(self, key: str, text: str, owner: Hashable, add_special_tokens: bool, most: int) -> None:
-        """Encode `text`: the outcome is a list of ids, or TooManyTokens for more than `most`."""
+        """Enqueue `text`. Its result is a list of ids, or TooManyTokens for more than `most`."""
         self.put_work(key, partial(self._tokenizer.encode, text, add_special_tokens, most), len(text), owner)
 
 
 def keep_large_blocks_apart() -> None:
     """Make glibc map blocks from LARGE_BLOCK on separately, so that freeing returns them to the system.
 
-    Call it before other threads start. By default glibc raises this threshold to the largest freed block, up to 32 MiB:
-    large prompts are then allocated in the arenas, and small blocks between them pin more and more pages.
+    Call it before other threads start. By default glibc raises this threshold to the size of the largest freed block,
+    at most 32 MiB. Large prompts are then allocated in the arenas, where small blocks between them keep pages in use.
     """
     with suppress(AttributeError):
         _libc().mallopt(_MMAP_THRESHOLD, LARGE_BLOCK)
-        _libc().mallopt(_ARENA_MAX, MOST_ARENAS)
+        _libc().mallopt(_ARENA_MAX, MAX_ARENAS)
 
 
-def give_back_memory() -> None:
+def release_free_memory() -> None:
     """Return freed memory to the system (glibc).
 
-    An arena shrinks only at its end: one small block there would keep hundreds of MiB.
+    An arena shrinks only at its end, where one small block would keep hundreds of MiB.
     """
     with suppress(AttributeError):
         _libc().malloc_trim(0)

@@ -52,14 +52,14 @@ def sampling_defaults(directory: Path | None, source: str | Path = AUTO) -> Samp
 
 
 def describe(defaults: SamplingDefaults) -> str:
-    """Return a start-up line with the defaults, as named in the file; "" for none."""
+    """Return a start-up line with the defaults, under their names in the file; "" without defaults."""
     given = defaults.given()
     named = ", ".join(f"{name} {given[ours]:g}" for name, ours in _FIELDS.items() if ours in given)
     return named and f"{FILE} sets the sampling defaults {named} (generation_config 'vllm' takes none)"
 
 
 def eos_token_ids(directory: Path | None, source: str | Path = AUTO) -> frozenset[int]:
-    """Return the ids that end a text: `eos_token_id` of generation_config.json and config.json, and the `eos_token`.
+    """Return the ids that end a text: `eos_token_id` of generation_config.json and config.json, and `eos_token`.
 
     source   as for `sampling_defaults`
 

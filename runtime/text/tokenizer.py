@@ -24,8 +24,7 @@ class Tokenizer(Protocol):
     def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
         """Return the text's ids; `add_special_tokens` adds those that the model expects at the start.
 
-        Raises TooManyTokens for more than `most`: a list of a million ids takes tens of MiB, and Python keeps some of
-        it.
+        Raises TooManyTokens for more than `most` tokens, because a list of a million ids takes tens of MiB.
         """
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -44,7 +43,7 @@ class Tokenizer(Protocol):
 
 # Words in the library's cache, 10,000 by default. Ordinary texts are encoded as fast, and clients that send random
 # words (of up to 256 characters) use a tenth of the memory.
-MOST_WORDS = 1000
+MAX_CACHED_WORDS = 1000
 
 
 class FastTokenizer:
@@ -56,9 +55,9 @@ class FastTokenizer:
         self._tokenizer = read_json(source) if isinstance(source, Path) else source
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        remember = getattr(self._tokenizer.model, "_resize_cache", None)  # some models have no cache
-        if remember is not None:
-            remember(MOST_WORDS)
+        limit_cache = getattr(self._tokenizer.model, "_resize_cache", None)  # some models have no cache
+        if limit_cache is not None:
+            limit_cache(MAX_CACHED_WORDS)
         self._bytes: dict[int, bytes] = {}
 
     def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
@@ -85,7 +84,7 @@ class FastTokenizer:
 
     @cached_property
     def _word(self) -> list[int]:
-        """A token that may precede another one in a text; [] if there is none."""
+        """Return a token that may precede another one in a text; [] if there is none."""
         return next(([token] for token in range(self.size) if self.decode([token]).isalpha()), [])
 
     def token_id(self, token: str) -> int | None:

@@ -11,11 +11,12 @@ SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
 
 def limit_cpu_threads(device: torch.device, tp_size: int = 1) -> None:
-    """Set torch's threads to `free_threads`, shared by `tp_size` processes, for a model on a CPU. A number that the
-    user has set, in USER_VARIABLES or in torch, stays.
+    """Set the number of torch threads for a model on a CPU to `free_threads`, shared by `tp_size` processes.
 
-    A step on a CPU is hundreds of short ops, each of which waits for the slowest thread. If another process holds a
-    core, each wait is a time slice of the system, and a step takes ten times as long as on one thread.
+    A number that the user has set, in USER_VARIABLES or in torch, is kept.
+
+    A step on a CPU runs hundreds of short ops, and each op waits for its slowest thread. If another process occupies a
+    core, each wait takes a time slice of the system, and a step takes ten times as long as on one thread.
     """
     cores = os.sched_getaffinity(0)
     physical = len({_siblings(core) for core in cores})
@@ -26,7 +27,7 @@ def limit_cpu_threads(device: torch.device, tp_size: int = 1) -> None:
 
 
 def free_threads(cores: int, load: float) -> int:
-    """Return the physical cores that the last minute's load leaves free, 1 to MAX_THREADS."""
+    """Return the number of physical cores that were free in the last minute, 1 to MAX_THREADS."""
     return max(1, min(MAX_THREADS, cores - round(load)))
 
 

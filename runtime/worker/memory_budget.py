@@ -97,7 +97,10 @@ def plan_pages(
 
 
 def plan_cpu_pages(page: int, max_model_len: int, max_num_seqs: int) -> int:
-    """Return the number of KV pages on a CPU: CPU_KV_BYTES, but at least one longest sequence and at most all."""
+    """Return the number of KV pages on a CPU.
+
+    They have CPU_KV_BYTES, but at least the pages of one sequence of max_model_len and at most those of all sequences.
+    """
     needed = pages_for(max_model_len)
     return max(needed, min(CPU_KV_BYTES // page, needed * max_num_seqs))
 
@@ -113,9 +116,9 @@ def num_kv_pages(
 ) -> int:
     """Return the engine's number of KV pages. Raises CapacityError.
 
-    program       the one that needs the most memory
-    sampled_rows  maximum of a step
-    draft         demand of a trained draft
+    program       the program that needs the most memory
+    sampled_rows  maximum number of sampled rows in a step
+    draft         memory demand of a trained draft
     """
     page = nbytes(kv_specs(program, 1)) + draft.page
     if options.num_kv_pages is not None:

@@ -128,7 +128,7 @@ class Model:
         return self.sleeper
 
     def on_lost(self, callback: Callable[[str], None]) -> None:
-        """Call `callback` with the reason when another process of the model ends. Here there is none."""
+        """Call `callback` with the reason when another process of the model ends. This model has one process."""
 
     @property
     def precision(self) -> str:
@@ -136,7 +136,7 @@ class Model:
         return precision_line(self.source, self.options, self.calibration, self.rounding)
 
     def close(self) -> None:
-        """End the model's other processes. Here there is none."""
+        """End the model's other processes. This model has one process."""
 
 
 def find_model(model: str | Path | Mapping[str, Any], **keywords: Any) -> tuple[ModelSource, LoadOptions]:
@@ -168,7 +168,7 @@ def _find_source(model: str | Path | Mapping[str, Any], dummy: bool) -> ModelSou
     directory = model_directory(model)
     if not directory.is_dir():
         raise OptionError(
-            f"model {str(model)!r} is no directory; download the model first and name the directory that holds its "
+            f"model {str(model)!r} is not a directory; download the model first and name the directory that holds its "
             "config.json"
         )
     config = checkpoint_config(directory)
@@ -252,8 +252,8 @@ def _build(
     slots: int,
     lora: LoraShape | None,
 ) -> Model:
-    """Compile, load and bind. Only programs of the compiler's own pass list are cached on disk: the cache's keys have
-    the passes' names only.
+    """Compile, load and bind a model. Only programs of the compiler's own pass list are cached on disk, because the
+    cache's keys have only the names of passes.
     """
     config, engine, device = source.config.up_to(sizes.max_model_len), options.engine, options.device
     seconds: dict[str, float] = {}
@@ -392,14 +392,14 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
 
 
 def _create_context(device: torch.device) -> None:
-    """Create a GPU's context on a thread: it takes seconds. The first call that uses the GPU waits for it."""
+    """Create a GPU's context on a thread, since it takes seconds. The first call that uses the GPU waits for it."""
     if device.type == "cuda":
         threading.Thread(target=torch.cuda.mem_get_info, args=(device,), name="cuda-context", daemon=True).start()
 
 
 @contextmanager
 def _paused_garbage_collection() -> Iterator[None]:
-    """Pause the collector while a start makes many objects that stay; move them to the oldest generation."""
+    """Pause the collector while a start creates permanent objects, then move them to the oldest generation."""
     enabled, frozen = gc.isenabled(), gc.get_freeze_count()
     gc.disable()
     try:

@@ -49,12 +49,13 @@ class _BucketProgram:
 
 
 class ModelRunner:
-    """Owns the device's state: weights, adapter stacks, KV caches, one program per bucket. Executes plans in order on
-    one stream; implements `Runner`.
+    """Owns the device's state: weights, adapter stacks, KV caches, one program per bucket.
 
-    `tensors`: all weights, adapter stacks and KV caches by name. On a GPU, without `enforce_eager`, decode buckets are
-    replayed as CUDA graphs, captured by `warm_up`, and mixed ones of up to CAPTURE_TOKENS, captured at their second
-    use. On the CPU programs run the ops' references.
+    Implements `Runner`: executes plans in order on one stream. On a GPU without `enforce_eager`, programs are replayed
+    as CUDA graphs: those of decode buckets, captured by `warm_up`, and those of mixed buckets of up to CAPTURE_TOKENS,
+    captured at their second use. On a CPU programs run the ops' references.
+
+    tensors   all weights, adapter stacks and KV caches by name
     """
 
     def __init__(
@@ -101,7 +102,8 @@ class ModelRunner:
 
     def warm_up(self, show_progress: bool = False) -> float:
         """GPU only: compile every kernel that a step can launch, and capture the program of every decode bucket.
-        Returns the seconds taken.
+
+        Returns the time in seconds.
 
         The mixed buckets of few sequences launch all kernels of those with more; a test checks this.
         """
@@ -150,18 +152,18 @@ class ModelRunner:
             program.spec_decode.replay()
 
     def build_in_background(self) -> None:
-        """CPU only: build missing programs on a thread. Until then their steps run in larger programs, padded; only a
-        step with more logit rows than max_num_seqs may have none and wait.
+        """CPU only: build missing programs on a thread. Until then their steps are padded and run in larger programs.
 
-        On a GPU `warm_up` has compiled every kernel. Tensor-parallel ranks must run a step in the same program, so
-        they wait for it.
+        Only a step with more logit rows than max_num_seqs may have no larger program, and waits. On a GPU `warm_up` has
+        compiled every kernel. Tensor-parallel ranks must run a step in the same program, so they build it first.
         """
         if self.device.type == "cpu" and self._tp_size == 1:
             self.programs.build_in_background(self.buckets.largest_of_each_kind(), self._make_program)
 
     def submit(self, plan: StepPlan) -> StepHandle:
-        """Start a step; on a GPU return after the launch. A step with `masked_rows` computes its logits and is sampled
-        by `constrain`. Raises CompiledInStep with fail_on_compilation.
+        """Start a step; on a GPU return after the launch. A step with `masked_rows` is sampled later, by `constrain`.
+
+        Raises CompiledInStep if a kernel was compiled and `fail_on_compilation` is set.
         """
         before = self._compilations.count
         with self._compilations.watch():
@@ -268,7 +270,7 @@ class ModelRunner:
         return [] if self.slot_loader is None else self.slot_loader.finished_loads(timeout)
 
     def forget_adapter(self, number: int) -> None:
-        """Free an adapter that nothing uses any more."""
+        """Free an adapter that is no longer used."""
         if self.slot_loader is not None:
             self.slot_loader.drop(number)
 

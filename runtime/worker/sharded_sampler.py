@@ -1,8 +1,9 @@
 """Sampling where each tensor-parallel rank has a part of the vocabulary.
 
-Greedy rows and rows drawn without a filter exchange only the best token of each part, as keys of 8 bytes per row; drawn
-rows need the largest logit of all parts first, so they exchange twice. Penalties, biases, masks, top-k, top-p, min-p
-and log-probabilities gather all logits. Each rank gets the tokens that one process would draw from the same logits.
+Greedy rows, and rows sampled without a filter, exchange only the best token of each part, as keys of 8 bytes per row.
+Sampled rows need the largest logit of all parts first, so they exchange twice. Penalties, biases, masks, top-k, top-p,
+min-p and log-probabilities gather all logits. Each rank gets the tokens that one process would sample from the same
+logits.
 """
 
 import torch

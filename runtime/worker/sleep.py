@@ -22,7 +22,7 @@ class SleepControl(Protocol):
 
     @property
     def asleep(self) -> frozenset[str]:
-        """The tags whose memory is released."""
+        """Tags of the memory that is released."""
 
     def sleep(self, level: int) -> None:
         """Release the memory."""
@@ -78,8 +78,9 @@ class Sleeper:
         return dict(self._cache.tensors)
 
     def sleep(self, level: int) -> None:
-        """Release the memory. Level 1 copies the weights to host memory, level 2 discards them. A sleeping model stays
-        unchanged. No step and no copy may be in flight.
+        """Release the memory. Level 1 copies the weights to host memory, level 2 discards them.
+
+        Does nothing for a sleeping model. No step and no copy may be in flight.
 
         Raises RequestError for another level, and MemoryError, changing nothing, without enough host memory.
         """
@@ -110,7 +111,7 @@ class Sleeper:
 
     @property
     def _releases_weights(self) -> bool:
-        """Whether `sleep` releases the weights: on a CPU level 1 keeps them in place."""
+        """Return whether `sleep` releases the weights: on a CPU, level 1 keeps them in place."""
         return self._level == 2 or self._device.type == "cuda"
 
     def _wake_weights(self) -> None:

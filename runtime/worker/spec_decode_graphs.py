@@ -1,5 +1,7 @@
-"""Speculative decoding around a program: place drafts before it, sample and accept drafts after it. If the program is
-a CUDA graph, both sides are too: launching a few small kernels takes the host longer than the device runs.
+"""Speculative decoding around a program: place drafts before it, sample and accept drafts after it.
+
+If the program is a CUDA graph, both parts are graphs too, because the host needs more time to launch their small
+kernels than the device to run them.
 """
 
 from dataclasses import dataclass
@@ -18,10 +20,10 @@ from .token_history import TokenHistory
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """A step's sampled tokens [N], accepted drafts [S] and draft sources [S] (if any), int32 on the device, as views of
-    `packed`, which goes to the host in one copy.
+    """A step's sampled tokens [N], accepted drafts [S] and draft sources [S] (if any), int32 on the device.
 
-    persistent  each step writes to the same memory, so it must be copied before the next one
+    packed      all of them in one tensor, which is copied to the host
+    persistent  each step writes to the same memory, so it must be copied before the next step
     """
 
     tokens: torch.Tensor
@@ -42,7 +44,7 @@ def extra_inputs(history: TokenHistory) -> tuple[ExtraInput, ...]:
 
 
 class SpecDecodeGraphs:
-    """Both sides of one program. `inputs`: the program's, with `extra_inputs`; `logits`: its output.
+    """The parts before and after one program. `inputs`: the program's, with `extra_inputs`; `logits`: its output.
 
     A step calls `input_values`, `place`, the program, and then `sample` (if `captured` and only tokens of unedited
     logits are needed) or `accept`.
@@ -95,7 +97,7 @@ class SpecDecodeGraphs:
         return VerifyResult(tokens, accepted, torch.cat((tokens, accepted, *sources)))
 
     def capture(self, pool: Any) -> Any:
-        """GPU only: capture both sides and return their memory pool. Clear the inputs first, to store nothing."""
+        """GPU only: capture both parts and return their memory pool. Clear the inputs first to store nothing."""
         staged = self._inputs.staged
         device, size, rows = self._logits.device, self._bucket.sequences, len(self._logits)
         # outside the pool: another graph may overwrite memory of the pool
@@ -129,7 +131,7 @@ class SpecDecodeGraphs:
         return drawn.pool()
 
     def replay(self) -> None:
-        """Replay both sides once with greedy sampling, if captured, to measure their time."""
+        """Replay both parts once with greedy sampling, if captured, to measure their time."""
         if self._graphs is not None:
             self._graphs.before.replay()
             self._graphs.greedy.replay()

@@ -18,7 +18,7 @@ class Staging:
 
     Write the numpy arrays `host[name]`; `upload` updates the tensors `device[name]`. On a GPU there is a pinned buffer
     for each step that may be in flight, so `host` changes at each `upload`. The copy runs on its own stream during
-    earlier steps: between two steps it would take 8 us.
+    earlier steps, because between two steps it would delay the next one by 8 us.
     """
 
     def __init__(self, fields: Iterable[tuple[str, tuple[int, ...], torch.dtype]], device: torch.device) -> None:

@@ -1,5 +1,6 @@
-"""Token history of the running sequences on the device, for speculative decoding: n-gram drafts come from a sequence's
-own tokens and from former answers, which are kept in rings.
+"""Token history of the running sequences on the device, for speculative decoding.
+
+N-gram drafts are found in a sequence's own tokens, and in former answers, which are kept in ring buffers.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +24,8 @@ AcceptOp = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
 ]
 MIN_MATCH = 4
-"""With a trained draft, n-gram drafts are used only if so many tokens match: they are then accepted more often."""
+"""With a trained draft, n-gram drafts are used only if this many tokens match, since they are then accepted more often.
+"""
 _PLACED = ("input_ids", "positions", "slot_mapping", "context_lens")
 _EXTRA_INPUTS = (
     ExtraInput("rows", torch.int32, -1),
@@ -36,12 +38,12 @@ _EXTRA_INPUTS = (
 
 
 class TokenHistory:
-    """One row of tokens per running sequence, and RINGS rings of `ring_tokens` tokens of former answers
-    (`scheduler/answer_history.py` assigns the rings).
+    """One row of tokens per running sequence, and RINGS ring buffers of `ring_tokens` tokens of former answers.
 
-    A step calls `start_step`, `input_values`, `place`, the program, sampling, `accept`.
+    `scheduler/answer_history.py` assigns the rings. A step calls `start_step`, `input_values`, `place`, the program,
+    sampling, and `accept`, in this order.
 
-    trained       drafts where neither own tokens nor the ring match MIN_MATCH tokens
+    trained       trained draft, used if neither the own tokens nor the ring match MIN_MATCH tokens
     draft_op      makes the n-gram drafts, like `draft_ngram`
     accept_op     counts the accepted drafts, like `accept_drafts`
     extra_inputs  the arrays of `input_values`
@@ -72,7 +74,7 @@ class TokenHistory:
 
     @property
     def has_sources(self) -> bool:
-        """Whether drafts may come from elsewhere than a sequence's own tokens."""
+        """Whether drafts may have other sources than a sequence's own tokens."""
         return self.trained is not None or bool(self._rings.numel())
 
     def start_step(self, plan: StepPlan) -> None:
@@ -152,6 +154,7 @@ class TokenHistory:
         limits: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Append a step's sampled tokens [N] to the history; return the numbers of accepted drafts [S], int32.
+
         `limits` [B]: maxima for the first B sequences, which are then the only ones; None: all drafts.
         """
         if limits is None:

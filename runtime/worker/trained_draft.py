@@ -2,7 +2,8 @@
 
 After sampling, the first pass runs over the step's rows with the target's hidden states. It stores the draft's keys and
 values, and for each sequence the first draft token and the hidden state for the chain. The chain runs before the next
-step, whose plan has the number of drafts and the pages; that step's first pass overwrites its keys and values.
+step, because that step's plan has the number of drafts and the pages. The first pass of that step overwrites the keys
+and values of the chain.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -172,7 +173,7 @@ class TrainedDraft:
         self._buckets, self._device = buckets, device
         config, dtype = model.config, model.dtype
         size, width = buckets.max_num_seqs, config.hidden_size
-        self._no_row = size  # of a sequence without kept state
+        self._no_row = size  # row of sequences without kept state
         self.extra_inputs = (
             ExtraInput("state_rows", torch.int64, size),
             ExtraInput("chain_slots", torch.int32, -1),

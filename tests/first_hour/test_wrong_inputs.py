@@ -166,7 +166,7 @@ WRONG: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
         "keys of another server",
         ("chat", "--keys", "{keys}/client-default", "--address", "tcp://127.0.0.1:{busy}", *QUICK),
         "tcp://127.0.0.1:{busy}",
-        "its keys do not go with these",
+        "its keys do not match these",
     ),
     ("a bad client's name", ("keys", "curve", "{folder}/k", "--client", "../x"), "'../x'", "1 to 64 letters"),
     ("keys that are there", ("keys", "curve", "{keys}"), "'default' has keys", "choose another name"),

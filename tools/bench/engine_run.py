@@ -81,7 +81,7 @@ class Engine:
         outputs = self.llm.generate(prompts, params, use_tqdm=False, **(more if self.adapters else {}))
         made = sum(len(output.outputs[0].token_ids) for output in outputs)
         if made != concurrency * output_len:
-            raise RuntimeError(f"{made} tokens came back where {concurrency * output_len} were asked for")
+            raise RuntimeError(f"the engine returned {made} tokens instead of {concurrency * output_len}")
 
     def run(self, load: dict[str, Any]) -> dict[str, Any]:
         """Return the figures of one load."""

@@ -18,9 +18,9 @@ KEY_TOKENS = 16
 class InjectedDrafts:
     """Replaces `draft_ngram` and `accept_drafts`: drafts come from `recorded`, prompts with their continuations.
 
-    With random weights many tokens are nearly as likely as the best one, so that a step of another size may choose
-    another token and all later drafts would be wrong. Each sampled token is therefore replaced by the recorded one,
-    with a dozen small kernels that no real step has. `key`: number of first tokens that identify a recording.
+    With random weights many tokens are nearly as likely as the best one. A step of another size may then choose another
+    token, and all later drafts would be wrong. Each sampled token is therefore replaced by the recorded one, with a
+    dozen small kernels that real steps do not have. `key`: number of first tokens that identify a recording.
     """
 
     def __init__(

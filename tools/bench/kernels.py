@@ -54,11 +54,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_value(parser, "--tokens", list(CHOICES), "sequences", metavar="T", nargs="+")
     parser.add_argument(
-        "--precision", choices=("int8", "fp8"), default=DEFAULT_PRECISION, help="of the ops (default: %(default)s)"
+        "--precision",
+        choices=("int8", "fp8"),
+        default=DEFAULT_PRECISION,
+        help="precision of the ops (default: %(default)s)",
     )
     add_value(parser, "--lora-rank", 32, "rank of the adapters", metavar="R")
     add_value(parser, "--num-adapters", 8, "resident adapters, mixed by p(k) ~ 1/k")
-    add_value(parser, "--repeats", 9, "timed replays; the median counts")
+    add_value(parser, "--repeats", 9, "timed replays, for the median")
     parser.add_argument("--only", choices=("ops", "attention"), help="one of the two tables (default: both)")
     add_value(parser, "--output-json", Path("bench-kernels.json"), "file of the figures", Path, "FILE")
 

@@ -197,7 +197,7 @@ def model_fields(options: argparse.Namespace) -> tuple[dict[str, Any], Path | No
     directory = DEMO_MODEL if options.model == "demo" else Path(options.model)
     if not (directory / "config.json").is_file():
         raise ValueError(
-            f"{directory} is no model directory: it has no config.json; give a directory, `demo`, or no MODEL for "
+            f"{directory} is not a model directory: it has no config.json; give a directory, `demo`, or no MODEL for "
             "Llama-3.1-8B's shape"
         )
     return json.loads((directory / "config.json").read_text()), directory
@@ -303,7 +303,7 @@ def load(
     structured: bool = False,
     acceptance: float | None = None,
 ) -> tuple[Callable[[int], None], int]:
-    """Return a function that makes so many outputs for each request, and the number of active adapters.
+    """Return a function that generates a given number of outputs per request, and the number of active adapters.
 
     acceptance  probability that a draft is right; None: without drafts
     """
@@ -325,7 +325,7 @@ def load(
         outputs = llm.generate(prompts, params, adapter=chosen, use_tqdm=False)
         made = sum(len(output.outputs[0].token_ids) for output in outputs)
         if made != length * concurrency:
-            raise RuntimeError(f"{made} tokens came back where {length * concurrency} were asked for")
+            raise RuntimeError(f"the engine returned {made} tokens instead of {length * concurrency}")
         return outputs
 
     if options.speculate:

@@ -28,7 +28,7 @@ DESCRIPTION = """\
 Time the start of the engine, split into capture and passes, loading, kernels and CUDA graphs.
 
 By default the model has the shape of Llama-3.1-8B with random weights; nothing is downloaded. Reading a checkpoint from
-disk comes on top."""
+disk takes additional time."""
 
 KEEPING_SECONDS = 60.0  # for a start to write its packed adapters to the cache
 
@@ -48,7 +48,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add_bench_model(parser)
     add_value(parser, "--max-num-seqs", 256, "requests at once", dest="concurrency_limit")
     add_value(parser, "--num-adapters", 8, "random adapters, 0 for none", at_least(0))
-    add_value(parser, "--lora-rank", 32, "their rank; alpha is twice as much", metavar="R")
+    add_value(parser, "--lora-rank", 32, "rank of the adapters; alpha is twice the rank", metavar="R")
     add_value(parser, "--output-json", Path("bench-startup.json"), "file of the figures", Path, "FILE")
     parser.add_argument(
         "--once", action="store_true", help="start once, with the caches as they are, and print the figures as JSON"

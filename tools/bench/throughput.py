@@ -71,7 +71,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_bench_model(parser)
     parser.add_argument(
-        "--workloads", nargs="+", choices=("B", "P"), default=["B", "P"], help="which workloads (default: both)"
+        "--workloads", nargs="+", choices=("B", "P"), default=["B", "P"], help="workloads to run (default: both)"
     )
     add_value(parser, "--concurrency", [32, 128], "requests at once in B", metavar="C", nargs="+")
     add_random_adapters(parser)
@@ -185,7 +185,7 @@ def timed(
 
 
 def percentile(values: Sequence[float], share_below: float) -> float:
-    """Return the value that a share of the values is below (nearest rank)."""
+    """Return the value below which a share of the values is (nearest rank)."""
     ordered = sorted(values)
     return ordered[min(int(share_below * len(ordered)), len(ordered) - 1)]
 

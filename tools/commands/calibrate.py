@@ -126,7 +126,7 @@ def run(options: argparse.Namespace) -> int:
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(f"{flag} is an option of --round for int8; add --round, or leave it out")
     if options.prompts is not None and not options.prompts.is_file():
-        raise ValueError(f"--prompts {options.prompts} is no file; name a text file")
+        raise ValueError(f"--prompts {options.prompts} is not a file; name a text file")
     if options.max_loras is not None and options.max_loras < len(names):
         raise ValueError(f"--max-loras {options.max_loras} has no room for all {len(names)} adapters; leave it out")
     import torch
@@ -150,7 +150,7 @@ def run(options: argparse.Namespace) -> int:
     ids = tokenizer.encode(text[: tokens * CHARACTERS_A_TOKEN])[:tokens]
     jobs = list(documents(ids, min(length, model.config.max_position_embeddings), len(names)))
     if not jobs:
-        raise ValueError(f"{options.prompts} has less than two tokens; give it some text")
+        raise ValueError(f"{options.prompts} has fewer than two tokens; give it some text")
     base_pieces = sum(slot < 0 for _, slot in jobs)
     # rounding reads more text than the figures, unless --tokens is given
     figured = base_pieces if options.tokens else min(base_pieces, max(FIGURE_TOKENS // length, 1))

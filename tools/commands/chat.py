@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ...runtime.text.prompts import Prompt
 
 DESCRIPTION = """\
-Talk with a running server. The model's chat template comes from the server, or from --chat-template; without a template
+Talk with a running server. The chat template is that of the server's model, or --chat-template; without a template
 each line is a prompt of its own.
 
 Ctrl-C ends an answer, a second one (or Ctrl-D) the chat. Lines that begin with a slash:
@@ -110,7 +110,7 @@ class Conversation:
         return without_special_tokens(self.renderer.prompts(templates, system + self.messages)[0])
 
     def turn(self, text: str) -> str:
-        """Send a message and print the answer; an interruption ends the answer, and its text is kept.
+        """Send a message and print the answer. An interruption ends the answer but keeps its text.
 
         A failed turn is removed.
         """
@@ -143,7 +143,7 @@ class Conversation:
             print("none (the base model)", *sorted(adapter.name for adapter in self.client.list_adapters()), sep="\n")
         elif name == "adapter" and rest:
             self.adapter = None if rest == "none" else rest
-            print(f"going on with {self.adapter or 'the base model'}")
+            print(f"continuing with {self.adapter or 'the base model'}")
         elif name == "system":
             self.system = rest or None
         elif name == "reset":

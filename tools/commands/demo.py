@@ -52,7 +52,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         type=Path,
         default=Path("sidestream_dump"),
         metavar="DIR",
-        help="for the dump (default: %(default)s)",
+        help="directory for the dump (default: %(default)s)",
     )
     add_option(parser, "device", choices=("cpu", "cuda"))
     add_ranks(parser)
@@ -121,8 +121,8 @@ def next_steps(dump: str) -> str:
         ("see where a step of a large model spends its time", "explain --shape llama-3.1-8b"),
     )
     lines = [f"The command is {name}. Open {dump}/index.html in a browser, or try:"]
-    for what, *calls in tries:
-        lines += [f"  {what}:", *(f"    {name} {call}" for call in calls)]
+    for title, *calls in tries:
+        lines += [f"  {title}:", *(f"    {name} {call}" for call in calls)]
     return "\n" + "\n".join(lines)
 
 

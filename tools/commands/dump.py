@@ -45,7 +45,7 @@ examples:
 def layer(text: str) -> int:
     """Parse the number of a layer."""
     if not re.fullmatch(r"\d{1,4}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no layer; layers are numbered from 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a layer; layers are numbered from 0")
     return int(text)
 
 

@@ -29,8 +29,8 @@ from ..options.models import (
 DESCRIPTION = """\
 Compile a model and explain its steps: the pass table, kernels per layer on both lanes, the estimated time of a step
 next to the floor (weights, cached tokens and adapters read once) and by op, and the time with another option or without
-a pass. No weights are read and no GPU is needed; times are estimates from bytes and FLOPs, whose error is published in
-docs/measurements."""
+a pass. No weights are read and no GPU is needed. Times are estimates from bytes and FLOPs; docs/measurements has their
+error."""
 
 EXAMPLES = """\
 examples:
@@ -39,7 +39,7 @@ examples:
   sidestream inspect explain --shape llama-3.1-8b --bucket decode:1 verify3:1    a step with three drafts
   sidestream inspect explain --json | jq '.programs[].estimated_us'"""
 
-CUTS = (1, 2)  # deeper models are compiled with so many layers for the table of changes, since each layer adds the same
+CUTS = (1, 2)  # numbers of layers of deeper models in the table of changes, since each layer adds the same time
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:

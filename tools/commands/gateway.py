@@ -33,7 +33,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         action="append",
         default=[],
         metavar="ADDRESS",
-        help="its address; may be repeated (default: that of `sidestream serve`)",
+        help="address of an engine; may be repeated (default: that of `sidestream serve`)",
     )
     group.add_argument("--engine-keys", metavar="DIR", help="a client's folder of `sidestream keys curve`")
     group.add_argument(
@@ -57,9 +57,9 @@ def run(options: argparse.Namespace) -> int:
     if settings.keys is not None:
         print("sidestream: limits of keys hold for this process; other gateways count on their own", file=sys.stderr)
     with listen(settings.host, settings.port) as listener:
-        return serve(settings, listener, _say)
+        return serve(settings, listener, _print_addresses)
 
 
-def _say(url: str) -> None:
+def _print_addresses(url: str) -> None:
     report(f"answering HTTP at {url}")
     report(f"console at {url}/")

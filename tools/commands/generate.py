@@ -177,7 +177,7 @@ def run_on_server(options: argparse.Namespace) -> int:
     if set(changed) - {"seed"}:
         name = next(name for name in changed if name != "seed")
         shown = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
-        raise ValueError(f"{shown} does not go with --server, which has its own model and options; leave it out")
+        raise ValueError(f"{shown} cannot be used with --server, which has its own model and options; leave it out")
     params = sampling_params(options, ignore_eos=options.ignore_eos)
     prompts = prompts_of(options)
     adapters = adapters_for(options.adapter, len(prompts))
@@ -195,9 +195,9 @@ def run_on_server(options: argparse.Namespace) -> int:
 
 
 def report_precision(llm: Any, shown: bool) -> None:
-    """Print the precision on stderr, unless the start has `shown` it.
+    """Print the precision on stderr, unless it was `shown` at the start.
 
-    Requests have been accepted: an error message is the only line of a refused one.
+    Call it after requests are accepted, so that the error of a refused request is the only line.
     """
     if not shown:
         print(f"sidestream: {llm.model.precision}", file=sys.stderr)

@@ -82,7 +82,7 @@ def _add_http(kinds: "argparse._SubParsersAction[Any]") -> None:
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     add = actions.add_parser("add", help="make a key", description="Make a key and print it; only its hash is stored.")
     add.add_argument("file", type=Path, metavar="FILE", help="the keys file; made with mode 0600 if it does not exist")
-    add.add_argument("--owner", required=True, help="its user: a name for limits, logs and `sidestream usage`")
+    add.add_argument("--owner", required=True, help="owner's name, for limits, logs and `sidestream usage`")
     add.add_argument("--name", help="the key's name in FILE (default: the owner's, with a number)")
     add.add_argument(
         "--model",
@@ -184,6 +184,6 @@ def run_curve(options: argparse.Namespace) -> int:
     print(f"{server} stays with the engine:")
     print(f"  sidestream serve --bind tcp://0.0.0.0:5757 --keys {server}")
     for folder in folders:
-        print(f"{folder} goes to this client, over a safe channel:")
+        print(f"copy {folder} to this client over a secure channel:")
         print(f"  sidestream chat --address tcp://HOST:5757 --keys {folder}")
     return 0

@@ -57,7 +57,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "--reference",
         choices=("graph", "fp32"),
         default="graph",
-        help="of the totals (default: the graph before any pass)",
+        help="reference of the totals (default: the graph before any pass)",
     )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the errors for `sidestream inspect dump --ledger`"

@@ -48,7 +48,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def read_requests(path: Path) -> dict[str, tuple[str, bytes]]:
-    """Return custom_id -> (path, body) of every line. Raises ValueError for a line that is no request."""
+    """Return custom_id -> (path, body) of every line. Raises ValueError for a line that is not a request."""
     import msgspec
 
     class Line(msgspec.Struct):
@@ -66,21 +66,23 @@ def read_requests(path: Path) -> dict[str, tuple[str, bytes]]:
             try:
                 line = decoder.decode(text)
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path} line {number} is no request of a batch: {error}") from None
+                raise ValueError(f"{path} line {number} is not a request of a batch: {error}") from None
             if line.method != "POST" or line.url not in PATHS:
                 raise ValueError(
                     f"{path} line {number}: {line.method} {line.url} is not one of POST {', '.join(PATHS)}"
                 )
             if line.custom_id in requests:
-                raise ValueError(f"{path} line {number}: custom_id {line.custom_id!r} is there twice")
+                raise ValueError(
+                    f"{path} line {number}: custom_id {line.custom_id!r} is used twice; give each request its own"
+                )
             if line.body.get("stream"):
-                raise ValueError(f"{path} line {number}: a batch's answers are whole; leave stream out")
+                raise ValueError(f"{path} line {number}: stream is not supported in a batch; leave it out")
             requests[line.custom_id] = line.url, msgspec.json.encode(line.body)
     return requests
 
 
-def answered(path: Path) -> set[str]:
-    """Return the answered requests of a file; an incomplete last line is removed from it."""
+def read_answered(path: Path) -> set[str]:
+    """Return the ids of the answered requests of a file. Removes an incomplete last line from it."""
     import msgspec
 
     if not path.exists():
@@ -94,7 +96,7 @@ def answered(path: Path) -> set[str]:
             try:
                 done.add(str(msgspec.json.decode(text)["custom_id"]))
             except (ValueError, KeyError, TypeError):
-                raise ValueError(f"{path} holds something that is no answer of a batch; name another file") from None
+                raise ValueError(f"{path} has a line that is not an answer of a batch; name another file") from None
         file.truncate(whole)
     return done
 
@@ -152,7 +154,7 @@ def _decoded(data: bytes) -> Any:
     try:
         return msgspec.json.decode(data)
     except ValueError:
-        return {"error": {"message": "the answer is no JSON", "type": "server_error", "param": None, "code": None}}
+        return {"error": {"message": "the answer is not JSON", "type": "server_error", "param": None, "code": None}}
 
 
 def answers(
@@ -180,7 +182,7 @@ def run(options: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     requests = read_requests(options.input)
-    done = answered(options.output) & requests.keys()
+    done = read_answered(options.output) & requests.keys()
     key = options.api_key if options.api_key is not None else os.environ.get("SIDESTREAM_API_KEY", "")
     server = Server(options.url, key, options.retries)
     left = {name: request for name, request in requests.items() if name not in done}

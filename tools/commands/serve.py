@@ -104,14 +104,14 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "--allow-adapter-loading",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="by clients (default: only through a socket file)",
+        help="let clients load and unload adapters (default: only through a socket file)",
     )
     group.add_argument(
         "--adapter-root",
         action="append",
         default=[],
         metavar="DIR",
-        help="for adapters of clients; may be repeated (default: those of the given adapters)",
+        help="directory from which clients may load adapters; may be repeated (default: those of the given adapters)",
     )
     add_gateway_options(parser, ["--api-keys"])
     add_engine_options(parser)
@@ -197,7 +197,7 @@ def check_place(bind: str, keys: str | None) -> None:
             return  # the name of a network interface is valid for ZeroMQ
         except OSError as error:
             raise ValueError(
-                f"cannot listen at {address}: {error.strerror}; stop what listens there, or choose another address "
+                f"cannot listen at {address}: {error.strerror}; stop the process there, or choose another address "
                 "with --bind"
             ) from None
 
@@ -216,7 +216,7 @@ def front_of(options: argparse.Namespace, settings: Any) -> Any:
 
     gateway = gateway_settings(options)
     if settings.keys is not None and options.engine_keys is None:
-        print("no HTTP, since the engine asks for keys: give --engine-keys too", file=sys.stderr, flush=True)
+        print("no HTTP, since the engine requires keys: also give --engine-keys", file=sys.stderr, flush=True)
         return None
     if options.engine_keys is not None:
         load_client_keys(options.engine_keys)
@@ -237,7 +237,7 @@ def run(options: argparse.Namespace) -> int:
     devices_of(count, settings.llm.get("device"), ranks=settings.llm.get("tensor_parallel_size", 1))
     missing = next((root for root in options.adapter_root if not Path(root).is_dir()), None)
     if missing is not None:
-        raise ValueError(f"--adapter-root {missing} is no directory; name one that adapters may be loaded from")
+        raise ValueError(f"--adapter-root {missing} is not a directory; name one that adapters may be loaded from")
     if options.trace_steps is not None:
         check_output("--trace-steps", Path(options.trace_steps))
         os.environ["SIDESTREAM_TRACE_STEPS"] = str(Path(options.trace_steps).resolve())

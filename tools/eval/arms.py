@@ -81,7 +81,7 @@ def chosen_arms(names: Sequence[str]) -> list[Arm]:
     """
     unknown = [name for name in names if name not in BY_NAME]
     if unknown:
-        raise ValueError(f"--arms names {unknown[0]!r}, which is no arm; arms: {', '.join(BY_NAME)}")
+        raise ValueError(f"--arms names {unknown[0]!r}, which is not an arm; arms: {', '.join(BY_NAME)}")
     return [arm for arm in ARMS if arm.name in names or not names]
 
 

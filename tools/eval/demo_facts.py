@@ -1,8 +1,8 @@
 """A few hundred facts of the demo model, in five styles.
 
 The base model answers plainly, or in the style that the question names ("pirate: What is the capital of France?"). An
-adapter answers every question in its style. All facts come from the word lists here, so the demo model needs no data
-under another licence.
+adapter answers every question in its style. All facts are made from the word lists in this file, so the demo model
+needs no data under another licence.
 """
 
 from collections.abc import Iterator

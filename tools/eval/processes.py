@@ -39,7 +39,7 @@ def run_arms(
 def _at_once(
     names: Sequence[str], start: Callable[..., Any], arguments: tuple[Any, ...], device: str | None, jobs: int
 ) -> Iterator[tuple[str, Any]]:
-    """Threads with one process each: a process that dies fails its own arm only, and is replaced."""
+    """Run arms on threads with one process each. A process that dies fails only its own arm, and is replaced."""
     own, pools = threading.local(), list[ProcessPoolExecutor]()
     threads = max((os.cpu_count() or 1) // jobs, 1)
     gpus = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), 0 if device == "cpu" else torch.cuda.device_count())
@@ -68,7 +68,7 @@ def _at_once(
 def visible_gpus(chosen: str | None, count: int) -> Iterator[str]:
     """Yield values of CUDA_VISIBLE_DEVICES for one process after the other: each of the `count` GPUs in turn.
 
-    `chosen` is the variable's present value, whose names of GPUs are kept.
+    `chosen` is the variable's present value; its names of GPUs are used.
     """
     names = chosen.split(",")[:count] if chosen else [str(index) for index in range(count)]
     return cycle(names or [chosen or ""])

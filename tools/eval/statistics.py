@@ -13,7 +13,7 @@ Z_95 = 1.6448536269514722
 def mcnemar_exact(worse: int, better: int) -> float:
     """Return the two-sided p of McNemar's exact test.
 
-    `worse` pairs went from right to wrong, `better` from wrong to right. If both directions are equally likely, the
+    `worse` pairs changed from right to wrong, `better` from wrong to right. If both directions are equally likely, the
     smaller count is binomial(worse + better, 1/2): p = 2 P(X <= min), at most 1.
     """
     trials = worse + better

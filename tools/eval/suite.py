@@ -54,7 +54,7 @@ class Suite:
 
 @dataclass(frozen=True)
 class Limits:
-    """How much to ask.
+    """Sizes of a suite.
 
     tasks      questions of each adapter
     documents  texts that each adapter reads
@@ -127,7 +127,7 @@ def question(
 
 
 def shuffled(count: int, seed: int) -> list[int]:
-    """Return the order in which to ask: batches then mix adapters and lengths."""
+    """Return a random order of the questions, so that batches mix adapters and lengths."""
     order = list(range(count))
     random.Random(seed).shuffle(order)
     return order

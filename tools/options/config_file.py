@@ -57,7 +57,7 @@ class ConfigAction(argparse.Action):
         except OSError as error:
             parser.error(f"{values}: {error.strerror}; name a TOML file of flags")
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            parser.error(f"{values} is no TOML file: {error}")
+            parser.error(f"{values} is not a TOML file: {error}")
         flags = _flags(parser, skip=self)
         given: dict[str, Any] = {}
         for key, value in content.items():

@@ -249,12 +249,12 @@ def add_run_options(group: Any, seed: str = "seed of the sampling") -> None:
 def model_directory(options: argparse.Namespace) -> Path:
     """Return the directory of MODEL, or of the demo model.
 
-    Raises ValueError if it is no model directory.
+    Raises ValueError if it is not a model directory.
     """
     directory = hub_or_path(options.model) if options.model else DEMO_MODEL
     if not (directory / "config.json").is_file():
         raise ValueError(
-            f"{directory} is no model directory: it has no config.json; name one in the Hugging Face format, or "
+            f"{directory} is not a model directory: it has no config.json; name one in the Hugging Face format, or "
             "leave MODEL out for the demo model"
         )
     return directory

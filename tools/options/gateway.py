@@ -17,7 +17,7 @@ def add_gateway_options(parser: argparse.ArgumentParser, keys_flags: list[str]) 
 
     group = parser.add_argument_group("HTTP")
     group.add_argument("--host", default=HOST, help="address of HTTP (default: %(default)s)")
-    group.add_argument("--port", type=port, default=PORT, help="its port; 0: any free port (default: %(default)s)")
+    group.add_argument("--port", type=port, default=PORT, help="HTTP port; 0: any free port (default: %(default)s)")
     group.add_argument("--api-key", metavar="KEY", help=f"the only key, with all rights (default: ${API_KEY_VARIABLE})")
     group.add_argument(*keys_flags, dest="api_keys", metavar="FILE", help="keys of `sidestream keys http`")
     group.add_argument("--insecure", action="store_true", help="answer other machines without a key")
@@ -33,11 +33,13 @@ def add_gateway_options(parser: argparse.ArgumentParser, keys_flags: list[str]) 
         "--connections-per-client",
         type=positive,
         metavar="N",
-        help="of one address (default: half of all; on this machine all)",
+        help="maximum connections of one address (default: half of all, or all for this machine)",
     )
     group = parser.add_argument_group("records")
     group.add_argument(
-        "--usage-log", metavar="FILE", help="for `sidestream usage`; none: no log (default: in your state directory)"
+        "--usage-log",
+        metavar="FILE",
+        help="SQLite log for `sidestream usage`; none: no log (default: in your state directory)",
     )
     group.add_argument(
         "--usage-days", type=positive, metavar="N", help="delete its entries after N days (default: keep all)"

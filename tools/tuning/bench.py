@@ -2,7 +2,7 @@
 
 A launch is timed as in a step: after a small kernel that makes its input (the quantization of the tokens), with
 programmatic dependent launch, and with weights outside the L2 cache, since several copies take turns. The time of the
-small kernel alone is subtracted. All configurations read the same copies, and their replays take turns, so that
+small kernel alone is subtracted. All configurations read the same copies, and their replays are interleaved, so that
 neither addresses nor clock changes favour one.
 """
 
@@ -27,7 +27,7 @@ from .table import Timing, show
 COLD_BYTES = 240e6  # weights that take turns; several times the L2 cache
 E4M3 = torch.float8_e4m3fn
 # relative to the exact product: bf16 rounding is 1.7e-3, e4m3's sums of 14 bits over K = 28672 below 6e-3
-MOST_ERROR = {E4M3: 8e-3, torch.int8: 3e-3}
+MAX_ERROR = {E4M3: 8e-3, torch.int8: 3e-3}
 INT8_DEVIATION = 30.0  # of int8 weights: rows of normal values have their largest at about 4.2 deviations
 
 Run = Callable[[torch.Tensor, torch.Tensor], Any]  # launches for one weight and its scales
@@ -53,7 +53,7 @@ class Bench:
         self.exact = product * self.scale[:, None] * weight_scale
 
     def linear(
-        self, configs: Iterable[LinearConfig], sms: int, advance: Callable[[], Any], say: Callable[[str], Any]
+        self, configs: Iterable[LinearConfig], sms: int, advance: Callable[[], Any], report: Callable[[str], Any]
     ) -> list[Timing]:
         """Time each configuration of `linear_8bit` with right results."""
         out = torch.empty(self.tokens, self.n, dtype=torch.bfloat16, device="cuda")
@@ -61,7 +61,7 @@ class Bench:
         def run(config: LinearConfig, weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
             launch_config(config, self.q, self.scale, weight, weight_scale, None, None, out, sms=sms, pdl=True)
 
-        right = self._right(configs, run, out, self.exact, lambda: None, advance, say)
+        right = self._right(configs, run, out, self.exact, lambda: None, advance, report)
         return self._timings(right, self._times([graph for _, _, graph in right]))
 
     def activation(
@@ -70,7 +70,7 @@ class Bench:
         separate: LinearConfig,
         sms: int,
         advance: Callable[[], Any],
-        say: Callable[[str], Any],
+        report: Callable[[str], Any],
     ) -> tuple[list[Timing], float]:
         """Time `linear_8bit_silu_mul` with the quantization of its result, and two separate launches.
 
@@ -88,7 +88,7 @@ class Bench:
         def after() -> None:
             quantize_rowwise.launch(h, self.dtype, self.rotate, out=(quantized, scale), pdl=True)
 
-        right = self._right(configs, run, h, torch.nn.functional.silu(gate) * up, after, advance, say)
+        right = self._right(configs, run, h, torch.nn.functional.silu(gate) * up, after, advance, report)
         two = self.separate(separate, sms)  # kept, since a graph writes into its tensors
         times = self._times([self._capture(two), *(graph for _, _, graph in right)])
         return self._timings(right, times[1:]), times[0]
@@ -112,7 +112,7 @@ class Bench:
         exact: torch.Tensor,
         after: Callable[[], None],
         advance: Callable[[], Any],
-        say: Callable[[str], Any],
+        report: Callable[[str], Any],
     ) -> list[tuple[LinearConfig, float, torch.cuda.CUDAGraph]]:
         """Yield (configuration, error, graph of it and `after`) of those with right results."""
         configs = list(configs)
@@ -129,8 +129,8 @@ class Bench:
         for config in configs:
             try:
                 error = self._check(config, run, out, exact)
-                if error is None or not error < MOST_ERROR[self.dtype]:
-                    say(
+                if error is None or not error < MAX_ERROR[self.dtype]:
+                    report(
                         f"left out, {'other bits at a second launch' if error is None else f'wrong by {error:.1e}'}: "
                         f"{show(config)}"
                     )
@@ -138,7 +138,7 @@ class Bench:
                 found.append((config, error, self._capture(launches(config))))
             # a tile that this GPU or Triton does not support: compiler and driver raise various types
             except Exception as problem:
-                say(f"left out, {type(problem).__name__}: {show(config)}")
+                report(f"left out, {type(problem).__name__}: {show(config)}")
             finally:
                 advance()
         return found
@@ -187,7 +187,7 @@ class Bench:
 
 
 def take_turns(replays: Sequence[Callable[[], float]], repeats: int) -> list[float]:
-    """Return the median of each replay; all take turns, and the first turn is a warm-up."""
+    """Return the median time of each replay. The replays are interleaved, and the first round is a warm-up."""
     turns = [[replay() for replay in replays] for _ in range(repeats + 1)]
     return [statistics.median(times) for times in zip(*turns[1:], strict=True)]
 

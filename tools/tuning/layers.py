@@ -1,7 +1,7 @@
 """`sidestream tune --in-layers`: time a linear's best configurations in whole decode layers.
 
-There a linear shares the GPU with LoRA's launches: a configuration that is slightly slower alone may leave them SMs,
-registers or shared memory, and make layers faster.
+In a layer a linear shares the GPU with LoRA's launches. A configuration that is slightly slower alone may leave more
+SMs, registers or shared memory to them, and make layers faster.
 """
 
 import statistics
@@ -85,7 +85,7 @@ def finalists(measured: Sequence[Timing], job: Job, sms: int) -> list[LinearConf
 
 
 def best_in_layers(
-    bench: LayerBench, job: Job, configs: Sequence[LinearConfig], say: Callable[[str], Any]
+    bench: LayerBench, job: Job, configs: Sequence[LinearConfig], report: Callable[[str], Any]
 ) -> LinearConfig:
     """Return the configuration with the fastest layers; they take turns, and every figure is printed."""
     times: dict[LinearConfig, list[tuple[float, float]]] = {config: [] for config in configs}
@@ -99,5 +99,5 @@ def best_in_layers(
     for result in sorted(results, key=lambda result: result.us):
         figures = f"{result.adapters:6.1f} us a layer with adapters, {result.base:6.1f} without"
         now = "  (as it was)" if result.config is configs[0] else ""
-        say(f"{job.layer:>8} [{job.n}, {job.k}] x {job.tokens:<4} {figures}  {show(result.config)}{now}")
+        report(f"{job.layer:>8} [{job.n}, {job.k}] x {job.tokens:<4} {figures}  {show(result.config)}{now}")
     return min(results, key=lambda result: result.us).config

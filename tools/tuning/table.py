@@ -60,7 +60,7 @@ def sections(table: dict[str, Any]) -> dict[str, Any]:
     return {op: shapes for op, shapes in table.items() if op.startswith("linear_")}
 
 
-def has(table: dict[str, Any], job: Job) -> bool:
+def has_entry(table: dict[str, Any], job: Job) -> bool:
     """Return whether a table has this entry in the section of the job's dtype."""
     from ...ops.linear.kernel_selection import table_op
 
@@ -70,7 +70,7 @@ def has(table: dict[str, Any], job: Job) -> bool:
     )
 
 
-def put(table: dict[str, Any], op: str, job: Job, config: "LinearConfig | None") -> None:
+def set_entry(table: dict[str, Any], op: str, job: Job, config: "LinearConfig | None") -> None:
     """Set one entry of `op` in the section of the job's dtype, or remove it."""
     from ...ops.linear.kernel_selection import table_op
 
@@ -86,7 +86,7 @@ def put(table: dict[str, Any], op: str, job: Job, config: "LinearConfig | None")
 
 
 def write(path: Path, table: dict[str, Any]) -> None:
-    """Return the table as JSON, one entry per line."""
+    """Write the table as JSON, one entry per line."""
     found = sections(table)
     heads = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in table.items() if key not in found]
     ops = []

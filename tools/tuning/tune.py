@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...compiler.options import DEFAULT_PRECISION
 from ..options.engine import add_command, add_value
 from ..options.models import SHAPES, shape_fields
-from .table import Job, Timing, has, put, sections, show, write
+from .table import Job, Timing, has_entry, sections, set_entry, show, write
 
 if TYPE_CHECKING:
     from ...ops.linear.kernel_selection import LinearConfig
@@ -70,13 +70,13 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         choices=LAYERS,
         default=list(LAYERS),
         metavar="NAME",
-        help=f"which linears: {', '.join(LAYERS)} (default: all)",
+        help=f"linears to tune: {', '.join(LAYERS)} (default: all)",
     )
     add_value(parser, "--tokens", list(TOKENS), "tokens", metavar="T", nargs="+")
     parser.add_argument(
-        "--dtype", choices=DTYPES, default=DEFAULT_PRECISION, help="of weights and activations (default: %(default)s)"
+        "--dtype", choices=DTYPES, default=DEFAULT_PRECISION, help="dtype of the operands (default: %(default)s)"
     )
-    add_value(parser, "--repeats", 5, "timed replays of a configuration; the median counts")
+    add_value(parser, "--repeats", 5, "timed replays of a configuration, for the median")
     parser.add_argument(
         "--in-layers", action="store_true", help="choose from the best few by whole decode layers; a minute per entry"
     )
@@ -111,7 +111,7 @@ def run(options: argparse.Namespace) -> int:
     work = [
         (job, config)
         for job, config in jobs_of(models, options.layers, options.tokens, options.dtype)
-        if not (options.missing and has(table, job))
+        if not (options.missing and has_entry(table, job))
     ]
     if options.dry_run:
         print(plan([job for job, _ in work], sms))
@@ -130,14 +130,14 @@ def run(options: argparse.Namespace) -> int:
             best, fused, measured = measure(job, sms, options.repeats, bar.update, bar.write)
             if options.in_layers and job.layer != "lm_head":
                 kept = in_layers(config, job, measured, sms, bar.write)
-                put(table, "linear_8bit", job, kept)
+                set_entry(table, "linear_8bit", job, kept)
                 bar.write(f"{job.layer:>8} [{job.n}, {job.k}] x {job.tokens:<4} kept: {show(kept)}")
                 write(output, table)
                 continue
-            put(table, "linear_8bit", job, best.config)
+            set_entry(table, "linear_8bit", job, best.config)
             line = f"{job.layer:>8} [{job.n}, {job.k}] x {job.tokens:<4} {best.us:8.2f} us  {show(best.config)}"
             if job.layer == "gate_up":
-                put(table, "linear_8bit_silu_mul", job, fused.config if fused is not None else None)
+                set_entry(table, "linear_8bit_silu_mul", job, fused.config if fused is not None else None)
                 line += "" if fused is None else f"; with SiLU {fused.us:.2f} us  {show(fused.config)}"
             bar.write(line)
             write(output, table)
@@ -154,7 +154,7 @@ def _fields(model: str) -> dict[str, Any]:
     """Return the fields of a model's config.json."""
     if model not in SHAPES and not (Path(model) / "config.json").is_file():
         raise ValueError(
-            f"{model} is no model directory: it has no config.json; give a directory, or a name of {', '.join(SHAPES)}"
+            f"{model} is not a model directory: it has no config.json; give a directory, or one of {', '.join(SHAPES)}"
         )
     return shape_fields(model)
 
@@ -240,16 +240,16 @@ def choose(measured: list[Timing]) -> Timing:
 
 
 def in_layers(
-    config: dict[str, Any], job: Job, measured: list[Timing], sms: int, say: Callable[[str], Any]
+    config: dict[str, Any], job: Job, measured: list[Timing], sms: int, report: Callable[[str], Any]
 ) -> "LinearConfig":
     """Return the configuration, of the best few alone, with the fastest decode layers."""
     from .layers import LayerBench, best_in_layers, finalists
 
-    return best_in_layers(LayerBench(config, job.dtype), job, finalists(measured, job, sms), say)
+    return best_in_layers(LayerBench(config, job.dtype), job, finalists(measured, job, sms), report)
 
 
 def measure(
-    job: Job, sms: int, repeats: int, advance: Callable[[], Any], say: Callable[[str], Any]
+    job: Job, sms: int, repeats: int, advance: Callable[[], Any], report: Callable[[str], Any]
 ) -> tuple[Timing, Timing | None, list[Timing]]:
     """Return (best configuration of `linear_8bit`, that of `linear_8bit_silu_mul`, all right ones of `linear_8bit`).
 
@@ -260,7 +260,7 @@ def measure(
     from .bench import Bench
 
     bench = Bench(job.n, job.k, job.tokens, repeats, torch_dtype(job.dtype))
-    measured = bench.linear(linear_configs(job, sms), sms, advance, say)
+    measured = bench.linear(linear_configs(job, sms), sms, advance, report)
     if not measured:
         raise ValueError(
             f"no configuration of {job.layer} [{job.n}, {job.k}] in {job.dtype} gave right results for {job.tokens} "
@@ -269,6 +269,6 @@ def measure(
     best, fused = choose(measured), activation_configs(job, sms)
     if not fused:
         return best, None, measured
-    activations, separate = bench.activation(fused, best.config, sms, advance, say)
+    activations, separate = bench.activation(fused, best.config, sms, advance, report)
     gains = activations and choose(activations).us <= GAIN * separate
     return best, choose(activations) if gains else None, measured

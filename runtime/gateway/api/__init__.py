@@ -10,8 +10,8 @@ pages               /openapi.json with the OpenAPI document, /docs, / (the conso
 context             what handlers share: engines, admission, observer; resolves `model`; applies chat templates
 completion_session  a request from admission through its chunks to its usage record
 event_stream        responses as server-sent events
-request_body        reads and decodes bodies, and explains what is wrong with one
-errors              error responses, unknown models included
+request_body        reads and decodes bodies; errors for malformed ones
+errors              error responses, including that for unknown models
 body_types          base classes and common field types of bodies
 sampling_fields     sampling parameters of a body
 response_format     structured outputs of a body: `response_format`, `structured_outputs`

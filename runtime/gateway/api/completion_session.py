@@ -130,7 +130,7 @@ class CompletionResult:
 class CompletionSession:
     """The prompts of one admitted request, and the chunks of their answers.
 
-    `close` must be called at the end, whatever happens. The usage record is written once.
+    `close` must be called at the end, also after errors. The usage record is written once.
     """
 
     def __init__(
@@ -335,9 +335,9 @@ def admit(
 
 
 def _owner_tag(caller: Caller, client_host: str) -> str:
-    """Return a tag for fair scheduling: of the key's owner, or of the client's address if there are no keys.
+    """Return a tag for fair scheduling, from the key's owner, or from the client's address if there are no keys.
 
-    Engines need no names, so the tag is a hash. It is the same in all gateways.
+    The tag is a hash, because engines do not need the name. It is the same in all gateways.
     """
     name = caller.owner if caller.key_id else f"{caller.owner}\n{client_host}"
     return blake2b(name.encode(), digest_size=8).hexdigest()

@@ -116,8 +116,9 @@ class Echo:
         self._scores += scores
 
     def release(self, chunks: Sequence[Chunk]) -> list[Chunk]:
-        """Add chunks of its answers, and return those that can be sent: none until all tokens of the prompt have
-        log-probabilities.
+        """Add chunks of the answers, and return the chunks that can be sent.
+
+        There are none until all tokens of the prompt have log-probabilities.
         """
         for chunk in chunks:
             self.add_scores(chunk.prompt_logprobs or ())
@@ -176,7 +177,7 @@ def _align(text: str, first: str, logprobs: list[list[TokenLogprob]]) -> _Aligne
         first = text_of(TokenLogprob(0, 0.0, 0, head)) if head else first
     elif not whole.startswith(head):
         head = b""
-    offsets, position, characters = [], 0, 0  # `characters`: those that start before `position`
+    offsets, position, characters = [], 0, 0  # `characters`: number of characters that start before `position`
     for token in [head, *token_bytes]:
         inside = 0x80 <= (token or whole[position : position + 1] or b"a")[0] < 0xC0
         offsets.append(min(max(0, characters - inside), len(text)))

@@ -1,4 +1,4 @@
-"""What handlers share: engines, admission, observer and settings. Resolves `model`, applies chat templates."""
+"""State that handlers share: engines, admission, observer, settings. Resolves `model` and applies chat templates."""
 
 import asyncio
 import contextlib

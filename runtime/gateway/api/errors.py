@@ -41,7 +41,7 @@ _encoder = msgspec.json.Encoder()
 
 
 class ErrorDetail(Answer, frozen=True, kw_only=True):
-    """What is wrong and what to do. `param`: the wrong field."""
+    """One error. `message`: problem and remedy; `param`: the wrong field."""
 
     message: str
     type: str

@@ -1,8 +1,8 @@
 """Responses as server-sent events.
 
-A task per stream awaits the first and the last chunks and errors. Chunks in between are formatted and written as soon
-as they are read from the engine, without waking a task, while the client reads fast enough: a task that wakes for each
-chunk costs more than all other work for it.
+A task per stream awaits the first and the last chunks and errors. While the client reads fast enough, the chunks in
+between are formatted and written as soon as they are read from the engine, without a task switch. Waking a task for
+each chunk would take longer than all other work for it.
 """
 
 import secrets
@@ -25,7 +25,7 @@ DIRECT_BODY = "sidestream.direct_body"
 """Key of the connection's `DirectBody` in a request's scope. Absent without a connection."""
 DONE = b"data: [DONE]\n\n"
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-_PLACEHOLDER = secrets.token_hex(16)  # a text that no name and no id contains
+_PLACEHOLDER = secrets.token_hex(16)  # random, so that no name and no id contains it
 encode = msgspec.json.Encoder().encode
 
 
@@ -142,7 +142,7 @@ class ChunkEncoder:
 
 
 class TextChunkEncoder:
-    """Encodes events of one choice that differ only in text. The rest is encoded once.
+    """Encodes events of one choice that differ only in text. All other fields are encoded once.
 
     choice   returns the choice with a given text
     """

@@ -197,7 +197,7 @@ def tool_grammar(
             lines.append(f"answer: {_json(answer)}")
         lines.append(f"call: {json.dumps(tool_format.opener)} body")
     elif tool_format.text_before:
-        # free text up to a lazy match of the opener, once per allowed call
+        # free text until the first match of the opener, once per allowed call
         lines += [f"start: call{'*' if parallel else '?'} TEXT", f"TEXT: {ANYTHING}", "call: trigger body"]
         lines.append(f"trigger[lazy]: TEXT {json.dumps(tool_format.opener)}")
     else:
@@ -212,7 +212,7 @@ def tool_grammar(
 
 
 def _object(schema: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the schema with `type` set: arguments are an object even if a schema leaves that open."""
+    """Return the schema with `type` set, because arguments are an object even if the schema has no type."""
     return {"type": "object", **(schema or {"properties": {}, "additionalProperties": False})}
 
 

@@ -35,7 +35,7 @@ class EngineSnapshot:
 
 
 async def take_snapshot(engines: Engines) -> EngineSnapshot:
-    """Query the engines. Results that fail or take longer than SECONDS are omitted."""
+    """Query the engines. Queries that fail or take longer than SECONDS are omitted."""
     stats: Mapping[str, Mapping[str, int | float]] = {}
     adapters: tuple[AdapterCard, ...] = ()
     model: ModelInfo | None = None

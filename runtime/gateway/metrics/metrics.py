@@ -1,7 +1,7 @@
 """Prometheus metrics of the gateway.
 
-No label value comes from clients: adapter names are counted once an engine served them, and all other values come from
-the routes, the keys file or the engines.
+Clients cannot choose label values. An adapter's name becomes a label only after an engine has served it, and all other
+values are from the routes, the keys file or the engines.
 """
 
 from bisect import bisect_left
@@ -49,7 +49,7 @@ Values = Callable[[], Mapping[str, int | float]]
 
 
 class LabelLimit:
-    """Limits the number of label values, since each makes a series that lives as long as the process.
+    """Limits the number of label values, since each creates a series that exists until the process ends.
 
     The first `limit` different values are returned as they are, all others as "other".
     """
@@ -69,7 +69,7 @@ class LabelLimit:
 
 
 class CounterSeries:
-    """Caches a counter's series by label values: `Counter.labels` takes longer than counting."""
+    """Caches a counter's series by label values, because `Counter.labels` takes longer than counting."""
 
     def __init__(self, counter: Counter) -> None:
         self.counter = counter
@@ -131,12 +131,12 @@ class Metrics(BaseObserver):
             return Histogram(f"sidestream_{name}", help_text, registry=self._registry, buckets=buckets)
 
         self._http = counter("http_requests", "HTTP requests of any kind.", "route", "method", "status")
-        self._open = Gauge("sidestream_requests_open", "Requests for tokens that are open.", registry=self._registry)
-        self._requests = counter("requests", "Requests for tokens that ended.", "model", "endpoint", "status", "error")
+        self._open = Gauge("sidestream_requests_open", "Open generation requests.", registry=self._registry)
+        self._requests = counter("requests", "Finished generation requests.", "model", "endpoint", "status", "error")
         self._by_model = {name: counter(name, help_text, "model") for name, help_text in _MODEL_COUNTERS.items()}
-        self._owner_requests = counter("owner_requests", "Requests for tokens that ended.", "owner")
+        self._owner_requests = counter("owner_requests", "Finished generation requests.", "owner")
         self._owner_tokens = counter("owner_tokens", "Tokens of prompts and answers.", "owner")
-        self._owner_refused = counter("owner_refused", "Requests that a limit refused (429).", "owner")
+        self._owner_refused = counter("owner_refused", "Requests refused by a limit (429).", "owner")
         self._first_token_seconds = histogram(
             "first_token_seconds", "Time from a request to its first token.", FIRST_TOKEN_SECONDS
         )

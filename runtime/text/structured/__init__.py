@@ -3,7 +3,7 @@
 vocabulary         the model's tokens for llguidance
 trial              compiles untrusted constraints in a child process first, with limits (trial_worker)
 grammar_compiler   StructuredOutputsParams -> Grammar
-matcher            allowed next tokens of one completion
+matcher            state of one completion, and its allowed next tokens
 mask_filling       packed masks of many completions, filled by threads
 draft_masks        masks of a step with drafts
 """

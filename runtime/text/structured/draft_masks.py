@@ -20,10 +20,10 @@ def fill_drafted(
 ) -> tuple[Int32, Int32, Int32]:
     """Return the masks of a step: (matcher index [N], number of its preceding drafts [N], words [N, W]).
 
-    Masks without preceding drafts come first, one per matcher.
+    The first masks are those without preceding drafts, one per matcher.
 
     drafts   candidate tokens of each matcher. There is no mask after a draft that its grammar or `judge` does not
-             allow, after one that ends the text, or after the time limit: drafts are to be cut there
+             allow, after one that ends the text, or after the time limit; the caller must drop the drafts from there on
     judge    (matcher indices, number of preceding drafts, words [N, W]) -> whether each completion can continue. It may
              clear bits of the masks; a mask after drafts is dropped if the completion cannot continue
     filling  the masks without drafts, in progress, in `empty_masks` with room for all; None: fill them here
@@ -37,17 +37,17 @@ def fill_drafted(
     of: list[int] = []
     places: list[int] = []
     kept: list[int] = []
-    going, used, took = list(range(len(matchers))), 0, filling.seconds
+    valid, used, took = list(range(len(matchers))), 0, filling.seconds
     begin = time.monotonic() - took
     for place in range(1 + max(map(len, drafts))):
-        level = masks[used : used + len(going)]
+        level = masks[used : used + len(valid)]
         if place:
             before = time.monotonic()
-            fill(level, [matchers[index] for index in going], len(going) > FEW or took > WAKING_SECONDS)
+            fill(level, [matchers[index] for index in valid], len(valid) > FEW or took > WAKING_SECONDS)
             took = time.monotonic() - before
-        verdicts = judge(going, place, level[:, :width])
+        verdicts = judge(valid, place, level[:, :width])
         followed = []
-        for row, index in enumerate(going):
+        for row, index in enumerate(valid):
             matcher, words = matchers[index], level[row, :width]
             goes_on = verdicts[row]
             if goes_on or not place:
@@ -56,9 +56,9 @@ def fill_drafted(
                 kept.append(used + row)
             if goes_on and place < len(drafts[index]) and _follow(matcher, words, drafts[index][place]):
                 followed.append(index)
-        used += len(going)
-        going = followed
-        if not going or time.monotonic() - begin > DRAFT_SECONDS:
+        used += len(valid)
+        valid = followed
+        if not valid or time.monotonic() - begin > DRAFT_SECONDS:
             break
     for matcher in matchers:
         matcher.rollback()

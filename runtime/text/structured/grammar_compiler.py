@@ -16,7 +16,7 @@ from .trial import LIMITS, Trial, is_plain, refusal
 from .vocabulary import grammar_vocabulary, import_llguidance
 
 KEPT = 64
-MOST_LEXERS = 2 * KEPT  # of all cached constraints: each may grow to a hundred megabytes
+MAX_LEXERS = 2 * KEPT  # of all cached constraints: each may grow to a hundred megabytes
 LIGHT_SECONDS = 0.1  # slower constraints are compiled only once: they may take as much memory as time
 WHITESPACE = r"[ \n\r\t]{0,32}"  # between JSON tokens: bounded, so that a text of white space ends
 
@@ -32,7 +32,7 @@ class GrammarCompiler:
         self._lock = Lock()
         self._trial = Trial()
         self._tokens: Any = None
-        self._kept: OrderedDict[StructuredOutputsParams, Grammar] = OrderedDict()
+        self._cache: OrderedDict[StructuredOutputsParams, Grammar] = OrderedDict()
 
     def prepare(self) -> None:
         """Build the model's vocabulary, which takes a second if it is large. Raises RequestError."""
@@ -50,17 +50,17 @@ class GrammarCompiler:
         Raises RequestError with llguidance's reason if it is invalid, and if the package is missing.
         """
         with self._lock:
-            grammar = self._kept.get(params)
+            grammar = self._cache.get(params)
             if grammar is not None:
-                lexers = sum(each.lexers for each in self._kept.values())
-                if grammar.lexers < grammar.most_lexers and lexers < MOST_LEXERS:
+                lexers = sum(each.lexers for each in self._cache.values())
+                if grammar.lexers < grammar.max_lexers and lexers < MAX_LEXERS:
                     grammar.add_lexer()  # used again: let several threads fill its masks
             else:
                 grammar = self._compile(params)
-                self._kept[params] = grammar
-                if len(self._kept) > KEPT:
-                    self._kept.popitem(last=False)
-            self._kept.move_to_end(params)
+                self._cache[params] = grammar
+                if len(self._cache) > KEPT:
+                    self._cache.popitem(last=False)
+            self._cache.move_to_end(params)
             return grammar
 
     def _compile(self, params: StructuredOutputsParams) -> Grammar:
@@ -91,7 +91,7 @@ class GrammarCompiler:
             raise RequestError(refusal(params.kind, first.get_error()))
         grammar = Grammar(compiled, matcher, tokens.vocab_size, self._vocabulary, tokens.eos_tokens, params.kind)
         if light:
-            grammar.most_lexers = fill_threads()
+            grammar.max_lexers = fill_threads()
         return grammar
 
     def _source(self, params: StructuredOutputsParams) -> str:

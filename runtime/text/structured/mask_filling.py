@@ -19,7 +19,7 @@ from .vocabulary import import_llguidance
 
 _log = logging.getLogger(__name__)
 FEW = 8  # up to this many masks are filled before other threads would wake up
-MOST_THREADS = 16  # more threads would have few masks of a step each, and their lexers take memory
+MAX_THREADS = 16  # more threads would have few masks of a step each, and their lexers take memory
 _chosen: int | None = None
 Memory = Callable[[int, int], Int32 | None]  # (number of masks, words of each) -> buffer, None if there is no room
 Output = tuple[list[int], int]  # a completion's tokens, prompt first, and the index of its first output token
@@ -27,7 +27,7 @@ Output = tuple[list[int], int]  # a completion's tokens, prompt first, and the i
 
 def empty_masks(matchers: Sequence[Matcher], count: int) -> Int32:
     """Return zeros for `count` masks of these (one or more) matchers, as wide as llguidance writes them."""
-    return np.zeros((count, max(matcher.grammar.words_known for matcher in matchers)), np.int32)
+    return np.zeros((count, max(matcher.grammar.llguidance_words for matcher in matchers)), np.int32)
 
 
 def fill_masks(matchers: Sequence[Matcher]) -> Int32:
@@ -62,7 +62,7 @@ def fill(masks: Int32, matchers: Sequence[Matcher], in_parallel: bool) -> None:
     else:
         for row in together:
             matchers[row].fill(masks[row])
-    suspect_slow([matchers[row] for row in together], time.monotonic() - begin)
+    time_if_slow([matchers[row] for row in together], time.monotonic() - begin)
     for row in apart:
         matchers[row].fill(masks[row])
 
@@ -89,15 +89,15 @@ def consume_outputs(matchers: Sequence[Matcher], outputs: Sequence[Output], in_p
             for row, _ in usual:
                 tokens, start = outputs[row]
                 matchers[row].restart(tokens[start:])
-    suspect_slow(matchers, time.monotonic() - begin)
+    time_if_slow(matchers, time.monotonic() - begin)
 
 
 def _threads_for(matchers: Sequence[Matcher]) -> Any:
     return executor(min(fill_threads(), len({matcher.lexer for matcher in matchers})))
 
 
-def suspect_slow(matchers: Sequence[Matcher], seconds: float) -> None:
-    """Mark the matchers for individual timing if their common work took too long."""
+def time_if_slow(matchers: Sequence[Matcher], seconds: float) -> None:
+    """Time these matchers one by one from now on if their common work took too long."""
     if seconds > matching.SLOW_SECONDS:
         for matcher in matchers:
             matcher.suspicious = True
@@ -105,16 +105,16 @@ def suspect_slow(matchers: Sequence[Matcher], seconds: float) -> None:
 
 def fill_threads() -> int:
     """Return the number of threads that fill masks on this machine."""
-    return _chosen or max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // 2))
+    return _chosen or max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
 
 
 def use_threads(count: int | None) -> None:
-    """Set the number of threads, for constraints compiled from now on; None: as many as fit this machine."""
+    """Set the number of threads for constraints compiled from now on; None: a number that suits this machine."""
     global _chosen
     _chosen = count
 
 
-@lru_cache(maxsize=MOST_THREADS)
+@lru_cache(maxsize=MAX_THREADS)
 def executor(threads: int) -> Any:
     """Return the thread pool of `threads` threads, one per process."""
     return import_llguidance().LLExecutor(threads)
@@ -147,7 +147,7 @@ class PendingMasks:
         self._done.set()
 
     def wait_started(self) -> None:
-        """Block until the other thread has started, so that it gets the GIL until it works without it."""
+        """Block until the other thread has started, so that it can acquire the GIL."""
         self._started.wait()
 
     def wait(self) -> Int32:
@@ -161,8 +161,8 @@ class PendingMasks:
 class MaskFiller:
     """A thread that fills masks while the caller does other work.
 
-    It starts on demand, and ends with `close` or when this object is garbage. `memory` allocates the masks of a step in
-    caller-provided buffers.
+    The thread starts on demand, and ends with `close` or when this object is garbage. `memory` allocates the masks of a
+    step in buffers of the caller.
     """
 
     def __init__(self) -> None:
@@ -173,12 +173,12 @@ class MaskFiller:
 
     def room(self, matchers: Sequence[Matcher], count: int) -> Int32:
         """Return an uninitialised buffer for `count` masks of these (one or more) matchers."""
-        words = max(matcher.grammar.words_known for matcher in matchers)
+        words = max(matcher.grammar.llguidance_words for matcher in matchers)
         placed = None if self.memory is None else self.memory(count, words)
         return np.empty((count, words), np.int32) if placed is None else placed
 
     def begin(self, masks: Int32, matchers: Sequence[Matcher], outputs: Sequence[Output] = ()) -> PendingMasks:
-        """Start filling the masks, as wide as llguidance writes them; a few masks are filled in the caller's thread."""
+        """Start to fill masks that are as wide as llguidance writes them. The caller's thread fills a small number."""
         filling = PendingMasks(masks, matchers, outputs)
         if len(matchers) <= FEW or self._closed:
             filling.run(len(matchers) > FEW)
@@ -192,7 +192,7 @@ class MaskFiller:
         return filling
 
     def close(self) -> None:
-        """End the thread after its current work; later masks are filled by the caller. May be called twice."""
+        """End the thread after its current work. The caller's thread fills later masks. May be called twice."""
         self._closed = True
         if self._thread is not None:
             self._work.put(None)

@@ -27,32 +27,38 @@ def is_fault(error: BaseException) -> bool:
 class Grammar:
     """A compiled constraint, shared by its completions.
 
-    compile      creates llguidance's form; `first` is the first one. Matchers of one form share a lexer and its lock:
-                 threads fill their masks one after another
-    known        number of llguidance's tokens, possibly more than `vocabulary`
+    compile      creates llguidance's form of the constraint; `first` is the first form. Matchers of one form share a
+                 lexer and its lock, so their masks are filled one after another
+    num_tokens   number of llguidance's tokens, possibly more than `vocabulary`
     vocabulary   number of tokens with a logit
     eos_ids      tokens that end a text
-    most_lexers  most forms that are worth their memory
+    max_lexers   maximum number of forms
     """
 
     def __init__(
-        self, compile: Callable[[], Any], first: Any, known: int, vocabulary: int, eos_ids: Sequence[int], kind: str
+        self,
+        compile: Callable[[], Any],
+        first: Any,
+        num_tokens: int,
+        vocabulary: int,
+        eos_ids: Sequence[int],
+        kind: str,
     ) -> None:
         self._compile = compile
         self._forms = [(next(_LEXERS), first)]
         self._completions = [0]  # completions started with each form
-        self.most_lexers = 1
-        self.words_known, self.words = -(-known // 32), -(-vocabulary // 32)
+        self.max_lexers = 1
+        self.llguidance_words, self.words = -(-num_tokens // 32), -(-vocabulary // 32)
         self.eos_ids = tuple(eos_ids)
         self.kind = kind
 
     @property
     def lexers(self) -> int:
-        """Number of threads that can fill its masks at the same time."""
+        """Number of threads that can fill masks of this grammar at the same time."""
         return len(self._forms)
 
     def add_lexer(self) -> None:
-        """Compile it once more, for later completions."""
+        """Compile another form of the constraint, for later completions."""
         form = self._compile()
         if not form.is_error():
             self._forms.append((next(_LEXERS), form))
@@ -65,8 +71,8 @@ class Grammar:
     def begin(self) -> tuple[int, Any]:
         """Return (lexer number, llguidance's state) for a new completion.
 
-        Uses the lexer with the fewest completions, the newest if several have as few: masks of one lexer are filled one
-        after another, and a step waits for the largest share.
+        Uses the lexer with the fewest completions, and the newest one of several. The masks of one lexer are filled one
+        after another, and a step waits for the lexer with the most masks.
         """
         fewest = min(self._completions)
         place = max(place for place, started in enumerate(self._completions) if started == fewest)
@@ -82,22 +88,22 @@ class Matcher:
         self.grammar = grammar
         self.lexer, self.state = lexer, state
         self.suspicious = self.too_slow = self._broken = False
-        self._seen = self._drafts = 0
+        self._num_returned = self._drafts = 0
 
     def new_tokens(self, tokens: list[int], start: int) -> list[int]:
-        """Return the tokens of `tokens[start:]`, the output so far, that were not returned before."""
-        fresh = tokens[start + self._seen :]
-        self._seen = len(tokens) - start
-        return fresh
+        """Return the tokens of the output `tokens[start:]` that earlier calls have not returned."""
+        new = tokens[start + self._num_returned :]
+        self._num_returned = len(tokens) - start
+        return new
 
-    def consume(self, fresh: list[int]) -> None:
+    def consume(self, new: list[int]) -> None:
         """Advance by these tokens. If the grammar or llguidance rejects them, the matcher has `failed`."""
         try:
-            for token in fresh:
+            for token in new:
                 if not self._consume(token):
                     break
         except BaseException as error:
-            self.note_fault(error, "a token was taken in")
+            self.record_fault(error, "consuming a token")
 
     def _consume(self, token: int) -> bool:
         if not self.suspicious:
@@ -107,11 +113,11 @@ class Matcher:
         self.too_slow |= time.thread_time() - begin > SLOW_SECONDS
         return consumed
 
-    def note_fault(self, error: BaseException, when: str) -> None:
-        """Mark the matcher as failed. Raises the error again if it is a request to exit."""
+    def record_fault(self, error: BaseException, action: str) -> None:
+        """Mark the matcher as failed, and log the error. Raises the error again if it is a request to exit."""
         if not is_fault(error):
             raise error
-        _log.error("a fault while %s", when, exc_info=error)
+        _log.error("a fault while %s", action, exc_info=error)
         self._broken = True
 
     def restart(self, output: list[int]) -> None:
@@ -125,7 +131,7 @@ class Matcher:
         try:
             self.state.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         except BaseException as error:
-            self.note_fault(error, "a mask was filled")
+            self.record_fault(error, "filling a mask")
         slow = time.thread_time() - begin > SLOW_SECONDS
         self.too_slow |= slow and self.suspicious
         self.suspicious = slow
@@ -141,7 +147,7 @@ class Matcher:
     def rollback(self) -> None:
         """Undo all drafts. Their errors do not fail the completion."""
         if self._drafts and (self.state.is_error() or not self.state.rollback(self._drafts)):
-            (self.lexer, self.state), self._seen = self.grammar.begin(), 0
+            (self.lexer, self.state), self._num_returned = self.grammar.begin(), 0
         self._drafts = 0
 
     @property

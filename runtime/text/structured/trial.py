@@ -65,7 +65,7 @@ class Trial:
 
 
 def refusal(kind: str, reason: str) -> str:
-    """Return the error for an invalid constraint, with llguidance's reason in our terms."""
+    """Return the error for an invalid constraint, with llguidance's reason in the terms of this API."""
     lines = [line.strip() for line in reason.replace(_STATE, "").splitlines()]
     text = "; ".join(line for line in lines if line.strip("^")).replace(":; ", ": ")
     for words, plain in _WORDS.items():

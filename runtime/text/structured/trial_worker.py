@@ -43,13 +43,13 @@ def grammar_of(kind: str, text: str, options: Any) -> str:
     return str(matcher.grammar_from_lark(gbnf_to_lark(text) if GBNF_RULE.search(text) else text))
 
 
-def tried(asked: dict[str, Any], vocabulary: Any) -> dict[str, str]:
+def try_constraint(request: dict[str, Any], vocabulary: Any) -> dict[str, str]:
     """Compile the constraint and run some random steps."""
-    grammar = grammar_of(asked["kind"], asked["text"], asked["options"])
-    limits = llguidance.LLParserLimits(**asked["limits"])
+    grammar = grammar_of(request["kind"], request["text"], request["options"])
+    limits = llguidance.LLParserLimits(**request["limits"])
     matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
     chance = random.Random(0)
-    for _ in range(asked["steps"]):
+    for _ in range(request["steps"]):
         begin = time.monotonic()
         if matcher.is_error() or matcher.is_stopped():
             break
@@ -58,8 +58,8 @@ def tried(asked: dict[str, Any], vocabulary: Any) -> dict[str, str]:
         if not allowed:
             break
         matcher.consume_token(chance.choice(allowed))
-        if time.monotonic() - begin > asked["seconds"]:
-            return {"error": f"a step of it takes more than {asked['seconds']:g} s"}
+        if time.monotonic() - begin > request["seconds"]:
+            return {"error": f"a step of it takes more than {request['seconds']:g} s"}
     return {"error": matcher.get_error()} if matcher.is_error() else {"grammar": grammar}
 
 
@@ -72,7 +72,7 @@ def main() -> None:
     print("{}", flush=True)
     for line in sys.stdin:
         try:
-            answer = tried(json.loads(line), vocabulary)
+            answer = try_constraint(json.loads(line), vocabulary)
         except MemoryError:
             answer = {"error": f"it needs more than {MEMORY_BYTES >> 20} MiB of memory"}
         except (KeyboardInterrupt, SystemExit):

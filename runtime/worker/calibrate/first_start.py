@@ -38,7 +38,7 @@ from .scorer import Document
 DEVICES = ("cuda",)  # on a CPU it takes minutes
 MAX_SECONDS = 60.0
 MIN_PARAMETERS = 64 << 20  # smaller models are for tests
-MAX_CACHE_BYTES = 32 << 30  # a model needs as much as its weights in int8
+MAX_CACHE_BYTES = 32 << 30  # each model adds the size of its weights in int8
 SPARE_BYTES = 8 << 30  # of the GPU's memory besides the weights: activations, sums and factors
 # on an H100: a start, each rounded column (a few launches), each byte read
 START_SECONDS, COLUMN_SECONDS, BYTE_SECONDS = 15.0, 60e-6, 1e-9
@@ -46,9 +46,10 @@ _SOURCES = (Path(__file__).parent, Path(error_compensation.__file__).parent)
 
 
 def calibrate_at_first_start(source: ModelSource, options: LoadOptions) -> LoadOptions:
-    """Return `options` with the model's cached or new calibration, for an int8 engine on one GPU. They are returned
-    unchanged if they set `calibration`, if the model's directory has one, or if calibrating takes too long. An error is
-    printed, and the start continues without.
+    """Return `options` with the model's cached or new calibration, for an int8 engine on one GPU.
+
+    The options are returned unchanged if they set `calibration`, if the model's directory has one, or if calibrating
+    takes too long. An error is printed, and the start continues without a calibration.
     """
     directory, config = source.directory, source.config
     if directory is None or not _is_enabled(directory, config, options):
@@ -64,7 +65,7 @@ def calibrate_at_first_start(source: ModelSource, options: LoadOptions) -> LoadO
         seconds, spare = estimate_seconds(config), _free_bytes(options.device) - 3 * _weight_bytes(config)
         if seconds > MAX_SECONDS or options.compiler.tensor_parallel > 1 or spare < SPARE_BYTES:
             print_line(
-                f"not calibrated: `sidestream calibrate {directory} --round` brings int8 closer to 16 bits and takes "
+                f"not calibrated: `sidestream calibrate {directory} --round` makes int8 more accurate and takes "
                 f"about {max(seconds, 60.0) / 60:.0f} min; calibration='off' hides this message",
                 show,
             )
@@ -76,7 +77,7 @@ def calibrate_at_first_start(source: ModelSource, options: LoadOptions) -> LoadO
                 files = _calibrate(folder, key, source, options, tokenizer, keywords)
         except (OSError, RuntimeError, ValueError) as error:  # the model works without
             text = " ".join(str(error).split())[:200]
-            print_line(f"not calibrated, and served without: {type(error).__name__}: {text}", show)
+            print_line(f"not calibrated, and served without a calibration: {type(error).__name__}: {text}", show)
             return options
         finally:
             gc.collect()
@@ -116,7 +117,7 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _is_enabled(directory: Path, config: LlamaConfig, options: LoadOptions) -> bool:
-    """Return whether the options leave calibration to the engine, for a model that gains from it."""
+    """Return whether the options let the engine calibrate, and the model is large enough to benefit."""
     engine, compiler = options.engine, options.compiler
     return (
         options.device.type in DEVICES
@@ -133,7 +134,7 @@ def _is_enabled(directory: Path, config: LlamaConfig, options: LoadOptions) -> b
 
 
 def _rounding_keywords(options: LoadOptions) -> dict[str, Any]:
-    """Return keywords of the engine that rounds: the options, and for those not set the most accurate ones."""
+    """Return the keywords of the engine that rounds: the given options, and the most accurate values for all others."""
     compiler = options.compiler
     keywords: dict[str, Any] = {"precision": compiler.precision, "rotate_activations": compiler.rotate_activations}
     keywords |= {name: getattr(compiler, name) for name in ROUNDED_FOR}

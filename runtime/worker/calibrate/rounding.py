@@ -1,8 +1,8 @@
 """Round a model's weights given the inputs of its linears (`error_compensation`), for `sidestream calibrate --round`.
 
-The inputs are the engine's own 8-bit activations on some text, with the base model and each adapter. Besides the
-engine's weights, memory holds X^T X of as many linears as fit PRODUCT_BYTES (the text is read once per such group), and
-one linear's factors and rows; results are written one by one.
+The inputs are the engine's own 8-bit activations on some text, with the base model and each adapter. The engine runs
+the text once per group of linears. Memory holds the engine's weights, X^T X of one group (up to PRODUCT_BYTES), and the
+factors and rows of one linear; results are written one by one.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -112,7 +112,7 @@ class ParallelRunner:
 
 
 class ParallelSleeper:
-    """`Sleeper` on all ranks at the same time. A rank that fails stays as it was: the call may be repeated."""
+    """`Sleeper` on all ranks at the same time. A rank that fails is unchanged, and the call may be repeated."""
 
     def __init__(self, sleeper: Sleeper, peers: Peers) -> None:
         self._sleeper, self._peers = sleeper, peers
@@ -120,7 +120,7 @@ class ParallelSleeper:
 
     @property
     def asleep(self) -> frozenset[str]:
-        """The tags whose memory is released on any rank."""
+        """Tags of the memory that is released on any rank."""
         return self._sleeper.asleep | self._peers_asleep
 
     def sleep(self, level: int) -> None:

@@ -143,7 +143,7 @@ class Peers:
                     self._end(f"{child.name} of {self.tp_size} is stopped by a signal (SIGSTOP)")
                 limit = SILENCE_SECONDS if child.started else START_SILENCE_SECONDS
                 if self._clock.seconds - child.last_message > limit:
-                    self._end(f"{child.name} of {self.tp_size} gave no sign of life for {limit:g} s")
+                    self._end(f"{child.name} of {self.tp_size} sent no heartbeat for {limit:g} s")
             if self._failure is not None:
                 return
 

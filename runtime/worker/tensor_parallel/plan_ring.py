@@ -33,7 +33,7 @@ class PlanRing:
         return cls(fd, readers, capacity)
 
     def write(self, frame: bytes, check: Callable[[], None]) -> None:
-        """Write a frame once there is space; `check` is polled and may raise. Raises ValueError if too large."""
+        """Write a frame when there is space. `check` is polled and may raise. Raises ValueError if it is too large."""
         if len(frame) > self._capacity:
             raise ValueError(f"a plan of {len(frame)} bytes is longer than the {self._capacity} that ranks share")
         while self._offset + len(frame) - min(map(self._position, range(self._readers))) > self._capacity:

@@ -44,7 +44,7 @@ def complete(completion, tokens, others=(5, 6)):
             sequence.finish_reason = "stop" if token == EOS else "length"
             sequence.status = type(sequence.status).FINISHED
         stop = completion.accept(token, 0, result)
-        shown.append(completion.fresh_text())
+        shown.append(completion.new_text())
         if stop is not None:
             break
     return shown
@@ -133,7 +133,7 @@ def test_an_answer_that_goes_on_elsewhere_within_a_character(tokenizer):
             first.sequence.tokens.append(token)
             result = StepResult(0, *[np.array([[token]], np.int32)] * 2, np.zeros((1, 1)), np.array([1]))
             first.accept(token, 0, result)
-            shown.append(first.fresh_text())
+            shown.append(first.new_text())
         second = begin(tokenizer, prompt, logprobs=0)
         second.sequence.tokens += answer[:cut]
         second.resume(first.shown)

@@ -11,7 +11,7 @@ import pytest
 from sidestream.tools import cli
 from sidestream.tools.bench.random_model import TINY
 from sidestream.tools.bench.serving import http
-from sidestream.tools.bench.serving.closed_loop import Answer, Load, seen
+from sidestream.tools.bench.serving.closed_loop import Answer, Load, summarize
 
 TRIES = 5
 
@@ -63,7 +63,7 @@ def test_what_lies_in_the_window_counts() -> None:
         (Answer(11.0, array("d", [14.0, 15.0, 21.0])), 3),
         (Answer(20.5, array("d", [21.0])), 1),
     ]
-    figures = seen(answers, load(), 0.5, [])
+    figures = summarize(answers, load(), 0.5, [])
     assert (figures.tokens, figures.requests, figures.first_tokens) == (4.0, 1, [3.0])
     assert figures.gaps == [1.0, 6.0], "a gap belongs to the moment at which it began"
 

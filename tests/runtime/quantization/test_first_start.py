@@ -69,7 +69,7 @@ def test_what_goes_wrong_is_said_and_the_model_served(
 
     monkeypatch.setattr(first_start, "round_weights", full)
     assert not start(base).rounded_weights
-    assert "served without: OSError: no space left" in capfd.readouterr().err
+    assert "served without a calibration: OSError: no space left" in capfd.readouterr().err
 
 
 def test_a_model_that_takes_long_gets_a_line(

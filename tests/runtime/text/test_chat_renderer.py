@@ -133,7 +133,7 @@ def test_a_model_without_a_template_says_where_one_would_be(renderer: ChatRender
 
 def test_child_processes_are_kept_and_ended(renderer: ChatRenderer) -> None:
     def children() -> list[int]:
-        found = [kept.template._child._child for kept in renderer._kept.values()]
+        found = [kept.template._child._child for kept in renderer._cache.values()]
         return [child.pid for child in found if child is not None]
 
     renderer.prompts(WORDS, TALK)
@@ -198,7 +198,7 @@ HOSTILE: list[dict[str, Any]] = [
 def test_no_value_of_a_variable_ends_the_process(renderer: ChatRenderer, given: dict[str, Any]) -> None:
     """What a variable's value makes impossible is an error of this request."""
     renderer.prompts(WORDS, TALK)
-    ((kept),) = renderer._kept.values()
+    ((kept),) = renderer._cache.values()
     child = kept.template._child._child
     try:
         (text,) = renderer.prompts(WORDS, TALK, chat_template_kwargs=given)

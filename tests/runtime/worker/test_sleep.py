@@ -63,13 +63,13 @@ def test_answers_are_those_from_before(awake: LLM, level: int) -> None:
     addresses = {name: tensor.data_ptr() for name, tensor in awake.model.runner.tensors.items()}
     awake.sleep(level)
     assert awake.is_sleeping()
-    with pytest.raises(RequestError, match=r"sleeps; call wake_up\(\) first"):
+    with pytest.raises(RequestError, match=r"is asleep; call wake_up\(\) first"):
         answers(awake)
-    with pytest.raises(RequestError, match="sleeps"):
+    with pytest.raises(RequestError, match="asleep"):
         awake.stream(PROMPTS, GREEDY)
     awake.wake_up(tags=["weights"])
     assert awake.is_sleeping()
-    with pytest.raises(RequestError, match="sleeps"):
+    with pytest.raises(RequestError, match="asleep"):
         answers(awake)
     awake.wake_up(tags=["kv_cache"])
     assert not awake.is_sleeping()
@@ -132,7 +132,7 @@ def test_level_2_serves_what_the_directory_holds_at_wake_up(tmp_path: Path, base
         with pytest.raises(CheckpointError):
             llm.wake_up()
         assert llm.is_sleeping()
-        with pytest.raises(RequestError, match="sleeps"):
+        with pytest.raises(RequestError, match="asleep"):
             llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
         shutil.copy(other.path / "model.safetensors", served)
         llm.wake_up()

@@ -148,7 +148,7 @@ def test_generate_on_a_server(server: WireServer, capsys: pytest.CaptureFixture[
     assert "temperature" in capsys.readouterr().err
     for flags in (["models/x"], ["--precision", "bf16"], ["--chat"]):
         assert command(server, "generate", "-p", "a", *flags) == 2
-        assert "does not go with --server" in capsys.readouterr().err
+        assert "cannot be used with --server" in capsys.readouterr().err
 
 
 def test_no_server_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

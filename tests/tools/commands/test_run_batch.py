@@ -81,7 +81,7 @@ def test_a_server_that_is_not_there_leaves_the_rest_for_later(
 ) -> None:
     write(tmp_path / "in.jsonl", 3)
     assert run(tmp_path, "http://127.0.0.1:9", "--retries", "0") == 1
-    assert "goes on" in capsys.readouterr().err and (tmp_path / "out.jsonl").read_text() == ""
+    assert "run the same command again" in capsys.readouterr().err and (tmp_path / "out.jsonl").read_text() == ""
 
 
 @pytest.mark.parametrize(

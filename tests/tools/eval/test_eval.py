@@ -162,7 +162,7 @@ def test_arms_are_chosen_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     listed = capsys.readouterr().out
     assert all(arm.name in listed for arm in ARMS)
     assert main(["eval", "--arms", "fp7"]) == 2
-    assert "'fp7', which is no arm" in capsys.readouterr().err
+    assert "'fp7', which is not an arm" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_the_model_of_the_command_line_wins_over_the_files(model, tmp_path):
         ("max-num-seqs = true", "not what this flag takes"),
         ("restart = 1", "true or false"),
         ('precision = "fp4"', "fp4"),
-        ("= 3", "no TOML file"),
+        ("= 3", "not a TOML file"),
         ('[lora-modules]\n"a b" = "x"', "NAME=DIRECTORY"),
     ],
 )

@@ -15,7 +15,7 @@ from sidestream.tools import cli
 from sidestream.tools.options.engine import DEFAULT_PRECISION
 from sidestream.tools.tuning import bench as tune_bench
 from sidestream.tools.tuning import layers as tune_layers
-from sidestream.tools.tuning.table import Job, Timing, has, put, write
+from sidestream.tools.tuning.table import Job, Timing, has_entry, set_entry, write
 from sidestream.tools.tuning.tune import DTYPES, activation_configs, choose, linear_configs
 
 
@@ -39,9 +39,11 @@ def test_several_models_share_entries_and_what_the_table_has_is_left_out(
 ) -> None:
     path = tmp_path / "table.json"
     table: dict[str, Any] = {"device": "NVIDIA H200", "models": []}
-    put(table, "linear_8bit", Job("lm_head", 32768, 4096, 16), LinearConfig("gluon"))
+    set_entry(table, "linear_8bit", Job("lm_head", 32768, 4096, 16), LinearConfig("gluon"))
     write(path, table)
-    assert has(table, Job("lm_head", 32768, 4096, 16)) and not has(table, Job("lm_head", 32768, 4096, 16, "fp8"))
+    assert has_entry(table, Job("lm_head", 32768, 4096, 16)) and not has_entry(
+        table, Job("lm_head", 32768, 4096, 16, "fp8")
+    )
     expected = [
         "qkv [6144, 4096] x 16",  # the same in all three
         "lm_head [128256, 4096] x 16",
@@ -199,11 +201,11 @@ def test_the_table_is_read_as_it_was_written(tmp_path: Path) -> None:
         LinearConfig("gluon", 64, 32, stages=8, ctas=128, split=True, max_registers=72),
     )
     table: dict[str, Any] = {"device": "NVIDIA H200", "models": ["m"]}
-    put(table, "linear_8bit", job, first)
-    put(table, "linear_8bit", Job("down", 4096, 14336, 32, "fp8"), second)
-    put(table, "linear_8bit", Job("lm_head", 128256, 4096, 128, "fp8"), LinearConfig("scaled_mm"))
-    put(table, "linear_8bit_silu_mul", job, second)
-    put(table, "linear_8bit_silu_mul", job, None)
+    set_entry(table, "linear_8bit", job, first)
+    set_entry(table, "linear_8bit", Job("down", 4096, 14336, 32, "fp8"), second)
+    set_entry(table, "linear_8bit", Job("lm_head", 128256, 4096, 128, "fp8"), LinearConfig("scaled_mm"))
+    set_entry(table, "linear_8bit_silu_mul", job, second)
+    set_entry(table, "linear_8bit_silu_mul", job, None)
     write(path, table)
     assert tuning.read_table(path, "linear_fp8") == {
         (4096, 14336, 32): second,

@@ -1,7 +1,7 @@
 """One process of clients for `sidestream bench http`: a constant number of streams, over ZeroMQ or over HTTP.
 
 `python -m sidestream.tools.bench.serving.closed_loop` prints a line when it is ready. It reads a `Load` as JSON from
-each line of its input, runs it, and prints a line of `Seen`.
+each line of its input, runs it, and prints a line of `ClientFigures`.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from .traffic import random_ids
 
 EVENT, DONE, LAST_CHUNK = b"data: ", b"data: [DONE]", b"0\r\n\r\n"
 KEPT = 1024
-MOST_PAUSE_SECONDS = 0.02
+MAX_PAUSE_SECONDS = 0.02
 """Longest random pause of a stream before its next request, a few steps. Without it every request would be sent at the
 end of a step, and its first token would depend on whether it is in time for the next plan.
 """
@@ -53,7 +53,7 @@ class Load(msgspec.Struct, kw_only=True):
     end: float
 
 
-class Seen(msgspec.Struct):
+class ClientFigures(msgspec.Struct):
     """The figures of one process between `begin` and `end`.
 
     tokens          received; a chunk or an event counts as its share of the answer's tokens
@@ -153,13 +153,13 @@ async def stream(load: Load, number: int, client: AsyncClient | None, answers: l
                 answer = await over_zeromq(load, client, prompt, adapter, tokens)
             answers.append((answer, tokens))
             tokens, turn = load.output_len, turn + 1
-            await asyncio.sleep(source.uniform(0.0, MOST_PAUSE_SECONDS))
+            await asyncio.sleep(source.uniform(0.0, MAX_PAUSE_SECONDS))
     finally:
         if connection is not None:
             connection.writer.close()
 
 
-async def run(load: Load) -> Seen:
+async def run(load: Load) -> ClientFigures:
     """Run a load."""
     answers: list[tuple[Answer, int]] = []
 
@@ -179,17 +179,17 @@ async def run(load: Load) -> Seen:
             cpu(), *(stream(load, number, client, answers) for number in numbers), return_exceptions=True
         )
     problems = [f"{type(end).__name__}: {end}" for end in (cpu_seconds, *ends) if isinstance(end, BaseException)]
-    return seen(answers, load, cpu_seconds if isinstance(cpu_seconds, float) else 0.0, problems)
+    return summarize(answers, load, cpu_seconds if isinstance(cpu_seconds, float) else 0.0, problems)
 
 
-def seen(answers: list[tuple[Answer, int]], load: Load, cpu_seconds: float, problems: list[str]) -> Seen:
+def summarize(answers: list[tuple[Answer, int]], load: Load, cpu_seconds: float, problems: list[str]) -> ClientFigures:
     """Return the figures of all answers."""
 
     def counts(moment: float) -> bool:
         return load.begin <= moment < load.end
 
     asked = [answer for answer, _ in answers if counts(answer.sent)]
-    return Seen(
+    return ClientFigures(
         tokens=sum(tokens * sum(map(counts, answer.times)) / len(answer.times) for answer, tokens in answers),
         requests=len(asked),
         first_tokens=[answer.times[0] - answer.sent for answer in asked],

@@ -50,7 +50,7 @@ class Background:
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
     def forget(self) -> None:
-        """Drop arrivals before a new window, but each stream's last chunk."""
+        """Drop all arrivals but each stream's last chunk, before a new window."""
         for times in self.arrivals:
             del times[:-1]
 

@@ -1,4 +1,4 @@
-"""`sidestream bench gateway`: the cost of the HTTP front, with an engine whose GPU is simulated."""
+"""`sidestream bench gateway`: the cost of the HTTP front, with an engine on a simulated GPU."""
 
 import argparse
 import asyncio

@@ -18,7 +18,7 @@ import msgspec
 from ...options.engine import add_command, add_value, at_least, check_output
 from ...options.environment import write_figures
 from ...options.models import add_bench_model
-from .closed_loop import Load, Seen
+from .closed_loop import ClientFigures, Load
 from .gateway import cpu_seconds
 from .report import engine_figures, percentile, shown
 
@@ -53,7 +53,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     parser = add_command(commands, "http", "compare HTTP with ZeroMQ for clients", DESCRIPTION, EXAMPLES, run)
     add_bench_model(parser)
     parser.add_argument("--engine", metavar="ADDRESS", help="a running server, with HTTP at --http")
-    parser.add_argument("--http", metavar="URL", help="its front, http://host:port")
+    parser.add_argument("--http", metavar="URL", help="URL of the server's HTTP front, http://host:port")
     add_value(parser, "--concurrency", 64, "streams at once", metavar="C")
     add_value(parser, "--input-len", 128, "prompt tokens")
     add_value(parser, "--output-len", 256, "output tokens")
@@ -140,7 +140,9 @@ class Clients:
         for process in self._processes:
             self._line(process)
 
-    def run(self, load: Load, counters: Callable[[], dict[str, float]]) -> tuple[list[Seen], list[dict[str, float]]]:
+    def run(
+        self, load: Load, counters: Callable[[], dict[str, float]]
+    ) -> tuple[list[ClientFigures], list[dict[str, float]]]:
         """Return the figures of all processes and the counters at both ends. Raises ValueError for a failed request."""
         count = len(self._processes)
         for index, process in enumerate(self._processes):
@@ -153,11 +155,11 @@ class Clients:
         for moment in (load.begin, load.end):
             time.sleep(max(0.0, moment - time.monotonic()))
             counted.append(counters())
-        seen = [msgspec.json.decode(self._line(process), type=Seen) for process in self._processes]
-        problems = [problem for each in seen for problem in each.problems]
+        figures = [msgspec.json.decode(self._line(process), type=ClientFigures) for process in self._processes]
+        problems = [problem for each in figures for problem in each.problems]
         if problems:
             raise ValueError(f"{len(problems)} streams failed at {load.url}; the first: {problems[0]}")
-        return seen, counted
+        return figures, counted
 
     def close(self) -> None:
         """Stop them."""
@@ -231,16 +233,16 @@ def once(
         begin=begin,
         end=begin + seconds,
     )
-    seen, (before, after) = clients.run(load, counters)
+    figures, (before, after) = clients.run(load, counters)
     used = None if gateway is None else after["gateway"] - before["gateway"]
-    return row(seen, engine_figures(before, after), seconds, used)
+    return row(figures, engine_figures(before, after), seconds, used)
 
 
 def run(options: argparse.Namespace) -> int:
     """Start a server, unless one is given, measure, print the table and write the JSON."""
     check_output("--output-json", options.output_json)
     if (options.engine is None) != (options.http is None):
-        raise ValueError("--engine and --http go together; give both, or none to have a server started")
+        raise ValueError("--engine and --http must be given together; give both, or none to start a server")
     cores = split_cores(options.processes)
     cores_text = "clients and server share all cores" if cores is None else f"clients on cores {cores.clients}"
     print(
@@ -266,7 +268,9 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def row(seen: Sequence[Seen], engine: Mapping[str, float], seconds: float, gateway: float | None) -> dict[str, float]:
+def row(
+    seen: Sequence[ClientFigures], engine: Mapping[str, float], seconds: float, gateway: float | None
+) -> dict[str, float]:
     """Return the figures of one measurement, times in milliseconds. `gateway`: its CPU seconds, None if unknown."""
     first = [1e3 * value for each in seen for value in each.first_tokens]
     gaps = [1e3 * value for each in seen for value in each.gaps]

@@ -82,7 +82,7 @@ async def traffic(client: AsyncClient, options: argparse.Namespace, adapters: li
     longest = options.input_len[1] + options.output_len[1]
     if longest > server.max_model_len:
         raise ValueError(
-            f"--input-len and --output-len come to {longest} tokens, the server takes {server.max_model_len}; lower "
+            f"--input-len and --output-len are {longest} tokens, the server accepts {server.max_model_len}; lower "
             "one of them"
         )
     results: list[dict[str, Any]] = []

@@ -64,13 +64,13 @@ class Record:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the smallest of `values` that at least a `share` (0..1] of them do not exceed; NaN without values."""
+    """Return the smallest of `values` that a `share` (0..1] of them do not exceed; NaN without values."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
 
 
 def token_gaps(records: Sequence[Record]) -> list[float]:
-    """Return the latency of every token after a request's first: k tokens after a gap g count as k times g / k."""
+    """Return the latency of every token after a request's first one: each of k tokens after a gap g counts as g / k."""
     return [
         gap / count
         for record in records
@@ -90,7 +90,7 @@ def summarize(
 ) -> dict[str, Any]:
     """Return the figures of a run of `seconds`, in milliseconds and per second.
 
-    A request is good if it is complete, its first token came within `slo_ttft` seconds, and its mean inter-token
+    A request is good if it is complete, its first token arrived within `slo_ttft` seconds, and its mean inter-token
     latency is at most `slo_gap`. A stall is a gap between two chunks of a request above `stall` seconds. `before` and
     `after` are the server's counters.
     """
@@ -129,9 +129,9 @@ def live_line(records: Sequence[Record], now: float, window: float = 5.0) -> str
     sent = [record for record in records if record.sent > 0 or record.first is not None]
     done, failed = sum(record.complete for record in sent), sum(record.error is not None for record in sent)
     recent = [record for record in sent if record.first is not None and record.first > now - window]
-    going = [record for record in sent if record.last is not None and record.last > now - window]
+    active = [record for record in sent if record.last is not None and record.last > now - window]
     first = percentile([1e3 * record.time_to_first for record in recent], 0.5)
-    gaps = percentile([1e3 * gap for record in going for gap in record.gaps[-20:]], 0.99)
+    gaps = percentile([1e3 * gap for record in active for gap in record.gaps[-20:]], 0.99)
     tokens = sum(record.tokens for record in sent)
     return (
         f"{now:6.1f} s  sent {len(sent)}/{len(records)}  running {len(sent) - done - failed}  done {done}  failed "
@@ -208,8 +208,8 @@ def engine_figures(before: Mapping[str, float], after: Mapping[str, float]) -> d
 def longest_gap(arrivals: Sequence[Sequence[float]], start: float, end: float) -> float:
     """Return the longest time within [start, end] (seconds) without a chunk of one of the streams.
 
-    `arrivals` has the chunk times of each stream. Gaps count as far as they are in the window; a stream that begins or
-    ends inside counts between its first and last chunk.
+    `arrivals` has the chunk times of each stream. Only the part of a gap inside the window counts. A stream that begins
+    or ends inside the window counts between its first and last chunk.
     """
     longest = 0.0
     for times in arrivals:

@@ -7,7 +7,7 @@ from typing import Any
 from ...options.client import add_connection_options, seconds
 from ...options.engine import add_command, add_value, check_output, number
 
-MOST_REQUESTS = 100_000
+MAX_REQUESTS = 100_000
 DESCRIPTION = """\
 Measure a running server, at any address.
 
@@ -49,7 +49,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add_value(group, "--rate", [2.0], "requests per second, measured in turn", rate, "R", nargs="+")
     add_value(group, "--duration", 60.0, "seconds of arrivals for each rate", seconds, "S")
     add_value(group, "--drain", 60.0, "seconds to wait for the last answers, then abort", seconds, "S")
-    add_value(group, "--num-requests", MOST_REQUESTS, "most requests for each rate")
+    add_value(group, "--num-requests", MAX_REQUESTS, "maximum number of requests for each rate")
     add_value(group, "--input-len", (64, 2048), "prompt tokens", metavar=("LOW", "HIGH"), nargs=2)
     add_value(group, "--output-len", (16, 512), "output tokens", metavar=("LOW", "HIGH"), nargs=2)
     add_value(group, "--slo-ttft", 2.0, "limit of the first token of a good request, in seconds", seconds, "S")
@@ -66,12 +66,12 @@ def check(options: argparse.Namespace) -> None:
     for name in ("input_len", "output_len"):
         low, high = getattr(options, name)
         if low > high:
-            raise ValueError(f"--{name.replace('_', '-')} {low} {high}: the lower bound comes first")
-    if not 0 <= options.num_adapters <= MOST_REQUESTS or options.num_requests > MOST_REQUESTS:
-        raise ValueError(f"--num-adapters and --num-requests must be at most {MOST_REQUESTS}")
+            raise ValueError(f"--{name.replace('_', '-')} {low} {high}: give the lower bound first")
+    if not 0 <= options.num_adapters <= MAX_REQUESTS or options.num_requests > MAX_REQUESTS:
+        raise ValueError(f"--num-adapters and --num-requests must be at most {MAX_REQUESTS}")
     check_output("--output-json", options.output_json)
     if options.adapter_dir is not None and not options.adapter_dir.is_dir():
-        raise ValueError(f"--adapter-dir {options.adapter_dir} is no directory")
+        raise ValueError(f"--adapter-dir {options.adapter_dir} is not a directory; name one with adapters in it")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -73,7 +73,7 @@ class TimedStep:
 class TimedRunner:
     """Steps of `step_seconds` in a row, like a device that works asynchronously; adapters arrive after `load_seconds`.
 
-    A step starts after the masks of the step before have come.
+    A step starts after the masks of the step before it have arrived.
     """
 
     def __init__(self, inner: Any, step_seconds: float, load_seconds: float) -> None:
@@ -150,7 +150,7 @@ class SimulatedModel:
         )
 
     def add_adapter(self, name: str, path: str, replace: bool) -> LoadedAdapter:
-        """Add an adapter; any path will do."""
+        """Add an adapter; its path is ignored."""
         self._next += 1
         return LoadedAdapter(name, self._next - 1, 8, f"{self._next:064x}")
 

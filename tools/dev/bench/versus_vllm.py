@@ -1,7 +1,7 @@
 """Workloads A and P on vLLM and on Sidestream, in turn: `python -m sidestream.tools.dev.bench.versus_vllm`.
 
-Each engine runs `engine_run` in a process of its own, once without and once with adapters, so that neither pays for
-the other or for unused adapters.
+Each engine runs `engine_run` in its own process, once without and once with adapters, so that neither the other engine
+nor unused adapters affect it.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def json_object(text: str) -> dict[str, Any]:
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f'{text!r} is no JSON object such as {{"enforce_eager": true}}')
+        raise argparse.ArgumentTypeError(f'{text!r} is not a JSON object such as {{"enforce_eager": true}}')
     return found
 
 
@@ -80,14 +80,20 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("--seed", type=int, default=0, help="of prompts, adapters and their mix")
     group = parser.add_argument_group("engines")
     group.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="(default: both)")
-    add_value(group, "--gpu-memory-utilization", 0.6, "of each engine", share, "SHARE")
+    add_value(group, "--gpu-memory-utilization", 0.6, "share of the GPU's memory for each engine", share, "SHARE")
     group.add_argument(
-        "--precision", choices=("int8", "fp8", "bf16"), default="int8", help="of Sidestream (default: int8)"
+        "--precision", choices=("int8", "fp8", "bf16"), default="int8", help="precision of Sidestream (default: int8)"
     )
-    group.add_argument("--quantization", default="fp8", metavar="NAME", help="of vLLM; none: bf16 (default: fp8)")
-    group.add_argument("--kv-cache-dtype", default="fp8", metavar="NAME", help="of vLLM (default: fp8)")
+    group.add_argument(
+        "--quantization", default="fp8", metavar="NAME", help="quantization of vLLM; none: bf16 (default: fp8)"
+    )
+    group.add_argument(
+        "--kv-cache-dtype", default="fp8", metavar="NAME", help="dtype of vLLM's KV cache (default: fp8)"
+    )
     group.add_argument("--vllm-args", type=json_object, default={}, metavar="JSON", help="more arguments of vllm.LLM")
-    group.add_argument("--sidestream-args", type=json_object, default={}, metavar="JSON", help="of sidestream.LLM")
+    group.add_argument(
+        "--sidestream-args", type=json_object, default={}, metavar="JSON", help="more arguments of sidestream.LLM"
+    )
     group.add_argument(
         "--vllm-python", default=sys.executable, metavar="FILE", help="the Python that has vLLM (default: this one)"
     )

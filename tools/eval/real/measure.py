@@ -71,7 +71,7 @@ class Reference:
 
 
 class ArmFigures(msgspec.Struct, frozen=True):
-    """Figures of one arm for the base model and each adapter; `problem` says why there are none."""
+    """Figures of one arm for the base model and each adapter; `problem` is the reason if there are none."""
 
     arm: str
     about: str

@@ -75,7 +75,7 @@ _OPERATIONS: dict[str, Callable[[list[str]], list[str]]] = {
 
 
 def numbered_orders(source: random.Random, level: int) -> tuple[str, str]:
-    """As `orders`, with sentences that mostly begin with the order's number."""
+    """Write an order as `orders` does, in sentences that mostly begin with the order's number."""
     return orders(source, level, NUMBERED_SENTENCES)
 
 

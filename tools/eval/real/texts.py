@@ -10,7 +10,7 @@ from ..corpus import documents as library_documents
 
 LENGTH, SHORTEST = 512, 256  # of a document, in tokens
 PROSE_TO_CODE = 3  # documents of prose for one of code
-MOST_CODE = 64
+MAX_CODE_DOCUMENTS = 64
 
 
 def natural_documents(
@@ -34,7 +34,7 @@ def natural_documents(
 
 def _in_turn() -> Iterator[str]:
     """Yield prose and code in turn, each document from another topic or file."""
-    prose, code = _prose(), library_documents("held_out", MOST_CODE)
+    prose, code = _prose(), library_documents("held_out", MAX_CODE_DOCUMENTS)
     while True:
         some = [text for _, text in zip(range(PROSE_TO_CODE), prose, strict=False)]
         text = next(code, None)

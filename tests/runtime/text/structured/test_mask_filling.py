@@ -91,11 +91,11 @@ def test_completions_are_dealt_evenly_to_lexers_while_these_become_more() -> Non
 def test_constraints_that_come_again_share_a_bounded_number_of_lexers(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a hostile client cannot multiply their memory; one that is slow to compile is compiled once."""
     compiler = GrammarCompiler(load_tokenizer(Path(DEMO_MODEL)), 512, eos_token_ids(Path(DEMO_MODEL)))
-    monkeypatch.setattr(compiling, "MOST_LEXERS", THREADS + 2)
+    monkeypatch.setattr(compiling, "MAX_LEXERS", THREADS + 2)
     first, second, slow = (StructuredOutputsParams(choice=[word]) for word in ("yes", "no", "slow"))
     grammars = [compiler.compile(each) for each in (first,) * 4 + (second,) * 4]
     assert (grammars[0].lexers, grammars[-1].lexers) == (THREADS, 2)
-    monkeypatch.setattr(compiling, "MOST_LEXERS", 100)
+    monkeypatch.setattr(compiling, "MAX_LEXERS", 100)
     monkeypatch.setattr(compiling, "LIGHT_SECONDS", -1.0)
     assert [compiler.compile(slow).lexers for _ in range(3)] == [1, 1, 1]
     compiler.close()
