@@ -104,6 +104,7 @@ def component_values(
         values |= {
             "usage_log_written_total": usage_log.written,
             "usage_log_dropped_total": usage_log.dropped,
+            "usage_log_set_aside_total": usage_log.set_aside,
             "usage_log_queued": usage_log.queued,
             "usage_log_failing": bool(usage_log.problem),
         }
