@@ -1,7 +1,6 @@
 """Admission for HTTP without keys: loopback clients only. A file of its own, since it must not import Ray."""
 
-import ipaddress
-
+from ..gateway.addresses import is_loopback
 from ..gateway.auth.admission import NoAuth
 from ..gateway.interfaces import Caller, GatewayError
 
@@ -23,13 +22,3 @@ class LoopbackOnly(NoAuth):
                 "keys_needed",
             )
         return super().identify(authorization, client_host)
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether `host` is a loopback address; False if it is not an address."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address).is_loopback

@@ -70,6 +70,7 @@ CREATE TEMP TABLE readable AS SELECT * FROM usage WHERE 0;
 DROP VIEW IF EXISTS temp.usage;
 ALTER TABLE temp.readable RENAME TO usage;
 """
+_TYPES: tuple[type | tuple[type, ...], ...]
 _TYPES = (int, float, *[str] * 5, (str, type(None)), str, *[int] * 3, float, float, int, str, int, int)
 """Types of the columns of `usage`."""
 _FIELDS = (
@@ -233,7 +234,7 @@ def _readable_rows(connection: sqlite3.Connection) -> Iterator[tuple[object, ...
             for row in connection.execute(query, (start, limit)):
                 rows += 1
                 filled = (*row, *[0] * (len(_TYPES) - len(row)))
-                if start <= row[0] and all(map(isinstance, filled, _TYPES)):
+                if start <= row[0] and all(isinstance(value, kind) for value, kind in zip(filled, _TYPES, strict=True)):
                     last, start = row[0], row[0] + 1
                     yield filled
                 elif limit == 1:

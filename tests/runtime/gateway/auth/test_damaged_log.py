@@ -173,6 +173,19 @@ def test_old_pages_are_found_damaged_when_today_is_counted(log_path: Path) -> No
     log.close()
 
 
+def test_a_damaged_log_of_version_1_is_read(log_path: Path) -> None:
+    with closing(sqlite3.connect(log_path)) as connection:
+        for column in ("draft_tokens", "accepted_tokens"):
+            connection.execute(f"ALTER TABLE usage DROP COLUMN {column}")
+        connection.execute("PRAGMA user_version = 1")
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    page = leaf_pages(log_path)[1]
+    overwrite(log_path, (page - 1) * PAGE, page * PAGE)
+    found = report(log_path, ["owner"])
+    assert found.damaged and COUNT * 0.9 < found.rows[0][1] < COUNT  # type: ignore[operator]
+    assert dict(zip(found.columns, found.rows[0], strict=True))["draft_tokens"] == 0
+
+
 def test_a_log_without_a_readable_record_has_no_sums(log_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overwrite(log_path, PAGE)
     assert main(["usage", str(log_path)]) == 0
