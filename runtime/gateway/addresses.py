@@ -10,16 +10,19 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether a host name or an address is this machine's loopback."""
-    if host == "localhost":
-        return True
+def is_loopback(address: str) -> bool:
+    """Return whether an address is one of this machine's loopback; False if it is not an address."""
     try:
-        address = ipaddress.ip_address(host)
+        parsed = ipaddress.ip_address(address)
     except ValueError:
         return False
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address).is_loopback
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+    return (mapped or parsed).is_loopback
+
+
+def is_loopback_name(host: str) -> bool:
+    """Return whether a host is `localhost` or a loopback address."""
+    return host == "localhost" or is_loopback(host)
 
 
 def host_name(header: str) -> str | None:

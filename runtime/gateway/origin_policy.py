@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from .addresses import ALL, host_name, is_loopback
+from .addresses import ALL, host_name, is_loopback_name
 from .interfaces import GatewayError
 from .settings import GatewaySettings
 
@@ -32,7 +32,7 @@ class OriginPolicy:
         self._allowed = settings.allowed_origins
         self._needs_key = bool(settings.api_key) or settings.keys is not None
         hosts = settings.allowed_hosts
-        if ALL in (hosts or ()) or (hosts is None and not is_loopback(settings.host)):
+        if ALL in (hosts or ()) or (hosts is None and not is_loopback_name(settings.host)):
             self._hosts: frozenset[str] | None = None
         else:
             self._hosts = frozenset({settings.host.lower(), *(hosts or ())})
@@ -57,7 +57,7 @@ class OriginPolicy:
         if self._hosts is None or not header:
             return
         name = host_name(header)
-        if name is None or not (name in self._hosts or is_loopback(name)):
+        if name is None or not (name in self._hosts or is_loopback_name(name)):
             shown = header[:100]
             raise GatewayError(
                 421,

@@ -23,7 +23,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from ..processes.channel import Channel, ChannelClosed
 from ..processes.watchdog import HEARTBEAT_SECONDS
-from .addresses import is_loopback
+from .addresses import is_loopback_name
 from .app import build_app, make_components
 from .connections import ConnectionPool, limited_protocol
 from .settings import KEEP_ALIVE_SECONDS, MAX_HEADER_BYTES, GatewaySettings
@@ -39,7 +39,7 @@ logger = logging.getLogger("sidestream.gateway")
 def check_exposure(settings: GatewaySettings) -> None:
     """Raise ValueError for an address beyond this machine without keys."""
     has_key = settings.api_key or settings.keys is not None or settings.insecure
-    if not is_loopback(settings.host) and not has_key:
+    if not is_loopback_name(settings.host) and not has_key:
         raise ValueError(
             f"--host {settings.host} can be reached from other machines, and no key is required; give --api-keys FILE "
             "(from `sidestream keys http add`), --api-key, or --insecure if the network is trusted"
