@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import threading
 from collections.abc import Callable, Mapping
@@ -15,6 +14,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 from ..api.errors import EngineDeadError, ServerError
+from ..gateway.addresses import is_loopback
 from ..gateway.app import build_app, make_components
 from ..gateway.auth.admission import NoAuth
 from ..gateway.interfaces import Caller, GatewayError
@@ -70,16 +70,6 @@ class LoopbackOnly(NoAuth):
                 "keys_needed",
             )
         return super().identify(authorization, client_host)
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether `host` is a loopback address; False if it is not an address."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address).is_loopback
 
 
 class Ingress:

@@ -10,9 +10,10 @@ from msgspec import Meta, Struct, field, structs
 
 from ..demo_model import DEMO_MODEL, demo_adapters
 from ..engine.options import read_keywords
+from ..gateway.addresses import parse_hosts
 from ..gateway.auth.keys import parse as parse_keys
 from ..gateway.auth.keys import read_bytes
-from ..gateway.middleware import parse_origins
+from ..gateway.origin_policy import parse_origins
 from ..gateway.server_process import check_exposure
 from ..gateway.settings import GatewaySettings
 from ..protocol.curve_keys import load_client_keys, load_server_keys
@@ -54,6 +55,7 @@ class FleetOptions(Struct, frozen=True, kw_only=True, rename="kebab", forbid_unk
     keys               TOML file of hashed keys (`sidestream keys http add`), on every host that serves HTTP
     insecure           serve other machines without keys
     allowed_origins    allowed CORS origins ("*": all); None: loopback origins
+    allowed_hosts      allowed Host headers besides `host` ("*": all); None: no others if `host` is a loopback address
     usage_log          SQLite file of the usage log, on each host that serves HTTP; None: no log
     metrics_compat     "vllm": export vLLM's metric names too
     engine_keys        directory of `sidestream keys curve`, on every host: engines use TCP; None: sockets of one host
@@ -85,6 +87,7 @@ class FleetOptions(Struct, frozen=True, kw_only=True, rename="kebab", forbid_unk
     keys: str | None = None
     insecure: bool = False
     allowed_origins: list[str] | None = None
+    allowed_hosts: list[str] | None = None
     usage_log: str | None = None
     metrics_compat: Annotated[str, Meta(pattern=r"\Avllm\Z")] | None = None
     engine_keys: str | None = None
@@ -189,6 +192,7 @@ def gateway_settings(options: FleetOptions) -> GatewaySettings:
         keys=options.keys,
         insecure=options.insecure,
         allowed_origins=None if options.allowed_origins is None else parse_origins(options.allowed_origins),
+        allowed_hosts=None if options.allowed_hosts is None else parse_hosts(options.allowed_hosts),
         drain_seconds=options.drain_seconds,
         usage_log=options.usage_log,
         metrics_compat=options.metrics_compat,

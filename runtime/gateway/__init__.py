@@ -1,5 +1,6 @@
 """OpenAI-compatible HTTP gateway for one or several engines: a process of its own that speaks the public protocol.
 
+addresses       loopback addresses, names in Host headers, networks of proxies
 interfaces      protocols between the gateway's parts: engines, admission, observer
 settings        settings of a gateway process
 metrics         Prometheus metrics, access log, tracing spans
@@ -9,7 +10,8 @@ console         the web page at /
 api             one file per endpoint, and what endpoints share: errors, request bodies, event streams
 write_batching  joins the writes of a connection
 connections     limits on the number and the idle time of connections
-middleware      authentication, request ids, CORS, error responses, access records
+origin_policy   protection from pages of other origins: CORS, Host headers
+middleware      authentication, request ids, error responses, access records
 app             builds the ASGI application
 server_process  runs the application in uvicorn
 """

@@ -18,7 +18,8 @@ from .metrics.access_log import AccessLog
 from .metrics.metrics import Metrics
 from .metrics.observers import BaseObserver, CompositeObserver
 from .metrics.tracing import Tracing, exporting_to
-from .middleware import GatewayMiddleware, OriginPolicy
+from .middleware import GatewayMiddleware
+from .origin_policy import OriginPolicy
 from .router.router import Router
 from .settings import GatewaySettings
 
@@ -85,7 +86,9 @@ def make_components(settings: GatewaySettings, engines: Engines | None = None) -
         for end in closing:
             end()
 
-    admission: Admission = NoAuth(settings.api_key) if key_store is None else KeyAdmission(key_store, usage_log)
+    admission: Admission = (
+        NoAuth(settings.api_key, settings.admin_key) if key_store is None else KeyAdmission(key_store, usage_log)
+    )
     return GatewayComponents(engines, admission, CompositeObserver(metrics, observers), close)
 
 
@@ -104,6 +107,7 @@ def component_values(
         values |= {
             "usage_log_written_total": usage_log.written,
             "usage_log_dropped_total": usage_log.dropped,
+            "usage_log_set_aside_total": usage_log.set_aside,
             "usage_log_queued": usage_log.queued,
             "usage_log_failing": bool(usage_log.problem),
         }

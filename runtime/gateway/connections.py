@@ -4,12 +4,17 @@ uvicorn has no such limits: a client that sends half a header, or never reads it
 """
 
 import asyncio
+import ipaddress
+import socket
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import chain
+from typing import Any, Protocol
 
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from .addresses import Network, in_networks, is_loopback
+from .interfaces import GatewayError
 from .settings import MAX_HEADER_BYTES, GatewaySettings
 from .write_batching import BatchingTransport, FlushQueue
 
@@ -17,49 +22,120 @@ HEADER_SECONDS = 20.0
 """Time for a complete request header, and for the rest of a body that no handler reads."""
 WRITE_SECONDS = 60.0
 """Time that a client may not read while an answer waits for it."""
-LOOPBACK = ("127.", "::1", "::ffff:127.")
+PROBE_SECONDS = 0.5
+"""Interval of searches for half-closed connections whose client has closed both directions."""
+MAX_REFUSED = 128
+"""Connections above the limit that are read so that their requests can be refused; others are cut."""
+REFUSAL = "sidestream.refusal"
+"""Key of the scope: the GatewayError that refuses the requests of a connection above the limit."""
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
-@dataclass
-class ConnectionCount:
-    """Open connections, in total and by address.
+class Connection(Protocol):
+    """What `ConnectionPool` needs of a connection."""
 
-    most        limit on all
-    most_of_one limit on each address; None: see `GatewaySettings.connections_per_client`
+    def evict(self) -> None:
+        """Leave the pool and close."""
+
+
+@dataclass(eq=False)
+class ConnectionPool:
+    """Open connections. If there is no room for another one, the oldest one without a request is evicted.
+
+    most                limit on all
+    most_of_one         limit on each address; None: see `GatewaySettings.connections_per_client`
+    proxies             networks whose addresses have no limit of their own
+    hosts               connection -> address
+    headless, resting   connections without a complete request header so far, and between two requests; oldest first
     """
 
     most: int
-    most_of_one: int | None
-    by_host: Counter[str] = field(default_factory=Counter)
+    most_of_one: int | None = None
+    proxies: tuple[Network, ...] = ()
+    hosts: dict[Connection, str] = field(default_factory=dict)
+    headless: dict[Connection, None] = field(default_factory=dict)
+    resting: dict[Connection, None] = field(default_factory=dict)
+    _by_host: Counter[str] = field(default_factory=Counter)
 
     @classmethod
-    def of_settings(cls, settings: GatewaySettings) -> "ConnectionCount":
-        """Return the count with the limits of `settings`."""
-        return cls(settings.max_connections, settings.connections_per_client)
+    def of_settings(cls, settings: GatewaySettings) -> "ConnectionPool":
+        """Return the pool with the limits of `settings`."""
+        proxies = tuple(ipaddress.ip_network(network) for network in settings.trusted_proxies)
+        return cls(settings.max_connections, settings.connections_per_client, proxies)
 
-    def refusal(self, host: str) -> bytes | None:
-        """Return the HTTP response that refuses another connection of this address; None: there is room."""
-        share = self.most_of_one
-        if share is None:
-            share = self.most if host.startswith(LOOPBACK) else max(1, self.most // 2)
-        if self.by_host.total() >= self.most:
-            return _refusal("503 Service Unavailable", "the gateway has reached its limit of connections")
-        if self.by_host[host] >= share:
-            return _refusal("429 Too Many Requests", "this address has too many connections open; close one")
-        return None
+    def make_room(self, host: str) -> GatewayError | None:
+        """Make room for a connection of this address. Returns the error that refuses it if all others are busy."""
+        own, full = self._by_host[host] >= self._share(host), len(self.hosts) >= self.most
+        if not (own or full) or self._evict(host if own else None):
+            return None
+        if full:
+            return _refusal(503, "the gateway has reached its limit of connections; try again")
+        return _refusal(429, "this address has too many connections open; close one")
+
+    def add(self, connection: Connection, host: str) -> None:
+        """Add a connection that has sent nothing yet."""
+        self.hosts[connection] = host
+        self._by_host[host] += 1
+        self.headless[connection] = None
+
+    def remove(self, connection: Connection) -> None:
+        """Remove a connection, if it is there."""
+        self.set_busy(connection)
+        host = self.hosts.pop(connection, None)
+        if host is not None:
+            self._by_host[host] -= 1
+            if not self._by_host[host]:
+                del self._by_host[host]
+
+    def set_busy(self, connection: Connection) -> None:
+        """Exempt a connection from eviction: it has an open request."""
+        self.headless.pop(connection, None)
+        self.resting.pop(connection, None)
+
+    def set_resting(self, connection: Connection) -> None:
+        """Mark a connection as open without a request."""
+        if connection in self.hosts:
+            self.resting[connection] = None
+
+    def _share(self, host: str) -> int:
+        if in_networks(host, self.proxies):
+            return self.most
+        if self.most_of_one is not None:
+            return self.most_of_one
+        return self.most if is_loopback(host) else max(1, self.most // 2)
+
+    def _evict(self, host: str | None) -> bool:
+        """Evict the oldest connection of an address (None: of any) without a request. Returns whether there was one."""
+        for connection in chain(self.headless, self.resting):
+            if host is None or self.hosts[connection] == host:
+                connection.evict()
+                return True
+        return False
 
 
-def _refusal(status: str, message: str) -> bytes:
-    body = f'{{"error":{{"message":"{message}","type":"rate_limit_error","param":null,"code":"too_many_connections"}}}}'
-    return (
-        f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-        f"Retry-After: 1\r\nConnection: close\r\n\r\n{body}"
-    ).encode()
+def _refusal(status: int, message: str) -> GatewayError:
+    return GatewayError(
+        status,
+        message,
+        "rate_limit_error",
+        "too_many_connections",
+        retry_after=1.0,
+        headers={"Connection": "close"},
+    )
 
 
-def limited_protocol(base: type[Any], count: ConnectionCount) -> type[Any]:
+def _refusing(app: ASGIApp, refusal: GatewayError) -> ASGIApp:
+    async def refused(scope: Scope, receive: Receive, send: Send) -> None:
+        scope[REFUSAL] = refusal
+        await app(scope, receive, send)
+
+    return refused
+
+
+def limited_protocol(base: type[Any], connections: ConnectionPool) -> type[Any]:
     """Return a subclass of uvicorn's protocol class `base` with these limits and with batched writes."""
     flush_queue = FlushQueue()
+    refused = ConnectionPool(MAX_REFUSED, MAX_REFUSED)
 
     class LimitedProtocol(base):
         """One connection."""
@@ -68,41 +144,50 @@ def limited_protocol(base: type[Any], count: ConnectionCount) -> type[Any]:
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             peer = transport.get_extra_info("peername")
-            self._host = str(peer[0]) if isinstance(peer, tuple) and peer else ""
+            host = str(peer[0]) if isinstance(peer, tuple) and peer else ""
             self._header_timer: asyncio.TimerHandle | None = None
             self._write_timer: asyncio.TimerHandle | None = None
+            self._probe_timer: asyncio.TimerHandle | None = None
             self._header_bytes = 0
+            self._half_closed = False
             self._own_transport = transport
-            refusal = count.refusal(self._host)
-            self._refused = refusal is not None
+            self._pool: ConnectionPool | None = connections
+            refusal = connections.make_room(host)
             if refusal is not None:
-                transport.write(refusal)
-                transport.close()
+                self._pool = None if refused.make_room(host) is not None else refused
+                self.app = _refusing(self.app, refusal)
+            if self._pool is None:
+                transport.abort()
                 return
-            count.by_host[self._host] += 1
+            self._pool.add(self, host)
             self._batching = BatchingTransport(transport, flush_queue)
             self.app = self._batching.wrap(self.app)
             super().connection_made(self._batching)
             self._start_header_timer()
 
         def connection_lost(self, exc: Exception | None) -> None:
-            if self._refused:
+            if self._pool is None:
                 return
             self._batching.writable = False
-            count.by_host[self._host] -= 1
-            if not count.by_host[self._host]:
-                del count.by_host[self._host]
-            for timer in (self._header_timer, self._write_timer):
+            self._pool.remove(self)
+            for timer in (self._header_timer, self._write_timer, self._probe_timer):
                 if timer is not None:
                     timer.cancel()
             super().connection_lost(exc)
 
+        def evict(self) -> None:
+            """Leave the pool and close."""
+            if self._pool is not None:
+                self._pool.remove(self)
+            self._own_transport.abort()
+
         def data_received(self, data: bytes) -> None:
-            if self._refused:
+            if self._pool is None:
                 return
             super().data_received(data)
             cycle = self.cycle
             if cycle is not None and not cycle.response_complete:
+                self._pool.set_busy(self)
                 self._header_bytes = 0
                 if self._header_timer is not None:
                     self._header_timer.cancel()
@@ -113,9 +198,44 @@ def limited_protocol(base: type[Any], count: ConnectionCount) -> type[Any]:
             if cycle is None and self._header_bytes > 2 * MAX_HEADER_BYTES:
                 self._own_transport.abort()
 
-        def eof_received(self) -> None:
-            if not self._refused:
-                super().eof_received()
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self._pool is not None and self.cycle.response_complete and not self._own_transport.is_closing():
+                self._pool.set_resting(self)
+                if self._half_closed:
+                    self._batching.close()
+
+        def eof_received(self) -> bool:
+            """Return whether the connection stays open for writing: the client may wait for its answer."""
+            cycle = self.cycle
+            if self._pool is None or cycle is None or cycle.response_complete or cycle.more_body:
+                return False
+            if not self._half_closed:
+                self._half_closed = True
+                self._send_probe()
+                self._search_reset()
+            return True
+
+        def _send_probe(self) -> None:
+            """Send something that a client which closed both directions answers with a reset, and others ignore."""
+            if self.cycle.scope["http_version"] != "1.1":  # it knows no interim responses; the kernel probes
+                own_socket = self._own_transport.get_extra_info("socket")
+                own_socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                own_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
+                own_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+            elif not self.cycle.response_started and not getattr(self, "pipeline", None):
+                self._own_transport.write(_CONTINUE)
+
+        def _search_reset(self) -> None:
+            """Close if the client has reset the connection. Only its socket has that error: it is no longer read."""
+            self._probe_timer = None
+            if self._own_transport.is_closing():
+                return
+            if self._own_transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                self._own_transport.abort()
+            else:
+                loop = asyncio.get_running_loop()
+                self._probe_timer = loop.call_later(PROBE_SECONDS, self._search_reset)
 
         def pause_writing(self) -> None:
             super().pause_writing()

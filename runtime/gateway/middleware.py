@@ -1,106 +1,23 @@
 """ASGI middleware around all routes: authentication, request ids, CORS, error responses, and access records."""
 
-import json
 import re
 import time
 import uuid
-from collections.abc import Iterable
 
-from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Router
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from .api.errors import CLIENT_GONE, response_for
 from .api.event_stream import DIRECT_BODY
+from .connections import REFUSAL
 from .interfaces import Admission, GatewayError, HttpExchange, Observer
-from .settings import MAX_HEADER_BYTES, GatewaySettings
+from .origin_policy import OriginPolicy
+from .settings import MAX_HEADER_BYTES
 
-ALL = "*"
-LOOPBACK_ORIGIN = re.compile(r"https?://(localhost|127\.\d{1,3}\.\d{1,3}\.\d{1,3}|\[::1\])(:\d{1,5})?")
-"""Origins that are allowed by default."""
-ADMIN_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/docs", "/openapi.json"})
 """Paths that need no key: probes have none, and the pages hold no data of this server."""
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+")
-_READ_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-_SAME_SITE = frozenset({"same-origin", "none"})  # "none": the user typed the address
 _ORIGIN_HEADERS = (b"origin", b"host", b"sec-fetch-site")
 _REQUEST_ID = re.compile(rb"[!-~]{1,64}")
-_EXPOSED_HEADERS = (
-    "x-request-id",
-    "retry-after",
-    "x-should-retry",
-    *(f"x-ratelimit-{kind}-{unit}" for kind in ("limit", "remaining", "reset") for unit in ("requests", "tokens")),
-)
-
-
-class OriginPolicy:
-    """Which origins may call the gateway (CORS), and which requests of other origins need a key."""
-
-    def __init__(self, settings: GatewaySettings) -> None:
-        self._allowed = settings.allowed_origins
-        self._needs_key = bool(settings.api_key) or settings.keys is not None
-
-    def with_cors(self, app: ASGIApp) -> ASGIApp:
-        """Return `app` with CORS: it answers preflights and adds the headers."""
-        return CORSMiddleware(
-            app,
-            allow_origins=self._allowed or (),
-            allow_origin_regex=LOOPBACK_ORIGIN.pattern if self._allowed is None else None,
-            allow_methods=("GET", "HEAD", "POST", "OPTIONS"),
-            allow_headers=(ALL,),
-            expose_headers=_EXPOSED_HEADERS,
-        )
-
-    def check(self, origin: str, host: str, site: str, method: str, path: str) -> None:
-        """Raise GatewayError 403 for a forbidden cross-origin request to a gateway without keys.
-
-        Browsers send some requests without a preflight, and then CORS only hides the answer.
-
-        origin, host, site   headers Origin, Host and Sec-Fetch-Site ("": not sent)
-        """
-        same = site in _SAME_SITE if site else origin.partition("://")[2] == host
-        if self._needs_key or same or method in _READ_METHODS:
-            return
-        if path in ADMIN_PATHS:
-            raise GatewayError(
-                403,
-                "a page of another origin cannot change the adapters of a server without keys; start it with --api-key "
-                "or --api-keys, or call this from no page",
-                code="origin_not_allowed",
-            )
-        if not self._allows(origin):
-            raise GatewayError(
-                403,
-                f"pages of the origin {origin[:200]!r} cannot call this server; allow it with --allowed-origins",
-                code="origin_not_allowed",
-            )
-
-    def _allows(self, origin: str) -> bool:
-        if self._allowed is None:
-            return LOOPBACK_ORIGIN.fullmatch(origin) is not None
-        return ALL in self._allowed or origin in self._allowed
-
-
-def parse_origins(values: Iterable[str]) -> list[str]:
-    """Return the origins of --allowed-origins. Each value is an origin, "*", or a JSON list of these (as in vLLM).
-
-    Raises ValueError.
-    """
-    origins: list[str] = []
-    for value in values:
-        try:
-            parsed = json.loads(value) if value.lstrip().startswith("[") else [value]
-        except ValueError as error:
-            raise ValueError(f"--allowed-origins {value} is not a JSON list: {error}") from None
-        for origin in parsed:
-            if not isinstance(origin, str) or (origin != ALL and _ORIGIN.fullmatch(origin) is None):
-                raise ValueError(
-                    f"--allowed-origins: {origin!r} is not an origin; give scheme://host or scheme://host:port without "
-                    "a path, as in https://app.example, or * for all"
-                )
-            origins.append(origin)
-    return origins
 
 
 class GatewayMiddleware:
@@ -155,11 +72,14 @@ class GatewayMiddleware:
         try:
             if header_bytes > MAX_HEADER_BYTES:
                 raise GatewayError(431, f"the headers have more than {MAX_HEADER_BYTES} bytes")
+            origin, host_header, site = (origin_headers.get(name, "") for name in _ORIGIN_HEADERS)
+            self._origins.check_host(host_header)
             if scope["path"] not in OPEN_PATHS:
+                if scope.get(REFUSAL) is not None:
+                    raise scope[REFUSAL]
                 caller = scope["sidestream.caller"] = self._admission.identify(authorization, host)
                 owner = caller.owner
-            if b"origin" in origin_headers:
-                origin, host_header, site = (origin_headers.get(name, "") for name in _ORIGIN_HEADERS)
+            if origin_headers.keys() - {b"host"}:
                 self._origins.check(origin, host_header, site, scope["method"], scope["path"])
             await self.router(scope, receive, recorded_send)
         except Exception as problem:

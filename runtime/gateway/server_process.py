@@ -17,25 +17,29 @@ from typing import Any
 
 import msgspec
 import uvicorn
+from msgspec.structs import replace
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from ..processes.channel import Channel, ChannelClosed
 from ..processes.watchdog import HEARTBEAT_SECONDS
+from .addresses import is_loopback_name
 from .app import build_app, make_components
-from .connections import ConnectionCount, limited_protocol
+from .connections import ConnectionPool, limited_protocol
 from .settings import KEEP_ALIVE_SECONDS, MAX_HEADER_BYTES, GatewaySettings
 
 BACKLOG = 2048
-LOOPBACK_HOSTS = ("localhost", "127.", "::1")
+RESERVED_DESCRIPTORS = 256
+"""File descriptors for all but connections."""
 ORPHAN_DRAIN_SECONDS = 3
 """Time for open responses after the supervisor exited: it drains the engine before it exits."""
+logger = logging.getLogger("sidestream.gateway")
 
 
 def check_exposure(settings: GatewaySettings) -> None:
     """Raise ValueError for an address beyond this machine without keys."""
     has_key = settings.api_key or settings.keys is not None or settings.insecure
-    if not settings.host.startswith(LOOPBACK_HOSTS) and not has_key:
+    if not is_loopback_name(settings.host) and not has_key:
         raise ValueError(
             f"--host {settings.host} can be reached from other machines, and no key is required; give --api-keys FILE "
             "(from `sidestream keys http add`), --api-key, or --insecure if the network is trusted"
@@ -86,7 +90,7 @@ def serve(
     Raises ValueError for settings that cannot be used.
     """
     components = make_components(settings)
-    _raise_descriptor_limit(settings.max_connections)
+    settings = replace(settings, max_connections=fitting_connections(settings.max_connections))
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again when it has stopped
         signal.signal(number, lambda *_: None)
     try:
@@ -104,7 +108,7 @@ def server_config(app: ASGIApp, settings: GatewaySettings, drain_seconds: float)
     """Return uvicorn's configuration. `drain_seconds`: time that open responses get at shutdown."""
     return uvicorn.Config(
         app,
-        http=limited_protocol(AutoHTTPProtocol, ConnectionCount.of_settings(settings)),
+        http=limited_protocol(AutoHTTPProtocol, ConnectionPool.of_settings(settings)),
         ws="none",
         lifespan="on",
         log_config=None,
@@ -114,6 +118,8 @@ def server_config(app: ASGIApp, settings: GatewaySettings, drain_seconds: float)
         timeout_graceful_shutdown=int(drain_seconds),
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         backlog=BACKLOG,
+        proxy_headers=bool(settings.trusted_proxies),
+        forwarded_allow_ips=settings.trusted_proxies,
     )
 
 
@@ -155,12 +161,17 @@ async def _serve(
             await heartbeat
 
 
-def _raise_descriptor_limit(connections: int) -> None:
-    """Raise the soft limit on file descriptors, which is 1024 on many systems: each connection needs one."""
+def fitting_connections(wanted: int) -> int:
+    """Return `wanted`, or how many connections the hard limit on open files allows. Raises the soft limit to that."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = connections + 256 if hard == resource.RLIM_INFINITY else min(hard, connections + 256)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    files = wanted + RESERVED_DESCRIPTORS
+    if hard != resource.RLIM_INFINITY and hard < files:
+        fitting = max(hard - RESERVED_DESCRIPTORS, hard // 2)
+        logger.warning("only %d of %d connections fit into the limit of %d open files", fitting, wanted, hard)
+        wanted, files = fitting, hard
+    if soft != resource.RLIM_INFINITY and soft < files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+    return wanted
 
 
 def run(fd: int, listener_fd: int) -> int:

@@ -17,10 +17,14 @@ class GatewaySettings(Struct, frozen=True, kw_only=True):
     host, port               listen address; port 0 picks a free port
     engines                  addresses of the engines
     engine_keys              folder of client keys from `sidestream keys curve`; None: no CURVE
-    api_key                  the only API key, without limits; "": no key
+    api_key                  an API key without limits; "": no key. It has all rights, unless there is an admin_key
+    admin_key                an API key with all rights; api_key is then a user's key. "": none
     keys                     TOML file of hashed keys; None: no keys
     insecure                 allow a non-loopback address without keys
     allowed_origins          allowed CORS origins ("*": all); None: loopback origins
+    allowed_hosts            allowed Host headers besides `host` and loopback ones ("*": all); None: no others if `host`
+                             is a loopback address, otherwise all
+    trusted_proxies          addresses and networks of proxies whose X-Forwarded-For names the client
     max_body_bytes           larger bodies get status 413
     body_seconds             slower bodies get status 408
     max_connections          open connections of all clients
@@ -40,9 +44,12 @@ class GatewaySettings(Struct, frozen=True, kw_only=True):
     engines: list[str] = field(default_factory=list)
     engine_keys: str | None = None
     api_key: str = ""
+    admin_key: str = ""
     keys: str | None = None
     insecure: bool = False
     allowed_origins: list[str] | None = None
+    allowed_hosts: list[str] | None = None
+    trusted_proxies: list[str] = field(default_factory=list)
     max_body_bytes: int = MAX_BODY_BYTES
     body_seconds: float = BODY_SECONDS
     max_connections: int = MAX_CONNECTIONS

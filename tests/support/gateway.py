@@ -187,7 +187,10 @@ async def gateway(
         engines, admission or NoAuth(), observer or CompositeObserver(Metrics()), GatewaySettings(**settings)
     )
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://gw") as http:
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://localhost") as http,
+    ):
         yield http
 
 
@@ -203,13 +206,22 @@ def events(text: str) -> list[Any]:
 
 
 @contextmanager
-def listening(engines: FakeEngines, admission: Admission | None = None, **settings: Any) -> Iterator[tuple[str, int]]:
-    """An application over these engines that listens: (host, port). It runs in a thread."""
+def listening(
+    engines: FakeEngines, admission: Admission | None = None, loop: Any = "auto", **settings: Any
+) -> Iterator[tuple[str, int]]:
+    """An application over these engines that listens: (host, port). It runs in a thread, with uvicorn's `loop`."""
     made = GatewaySettings(port=0, **settings)
     app = build_app(engines, admission or NoAuth(), CompositeObserver(Metrics()), made)
-    server = uvicorn.Server(server_config(app, made, 1.0))
+    config = server_config(app, made, 1.0)
+    config.loop = loop
+    server = uvicorn.Server(config)
+
+    def run() -> None:
+        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+            runner.run(server.serve(sockets=[listener]))
+
     with listen(made.host, made.port) as listener:
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
+        thread = threading.Thread(target=run, daemon=True)
         thread.start()
         while not server.started:
             time.sleep(0.005)

@@ -79,7 +79,8 @@ async def asked(
 
     protocol.connection_made(transport)
     loop.set_task_factory(counted)
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(data)}\r\n\r\n"
     protocol.data_received(head.encode() + data)
     await asyncio.wait(tasks)
     count = len(tasks)

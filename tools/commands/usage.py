@@ -62,5 +62,7 @@ def run(options: argparse.Namespace) -> int:
     groups = [group.strip() for group in options.by.split(",") if group.strip()]
     found = report(options.file or default_path(), groups, options.since, options.until)
     text = as_json(found) if options.json else as_csv(found) if options.csv else as_table(found)
+    if found.damaged:
+        print("sidestream: the log is damaged; these are the sums of the requests that can be read", file=sys.stderr)
     sys.stdout.write(text.rstrip("\n") + "\n")
     return 0

@@ -8,7 +8,7 @@ from typing import Any
 
 from .engine import add_value, check_output, positive
 
-API_KEY_VARIABLE = "SIDESTREAM_API_KEY"
+API_KEY_VARIABLE, ADMIN_KEY_VARIABLE = "SIDESTREAM_API_KEY", "SIDESTREAM_ADMIN_KEY"
 
 
 def add_gateway_options(parser: argparse.ArgumentParser, keys_flags: list[str]) -> None:
@@ -18,7 +18,18 @@ def add_gateway_options(parser: argparse.ArgumentParser, keys_flags: list[str]) 
     group = parser.add_argument_group("HTTP")
     group.add_argument("--host", default=HOST, help="address of HTTP (default: %(default)s)")
     group.add_argument("--port", type=port, default=PORT, help="HTTP port; 0: any free port (default: %(default)s)")
-    group.add_argument("--api-key", metavar="KEY", help=f"the only key, with all rights (default: ${API_KEY_VARIABLE})")
+    group.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help=f"the key of all clients; without --admin-key it also loads and unloads adapters (default: "
+        f"${API_KEY_VARIABLE})",
+    )
+    group.add_argument(
+        "--admin-key",
+        metavar="KEY",
+        help=f"the key that loads and unloads adapters and reads /metrics; --api-key then may not (default: "
+        f"${ADMIN_KEY_VARIABLE})",
+    )
     group.add_argument(*keys_flags, dest="api_keys", metavar="FILE", help="keys of `sidestream keys http`")
     group.add_argument("--insecure", action="store_true", help="answer other machines without a key")
     group.add_argument(
@@ -27,6 +38,20 @@ def add_gateway_options(parser: argparse.ArgumentParser, keys_flags: list[str]) 
         metavar="ORIGIN",
         help="origins of pages that may call the server: https://app.example, or * for all; also as a JSON list "
         "(default: pages of this machine, at any port)",
+    )
+    group.add_argument(
+        "--allowed-hosts",
+        nargs="+",
+        metavar="NAME",
+        help="names of this server in requests besides --host and localhost, or * for all (default: no others if "
+        "--host is on this machine, otherwise all)",
+    )
+    group.add_argument(
+        "--trusted-proxies",
+        nargs="+",
+        default=[],
+        metavar="ADDRESS",
+        help="addresses or networks of proxies whose X-Forwarded-For names the client in logs (default: none)",
     )
     add_value(group, "--max-connections", 4096, "open connections")
     group.add_argument(
@@ -65,17 +90,14 @@ def gateway_settings(options: argparse.Namespace) -> Any:
 
     Raises ValueError for contradictory options, and for access from other machines without keys.
     """
+    from ...runtime.gateway.addresses import parse_hosts, parse_networks
     from ...runtime.gateway.auth.keys import parse, read_bytes
     from ...runtime.gateway.metrics.tracing import check_endpoint
-    from ...runtime.gateway.middleware import parse_origins
+    from ...runtime.gateway.origin_policy import parse_origins
     from ...runtime.gateway.server_process import check_exposure
     from ...runtime.gateway.settings import GatewaySettings
 
-    if options.api_key == "":
-        raise ValueError("--api-key is empty, which would admit everyone; give a key, or leave the flag out")
-    api_key = options.api_key if options.api_key is not None else os.environ.get(API_KEY_VARIABLE, "")
-    if api_key and options.api_keys is not None:
-        raise ValueError("--api-key and a file of keys exclude each other; add the key to the file with its rights")
+    api_key, admin_key = _keys(options)
     if options.api_keys is not None:
         parse(read_bytes(Path(options.api_keys)), Path(options.api_keys))
     usage_log = _usage_log(options.usage_log)
@@ -93,9 +115,12 @@ def gateway_settings(options: argparse.Namespace) -> Any:
         host=options.host,
         port=options.port,
         api_key=api_key,
+        admin_key=admin_key,
         keys=options.api_keys and str(Path(options.api_keys).resolve()),
         insecure=options.insecure,
         allowed_origins=None if options.allowed_origins is None else parse_origins(options.allowed_origins),
+        allowed_hosts=None if options.allowed_hosts is None else parse_hosts(options.allowed_hosts),
+        trusted_proxies=parse_networks(options.trusted_proxies),
         max_connections=options.max_connections,
         connections_per_client=options.connections_per_client,
         drain_seconds=options.drain_seconds,
@@ -108,6 +133,30 @@ def gateway_settings(options: argparse.Namespace) -> Any:
     )
     check_exposure(settings)
     return settings
+
+
+def _keys(options: argparse.Namespace) -> tuple[str, str]:
+    """Return --api-key and --admin-key, or those of the environment. Raises ValueError if they contradict."""
+    for flag, value in (("--api-key", options.api_key), ("--admin-key", options.admin_key)):
+        if value == "":
+            raise ValueError(f"{flag} is empty, which would admit everyone; give a key, or leave the flag out")
+    api_key = options.api_key if options.api_key is not None else os.environ.get(API_KEY_VARIABLE, "")
+    admin_key = options.admin_key if options.admin_key is not None else os.environ.get(ADMIN_KEY_VARIABLE, "")
+    if (api_key or admin_key) and options.api_keys is not None:
+        raise ValueError(
+            "a file of keys excludes --api-key and --admin-key; add these keys to the file with their rights"
+        )
+    if admin_key and not api_key:
+        raise ValueError("--admin-key needs --api-key, the users' key; --api-key alone is a key with all rights")
+    if admin_key and admin_key == api_key:
+        raise ValueError("--api-key and --admin-key are the same; give two keys, or --api-key alone for all rights")
+    if api_key and not admin_key:
+        print(
+            "sidestream: the API key has all rights: every client can load and unload adapters and read /metrics; "
+            "add --admin-key to reserve these rights",
+            file=sys.stderr,
+        )
+    return api_key, admin_key
 
 
 def _usage_log(given: str | None) -> str | None:

@@ -25,9 +25,9 @@ _decoders: dict[type, Any] = {}
 async def read_body(request: Request, shape: type[T], settings: GatewaySettings) -> T:
     """Return the body decoded as the struct type `shape`.
 
-    Raises GatewayError 413 if it is too large, 408 if it arrives too slowly, 415 if its type is not JSON, else 400.
+    Raises GatewayError 413 if it is too large, 408 if it arrives too slowly, 415 without a JSON Content-Type, else 400.
     """
-    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise GatewayError(415, "the body must be JSON; send Content-Type: application/json")
     data = await _read(request, settings)

@@ -145,23 +145,30 @@ _ANONYMOUS = Caller("everyone", admin=True)
 
 
 class NoAuth:
-    """Admits every client that sends `api_key` ("": every client), without limits."""
+    """Admits every client that sends `api_key` or `admin_key`, without limits; without keys every client.
 
-    def __init__(self, api_key: str = "") -> None:
-        self._digest = hashlib.sha256(api_key.encode()).digest() if api_key else None
+    With an `admin_key` the other key is a user's key: it loads no adapters and does not read /metrics.
+    """
+
+    def __init__(self, api_key: str = "", admin_key: str = "") -> None:
+        user = Caller("everyone", metrics=False) if admin_key else _ANONYMOUS
+        self._callers = [
+            (hashlib.sha256(key.encode()).digest(), caller)
+            for key, caller in ((api_key, user), (admin_key, Caller("admin", admin=True)))
+            if key
+        ]
 
     def identify(self, authorization: str | None, client_host: str) -> Caller:
-        if self._digest is not None:
-            scheme, _, key = (authorization or "").partition(" ")
-            digest = hashlib.sha256(key.strip().encode()).digest()
-            if scheme.lower() != "bearer" or not hmac.compare_digest(digest, self._digest):
-                raise GatewayError(
-                    401,
-                    "the API key is wrong or missing; send it as `Authorization: Bearer KEY`",
-                    "authentication_error",
-                    "invalid_api_key",
-                )
-        return _ANONYMOUS
+        if not self._callers:
+            return _ANONYMOUS
+        scheme, _, key = (authorization or "").partition(" ")
+        given = hashlib.sha256(key.strip().encode()).digest()
+        for digest, caller in self._callers:
+            if scheme.lower() == "bearer" and hmac.compare_digest(given, digest):
+                return caller
+        raise _unauthorized(
+            "the API key is wrong or missing; send it as `Authorization: Bearer KEY`", "invalid_api_key"
+        )
 
     def may_use(self, caller: Caller, model: str) -> bool:
         return True

@@ -1,7 +1,7 @@
 """Writes usage records, and prompts and answers if requested, to SQLite in a thread, so a slow disk delays no request.
 
 If the disk is full or fails, records wait in a bounded queue. Records that do not fit are dropped and counted, with a
-warning and a metric; requests continue.
+warning and a metric; requests continue. A log with damaged pages is renamed, and a new one replaces it.
 """
 
 import logging
@@ -17,7 +17,17 @@ import msgspec
 from ...protocol.messages import Chunk
 from ..interfaces import AdmittedRequest, UsageRecord
 from ..metrics.observers import BaseObserver
-from .usage_database import Payload, UsageLogError, delete_old, open_to_read, open_to_write, tokens_since, write
+from .usage_database import (
+    Payload,
+    UsageLogError,
+    delete_old,
+    is_damage,
+    open_or_set_aside,
+    open_to_read,
+    tokens_since,
+    use_readable_rows,
+    write,
+)
 
 MAX_CHARACTERS = 1 << 20
 MAX_QUEUED = 65536
@@ -38,6 +48,7 @@ class UsageLog(BaseObserver):
 
     days               age at which records are deleted; None: never
     written, dropped   number of records since the start
+    set_aside          number of damaged logs that were renamed since the start
     problem            why records cannot be written now, "" if they can
 
     Raises UsageLogError for a path that is not a usage log and cannot become one.
@@ -55,6 +66,7 @@ class UsageLog(BaseObserver):
         self.path = path
         self.written = 0
         self.dropped = 0
+        self.set_aside = 0
         self.problem = ""
         self._days, self._wall = days, wall
         self._next_delete = 0.0
@@ -66,8 +78,10 @@ class UsageLog(BaseObserver):
         self._changed = threading.Condition()
         self._closing = False
         self._connection: sqlite3.Connection | None = None
+        self._damaged = False
+        self._aside: Path | None = None
         try:
-            self._connection = open_to_write(path)
+            self._open()
         except sqlite3.OperationalError as error:
             self._failed(error)
         self._thread = threading.Thread(target=self._run, name="sidestream-usage", daemon=True)
@@ -81,14 +95,24 @@ class UsageLog(BaseObserver):
     def tokens_since(self, time: float) -> dict[str, int]:
         """Return key name -> tokens in the log since `time` (seconds since the epoch); empty if it cannot be read."""
         try:
-            connection = open_to_read(self.path)
-        except UsageLogError as error:
+            path = self._aside or self.path
+            connection = open_to_read(path)
+            try:
+                return tokens_since(connection, time)
+            except sqlite3.DatabaseError as error:
+                if not is_damage(error):
+                    raise
+                use_readable_rows(connection, path)
+                tokens = tokens_since(connection, time)
+                with self._changed:  # the thread renames it
+                    self._damaged = self._aside is None
+                    self._changed.notify()
+                return tokens
+            finally:
+                connection.close()
+        except (sqlite3.Error, UsageLogError) as error:
             logger.warning("today's tokens are counted from 0: %s", error)
             return {}
-        try:
-            return tokens_since(connection, time)
-        finally:
-            connection.close()
 
     def on_finished(self, request: AdmittedRequest, record: UsageRecord) -> None:
         self.put(record)
@@ -118,21 +142,23 @@ class UsageLog(BaseObserver):
     def _run(self) -> None:
         while self._wait_for_records():
             self._delete_old()
-            if not self._queue:
-                continue
             count = 1 if self._one_by_one else min(BATCH, len(self._queue))
             batch = [self._queue[index] for index in range(count)]
             try:
-                if self._connection is None:
-                    self._connection = open_to_write(self.path)
-                write(self._connection, batch)
+                self._open()
+                if self._connection is not None and batch:
+                    write(self._connection, batch)
             except (sqlite3.OperationalError, OSError, UsageLogError) as error:
                 self._failed(error)
                 if not self._wait_to_retry():
                     break
             except (sqlite3.Error, ValueError, OverflowError) as error:
-                # an invalid record must not block the others
-                if count == 1:
+                if is_damage(error):
+                    repeated, self._damaged = bool(self.problem), True
+                    self._failed(error)
+                    if repeated and not self._wait_to_retry():
+                        break
+                elif count == 1:  # an invalid record must not block the others
                     logger.warning("dropped a usage record: %s", error)
                     self._remove(batch)
                     self.dropped += 1
@@ -147,12 +173,31 @@ class UsageLog(BaseObserver):
         if self._connection is not None:
             self._connection.close()
 
+    def _open(self) -> None:
+        """Open the log, unless it is open and whole. Raises like `open_to_write`."""
+        if self._connection is not None and not self._damaged:
+            return
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        self._connection, aside = open_or_set_aside(self.path, check_pages=self._damaged)
+        self._damaged = False
+        if aside is not None:
+            self._aside = aside
+            self.set_aside += 1
+            logger.warning(
+                "the usage log %s is damaged; it is now %s, whose readable records `sidestream usage` shows, and a new "
+                "log begins",
+                self.path,
+                aside,
+            )
+
     def _wait_for_records(self) -> bool:
         with self._changed:
-            while not self._queue and not self._closing:
+            while not self._queue and not self._closing and not self._damaged:
                 if not self._changed.wait(None if self._days is None else self._next_delete - time.monotonic()):
                     return True
-            return bool(self._queue)
+            return bool(self._queue) or (self._damaged and not self._closing)
 
     def _delete_old(self) -> None:
         """Delete a batch of old records, so that new ones are written in between."""
@@ -163,6 +208,7 @@ class UsageLog(BaseObserver):
             if self._connection is not None:
                 deleted = delete_old(self._connection, self._wall() - self._days * DAY_SECONDS, BATCH)
         except sqlite3.Error as error:
+            self._damaged = self._damaged or is_damage(error)
             logger.warning("old usage records could not be deleted: %s", error)
         self._next_delete = time.monotonic() + (0.0 if deleted else DELETE_SECONDS)
 

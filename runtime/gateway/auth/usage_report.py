@@ -2,13 +2,14 @@
 
 import csv
 import io
+import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from .usage_database import open_to_read
+from .usage_database import UsageLogError, is_damage, open_to_read, use_readable_rows
 
 # group -> its columns and their SQL expressions; an adapter may change its weights, so the hash is part of its group
 GROUPS: dict[str, dict[str, str]] = {
@@ -37,10 +38,14 @@ SUMS = {
 
 @dataclass(frozen=True)
 class UsageReport:
-    """Columns and rows: the groups, then SUMS; rows with the most tokens first."""
+    """Columns and rows: the groups, then SUMS; rows with the most tokens first.
+
+    damaged   some pages of the log are damaged, and their requests are missing
+    """
 
     columns: list[str]
     rows: list[tuple[str | int | float | None, ...]]
+    damaged: bool = False
 
 
 def report(
@@ -63,12 +68,22 @@ def report(
     if columns:
         places = ", ".join(str(place + 1) for place in range(len(columns)))
         query += f" GROUP BY {places} ORDER BY SUM(prompt_tokens + output_tokens) DESC, {places}"
+    values, damaged = [value for _, value in conditions], False
     connection = open_to_read(path)
     try:
-        rows = connection.execute(query, [value for _, value in conditions]).fetchall()
+        try:
+            rows = connection.execute(query, values).fetchall()
+        except sqlite3.DatabaseError as error:
+            damaged = is_damage(error)
+            if not damaged:
+                raise
+            use_readable_rows(connection, path)
+            rows = connection.execute(query, values).fetchall()
+    except sqlite3.Error as error:
+        raise UsageLogError(f"{path} cannot be read: {error}") from None
     finally:
         connection.close()
-    return UsageReport([*columns, *SUMS], [row for row in rows if row[len(columns)]])
+    return UsageReport([*columns, *SUMS], [row for row in rows if row[len(columns)]], damaged)
 
 
 def as_json(result: UsageReport) -> str:

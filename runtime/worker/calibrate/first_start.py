@@ -171,8 +171,11 @@ def _find(folder: CacheFolder, key: str) -> tuple[Path, Path] | None:
         with folder.reading(name) as handle:
             if handle is None:
                 return None
-            with open(handle, "rb", closefd=False) as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
+            try:
+                with open(handle, "rb", closefd=False) as file:
+                    found = hashlib.file_digest(file, "sha256").hexdigest()
+            except OSError as error:
+                found = str(error)
         if found != wanted:
             folder.damaged(name, "its digest is wrong")
             return None

@@ -2,12 +2,13 @@
 
 import argparse
 import asyncio
+import json
 import re
 from typing import Any
 
 import httpx
 import pytest
-from sidestream.runtime.gateway.middleware import parse_origins
+from sidestream.runtime.gateway.origin_policy import parse_origins
 from sidestream.runtime.gateway.settings import MAX_HEADER_BYTES
 from sidestream.tools.options.gateway import add_gateway_options, gateway_settings
 from support.gateway import Books, FakeEngines, gateway
@@ -117,7 +118,7 @@ def test_no_page_changes_adapters_without_a_key(path: str, named: list[str] | No
         answer = asked("POST", path, settings=settings, json=body, headers=headers)
         assert answer.status_code == 403 and "--api-key" in answer.json()["error"]["message"]
     own: tuple[dict[str, str], ...] = (
-        {"Origin": "http://gw"},
+        {"Origin": "http://localhost"},
         {"Origin": "https://behind.a.proxy", "Sec-Fetch-Site": "same-origin"},
     )
     for headers in own:
@@ -125,6 +126,34 @@ def test_no_page_changes_adapters_without_a_key(path: str, named: list[str] | No
     keyed = {**settings, "api_key": "secret"}
     assert asked("POST", path, Books("secret"), keyed, json=body, headers={"Origin": PAGE}).status_code == 401
     assert asked("POST", path, Books("secret"), keyed, json=body, headers={"Origin": PAGE, **KEY}).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/chat/completions"])
+def test_a_body_without_the_type_of_json_is_refused(path: str) -> None:
+    """Browsers send such bodies without a preflight, some without an Origin."""
+    bodies = {"/v1/load_lora_adapter": ADAPTER, "/v1/unload_lora_adapter": {"lora_name": "pirate"}}
+    content = json.dumps(bodies.get(path, CHAT))
+    for kind in (
+        None,
+        "",
+        "text/plain",
+        "application/x-www-form-urlencoded",
+        "multipart/form-data",
+        "application/jsonp",
+    ):
+        headers = {} if kind is None else {"Content-Type": kind}
+        answer = asked("POST", path, content=content, headers=headers)
+        assert answer.status_code == 415 and "Content-Type: application/json" in answer.json()["error"]["message"]
+    for kind in ("application/json", "Application/JSON; charset=utf-8", "application/vnd.api+json"):
+        assert asked("POST", path, content=content, headers={"Content-Type": kind}).status_code == 200
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+def test_a_browser_that_hides_its_origin_is_known_by_the_site(site: str) -> None:
+    for path, body in (("/v1/unload_lora_adapter", {"lora_name": "pirate"}), ("/v1/chat/completions", CHAT)):
+        answer = asked("POST", path, json=body, headers={"Sec-Fetch-Site": site})
+        assert answer.status_code == 403 and answer.json()["error"]["code"] == "origin_not_allowed"
+        assert asked("POST", path, json=body, headers={"Sec-Fetch-Site": "same-origin"}).status_code == 200
 
 
 def test_the_flag_takes_vllms_list_and_names() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from sidestream.compiler.program.cache_folder import CacheFolder
 from sidestream.graphs.config import LlamaConfig
 from sidestream.runtime.llm import LLM
 from sidestream.runtime.quantization.calibration import load_calibration
@@ -59,6 +60,16 @@ def test_the_first_start_calibrates_and_the_next_one_finds_it(
 
     rounded.write_bytes(rounded.read_bytes()[:-1] + b"\x55")
     assert start(base) == used and "calibrated in" in capfd.readouterr().err
+
+
+def test_a_cached_file_that_cannot_be_read_is_made_again(tmp_path: Path) -> None:
+    folder = CacheFolder(tmp_path / "calibrations", 1 << 20)
+    for name, content in zip(first_start._file_names("key"), (b"", b"", b"aa bb"), strict=True):
+        folder.keep(name, content)
+    unreadable = folder.directory / first_start._file_names("key")[0]
+    unreadable.unlink()
+    unreadable.mkdir(mode=0o700)  # opens, and reading it is an error, as on a damaged disk
+    assert first_start._find(folder, "key") is None
 
 
 def test_what_goes_wrong_is_said_and_the_model_served(

@@ -279,7 +279,9 @@ def ask_fake(engines: FakeEngines, ask: Callable[[AsyncOpenAI], Any], key: str =
     async def scene() -> Any:
         app = build_app(engines, NoAuth(key), CompositeObserver(Metrics()), GatewaySettings())
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app)) as http:
-            return await ask(AsyncOpenAI(base_url="http://gw/v1", http_client=http, **{"api_key": "key"} | options))
+            return await ask(
+                AsyncOpenAI(base_url="http://localhost/v1", http_client=http, **{"api_key": "key"} | options)
+            )
 
     return asyncio.run(scene())
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sidestream.runtime.gateway.auth import usage_log
+from sidestream.runtime.gateway.auth import usage_database, usage_log
 from sidestream.runtime.gateway.auth.usage_database import Payload, UsageLogError, open_to_write
 from sidestream.runtime.gateway.auth.usage_log import UsageLog
 from sidestream.runtime.gateway.auth.usage_report import report
@@ -99,12 +99,12 @@ def test_a_full_disk_is_a_warning_and_records_wait_for_room(
     path = tmp_path / "usage.db"
     opened: list[sqlite3.Connection] = []
 
-    def small(path: Path) -> sqlite3.Connection:
+    def small(path: Path, check_pages: bool) -> sqlite3.Connection:
         opened.append(open_to_write(path))
         opened[-1].execute("PRAGMA max_page_count = 16")  # SQLite answers as on a full disk: SQLITE_FULL
         return opened[-1]
 
-    monkeypatch.setattr(usage_log, "open_to_write", small)
+    monkeypatch.setattr(usage_database, "open_to_write", small)
     with caplog.at_level(logging.WARNING), logging_to(path, max_queued=1000, retry_seconds=0.01) as log:
         for _ in range(1500):
             log.put(RECORD)
@@ -123,13 +123,13 @@ def test_a_full_disk_is_a_warning_and_records_wait_for_room(
 def test_a_log_that_cannot_be_opened_yet_is_opened_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, tries = tmp_path / "usage.db", [0]
 
-    def full_at_first(path: Path) -> sqlite3.Connection:
+    def full_at_first(path: Path, check_pages: bool) -> sqlite3.Connection:
         tries[0] += 1
         if tries[0] < 3:
             raise sqlite3.OperationalError("database or disk is full")
         return open_to_write(path)
 
-    monkeypatch.setattr(usage_log, "open_to_write", full_at_first)
+    monkeypatch.setattr(usage_database, "open_to_write", full_at_first)
     with logging_to(path, retry_seconds=0.01) as log:
         assert "full" in log.problem
         assert log.tokens_since(0.0) == {}, "a start does not fail for it"
