@@ -1,13 +1,14 @@
 """Many engines on Ray Serve. Only this folder and `tools/commands/fleet.py` import Ray, and only when a fleet is used.
 
-options       `fleet.toml`, checked
-application   the Ray Serve application: the deployments `engine` and `ingress`
-policies      what Ray calls: the number of engines, and the replica of a call
-engine        a replica of the deployment `engine`: a child process, its address, and its files
-ingress       a replica of the deployment `ingress`: the gateway in front of the engines
-adapter_root  folder or URL with the fleet's adapters
-cluster       connects to Ray, or starts a local one that is closed to others
-status        state of a fleet, for `sidestream fleet status`
+options        `fleet.toml`, checked
+application    the Ray Serve application: the deployments `engine` and `ingress`
+policies       what Ray calls: the number of engines, and the replica of a call
+engine         a replica of the deployment `engine`: a child process, its address, and its files
+ingress        a replica of the deployment `ingress`: the gateway in front of the engines
+loopback_only  admission of loopback clients, for HTTP without keys
+adapter_root   folder or URL with the fleet's adapters
+cluster        connects to Ray, or starts a local one that is closed to others
+status         state of a fleet, for `sidestream fleet status`
 
 Requests and tokens do not pass through Ray: the gateway's router connects to the engines. Ray places engines, restarts
 those that die, and changes their number.

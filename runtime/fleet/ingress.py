@@ -14,14 +14,12 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 from ..api.errors import EngineDeadError, ServerError
-from ..gateway.addresses import is_loopback
 from ..gateway.app import build_app, make_components
-from ..gateway.auth.admission import NoAuth
-from ..gateway.interfaces import Caller, GatewayError
 from ..gateway.router.adapter_catalogue import OfferedAdapter
 from ..gateway.router.router import Router
 from ..gateway.settings import GatewaySettings
 from .adapter_root import AdapterRoot
+from .loopback_only import LoopbackOnly
 from .status import overview
 
 _log = logging.getLogger("ray.serve")
@@ -51,25 +49,6 @@ def subscribe(listener: Callable[[Mapping[str, str]], None]) -> None:
     with _lock:
         _listener = listener
         listener(_replicas)
-
-
-class LoopbackOnly(NoAuth):
-    """Admits loopback clients only: HTTP without keys is for this machine.
-
-    It checks clients because `serve run` and a Serve config have their own listen address, unknown to fleet.toml.
-    """
-
-    def identify(self, authorization: str | None, client_host: str) -> Caller:
-        """See `Admission`. Raises GatewayError 403."""
-        if not is_loopback(client_host):
-            raise GatewayError(
-                403,
-                "this fleet has no keys, so it serves only its own machine; set `keys` in fleet.toml, or "
-                "`insecure = true` if the network is trusted",
-                "permission_error",
-                "keys_needed",
-            )
-        return super().identify(authorization, client_host)
 
 
 class Ingress:

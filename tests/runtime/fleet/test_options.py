@@ -176,7 +176,7 @@ def test_files_of_engines_that_ended_go(secured, tmp_path):
 
 @needs_ray
 def test_a_fleet_without_keys_serves_its_own_machine_only(secured):
-    from sidestream.runtime.fleet.ingress import LoopbackOnly
+    from sidestream.runtime.fleet.loopback_only import LoopbackOnly
 
     door = LoopbackOnly()
     assert all(door.identify(None, host) for host in ("127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1"))
