@@ -17,6 +17,10 @@ HEADER_SECONDS = 20.0
 """Time for a complete request header, and for the rest of a body that no handler reads."""
 WRITE_SECONDS = 60.0
 """Time that a client may not read while an answer waits for it."""
+LINGER_SECONDS = 10.0
+"""Time that a client gets to read an answer and to stop sending the rest of its body, which is discarded."""
+DISCARD_SECONDS = 0.05
+"""Pause between reads of such a rest: discarding it must not delay other connections."""
 LOOPBACK = ("127.", "::1", "::ffff:127.")
 
 
@@ -71,6 +75,7 @@ def limited_protocol(base: type[Any], count: ConnectionCount) -> type[Any]:
             self._host = str(peer[0]) if isinstance(peer, tuple) and peer else ""
             self._header_timer: asyncio.TimerHandle | None = None
             self._write_timer: asyncio.TimerHandle | None = None
+            self._linger_timer: asyncio.TimerHandle | None = None
             self._header_bytes = 0
             self._own_transport = transport
             refusal = count.refusal(self._host)
@@ -80,7 +85,7 @@ def limited_protocol(base: type[Any], count: ConnectionCount) -> type[Any]:
                 transport.close()
                 return
             count.by_host[self._host] += 1
-            self._batching = BatchingTransport(transport, flush_queue)
+            self._batching = BatchingTransport(transport, flush_queue, self._linger)
             self.app = self._batching.wrap(self.app)
             super().connection_made(self._batching)
             self._start_header_timer()
@@ -92,13 +97,17 @@ def limited_protocol(base: type[Any], count: ConnectionCount) -> type[Any]:
             count.by_host[self._host] -= 1
             if not count.by_host[self._host]:
                 del count.by_host[self._host]
-            for timer in (self._header_timer, self._write_timer):
+            for timer in (self._header_timer, self._write_timer, self._linger_timer):
                 if timer is not None:
                     timer.cancel()
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
             if self._refused:
+                return
+            if self._batching.lingering:
+                self._own_transport.pause_reading()
+                asyncio.get_running_loop().call_later(DISCARD_SECONDS, self._discard_more)
                 return
             super().data_received(data)
             cycle = self.cycle
@@ -113,8 +122,27 @@ def limited_protocol(base: type[Any], count: ConnectionCount) -> type[Any]:
             if cycle is None and self._header_bytes > 2 * MAX_HEADER_BYTES:
                 self._own_transport.abort()
 
+        def _linger(self) -> bool:
+            """Send the end of the answer, and discard the rest of the request's body. Returns False without a rest.
+
+            Closing a connection with unread data resets it, and the client may lose the answer.
+            """
+            cycle, transport = self.cycle, self._own_transport
+            if cycle is None or not cycle.response_complete or not cycle.more_body or transport.is_closing():
+                return False
+            if self.timeout_keep_alive_task is not None:  # the body was discarded while the connection stayed open
+                return False
+            transport.write_eof()
+            self._linger_timer = asyncio.get_running_loop().call_later(LINGER_SECONDS, transport.abort)
+            self._discard_more()
+            return True
+
+        def _discard_more(self) -> None:
+            if not self._own_transport.is_closing():
+                self._own_transport.resume_reading()
+
         def eof_received(self) -> None:
-            if not self._refused:
+            if not self._refused and not self._batching.lingering:
                 super().eof_received()
 
         def pause_writing(self) -> None:

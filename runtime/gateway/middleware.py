@@ -1,5 +1,6 @@
 """ASGI middleware around all routes: authentication, request ids, CORS, error responses, and access records."""
 
+import asyncio
 import json
 import re
 import time
@@ -12,6 +13,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .api.errors import CLIENT_GONE, response_for
 from .api.event_stream import DIRECT_BODY
+from .intake.body_memory import BODY
+from .intake.refusal_pace import PACED_STATUSES, RefusalPace
 from .interfaces import Admission, GatewayError, HttpExchange, Observer
 from .settings import MAX_HEADER_BYTES, GatewaySettings
 
@@ -25,6 +28,8 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+")
 _READ_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _SAME_SITE = frozenset({"same-origin", "none"})  # "none": the user typed the address
 _ORIGIN_HEADERS = (b"origin", b"host", b"sec-fetch-site")
+MAX_DRAINED_BYTES = 64 << 10
+"""Largest body of a failed request that is read, so that its connection can be used again."""
 _REQUEST_ID = re.compile(rb"[!-~]{1,64}")
 _EXPOSED_HEADERS = (
     "x-request-id",
@@ -103,12 +108,23 @@ def parse_origins(values: Iterable[str]) -> list[str]:
     return origins
 
 
+def _has_large_body(scope: Scope) -> bool:
+    """Return whether the request has a body above MAX_DRAINED_BYTES, or one of unknown length."""
+    for name, value in scope["headers"]:
+        if name == b"transfer-encoding":
+            return True
+        if name == b"content-length":
+            return not value.isdigit() or int(value[:20]) > MAX_DRAINED_BYTES
+    return False
+
+
 class GatewayMiddleware:
     """Wraps the routes. Sets `sidestream.request_id` and `sidestream.caller` in each request's scope."""
 
     def __init__(self, router: Router, admission: Admission, observer: Observer, origins: OriginPolicy) -> None:
         self.router = router
         self._admission, self._observer, self._origins = admission, observer, origins
+        self._refusal_pace = RefusalPace()
         self._serve_with_cors = origins.with_cors(self._serve)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -165,8 +181,17 @@ class GatewayMiddleware:
         except Exception as problem:
             if status != CLIENT_GONE:  # the response has started: only closing the connection can report the error
                 raise
-            await response_for(problem, scope["method"])(scope, receive, recorded_send)
+            if isinstance(problem, GatewayError) and problem.status in PACED_STATUSES:
+                delay = self._refusal_pace.delay(owner or host, started)
+                if delay:
+                    await asyncio.sleep(delay)
+            response = response_for(problem, scope["method"])
+            if _has_large_body(scope):  # its rest is not worth reading
+                response.headers["Connection"] = "close"
+            await response(scope, receive, recorded_send)
         finally:
+            if BODY in scope:
+                scope[BODY].release()
             self._observer.on_http_exchange(
                 HttpExchange(
                     time=started_at,

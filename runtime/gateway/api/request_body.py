@@ -15,6 +15,7 @@ from starlette.types import Receive
 
 from ...api.checks import check_text
 from ...api.errors import RequestError
+from ..intake.body_memory import HeldBody
 from ..interfaces import GatewayError
 from ..settings import GatewaySettings
 
@@ -22,15 +23,16 @@ T = TypeVar("T")
 _decoders: dict[type, Any] = {}
 
 
-async def read_body(request: Request, shape: type[T], settings: GatewaySettings) -> T:
-    """Return the body decoded as the struct type `shape`.
+async def read_body(request: Request, shape: type[T], settings: GatewaySettings, held: HeldBody | None = None) -> T:
+    """Return the body decoded as the struct type `shape`. `held` counts its bytes.
 
-    Raises GatewayError 413 if it is too large, 408 if it arrives too slowly, 415 if its type is not JSON, else 400.
+    Raises GatewayError 413 if it is too large, 408 if it arrives too slowly, 415 if its type is not JSON, 429 if `held`
+    is full, else 400.
     """
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise GatewayError(415, "the body must be JSON; send Content-Type: application/json")
-    data = await _read(request, settings)
+    data = await _read(request, settings, held)
     decoder = _decoders.get(shape)
     if decoder is None:
         decoder = _decoders[shape] = msgspec.json.Decoder(shape)
@@ -42,11 +44,14 @@ async def read_body(request: Request, shape: type[T], settings: GatewaySettings)
         raise malformed(problem, data, shape) from None
 
 
-async def _read(request: Request, settings: GatewaySettings) -> bytes:
+async def _read(request: Request, settings: GatewaySettings, held: HeldBody | None) -> bytes:
     limit = settings.max_body_bytes
     declared = request.headers.get("content-length", "")
-    if declared.isascii() and declared.isdigit() and int(declared[:20]) > limit:
-        raise _too_large(limit)
+    if declared.isascii() and declared.isdigit():
+        if int(declared[:20]) > limit:
+            raise _too_large(limit)
+        if held is not None:
+            held.hold(int(declared))
     parts, length = [], 0
     try:
         async with asyncio.timeout(settings.body_seconds):
@@ -54,6 +59,8 @@ async def _read(request: Request, settings: GatewaySettings) -> bytes:
                 length += len(part)
                 if length > limit:
                     raise _too_large(limit)
+                if held is not None:
+                    held.hold(length)
                 parts.append(part)
     except TimeoutError:
         raise GatewayError(
