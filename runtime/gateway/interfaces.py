@@ -278,7 +278,7 @@ class Admission(Protocol):
         ...
 
     def count(self, caller: Caller, uses_tokens: bool) -> Mapping[str, str]:
-        """Count a request before its body is read. Returns x-ratelimit-* headers.
+        """Count a request before its body is read. Returns x-ratelimit-* headers, unless `admit` follows.
 
         uses_tokens   whether `admit` follows; the request is then refused if no token is left
 

@@ -19,6 +19,7 @@ from starlette.responses import Response
 from ...api.errors import RequestError
 from ...text.chat_files import ChatTemplates
 from ...text.chat_renderer import ChatRenderer
+from ..intake.body_decoder import BodyDecoder
 from ..intake.body_memory import BODY, BodyMemory, HeldBody
 from ..intake.fair_queue import FairQueue
 from ..interfaces import AdapterCard, Admission, Caller, Engines, GatewayError, ModelInfo, Observer
@@ -38,6 +39,7 @@ BODIES_PER_OWNER = 4
 TOKENIZATIONS, TOKENIZATIONS_PER_OWNER = 8, 2
 CLOSED = "sidestream.is_closed"
 """Key of a function in a request's scope that returns whether the connection is closed. Absent without one."""
+_OWNER_TAG = "sidestream.owner_tag"
 _encoder = msgspec.json.Encoder()
 
 
@@ -64,17 +66,29 @@ class GatewayContext:
         self._renderer = ChatRenderer(processes)
         self._renderings = FairQueue(processes, max(1, processes - 1))
         self._tokenizations = FairQueue(TOKENIZATIONS, TOKENIZATIONS_PER_OWNER)
+        self._decoder, self._decodings = BodyDecoder(settings.max_body_bytes), FairQueue(1, 1)
         self._body_memory = BodyMemory(BODIES_PER_OWNER * settings.max_body_bytes)
         self._templates: OrderedDict[tuple[str, str], ChatTemplates] = OrderedDict()
 
     def close(self) -> None:
-        """End the chat template processes."""
+        """End the child processes."""
         self._renderer.close()
+        self._decoder.close()
 
     async def read_body(self, request: Request, shape: type[T]) -> T:
-        """Return the body decoded as `shape`. Its bytes count for the owner. Raises GatewayError."""
+        """Return the body decoded as `shape`. Its bytes count for the owner.
+
+        A large body is decoded in the turn of its owner. Raises GatewayError, 404 for the model of a large body.
+        """
         held = request.scope[BODY] = HeldBody(self._body_memory, owner_tag(request))
-        return await read_body(request, shape, self.settings, held)
+
+        async def decode_large(data: bytes) -> T:
+            check = functools.partial(self._decoder.check, data, shape)
+            body = await self._in_thread(self._decodings, request, check)
+            await self.target(caller_of(request), body.model)
+            return await body.decode()
+
+        return await read_body(request, shape, self.settings, held, decode_large)
 
     async def target(self, caller: Caller, name: str | None) -> Target:
         """Resolve a body's `model`; None is the base model.
@@ -134,7 +148,7 @@ class GatewayContext:
             tools=tools,
         )
         try:
-            (prompt,) = await self._in_thread(request, render)
+            (prompt,) = await self._in_thread(self._renderings, request, render)
         except RequestError as problem:
             raise GatewayError(400, str(problem), param=getattr(problem, "param", "messages")) from None
         return prompt
@@ -151,9 +165,13 @@ class GatewayContext:
 
         return await while_connected(request.receive, run())
 
-    async def _in_thread(self, request: Request, work: Callable[[], T]) -> T:
-        """Return the result of `work`, which runs in a thread. Its turn ends with it, even if this is cancelled."""
-        owner, queue = owner_tag(request), self._renderings
+    async def _in_thread(self, queue: FairQueue, request: Request, work: Callable[[], T]) -> T:
+        """Return the result of `work`, which runs in a thread in the turn of the request's owner.
+
+        The turn ends with the thread, even if this is cancelled. Raises ClientDisconnect if the client disconnects
+        before it begins.
+        """
+        owner = owner_tag(request)
         if not queue.try_start(owner):
             await while_connected(request.receive, queue.start(owner))
         if is_closed(request):
@@ -179,10 +197,13 @@ def owner_tag(request: Request) -> str:
 
     Engines need no names, so the tag is a hash. It is the same in all gateways.
     """
-    caller = caller_of(request)
-    host = request.client.host if request.client is not None else ""
-    name = caller.owner if caller.key_id else f"{caller.owner}\n{host}"
-    return blake2b(name.encode(), digest_size=8).hexdigest()
+    tag: str | None = request.scope.get(_OWNER_TAG)
+    if tag is None:
+        caller = caller_of(request)
+        host = request.client.host if request.client is not None else ""
+        name = caller.owner if caller.key_id else f"{caller.owner}\n{host}"
+        tag = request.scope[_OWNER_TAG] = blake2b(name.encode(), digest_size=8).hexdigest()
+    return tag
 
 
 def is_closed(request: Request) -> bool:

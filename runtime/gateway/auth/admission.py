@@ -59,11 +59,16 @@ class KeyAdmission:
         return key is not None and key.allows(model)
 
     def count(self, caller: Caller, uses_tokens: bool) -> Mapping[str, str]:
-        """Count one of the key's requests_per_minute. Raises GatewayError like `admit`."""
+        """Count one of the key's requests_per_minute. The headers are empty if `admit` follows, which returns them.
+
+        Raises GatewayError like `admit`.
+        """
         key, account = self._account(caller)
-        limits = Limits(key.requests_per_minute, *((key.tokens_per_minute, key.tokens_per_day) if uses_tokens else ()))
+        limits = key.limits if uses_tokens else Limits(key.requests_per_minute)
         now, wall = self._now(), self._wall()
         refusal = account.count(limits, now, wall)
+        if refusal is None and uses_tokens:
+            return {}
         headers = limit_headers(account.request_status(limits, now), account.token_status(limits, now, wall))
         if refusal is not None:
             raise _limit_error(refusal, headers)
@@ -77,7 +82,7 @@ class KeyAdmission:
         Raises GatewayError 429, or 401 if the key was revoked since `identify`.
         """
         key, account = self._account(caller)
-        limits = Limits(key.requests_per_minute, key.tokens_per_minute, key.tokens_per_day)
+        limits = key.limits
         granted = _granted(key, account.largest(limits), prompt_tokens, max_tokens, choices, model_len)
         now, wall = self._now(), self._wall()
         # without a limit on tokens, nothing is reserved for the answer

@@ -28,7 +28,9 @@ class Window:
 
     def used(self, now: float) -> int:
         """Return the sum at `now` (seconds, monotonic)."""
-        latest = max(int(now // (MINUTE / SLOTS)), self._latest)
+        latest = int(now // (MINUTE / SLOTS))
+        if latest <= self._latest:
+            return self._sum
         for slot in range(max(self._latest + 1, latest - SLOTS), latest + 1):
             self._sum -= self._amounts[slot % (SLOTS + 1)]
             self._amounts[slot % (SLOTS + 1)] = 0
@@ -141,17 +143,17 @@ class Account:
     def _refusal(self, limits: Limits, requests: int, tokens: int, now: float, wall: float) -> Refusal | None:
         self._start_day(wall)
         refusals: list[Refusal] = []
-        for name, limit, window, amount in (
-            ("requests_per_minute", limits.requests_per_minute if requests else None, self._requests, requests),
-            ("tokens_per_minute", limits.tokens_per_minute, self._tokens, tokens),
-        ):
-            if limit is not None and (seconds := window.seconds_until(amount, limit, now)) > 0:
-                refusals.append(Refusal(name, limit, amount, seconds))
+        limit = limits.requests_per_minute
+        if limit is not None and requests and (seconds := self._requests.seconds_until(requests, limit, now)) > 0:
+            refusals.append(Refusal("requests_per_minute", limit, requests, seconds))
+        limit = limits.tokens_per_minute
+        if limit is not None and (seconds := self._tokens.seconds_until(tokens, limit, now)) > 0:
+            refusals.append(Refusal("tokens_per_minute", limit, tokens, seconds))
         limit = limits.tokens_per_day
         if limit is not None and self._today + tokens > limit:
             seconds = (self._day + 1) * DAY - wall if tokens <= limit else math.inf
             refusals.append(Refusal("tokens_per_day", limit, tokens, seconds))
-        return max(refusals, key=lambda refusal: refusal.seconds, default=None)
+        return max(refusals, key=lambda refusal: refusal.seconds) if refusals else None
 
     def settle(self, reservation: Reservation, used: int, now: float, wall: float) -> None:
         """Correct the sums for a request that ended and used `used` tokens."""

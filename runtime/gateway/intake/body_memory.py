@@ -1,7 +1,5 @@
 """Limits the bytes of request bodies that an owner occupies before its requests are admitted."""
 
-from collections import Counter
-
 from ..interfaces import GatewayError
 
 BODY = "sidestream.body"
@@ -13,7 +11,7 @@ class BodyMemory:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.held: Counter[str] = Counter()
+        self.held: dict[str, int] = {}
 
 
 class HeldBody:
@@ -25,8 +23,11 @@ class HeldBody:
 
     def hold(self, count: int) -> None:
         """Count `count` bytes in all for this request. Raises GatewayError 429 above the owner's limit."""
-        memory, more = self._memory, max(0, count - self._bytes)
-        if memory.held[self._owner] + more > memory.limit:
+        if count <= self._bytes:
+            return
+        memory, owner = self._memory, self._owner
+        owned = memory.held.get(owner, 0) + count - self._bytes
+        if owned > memory.limit:
             raise GatewayError(
                 429,
                 f"the bodies of your unfinished requests have more than {memory.limit} bytes; wait for answers, or "
@@ -35,13 +36,12 @@ class HeldBody:
                 "too_many_body_bytes",
                 retry_after=1.0,
             )
-        self._bytes += more
-        memory.held[self._owner] += more
+        memory.held[owner], self._bytes = owned, count
 
     def release(self) -> None:
         """Stop counting. May be called again."""
-        held = self._memory.held
-        held[self._owner] -= self._bytes
-        self._bytes = 0
-        if not held[self._owner]:
-            del held[self._owner]
+        if self._bytes:
+            left = self._memory.held.pop(self._owner) - self._bytes
+            if left:
+                self._memory.held[self._owner] = left
+            self._bytes = 0
