@@ -7,6 +7,7 @@ metrics         Prometheus metrics, access log, tracing spans
 auth            API keys, rate limits, usage log
 router          assigns requests to engines; migrates streams when an engine dies
 console         the web page at /
+intake          turns by owner, memory of bodies and pace of refusals, before a request is admitted
 api             one file per endpoint, and what endpoints share: errors, request bodies, event streams
 write_batching  joins the writes of a connection
 connections     limits on the number and the idle time of connections

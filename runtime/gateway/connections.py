@@ -29,6 +29,10 @@ MAX_REFUSED = 128
 REFUSAL = "sidestream.refusal"
 """Key of the scope: the GatewayError that refuses the requests of a connection above the limit."""
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+LINGER_SECONDS = 10.0
+"""Time that a client gets to read an answer and to stop sending the rest of its body, which is discarded."""
+DISCARD_SECONDS = 0.05
+"""Pause between reads of such a rest: discarding it must not delay other connections."""
 
 
 class Connection(Protocol):
@@ -148,6 +152,7 @@ def limited_protocol(base: type[Any], connections: ConnectionPool) -> type[Any]:
             self._header_timer: asyncio.TimerHandle | None = None
             self._write_timer: asyncio.TimerHandle | None = None
             self._probe_timer: asyncio.TimerHandle | None = None
+            self._linger_timer: asyncio.TimerHandle | None = None
             self._header_bytes = 0
             self._half_closed = False
             self._own_transport = transport
@@ -160,7 +165,7 @@ def limited_protocol(base: type[Any], connections: ConnectionPool) -> type[Any]:
                 transport.abort()
                 return
             self._pool.add(self, host)
-            self._batching = BatchingTransport(transport, flush_queue)
+            self._batching = BatchingTransport(transport, flush_queue, self._linger)
             self.app = self._batching.wrap(self.app)
             super().connection_made(self._batching)
             self._start_header_timer()
@@ -170,7 +175,7 @@ def limited_protocol(base: type[Any], connections: ConnectionPool) -> type[Any]:
                 return
             self._batching.writable = False
             self._pool.remove(self)
-            for timer in (self._header_timer, self._write_timer, self._probe_timer):
+            for timer in (self._header_timer, self._write_timer, self._probe_timer, self._linger_timer):
                 if timer is not None:
                     timer.cancel()
             super().connection_lost(exc)
@@ -183,6 +188,10 @@ def limited_protocol(base: type[Any], connections: ConnectionPool) -> type[Any]:
 
         def data_received(self, data: bytes) -> None:
             if self._pool is None:
+                return
+            if self._batching.lingering:
+                self._own_transport.pause_reading()
+                asyncio.get_running_loop().call_later(DISCARD_SECONDS, self._discard_more)
                 return
             super().data_received(data)
             cycle = self.cycle
@@ -236,6 +245,25 @@ def limited_protocol(base: type[Any], connections: ConnectionPool) -> type[Any]:
             else:
                 loop = asyncio.get_running_loop()
                 self._probe_timer = loop.call_later(PROBE_SECONDS, self._search_reset)
+
+        def _linger(self) -> bool:
+            """Send the end of the answer, and discard the rest of the request's body. Returns False without a rest.
+
+            Closing a connection with unread data resets it, and the client may lose the answer.
+            """
+            cycle, transport = self.cycle, self._own_transport
+            if cycle is None or not cycle.response_complete or not cycle.more_body or transport.is_closing():
+                return False
+            if self.timeout_keep_alive_task is not None:  # the body was discarded while the connection stayed open
+                return False
+            transport.write_eof()
+            self._linger_timer = asyncio.get_running_loop().call_later(LINGER_SECONDS, transport.abort)
+            self._discard_more()
+            return True
+
+        def _discard_more(self) -> None:
+            if not self._own_transport.is_closing():
+                self._own_transport.resume_reading()
 
         def pause_writing(self) -> None:
             super().pause_writing()

@@ -247,7 +247,7 @@ class UsageRecord:
     trained_accepted_tokens: int = 0
 
 
-def _ignore(record: UsageRecord) -> None:
+def _ignore(record: UsageRecord | None) -> None:
     """Do nothing."""
 
 
@@ -258,12 +258,12 @@ class Ticket:
     headers      x-ratelimit-* headers of the response
     max_tokens   limit of each completion: the requested one or the key's, whichever is lower; None: only the model's
                  length
-    finish       called exactly once when the request ends
+    finish       called exactly once when the request ends; None: it failed before an engine received it
     """
 
     headers: Mapping[str, str] = field(default_factory=dict)
     max_tokens: int | None = None
-    finish: Callable[[UsageRecord], None] = _ignore
+    finish: Callable[[UsageRecord | None], None] = _ignore
 
 
 class Admission(Protocol):
@@ -277,21 +277,23 @@ class Admission(Protocol):
         """Return whether the caller may use (and see) a model or adapter; if not, requests get 404."""
         ...
 
-    def admit(
-        self, caller: Caller, model: str, prompt_tokens: int, max_tokens: int | None, choices: int, model_len: int
-    ) -> Ticket:
-        """Admit a request.
+    def count(self, caller: Caller, uses_tokens: bool) -> Mapping[str, str]:
+        """Count a request before its body is read. Returns x-ratelimit-* headers, unless `admit` follows.
 
-        prompt_tokens   exact for token ids, an estimate for text; `finish` receives the exact number
-        max_tokens      limit of each of `choices` completions; None: none but the model's length
-        model_len       maximum length of prompt and answer
+        uses_tokens   whether `admit` follows; the request is then refused if no token is left
 
         Raises GatewayError 429 with Retry-After.
         """
         ...
 
-    def count(self, caller: Caller) -> Mapping[str, str]:
-        """Admit a request that generates no tokens, such as /tokenize, and count it. Returns x-ratelimit-* headers.
+    def admit(
+        self, caller: Caller, model: str, prompt_tokens: int, max_tokens: int | None, choices: int, model_len: int
+    ) -> Ticket:
+        """Reserve the tokens of a request that `count` has counted.
+
+        prompt_tokens   exact for token ids, an estimate for text; `finish` receives the exact number
+        max_tokens      limit of each of `choices` completions; None: none but the model's length
+        model_len       maximum length of prompt and answer
 
         Raises GatewayError 429 with Retry-After.
         """

@@ -1,5 +1,6 @@
 """ASGI middleware around all routes: authentication, request ids, CORS, error responses, and access records."""
 
+import asyncio
 import re
 import time
 import uuid
@@ -10,6 +11,8 @@ from starlette.types import Message, Receive, Scope, Send
 from .api.errors import CLIENT_GONE, response_for
 from .api.event_stream import DIRECT_BODY
 from .connections import REFUSAL
+from .intake.body_memory import BODY
+from .intake.refusal_pace import PACED_STATUSES, RefusalPace
 from .interfaces import Admission, GatewayError, HttpExchange, Observer
 from .origin_policy import OriginPolicy
 from .settings import MAX_HEADER_BYTES
@@ -17,7 +20,19 @@ from .settings import MAX_HEADER_BYTES
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/docs", "/openapi.json"})
 """Paths that need no key: probes have none, and the pages hold no data of this server."""
 _ORIGIN_HEADERS = (b"origin", b"host", b"sec-fetch-site")
+MAX_DRAINED_BYTES = 64 << 10
+"""Largest body of a failed request that is read, so that its connection can be used again."""
 _REQUEST_ID = re.compile(rb"[!-~]{1,64}")
+
+
+def _has_large_body(scope: Scope) -> bool:
+    """Return whether the request has a body above MAX_DRAINED_BYTES, or one of unknown length."""
+    for name, value in scope["headers"]:
+        if name == b"transfer-encoding":
+            return True
+        if name == b"content-length":
+            return not value.isdigit() or int(value[:20]) > MAX_DRAINED_BYTES
+    return False
 
 
 class GatewayMiddleware:
@@ -26,6 +41,7 @@ class GatewayMiddleware:
     def __init__(self, router: Router, admission: Admission, observer: Observer, origins: OriginPolicy) -> None:
         self.router = router
         self._admission, self._observer, self._origins = admission, observer, origins
+        self._refusal_pace = RefusalPace()
         self._serve_with_cors = origins.with_cors(self._serve)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -85,8 +101,17 @@ class GatewayMiddleware:
         except Exception as problem:
             if status != CLIENT_GONE:  # the response has started: only closing the connection can report the error
                 raise
-            await response_for(problem, scope["method"])(scope, receive, recorded_send)
+            if isinstance(problem, GatewayError) and problem.status in PACED_STATUSES:
+                delay = self._refusal_pace.delay(owner or host, started)
+                if delay:
+                    await asyncio.sleep(delay)
+            response = response_for(problem, scope["method"])
+            if _has_large_body(scope):  # its rest is not worth reading
+                response.headers["Connection"] = "close"
+            await response(scope, receive, recorded_send)
         finally:
+            if BODY in scope:
+                scope[BODY].release()
             self._observer.on_http_exchange(
                 HttpExchange(
                     time=started_at,

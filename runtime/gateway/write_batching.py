@@ -6,10 +6,12 @@ because a write wakes the client, which may then occupy the CPU core. Chunks of 
 """
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from .api.context import CLOSED
 from .api.event_stream import DIRECT_BODY
 
 _CHUNKED = b"\r\ntransfer-encoding: chunked\r\n"
@@ -59,11 +61,18 @@ class DirectBody:
 
 
 class BatchingTransport(asyncio.Transport):
-    """Wraps a transport and can hold back its writes. `writable`: it is open and its buffer is not full."""
+    """Wraps a transport and can hold back its writes.
 
-    def __init__(self, transport: asyncio.Transport, flush_queue: FlushQueue) -> None:
+    writable  it is open and its buffer is not full
+    linger    called before it is closed; if it returns True, it closes the transport later
+    """
+
+    def __init__(
+        self, transport: asyncio.Transport, flush_queue: FlushQueue, linger: Callable[[], bool] = lambda: False
+    ) -> None:
         super().__init__()
-        self._transport, self._flush_queue = transport, flush_queue
+        self._transport, self._flush_queue, self._linger = transport, flush_queue, linger
+        self.lingering = False
         self._added: list[bytes] = []
         self._held: list[bytes] | None = None
         self.writable = True
@@ -73,6 +82,7 @@ class BatchingTransport(asyncio.Transport):
 
         async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
             body = scope[DIRECT_BODY] = DirectBody(self)
+            scope[CLOSED] = self.is_closing
 
             async def batched_send(message: Message) -> None:
                 if self._held is None:
@@ -121,14 +131,16 @@ class BatchingTransport(asyncio.Transport):
         """Write held data, then close."""
         self._release()
         self.writable = False
-        self._transport.close()
+        self.lingering = self.lingering or self._linger()
+        if not self.lingering:
+            self._transport.close()
 
     def abort(self) -> None:
         self.writable = False
         self._transport.abort()
 
     def is_closing(self) -> bool:
-        return self._transport.is_closing()
+        return self.lingering or self._transport.is_closing()
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return self._transport.get_extra_info(name, default)

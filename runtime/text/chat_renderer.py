@@ -5,11 +5,12 @@ time, memory and output. `LLM`, the clients, the gateway and `sidestream chat` u
 nor torch.
 """
 
+import contextlib
 import json
+import queue
 import sys
 import threading
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ MAX_INPUT_CHARACTERS = 4 << 20
 MAX_OUTPUT_CHARACTERS = 1 << 20
 RENDER_SECONDS = 5.0
 MAX_ERROR_BYTES = 1 << 16
-KEPT = 4  # templates with a running child process: the model's, and those of recently used adapters
 _OPTIONS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 # other arguments of transformers' apply_chat_template, which templates do not see
 _NOT_VARIABLES = (
@@ -31,34 +31,39 @@ _NOT_VARIABLES = (
 )  # fmt: skip
 
 
-class ChatTemplate:
-    """A Jinja chat template in a child process. `tokens`: special tokens for it by name, such as `eos_token`.
+class TemplateProcess:
+    """A child process that renders Jinja chat templates.
 
-    Not thread-safe; `close` ends the child process. Encode rendered texts without further special tokens.
+    Not thread-safe. `render` starts it if it does not run; `close` ends it.
     """
 
-    def __init__(self, source: str, tokens: Mapping[str, str] | None = None) -> None:
-        check_size(source)
-        self.source, self.tokens = source, dict(tokens or {})
+    def __init__(self) -> None:
         # -P keeps this folder off the child's path: its module names would shadow others
         worker = Path(__file__).with_name("chat_worker.py")
         self._child = HelperProcess([sys.executable, "-P", str(worker)], 6 * MAX_OUTPUT_CHARACTERS + MAX_ERROR_BYTES)
 
     def render(
         self,
+        source: str,
+        tokens: Mapping[str, str],
         messages: Sequence[Message],
         variables: Mapping[str, Any],
         *,
         continue_final_message: bool = False,
         seconds: float = RENDER_SECONDS,
     ) -> str:
-        """Return the prompt of messages from `as_conversations`. `variables`: further variables of the template.
+        """Return the prompt of messages from `as_conversations`. Encode it without further special tokens.
+
+        source      the template
+        tokens      special tokens for it by name, such as `eos_token`
+        variables   its further variables
 
         Raises ChatTemplateError, also when rendering takes more than `seconds`.
         """
+        check_size(source)
         asked = {
-            "template": self.source,
-            "tokens": self.tokens,
+            "template": source,
+            "tokens": dict(tokens),
             "messages": messages,
             "variables": variables,
             "continue": continue_final_message,
@@ -70,7 +75,7 @@ class ChatTemplate:
             raise ChatTemplateError(
                 f"the messages or the template's variables cannot be encoded as JSON: {str(problem)[:200]}"
             ) from None
-        if len(line) > MAX_INPUT_CHARACTERS + len(self.source):
+        if len(line) > MAX_INPUT_CHARACTERS + len(source):
             raise ChatTemplateError(f"the chat has more than {MAX_INPUT_CHARACTERS} characters; start a new one")
         answer = self._ask(line.encode() + b"\n", seconds)
         if "text" not in answer:
@@ -81,12 +86,6 @@ class ChatTemplate:
         """End the child process."""
         self._child.close()
 
-    def __enter__(self) -> "ChatTemplate":
-        return self
-
-    def __exit__(self, *problem: object) -> None:
-        self.close()
-
     def _ask(self, line: bytes, seconds: float) -> dict[str, Any]:
         try:
             return json.loads(self._child.ask(line, seconds))
@@ -96,26 +95,19 @@ class ChatTemplate:
             raise ChatTemplateError(f"the chat template failed: {reason}") from None
 
 
-class _CachedTemplate:
-    """A template and its lock."""
-
-    def __init__(self, template: ChatTemplate) -> None:
-        self.template, self.lock = template, threading.Lock()
-
-    def close(self) -> None:
-        with self.lock:
-            self.template.close()
-
-
 class ChatRenderer:
-    """Renders conversations. Thread-safe; each template has a child process, kept for later calls.
+    """Renders conversations in up to `processes` child processes at a time, kept for later calls. Thread-safe.
 
     `close` ends the processes, and a later call starts them again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, processes: int = 1) -> None:
+        self.processes = [TemplateProcess() for _ in range(processes)]
         self._lock = threading.Lock()
-        self._cache: OrderedDict[tuple[str, tuple[tuple[str, str], ...]], _CachedTemplate] = OrderedDict()
+        # last in, first out: processes start only for renderings at the same time
+        self._idle: queue.LifoQueue[TemplateProcess] = queue.LifoQueue()
+        for process in self.processes:
+            self._idle.put(process)
 
     def prompts(
         self,
@@ -148,32 +140,26 @@ class ChatRenderer:
         each = [templates] * len(conversations) if isinstance(templates, ChatTemplates) else templates
         made = []
         for found, conversation in zip(each, conversations, strict=True):
-            kept = self._load(found.select(chat_template, tools is not None), found.tokens)
-            with kept.lock:
-                goes_on = bool(continue_final_message)
-                made.append(kept.template.render(conversation, variables, continue_final_message=goes_on))
+            source, goes_on = found.select(chat_template, tools is not None), bool(continue_final_message)
+            with self._idle_process() as process:
+                made.append(
+                    process.render(source, found.tokens, conversation, variables, continue_final_message=goes_on)
+                )
         return made
 
     def close(self) -> None:
-        """End the child processes after the current rendering."""
-        with self._lock:
-            kept, self._cache = list(self._cache.values()), OrderedDict()
-        for each in kept:
-            each.close()
+        """End the child processes after the current renderings."""
+        with self._lock, contextlib.ExitStack() as taken:  # the lock: two closing threads would wait for each other
+            for process in [taken.enter_context(self._idle_process()) for _ in self.processes]:
+                process.close()
 
-    def _load(self, source: str, tokens: Mapping[str, str]) -> _CachedTemplate:
-        key = source, tuple(sorted(tokens.items()))
-        old: _CachedTemplate | None = None
-        with self._lock:
-            kept = self._cache.get(key)
-            if kept is None:
-                kept = self._cache[key] = _CachedTemplate(ChatTemplate(source, tokens))
-                if len(self._cache) > KEPT:
-                    old = self._cache.popitem(last=False)[1]
-            self._cache.move_to_end(key)
-        if old is not None:
-            old.close()
-        return kept
+    @contextlib.contextmanager
+    def _idle_process(self) -> Iterator[TemplateProcess]:
+        process = self._idle.get()
+        try:
+            yield process
+        finally:
+            self._idle.put(process)
 
 
 def _variables(given: Any) -> dict[str, Any]:

@@ -17,11 +17,10 @@ from ...api.sampling_params import SamplingParams
 from ...protocol.messages import Chunk
 from ..interfaces import GatewayError
 from .body_types import Answer, Body, Ignored, Refused, Text, Usage
-from .completion_session import admit
+from .completion_session import estimated_tokens, open_session, reserved_tokens
 from .context import GatewayContext, caller_of, errors_as_400, json_response, new_id
 from .event_stream import ChunkEncoder, EventStream, TextChunkEncoder
 from .logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs
-from .request_body import read_body
 from .response_format import make_constraint, schema_of
 from .sampling_fields import LogprobCount, SamplingBody, TokenCount, refuse, sampling_params
 from .tool_call_parser import CallDelta, ToolParser
@@ -267,26 +266,32 @@ def _new_call_id() -> str:
 
 async def chat_completions(context: GatewayContext, request: Request) -> Response:
     """Handle one request."""
-    body = await read_body(request, ChatRequest, context.settings)
+    context.admission.count(caller_of(request), uses_tokens=True)
+    body = await context.read_body(request, ChatRequest)
     target = await context.target(caller_of(request), body.model)
     params = body.sampling(target.model.sampling_defaults)
     conversation, tools = body.conversation(), body.offered_tools
-    templates = await context.templates(target)
-    tool_format = None
-    if tools:
-        with errors_as_400("tools"):
-            tool_format = format_of(templates.select(None, True)) if templates.templates else None
-        params = body.with_tools(params, tool_format)
-    prompt = await context.chat_prompt(
-        templates,
-        conversation,
-        body.add_generation_prompt,
-        body.continue_final_message,
-        body.chat_template_kwargs,
-        for_template(tools) if tools else None,
-    )
-    stream, deadline = bool(body.stream), body.deadline_seconds
-    session = admit(context, request, target, [prompt], params, stream, body.priority, deadline, False)
+    template_tools = for_template(tools) if tools else None
+    stream, deadline, tool_format = bool(body.stream), body.deadline_seconds, None
+    estimate = estimated_tokens([conversation, template_tools])
+    with reserved_tokens(context, request, target, estimate, params, params.n) as ticket:
+        templates = await context.templates(target)
+        if tools:
+            with errors_as_400("tools"):
+                tool_format = format_of(templates.select(None, True)) if templates.templates else None
+            params = body.with_tools(params, tool_format)
+        prompt = await context.chat_prompt(
+            request,
+            templates,
+            conversation,
+            body.add_generation_prompt,
+            body.continue_final_message,
+            body.chat_template_kwargs,
+            template_tools,
+        )
+        session = open_session(
+            context, request, ticket, target, [prompt], params, stream, body.priority, deadline, False
+        )
     session.constraint_field = body.constraint_field
     messages = [AssistantMessage(tool_format, [tool.function.name for tool in tools]) for _ in range(params.n)]
     answer_id, created, top = new_id("chatcmpl"), int(time.time()), body.top_logprobs or 0

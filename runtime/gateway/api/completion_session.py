@@ -3,10 +3,9 @@
 import asyncio
 import functools
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
 from typing import Any
 
 from starlette.requests import Request
@@ -14,9 +13,10 @@ from starlette.types import Receive
 
 from ...api.sampling_params import SamplingParams
 from ...protocol.messages import Chunk, TokenLogprob
-from ..interfaces import AdmittedRequest, Caller, EngineRequest, GatewayError, Ticket, UsageRecord
+from ..intake.body_memory import BODY
+from ..interfaces import AdmittedRequest, EngineRequest, GatewayError, Ticket, UsageRecord
 from .body_types import CompletionTokensDetails, PromptTokensDetails, Usage
-from .context import GatewayContext, Target, caller_of, request_id_of
+from .context import GatewayContext, Target, caller_of, owner_tag, request_id_of
 from .errors import CLIENT_GONE, to_gateway_error
 from .request_body import while_connected
 from .response_format import name_constraint_field
@@ -139,10 +139,12 @@ class CompletionSession:
         request: AdmittedRequest,
         ticket: Ticket,
         target: Target,
+        owner: str,
         priority: int,
         deadline: float | None,
     ) -> None:
         self._context, self._request, self._ticket, self._target = context, request, ticket, target
+        self._owner = owner
         self._priority, self._deadline = priority, deadline
         self.counts = TokenCounts()
         self.headers = dict(ticket.headers)
@@ -237,14 +239,13 @@ class CompletionSession:
     def _engine_requests(self, direct: Callable[[Chunk], bool] | None) -> list[EngineRequest]:
         request = self._request
         number = next(self._context.numbers)  # clients may choose the same request id
-        owner = _owner_tag(request.caller, request.client_host)
         return [
             EngineRequest(
                 f"{request.request_id[:32]}-{number}-{prompt_index}",
                 prompt,
                 request.params,
                 request.adapter,
-                owner,
+                self._owner,
                 self._priority,
                 self._deadline,
                 request.stream,
@@ -292,9 +293,43 @@ class CompletionSession:
         self._context.observer.on_finished(request, record)
 
 
-def admit(
+def estimated_tokens(value: Any) -> int:
+    """Return the number of tokens of a prompt: exact for token ids, an estimate for a text or messages."""
+    if isinstance(value, list) and value and isinstance(value[0], int):
+        return len(value)
+    return _characters(value) // CHARACTERS_PER_TOKEN + 1
+
+
+def _characters(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_characters, value.values()))
+    return sum(map(_characters, value)) if isinstance(value, list) else 0
+
+
+@contextmanager
+def reserved_tokens(
+    context: GatewayContext, request: Request, target: Target, prompt_tokens: int, params: SamplingParams, choices: int
+) -> Iterator[Ticket]:
+    """Reserve the tokens of a request while the block makes its session. An error in the block returns them.
+
+    Raises GatewayError 429.
+    """
+    ticket = context.admission.admit(
+        caller_of(request), target.name, prompt_tokens, params.max_tokens, choices, target.model.max_model_len
+    )
+    try:
+        yield ticket
+    except BaseException:
+        ticket.finish(None)
+        raise
+
+
+def open_session(
     context: GatewayContext,
     request: Request,
+    ticket: Ticket,
     target: Target,
     prompts: Sequence[Prompt],
     params: SamplingParams,
@@ -303,20 +338,13 @@ def admit(
     deadline_seconds: float | None = None,
     add_special_tokens: bool = True,
 ) -> CompletionSession:
-    """Admit a request. `add_special_tokens` applies to text prompts. Raises GatewayError 429."""
-    caller = caller_of(request)
-    estimate = sum(
-        len(prompt) if isinstance(prompt, list) else len(prompt) // CHARACTERS_PER_TOKEN + 1 for prompt in prompts
-    )
-    ticket = context.admission.admit(
-        caller, target.name, estimate, params.max_tokens, params.n * len(prompts), target.model.max_model_len
-    )
+    """Return the session of a request with reserved tokens. `add_special_tokens` applies to text prompts."""
     if ticket.max_tokens is not None and ticket.max_tokens != params.max_tokens:
         params = replace(params, max_tokens=ticket.max_tokens, min_tokens=min(params.min_tokens, ticket.max_tokens))
     admitted = AdmittedRequest(
         request_id=request_id_of(request),
         endpoint=request.scope["path"],
-        caller=caller,
+        caller=caller_of(request),
         client_host=request.client.host if request.client is not None else "",
         model=target.name,
         adapter=None if target.adapter is None else target.adapter.name,
@@ -331,16 +359,8 @@ def admit(
         add_special_tokens=add_special_tokens,
     )
     context.observer.on_admitted(admitted)
-    return CompletionSession(context, admitted, ticket, target, priority or 0, deadline_seconds)
-
-
-def _owner_tag(caller: Caller, client_host: str) -> str:
-    """Return a tag for fair scheduling, from the key's owner, or from the client's address if there are no keys.
-
-    The tag is a hash, because engines do not need the name. It is the same in all gateways.
-    """
-    name = caller.owner if caller.key_id else f"{caller.owner}\n{client_host}"
-    return blake2b(name.encode(), digest_size=8).hexdigest()
+    request.scope[BODY].release()
+    return CompletionSession(context, admitted, ticket, target, owner_tag(request), priority or 0, deadline_seconds)
 
 
 async def _merge(streams: Sequence[AsyncGenerator[list[Chunk], None]]) -> ChunkStream:

@@ -19,11 +19,10 @@ from ...api.sampling_params import SamplingParams
 from ...protocol.messages import MAX_PROMPT_TOKENS, Chunk, TokenLogprob
 from ..interfaces import Engines, GatewayError
 from .body_types import MAX_PROMPTS, Answer, Refused, Text, TokenId, TokenIds, Usage
-from .completion_session import CompletionResult, admit
+from .completion_session import CompletionResult, estimated_tokens, open_session, reserved_tokens
 from .context import GatewayContext, caller_of, json_response, new_id
 from .event_stream import ChunkEncoder, EventStream, TextChunkEncoder
 from .logprobs import CompletionLogprobs, PromptLogprobs, TokenLogprobs, completion_logprobs, prompt_logprobs, text_of
-from .request_body import read_body
 from .sampling_fields import LogprobCount, SamplingBody, sampling_params
 
 DEFAULT_MAX_TOKENS = 16
@@ -192,13 +191,19 @@ def _without_space(token: TokenLogprob) -> TokenLogprob:
 
 async def completions(context: GatewayContext, request: Request) -> Response:
     """Handle one request."""
-    body = await read_body(request, CompletionRequest, context.settings)
+    context.admission.count(caller_of(request), uses_tokens=True)
+    body = await context.read_body(request, CompletionRequest)
     target = await context.target(caller_of(request), body.model)
     params, prompts = body.sampling(target.model.sampling_defaults), body.prompts()
-    scored = body.logprobs is not None
-    echoes = [await make_echo(context.engines, prompt, scored) for prompt in prompts] if body.echo else []
-    stream = bool(body.stream)
-    session = admit(context, request, target, prompts, params, stream, body.priority, body.deadline_seconds)
+    stream, tokens, choices = bool(body.stream), sum(map(estimated_tokens, prompts)), params.n * len(prompts)
+    with reserved_tokens(context, request, target, tokens, params, choices) as ticket:
+        echoes = []
+        for prompt in prompts if body.echo else ():
+            make = functools.partial(make_echo, context.engines, prompt, body.logprobs is not None)
+            echoes.append(await context.in_tokenizing_turn(request, make))
+        session = open_session(
+            context, request, ticket, target, prompts, params, stream, body.priority, body.deadline_seconds
+        )
     session.constraint_field = body.constraint_field
     answer_id, created = new_id("cmpl"), int(time.time())
     if stream:

@@ -2,29 +2,44 @@
 
 import asyncio
 import contextlib
+import functools
 import itertools
+import os
 import secrets
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from hashlib import blake2b
+from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from ...api.errors import RequestError
 from ...text.chat_files import ChatTemplates
 from ...text.chat_renderer import ChatRenderer
+from ..intake.body_decoder import BodyDecoder
+from ..intake.body_memory import BODY, BodyMemory, HeldBody
+from ..intake.fair_queue import FairQueue
 from ..interfaces import AdapterCard, Admission, Caller, Engines, GatewayError, ModelInfo, Observer
 from ..settings import GatewaySettings
 from .errors import model_not_found
+from .request_body import read_body, while_connected
 
+T = TypeVar("T")
 MAX_CACHED_TEMPLATES = 256
 """Cached chat templates of adapters."""
 NO_TEMPLATE = (
     "the model has no chat template; use /v1/completions with a prompt, or start the server with --chat-template FILE"
 )
+MAX_TEMPLATE_PROCESSES = 4
+BODIES_PER_OWNER = 4
+"""Bodies of the largest size that an owner may have in memory before its requests are admitted."""
+TOKENIZATIONS, TOKENIZATIONS_PER_OWNER = 8, 2
+CLOSED = "sidestream.is_closed"
+"""Key of a function in a request's scope that returns whether the connection is closed. Absent without one."""
+_OWNER_TAG = "sidestream.owner_tag"
 _encoder = msgspec.json.Encoder()
 
 
@@ -47,12 +62,33 @@ class GatewayContext:
     def __init__(self, engines: Engines, admission: Admission, observer: Observer, settings: GatewaySettings) -> None:
         self.engines, self.admission, self.observer, self.settings = engines, admission, observer, settings
         self.numbers = itertools.count()
-        self._renderer = ChatRenderer()
+        processes = min(MAX_TEMPLATE_PROCESSES, len(os.sched_getaffinity(0)))
+        self._renderer = ChatRenderer(processes)
+        self._renderings = FairQueue(processes, max(1, processes - 1))
+        self._tokenizations = FairQueue(TOKENIZATIONS, TOKENIZATIONS_PER_OWNER)
+        self._decoder, self._decodings = BodyDecoder(settings.max_body_bytes), FairQueue(1, 1)
+        self._body_memory = BodyMemory(BODIES_PER_OWNER * settings.max_body_bytes)
         self._templates: OrderedDict[tuple[str, str], ChatTemplates] = OrderedDict()
 
     def close(self) -> None:
-        """End the chat template process."""
+        """End the child processes."""
         self._renderer.close()
+        self._decoder.close()
+
+    async def read_body(self, request: Request, shape: type[T]) -> T:
+        """Return the body decoded as `shape`. Its bytes count for the owner.
+
+        A large body is decoded in the turn of its owner. Raises GatewayError, 404 for the model of a large body.
+        """
+        held = request.scope[BODY] = HeldBody(self._body_memory, owner_tag(request))
+
+        async def decode_large(data: bytes) -> T:
+            check = functools.partial(self._decoder.check, data, shape)
+            body = await self._in_thread(self._decodings, request, check)
+            await self.target(caller_of(request), body.model)
+            return await body.decode()
+
+        return await read_body(request, shape, self.settings, held, decode_large)
 
     async def target(self, caller: Caller, name: str | None) -> Target:
         """Resolve a body's `model`; None is the base model.
@@ -87,6 +123,7 @@ class GatewayContext:
 
     async def chat_prompt(
         self,
+        request: Request,
         templates: ChatTemplates,
         messages: list[dict[str, Any]],
         add_generation_prompt: bool | None = None,
@@ -94,23 +131,55 @@ class GatewayContext:
         template_kwargs: Mapping[str, Any] | None = None,
         tools: list[dict[str, Any]] | None = None,
     ) -> str:
-        """Render a conversation with a chat template. Raises GatewayError 400 that names the field."""
+        """Render a conversation with a chat template, in the turn of the request's owner.
+
+        Raises GatewayError 400 that names the field, ClientDisconnect if the client disconnects before its turn.
+        """
         if not templates.templates:
             raise GatewayError(400, NO_TEMPLATE, param="messages")
         continues = bool(continue_final_message)
+        render = functools.partial(
+            self._renderer.prompts,
+            templates,
+            messages,
+            add_generation_prompt=not continues if add_generation_prompt is None else add_generation_prompt,
+            continue_final_message=continues,
+            chat_template_kwargs=template_kwargs,
+            tools=tools,
+        )
         try:
-            (prompt,) = await asyncio.to_thread(
-                self._renderer.prompts,
-                templates,
-                messages,
-                add_generation_prompt=not continues if add_generation_prompt is None else add_generation_prompt,
-                continue_final_message=continues,
-                chat_template_kwargs=template_kwargs,
-                tools=tools,
-            )
+            (prompt,) = await self._in_thread(self._renderings, request, render)
         except RequestError as problem:
             raise GatewayError(400, str(problem), param=getattr(problem, "param", "messages")) from None
         return prompt
+
+    async def in_tokenizing_turn(self, request: Request, work: Callable[[], Awaitable[T]]) -> T:
+        """Return the result of `work`, which calls an engine's tokenizer, in the turn of the request's owner.
+
+        Raises ClientDisconnect if the client disconnects.
+        """
+
+        async def run() -> T:
+            async with self._tokenizations.turn(owner_tag(request)):
+                return await work()
+
+        return await while_connected(request.receive, run())
+
+    async def _in_thread(self, queue: FairQueue, request: Request, work: Callable[[], T]) -> T:
+        """Return the result of `work`, which runs in a thread in the turn of the request's owner.
+
+        The turn ends with the thread, even if this is cancelled. Raises ClientDisconnect if the client disconnects
+        before it begins.
+        """
+        owner = owner_tag(request)
+        if not queue.try_start(owner):
+            await while_connected(request.receive, queue.start(owner))
+        if is_closed(request):
+            queue.end(owner)
+            raise ClientDisconnect
+        future = asyncio.get_running_loop().run_in_executor(None, work)
+        future.add_done_callback(lambda _: queue.end(owner))
+        return await asyncio.shield(future)
 
 
 def _unknown_model(name: str) -> GatewayError:
@@ -121,6 +190,26 @@ def caller_of(request: Request) -> Caller:
     """Return the client that the middleware authenticated."""
     caller: Caller = request.scope["sidestream.caller"]
     return caller
+
+
+def owner_tag(request: Request) -> str:
+    """Return a tag for fair scheduling: of the key's owner, or of the client's address if there are no keys.
+
+    Engines need no names, so the tag is a hash. It is the same in all gateways.
+    """
+    tag: str | None = request.scope.get(_OWNER_TAG)
+    if tag is None:
+        caller = caller_of(request)
+        host = request.client.host if request.client is not None else ""
+        name = caller.owner if caller.key_id else f"{caller.owner}\n{host}"
+        tag = request.scope[_OWNER_TAG] = blake2b(name.encode(), digest_size=8).hexdigest()
+    return tag
+
+
+def is_closed(request: Request) -> bool:
+    """Return whether the connection of the request is known to be closed."""
+    closed: Callable[[], bool] | None = request.scope.get(CLOSED)
+    return closed is not None and closed()
 
 
 def admin_only(caller: Caller) -> None:

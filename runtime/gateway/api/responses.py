@@ -16,11 +16,10 @@ from ...protocol.messages import Chunk
 from ..interfaces import GatewayError
 from .body_types import Answer, Body, Ignored, ModelName, PromptTokensDetails, Refused, Text
 from .chat import MAX_MESSAGES
-from .completion_session import CompletionResult, TokenCounts, admit
+from .completion_session import CompletionResult, TokenCounts, estimated_tokens, open_session, reserved_tokens
 from .context import GatewayContext, caller_of, json_response, new_id
 from .event_stream import EventStream, named_event
 from .logprobs import ChatLogprob, chat_logprobs
-from .request_body import read_body
 from .response_format import JsonSchemaFormat, ResponseFormat, Schema
 from .sampling_fields import LogprobCount, SamplingBody, TokenCount, refuse, refuse_unsupported, sampling_params
 
@@ -253,12 +252,16 @@ class ResponseEvent(Answer, frozen=True, kw_only=True):
 
 async def responses(context: GatewayContext, request: Request) -> HttpResponse:
     """Handle one request."""
-    body = await read_body(request, ResponseRequest, context.settings)
+    context.admission.count(caller_of(request), uses_tokens=True)
+    body = await context.read_body(request, ResponseRequest)
     target = await context.target(caller_of(request), body.model)
     params = body.sampling(target.model.sampling_defaults)
-    prompt = await context.chat_prompt(await context.templates(target), body.conversation_messages())
-    stream, top = bool(body.stream), body.top_logprobs or 0
-    session = admit(context, request, target, [prompt], params, stream, body.priority, add_special_tokens=False)
+    stream, top, conversation = bool(body.stream), body.top_logprobs or 0, body.conversation_messages()
+    with reserved_tokens(context, request, target, estimated_tokens(conversation), params, 1) as ticket:
+        prompt = await context.chat_prompt(request, await context.templates(target), conversation)
+        session = open_session(
+            context, request, ticket, target, [prompt], params, stream, body.priority, add_special_tokens=False
+        )
     session.constraint_field = "text"
     initial = Response(
         id=new_id("resp"),

@@ -12,7 +12,6 @@ from ..interfaces import GatewayError
 from .body_types import Answer, Body, ModelName, Text, TokenIds
 from .chat import MAX_MESSAGES, ChatMessage, template_messages
 from .context import GatewayContext, caller_of, errors_as_400, json_response
-from .request_body import read_body, while_connected
 
 
 class TokenizeRequest(Body, frozen=True, kw_only=True):
@@ -58,13 +57,14 @@ class Detokenized(Answer, frozen=True, kw_only=True):
 
 async def tokenize(context: GatewayContext, request: Request) -> Response:
     """Return the ids of a text or a conversation. An engine computes them, as for its prompts."""
-    body = await read_body(request, TokenizeRequest, context.settings)
+    headers = context.admission.count(caller_of(request), uses_tokens=False)
+    body = await context.read_body(request, TokenizeRequest)
     messages = body.conversation()
     target = await context.target(caller_of(request), body.model)
-    headers = context.admission.count(caller_of(request))
     text = body.prompt or ""
     if messages is not None:
         text = await context.chat_prompt(
+            request,
             await context.templates(target),
             messages,
             body.add_generation_prompt,
@@ -74,17 +74,17 @@ async def tokenize(context: GatewayContext, request: Request) -> Response:
     with errors_as_400("prompt" if messages is None else "messages"):
         # chat templates add special tokens themselves
         special = messages is None if body.add_special_tokens is None else body.add_special_tokens
-        ids = await while_connected(request.receive, context.engines.tokenize(text, special))
+        ids = await context.in_tokenizing_turn(request, lambda: context.engines.tokenize(text, special))
     return json_response(Tokenized(count=len(ids), max_model_len=target.model.max_model_len, tokens=ids), headers)
 
 
 async def detokenize(context: GatewayContext, request: Request) -> Response:
     """Return the text of ids."""
-    body = await read_body(request, DetokenizeRequest, context.settings)
+    headers = context.admission.count(caller_of(request), uses_tokens=False)
+    body = await context.read_body(request, DetokenizeRequest)
     await context.target(caller_of(request), body.model)
-    headers = context.admission.count(caller_of(request))
     with errors_as_400("tokens"):
-        text = await while_connected(request.receive, context.engines.detokenize(body.tokens))
+        text = await context.in_tokenizing_turn(request, lambda: context.engines.detokenize(body.tokens))
     return json_response(Detokenized(prompt=text), headers)
 
 

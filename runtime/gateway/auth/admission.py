@@ -58,6 +58,22 @@ class KeyAdmission:
         key = self.key_store.keys.get(caller.key_id)
         return key is not None and key.allows(model)
 
+    def count(self, caller: Caller, uses_tokens: bool) -> Mapping[str, str]:
+        """Count one of the key's requests_per_minute. The headers are empty if `admit` follows, which returns them.
+
+        Raises GatewayError like `admit`.
+        """
+        key, account = self._account(caller)
+        limits = key.limits if uses_tokens else Limits(key.requests_per_minute)
+        now, wall = self._now(), self._wall()
+        refusal = account.count(limits, now, wall)
+        if refusal is None and uses_tokens:
+            return {}
+        headers = limit_headers(account.request_status(limits, now), account.token_status(limits, now, wall))
+        if refusal is not None:
+            raise _limit_error(refusal, headers)
+        return headers
+
     def admit(
         self, caller: Caller, model: str, prompt_tokens: int, max_tokens: int | None, choices: int, model_len: int
     ) -> Ticket:
@@ -66,7 +82,7 @@ class KeyAdmission:
         Raises GatewayError 429, or 401 if the key was revoked since `identify`.
         """
         key, account = self._account(caller)
-        limits = Limits(key.requests_per_minute, key.tokens_per_minute, key.tokens_per_day)
+        limits = key.limits
         granted = _granted(key, account.largest(limits), prompt_tokens, max_tokens, choices, model_len)
         now, wall = self._now(), self._wall()
         # without a limit on tokens, nothing is reserved for the answer
@@ -76,26 +92,16 @@ class KeyAdmission:
             raise _limit_error(reservation, headers)
         return Ticket(headers, granted, functools.partial(self._settle, account, reservation))
 
-    def count(self, caller: Caller) -> Mapping[str, str]:
-        """Count one of the key's requests_per_minute. Raises GatewayError like `admit`."""
-        key, account = self._account(caller)
-        limits = Limits(key.requests_per_minute)
-        now = self._now()
-        reservation = account.reserve(limits, 0, now, self._wall())
-        headers = limit_headers(account.request_status(limits, now), None)
-        if isinstance(reservation, Refusal):
-            raise _limit_error(reservation, headers)
-        return headers
-
     def _account(self, caller: Caller) -> tuple[Key, Account]:
         key = self.key_store.keys.get(caller.key_id)
         if key is None:
             raise _unauthorized("this key was revoked", "invalid_api_key")
         return key, self._accounts.setdefault(key.name, Account(self._day))
 
-    def _settle(self, account: Account, reservation: Reservation, record: UsageRecord) -> None:
+    def _settle(self, account: Account, reservation: Reservation, record: UsageRecord | None) -> None:
         """Return the tokens that a finished request did not use."""
-        account.settle(reservation, record.prompt_tokens + record.output_tokens, self._now(), self._wall())
+        used = 0 if record is None else record.prompt_tokens + record.output_tokens
+        account.settle(reservation, used, self._now(), self._wall())
 
 
 def _granted(
@@ -178,5 +184,5 @@ class NoAuth:
     ) -> Ticket:
         return Ticket(max_tokens=max_tokens)
 
-    def count(self, caller: Caller) -> Mapping[str, str]:
+    def count(self, caller: Caller, uses_tokens: bool) -> Mapping[str, str]:
         return {}

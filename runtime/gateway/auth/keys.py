@@ -29,10 +29,13 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, time
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import re2
+
+from .limits import Limits
 
 PREFIX = "sk-sidestream-"
 MAX_FILE_BYTES = 1 << 20
@@ -75,6 +78,11 @@ class Key:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_allowed", compile_patterns(self.models))
+
+    @cached_property
+    def limits(self) -> Limits:
+        """Its limits on requests and tokens."""
+        return Limits(self.requests_per_minute, self.tokens_per_minute, self.tokens_per_day)
 
     def allows(self, model: str) -> bool:
         """Return whether a pattern matches the name of a model or adapter, in time linear in its length."""

@@ -1,7 +1,8 @@
 """Limits of a key: requests and tokens per minute, tokens per day. Pure; callers pass the clock.
 
 In any 60 seconds at most requests_per_minute requests are admitted, and their reservations sum to at most
-tokens_per_minute. A request reserves its prompt and its longest answer, and returns unused tokens when it ends. Tokens
+tokens_per_minute. A request is counted before its body is read, which fails if no token is left. It reserves its prompt
+and its longest answer once they are known, and returns unused tokens when it ends. Tokens
 count at the time of admission. If a prompt was estimated too low, the difference is added at the end, even above the
 limit, and delays later requests. A day is a calendar day in UTC.
 """
@@ -27,7 +28,9 @@ class Window:
 
     def used(self, now: float) -> int:
         """Return the sum at `now` (seconds, monotonic)."""
-        latest = max(int(now // (MINUTE / SLOTS)), self._latest)
+        latest = int(now // (MINUTE / SLOTS))
+        if latest <= self._latest:
+            return self._sum
         for slot in range(max(self._latest + 1, latest - SLOTS), latest + 1):
             self._sum -= self._amounts[slot % (SLOTS + 1)]
             self._amounts[slot % (SLOTS + 1)] = 0
@@ -119,28 +122,38 @@ class Account:
         token_limits = [limit for limit in (limits.tokens_per_minute, limits.tokens_per_day) if limit is not None]
         return min(token_limits, default=None)
 
-    def reserve(self, limits: Limits, tokens: int, now: float, wall: float) -> Reservation | Refusal:
-        """Reserve tokens for a request, or return why that is refused.
+    def count(self, limits: Limits, now: float, wall: float) -> Refusal | None:
+        """Count a request, or return why it is refused. Some token must be left, but none is reserved.
 
         now, wall   seconds of a monotonic clock, and since the epoch
         """
+        refusal = self._refusal(limits, 1, 1, now, wall)
+        if refusal is None:
+            self._requests.add(1, now)
+        return refusal
+
+    def reserve(self, limits: Limits, tokens: int, now: float, wall: float) -> Reservation | Refusal:
+        """Reserve tokens for a counted request, or return why that is refused."""
+        refusal = self._refusal(limits, 0, tokens, now, wall)
+        if refusal is not None:
+            return refusal
+        self._today += tokens
+        return Reservation(tokens, self._tokens.add(tokens, now), self._day)
+
+    def _refusal(self, limits: Limits, requests: int, tokens: int, now: float, wall: float) -> Refusal | None:
         self._start_day(wall)
         refusals: list[Refusal] = []
-        for name, limit, window, amount in (
-            ("requests_per_minute", limits.requests_per_minute, self._requests, 1),
-            ("tokens_per_minute", limits.tokens_per_minute, self._tokens, tokens),
-        ):
-            if limit is not None and (seconds := window.seconds_until(amount, limit, now)) > 0:
-                refusals.append(Refusal(name, limit, amount, seconds))
+        limit = limits.requests_per_minute
+        if limit is not None and requests and (seconds := self._requests.seconds_until(requests, limit, now)) > 0:
+            refusals.append(Refusal("requests_per_minute", limit, requests, seconds))
+        limit = limits.tokens_per_minute
+        if limit is not None and (seconds := self._tokens.seconds_until(tokens, limit, now)) > 0:
+            refusals.append(Refusal("tokens_per_minute", limit, tokens, seconds))
         limit = limits.tokens_per_day
         if limit is not None and self._today + tokens > limit:
             seconds = (self._day + 1) * DAY - wall if tokens <= limit else math.inf
             refusals.append(Refusal("tokens_per_day", limit, tokens, seconds))
-        if refusals:
-            return max(refusals, key=lambda refusal: refusal.seconds)
-        self._requests.add(1, now)
-        self._today += tokens
-        return Reservation(tokens, self._tokens.add(tokens, now), self._day)
+        return max(refusals, key=lambda refusal: refusal.seconds) if refusals else None
 
     def settle(self, reservation: Reservation, used: int, now: float, wall: float) -> None:
         """Correct the sums for a request that ended and used `used` tokens."""

@@ -73,8 +73,9 @@ def test_chat_sends_what_the_servers_template_makes(address: str) -> None:
         assert [message.add_special_tokens for message in server.submits[-2:]] == [False, True]
         with pytest.raises(RequestError, match=r"messages\[0\] must have a role"):
             client.chat([{"role": "root", "content": "x"}])
-        kept = list(client._client._renderer._kept.values())
-    assert kept and all(each.template._child._child is None for each in kept), "they end with the client"
+        (process,) = client._client._renderer.processes
+        assert process._child._child is not None
+    assert process._child._child is None, "it ends with the client"
 
 
 def test_chat_with_the_templates_of_adapters_and_for_tools(address: str) -> None:

@@ -2,6 +2,9 @@
 
 import json
 import os
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ import tokenizers
 from sidestream.runtime.api.errors import RequestError
 from sidestream.runtime.text.chat_files import ChatTemplateError, ChatTemplates, SingleChatTemplate, read_chat_templates
 from sidestream.runtime.text.chat_messages import as_conversations
-from sidestream.runtime.text.chat_renderer import KEPT, ChatRenderer
+from sidestream.runtime.text.chat_renderer import ChatRenderer, TemplateProcess
 from sidestream.runtime.text.prompts import make_requests, without_special_tokens
 from sidestream.runtime.text.tokenizer import load_tokenizer
 from support.tiny_tokenizers import byte_level, metaspace
@@ -23,6 +26,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{{ mood }}{% endif %}"
 )
 WORDS = SingleChatTemplate(TEMPLATE, "<s>", "</s>")
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 TALK = [{"role": "system", "content": "brief"}, {"role": "user", "content": " hello "}]
 
 
@@ -131,25 +135,70 @@ def test_a_model_without_a_template_says_where_one_would_be(renderer: ChatRender
     assert renderer.prompts(ChatTemplates(), TALK, chat_template="{{ messages[1].content }}") == [" hello "]
 
 
-def test_child_processes_are_kept_and_ended(renderer: ChatRenderer) -> None:
-    def children() -> list[int]:
-        found = [kept.template._child._child for kept in renderer._cache.values()]
-        return [child.pid for child in found if child is not None]
+def children(renderer: ChatRenderer) -> list[int]:
+    """The ids of the processes that run."""
+    found = [process._child._child for process in renderer.processes]
+    return [child.pid for child in found if child is not None]
 
+
+def test_a_child_process_is_kept_for_all_templates_and_ended(renderer: ChatRenderer) -> None:
     renderer.prompts(WORDS, TALK)
-    (first,) = children()
-    renderer.prompts(WORDS, TALK)
-    assert children() == [first]
-    for number in range(KEPT):
-        renderer.prompts(SingleChatTemplate(f"other {number}"), TALK)
-    others = children()
-    assert first not in others and len(others) == KEPT
+    (first,) = children(renderer)
+    for number in range(20):
+        assert renderer.prompts(SingleChatTemplate(f"other {number}"), TALK) == [f"other {number}"]
+    assert children(renderer) == [first]
     renderer.close()
     renderer.close()
-    for pid in (first, *others):
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)
     assert renderer.prompts(WORDS, TALK, chat_template="again") == ["again"]
+
+
+def busy(processes: int) -> tuple[ChatRenderer, list[threading.Thread], list[object]]:
+    """A renderer with an endless rendering in each of its processes, the threads that wait, and their results."""
+    renderer, results = ChatRenderer(processes), list[object]()
+
+    def render() -> None:
+        try:
+            results.append(renderer.prompts(SingleChatTemplate(ENDLESS), TALK))
+        except ChatTemplateError as problem:
+            results.append(problem)
+
+    threads = [threading.Thread(target=render) for _ in range(processes)]
+    for thread in threads:
+        thread.start()
+    while len(children(renderer)) < processes or not renderer._idle.empty():
+        time.sleep(0.01)
+    return renderer, threads, results
+
+
+def test_as_many_templates_are_rendered_at_once_as_there_are_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TemplateProcess.render.__kwdefaults__, "seconds", 600.0)
+    renderer, threads, results = busy(4)
+    assert len(set(children(renderer))) == 4
+    for pid in children(renderer):
+        os.kill(pid, signal.SIGKILL)
+    for thread in threads:
+        thread.join()
+    assert [str(result) for result in results] == ["the chat template failed: its process ended"] * 4
+    assert renderer.prompts(WORDS, TALK)[0].startswith("<s>"), "one that died is replaced"
+    renderer.close()
+
+
+def test_a_process_that_dies_takes_nothing_else_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TemplateProcess.render.__kwdefaults__, "seconds", 600.0)
+    renderer, threads, results = busy(2)
+    killed, other = children(renderer)
+    os.kill(killed, signal.SIGKILL)
+    while not results:
+        time.sleep(0.01)
+    assert str(results[0]) == "the chat template failed: its process ended"
+    assert renderer.prompts(WORDS, TALK)[0].startswith("<s>"), "in its successor"
+    (left,) = [pid for pid in children(renderer) if pid == other]
+    os.kill(left, signal.SIGKILL)
+    for thread in threads:
+        thread.join()
+    renderer.close()
 
 
 RESERVED = (
@@ -198,15 +247,15 @@ HOSTILE: list[dict[str, Any]] = [
 def test_no_value_of_a_variable_ends_the_process(renderer: ChatRenderer, given: dict[str, Any]) -> None:
     """What a variable's value makes impossible is an error of this request."""
     renderer.prompts(WORDS, TALK)
-    ((kept),) = renderer._cache.values()
-    child = kept.template._child._child
+    (process,) = renderer.processes
+    child = process._child._child
     try:
         (text,) = renderer.prompts(WORDS, TALK, chat_template_kwargs=given)
     except ChatTemplateError as problem:
         assert "its process ended" not in str(problem) and "more than" not in str(problem)
     else:
         assert "<user>hello</end>" in text
-    assert kept.template._child._child is child and child is not None and child.poll() is None
+    assert process._child._child is child and child is not None and child.poll() is None
     assert renderer.prompts(WORDS, TALK)[0].startswith("<s><system>brief")
 
 

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from sidestream.runtime.protocol import messages as protocol
 from sidestream.runtime.text import chat_files
 from sidestream.runtime.text.chat_files import ChatTemplateError
-from sidestream.runtime.text.chat_renderer import ChatTemplate
+from sidestream.runtime.text.chat_renderer import TemplateProcess
 from sidestream.tools import cli
 from sidestream.tools.options.client import printable
 from support.wire_server import WireServer
@@ -177,11 +178,10 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
     ids=["slow", "large", "long", "classes", "mutation", "include", "refusal", "syntax"],
 )  # fmt: skip
 def test_a_bad_template_costs_little_and_the_next_one_works(source: str, said: str) -> None:
-    with ChatTemplate(source) as template:
+    with closing(TemplateProcess()) as process:
         with pytest.raises(ChatTemplateError, match=said):
-            template.render(ASK, {}, seconds=0.5 if "0.5 s" in said else 20.0)
-        template.source = "{{ messages[0].content }}"
-        assert template.render(ASK, {}) == " hi "
+            process.render(source, {}, ASK, {}, seconds=0.5 if "0.5 s" in said else 20.0)
+        assert process.render("{{ messages[0].content }}", {}, ASK, {}) == " hi "
 
 
 def test_a_template_has_what_templates_use() -> None:
@@ -190,21 +190,20 @@ def test_a_template_has_what_templates_use() -> None:
         "endfor %}"
         "{{ tools }}{{ strftime_now('%Y') | length }}"
     )
-    with ChatTemplate(source, {"bos_token": "<s>"}) as template:
-        assert (
-            template.render([{"role": "user", "content": "<é>"}], {"tools": 7})
-            == '<s>[{"role": "user", "content": "<é>"}]0174'
-        )
+    with closing(TemplateProcess()) as process:
+        text = process.render(source, {"bos_token": "<s>"}, [{"role": "user", "content": "<é>"}], {"tools": 7})
+        assert text == '<s>[{"role": "user", "content": "<é>"}]0174'
 
 
 def test_inputs_are_bounded() -> None:
-    with pytest.raises(ChatTemplateError, match="characters"):
-        ChatTemplate("x" * (chat_files.MAX_TEMPLATE_CHARACTERS + 1))
-    with ChatTemplate("{{ messages[0].content }}") as template:
+    source, large = "{{ messages[0].content }}", "x" * 10**6
+    with closing(TemplateProcess()) as process:
+        with pytest.raises(ChatTemplateError, match="characters"):
+            process.render("x" * (chat_files.MAX_TEMPLATE_CHARACTERS + 1), {}, ASK, {})
         with pytest.raises(ChatTemplateError, match="new one"):
-            template.render([{"role": "user", "content": "x" * 10**7}], {})
-        large = "x" * 10**6
-        assert template.render([{"role": "user", "content": large}], {}) == large, "more than a pipe holds"
+            process.render(source, {}, [{"role": "user", "content": 10 * large}], {})
+        answer = process.render(source, {}, [{"role": "user", "content": large}], {})
+        assert answer == large, "more than a pipe holds"
 
 
 @pytest.fixture

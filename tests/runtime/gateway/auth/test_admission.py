@@ -41,6 +41,7 @@ class House:
     def admit(
         self, caller: Caller, prompt: int, most: int | None = None, choices: int = 1, length: int = 4096
     ) -> Ticket:
+        self.admission.count(caller, uses_tokens=True)
         return self.admission.admit(caller, "llama", prompt, most, choices, length)
 
     def refused(self, caller: Caller, prompt: int, most: int | None = None, choices: int = 1) -> GatewayError:

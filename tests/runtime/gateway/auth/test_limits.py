@@ -47,12 +47,17 @@ def test_no_sixty_seconds_hold_more_than_the_limits(
     now = start
     running: list[tuple[float, Reservation, int, float]] = []  # end, reservation, tokens used, beginning
     admitted: list[tuple[float, int]] = []  # when, and the tokens used in the end
+    counted: list[float] = []
     for request in requests:
         now += request.gap
         for ends, reservation, used, _ in sorted(running, key=lambda one: one[0]):
             if ends <= now:
                 account.settle(reservation, used, ends, ends)
         running = [one for one in running if one[0] > now]
+        if account.count(limits, now, now) is not None:
+            assert counted, "who asks for the first time is counted"
+            continue
+        counted.append(now)
         held = account.reserve(limits, request.tokens, now, now)
         if isinstance(held, Refusal):
             alone = Account().reserve(limits, request.tokens, now, now)
@@ -63,8 +68,8 @@ def test_no_sixty_seconds_hold_more_than_the_limits(
         assert sum(reservation.tokens for _, reservation, _, begun in running if begun > now - 60) <= most_tokens
     for begin, _ in admitted:
         inside = [used for when, used in admitted if begin <= when < begin + 60]
-        assert len(inside) <= most_requests
         assert sum(inside) <= most_tokens
+    assert all(sum(begin <= when < begin + 60 for when in counted) <= most_requests for begin in counted)
 
 
 @given(st.lists(asked, max_size=30))
@@ -119,6 +124,19 @@ def test_a_day_ends_at_midnight_utc() -> None:
     assert isinstance(account.reserve(limits, 100, 500.0, evening + 400), Reservation)
     account.settle(held, 0, 500.0, evening + 400)  # of yesterday: today's count is not made smaller
     assert account.token_status(limits, 500.0, evening + 400) == LimitStatus(100, 0, DAY)
+
+
+def test_a_request_is_counted_only_while_a_token_is_left() -> None:
+    limits, account = Limits(2, 100), Account()
+    assert account.count(limits, 0.0, 0.0) is None
+    held = account.reserve(limits, 100, 0.0, 0.0)
+    assert isinstance(held, Reservation)
+    refused = account.count(limits, 1.0, 1.0)
+    assert isinstance(refused, Refusal) and refused.limit == "tokens_per_minute"
+    account.settle(held, 10, 2.0, 2.0)
+    assert account.count(limits, 2.0, 2.0) is None
+    refused = account.count(limits, 2.0, 2.0)
+    assert isinstance(refused, Refusal) and refused.limit == "requests_per_minute"
 
 
 def test_what_can_never_be_admitted_is_told_apart() -> None:

@@ -1,0 +1,110 @@
+"""Decodes request bodies: small ones in this process, large ones first in a child process (`body_worker`).
+
+msgspec holds the interpreter while it decodes, up to half a second for ten million token ids. The child process
+decodes a large body first, so that a malformed one costs no time here. Lists of token ids come back one by one.
+"""
+
+import asyncio
+import sys
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from ...processes.helper_process import HelperProcess
+from ..interfaces import GatewayError
+from .body_errors import malformed
+
+T = TypeVar("T")
+LARGE_BODY_BYTES = 512 << 10
+DECODE_SECONDS = 20.0
+SEPARATOR = b"\x01"
+"""Between the parts of an answer: a byte that JSON does not contain."""
+_decoders: dict[type, Any] = {}
+_ids_decoder = msgspec.json.Decoder(list[int])
+
+
+class BodyHead(msgspec.Struct, omit_defaults=True):
+    """First part of the child's answer.
+
+    model    field of the body
+    error    status, message and field of the error, if it cannot be decoded
+    """
+
+    model: str | None = None
+    error: tuple[int, str, str | None] | None = None
+
+
+def decode(data: bytes, shape: type[T]) -> T:
+    """Return a body as the struct type `shape`. Raises GatewayError 400."""
+    decoder = _decoders.get(shape)
+    if decoder is None:
+        decoder = _decoders[shape] = msgspec.json.Decoder(shape)
+    try:
+        body: T = decoder.decode(data)
+    except (ValueError, RecursionError) as problem:  # includes UnicodeDecodeError and the errors of msgspec
+        raise malformed(problem, data, shape) from None
+    return body
+
+
+@dataclass(frozen=True)
+class ValidBody(Generic[T]):
+    """A large body that the child process has decoded.
+
+    data     the body; if `prompts` is not empty, without its prompts
+    prompts  its lists of token ids, as JSON
+    """
+
+    model: str | None
+    shape: type[T]
+    data: bytes
+    prompts: list[bytes]
+
+    async def decode(self) -> T:
+        """Return the body. Other tasks run between two lists of ids."""
+        body = decode(self.data, self.shape)
+        if not self.prompts:
+            return body
+        prompts = []
+        for ids in self.prompts:
+            prompts.append(_ids_decoder.decode(ids))
+            await asyncio.sleep(0)
+        return msgspec.structs.replace(body, prompt=prompts)  # type: ignore[type-var]
+
+
+class BodyDecoder:
+    """Decodes large bodies in a child process, which the first one starts. Not thread-safe."""
+
+    def __init__(self, max_body_bytes: int) -> None:
+        # -P keeps the working directory off sys.path
+        command = [sys.executable, "-P", "-m", f"{__package__}.body_worker"]
+        self._child = HelperProcess(command, 2 * max_body_bytes + (1 << 20))
+
+    def check(self, data: bytes, shape: type[T]) -> ValidBody[T]:
+        """Decode a body in the child process. Raises GatewayError."""
+        name = f"{shape.__module__}:{shape.__qualname__} ".encode()
+        # a line cannot contain newlines; in JSON they are white space
+        try:
+            answer = self._child.ask(name + data.replace(b"\n", b" ") + b"\n", DECODE_SECONDS)
+        except TimeoutError:
+            raise GatewayError(
+                400, f"the body takes more than {DECODE_SECONDS:g} s to decode; send less in one request"
+            ) from None
+        except OSError:
+            raise GatewayError(
+                503,
+                "the process that decodes large bodies ended; try again, or send less in one request",
+                "server_error",
+                "decoder_ended",
+                retry_after=1.0,
+            ) from None
+        first, *parts = answer[:-1].split(SEPARATOR)
+        head = msgspec.json.decode(first, type=BodyHead)
+        if head.error is not None:
+            status, message, param = head.error
+            raise GatewayError(status, message, param=param)
+        return ValidBody(head.model, shape, parts[0] if parts else data, parts[1:])
+
+    def close(self) -> None:
+        """End the child process."""
+        self._child.close()
