@@ -259,7 +259,7 @@ def test_cold_starts_end_to_end(
         (["--input-len", "9", "3"], "lower bound"),
         (["--rate", "0"], "above 0"),
         (["--output-json", "no/such/folder/x.json"], "existing directory"),
-        (["--adapter-dir", "no/such/folder"], "no directory"),
+        (["--adapter-dir", "no/such/folder"], "not a directory"),
         (["--input-len", "64", "9999"], "the server accepts 4096"),
         (["--num-requests", "1000000"], "at most"),
     ],
