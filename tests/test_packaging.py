@@ -98,8 +98,8 @@ def test_import_brings_the_standard_library_only() -> None:
         "runtime.server.supervisor",
         "runtime.gateway.server_process",
         "runtime.adapters.describer_process",
-        "runtime.text.structured.trial_worker",
-        "runtime.text.chat_worker",
+        "runtime.text.structured.trial_process",
+        "runtime.text.chat_template_process",
     ],
 )
 def test_processes_that_compute_nothing_start_without_torch(module: str) -> None:

@@ -11,8 +11,8 @@ from msgspec import Meta, Struct, field, structs
 from ..demo_model import DEMO_MODEL, demo_adapters
 from ..engine.options import read_keywords
 from ..gateway.addresses import parse_hosts
-from ..gateway.auth.keys import parse as parse_keys
-from ..gateway.auth.keys import read_bytes
+from ..gateway.auth.key_store import parse as parse_keys
+from ..gateway.auth.key_store import read_bytes
 from ..gateway.origin_policy import parse_origins
 from ..gateway.server_process import check_exposure
 from ..gateway.settings import GatewaySettings

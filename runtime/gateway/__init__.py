@@ -9,7 +9,7 @@ router          assigns requests to engines; migrates streams when an engine die
 console         the web page at /
 intake          turns by owner, memory of bodies and pace of refusals, before a request is admitted
 api             one file per endpoint, and what endpoints share: errors, request bodies, event streams
-write_batching  joins the writes of a connection
+socket_writes   writes answers and streamed events to a client's socket, joined
 connections     limits on the number and the idle time of connections
 origin_policy   protection from pages of other origins: CORS, Host headers
 middleware      authentication, request ids, error responses, access records

@@ -11,7 +11,7 @@ from starlette.routing import Router as RouteTable
 from .api import chat, completions, health, models, pages, responses, tokenize
 from .api.context import GatewayContext
 from .auth.admission import KeyAdmission, NoAuth
-from .auth.keys import KeyStore
+from .auth.key_store import KeyStore
 from .auth.usage_log import PayloadLog, UsageLog
 from .interfaces import Admission, Engines, Observer
 from .metrics.access_log import AccessLog

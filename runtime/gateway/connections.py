@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from .addresses import Network, in_networks, is_loopback
 from .interfaces import GatewayError
 from .settings import MAX_HEADER_BYTES, GatewaySettings
-from .write_batching import BatchingTransport, FlushQueue
+from .socket_writes import BatchingTransport, FlushQueue
 
 HEADER_SECONDS = 20.0
 """Time for a complete request header, and for the rest of a body that no handler reads."""

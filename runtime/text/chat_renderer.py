@@ -1,8 +1,8 @@
 """Renders conversations with a model's chat template.
 
-A template is a program from a model's files, so it runs sandboxed in a child process (`chat_worker`) with limits on
-time, memory and output. `LLM`, the clients, the gateway and `sidestream chat` use it, so it imports neither the engine
-nor torch.
+A template is a program from a model's files, so it runs sandboxed in a child process (`chat_template_process`) with
+limits on time, memory and output. `LLM`, the clients, the gateway and `sidestream chat` use it, so it imports neither
+the engine nor torch.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ class TemplateProcess:
 
     def __init__(self) -> None:
         # -P keeps this folder off the child's path: its module names would shadow others
-        worker = Path(__file__).with_name("chat_worker.py")
+        worker = Path(__file__).with_name("chat_template_process.py")
         self._child = HelperProcess([sys.executable, "-P", str(worker)], 6 * MAX_OUTPUT_CHARACTERS + MAX_ERROR_BYTES)
 
     def render(

@@ -1,7 +1,7 @@
 """Load a model onto its device and execute step plans: tensors, CUDA graphs, sampling.
 
 model_loader        load a model: adapters, compilation, memory plan, weights, programs
-weight_loader       load a program's weights from a checkpoint, or make random ones
+weight_loader       load a program's weights from a checkpoint by compiler.graph.materialize, or make random ones
 memory_budget       memory demand of an engine, and the number of KV pages that fit
 progress            start-up progress on stderr
 cpu_threads         number of torch threads for a model on a CPU

@@ -118,8 +118,8 @@ def _add_http(kinds: "argparse._SubParsersAction[Any]") -> None:
 
 def run_add(options: argparse.Namespace) -> int:
     """Print the key alone to stdout, and its use to stderr."""
-    from ...runtime.gateway.auth.keys import LIMITS, Key
-    from ...runtime.gateway.auth.keys_file import add
+    from ...runtime.gateway.auth.edit_keys_file import add
+    from ...runtime.gateway.auth.key_store import LIMITS, Key
 
     check_output("FILE", options.file)
     name = options.name or re.sub(r"[^A-Za-z0-9_-]", "-", options.owner)[:50] + f"-{os.urandom(3).hex()}"
@@ -145,7 +145,7 @@ def run_add(options: argparse.Namespace) -> int:
 
 def run_list(options: argparse.Namespace) -> int:
     """Print one line per key."""
-    from ...runtime.gateway.auth.keys import Key, parse, read_bytes
+    from ...runtime.gateway.auth.key_store import Key, parse, read_bytes
 
     def limits(key: Key) -> str:
         named = {
@@ -168,7 +168,7 @@ def run_list(options: argparse.Namespace) -> int:
 
 def run_revoke(options: argparse.Namespace) -> int:
     """Remove the entry from the file."""
-    from ...runtime.gateway.auth.keys_file import revoke
+    from ...runtime.gateway.auth.edit_keys_file import revoke
 
     key = revoke(options.file, options.name)
     print(f"key {key.name} of {key.owner} is revoked", file=sys.stderr)

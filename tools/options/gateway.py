@@ -91,7 +91,7 @@ def gateway_settings(options: argparse.Namespace) -> Any:
     Raises ValueError for contradictory options, and for access from other machines without keys.
     """
     from ...runtime.gateway.addresses import parse_hosts, parse_networks
-    from ...runtime.gateway.auth.keys import parse, read_bytes
+    from ...runtime.gateway.auth.key_store import parse, read_bytes
     from ...runtime.gateway.metrics.tracing import check_endpoint
     from ...runtime.gateway.origin_policy import parse_origins
     from ...runtime.gateway.server_process import check_exposure

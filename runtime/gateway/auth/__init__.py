@@ -1,7 +1,7 @@
 """API keys, rate limits, and the usage log.
 
-keys            reads API keys from a file of hashes, and reloads it when it changes
-keys_file       adds keys to the file and revokes them
+key_store       reads API keys from a file of hashes, and reloads it when it changes
+edit_keys_file  adds keys to the file and revokes them
 limits          token and request limits per minute and day
 admission       implements `Admission` with keys and limits, or without keys
 usage_database  schema of the usage log's SQLite database

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 
 from ..interfaces import Caller, GatewayError, Ticket, UsageRecord
-from .keys import Key, KeyStore
+from .key_store import Key, KeyStore
 from .limits import DAY, Account, Limits, Refusal, Reservation, limit_headers
 from .usage_log import UsageLog
 

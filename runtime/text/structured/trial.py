@@ -33,7 +33,7 @@ class Trial:
 
     def __init__(self) -> None:
         # -P keeps this folder off the child's path: its module names would shadow others
-        worker = Path(__file__).with_name("trial_worker.py")
+        worker = Path(__file__).with_name("trial_process.py")
         self._child = HelperProcess([sys.executable, "-P", str(worker)], MAX_GRAMMAR_BYTES)
 
     def grammar(self, kind: str, text: str, options: dict[str, Any]) -> str:

@@ -17,9 +17,9 @@ from sidestream.runtime.gateway import connections
 from sidestream.runtime.gateway.api import request_body
 from sidestream.runtime.gateway.api.context import CLOSED, GatewayContext
 from sidestream.runtime.gateway.app import build_app
-from sidestream.runtime.gateway.auth import keys_file
+from sidestream.runtime.gateway.auth import edit_keys_file
 from sidestream.runtime.gateway.auth.admission import KeyAdmission, NoAuth
-from sidestream.runtime.gateway.auth.keys import Key, KeyStore
+from sidestream.runtime.gateway.auth.key_store import Key, KeyStore
 from sidestream.runtime.gateway.metrics.metrics import Metrics
 from sidestream.runtime.gateway.metrics.observers import CompositeObserver
 from sidestream.runtime.gateway.settings import GatewaySettings
@@ -80,7 +80,7 @@ class Keys:
         self.admission = KeyAdmission(KeyStore(self.path))
 
     def bearer(self, name: str, **rights: Any) -> dict[str, str]:
-        return {"Authorization": f"Bearer {keys_file.add(self.path, Key(name, '', name, **rights))}"}
+        return {"Authorization": f"Bearer {edit_keys_file.add(self.path, Key(name, '', name, **rights))}"}
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from sidestream.graphs.config import LlamaConfig
 from sidestream.runtime.demo_model import DEMO_MODEL
 from sidestream.tools.cli import main
 from sidestream.tools.eval.real.adapters import train_adapters
-from sidestream.tools.eval.real.checkpoint import check_digest, real_model
+from sidestream.tools.eval.real.convert_gguf import check_digest, real_model
 from sidestream.tools.eval.real.texts import LENGTH, SHORTEST, natural_documents
 
 

@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ....runtime.gateway.auth import keys_file
-from ....runtime.gateway.auth.keys import Key
+from ....runtime.gateway.auth import edit_keys_file
+from ....runtime.gateway.auth.key_store import Key
 from ...options.environment import collect
 
 CONNECTIONS = 8
@@ -247,9 +247,9 @@ def main() -> None:
         label, _, folder = source.partition("=")
         with tempfile.TemporaryDirectory(prefix="refused-") as directory:
             keys = Path(directory) / "keys.toml"
-            good = keys_file.add(keys, Key("good", "", "good"))
+            good = edit_keys_file.add(keys, Key("good", "", "good"))
             refused = [
-                keys_file.add(keys, Key(f"refused-{index}", "", "refused", requests_per_minute=1))
+                edit_keys_file.add(keys, Key(f"refused-{index}", "", "refused", requests_per_minute=1))
                 for index in range(len(ATTACKS) * options.rounds)
             ]
             with serving(folder, keys) as served:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .checkpoint import NAME
+from .convert_gguf import NAME
 from .tasks import training_questions
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]

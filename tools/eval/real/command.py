@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from ...options.engine import add_value
-from .checkpoint import MISSING_EXTRA, real_model
+from .convert_gguf import MISSING_EXTRA, real_model
 
 CALIBRATION_TEXTS, CPU_CALIBRATION_TEXTS = 8, 2
 ROUNDING_TEXTS, CPU_ROUNDING_TEXTS = 256, 4

@@ -4,9 +4,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from sidestream.runtime.gateway.auth import keys_file
+from sidestream.runtime.gateway.auth import edit_keys_file
 from sidestream.runtime.gateway.auth.admission import KeyAdmission
-from sidestream.runtime.gateway.auth.keys import Key, KeyStore
+from sidestream.runtime.gateway.auth.key_store import Key, KeyStore
 from sidestream.runtime.gateway.auth.limits import DAY
 from sidestream.runtime.gateway.auth.usage_log import UsageLog
 from sidestream.runtime.gateway.interfaces import Caller, GatewayError, Ticket, UsageRecord
@@ -30,12 +30,12 @@ class House:
 
     def __init__(self, path: Path, log: UsageLog | None = None) -> None:
         self.path, self.clock = path, Clock()
-        self.keys = {"first": keys_file.add(path, Key("first", "", "somebody"))} if not path.exists() else {}
+        self.keys = {"first": edit_keys_file.add(path, Key("first", "", "somebody"))} if not path.exists() else {}
         self.admission = KeyAdmission(KeyStore(path), log, self.clock.now, self.clock.wall)
 
     def caller(self, name: str, **rights: object) -> Caller:
         """Who has a new key with these rights."""
-        self.keys[name] = keys_file.add(self.path, Key(name, "", f"owner-{name}", **rights))  # type: ignore[arg-type]
+        self.keys[name] = edit_keys_file.add(self.path, Key(name, "", f"owner-{name}", **rights))  # type: ignore[arg-type]
         return self.admission.identify(f"Bearer {self.keys[name]}", "127.0.0.1")
 
     def admit(
@@ -92,7 +92,7 @@ def test_a_revoked_key_and_an_expired_one_end(house: House) -> None:
         house.admission.identify(f"Bearer {house.keys['b']}", "127.0.0.1")
     assert refusal.value.code == "expired_api_key"
     assert house.admission.may_use(caller, "llama") and house.admission.may_use(other, "llama")
-    keys_file.revoke(house.path, "a")
+    edit_keys_file.revoke(house.path, "a")
     with pytest.raises(GatewayError):
         house.admission.identify(f"Bearer {house.keys['a']}", "127.0.0.1")
     assert not house.admission.may_use(caller, "llama")

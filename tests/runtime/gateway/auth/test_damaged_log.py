@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from sidestream.runtime.gateway.app import component_values, make_components
-from sidestream.runtime.gateway.auth.keys import Key
-from sidestream.runtime.gateway.auth.keys_file import add
+from sidestream.runtime.gateway.auth.edit_keys_file import add
+from sidestream.runtime.gateway.auth.key_store import Key
 from sidestream.runtime.gateway.auth.usage_database import Payload
 from sidestream.runtime.gateway.auth.usage_log import UsageLog
 from sidestream.runtime.gateway.auth.usage_report import report

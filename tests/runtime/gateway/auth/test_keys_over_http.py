@@ -16,9 +16,9 @@ import httpx
 import pytest
 from sidestream.runtime.api.errors import EngineDeadError
 from sidestream.runtime.gateway.app import build_app
-from sidestream.runtime.gateway.auth import keys_file
+from sidestream.runtime.gateway.auth import edit_keys_file
 from sidestream.runtime.gateway.auth.admission import KeyAdmission
-from sidestream.runtime.gateway.auth.keys import Key, KeyStore
+from sidestream.runtime.gateway.auth.key_store import Key, KeyStore
 from sidestream.runtime.gateway.auth.usage_log import PayloadLog, UsageLog
 from sidestream.runtime.gateway.auth.usage_report import report
 from sidestream.runtime.gateway.interfaces import AdapterCard, EngineRequest
@@ -50,7 +50,7 @@ class Governed:
         self.observer = CompositeObserver(Metrics(), [self.log, self.access, PayloadLog(self.log)])
 
     def add(self, name: str, **rights: Any) -> None:
-        self.secrets[name] = keys_file.add(self.folder / "keys.toml", Key(name, "", f"{name}-team", **rights))
+        self.secrets[name] = edit_keys_file.add(self.folder / "keys.toml", Key(name, "", f"{name}-team", **rights))
 
     def bearer(self, name: str) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.secrets[name]}"}
@@ -125,7 +125,7 @@ def test_a_revoked_key_fails_at_its_next_request(governed: Governed) -> None:
         governed.add("a")
         async with governed.http() as http:
             assert (await ask(http, governed.bearer("a"))).status_code == 200
-            keys_file.revoke(governed.folder / "keys.toml", "a")
+            edit_keys_file.revoke(governed.folder / "keys.toml", "a")
             refused = await ask(http, governed.bearer("a"))
             assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
             assert refused.headers["www-authenticate"] == "Bearer"

@@ -19,9 +19,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from sidestream.runtime.gateway.app import build_app, component_values
-from sidestream.runtime.gateway.auth import keys_file
+from sidestream.runtime.gateway.auth import edit_keys_file
 from sidestream.runtime.gateway.auth.admission import NoAuth
-from sidestream.runtime.gateway.auth.keys import Key, KeyStore
+from sidestream.runtime.gateway.auth.key_store import Key, KeyStore
 from sidestream.runtime.gateway.auth.usage_log import UsageLog
 from sidestream.runtime.gateway.interfaces import Admission
 from sidestream.runtime.gateway.metrics.metrics import Metrics
@@ -110,7 +110,7 @@ def test_usage_is_exact_when_the_gpu_process_is_killed(server: Server, tmp_path:
 
 
 def test_the_dashboard_and_the_page_name_metrics_that_exist(server: Server, tmp_path: Path) -> None:
-    keys_file.add(tmp_path / "keys.toml", Key("one", "", "somebody"))
+    edit_keys_file.add(tmp_path / "keys.toml", Key("one", "", "somebody"))
     book, log = KeyStore(tmp_path / "keys.toml"), UsageLog(tmp_path / "usage.db")
     metrics = Metrics(component_values=lambda: component_values(book, log, None))
 

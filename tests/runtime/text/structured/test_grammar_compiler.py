@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sidestream import RequestError, StructuredOutputsParams
 from sidestream.runtime.demo_model import DEMO_MODEL
 from sidestream.runtime.text.generation_config import eos_token_ids
-from sidestream.runtime.text.structured import trial, trial_worker
+from sidestream.runtime.text.structured import trial, trial_process
 from sidestream.runtime.text.structured.grammar_compiler import GrammarCompiler
 from sidestream.runtime.text.structured.mask_filling import consume_outputs, fill_masks
 from sidestream.runtime.text.structured.matcher import Matcher
@@ -197,13 +197,13 @@ def test_a_panic_is_an_error(model, monkeypatch):
     def panic(*_: object, **__: object) -> None:
         raise PanicError("index out of bounds")
 
-    monkeypatch.setattr(trial_worker, "grammar_of", panic)
+    monkeypatch.setattr(trial_process, "grammar_of", panic)
     line = json.dumps({"kind": "regex", "text": "q", "options": {}, "limits": {}, "steps": 1, "seconds": 1.0})
     output = io.StringIO()
     monkeypatch.setattr("sys.stdin", io.StringIO(line + "\n"))
     monkeypatch.setattr("sys.stdout", output)
-    monkeypatch.setattr(trial_worker.resource, "setrlimit", lambda *_: None)
-    trial_worker.main()
+    monkeypatch.setattr(trial_process.resource, "setrlimit", lambda *_: None)
+    trial_process.main()
     assert json.loads(output.getvalue().splitlines()[1]) == {"error": "index out of bounds"}
     monkeypatch.undo()
     monkeypatch.setattr(compiler, "_source", panic)

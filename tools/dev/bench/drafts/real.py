@@ -283,7 +283,7 @@ def subject(model: Path | None, adapters: Path | None) -> tuple[Path, dict[str, 
     if model is None:
         return Path(DEMO_MODEL), {name: str(path) for name, path in demo_adapters().items()}
     if model.is_file():
-        from ....eval.real.checkpoint import real_model
+        from ....eval.real.convert_gguf import real_model
 
         model = real_model(model)
     if not (model / "config.json").is_file():

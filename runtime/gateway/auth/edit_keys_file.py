@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from .keys import LIMITS, MAX_FILE_BYTES, Key, KeysFileError, hash_of, new_key, parse, read_bytes
+from .key_store import LIMITS, MAX_FILE_BYTES, Key, KeysFileError, hash_of, new_key, parse, read_bytes
 
 _HEADER = "# API keys of a Sidestream gateway: hashes only. Edit with `sidestream keys http`, or by hand.\n"
 MAX_LISTED = 10

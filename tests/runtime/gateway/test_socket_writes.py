@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from sidestream.runtime.gateway.write_batching import BatchingTransport, DirectBody, FlushQueue
+from sidestream.runtime.gateway.socket_writes import BatchingTransport, DirectBody, FlushQueue
 from support.written import Written, asked
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sidestream.runtime.gateway.auth import keys_file
-from sidestream.runtime.gateway.auth.keys import Key, KeysFileError, KeyStore, hash_of, parse
+from sidestream.runtime.gateway.auth import edit_keys_file
+from sidestream.runtime.gateway.auth.key_store import Key, KeysFileError, KeyStore, hash_of, parse
 from sidestream.tools.cli import main
 
 
@@ -24,7 +24,7 @@ def path(tmp_path: Path) -> Iterator[Path]:
 
 
 def added(path: Path, name: str = "one", **rights: object) -> str:
-    return keys_file.add(path, Key(name, "", "search", **rights))  # type: ignore[arg-type]
+    return edit_keys_file.add(path, Key(name, "", "search", **rights))  # type: ignore[arg-type]
 
 
 def test_a_key_is_found_by_itself_and_not_stored(path: Path) -> None:
@@ -42,7 +42,7 @@ def test_a_revoked_key_is_not_found_at_the_next_look(path: Path) -> None:
     keys = {name: added(path, name) for name in ("one", "two", "three")}
     book = KeyStore(path)
     assert all(book.find(key) for key in keys.values())
-    assert keys_file.revoke(path, "two").name == "two"
+    assert edit_keys_file.revoke(path, "two").name == "two"
     assert book.find(keys["two"]) is None
     assert book.find(keys["one"]) and book.find(keys["three"])
     assert book.find(added(path, "two")) is not None, "a name may be used again"
@@ -163,7 +163,7 @@ def test_comments_and_other_keys_survive_changes(path: Path) -> None:
     )
     path.chmod(0o640)
     added(path, "new")
-    keys_file.revoke(path, "gone")
+    edit_keys_file.revoke(path, "gone")
     text = path.read_text()
     assert text.startswith("# ours\n[keys.old]  # since spring\n") and "gone" not in text
     assert list(tomllib.loads(text)["keys"]) == ["old", "new"]
@@ -175,14 +175,14 @@ def test_an_entry_that_is_no_table_of_its_own_is_left_to_an_editor(path: Path) -
     path.chmod(0o600)
     before = path.read_bytes()
     with pytest.raises(KeysFileError, match="editor"):
-        keys_file.revoke(path, "one")
+        edit_keys_file.revoke(path, "one")
     assert path.read_bytes() == before
 
 
 def test_changes_at_one_time_lose_nothing(path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         keys = dict(zip(map(str, range(24)), pool.map(lambda name: added(path, str(name)), range(24)), strict=True))
-        list(pool.map(lambda name: keys_file.revoke(path, str(name)), range(0, 24, 2)))
+        list(pool.map(lambda name: edit_keys_file.revoke(path, str(name)), range(0, 24, 2)))
     book = KeyStore(path)
     assert {name for name, key in keys.items() if book.find(key)} == {str(name) for name in range(1, 24, 2)}
     assert sorted(os.listdir(path.parent)) == ["keys.toml", "keys.toml.lock"]
