@@ -62,19 +62,17 @@ def test_ten_times_the_limit_of_silent_connections_keep_nobody_out(sent: bytes, 
 
 
 def test_silent_connections_go_before_those_that_rest_after_a_request() -> None:
-    with (
-        listening(FakeEngines(), max_connections=3) as place,
-        httpx.Client(base_url=f"http://{place[0]}:{place[1]}") as http,
-    ):
-        assert http.get("/version", timeout=60).status_code == 200
+    request = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with listening(FakeEngines(), max_connections=3) as place, crowd(place, 1, request) as (resting,):
+        assert resting.recv(1 << 16).startswith(b"HTTP/1.1 200")
         with crowd(place, 2) as silent:
             assert ask(place).status_code == 200
-            assert is_closed(silent[0]) and http.get("/version", timeout=60).status_code == 200
-        with crowd(place, 1, b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n") as first:
-            assert first[0].recv(1 << 16).startswith(b"HTTP/1.1 200")
-            with crowd(place, 2, b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n") as others:
-                assert all(peer.recv(1 << 16).startswith(b"HTTP/1.1 200") for peer in others)
-                assert ask(place).status_code == 200, "with nothing but resting connections around"
+            assert is_closed(silent[0])
+            resting.sendall(request)
+            assert resting.recv(1 << 16).startswith(b"HTTP/1.1 200"), "the same connection goes on"
+    with listening(FakeEngines(), max_connections=3) as place, crowd(place, 3, request) as others:
+        assert all(peer.recv(1 << 16).startswith(b"HTTP/1.1 200") for peer in others)
+        assert ask(place).status_code == 200, "with nothing but resting connections around"
 
 
 def test_open_requests_are_never_cut_for_newcomers() -> None:
