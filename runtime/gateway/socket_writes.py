@@ -131,9 +131,10 @@ class BatchingTransport(asyncio.Transport):
         """Write held data, then close."""
         self._release()
         self.writable = False
-        self.lingering = self.lingering or self._linger()
-        if not self.lingering:
+        if self.lingering or not self._linger():  # a second call, such as that of a shutdown, closes it at once
             self._transport.close()
+        else:
+            self.lingering = True
 
     def abort(self) -> None:
         self.writable = False

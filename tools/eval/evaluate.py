@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from ...graphs.checkpoint import checkpoint_config
 from ...graphs.config import LlamaConfig
-from ...graphs.convert_gguf import checkpoint_config
 from ...ops.core.kv_layout import PAGE_SIZE
 from ...runtime.worker.calibrate.scorer import Document, Scorer, plan, step_sizes
 from .answers import Accuracy, accuracies, ask
@@ -152,7 +152,7 @@ def calibrate_model(
     """Calibrate the model on some texts, as `sidestream calibrate` does."""
     from argparse import Namespace
 
-    from ...graphs.convert_gguf import Checkpoint
+    from ...graphs.checkpoint import Checkpoint
     from ...runtime.engine.resolve import resolve_device
     from ...runtime.quantization.calibration import fingerprint
     from ...runtime.quantization.model_statistics import calibrate

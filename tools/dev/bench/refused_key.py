@@ -70,18 +70,21 @@ def attack(port: int, key: str, name: str) -> None:
     path, body = ATTACKS[name]()
     data, leaves = request_bytes(path, key, body), "disconnects" in name
 
+    def report(status: str) -> None:
+        os.write(1, f"{status}\n".encode())  # in one piece: other threads report too
+
     def once(peer: socket.socket) -> str:
         """Send a request. Returns the head of its answer, "" if the server ended the connection."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the answer came first
             peer.sendall(data)
         if leaves:
-            print("left", flush=True)
+            report("left")
             return ""
         with peer.makefile("rb") as answer:
             status = answer.readline().split()
             fields = dict(line.decode().lower().strip().split(": ", 1) for line in iter(answer.readline, b"\r\n"))
             answer.read(int(fields["content-length"]))
-        print(status[1].decode(), flush=True)
+        report(status[1].decode())
         return "" if fields.get("connection") == "close" else status[1].decode()
 
     def connection() -> None:
@@ -91,7 +94,7 @@ def attack(port: int, key: str, name: str) -> None:
                     while once(peer):
                         pass
             except (OSError, LookupError, ValueError):
-                print("reset", flush=True)
+                report("reset")
 
     os.nice(19)  # a client elsewhere would take nothing from the server's cores
     for _ in range(CONNECTIONS):

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import torch
 
-from ....graphs.convert_gguf import checkpoint_config
+from ....graphs.checkpoint import checkpoint_config
 from ....ops.core.kv_layout import PAGE_SIZE
 from ....runtime.worker.calibrate.scorer import Chunk, Document, Scorer, plan, step_sizes
 from ..arms import BY_NAME, Arm
