@@ -36,6 +36,7 @@ _RETRIED_ELSEWHERE = BUSY | NOT_SERVING
 _BEST_FIRST: tuple[HealthStatus, ...] = ("ok", "stalled", "loading", "draining", "dead")
 
 CHANGE_TRIES = 5
+SETTLE_POLLS = 3.0
 
 T = TypeVar("T")
 
@@ -67,6 +68,7 @@ class Router:
         if not addresses and request_engine is None:
             raise ValueError("a router needs at least one engine's address")
         self._keys, self._poll_seconds, self._fetch = keys, poll_seconds, fetch
+        self._patience_seconds = patience_seconds
         self._balancer = balancer or LoadBalancer()
         self._catalogue = AdapterCatalogue()
         self._links: dict[str, EngineLink] = {}
@@ -402,15 +404,28 @@ class Router:
                 break
         return entry, refused
 
+    def _lost_recently(self) -> bool:
+        """Return whether an engine is not connected and is expected to return."""
+        now, patience = time.monotonic(), self._patience_seconds
+        return any(each.lost_at is not None and now - each.lost_at < patience for each in self._links.values())
+
     async def _apply_everywhere(self, entry: AdapterEntry, replace: bool) -> dict[str, Exception]:
         """Apply a change on all connected engines, also on those that connect meanwhile. Returns errors by engine.
 
+        If one was lost, it may accept requests of another router: waits until that one has polled the others.
         Raises EngineDeadError if no engine accepts requests.
         """
         done: set[EngineLink] = set()
         refused: dict[str, Exception] = {}
-        applied = 0
-        while links := [each for each in self._links.values() if each.lost_at is None and each not in done]:
+        applied, has_waited = 0, False
+        while True:
+            links = [each for each in self._links.values() if each.lost_at is None and each not in done]
+            if not links:
+                if has_waited or not applied or not self._lost_recently():
+                    break
+                has_waited = True
+                await asyncio.sleep(SETTLE_POLLS * self._poll_seconds)
+                continue
             answers = await asyncio.gather(*(link.apply(entry, replace) for link in links), return_exceptions=True)
             for link, answer in zip(links, answers, strict=True):
                 done.add(link)
