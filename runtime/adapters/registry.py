@@ -241,6 +241,8 @@ class AdapterRegistry:
             self._stamps[number] = stamp
             self.hashes[number] = adapter.content_hash
             self.numbers[name] = number
+            if previous is not None and previous in self._unused:
+                self._delete(previous)
         return registered
 
     def remove(self, name: str) -> int:

@@ -13,10 +13,11 @@ from ..api.outputs import RequestOutput
 from ..api.request import Continuation
 from ..api.sampling_params import SamplingParams
 from ..protocol import messages as protocol
+from ..protocol.adapter_map import AdapterEntry
 from ..protocol.addresses import AddressError, check_keys, default_address, parse
 from ..protocol.chat_templates import adapter_templates, welcome_templates
 from ..protocol.curve_keys import ClientKeys, load_client_keys
-from ..protocol.messages import AdapterInfo, Chunk, Health, Message, Welcome
+from ..protocol.messages import AdapterInfo, Adapters, Chunk, Health, Message, Welcome
 from ..text.chat_files import ChatTemplates
 from ..text.chat_messages import as_conversations
 from ..text.chat_renderer import ChatRenderer
@@ -337,7 +338,23 @@ class AsyncClient:
 
     async def list_adapters(self, timeout: float | None = None) -> list[AdapterInfo]:
         """Return all adapters and whether they are on the GPU, in host memory or on disk."""
-        return (await self._call(protocol.ListAdapters, protocol.Adapters, timeout)).adapters
+        return (await self.adapter_changes(timeout=timeout)).adapters
+
+    async def adapter_changes(self, after: int = 0, timeout: float | None = None) -> Adapters:
+        """Return all adapters, and the server's changes of adapters after number `after`; for gateways."""
+        return await self._call(protocol.ListAdapters, protocol.Adapters, timeout, after=after)
+
+    async def apply_adapter_entry(
+        self, entry: AdapterEntry, replace: bool = True, timeout: float | None = None
+    ) -> None:
+        """Pass on a change of another server; for gateways. Raises RequestError `adapter_changed` if the server has a
+        later one.
+        """
+        if entry.path is None:
+            await self._call(protocol.UnloadAdapter, protocol.Done, timeout, name=entry.name, stamp=entry.stamp)
+            return
+        fields = {"path": entry.path, "replace": replace, "stamp": entry.stamp, "content": entry.content}
+        await self._call(protocol.LoadAdapter, protocol.Done, timeout, name=entry.name, **fields)
 
     async def tokenize(self, text: str, add_special_tokens: bool = True, timeout: float | None = None) -> list[int]:
         """Return a text's token ids, as of a prompt; add_special_tokens=False: without BOS."""

@@ -63,7 +63,7 @@ class Ingress:
         self._engines, self._application = engines, serve.get_replica_context().app_name
         self._loop = asyncio.get_running_loop()
         self._wake_task: asyncio.Task[None] | None = None
-        self._names: set[str] = set()
+        self._names: dict[str, str] = {}
         self._root = None if adapters_root is None else AdapterRoot(adapters_root)
         self._router = Router(
             [],
@@ -99,11 +99,12 @@ class Ingress:
         self._loop.call_soon_threadsafe(self._update_router, replicas)
 
     def _update_router(self, replicas: Mapping[str, str]) -> None:
-        for name in self._names - replicas.keys():
+        """Follow Ray's replicas. One that has another address is another engine."""
+        for name, _ in self._names.items() - replicas.items():
             self._router.remove(name)
-        for name in replicas.keys() - self._names:
-            self._router.add(name, replicas[name])
-        self._names = set(replicas)
+        for name, address in replicas.items() - self._names.items():
+            self._router.add(name, address)
+        self._names = dict(replicas)
 
     def _request_engine(self) -> None:
         if self._wake_task is None or self._wake_task.done():

@@ -1,5 +1,6 @@
 """The protocol between a server and its clients; docs/protocol.md specifies it.
 
+adapter_map       adapters loaded and unloaded by clients: a last-writer-wins map, and its clock
 messages          messages and limits
 framing           encode and decode messages as frames; refuse malformed ones
 chat_templates    chat templates in messages

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from ..api.sampling_defaults import SamplingDefaults
+from .adapter_map import AdapterEntry, Stamp
 
 MAGIC = b"SS"
 PROTOCOL_VERSION = 2
@@ -23,6 +24,8 @@ MAX_PROMPT_TOKENS = 1 << 18
 MAX_CHOICES = 256
 MAX_OPEN_REQUESTS = 4096
 """Limit on the unfinished requests of one connection."""
+MAX_ENTRIES = 512
+"""Limit on the entries of one `adapters` message."""
 MAX_CHUNK_TOKENS = 256
 MAX_FRAME_CHUNKS = 1024
 MAX_ERROR_CHARACTERS = 4096
@@ -172,19 +175,31 @@ class Abort(Message, tag="abort", frozen=True):
 
 
 class LoadAdapter(Call, tag="load_adapter", frozen=True):
-    """Load an adapter from a directory on the server's machine; `replace`: also if the name exists."""
+    """Load an adapter from a directory on the server's machine; `replace`: also if the name exists.
+
+    stamp, content   of a change that is passed on from another server; `content` is the required hash ("": any)
+    """
 
     name: AdapterName
     path: Path
     replace: bool = False
+    stamp: Stamp | None = None
+    content: Short = ""
 
 
 class UnloadAdapter(Call, tag="unload_adapter", frozen=True):
+    """Unload an adapter without open requests. With `stamp` (see `LoadAdapter`) open requests do not matter; they end
+    as usual.
+    """
+
     name: AdapterName
+    stamp: Stamp | None = None
 
 
 class ListAdapters(Call, tag="list_adapters", frozen=True):
-    """Request the list of adapters."""
+    """Request the list of adapters, and the changes after number `after`."""
+
+    after: Count = 0
 
 
 class Tokenize(Call, tag="tokenize", frozen=True):
@@ -331,7 +346,13 @@ class AdapterInfo(Struct, frozen=True):
 
 
 class Adapters(Call, tag="adapters", frozen=True):
+    """Answer to `list_adapters`. `entries`: the last change of each name that changed after `after`, at most
+    MAX_ENTRIES; `sequence`: number of the last one.
+    """
+
     adapters: list[AdapterInfo]
+    entries: list[AdapterEntry] = []
+    sequence: Count = 0
 
 
 class Tokens(Call, tag="tokens", frozen=True):

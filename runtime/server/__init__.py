@@ -17,5 +17,6 @@ gpu_link            plans, masks and results between batcher and GPU process
 shared_masks        shared memory for token masks
 gpu_process         the process that drives the GPU
 served_model        the model and adapters in the GPU process
+saved_adapters      file with the adapters that clients have loaded
 settings            settings that the processes share
 """

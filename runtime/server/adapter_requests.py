@@ -1,23 +1,28 @@
 """Load, unload and list adapters for clients."""
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
 
+from ..protocol.adapter_map import AdapterEntry, AdapterMap, HybridClock, Stamp, StampError
 from ..protocol.chat_templates import within_limits
 from ..protocol.messages import (
+    MAX_ENTRIES,
     AdapterInfo,
+    Adapters,
     ChatTemplatesFound,
     Done,
     ErrorCode,
     GetChatTemplates,
+    ListAdapters,
     LoadAdapter,
     UnloadAdapter,
 )
 from ..text.chat_files import ChatTemplates
 from .connections import ClientConnection, Connections
-from .gpu_link import Load, LoadedAdapter, LoadReply, Unload
+from .gpu_link import Load, LoadedAdapter, LoadReply, Retire, Unload, changed_files
 from .open_requests import OpenRequests
 from .server_state import ServerState
 from .stepper import Stepper
@@ -29,7 +34,8 @@ class AdapterRequests:
 
     admin      clients may load and unload
     roots      directories from which adapters may be loaded
-    on_change  called before the client gets its reply: name, and directory or None
+    entries    changes by clients of a former process
+    on_change  called with each change, before the client gets its reply
     """
 
     def __init__(
@@ -39,12 +45,18 @@ class AdapterRequests:
         requests: OpenRequests,
         admin: bool,
         roots: list[str],
-        on_change: Callable[[str, str | None], None],
+        entries: Iterable[AdapterEntry],
+        on_change: Callable[[AdapterEntry], None],
     ) -> None:
         self._state, self._connections, self._requests = state, connections, requests
         self._admin, self._roots, self._on_change = admin, roots, on_change
-        self._pending: dict[int, tuple[ClientConnection, LoadAdapter | UnloadAdapter]] = {}
+        self._pending: dict[int, tuple[ClientConnection, LoadAdapter | UnloadAdapter, Stamp]] = {}
         self._next_ticket = 0
+        self._map = AdapterMap(entries)
+        self._clock = HybridClock(f"engine-{os.urandom(6).hex()}")
+        for entry in self._map.entries.values():
+            with contextlib.suppress(StampError):  # this host's clock was set back
+                self._clock.observe(entry.stamp)
 
     def change(self, client: ClientConnection, message: LoadAdapter | UnloadAdapter) -> None:
         """Start to load or unload an adapter, or send an error."""
@@ -55,13 +67,29 @@ class AdapterRequests:
             retry_after = LOADING_RETRY if code == "loading" else None
             self._connections.send_error(client, code, text, call=message.call, retry_after=retry_after)
             return
-        self._next_ticket += 1
-        self._pending[self._next_ticket] = client, message
-        if isinstance(message, LoadAdapter):
-            stepper.link.send(Load(self._next_ticket, message.name, message.path, message.replace))
-        else:
+        stamp = message.stamp or self._clock.tick()
+        served = stepper.adapters.get(message.name)
+        if isinstance(message, UnloadAdapter):
+            self._merge(AdapterEntry(message.name, stamp))
+            if served is None:
+                self._connections.send(client, Done(message.call))
+                return
             stepper.remove_adapter(message.name)
+        elif message.content and served is not None and served.content == message.content:
+            self._merge(AdapterEntry(message.name, stamp, message.path, message.content))
+            self._connections.send(client, Done(message.call))
+            return
+        self._next_ticket += 1
+        self._pending[self._next_ticket] = client, message, stamp
+        if isinstance(message, LoadAdapter):
+            # names are checked here; in the GPU process a refused version may still have the name
+            stepper.link.send(Load(self._next_ticket, message.name, message.path, replace=True))
+        else:
             stepper.link.send(Unload(self._next_ticket, message.name))
+
+    def _merge(self, entry: AdapterEntry) -> None:
+        if self._map.merge(entry):
+            self._on_change(entry)
 
     def _refusal(self, message: LoadAdapter | UnloadAdapter) -> tuple[ErrorCode, str] | None:
         name, stepper = message.name, self._state.stepper
@@ -74,11 +102,19 @@ class AdapterRequests:
             return "loading", "the model is being loaded"
         if self._state.draining:
             return "draining", "the server is about to stop"
-        if any(pending.name == name for _, pending in self._pending.values()):
+        if any(pending.name == name for _, pending, _ in self._pending.values()):
             return "adapter_in_use", f"adapter {name!r} is being loaded or unloaded at this moment"
+        if message.stamp is not None:
+            try:
+                self._clock.observe(message.stamp)
+            except StampError as problem:
+                return "invalid_request", f"adapter {name!r}: {problem}"
+            latest = self._map.entries.get(name)
+            if latest is not None and latest.stamp > message.stamp:
+                return "adapter_changed", f"a later change of adapter {name!r} has been applied"
         adapter = stepper.adapters.get(name)
         if isinstance(message, UnloadAdapter):
-            return self._unload_refusal(stepper, name, adapter)
+            return None if message.stamp is not None else self._unload_refusal(stepper, name, adapter)
         if stepper.ready.num_slots == 0:
             return (
                 "adapter_error",
@@ -95,6 +131,8 @@ class AdapterRequests:
         self, stepper: Stepper, name: str, adapter: LoadedAdapter | None
     ) -> tuple[ErrorCode, str] | None:
         if adapter is None:
+            if self._map.loaded(name) is not None:  # its files could not be read again
+                return None
             return "unknown_adapter", f"adapter {name!r} is not known; list_adapters lists all"
         # the engine has waiting, running and suspected requests, but not those whose prompts are being tokenized
         if stepper.scheduler.states.waiting.active(adapter.number) or any(
@@ -105,15 +143,26 @@ class AdapterRequests:
 
     def receive_reply(self, reply: LoadReply) -> None:
         """Send the GPU process's reply to the client."""
-        client, message = self._pending.pop(reply.ticket)
-        if reply.problem is None:
-            self._on_change(message.name, message.path if isinstance(message, LoadAdapter) else None)
-        if reply.adapter is not None and self._state.stepper is not None:
-            self._state.stepper.add_adapter(reply.adapter)
-        if reply.problem is not None:
-            self._connections.send_error(client, "adapter_error", reply.problem, call=message.call)
+        client, message, stamp = self._pending.pop(reply.ticket)
+        problem, adapter, stepper = reply.problem, reply.adapter, self._state.stepper
+        if isinstance(message, LoadAdapter) and adapter is not None and stepper is not None:
+            if message.content in ("", adapter.content):
+                self._merge(AdapterEntry(message.name, stamp, message.path, adapter.content))
+                stepper.add_adapter(adapter)
+            else:
+                stepper.link.send(Retire(adapter.number))
+                problem = changed_files(message.name)
+        if problem is not None:
+            self._connections.send_error(client, "adapter_error", problem, call=message.call)
         else:
             self._connections.send(client, Done(message.call))
+
+    def list(self, message: ListAdapters) -> Adapters:
+        """Return all adapters, and the changes that the client does not have yet."""
+        entries, sequence = self._map.changes(message.after, MAX_ENTRIES)
+        stepper = self._state.stepper
+        infos = [] if stepper is None else [_info(stepper, adapter) for adapter in stepper.adapters.values()]
+        return Adapters(message.call, infos, entries, sequence)
 
     def chat_templates(self, message: GetChatTemplates) -> ChatTemplatesFound:
         """Return the templates in an adapter's directory; none for an unknown adapter."""
@@ -122,13 +171,9 @@ class AdapterRequests:
         found = within_limits(ChatTemplates() if adapter is None else adapter.chat.templates)
         return ChatTemplatesFound(message.call, dict(found.templates), dict(found.tokens))
 
-    def infos(self) -> list[AdapterInfo]:
-        stepper = self._state.stepper
-        return [] if stepper is None else [_info(stepper, adapter) for adapter in stepper.adapters.values()]
-
     def engine_died(self, retry_after: float | None) -> None:
         """Send an error to the clients that wait for a reply of the GPU process."""
-        for client, message in self._pending.values():
+        for client, message, _ in self._pending.values():
             self._connections.send_error(
                 client, "engine_dead", "the engine died", call=message.call, retry_after=retry_after
             )

@@ -74,7 +74,8 @@ class Batcher:
             requests,
             settings.admin,
             settings.adapter_roots,
-            lambda name, path: channel.send({"event": "adapter", "name": name, "path": path}),
+            settings.loaded_adapters,
+            lambda entry: channel.send({"event": "adapter", "entry": msgspec.to_builtins(entry)}),
         )
         self._tokenize = TokenizeRequests(connections, self._tokenizer, self._encoder)
         self._router = MessageRouter(

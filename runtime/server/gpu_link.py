@@ -39,6 +39,11 @@ class LoadedAdapter(Struct, frozen=True):
     chat: AdapterChat = NO_CHAT
 
 
+def changed_files(name: str) -> str:
+    """Return the error for an adapter whose files are not the expected version."""
+    return f"adapter {name!r}: its files have changed since it was loaded; load it again"
+
+
 class Loading(Notice, frozen=True, tag="loading"):
     """GPU -> batcher: progress of the start, 0 to 1."""
 

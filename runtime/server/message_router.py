@@ -144,7 +144,7 @@ class MessageRouter:
             elif isinstance(message, (protocol.LoadAdapter, protocol.UnloadAdapter)):
                 self._adapters.change(client, message)
             elif isinstance(message, protocol.ListAdapters):
-                self._connections.send(client, protocol.Adapters(message.call, self._adapters.infos()))
+                self._connections.send(client, self._adapters.list(message))
             elif isinstance(message, (protocol.Tokenize, protocol.Detokenize)):
                 self._tokenize.start(client, message)
             elif isinstance(message, protocol.GetChatTemplates):

@@ -6,15 +6,16 @@ A restarted process also serves the adapters that clients loaded before, and lea
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn, Protocol
 
 from msgspec import structs
 
 from ...ops.core.kv_layout import PAGE_SIZE
+from ..protocol.adapter_map import AdapterEntry
 from ..scheduler.step_plan import Runner
-from .gpu_link import LoadedAdapter, Ready
+from .gpu_link import LoadedAdapter, Ready, changed_files
 from .settings import ServeSettings
 
 _log = logging.getLogger(__name__)
@@ -101,20 +102,30 @@ class ServedModel:
         return LoadedAdapter(entry.name, entry.number, entry.adapter.rank, entry.content_hash, entry.chat)
 
 
-def load_again(served: Servable, loaded: Mapping[str, str]) -> Ready:
-    """Read the adapters (name -> directory) that clients loaded into a former process. Returns the extended `Ready`.
+def load_again(served: Servable, loaded: Iterable[AdapterEntry]) -> Ready:
+    """Read the adapters that clients loaded into a former process. Returns the extended `Ready`.
 
-    Raises errors that lose the device or another tensor-parallel process; other errors leave the adapter out.
+    Raises errors that lose the device or another tensor-parallel process. Other errors, and files that have changed,
+    leave the adapter out.
     """
-    adapters, left_out = list(served.ready.adapters), dict(served.ready.left_out)
-    for name, path in loaded.items():
+    adapters = {adapter.name: adapter for adapter in served.ready.adapters}
+    left_out = dict(served.ready.left_out)
+    for entry in loaded:
+        if entry.path is None:
+            continue
         try:
-            adapters.append(served.add_adapter(name, path, False))
+            if adapters.pop(entry.name, None) is not None:  # the version of the command line
+                served.remove_adapter(entry.name)
+            adapter = served.add_adapter(entry.name, entry.path, False)
+            if adapter.content != entry.content:
+                served.remove_adapter(entry.name)
+                raise ValueError(changed_files(entry.name))
+            adapters[entry.name] = adapter
         except Exception as problem:
             if is_fatal(problem):
                 raise
-            left_out[name] = _log_left_out(problem, name)
-    return structs.replace(served.ready, adapters=adapters, left_out=left_out)
+            left_out[entry.name] = _log_left_out(problem, entry.name)
+    return structs.replace(served.ready, adapters=list(adapters.values()), left_out=left_out)
 
 
 def _log_left_out(problem: Exception, adapter: str) -> str:

@@ -5,6 +5,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from ..processes.watchdog import SILENCE_SECONDS
+from ..protocol.adapter_map import AdapterEntry
 
 DRAIN_SECONDS = 30.0
 MAX_WAITING = 4096
@@ -16,7 +17,8 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
     model             model directory
     llm               further arguments of `LLM`
     adapters          name -> directory, anywhere on the machine
-    loaded_adapters   the same for adapters that clients loaded; set by the supervisor for restarted processes
+    loaded_adapters   changes by clients, which have priority; set by the supervisor for restarted processes
+    saved_adapters    directory in which the supervisor saves them; "": they are lost when the server ends
     bind              address for clients
     keys              directory of CURVE keys
     drain_seconds     time for open requests after SIGTERM
@@ -37,7 +39,8 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
     model: str
     llm: dict[str, Any] = field(default_factory=dict)
     adapters: dict[str, str] = field(default_factory=dict)
-    loaded_adapters: dict[str, str] = field(default_factory=dict)
+    loaded_adapters: list[AdapterEntry] = field(default_factory=list)
+    saved_adapters: str = ""
     bind: str = ""
     keys: str | None = None
     drain_seconds: float = DRAIN_SECONDS

@@ -22,8 +22,10 @@ from msgspec import structs
 from ..processes.channel import ChannelClosed
 from ..processes.child import STOP_SECONDS, Child, status_text
 from ..processes.watchdog import POLL_SECONDS, STOPPED_POLL_SECONDS, StoppedProcesses
+from ..protocol.adapter_map import AdapterEntry, AdapterMap
 from ..protocol.addresses import AddressLock, check_keys, make_private_directory, parse, temporary_root
 from .gpu_link import Ready
+from .saved_adapters import SavedAdapters
 from .settings import ServeSettings
 from .supervisor_loop import EXIT_DEAD, EXIT_SETTINGS, GatewayProcess, SupervisorLoop
 
@@ -46,7 +48,11 @@ class Supervisor(SupervisorLoop):
         self._lock = AddressLock(self._address)
         root = os.environ.get("XDG_RUNTIME_DIR") or temporary_root()
         self._directory = Path(tempfile.mkdtemp(prefix="sidestream-", dir=root))
-        super().__init__(structs.replace(settings, directory=str(self._directory), generation=0), print_line, gateway)
+        self._saved = SavedAdapters(settings)
+        settings = structs.replace(
+            settings, directory=str(self._directory), generation=0, loaded_adapters=self._saved.read()
+        )
+        super().__init__(settings, print_line, gateway)
         self._batcher: Child | None = None
         self._gpu: Child | None = None
         self._stopped = StoppedProcesses()
@@ -128,7 +134,7 @@ class Supervisor(SupervisorLoop):
             child.started = True
             self._keep_adapter_limits(msgspec.convert(message["ready"], Ready))
         elif event == "adapter":
-            self._keep_adapter(message["name"], message["path"])
+            self._keep_adapter(msgspec.convert(message["entry"], AdapterEntry))
         elif event == "serving":
             self._was_ready = True
             self._print_line(f"serving at {self._settings.bind}")
@@ -158,14 +164,14 @@ class Supervisor(SupervisorLoop):
             given = {name: value for name, value in self._settings.llm.items() if value is not None}
             self._settings = structs.replace(self._settings, llm=limits | given)
 
-    def _keep_adapter(self, name: str, path: str | None) -> None:
-        """Give restarted GPU processes the adapters that clients have loaded; `path` None: unloaded."""
-        given, loaded = dict(self._settings.adapters), dict(self._settings.loaded_adapters)
-        given.pop(name, None)
-        loaded.pop(name, None)
-        if path is not None:
-            loaded[name] = path
+    def _keep_adapter(self, entry: AdapterEntry) -> None:
+        """Give a change by a client to restarted processes, and save it."""
+        changes = AdapterMap(self._settings.loaded_adapters)
+        changes.merge(entry)
+        given = {name: path for name, path in self._settings.adapters.items() if name != entry.name}
+        loaded = list(changes.entries.values())
         self._settings = structs.replace(self._settings, adapters=given, loaded_adapters=loaded)
+        self._saved.write(loaded)
 
     def _kill_overdue(self, message: dict[str, Any]) -> None:
         """Kill the GPU process after the batcher reported an overdue step, unless the process has been replaced."""

@@ -100,7 +100,7 @@ class FakeServed:
         with self._lock:
             number = self._next
             self._next += 1
-        content = hashlib.sha256(f"{Path(path).name}{number}".encode()).hexdigest()
+        content = hashlib.sha256(Path(path).name.encode()).hexdigest()
         return LoadedAdapter(name, number, 8, content, read_adapter_chat(Path(path)))
 
     def remove_adapter(self, name: str) -> None:

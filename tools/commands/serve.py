@@ -113,6 +113,13 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         metavar="DIR",
         help="directory from which clients may load adapters; may be repeated (default: those of the given adapters)",
     )
+    group.add_argument(
+        "--save-adapters",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="load the adapters that clients have loaded again when the server starts at the same address (default: "
+        "on; saved below $XDG_STATE_HOME/sidestream)",
+    )
     add_gateway_options(parser, ["--api-keys"])
     add_engine_options(parser)
     group = parser.add_argument_group("capacity")
@@ -133,6 +140,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def settings_of(options: argparse.Namespace) -> Any:
     """Return the options as `ServeSettings`. Raises ValueError for options that cannot be served."""
+    from ...runtime.gateway.auth.usage_database import default_path
     from ...runtime.protocol.addresses import default_address, parse
     from ...runtime.quantization.defaults import AUTO, OFF
     from ...runtime.server.settings import ServeSettings
@@ -168,6 +176,7 @@ def settings_of(options: argparse.Namespace) -> Any:
         step_timeout=options.step_timeout,
         admin=bind.startswith("ipc://") if allowed is None else allowed,
         adapter_roots=roots,
+        saved_adapters=str(default_path().parent / "adapters") if options.save_adapters else "",
         max_waiting=options.max_waiting,
         served_model_name=options.served_model_name or Path(model).name,
         chat_template=None if options.chat_template is None else read_template_file(options.chat_template),

@@ -7,5 +7,5 @@ engine_link        connection to one engine, and polling of its state
 load_balancer      decides which engine gets a request; pure bookkeeping
 least_loaded       heap of the least loaded engines, and random subsets
 prefix_index       engines that have seen a prompt's prefix
-adapter_catalogue  adapters loaded through the router, which restarted engines get again
+adapter_catalogue  last changes of adapters of all engines; adapters that are loaded on demand
 """

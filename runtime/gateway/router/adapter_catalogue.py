@@ -1,18 +1,17 @@
-"""Adapters that were loaded and unloaded through the router, so that restarted engines get the same ones."""
+"""The adapters that every engine should have: loaded through any server or gateway, or offered by a fleet's root."""
 
-from collections.abc import Iterable, Mapping
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+from msgspec import structs
+
+from ...protocol.adapter_map import AdapterEntry, AdapterMap, HybridClock, StampError
 from ...protocol.messages import AdapterInfo
 
-
-@dataclass(frozen=True, slots=True)
-class AdapterChange:
-    """An adapter to load from `path`; None: to unload."""
-
-    name: str
-    path: str | None
-    replace: bool = False
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,42 +30,69 @@ class OfferedAdapter:
 
 
 class AdapterCatalogue:
-    """The adapters that every engine should have. `offered`: name -> adapter that is loaded on demand."""
+    """Last changes of all engines, and changes of this router.
 
-    def __init__(self) -> None:
+    offered   name -> adapter that is loaded on demand; its changes are not passed on to other engines
+    changes   the last change of each name
+    """
+
+    def __init__(self, clock: HybridClock | None = None) -> None:
         self.offered: Mapping[str, OfferedAdapter] = {}
-        self._loaded: dict[str, tuple[str, str]] = {}  # name -> path, content
-        self._unloaded: set[str] = set()
+        self.changes = AdapterMap()
+        self._clock = clock or HybridClock(f"gateway-{os.urandom(6).hex()}")
+        self._changing: set[str] = set()
 
-    def mark_loaded(self, name: str, path: str, content: str) -> None:
-        """Record that an adapter was loaded. `content`: hash that the engines reported."""
-        self._loaded[name] = path, content
-        self._unloaded.discard(name)
+    def adopt(self, entry: AdapterEntry) -> None:
+        """Merge a change that an engine has applied. One with a stamp far ahead of this clock is ignored."""
+        try:
+            self._clock.observe(entry.stamp)
+        except StampError as problem:
+            _log.warning("adapter %r: its change is not passed on: %s", entry.name, problem)
+            return
+        self.changes.merge(entry)
 
-    def mark_unloaded(self, name: str) -> None:
-        """Record that an adapter was unloaded."""
-        self._loaded.pop(name, None)
-        self._unloaded.add(name)
+    def new_entry(self, name: str, path: str | None = None, content: str = "") -> AdapterEntry:
+        """Return a change that is later than all known ones. It is not merged before an engine has applied it."""
+        return AdapterEntry(name, self._clock.tick(), path, content)
+
+    def undo(self, entry: AdapterEntry, former: AdapterEntry | None) -> AdapterEntry:
+        """Return the change that restores `former` after `entry`. Every other later change is later than it."""
+        stamp = structs.replace(entry.stamp, node=f"{entry.stamp.node}~")
+        return AdapterEntry(entry.name, stamp) if former is None else structs.replace(former, stamp=stamp)
+
+    @contextmanager
+    def changing(self, name: str) -> Iterator[None]:
+        """Pass on no change of a name, and accept all its versions, while this router changes it."""
+        self._changing.add(name)
+        try:
+            yield
+        finally:
+            self._changing.discard(name)
 
     def set_offered(self, offered: Mapping[str, OfferedAdapter]) -> None:
         """Replace the offered adapters. Those that are no longer offered are unloaded."""
-        self._unloaded |= self.offered.keys() - offered.keys()
-        self._unloaded -= offered.keys()
+        for name in self.offered.keys() - offered.keys():
+            self.changes.merge(self.new_entry(name))
         self.offered = offered
 
     def is_unloaded(self, name: str) -> bool:
         """Return whether requests may no longer name it, even if an engine still has it."""
-        return name in self._unloaded
+        return self.changes.is_unloaded(name) and name not in self.offered
 
-    def changes_for(self, adapters: Iterable[AdapterInfo]) -> list[AdapterChange]:
-        """Return the changes for an engine with these adapters. An adapter with requests is not unloaded yet."""
-        existing = {info.name: info for info in adapters}
-        changes = [
-            AdapterChange(name, None)
-            for name in self._unloaded
-            if name in existing and not existing[name].running and not existing[name].waiting
-        ]
-        for name, (path, content) in self._loaded.items():
-            if name not in existing or existing[name].content != content:
-                changes.append(AdapterChange(name, path, replace=name in existing))
-        return changes
+    def required_content(self, name: str | None) -> str:
+        """Return the content hash of the version that answers requests; "" for any version."""
+        entry = None if name is None or name in self._changing else self.changes.loaded(name)
+        return "" if entry is None else entry.content
+
+    def missing(self, held: AdapterMap, adapters: Mapping[str, AdapterInfo]) -> list[AdapterEntry]:
+        """Return the changes that an engine lacks, given its own changes and its adapters."""
+        found = []
+        for entry in self.changes.entries.values():
+            if entry.name in self._changing or entry.name in self.offered:
+                continue
+            info = adapters.get(entry.name)
+            is_served = info is None if entry.path is None else info is not None and info.content == entry.content
+            own = held.entries.get(entry.name)
+            if entry.is_newer(own) if is_served else own is None or entry.stamp >= own.stamp:
+                found.append(entry)
+        return found

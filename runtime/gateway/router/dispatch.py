@@ -9,7 +9,7 @@ from typing import TypeVar
 from ...api.errors import EngineDeadError, OverloadedError, RequestError, ServerError
 from ..interfaces import EngineRequest
 from .adapter_catalogue import AdapterCatalogue
-from .engine_link import EngineLink
+from .engine_link import NOT_SERVING, EngineLink
 from .load_balancer import LoadBalancer, RoutingDecision
 from .stream_migration import MigratingStream
 
@@ -64,7 +64,7 @@ class Dispatcher:
                 await self.wait_for_change(stream.seconds_left())
                 if any(problem.code in BUSY for problem in refusals.values()):
                     await asyncio.sleep(BUSY_SECONDS)  # changes are frequent in a busy router
-                for name in [name for name in refusals if self._may_retry(name, refusals[name], stream)]:
+                for name in [name for name in refusals if self._may_retry(name, refusals[name], request, stream)]:
                     del refusals[name]
                 decision = self._balancer.choose(request.adapter, keys, time.monotonic(), refusals)
                 if decision is None:
@@ -114,31 +114,36 @@ class Dispatcher:
                 raise no_engine()
             self._request_engine()
         adapter = request.adapter
-        without_adapter = [
-            link
-            for link in expected
-            if link.welcome is not None
-            and adapter not in self._catalogue.offered
-            and (adapter not in link.adapters or getattr(refusals.get(link.name), "code", "") in ADAPTER_MISMATCH)
-        ]
-        if adapter is not None and expected and len(without_adapter) == len(expected):
+        if adapter is not None and expected and all(self._lacks(link, adapter, refusals) for link in expected):
+            if now < until and not stream.required_content and any(link.may_get(adapter) for link in expected):
+                return
             changed = [problem for problem in refusals.values() if problem.code == "adapter_changed"]
             if changed:
                 raise changed[0]
             raise unknown_adapter(adapter)
+
+    def _lacks(self, link: EngineLink, adapter: str, refusals: Refusals) -> bool:
+        """Return whether an engine does not have an adapter, or has another version of it."""
+        if link.welcome is None or adapter in self._catalogue.offered:
+            return False
+        return not link.serves(adapter) or getattr(refusals.get(link.name), "code", "") in ADAPTER_MISMATCH
 
     def _is_expected(self, link: EngineLink, now: float) -> bool:
         if link.lost_at is not None:
             return now - link.lost_at < self._patience
         return link.status in ("ok", "stalled", "loading")
 
-    def _may_retry(self, name: str, problem: ServerError | RequestError, stream: MigratingStream) -> bool:
+    def _may_retry(
+        self, name: str, problem: ServerError | RequestError, request: EngineRequest, stream: MigratingStream
+    ) -> bool:
         """Return whether a refusal can be dropped: its engine may accept the request now, or was removed."""
         if name not in self._links:
             return True
         if problem.code in BUSY:
             return stream.migrations > 0
-        return problem.code in ("loading", "draining") and self._balancer.status(name) == "ok"
+        if problem.code == "adapter_changed" and not stream.required_content:
+            return request.adapter is not None and self._links[name].serves(request.adapter)
+        return problem.code in NOT_SERVING and self._balancer.status(name) == "ok"
 
     async def wait_for_change(self, seconds_left: float | None) -> None:
         """Wait until the state of an engine changes or a backoff ends, for at most a second."""

@@ -1,24 +1,28 @@
-"""Connection to one engine: reconnects, polls its state, and restores its adapters."""
+"""Connection to one engine: reconnects, polls its state, and exchanges changes of adapters with it."""
 
 import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from ...api.errors import EngineDeadError, RequestError, ServerError
 from ...client.async_client import AsyncClient
-from ...protocol.messages import AdapterInfo, Health, Welcome
+from ...protocol.adapter_map import AdapterEntry, AdapterMap
+from ...protocol.messages import MAX_ENTRIES, AdapterInfo, Health, Welcome
 from ..interfaces import HealthStatus
-from .adapter_catalogue import AdapterCatalogue, AdapterChange, OfferedAdapter
+from .adapter_catalogue import AdapterCatalogue, OfferedAdapter
 from .load_balancer import EngineReport
 
 _log = logging.getLogger(__name__)
 POLL_SECONDS = 0.5
 ANSWER_SECONDS = 10.0
 LOAD_SECONDS = 600.0
-LOAD_TRIES = 20
+RETRY_SECONDS = 30.0
+"""Time before a change that an engine has refused is passed on to it again."""
+NOT_SERVING = frozenset({"loading", "draining"})
 Fetch = Callable[[str, OfferedAdapter], Awaitable[str]]
 """Copies an offered adapter's files to the host of an engine (by name). Returns the directory there."""
 
@@ -29,13 +33,16 @@ class EngineLink:
     welcome           its last `welcome` message; kept after a loss
     health            its last health; None: unknown or lost
     adapters          its adapters by name; kept after a loss
+    held              its changes of adapters
     stats             its last counters and gauges
+    counts            counters of routing reasons and of streams that moved away
     streams           open streams of this router
     loaded_versions   offered adapter -> version that it loaded for this router
     lost_at           time of the loss by the monotonic clock; None while connected
 
     `on_report(link, report)` is called with each report, and `on_lost(link, problem)` as soon as the connection is
-    lost. A restarted engine gets the adapters of `catalogue` before it is reported.
+    lost. An engine gets the changes of `catalogue` before it is reported. `before_use(link)` is awaited first if it was
+    not connected, to make the catalogue complete.
     """
 
     def __init__(
@@ -46,6 +53,7 @@ class EngineLink:
         catalogue: AdapterCatalogue,
         on_report: Callable[["EngineLink", EngineReport], None],
         on_lost: Callable[["EngineLink", Exception], None],
+        before_use: Callable[["EngineLink"], Awaitable[None]],
         poll_seconds: float = POLL_SECONDS,
     ) -> None:
         self.name = name
@@ -60,18 +68,21 @@ class EngineLink:
         self.welcome: Welcome | None = None
         self.health: Health | None = None
         self.adapters: dict[str, AdapterInfo] = {}
+        self.held = AdapterMap()
         self.stats: dict[str, int | float] = {}
+        self.counts: Counter[str] = Counter()
         self.streams = 0
         self.loaded_versions: dict[str, str] = {}
         self._load_locks: dict[str, asyncio.Lock] = {}
         self.lost_at: float | None = time.monotonic()
         self._catalogue = catalogue
-        self._on_report, self._on_lost = on_report, on_lost
+        self._on_report, self._on_lost, self._before_use = on_report, on_lost, before_use
         self._poll_seconds = poll_seconds
         self._poll_task: asyncio.Task[None] | None = None
         self._poll_now = asyncio.Event()
         self._refresh_lock = asyncio.Lock()
-        self._tried: set[AdapterChange] = set()
+        self._sequence = 0
+        self._passed_on: dict[AdapterEntry, float] = {}  # when to try again
 
     def start(self) -> None:
         """Start polling."""
@@ -108,61 +119,101 @@ class EngineLink:
             self._report(EngineReport(health.status, queried_at), health)
             return
         welcome = await self.client.connect()
-        stats, adapters = await asyncio.gather(self.client.stats(), self.client.list_adapters())
-        if health.status in ("ok", "stalled") and await self._restore(welcome, adapters):
-            adapters = await self.client.list_adapters()
-        self.welcome, self.stats = welcome, stats
-        self.adapters = {info.name: info for info in adapters}
+        self.welcome, self.stats = welcome, await self.client.stats()
+        await self.pull()
+        if self.lost_at is not None:
+            await self._before_use(self)
+        if health.status in ("ok", "stalled") and welcome.admin:
+            await self._pass_on()
+        self._report(self._report_of(health, welcome, queried_at), health)
+
+    def _report_of(self, health: Health, welcome: Welcome, queried_at: float) -> EngineReport:
         places = {
             info.name: "cpu" if info.where == "cpu" and not info.waiting else "gpu"
-            for info in adapters
+            for info in self.adapters.values()
             if info.where != "disk" or info.waiting
         }
-        report = EngineReport(
+        offered = self._catalogue.offered.keys()
+        return EngineReport(
             health.status,
             queried_at,
             capacity=welcome.max_num_seqs,
             slots=welcome.max_adapter_slots,
-            open=int(stats.get("requests_open", 0)),
+            open=int(self.stats.get("requests_open", 0)),
             places=places,
-            known=frozenset(self.adapters) | self._catalogue.offered.keys(),
+            known=frozenset(name for name in self.adapters if self.serves(name)) | offered,
         )
-        self._report(report, health)
 
-    async def _restore(self, welcome: Welcome, adapters: list[AdapterInfo]) -> bool:
-        """Apply the changes of the catalogue. Returns whether there were any."""
-        changed = False
-        for change in self._catalogue.changes_for(adapters) if welcome.admin else ():
-            if change in self._tried:
-                continue
+    def serves(self, name: str) -> bool:
+        """Return whether the engine has the version of an adapter that answers requests."""
+        info = self.adapters.get(name)
+        return info is not None and self._catalogue.required_content(name) in ("", info.content)
+
+    def may_get(self, name: str) -> bool:
+        """Return whether the engine does not have the required version yet, and has not refused it."""
+        entry = self._catalogue.changes.loaded(name)
+        return entry is not None and not self.serves(name) and entry not in self._passed_on
+
+    async def pull(self) -> None:
+        """Get the engine's adapters and its latest changes, and adopt these."""
+        held, after, count = self.held, self._sequence, MAX_ENTRIES
+        while count >= MAX_ENTRIES:
+            state = await self.client.adapter_changes(after)
+            if self.held is not held:
+                raise EngineDeadError(f"{self.name} was restarted during a query", "wrong_instance")
+            for entry in state.entries:
+                held.merge(entry)
+                self._catalogue.adopt(entry)
+            after, count = state.sequence, len(state.entries)
+        self._sequence = after
+        self.adapters = {info.name: info for info in state.adapters}
+
+    async def _pass_on(self) -> None:
+        """Apply the changes that the engine lacks. Errors are logged, and the engine gets no requests for the name."""
+        now = time.monotonic()
+        missing = self._catalogue.missing(self.held, self.adapters)
+        self._passed_on = {entry: self._passed_on[entry] for entry in missing if entry in self._passed_on}
+        due = [entry for entry in missing if self._passed_on.get(entry, 0.0) <= now]
+        for entry in due:
             try:
-                if change.path is None:
-                    await self.client.unload_adapter(change.name)
-                else:
-                    self._tried.add(change)  # only once per engine process: the files may have changed since
-                    await self.client.load_adapter(change.name, change.path, change.replace, LOAD_SECONDS)
-                changed = True
+                await self.client.apply_adapter_entry(entry, timeout=LOAD_SECONDS)
+                self._passed_on[entry] = now + RETRY_SECONDS
             except EngineDeadError:
                 raise
             except (ServerError, RequestError) as problem:
-                _log.warning("%s: adapter %r differs from the other engines: %s", self.name, change.name, problem)
-        return changed
+                if problem.code in ("adapter_in_use", "adapter_changed"):  # another router was faster
+                    continue
+                self._passed_on[entry] = now + RETRY_SECONDS
+                _log.warning("%s does not get the current version of adapter %r: %s", self.name, entry.name, problem)
+        if due:
+            await self.pull()
+
+    async def apply(self, entry: AdapterEntry, replace: bool) -> None:
+        """Apply a change of this router, and adopt the engine's state. Waits while the engine changes this adapter.
+
+        A later change that the engine has applied counts as well. Raises the errors of `apply_adapter_entry`.
+        """
+        until = time.monotonic() + LOAD_SECONDS
+        while True:
+            try:
+                await self.client.apply_adapter_entry(entry, replace, LOAD_SECONDS)
+            except (ServerError, RequestError) as problem:
+                if problem.code == "adapter_in_use" and replace and time.monotonic() < until:
+                    await asyncio.sleep(self._poll_seconds)
+                    continue
+                if problem.code != "adapter_changed":
+                    raise
+            await self.pull()
+            return
 
     async def load_offered(self, name: str, fetch: Fetch | None) -> None:
         """Load the current version of an offered adapter unless it is loaded. Raises the errors of `load_adapter`."""
         async with self._load_locks.setdefault(name, asyncio.Lock()):
             offered = self._catalogue.offered.get(name)
-            if offered is None or self.loaded_versions.get(name) == offered.version:
+            if offered is None or (self.loaded_versions.get(name) == offered.version and name in self.adapters):
                 return
             path = offered.path if fetch is None else await fetch(self.name, offered)
-            for _ in range(LOAD_TRIES):
-                try:
-                    await self.client.load_adapter(name, path, True, LOAD_SECONDS)
-                    break
-                except ServerError as problem:  # another router is loading it
-                    if problem.code != "adapter_in_use":
-                        raise
-                    await asyncio.sleep(self._poll_seconds)
+            await self.apply(self._catalogue.new_entry(name, path), True)
             self.loaded_versions[name] = offered.version
             await self.refresh()
 
@@ -172,7 +223,8 @@ class EngineLink:
 
     def _disconnected(self, problem: Exception) -> None:
         self.health = None
-        self._tried.clear()
+        self.held, self._sequence = AdapterMap(), 0
+        self._passed_on.clear()
         self.loaded_versions.clear()
         if self.lost_at is None:
             self.lost_at = time.monotonic()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...api.errors import EngineDeadError, OverloadedError, RequestError, ServerError
+from ...protocol.adapter_map import AdapterEntry
 from ...protocol.chat_templates import welcome_templates
 from ...protocol.messages import Chunk
 from ...text.chat_files import ChatTemplates
@@ -25,14 +26,17 @@ from .dispatch import (
     no_engine,
     unknown_adapter,
 )
-from .engine_link import LOAD_SECONDS, POLL_SECONDS, EngineLink, Fetch
+from .engine_link import NOT_SERVING, POLL_SECONDS, EngineLink, Fetch
 from .load_balancer import EngineReport, LoadBalancer, RoutingDecision
 from .prefix_index import prefix_keys
 from .stream_migration import MigratingStream
 
 _log = logging.getLogger(__name__)
-_RETRIED_ELSEWHERE = BUSY | {"loading", "draining"}
+_RETRIED_ELSEWHERE = BUSY | NOT_SERVING
 _BEST_FIRST: tuple[HealthStatus, ...] = ("ok", "stalled", "loading", "draining", "dead")
+
+CHANGE_TRIES = 5
+SETTLE_POLLS = 3.0
 
 T = TypeVar("T")
 
@@ -45,8 +49,6 @@ class Router:
     request_engine    starts an engine, which `add` adds later; called repeatedly while a request waits and there is
                       none. None: no more engines can be started
     fetch             copies an offered adapter to an engine's host; None: its path is valid on all hosts
-
-    `counts`: engine name -> counters of routing reasons and of streams that moved away from it.
 
     If the engine of a stream dies, the stream continues in another engine, or in the same one after its restart. The
     consumer only notices a pause.
@@ -66,12 +68,13 @@ class Router:
         if not addresses and request_engine is None:
             raise ValueError("a router needs at least one engine's address")
         self._keys, self._poll_seconds, self._fetch = keys, poll_seconds, fetch
+        self._patience_seconds = patience_seconds
         self._balancer = balancer or LoadBalancer()
         self._catalogue = AdapterCatalogue()
         self._links: dict[str, EngineLink] = {}
-        self.counts: dict[str, Counter[str]] = {}
         self._started = self._stopping = False
-        self._leaving: set[asyncio.Task[None]] = set()
+        self._leaving: dict[EngineLink, asyncio.Task[None]] = {}
+        self._change_locks: dict[str, asyncio.Lock] = {}
         self._former_adapters: dict[str, AdapterCard] = {}  # of removed engines
         self._created = int(time.time())
         self._model: ModelInfo | None = None
@@ -85,9 +88,10 @@ class Router:
             link.start()
 
     async def close(self) -> None:
-        for task in self._leaving:
+        leaving = list(self._leaving.values())
+        for task in leaving:
             task.cancel()
-        await asyncio.gather(*self._leaving, return_exceptions=True)
+        await asyncio.gather(*leaving, return_exceptions=True)
         await asyncio.gather(*(link.close() for link in self._links.values()))
 
     def expect_shutdown(self) -> None:
@@ -97,11 +101,10 @@ class Router:
 
     def add(self, name: str, address: str) -> None:
         """Add an engine. Raises ValueError if the name is taken, AddressError for an invalid address."""
-        link = EngineLink(
-            name, address, self._keys, self._catalogue, self._on_report, self._on_lost, self._poll_seconds
-        )
+        callbacks = self._on_report, self._on_lost, self._pull_others
+        link = EngineLink(name, address, self._keys, self._catalogue, *callbacks, self._poll_seconds)
         self._balancer.add(name)
-        self._links[name], self.counts[name] = link, Counter()
+        self._links[name] = link
         if self._started:
             link.start()
 
@@ -112,17 +115,26 @@ class Router:
         self._former_adapters |= {
             info.name: AdapterCard(info.name, info.rank, info.content) for info in link.adapters.values()
         }
-        task = asyncio.create_task(self._close_when_idle(link))
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
+        self._leaving[link] = asyncio.create_task(self._close_when_idle(link))
         self._dispatch.notify()
+
+    @property
+    def counts(self) -> dict[str, Counter[str]]:
+        """Engine name -> counters of routing reasons and of streams that moved away, also of removed engines that have
+        streams.
+        """
+        return {link.name: link.counts for link in [*self._leaving, *self._links.values()]}
+
+    def _is_current(self, link: EngineLink) -> bool:
+        """Return whether a link was not removed; another engine may have its name."""
+        return self._links.get(link.name) is link
 
     async def _close_when_idle(self, link: EngineLink) -> None:
         try:
             while link.streams:
                 await self._dispatch.wait_for_change(None)
         finally:
-            del self.counts[link.name]
+            self._leaving.pop(link, None)
             await link.close()
 
     # -- requests --------------------------------------------------------------------------------------------------
@@ -136,13 +148,15 @@ class Router:
         while not stream.ended:
             decision = await self._dispatch.choose(request, keys, stream, refusals)
             link = self._links[decision.engine]
-            self._count(decision)
+            self._count(link, decision)
             received = False
+            required = stream.required_content or self._catalogue.required_content(request.adapter)
             link.streams += 1
             self._balancer.start_request(link.name, request.adapter, keys, time.monotonic())
             try:
                 if request.adapter is not None and request.adapter in self._catalogue.offered:
                     await link.load_offered(request.adapter, self._fetch)
+                    required = stream.required_content or self._catalogue.required_content(request.adapter)
                 is_rendered = isinstance(request.prompt, str) and not request.add_special_tokens
                 lists = link.client.stream_lists(
                     without_special_tokens(str(request.prompt)) if is_rendered else request.prompt,
@@ -155,7 +169,7 @@ class Router:
                     continues=stream.continuations(),
                     when_accepted=stream.on_accepted,
                     owner=request.owner,
-                    adapter_content=stream.required_content,
+                    adapter_content=required,
                     direct=None if request.direct is None else stream.offer_direct,
                 )
                 async with contextlib.aclosing(lists):
@@ -169,7 +183,7 @@ class Router:
                 link.on_request_error(problem)
                 self._migrate(link, stream, problem)
             except OverloadedError as problem:
-                if problem.code in ("draining", "loading") and link.name in self._links:
+                if problem.code in NOT_SERVING and self._is_current(link):
                     self._balancer.set_status(link.name, problem.code, time.monotonic())
                 link.on_request_error(problem)
                 if problem.code not in _RETRIED_ELSEWHERE or received:
@@ -180,25 +194,32 @@ class Router:
                 if problem.code not in ADAPTER_MISMATCH:
                     raise
                 link.on_request_error(problem)
-                if received or (problem.code == "adapter_changed" and not stream.required_content):
+                if received or (problem.code == "adapter_changed" and not required):
                     self._migrate(link, stream, ServerError(str(problem), problem.code))
-                else:
+                elif stream.required_content or not await self._has_changed(link, request.adapter, required):
                     refusals[link.name] = ServerError(str(problem), problem.code)
             finally:
                 link.streams -= 1
-                self._balancer.finish_request(link.name, stream.ended, time.monotonic())
+                if self._is_current(link):
+                    self._balancer.finish_request(link.name, stream.ended, time.monotonic())
                 self._dispatch.notify()
+
+    async def _has_changed(self, link: EngineLink, adapter: str | None, required: str) -> bool:
+        """Return whether another version answers requests, after a look at the changes of the engine that refused."""
+        with contextlib.suppress(ServerError, TimeoutError):
+            await link.pull()
+        return self._catalogue.required_content(adapter) != required
 
     def _migrate(self, link: EngineLink, stream: MigratingStream, problem: ServerError) -> None:
         stream.migrate(problem)
-        self.counts[link.name]["streams_moved_away_total"] += 1
+        link.counts["streams_moved_away_total"] += 1
 
-    def _count(self, decision: RoutingDecision) -> None:
+    def _count(self, link: EngineLink, decision: RoutingDecision) -> None:
         reason = decision.reason.replace(":", "").replace(" ", "_")
-        self.counts[decision.engine][f"routed_{reason}_total"] += 1
+        link.counts[f"routed_{reason}_total"] += 1
 
     def _on_report(self, link: EngineLink, report: EngineReport) -> None:
-        if link.name not in self._links:
+        if not self._is_current(link):
             return
         if link.welcome is not None and report.status != "loading":
             model = ModelInfo(
@@ -233,7 +254,7 @@ class Router:
         return any((each.model, each.vocabulary) == (model.name, model.vocabulary) for each in others)
 
     def _on_lost(self, link: EngineLink, problem: Exception) -> None:
-        if link.name not in self._links:
+        if not self._is_current(link):
             return
         if not self._stopping:
             _log.warning("lost connection to %s: %s", link.name, problem)
@@ -264,7 +285,8 @@ class Router:
     async def stats(self) -> dict[str, dict[str, int | float]]:
         """See `Engines`. Includes `counts`."""
         answers = await self._query_all(lambda link: link.client.stats(1.0))
-        return {name: stats | self.counts[name] for name, stats in answers.items() if isinstance(stats, dict)}
+        counts = self.counts
+        return {name: stats | counts[name] for name, stats in answers.items() if isinstance(stats, dict)}
 
     # -- adapters --------------------------------------------------------------------------------------------------
 
@@ -284,7 +306,7 @@ class Router:
     def _card(self, name: str) -> AdapterCard | None:
         is_unloaded, offered = self._catalogue.is_unloaded(name), self._catalogue.offered.get(name)
         links = self._links.values()
-        infos = {} if is_unloaded else {link: link.adapters[name] for link in links if name in link.adapters}
+        infos = {} if is_unloaded else {link: link.adapters[name] for link in links if link.serves(name)}
         if not infos:
             if not is_unloaded and name in self._former_adapters and all(link.welcome is None for link in links):
                 return self._former_adapters[name]
@@ -317,44 +339,105 @@ class Router:
         self._dispatch.notify()
 
     async def load_adapter(self, name: str, path: str, replace: bool) -> None:
-        """See `Engines`. An engine that is down gets the adapter after its restart.
+        """See `Engines`. When it returns, all engines that accept requests have this version or a later one.
 
-        If one engine refuses, the adapter is unloaded again where it is new. A replaced adapter is not restored.
+        An engine that is down gets it before its next request. If an engine refuses it, all return to the former one.
         """
-        had = {link.name for link in self._links.values() if name in link.adapters}
-        replace_old = replace or self._catalogue.is_unloaded(name)
-        answers = await self._query_all(lambda link: link.client.load_adapter(name, path, replace_old, LOAD_SECONDS))
-        failed = [
-            each for each in answers.values() if isinstance(each, Exception) and not isinstance(each, EngineDeadError)
-        ]
-        loaded = [self._links[link_name] for link_name, each in answers.items() if each is None]
-        if failed:
-            if not replace:
-                for link in loaded:
-                    if link.name not in had:
-                        with contextlib.suppress(ServerError, RequestError, TimeoutError):
-                            await link.client.unload_adapter(name)
-            raise failed[0]
-        if not loaded:
-            raise no_engine()
-        content = next(info.content for info in await loaded[0].client.list_adapters() if info.name == name)
-        self._catalogue.mark_loaded(name, path, content)
-        await self._refresh()
+        async with self._changing(name):
+            before = self._catalogue.changes.entries.get(name)
+            is_new = not any(name in link.adapters for link in self._links.values())
+            entry, refused = await self._apply_new(name, path, replace)
+            held = [each for each in (link.held.entries.get(name) for link in self._links.values()) if each]
+            applied = {each.content for each in held if each.stamp == entry.stamp}
+            if len(applied) > 1 and not refused:
+                refused = {"the engines": ServerError("they read different files", "adapter_error")}
+            if not refused:
+                return
+            problem = next(iter(refused.values()))
+            if not applied:
+                raise problem
+            outcome = "the other engines have the new version"
+            earlier = [each for each in [before, *held] if each and each.stamp < entry.stamp]
+            before = max(earlier, key=lambda each: each.stamp, default=None)
+            if before is not None or is_new:
+                undo = self._catalogue.undo(entry, before)
+                failed = await self._apply_everywhere(undo, True)
+                outcome = "the change was undone" + (f", except by {', '.join(sorted(failed))}" if failed else "")
+            text = f"adapter {name!r} was refused by {', '.join(sorted(refused))}: {problem}; {outcome}"
+            raise ServerError(text, problem.code if isinstance(problem, ServerError) else "adapter_error")
 
     async def unload_adapter(self, name: str) -> None:
         """See `Engines`. New requests cannot name the adapter; open ones finish."""
-        if self._catalogue.is_unloaded(name) or not any(name in link.adapters for link in self._links.values()):
+        if self._card(name) is None:
             raise unknown_adapter(name)
-        if self._model is not None and not self._model.admin:
-            raise ServerError(
-                "adapters cannot be loaded or unloaded through these engines; start them with --allow-adapter-loading",
-                "forbidden",
-            )
-        self._catalogue.mark_unloaded(name)
-        await self._refresh()
+        async with self._changing(name):
+            _, refused = await self._apply_new(name, None, True)
+            if refused:
+                raise next(iter(refused.values()))
 
-    async def _refresh(self) -> None:
-        await self._query_all(lambda link: link.refresh())
+    @contextlib.asynccontextmanager
+    async def _changing(self, name: str) -> AsyncGenerator[None]:
+        """Change one adapter at a time, with all known changes adopted before; report the result to the balancer."""
+        async with self._change_locks.setdefault(name, asyncio.Lock()):
+            await self._query_all(lambda link: link.pull())
+            try:
+                with self._catalogue.changing(name):
+                    yield
+            finally:
+                await self._query_all(lambda link: link.refresh())
+
+    async def _pull_others(self, link: EngineLink) -> None:
+        """Adopt the changes of all engines before `link` is used."""
+        await self._query_all(lambda each: each.pull())
+
+    async def _apply_new(self, name: str, path: str | None, replace: bool) -> tuple[AdapterEntry, dict[str, Exception]]:
+        """Apply a new change everywhere. Returns it and the errors by engine.
+
+        If an engine has a later change of another router, it is stamped again: if that router undoes its change, this
+        one must remain.
+        """
+        for _ in range(CHANGE_TRIES):
+            entry = self._catalogue.new_entry(name, path)
+            refused = await self._apply_everywhere(entry, replace)
+            latest = self._catalogue.changes.entries.get(name)
+            if refused or latest is None or latest.stamp <= entry.stamp:
+                break
+        return entry, refused
+
+    def _lost_recently(self) -> bool:
+        """Return whether an engine is not connected and is expected to return."""
+        now, patience = time.monotonic(), self._patience_seconds
+        return any(each.lost_at is not None and now - each.lost_at < patience for each in self._links.values())
+
+    async def _apply_everywhere(self, entry: AdapterEntry, replace: bool) -> dict[str, Exception]:
+        """Apply a change on all connected engines, also on those that connect meanwhile. Returns errors by engine.
+
+        If one was lost, it may accept requests of another router: waits until that one has polled the others.
+        Raises EngineDeadError if no engine accepts requests.
+        """
+        done: set[EngineLink] = set()
+        refused: dict[str, Exception] = {}
+        applied, has_waited = 0, False
+        while True:
+            links = [each for each in self._links.values() if each.lost_at is None and each not in done]
+            if not links:
+                if has_waited or not applied or not self._lost_recently():
+                    break
+                has_waited = True
+                await asyncio.sleep(SETTLE_POLLS * self._poll_seconds)
+                continue
+            answers = await asyncio.gather(*(link.apply(entry, replace) for link in links), return_exceptions=True)
+            for link, answer in zip(links, answers, strict=True):
+                done.add(link)
+                if answer is None:
+                    applied += 1
+                elif not isinstance(answer, Exception):
+                    raise answer
+                elif not isinstance(answer, EngineDeadError) and getattr(answer, "code", "") not in NOT_SERVING:
+                    refused[link.name] = answer
+        if not applied and not refused:
+            raise no_engine()
+        return refused
 
     # -- text ------------------------------------------------------------------------------------------------------
 

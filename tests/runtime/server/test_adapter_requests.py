@@ -38,7 +38,7 @@ class Server:
         self.requests = OpenRequests(connections)
         self.client: Any = SimpleNamespace(number=1, open={}, closed=False)
         self.adapters = AdapterRequests(
-            ServerState(self.stepper), connections, self.requests, True, [], lambda *_: None
+            ServerState(self.stepper), connections, self.requests, True, [], [], lambda entry: None
         )
 
     def unload(self) -> str | None:

@@ -3,6 +3,7 @@
 The supervisor starts `python -m sidestream.tools.bench.serving.simulated_gpu FD`.
 """
 
+import hashlib
 import sys
 import time
 from dataclasses import dataclass
@@ -152,7 +153,7 @@ class SimulatedModel:
     def add_adapter(self, name: str, path: str, replace: bool) -> LoadedAdapter:
         """Add an adapter; its path is ignored."""
         self._next += 1
-        return LoadedAdapter(name, self._next - 1, 8, f"{self._next:064x}")
+        return LoadedAdapter(name, self._next - 1, 8, hashlib.sha256(path.encode()).hexdigest())
 
     def remove_adapter(self, name: str) -> None:
         """Do nothing."""

@@ -149,3 +149,32 @@ def test_an_offered_adapter_is_loaded_by_the_engine_that_gets_its_first_request(
     (tmp_path / "e").mkdir()
     with serve_fake(tmp_path / "e", adapters=1, num_slots=4, adapter_roots=[str(root)]) as server:
         asyncio.run(run(server))
+
+
+def test_a_name_may_be_used_again_while_its_former_engine_finishes(two):
+    async def run():
+        router = Router([two[0].address], poll_seconds=0.05)
+        await router.start()
+        try:
+            await router.model()
+            two[0].hold = True
+            stream = router.stream(EngineRequest("long", [1, 2, 3], PARAMS))
+            await anext(stream)
+            router.remove("engine-0")
+            router.add("engine-0", two[1].address)
+            await until(lambda: router._balancer.status("engine-0") == "ok")
+            assert await tokens(router, "new") == list(range(6))
+            two[1].hold = True
+            held = router.stream(EngineRequest("held", [1, 2, 3], PARAMS))
+            await anext(held)
+            await stream.aclose()
+            assert router._balancer.load("engine-0") == 1 / 64, "the end of the former engine's stream is not its"
+            await until(lambda: not router._leaving)
+            await held.aclose()
+            two[1].hold = False
+            assert await tokens(router, "later") == list(range(6))
+            assert router.counts["engine-0"].total() == 3 and "engine-0" in await router.stats()
+        finally:
+            await router.close()
+
+    asyncio.run(run())

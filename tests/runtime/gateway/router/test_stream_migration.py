@@ -9,10 +9,11 @@ from sidestream.runtime.api.errors import DeadlineError, EngineDeadError, Overlo
 from sidestream.runtime.api.request import Continuation
 from sidestream.runtime.api.sampling_params import SamplingParams
 from sidestream.runtime.gateway.interfaces import EngineRequest
-from sidestream.runtime.gateway.router.adapter_catalogue import AdapterCatalogue, AdapterChange
+from sidestream.runtime.gateway.router.adapter_catalogue import AdapterCatalogue, OfferedAdapter
 from sidestream.runtime.gateway.router.least_loaded import LoadHeap, RandomPool
 from sidestream.runtime.gateway.router.prefix_index import ENGINES_PER_KEY, PrefixIndex, prefix_keys
 from sidestream.runtime.gateway.router.stream_migration import MAX_FRUITLESS_MIGRATIONS, MAX_MIGRATIONS, MigratingStream
+from sidestream.runtime.protocol.adapter_map import AdapterEntry, AdapterMap, HybridClock, Stamp
 from sidestream.runtime.protocol.messages import AdapterInfo, Chunk, TokenLogprob, Usage
 
 
@@ -67,26 +68,34 @@ def test_the_engines_that_saw_a_beginning_last():
     assert len(prefixes) == 8 and len(prefixes.engines(keys)) == 2, "what was not used for longest is forgotten"
 
 
-def info(name, content="c", running=0):
-    return AdapterInfo(name, 8, content, "disk", running)
+def info(name, content="c"):
+    return AdapterInfo(name, 8, content, "disk")
 
 
 def test_the_catalogue_says_what_an_engine_lacks():
-    catalogue = AdapterCatalogue()
-    catalogue.mark_loaded("a", "/a", "one")
-    catalogue.mark_loaded("b", "/b", "two")
-    catalogue.mark_unloaded("c")
-    assert catalogue.changes_for([info("a", "one"), info("b", "old"), info("c"), info("d")]) == [
-        AdapterChange("c", None),
-        AdapterChange("b", "/b", replace=True),
-    ]
-    assert catalogue.changes_for([info("c", running=1)]) == [AdapterChange("a", "/a"), AdapterChange("b", "/b")], (
-        "it answers requests yet"
-    )
-    catalogue.mark_unloaded("a")
-    assert catalogue.is_unloaded("a") and AdapterChange("a", "/a") not in catalogue.changes_for([])
-    catalogue.mark_loaded("c", "/c", "new")
-    assert not catalogue.is_unloaded("c") and AdapterChange("c", "/c") in catalogue.changes_for([])
+    catalogue = AdapterCatalogue(HybridClock("me"))
+    a, b = (catalogue.new_entry(name, f"/{name}", name) for name in "ab")
+    gone = catalogue.new_entry("c")
+    for entry in (a, b, gone):
+        catalogue.adopt(entry)
+    adapters = {"a": info("a", "a"), "b": info("b", "old"), "c": info("c"), "d": info("d")}
+    assert catalogue.missing(AdapterMap([a]), adapters) == [b, gone]
+    assert catalogue.missing(AdapterMap([a, b, gone]), {"a": info("a", "a")}) == [b], "it could not be read there"
+    later = AdapterEntry("b", catalogue.new_entry("b").stamp, "/later", "later")
+    assert catalogue.missing(AdapterMap([a, later, gone]), {"a": info("a", "a"), "b": info("b", "later")}) == []
+    with catalogue.changing("b"):
+        assert catalogue.missing(AdapterMap(), {}) == [a, gone] and catalogue.required_content("b") == ""
+    assert catalogue.required_content("b") == "b" and catalogue.required_content("d") == ""
+    catalogue.set_offered({"a": OfferedAdapter("a", "/a", "v1", 8)})
+    assert catalogue.missing(AdapterMap(), {}) == [b, gone], "it is loaded at its first request"
+    catalogue.set_offered({})
+    assert catalogue.is_unloaded("a") and catalogue.missing(AdapterMap(), {})[-1].name == "a"
+
+
+def test_a_change_from_the_far_future_is_not_adopted():
+    catalogue = AdapterCatalogue(HybridClock("me", lambda: 1000.0))
+    catalogue.adopt(AdapterEntry("x", Stamp(1_100_000, 0, "evil"), "/x", "c"))
+    assert catalogue.required_content("x") == "" and catalogue.new_entry("x").stamp.milliseconds == 1_000_000
 
 
 class Clock:

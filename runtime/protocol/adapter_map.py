@@ -1,0 +1,152 @@
+"""The adapters that clients have loaded and unloaded, as a last-writer-wins map. No I/O.
+
+Servers and gateways each have a map and exchange entries. Of two entries of a name the one with the later stamp wins.
+So maps that have received the same entries are equal, in whatever order. Stamps come from hybrid logical clocks
+(Kulkarni et al., "Logical Physical Clocks", 2014): a change has a later stamp than every change known to its author.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+MAX_AHEAD_SECONDS = 60.0
+"""Limit on the difference between a stamp and the clock of its receiver."""
+MAX_TOMBSTONES = 1024
+"""Unloaded names that a map remembers. An adapter that was unloaded before so many others may come back with a server
+that was away all the time.
+"""
+MAX_COUNTER = (1 << 31) - 1
+
+
+class Stamp(Struct, frozen=True, array_like=True, order=True):
+    """Time of a change: milliseconds since the epoch, a counter within them, and the clock's node for ties."""
+
+    milliseconds: Annotated[int, Meta(ge=0, lt=1 << 53)] = 0
+    counter: Annotated[int, Meta(ge=0, le=MAX_COUNTER)] = 0
+    node: Annotated[str, Meta(max_length=64)] = ""
+
+
+class AdapterEntry(Struct, frozen=True, omit_defaults=True):
+    """The last change of a name.
+
+    path      directory that it was loaded from; None: it was unloaded
+    content   hash of the loaded config and weights; "" if it was unloaded or no server has read it yet
+    """
+
+    name: Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9._-]+\Z")]
+    stamp: Stamp
+    path: Annotated[str, Meta(min_length=1, max_length=4096, pattern=r"^[^\x00]*\Z")] | None = None
+    content: Annotated[str, Meta(max_length=256)] = ""
+
+    @property
+    def _order(self) -> tuple[Stamp, str, str]:
+        """Entries of one stamp differ only if servers read different files."""
+        return self.stamp, self.content, self.path or ""
+
+    def is_newer(self, other: "AdapterEntry | None") -> bool:
+        """Return whether this entry replaces `other`."""
+        return other is None or self._order > other._order
+
+
+class StampError(ValueError):
+    """A stamp is too far ahead of the receiver's clock."""
+
+
+class HybridClock:
+    """Issues stamps. `node`: unique name of this clock; `now`: seconds since the epoch."""
+
+    def __init__(self, node: str, now: Callable[[], float] = time.time) -> None:
+        self._node, self._now = node, now
+        self._last = Stamp()
+
+    def tick(self) -> Stamp:
+        """Return a stamp that is later than all that this clock has issued or observed."""
+        milliseconds = int(self._now() * 1000)
+        last = self._last
+        if milliseconds > last.milliseconds:
+            self._last = Stamp(milliseconds, 0, self._node)
+        elif last.counter < MAX_COUNTER:
+            self._last = Stamp(last.milliseconds, last.counter + 1, self._node)
+        else:
+            self._last = Stamp(last.milliseconds + 1, 0, self._node)
+        return self._last
+
+    def observe(self, stamp: Stamp) -> None:
+        """Record a stamp of another clock. Raises StampError if it is too far ahead of this one."""
+        ahead = stamp.milliseconds / 1000 - self._now()
+        if ahead > MAX_AHEAD_SECONDS:
+            raise StampError(
+                f"the stamp of this change is {ahead:.0f} s ahead of the server's clock; at most "
+                f"{MAX_AHEAD_SECONDS:g} s are allowed. Synchronize the clocks"
+            )
+        self._last = max(self._last, stamp)
+
+
+class AdapterMap:
+    """Name -> last entry.
+
+    entries    in the order in which they were merged here
+    sequence   number of merges so far; `changes` returns those after a number
+    """
+
+    def __init__(self, entries: Iterable[AdapterEntry] = (), max_tombstones: int = MAX_TOMBSTONES) -> None:
+        self.entries: dict[str, AdapterEntry] = {}
+        self.sequence = 0
+        self._merged: dict[str, int] = {}
+        self._max_tombstones = max_tombstones
+        self._tombstones = 0
+        self._floor = Stamp()  # of the latest tombstone that was dropped
+        for entry in entries:
+            self.merge(entry)
+
+    def merge(self, entry: AdapterEntry) -> bool:
+        """Keep an entry if it is newer than the name's own. Returns whether it is."""
+        former = self.entries.get(entry.name)
+        if not entry.is_newer(former) or (former is None and entry.stamp < self._floor):
+            return False
+        self._remove(entry.name)
+        self.sequence += 1
+        self.entries[entry.name], self._merged[entry.name] = entry, self.sequence
+        if entry.path is None:
+            self._tombstones += 1
+            if self._tombstones > self._max_tombstones:
+                self._drop_oldest_tombstone()
+        return True
+
+    def _remove(self, name: str) -> None:
+        former = self.entries.pop(name, None)
+        if former is not None:
+            del self._merged[name]
+            self._tombstones -= former.path is None
+
+    def _drop_oldest_tombstone(self) -> None:
+        oldest = min((each for each in self.entries.values() if each.path is None), key=lambda each: each.stamp)
+        self._floor = max(self._floor, oldest.stamp)
+        self._remove(oldest.name)
+
+    def loaded(self, name: str) -> AdapterEntry | None:
+        """Return the entry of a loaded adapter; None if it was not loaded, or unloaded."""
+        entry = self.entries.get(name)
+        return None if entry is None or entry.path is None else entry
+
+    def is_unloaded(self, name: str) -> bool:
+        """Return whether the last change unloaded this name."""
+        entry = self.entries.get(name)
+        return entry is not None and entry.path is None
+
+    def changes(self, after: int, limit: int) -> tuple[list[AdapterEntry], int]:
+        """Return up to `limit` entries that were merged after a sequence number, oldest first, and the last's number.
+
+        A number that this map has not reached is one of another map: all entries are returned.
+        """
+        if after > self.sequence:
+            after = 0
+        found: list[AdapterEntry] = []
+        for entry in reversed(self.entries.values()):
+            if self._merged[entry.name] <= after:
+                break
+            found.append(entry)
+        found = found[::-1][:limit]
+        return found, self._merged[found[-1].name] if len(found) == limit else self.sequence

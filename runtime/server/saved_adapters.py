@@ -1,0 +1,77 @@
+"""A file with the adapters that clients have loaded, so that the next server at the same address has them."""
+
+import contextlib
+import hashlib
+import logging
+import os
+import tempfile
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from ..protocol.adapter_map import AdapterEntry
+from ..protocol.addresses import parse
+from .settings import ServeSettings
+
+_log = logging.getLogger(__name__)
+
+
+class _Saved(Struct, forbid_unknown_fields=True):
+    """Contents of the file. `given`: adapters of the command line, name -> directory."""
+
+    given: dict[str, str]
+    entries: list[AdapterEntry]
+
+
+class SavedAdapters:
+    """The file of a server; it depends on the model's directory and the address. Does nothing if none is configured."""
+
+    def __init__(self, settings: ServeSettings) -> None:
+        self._given = settings.adapters
+        self.path: Path | None = None
+        address = parse(settings.bind)
+        if settings.saved_adapters and not (address.scheme == "tcp" and not address.port):
+            key = hashlib.sha256(f"{settings.model}\n{address}".encode()).hexdigest()[:16]
+            self.path = Path(settings.saved_adapters, f"{key}.json")
+
+    def read(self) -> list[AdapterEntry]:
+        """Return the saved changes, except those that the command line overrules. Logs what is left out."""
+        if self.path is None:
+            return []
+        try:
+            saved = msgspec.json.decode(self.path.read_bytes(), type=_Saved)
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError) as problem:
+            _log.warning("loaded adapters of the last run are not read: %s: %s", self.path, problem)
+            return []
+        kept = [entry for entry in saved.entries if not self._is_overruled(entry, saved)]
+        loaded = [entry.name for entry in kept if entry.path is not None]
+        if loaded:
+            _log.info("loading adapters of the last run again: %s (%s)", ", ".join(sorted(loaded)), self.path)
+        return kept
+
+    def _is_overruled(self, entry: AdapterEntry, saved: _Saved) -> bool:
+        given = self._given.get(entry.name)
+        if given is None or (entry.path is not None and saved.given.get(entry.name) == given):
+            return False
+        _log.warning("adapter %r: --lora-modules has priority over the change of the last run", entry.name)
+        return True
+
+    def write(self, entries: list[AdapterEntry]) -> None:
+        """Replace the file. Logs errors: the adapters remain loaded, but the next server does not have them."""
+        if self.path is None:
+            return
+        temporary = None
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self.path.parent, prefix=".adapters-", delete=False) as file:
+                temporary = file.name
+                file.write(msgspec.json.encode(_Saved(self._given, entries)))
+            os.replace(temporary, self.path)
+        except OSError as problem:
+            _log.warning("loaded adapters are not saved: %s: %s", self.path, problem)
+            if temporary is not None:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)

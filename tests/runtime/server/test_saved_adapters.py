@@ -1,0 +1,100 @@
+"""The next server at an address has the adapters that clients loaded into the last one."""
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+from sidestream.runtime.protocol.adapter_map import AdapterEntry, Stamp
+from sidestream.runtime.protocol.messages import Done, Error, ListAdapters, LoadAdapter, UnloadAdapter
+from sidestream.runtime.server.saved_adapters import SavedAdapters
+from sidestream.runtime.server.settings import ServeSettings
+from support.serving import Wire, serve_fake
+
+
+def contents(wire: Wire) -> dict[str, str]:
+    return {info.name: info.content for info in wire.call(ListAdapters(9)).adapters}
+
+
+def test_loaded_adapters_are_there_after_a_restart_of_the_server(tmp_path: Path) -> None:
+    for name in ("late", "gone", "changed", "other"):
+        (tmp_path / name).mkdir()
+    tmp_path.chmod(0o700)
+    place = {"bind": f"ipc://{tmp_path}/engine.sock", "saved_adapters": str(tmp_path / "state"), "adapters": 2}
+    with serve_fake(tmp_path, **place) as server:  # type: ignore[arg-type]
+        with server.connect() as wire:
+            for call, (name, path) in enumerate({"late": "late", "gone": "gone", "changed": "other"}.items()):
+                assert isinstance(wire.call(LoadAdapter(call, name, str(tmp_path / path))), Done)
+            assert isinstance(wire.call(LoadAdapter(5, "a0", str(tmp_path / "late"), replace=True)), Done)
+            assert isinstance(wire.call(UnloadAdapter(6, "a1")), Done)
+            assert isinstance(wire.call(UnloadAdapter(7, "gone")), Done)
+            before = contents(wire)
+        assert server.stop() == 0
+    (saved,) = (tmp_path / "state").iterdir()
+    assert saved.stat().st_mode & 0o77 == 0
+    shutil.rmtree(tmp_path / "other")
+    with serve_fake(tmp_path, **place) as server:  # type: ignore[arg-type]
+        with server.connect() as wire:
+            after = contents(wire)
+            assert after == {name: before[name] for name in ("late", "a0")} | {"a1": after["a1"]}, (
+                "the command line names a1"
+            )
+            assert "adapter 'changed' is left out: " in server.log.read_text()
+            wire.submit("r", prompt_token_ids=[1], adapter="changed")
+            assert "No such file" in wire.answer("r").error.message
+            assert isinstance(wire.call(UnloadAdapter(8, "changed")), Done), "it need not be served for that"
+        assert server.stop() == 0
+
+
+def settings(state: Path, **adapters: str) -> ServeSettings:
+    return ServeSettings(model="/m", bind="ipc:///run/e.sock", saved_adapters=str(state), adapters=adapters)
+
+
+def test_the_command_line_has_priority_where_it_was_changed(tmp_path: Path) -> None:
+    entries = [AdapterEntry(name, Stamp(1), f"/new/{name}", "c") for name in ("same", "changed", "free")]
+    entries.append(AdapterEntry("unloaded", Stamp(2)))
+    SavedAdapters(settings(tmp_path, same="/a", changed="/b", unloaded="/u")).write(entries)
+    again = SavedAdapters(settings(tmp_path, same="/a", changed="/c", unloaded="/u"))
+    assert {entry.name for entry in again.read()} == {"same", "free"}
+    elsewhere = settings(tmp_path)
+    assert SavedAdapters(ServeSettings(model="/other", bind=elsewhere.bind, saved_adapters=str(tmp_path))).read() == []
+    assert SavedAdapters(ServeSettings(model="/m", bind=elsewhere.bind)).path is None
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b'{"given": {}, "entries": [{"name": "../x"}]}', b"\xff" * 99])
+def test_a_damaged_file_is_not_used(tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    saved = SavedAdapters(settings(tmp_path))
+    saved.write([AdapterEntry("x", Stamp(1), "/x", "c")])
+    assert saved.path is not None
+    saved.path.write_bytes(damage)
+    with caplog.at_level(logging.WARNING):
+        assert saved.read() == [] and "are not read" in caplog.text
+
+
+def test_a_stamped_change_is_checked(tmp_path: Path) -> None:
+    (tmp_path / "v").mkdir()
+    path = str(tmp_path / "v")
+    with serve_fake(tmp_path, adapters=1) as server, server.connect() as wire:
+        far = wire.call(LoadAdapter(1, "x", path, stamp=Stamp(1 << 50, 0, "evil")))
+        assert isinstance(far, Error) and far.code == "invalid_request" and "ahead of the server's clock" in far.message
+        assert isinstance(wire.call(LoadAdapter(2, "x", path)), Done)
+        (entry,) = wire.call(ListAdapters(3)).entries
+        assert (entry.name, entry.path) == ("x", path) and entry.content == contents(wire)["x"]
+        for message in (LoadAdapter(4, "x", path, True, Stamp(1)), UnloadAdapter(5, "x", Stamp(1))):
+            assert wire.call(message).code == "adapter_changed", "it is older than the server's"
+        later = Stamp(entry.stamp.milliseconds + 1, 0, "other")
+        wrong = wire.call(LoadAdapter(6, "x", path, True, later, "another version"))
+        assert wrong.code == "adapter_error" and "files have changed" in wrong.message
+        assert contents(wire)["x"] == entry.content
+        assert isinstance(wire.call(LoadAdapter(7, "x", path, True, later, entry.content)), Done)
+        with server.held():
+            wire.submit("r", prompt_token_ids=[1, 2], adapter="x")
+            wire.until(lambda: wire.answers["r"].accepted is not None)
+            assert wire.call(UnloadAdapter(8, "x")).code == "adapter_in_use"
+            last = Stamp(later.milliseconds + 1, 0, "other")
+            assert isinstance(wire.call(UnloadAdapter(9, "x", last)), Done)
+            assert "x" not in contents(wire)
+        assert wire.answer("r").error is None, "what is open finishes"
+        assert wire.call(ListAdapters(10)).entries[-1] == AdapterEntry("x", last)
+    with serve_fake(tmp_path, adapters=1, admin=False) as server, server.connect() as wire:
+        assert wire.call(LoadAdapter(1, "x", path, True, Stamp(1))).code == "forbidden"
