@@ -15,5 +15,6 @@ kills         SIGKILL and SIGSTOP of each process
 lives         what each process holds as it grows older
 starts        how long each start took, and what it holds on its device
 router_kills  a command of its own: kill -9 of engines behind the gateway's router, each answer held to its last token
+soak          a command of its own: memory of a gateway and two engines under steady traffic, without attacks
 report        what was seen, as one table
 """
