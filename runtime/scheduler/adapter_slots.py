@@ -6,8 +6,11 @@ Bookkeeping only; the tensors may belong to another process. Adapters are identi
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
+from .sequence import Sequence, Status
 from .waiting_queue import WaitingQueues
 
+MAX_OVERTAKING_LOADS = 2
+"""Loads in the order of the turns, after which the next slot is for the oldest waiting request (`AdapterResidency`)."""
 DRAINING_SHARE = 4
 """At most 1 / DRAINING_SHARE of the slots, and at least one, are drained at a time, so that the batch stays full."""
 
@@ -133,6 +136,11 @@ class AdapterSlots:
 class AdapterResidency:
     """Decides which adapters are loaded and evicted, for waiting adapters in the order of their turns.
 
+    Fair turns alone would let adapters without served tokens, such as replaced versions, overtake a request forever.
+    So after MAX_OVERTAKING_LOADS loads for other adapters, the oldest waiting request of the highest priority without
+    a slot is due: its adapter gets the next slot, no other load starts before, and it is admitted first. The loads of
+    one step start together, so at most MAX_OVERTAKING_LOADS + num_slots - 1 loads start between two for the oldest.
+
     committed  last committed step
     patience   number of steps. While all slots are in use, the least recently admitted adapter admits no new requests,
                and after `patience` steps its running sequences are preempted. A slot is thus reassigned at most about
@@ -161,6 +169,8 @@ class AdapterResidency:
         self._step = 0
         self._full = False
         self._victims: Iterator[int] | None = None
+        self._overtaking_loads = 0
+        self._due: Sequence | None = None
 
     def prefetch(self, number: int) -> None:
         """Load an adapter at its first request: into a slot that is not needed, else into host memory only."""
@@ -169,15 +179,29 @@ class AdapterResidency:
         spared = {other for other in self.slots.resident if self._waiting.active(other)}
         # adapters that already wait for a slot have priority
         slot = self.slots.start_load(number, self.committed, spared) if not self._since else None
+        self._overtaking_loads += slot is not None
         self._loads.append((-1 if slot is None else slot, number))
 
-    def start_pass(self, step: int) -> None:
-        """Start to visit the waiting adapters in the order of their turns; `step`: the plan that is being made."""
+    def start_pass(self, step: int) -> Sequence | None:
+        """Start to visit the waiting adapters in the order of their turns; `step`: the plan that is being made.
+
+        Return the due request, to visit first, if any. It stays due until it is admitted or another one is.
+        """
         self._step = step
+        if self._overtaking_loads >= MAX_OVERTAKING_LOADS:
+            self._due = self._waiting.oldest(self._lacks_slot)
+            if self._due is None:
+                self._overtaking_loads = 0
+        elif self._due is not None and self._due.status is not Status.WAITING:
+            self._due = None
         self._spared = {number for number in self._unused if self._waiting.active(number)}
         self._draining.clear()
         self._full = self.slots.num_slots == 0
         self._victims = None
+        return self._due
+
+    def _lacks_slot(self, number: int) -> bool:
+        return number >= 0 and not self.slots.is_resident(number) and not self.slots.is_loading(number)
 
     @property
     def can_load(self) -> bool:
@@ -199,6 +223,8 @@ class AdapterResidency:
         if slot is None:
             self._wait_for_slot(number)
             return False
+        is_due = self._due is not None and self._due.number == number
+        self._overtaking_loads = 0 if is_due else self._overtaking_loads + 1
         self._since.pop(number, None)
         self._spared.add(number)
         if self._leaving is not None and self._leaving[1] == number:

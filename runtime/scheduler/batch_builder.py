@@ -193,9 +193,8 @@ class BatchBuilder:
         shared = states.waiting.num_owners > 1
         if shared and len(states.waiting):
             states.charge_running()
-        turns = states.waiting.turns()
-        if turns:
-            states.residency.start_pass(states.step)
+        due = states.residency.start_pass(states.step) if len(states.waiting) else None
+        turns = states.waiting.turns(due)
         absent: set[int] = set()
         while turns:
             *_, key = heappop(turns)

@@ -1,7 +1,7 @@
 """Order of admission: by priority, then fairly between owners, then between adapters, then by arrival."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
 
@@ -146,11 +146,18 @@ class WaitingQueues:
         served = self._owners.served[owner], self._adapters.served[number]
         return (sequence.priority, *served, sequence.arrival, (owner, number))
 
-    def turns(self) -> list[Turn]:
-        """Return the sort keys of all queues, as a heap."""
-        turns = [self._turn(sequence) for sequence in self.heads()]
+    def turns(self, due: Sequence | None = None) -> list[Turn]:
+        """Return the sort keys of all queues, as a heap. `due` comes before others of its priority."""
+        turns = [self._turn(sequence) for sequence in self.heads() if sequence is not due]
+        if due is not None:
+            turns.append((due.priority, -1, -1, due.arrival, (due.owner, due.number)))
         heapify(turns)
         return turns
+
+    def oldest(self, accepts: Callable[[int], bool]) -> Sequence | None:
+        """Return the oldest sequence of the highest priority that waits for an accepted adapter."""
+        waiting = (sequence for sequence in self.heads() if accepts(sequence.number))
+        return min(waiting, key=lambda sequence: sequence.order, default=None)
 
     def first(self) -> Sequence | None:
         """Return the sequence to admit next."""

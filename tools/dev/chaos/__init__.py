@@ -14,4 +14,5 @@ starts        how long each start took, and what it holds on its device
 router_kills  a command of its own: kill -9 of engines behind the gateway's router, each answer held to its last token
 adapter_storm    a command of its own: adapters replaced all the time behind two gateways
 adapter_changes  which versions may answer while changes overlap
+soak          a command of its own: memory of a gateway and two engines under steady traffic, without attacks
 """
