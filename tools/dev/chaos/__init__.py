@@ -1,18 +1,18 @@
 """`python -m sidestream.tools.dev.chaos --minutes N`: attacks a live server while healthy clients check every answer.
 
-run           the command: a server, healthy clients, rounds of attacks until a deadline, one table at the end
-questions     the served model, and questions whose answers are known before the attacks
-served        the server under attack: its processes, what they hold, and what is left after them
-healthy       clients that ask the questions all along
-attacks       the ordered list of attacks; damage of the cache's files
-frames        frames that no honest program sends
-peers         raw sockets: half messages, forged routing ids, endless parts; clients that are greedy or frozen
-directories   adapter directories that hold traps
-kills         SIGKILL and SIGSTOP of each process
-lives         what each process holds as it grows older
-starts        how long each start took, and what it holds on its device
-router_kills  a command of its own: kill -9 of engines behind the gateway's router, each answer held to its last token
+run              the command: a server, healthy clients, rounds of attacks until a deadline, one table at the end
+questions        the served model, and questions whose answers are known before the attacks
+served           the server under attack: its processes, what they hold, and what is left after them
+healthy          clients that ask the questions all along
+attacks          the ordered list of attacks; damage of the cache's files
+frames           frames that no honest program sends
+peers            raw sockets: half messages, forged routing ids, endless parts; clients that are greedy or frozen
+directories      adapter directories that hold traps
+kills            SIGKILL and SIGSTOP of each process
+lives            what each process holds as it grows older
+starts           how long each start took, and what it holds on its device
+router_kills     a command of its own: kill -9 of engines behind the router, each answer checked to its last token
 adapter_storm    a command of its own: adapters replaced all the time behind two gateways
 adapter_changes  which versions may answer while changes overlap
-soak          a command of its own: memory of a gateway and two engines under steady traffic, without attacks
+soak             a command of its own: memory of a gateway and two engines under steady traffic, without attacks
 """
