@@ -1,7 +1,7 @@
 """`python -m sidestream.tools.dev.fleet.capacity`: engines needed for a load, by cost model and router.
 
 Prints the table of docs/scaling.md: for each number of engines requests and tokens per second at a share of their
-capacity, and the number of adapters with which a request still finds its own on the GPU.
+highest rate, and the number of adapters with which a request still finds its own on the GPU.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     rate = rate_of(times, sizes, LOAD)
     print(
         f"Llama-3.1-8B, an {gpu.name} for each engine, by the cost model; prompts of {PROMPT} tokens, answers of "
-        f"{TOKENS}; {LOAD:.0%} of the capacity, adapters asked for by Zipf's law, {sizes.slots} at once on a GPU\n"
+        f"{TOKENS}; {LOAD:.0%} of the highest rate, adapters asked for by Zipf's law, {sizes.slots} at once on a GPU\n"
     )
     columns = "".join(f" | {count:,} adapters: on GPU, p99 first token" for count in ADAPTERS)
     print(f"| engines | requests/s | output tokens/s{columns} |\n| ---: | ---: | ---:{' | ---:' * len(ADAPTERS)} |")

@@ -30,10 +30,12 @@ def arrivals_of(count: int, rate: float, adapters: int, exponent: float, source:
 
 
 def rate_of(times: StepTimes, sizes: Sizes, load: float) -> float:
-    """Return requests per second for this share of an engine's capacity, each with its own adapter."""
-    running = max(1, int(load * sizes.capacity))
-    seconds = PROMPT * times.prompt + TOKENS * times.step(running, min(running, sizes.slots))
-    return running / seconds
+    """Return requests per second for this share of the highest rate of an engine, with all its slots in use.
+
+    A request takes the time of its prompt, and in each of its steps its part of the step.
+    """
+    step = times.step(sizes.capacity, min(sizes.capacity, sizes.slots)) / sizes.capacity
+    return load / (PROMPT * times.prompt + TOKENS * step)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -72,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=60, metavar="N", help="for each engine (default: %(default)s)")
     parser.add_argument("--least", type=int, default=6000, metavar="N", help="but at least (default: %(default)s)")
     parser.add_argument("--zipf", type=float, default=1.0, metavar="S", help="exponent (default: %(default)s)")
-    parser.add_argument("--load", type=float, default=0.5, help="share of the engines' capacity (default: %(default)s)")
+    parser.add_argument("--load", type=float, default=0.5, help="share of the highest rate (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     add_gpu(parser)
     options = parser.parse_args(arguments)

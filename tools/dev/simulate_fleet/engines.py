@@ -1,10 +1,11 @@
 """Engines that batch, load adapters and queue, without computing.
 
-All running requests of an engine get a token in each step, so an engine is a clock of steps that slows down with its
-load; a request ends after its tokens. An adapter that is not on the GPU is copied there first, into the least recently
-used slot; requests wait while all slots are in use.
+An engine is a clock of steps, each as long as its tokens take. A request ends after its prompt and its tokens. An
+adapter that is not on the GPU is copied there first, into the least recently used slot; requests wait while all slots
+are in use.
 """
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -15,9 +16,10 @@ from .steps import StepTimes
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of each engine: requests at once, adapters on the GPU, seconds to copy an adapter from host memory."""
+    """Of each engine: requests at once, tokens of a step, adapters on the GPU, seconds to copy an adapter there."""
 
     capacity: int = 128
+    step_tokens: int = 8192
     slots: int = 32
     load_seconds: float = 0.02
 
@@ -41,6 +43,15 @@ class Served:
     first: float = 0.0
 
 
+@dataclass(eq=False, slots=True)
+class Prompt:
+    """An admitted request: time from which its adapter is on the GPU, and tokens of its prompt to compute."""
+
+    served: Served
+    ready: float
+    left: int
+
+
 class Policy(Protocol):
     """Chooses the engine of a request."""
 
@@ -56,68 +67,90 @@ class Policy(Protocol):
 
 
 class Engine:
-    """One engine. Times are seconds since the simulation's start."""
+    """One engine. Times are seconds since the simulation's start.
+
+    A step has a token for each request that decodes, then prompts in order of admission, in chunks, up to
+    `sizes.step_tokens`, as the scheduler fills it. It takes the time of its decoding and of its prompt tokens.
+    """
 
     def __init__(self, sizes: Sizes, times: StepTimes) -> None:
         self.sizes, self.times = sizes, times
         self.slots: dict[int, int] = {}  # adapter -> requests that use it; least recently used first
-        self._users: dict[int, int] = {}  # of running requests
-        self._ends: list[tuple[float, int, Served]] = []
+        self.step_end: float | None = None
+        """End of the current step, or of the copy that all wait for; None: nothing to do."""
+        self._users: dict[int, int] = {}  # of requests that decode
+        self._ends: list[tuple[int, int, Served]] = []  # of requests that decode: last step, serial number
+        self._prompts: list[Prompt] = []
         self._waiting: deque[Served] = deque()
-        self._clock, self._at, self._begun = 0.0, 0.0, 0
+        self._steps, self._serial = 0, 0  # steps that decoded, requests whose prompts ended
+        self._decodes = self._computes = False  # whether the current step does
+        self._done: list[Served] = []  # prompts that the current step completes
 
     @property
     def open(self) -> int:
         """Return running and waiting requests."""
-        return len(self._ends) + len(self._waiting)
+        return len(self._ends) + len(self._prompts) + len(self._done) + len(self._waiting)
 
     def add(self, arrival: Arrival) -> Served:
-        """Add a request."""
-        self._advance(arrival.at)
+        """Add a request. It waits for the end of the current step."""
         served = Served(arrival, arrival.adapter in self.slots)
         self._waiting.append(served)
-        self._admit(arrival.at)
+        if not self._computes:
+            self._start_step(arrival.at)
         return served
 
-    def next_end(self) -> float | None:
-        """Return the time at which the next request ends."""
-        return None if not self._ends else self._at + max(0.0, self._ends[0][0] - self._clock) * self._step()
+    def end_step(self) -> list[Served]:
+        """End the current step, start the next one, and return the requests that ended."""
+        now = self.step_end
+        if now is None:
+            return []
+        self._steps += self._decodes
+        for served in self._done:
+            served.first = now - served.arrival.at
+            adapter = served.arrival.adapter
+            self._users[adapter] = self._users.get(adapter, 0) + 1
+            self._serial += 1
+            heappush(self._ends, (self._steps + served.arrival.tokens - 1, self._serial, served))
+        self._done = []
+        ended = []
+        while self._ends and self._ends[0][0] <= self._steps:
+            *_, served = heappop(self._ends)
+            adapter = served.arrival.adapter
+            self.slots[adapter] -= 1
+            self._users[adapter] -= 1
+            if not self._users[adapter]:
+                del self._users[adapter]
+            ended.append(served)
+        self._start_step(now)
+        return ended
 
-    def end_one(self, now: float) -> Served:
-        """End the next request."""
-        self._advance(now)
-        _, _, served = heappop(self._ends)
-        adapter = served.arrival.adapter
-        self.slots[adapter] -= 1
-        self._users[adapter] -= 1
-        if not self._users[adapter]:
-            del self._users[adapter]
+    def _start_step(self, now: float) -> None:
         self._admit(now)
-        return served
-
-    def _step(self) -> float:
-        return self.times.step(len(self._ends), len(self._users))
-
-    def _advance(self, now: float) -> None:
-        if self._ends and now > self._at:
-            self._clock += (now - self._at) / self._step()
-        self._at = now
+        left, chunks = self.sizes.step_tokens - len(self._ends), 0
+        for prompt in self._prompts:
+            if prompt.ready <= now and left > 0:
+                count = min(left, prompt.left)
+                prompt.left -= count
+                left, chunks = left - count, chunks + count
+        self._done = [prompt.served for prompt in self._prompts if not prompt.left]
+        self._prompts = [prompt for prompt in self._prompts if prompt.left]
+        self._decodes = bool(self._ends)
+        self._computes = self._decodes or chunks > 0
+        if self._computes:
+            decode = self.times.step(len(self._ends), len(self._users)) if self._decodes else 0.0
+            self.step_end = now + decode + chunks * self.times.prompt
+        else:
+            self.step_end = min((prompt.ready for prompt in self._prompts), default=None)
 
     def _admit(self, now: float) -> None:
         passed: deque[Served] = deque()
-        while self._waiting and len(self._ends) < self.sizes.capacity:
+        while self._waiting and len(self._ends) + len(self._prompts) < self.sizes.capacity:
             served = self._waiting.popleft()
             wait = self._take_slot(served.arrival.adapter)
             if wait is None:  # others overtake it
                 passed.append(served)
-                continue
-            arrival = served.arrival
-            self._begun += 1
-            self._users[arrival.adapter] = self._users.get(arrival.adapter, 0) + 1
-            ahead = wait + arrival.prompt * self.times.prompt
-            step = self.times.step(len(self._ends) + 1, len(self._users))
-            served.first = now - arrival.at + ahead + step
-            heappush(self._ends, (self._clock + ahead / step + arrival.tokens, self._begun, served))
+            else:
+                self._prompts.append(Prompt(served, now + wait, served.arrival.prompt))
         self._waiting.extendleft(reversed(passed))
 
     def _take_slot(self, adapter: int) -> float | None:
@@ -138,25 +171,30 @@ class Engine:
 def simulate(arrivals: list[Arrival], engines: list[Engine], policy: Policy, tick: float = 0.5) -> list[Served]:
     """Return all requests in order of arrival."""
     served: list[Served] = []
-    agenda: list[tuple[float, int]] = []  # when an engine's next request may end; checked again then
+    agenda: list[tuple[float, int]] = []  # ends of steps; some have become earlier since
     next_tick = 0.0
 
-    def plan(number: int) -> None:
-        end = engines[number].next_end()
-        if end is not None:
-            heappush(agenda, (end, number))
+    def advance(until: float) -> None:
+        while agenda and agenda[0][0] <= until:
+            now, number = heappop(agenda)
+            engine = engines[number]
+            if engine.step_end != now:
+                continue
+            for ended in engine.end_step():
+                policy.ended(number, ended.arrival, now)
+            if engine.step_end is not None:
+                heappush(agenda, (engine.step_end, number))
 
     for arrival in arrivals:
-        while agenda and agenda[0][0] <= arrival.at:
-            now, number = heappop(agenda)
-            end = engines[number].next_end()
-            if end is not None and end <= now + 1e-9:
-                policy.ended(number, engines[number].end_one(now).arrival, now)
-                plan(number)
+        advance(arrival.at)
         if arrival.at >= next_tick:
             policy.tick(arrival.at, engines)
             next_tick = arrival.at + tick
         number = policy.choose(arrival)
+        before = engines[number].step_end
         served.append(engines[number].add(arrival))
-        plan(number)
+        after = engines[number].step_end
+        if after is not None and after != before:
+            heappush(agenda, (after, number))
+    advance(math.inf)
     return served
