@@ -166,9 +166,13 @@ def test_refusals_of_one_key_are_spaced(keys: Keys, monkeypatch: pytest.MonkeyPa
 # -- connections ---------------------------------------------------------------------------------------------------
 
 
+JSON = {"Content-Type": "application/json"}
+
+
 def head(who: dict[str, str], length: int) -> bytes:
     lines = "".join(f"{name}: {value}\r\n" for name, value in who.items())
-    return f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{lines}Content-Length: {length}\r\n\r\n".encode()
+    lines += f"Content-Type: application/json\r\nContent-Length: {length}\r\n"
+    return f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{lines}\r\n".encode()
 
 
 def answer_of(peer: socket.socket) -> tuple[bytes, dict[str, str], bytes]:
@@ -211,13 +215,13 @@ def test_an_owner_fills_its_own_share_of_memory_only(keys: Keys) -> None:
         for peer in peers:
             peer.sendall(head(one, 1000) + b"{")
         until = time.monotonic() + 60
-        while (refused := httpx.post(url, content=body, headers=one, timeout=60)).status_code == 200:
+        while (refused := httpx.post(url, content=body, headers=one | JSON, timeout=60)).status_code == 200:
             assert time.monotonic() < until, "the four bodies count as soon as their headers are read"
         assert refused.json()["error"]["code"] == "too_many_body_bytes" and refused.headers["retry-after"] == "1"
-        assert httpx.post(url, content=body, headers=other, timeout=60).status_code == 200
+        assert httpx.post(url, content=body, headers=other | JSON, timeout=60).status_code == 200
         for peer in peers:
             peer.close()
-        while httpx.post(url, content=body, headers=one, timeout=60).status_code != 200:
+        while httpx.post(url, content=body, headers=one | JSON, timeout=60).status_code != 200:
             assert time.monotonic() < until, "they are free again"
 
 
@@ -306,7 +310,8 @@ def test_the_chat_of_a_client_that_left_is_not_rendered(monkeypatch: pytest.Monk
 def test_a_chat_is_not_rendered_if_its_connection_closed_while_it_was_read(work: Counter[str]) -> None:
     app = build_app(FakeEngines(), NoAuth(), CompositeObserver(Metrics()), GatewaySettings())
     scope = {
-        "type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": [],
+        "type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"",
+        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
         "client": ("127.0.0.1", 1), CLOSED: lambda: True,
     }  # fmt: skip
     messages: list[Any] = [{"type": "http.request", "body": json.dumps(chat("x")).encode(), "more_body": False}]
