@@ -5,6 +5,7 @@ acknowledged change is lost, and no version answers that is older than an acknow
 """
 
 import asyncio
+import logging
 import math
 from collections.abc import Coroutine
 from dataclasses import dataclass
@@ -190,7 +191,10 @@ class Changes(RuleBasedStateMachine):
         assert not (old.precedes(new) and new.acknowledged < math.inf), f"{later} after {earlier}"
 
 
-def test_changes_at_once_lose_nothing_and_mix_nothing(pytestconfig: pytest.Config) -> None:
+def test_changes_at_once_lose_nothing_and_mix_nothing(
+    pytestconfig: pytest.Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL)  # each loss is logged
     examples = 10_000 if pytestconfig.getoption("--exhaustive") else 200
     run_state_machine_as_test(
         Changes,
