@@ -62,7 +62,7 @@ class AdapterCatalogue:
 
     @contextmanager
     def changing(self, name: str) -> Iterator[None]:
-        """Pass on no change of a name, and accept all its versions, while this router changes it."""
+        """Pass on no change of a name while this router changes it."""
         self._changing.add(name)
         try:
             yield
@@ -81,7 +81,7 @@ class AdapterCatalogue:
 
     def required_content(self, name: str | None) -> str:
         """Return the content hash of the version that answers requests; "" for any version."""
-        entry = None if name is None or name in self._changing else self.changes.loaded(name)
+        entry = None if name is None else self.changes.loaded(name)
         return "" if entry is None else entry.content
 
     def missing(self, held: AdapterMap, adapters: Mapping[str, AdapterInfo]) -> list[AdapterEntry]:

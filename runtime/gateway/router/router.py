@@ -206,8 +206,9 @@ class Router:
 
     async def _has_changed(self, link: EngineLink, adapter: str | None, required: str) -> bool:
         """Return whether another version answers requests, after a look at the changes of the engine that refused."""
-        with contextlib.suppress(ServerError, TimeoutError):
-            await link.pull()
+        if self._catalogue.required_content(adapter) == required:
+            with contextlib.suppress(ServerError, RequestError, TimeoutError):
+                await link.pull()
         return self._catalogue.required_content(adapter) != required
 
     def _migrate(self, link: EngineLink, stream: MigratingStream, problem: ServerError) -> None:
@@ -368,9 +369,9 @@ class Router:
 
     async def unload_adapter(self, name: str) -> None:
         """See `Engines`. New requests cannot name the adapter; open ones finish."""
-        if self._card(name) is None:
-            raise unknown_adapter(name)
         async with self._changing(name):
+            if self._card(name) is None:
+                raise unknown_adapter(name)
             _, refused = await self._apply_new(name, None, True)
             if refused:
                 raise next(iter(refused.values()))

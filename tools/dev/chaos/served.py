@@ -65,6 +65,7 @@ class ServedDemo:
             | {
                 "SIDESTREAM_CACHE": str(self.cache),
                 "XDG_RUNTIME_DIR": str(folder),
+                "XDG_STATE_HOME": str(folder),
             }
         )
         self._process = subprocess.Popen(

@@ -84,7 +84,7 @@ def test_the_catalogue_says_what_an_engine_lacks():
     later = AdapterEntry("b", catalogue.new_entry("b").stamp, "/later", "later")
     assert catalogue.missing(AdapterMap([a, later, gone]), {"a": info("a", "a"), "b": info("b", "later")}) == []
     with catalogue.changing("b"):
-        assert catalogue.missing(AdapterMap(), {}) == [a, gone] and catalogue.required_content("b") == ""
+        assert catalogue.missing(AdapterMap(), {}) == [a, gone] and catalogue.required_content("b") == "b"
     assert catalogue.required_content("b") == "b" and catalogue.required_content("d") == ""
     catalogue.set_offered({"a": OfferedAdapter("a", "/a", "v1", 8)})
     assert catalogue.missing(AdapterMap(), {}) == [b, gone], "it is loaded at its first request"
