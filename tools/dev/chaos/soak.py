@@ -20,8 +20,8 @@ from typing import Any, Self
 
 from ....runtime.demo_model import DEMO_MODEL
 from .lives import MOST_GROWTH, WARM_UP_SECONDS, WINDOW_SECONDS, Life, Lives
+from .questions import DEMO_FLAGS
 from .served import Holdings, ServedDemo
-from .subjects import DEMO_FLAGS
 
 LOOK_SECONDS = 30.0
 REQUEST_SECONDS = 60.0
