@@ -181,7 +181,7 @@ def check_disabled(options: CompileOptions, passes: tuple[Pass, ...] = PASSES) -
             near = difflib.get_close_matches(name, names, 1)
             raise OptionError(
                 f"disable names {name!r}, which is not a pass"
-                + (f"; did you mean {near[0]!r}?" if near else "")
+                + (f"; did you mean {near[0]!r}?" if near else ".")
                 + f" Passes: {', '.join(names)}"
             )
         if name in ALWAYS_ON:

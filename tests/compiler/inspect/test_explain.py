@@ -168,5 +168,5 @@ def test_a_place_that_there_is_not_is_refused(place: dict[str, str], message: st
 def test_a_name_that_is_taken_is_refused() -> None:
     with pytest.raises(OptionError, match="already"):
         insert_pass(angles_apart, after="normalize", passes=insert_pass(angles_apart, after="normalize"))
-    with pytest.raises(OptionError, match="no pass"):
+    with pytest.raises(OptionError, match="not a pass"):
         sidestream.compile(meta_llama(), CompileOptions(disable=("angles_apart",)))

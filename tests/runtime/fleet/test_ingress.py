@@ -1,6 +1,6 @@
 """The gateway of a fleet follows the list of replicas."""
 
-from sidestream.runtime.fleet.ingress import Ingress
+import pytest
 
 
 class Recorded:
@@ -17,7 +17,10 @@ class Recorded:
         del self.engines[name]
 
 
+@pytest.mark.usefixtures("secured")
 def test_a_replica_with_another_address_is_another_engine() -> None:
+    from sidestream.runtime.fleet.ingress import Ingress
+
     ingress = Ingress.__new__(Ingress)
     router = Recorded()
     ingress._router, ingress._names = router, {}  # type: ignore[assignment]

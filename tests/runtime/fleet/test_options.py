@@ -18,13 +18,6 @@ DOCS = Path(__file__).parents[3] / "docs"
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra `ray`")
 
 
-@pytest.fixture
-def secured(monkeypatch, tmp_path_factory):
-    """Ray may be imported: it finds a token of its own."""
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path_factory.mktemp("ray") / "token"))
-    secure()
-
-
 @pytest.mark.parametrize(
     ("content", "says"),
     [
