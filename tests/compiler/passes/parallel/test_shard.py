@@ -83,7 +83,7 @@ def test_switched_off_by_name_it_leaves_the_model_whole() -> None:
         (8, {}, {}, "tensor_parallel=8 does not divide the model's 4 attention heads; choose 1 or 2 or 4"),
         (2, {"num_attention_heads": 6, "num_key_value_heads": 3}, {}, "the model's 3 KV heads; choose 1$"),
         (2, {"intermediate_size": 193}, {"precision": "bf16"}, "193 columns of the MLP .*; choose 1$"),
-        (4, {"intermediate_size": 96}, {}, "24 columns of the MLP .* multiples of 16; choose a smaller"),
+        (4, {"intermediate_size": 96}, {}, "24 columns of the MLP .* multiple of 16; choose a smaller"),
         (3, {}, {}, "tensor_parallel=3 must be one of"),
     ],
 )
