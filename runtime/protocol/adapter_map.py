@@ -14,8 +14,8 @@ from msgspec import Meta, Struct
 MAX_AHEAD_SECONDS = 60.0
 """Limit on the difference between a stamp and the clock of its receiver."""
 MAX_TOMBSTONES = 1024
-"""Unloaded names that a map remembers. An adapter that was unloaded before so many others may come back with a server
-that was away all the time.
+"""Number of unloaded names that a map remembers. A server that was not reachable while more names were unloaded can
+bring the first ones back.
 """
 MAX_COUNTER = (1 << 31) - 1
 
