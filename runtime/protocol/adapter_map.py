@@ -14,8 +14,8 @@ from msgspec import Meta, Struct
 MAX_AHEAD_SECONDS = 60.0
 """Limit on the difference between a stamp and the clock of its receiver."""
 MAX_TOMBSTONES = 1024
-"""Unloaded names that a map remembers. An adapter that was unloaded before so many others may come back with a server
-that was away all the time.
+"""Number of unloaded names that a map remembers. A server that was not reachable while more names were unloaded can
+bring the first ones back.
 """
 MAX_COUNTER = (1 << 31) - 1
 
@@ -26,6 +26,9 @@ class Stamp(Struct, frozen=True, array_like=True, order=True):
     milliseconds: Annotated[int, Meta(ge=0, lt=1 << 53)] = 0
     counter: Annotated[int, Meta(ge=0, le=MAX_COUNTER)] = 0
     node: Annotated[str, Meta(max_length=64)] = ""
+
+
+FIRST = Stamp()
 
 
 class AdapterEntry(Struct, frozen=True, omit_defaults=True):
@@ -55,11 +58,10 @@ class StampError(ValueError):
 
 
 class HybridClock:
-    """Issues stamps. `node`: unique name of this clock; `now`: seconds since the epoch."""
+    """Issues stamps later than `last`. `node`: unique name of this clock; `now`: seconds since the epoch."""
 
-    def __init__(self, node: str, now: Callable[[], float] = time.time) -> None:
-        self._node, self._now = node, now
-        self._last = Stamp()
+    def __init__(self, node: str, now: Callable[[], float] = time.time, last: Stamp = FIRST) -> None:
+        self._node, self._now, self._last = node, now, last
 
     def tick(self) -> Stamp:
         """Return a stamp that is later than all that this clock has issued or observed."""
@@ -74,9 +76,12 @@ class HybridClock:
         return self._last
 
     def observe(self, stamp: Stamp) -> None:
-        """Record a stamp of another clock. Raises StampError if it is too far ahead of this one."""
+        """Record a stamp of another clock. Raises StampError if it is too far ahead of this one.
+
+        Stamps up to the last one are accepted: both clocks may have been set back since.
+        """
         ahead = stamp.milliseconds / 1000 - self._now()
-        if ahead > MAX_AHEAD_SECONDS:
+        if ahead > MAX_AHEAD_SECONDS and stamp.milliseconds > self._last.milliseconds:
             raise StampError(
                 f"the stamp of this change is {ahead:.0f} s ahead of the server's clock; at most "
                 f"{MAX_AHEAD_SECONDS:g} s are allowed. Synchronize the clocks"
@@ -103,8 +108,7 @@ class AdapterMap:
 
     def merge(self, entry: AdapterEntry) -> bool:
         """Keep an entry if it is newer than the name's own. Returns whether it is."""
-        former = self.entries.get(entry.name)
-        if not entry.is_newer(former) or (former is None and entry.stamp < self._floor):
+        if not entry.is_newer(self.entries.get(entry.name)) or self.is_outdated(entry.name, entry.stamp):
             return False
         self._remove(entry.name)
         self.sequence += 1
@@ -114,6 +118,11 @@ class AdapterMap:
             if self._tombstones > self._max_tombstones:
                 self._drop_oldest_tombstone()
         return True
+
+    def is_outdated(self, name: str, stamp: Stamp) -> bool:
+        """Return whether a change of this name is older than its last one, or than a tombstone that was dropped."""
+        former = self.entries.get(name)
+        return stamp < (self._floor if former is None else former.stamp)
 
     def _remove(self, name: str) -> None:
         former = self.entries.pop(name, None)

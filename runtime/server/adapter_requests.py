@@ -1,6 +1,5 @@
 """Load, unload and list adapters for clients."""
 
-import contextlib
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -53,10 +52,9 @@ class AdapterRequests:
         self._pending: dict[int, tuple[ClientConnection, LoadAdapter | UnloadAdapter, Stamp]] = {}
         self._next_ticket = 0
         self._map = AdapterMap(entries)
-        self._clock = HybridClock(f"engine-{os.urandom(6).hex()}")
-        for entry in self._map.entries.values():
-            with contextlib.suppress(StampError):  # this host's clock was set back
-                self._clock.observe(entry.stamp)
+        # a change must be later than these also if this host's clock was set back
+        last = max((entry.stamp for entry in self._map.entries.values()), default=Stamp())
+        self._clock = HybridClock(f"engine-{os.urandom(6).hex()}", last=last)
 
     def change(self, client: ClientConnection, message: LoadAdapter | UnloadAdapter) -> None:
         """Start to load or unload an adapter, or send an error."""
@@ -109,8 +107,7 @@ class AdapterRequests:
                 self._clock.observe(message.stamp)
             except StampError as problem:
                 return "invalid_request", f"adapter {name!r}: {problem}"
-            latest = self._map.entries.get(name)
-            if latest is not None and latest.stamp > message.stamp:
+            if self._map.is_outdated(name, message.stamp):
                 return "adapter_changed", f"a later change of adapter {name!r} has been applied"
         adapter = stepper.adapters.get(name)
         if isinstance(message, UnloadAdapter):

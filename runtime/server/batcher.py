@@ -316,6 +316,7 @@ class Batcher:
                 self._stop_at = time.monotonic()
         elif what == "gpu_starting":
             self._open_link(int(order["generation"]))
+            self._channel.send({"event": "gpu_awaited"})
         elif what == "drain":
             self._state.draining = True
             self._stop_at = time.monotonic() + float(order["seconds"])

@@ -5,12 +5,13 @@ import hashlib
 import logging
 import os
 import tempfile
+import time
 from pathlib import Path
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
-from ..protocol.adapter_map import AdapterEntry
+from ..protocol.adapter_map import MAX_AHEAD_SECONDS, AdapterEntry
 from ..protocol.addresses import parse
 from .settings import ServeSettings
 
@@ -30,13 +31,21 @@ class SavedAdapters:
     def __init__(self, settings: ServeSettings) -> None:
         self._given = settings.adapters
         self.path: Path | None = None
+        self._written: list[AdapterEntry] | None = None
         address = parse(settings.bind)
         if settings.saved_adapters and not (address.scheme == "tcp" and not address.port):
             key = hashlib.sha256(f"{settings.model}\n{address}".encode()).hexdigest()[:16]
             self.path = Path(settings.saved_adapters, f"{key}.json")
 
     def read(self) -> list[AdapterEntry]:
-        """Return the saved changes, except those that the command line overrules. Logs what is left out."""
+        """Return the saved changes, except those that the command line overrules. Logs what is left out.
+
+        If the clock was set back far, they count as made now: later changes would have earlier stamps.
+        """
+        self._written = self._read()
+        return self._written
+
+    def _read(self) -> list[AdapterEntry]:
         if self.path is None:
             return []
         try:
@@ -46,7 +55,8 @@ class SavedAdapters:
         except (OSError, ValueError) as problem:
             _log.warning("loaded adapters of the last run are not read: %s: %s", self.path, problem)
             return []
-        kept = [entry for entry in saved.entries if not self._is_overruled(entry, saved)]
+        now = int(time.time() * 1000)
+        kept = [_not_ahead(entry, now) for entry in saved.entries if not self._is_overruled(entry, saved)]
         loaded = [entry.name for entry in kept if entry.path is not None]
         if loaded:
             _log.info("loading adapters of the last run again: %s (%s)", ", ".join(sorted(loaded)), self.path)
@@ -60,18 +70,31 @@ class SavedAdapters:
         return True
 
     def write(self, entries: list[AdapterEntry]) -> None:
-        """Replace the file. Logs errors: the adapters remain loaded, but the next server does not have them."""
-        if self.path is None:
+        """Replace the file if this list is not the one that was written last.
+
+        Logs errors: the adapters remain loaded, but the next server does not have them.
+        """
+        if self.path is None or entries is self._written:
             return
+        self._written = entries
         temporary = None
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self.path.parent, prefix=".adapters-", delete=False) as file:
                 temporary = file.name
                 file.write(msgspec.json.encode(_Saved(self._given, entries)))
+                file.flush()
+                os.fsync(file.fileno())  # a power loss must not leave an empty file under the new name
             os.replace(temporary, self.path)
         except OSError as problem:
             _log.warning("loaded adapters are not saved: %s: %s", self.path, problem)
             if temporary is not None:
                 with contextlib.suppress(OSError):
                     os.unlink(temporary)
+
+
+def _not_ahead(entry: AdapterEntry, now: int) -> AdapterEntry:
+    """Return the entry, with a stamp of `now` (milliseconds) if its own is too far ahead."""
+    if entry.stamp.milliseconds <= now + MAX_AHEAD_SECONDS * 1000:
+        return entry
+    return structs.replace(entry, stamp=structs.replace(entry.stamp, milliseconds=now))

@@ -66,6 +66,7 @@ class Supervisor(SupervisorLoop):
         self._gpu = self._start_gpu()
 
     def _stop(self) -> None:
+        self._saved.write(self._settings.loaded_adapters)
         children = [child for child in (self._gpu, self._batcher) if child is not None]
         self._order({"order": "end"})
         for child in children:
@@ -99,6 +100,7 @@ class Supervisor(SupervisorLoop):
 
     def _on_turn_end(self) -> int | None:
         self._kill_stopped()
+        self._saved.write(self._settings.loaded_adapters)
         return 0 if self._draining and time.monotonic() >= self._drain_deadline else None
 
     def _kill_stopped(self) -> None:
@@ -135,6 +137,9 @@ class Supervisor(SupervisorLoop):
             self._keep_adapter_limits(msgspec.convert(message["ready"], Ready))
         elif event == "adapter":
             self._keep_adapter(msgspec.convert(message["entry"], AdapterEntry))
+        elif event == "gpu_awaited":  # after the changes of adapters that the former process made
+            self._print_line("starting the GPU process again")
+            self._gpu = self._start_gpu()
         elif event == "serving":
             self._was_ready = True
             self._print_line(f"serving at {self._settings.bind}")
@@ -165,13 +170,11 @@ class Supervisor(SupervisorLoop):
             self._settings = structs.replace(self._settings, llm=limits | given)
 
     def _keep_adapter(self, entry: AdapterEntry) -> None:
-        """Give a change by a client to restarted processes, and save it."""
+        """Give a change by a client to restarted processes; it is saved at the end of the turn."""
         changes = AdapterMap(self._settings.loaded_adapters)
         changes.merge(entry)
         given = {name: path for name, path in self._settings.adapters.items() if name != entry.name}
-        loaded = list(changes.entries.values())
-        self._settings = structs.replace(self._settings, adapters=given, loaded_adapters=loaded)
-        self._saved.write(loaded)
+        self._settings = structs.replace(self._settings, adapters=given, loaded_adapters=list(changes.entries.values()))
 
     def _kill_overdue(self, message: dict[str, Any]) -> None:
         """Kill the GPU process after the batcher reported an overdue step, unless the process has been replaced."""
@@ -192,8 +195,6 @@ class Supervisor(SupervisorLoop):
                 return self._wait_for_batcher()
             self._next_generation()
             self._order({"order": "gpu_starting", "generation": self._settings.generation})
-            self._print_line("starting the GPU process again")
-            self._gpu = self._start_gpu()
             return None
         self._batcher = None
         if self._gpu is not None:

@@ -21,7 +21,7 @@ from sidestream.runtime.client.requests import exception_of
 from sidestream.runtime.gateway.router import adapter_catalogue, dispatch, engine_link, router
 from sidestream.runtime.gateway.router.load_balancer import LoadBalancer
 from sidestream.runtime.protocol import messages
-from sidestream.runtime.protocol.adapter_map import AdapterEntry, HybridClock
+from sidestream.runtime.protocol.adapter_map import FIRST, AdapterEntry, HybridClock, Stamp
 from sidestream.runtime.protocol.messages import Chunk, Error, Health, Usage, Welcome
 from sidestream.runtime.server import adapter_requests
 from sidestream.runtime.server.adapter_requests import AdapterRequests
@@ -61,25 +61,20 @@ class Engine:
         self.saved: dict[str, AdapterEntry] = {}
         self.unreadable: set[str] = set()
         self.clients: list[Client] = []
-        self.life = 0
+        self.life = self.gpu_life = 0
         self.up = False
         self.start()
 
     def start(self) -> None:
         self.up = True
         self.life += 1
-        self._numbers = itertools.count()
-        served = [
-            LoadedAdapter(entry.name, next(self._numbers), 8, entry.content)
-            for entry in self.saved.values()
-            if entry.path is not None and self.reads(entry.path)
-        ]
-        ready = Ready(97, 40, PAGE_SIZE, 320, 4, 4096, 4, [], served)
-        self.stepper = Stepper(ready, SimpleNamespace(send=self._send, submit=None), None)  # type: ignore[arg-type]
+        self.gpu_life += 1
+        self.stepper = self._start_gpu()
+        self.state = ServerState(self.stepper)
         connections: Any = Connections(None, bytes(16))  # type: ignore[arg-type]
         connections.send = lambda client, message: client.set_result(message) if not client.done() else None
         self.adapters = AdapterRequests(
-            ServerState(self.stepper),
+            self.state,
             connections,
             OpenRequests(connections),
             True,
@@ -87,6 +82,30 @@ class Engine:
             self.saved.values(),
             self.keep,
         )
+
+    def _start_gpu(self) -> Stepper:
+        self._numbers = itertools.count()
+        served = [
+            LoadedAdapter(entry.name, next(self._numbers), 8, entry.content)
+            for entry in self.saved.values()
+            if entry.path is not None and self.reads(entry.path)
+        ]
+        ready = Ready(97, 40, PAGE_SIZE, 320, 4, 4096, 4, [], served)
+        return Stepper(ready, SimpleNamespace(send=self._send, submit=None), None)  # type: ignore[arg-type]
+
+    def restart_gpu(self, seconds: float) -> None:
+        """Let the GPU process die. The server is loading until another one is ready."""
+        self.gpu_life += 1
+        self.stepper.close()
+        self.state.stepper = None
+        self.adapters.engine_died(None)
+        for client in self.clients:
+            client.cut()
+        self.world.loop.call_later(seconds, self._gpu_ready, self.gpu_life)
+
+    def _gpu_ready(self, life: int) -> None:
+        if life == self.gpu_life and self.up:
+            self.stepper = self.state.stepper = self._start_gpu()
 
     def reads(self, path: str) -> bool:
         return path.partition("-")[0] not in self.unreadable
@@ -102,10 +121,10 @@ class Engine:
 
     def _send(self, notice: Any) -> None:
         if isinstance(notice, (Load, Unload)):
-            self.world.loop.call_later(self.world.source.choice((0.01, 0.3, 2.0)), self._reply, notice, self.life)
+            self.world.loop.call_later(self.world.source.choice((0.01, 0.3, 2.0)), self._reply, notice, self.gpu_life)
 
     def _reply(self, notice: Load | Unload, life: int) -> None:
-        if life != self.life or not self.up:
+        if life != self.gpu_life or not self.up:
             return
         reply = LoadReply(notice.ticket)
         if isinstance(notice, Load):
@@ -157,7 +176,7 @@ class Client(AsyncClient):
 
     async def health(self, timeout: float | None = None) -> Health:
         await self._delay()
-        return Health(0, "ok")
+        return self.engine.state.health(0)
 
     async def stats(self, timeout: float | None = None) -> dict[str, int | float]:
         await self._delay()
@@ -182,6 +201,8 @@ class Client(AsyncClient):
 
     async def stream_lists(self, prompt: Any, params: Any, adapter: str, **fields: Any) -> Any:  # type: ignore[override]
         await self._delay()
+        if self.engine.state.stepper is None:
+            raise exception_of(Error("loading", "the model is being loaded"))
         missing = missing_adapter(self.engine.stepper, adapter, fields["adapter_content"])
         if missing is not None:
             raise exception_of(Error(*missing))
@@ -224,10 +245,10 @@ class World:
     def _client(self, address: str, **options: Any) -> Client:
         return Client(self, self.engines[address], options.get("on_lost"))
 
-    def _clock(self, node: str) -> HybridClock:
+    def _clock(self, node: str, last: Stamp = FIRST) -> HybridClock:
         skew = self.source.uniform(-SKEW, SKEW)
         node = f"{node.partition('-')[0]}-{next(self._nodes)}"  # without random bytes
-        return HybridClock(node, lambda: EPOCH + self.loop.time() + skew)
+        return HybridClock(node, lambda: EPOCH + self.loop.time() + skew, last)
 
     def _time(self) -> Any:
         return SimpleNamespace(monotonic=self.loop.time, time=lambda: EPOCH + self.loop.time())

@@ -56,7 +56,7 @@ class AdapterCatalogue:
         return AdapterEntry(name, self._clock.tick(), path, content)
 
     def undo(self, entry: AdapterEntry, former: AdapterEntry | None) -> AdapterEntry:
-        """Return the change that restores `former` after `entry`. Every other later change is later than it."""
+        """Return a change that restores `former`: later than `entry`, and earlier than all changes after `entry`."""
         stamp = structs.replace(entry.stamp, node=f"{entry.stamp.node}~")
         return AdapterEntry(entry.name, stamp) if former is None else structs.replace(former, stamp=stamp)
 
@@ -93,6 +93,8 @@ class AdapterCatalogue:
             info = adapters.get(entry.name)
             is_served = info is None if entry.path is None else info is not None and info.content == entry.content
             own = held.entries.get(entry.name)
-            if entry.is_newer(own) if is_served else own is None or entry.stamp >= own.stamp:
+            # an engine can have the entry without its adapter: the files could not be read after a restart
+            is_missing = entry.is_newer(own) if is_served else own is None or entry.stamp >= own.stamp
+            if is_missing:
                 found.append(entry)
         return found

@@ -7,10 +7,11 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from ...api.errors import EngineDeadError, RequestError, ServerError
 from ...client.async_client import AsyncClient
-from ...protocol.adapter_map import AdapterEntry, AdapterMap
+from ...protocol.adapter_map import MAX_AHEAD_SECONDS, AdapterEntry, AdapterMap
 from ...protocol.messages import MAX_ENTRIES, AdapterInfo, Health, Welcome
 from ..interfaces import HealthStatus
 from .adapter_catalogue import AdapterCatalogue, OfferedAdapter
@@ -41,8 +42,8 @@ class EngineLink:
     lost_at           time of the loss by the monotonic clock; None while connected
 
     `on_report(link, report)` is called with each report, and `on_lost(link, problem)` as soon as the connection is
-    lost. An engine gets the changes of `catalogue` before it is reported. `before_use(link)` is awaited first if it was
-    not connected, to make the catalogue complete.
+    lost. An engine gets the changes of `catalogue` before it is reported. `before_use(link)` is awaited first if it did
+    not serve at the last report, to make the catalogue complete.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class EngineLink:
         self.counts: Counter[str] = Counter()
         self.streams = 0
         self.loaded_versions: dict[str, str] = {}
-        self._load_locks: dict[str, asyncio.Lock] = {}
+        self._load_locks = WeakValueDictionary[str, asyncio.Lock]()  # those in use
         self.lost_at: float | None = time.monotonic()
         self._catalogue = catalogue
         self._on_report, self._on_lost, self._before_use = on_report, on_lost, before_use
@@ -121,7 +122,7 @@ class EngineLink:
         welcome = await self.client.connect()
         self.welcome, self.stats = welcome, await self.client.stats()
         await self.pull()
-        if self.lost_at is not None:
+        if self.status in ("dead", "loading"):
             await self._before_use(self)
         if health.status in ("ok", "stalled") and welcome.admin:
             await self._pass_on()
@@ -181,20 +182,25 @@ class EngineLink:
             except EngineDeadError:
                 raise
             except (ServerError, RequestError) as problem:
-                if problem.code in ("adapter_in_use", "adapter_changed"):  # another router was faster
+                if problem.code == "adapter_in_use":  # another router was faster
                     continue
                 self._passed_on[entry] = now + RETRY_SECONDS
-                _log.warning("%s does not get the current version of adapter %r: %s", self.name, entry.name, problem)
+                if problem.code != "adapter_changed":
+                    _log.warning(
+                        "%s does not get the current version of adapter %r: %s", self.name, entry.name, problem
+                    )
         if due:
             await self.pull()
 
     async def apply(self, entry: AdapterEntry, replace: bool) -> None:
         """Apply a change of this router, and adopt the engine's state. Waits while the engine changes this adapter.
 
-        A later change that the engine has applied counts as well. Raises the errors of `apply_adapter_entry`.
+        A later change that the engine has applied counts as well, if its stamp can be adopted. Raises the errors of
+        `apply_adapter_entry`.
         """
         until = time.monotonic() + LOAD_SECONDS
         while True:
+            is_applied = True
             try:
                 await self.client.apply_adapter_entry(entry, replace, LOAD_SECONDS)
             except (ServerError, RequestError) as problem:
@@ -203,7 +209,14 @@ class EngineLink:
                     continue
                 if problem.code != "adapter_changed":
                     raise
+                is_applied = False
             await self.pull()
+            if not is_applied and not self._catalogue.changes.is_outdated(entry.name, entry.stamp):
+                raise ServerError(
+                    f"adapter {entry.name!r}: its last change on {self.name} is over {MAX_AHEAD_SECONDS:g} s ahead of "
+                    "the gateway's clock. Synchronize the clocks of the hosts; if they agree now, restart that server",
+                    "adapter_changed",
+                )
             return
 
     async def load_offered(self, name: str, fetch: Fetch | None) -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from ...api.errors import EngineDeadError, OverloadedError, RequestError, ServerError
 from ...protocol.adapter_map import AdapterEntry
@@ -68,13 +69,12 @@ class Router:
         if not addresses and request_engine is None:
             raise ValueError("a router needs at least one engine's address")
         self._keys, self._poll_seconds, self._fetch = keys, poll_seconds, fetch
-        self._patience_seconds = patience_seconds
         self._balancer = balancer or LoadBalancer()
         self._catalogue = AdapterCatalogue()
         self._links: dict[str, EngineLink] = {}
         self._started = self._stopping = False
         self._leaving: dict[EngineLink, asyncio.Task[None]] = {}
-        self._change_locks: dict[str, asyncio.Lock] = {}
+        self._change_locks = WeakValueDictionary[str, asyncio.Lock]()  # those in use
         self._former_adapters: dict[str, AdapterCard] = {}  # of removed engines
         self._created = int(time.time())
         self._model: ModelInfo | None = None
@@ -370,7 +370,8 @@ class Router:
     async def unload_adapter(self, name: str) -> None:
         """See `Engines`. New requests cannot name the adapter; open ones finish."""
         async with self._changing(name):
-            if self._card(name) is None:
+            # an engine may be unable to read the files of a loaded adapter
+            if self._card(name) is None and self._catalogue.changes.loaded(name) is None:
                 raise unknown_adapter(name)
             _, refused = await self._apply_new(name, None, True)
             if refused:
@@ -405,15 +406,10 @@ class Router:
                 break
         return entry, refused
 
-    def _lost_recently(self) -> bool:
-        """Return whether an engine is not connected and is expected to return."""
-        now, patience = time.monotonic(), self._patience_seconds
-        return any(each.lost_at is not None and now - each.lost_at < patience for each in self._links.values())
-
     async def _apply_everywhere(self, entry: AdapterEntry, replace: bool) -> dict[str, Exception]:
         """Apply a change on all connected engines, also on those that connect meanwhile. Returns errors by engine.
 
-        If one was lost, it may accept requests of another router: waits until that one has polled the others.
+        If one is not connected, it may accept requests of another router: waits until that one has polled the others.
         Raises EngineDeadError if no engine accepts requests.
         """
         done: set[EngineLink] = set()
@@ -422,7 +418,7 @@ class Router:
         while True:
             links = [each for each in self._links.values() if each.lost_at is None and each not in done]
             if not links:
-                if has_waited or not applied or not self._lost_recently():
+                if has_waited or not applied or all(each.lost_at is None for each in self._links.values()):
                     break
                 has_waited = True
                 await asyncio.sleep(SETTLE_POLLS * self._poll_seconds)

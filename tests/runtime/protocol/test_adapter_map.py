@@ -59,12 +59,22 @@ def test_a_stamp_far_ahead_is_refused_and_moves_no_clock() -> None:
     assert clock.tick() == Stamp(1_060_001, 0, "me"), "the counter does not overflow"
 
 
+def test_clocks_that_were_set_back_together_accept_each_others_stamps() -> None:
+    clock = HybridClock("me", lambda: 1000.0, last=Stamp(5_000_000, 3, "me"))
+    assert clock.tick() == Stamp(5_000_000, 4, "me"), "later than the last one"
+    clock.observe(Stamp(5_000_000, 9, "you"))
+    assert clock.tick() == Stamp(5_000_000, 10, "me")
+    with pytest.raises(StampError):
+        clock.observe(Stamp(5_000_001, 0, "you"))
+
+
 def test_tombstones_are_bounded_and_what_they_covered_stays_away() -> None:
     held = AdapterMap(max_tombstones=3)
     held.merge(AdapterEntry("kept", Stamp(1), "/kept", "c"))
     for number in range(10):
         held.merge(AdapterEntry(f"gone{number}", Stamp(100 + number)))
     assert sorted(held.entries) == ["gone7", "gone8", "gone9", "kept"]
+    assert held.is_outdated("gone0", Stamp(99)) and not held.is_outdated("kept", Stamp(1))
     assert not held.merge(AdapterEntry("gone0", Stamp(99), "/old", "c")), "a late copy of what was unloaded"
     assert held.merge(AdapterEntry("gone0", Stamp(200), "/new", "c"))
     assert held.merge(AdapterEntry("kept", Stamp(2), "/kept", "d")), "the names that it has are not affected"

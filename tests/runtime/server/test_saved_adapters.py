@@ -1,11 +1,13 @@
 """The next server at an address has the adapters that clients loaded into the last one."""
 
 import logging
+import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
-from sidestream.runtime.protocol.adapter_map import AdapterEntry, Stamp
+from sidestream.runtime.protocol.adapter_map import AdapterEntry, HybridClock, Stamp
 from sidestream.runtime.protocol.messages import Done, Error, ListAdapters, LoadAdapter, UnloadAdapter
 from sidestream.runtime.server.saved_adapters import SavedAdapters
 from sidestream.runtime.server.settings import ServeSettings
@@ -69,6 +71,26 @@ def test_a_damaged_file_is_not_used(tmp_path: Path, damage: bytes, caplog: pytes
     saved.path.write_bytes(damage)
     with caplog.at_level(logging.WARNING):
         assert saved.read() == [] and "are not read" in caplog.text
+
+
+def test_changes_from_before_the_clock_was_set_back_count_as_made_now(tmp_path: Path) -> None:
+    far, near = Stamp(1 << 50, 7, "engine"), Stamp(int(time.time() * 1000) + 30_000)
+    SavedAdapters(settings(tmp_path)).write([AdapterEntry("x", far, "/x", "c"), AdapterEntry("y", near, "/y", "c")])
+    x, y = SavedAdapters(settings(tmp_path)).read()
+    HybridClock("any").observe(x.stamp)  # raises if it is far ahead
+    assert (x.path, x.content) == ("/x", "c") and y.stamp == near
+
+
+def test_the_file_is_on_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = []
+    monkeypatch.setattr(os, "fsync", lambda fd: order.append(os.fstat(fd).st_size))
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda *paths: (order.append("replace"), replace(*paths)))
+    saved, entries = SavedAdapters(settings(tmp_path)), [AdapterEntry("x", Stamp(1), "/x", "c")]
+    for _ in range(3):
+        saved.write(entries)
+    assert saved.path is not None
+    assert order == [saved.path.stat().st_size, "replace"], "once for one list"
 
 
 def test_a_stamped_change_is_checked(tmp_path: Path) -> None:

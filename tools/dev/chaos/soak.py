@@ -128,6 +128,8 @@ def run(minutes: float, clients: int, folder: Path) -> list[str]:
             print(f"{now - started:6.0f} s  {asking.answers} answers  MiB: {memory}", flush=True)
             time.sleep(LOOK_SECONDS)
         findings = [f"{len(asking.failures)} requests failed: {asking.failures[0]}"] if asking.failures else []
+        if gateway.poll() is not None:
+            findings.append(f"the gateway ended with exit code {gateway.returncode}")
         findings += [f"{life.role}: grew by {growth(life):.2%}" for life in lives if growth(life) >= MOST_GROWTH]
         print("\n".join(["", *lives.table()]))
         return findings

@@ -19,8 +19,9 @@ from sidestream.runtime.api.errors import RequestError, ServerError
 from sidestream.runtime.api.sampling_params import SamplingParams
 from sidestream.runtime.gateway.interfaces import EngineRequest
 from sidestream.runtime.gateway.router.router import Router
+from sidestream.runtime.protocol.adapter_map import AdapterEntry, Stamp
 from sidestream.tools.dev.chaos.adapter_changes import Change, possible
-from support.adapter_world import World, world
+from support.adapter_world import EPOCH, World, world
 
 ENGINES, GATEWAYS = 3, 2
 NAMES = st.sampled_from(["x", "y"])
@@ -124,6 +125,11 @@ class Changes(RuleBasedStateMachine):
             return
         self.engines[engine].stop()
         self.world.loop.call_later(seconds, self.engines[engine].start)
+
+    @rule(engine=ENGINE, seconds=st.sampled_from([0.1, 1.0, 5.0]))
+    def restart_gpu(self, engine: int, seconds: float) -> None:
+        if self.engines[engine].up:
+            self.engines[engine].restart_gpu(seconds)
 
     @precondition(lambda self: all(each.up for each in self.engines))
     @rule(engine=ENGINE)
@@ -243,6 +249,93 @@ def test_a_version_that_one_engine_refuses_is_undone_on_all_and_the_engine_named
                 run(made.routers[0].load_adapter("x", "/v2", True))
             contents = [engine.stepper.adapters.get("x") for engine in made.engines.values()]
             assert {None if each is None else each.content for each in contents} == {content(before)}
+
+
+def test_an_engine_whose_gpu_process_restarts_during_a_change_serves_no_former_version_behind_another_gateway() -> None:
+    for number in range(8, 14):
+        with world(2, 2, number) as made:
+            made.loop.run_until_complete(made.routers[0].load_adapter("x", "/v1", False))
+            made.advance(2.0 + number * 0.037)
+            engine = next(iter(made.engines.values()))
+            engine.restart_gpu(1.0)
+            made.advance(0.6 + number * 0.0131)
+            change = made.loop.create_task(made.routers[0].load_adapter("x", "/v2", True))
+            other = made.routers[1]
+            while not change.done() or other._links["engine-0"].status != "ok":
+                assert made.loop.time() < 60
+                made.advance(0.005)
+            required = other._catalogue.required_content("x")
+            assert "content of /v2" in (required, engine.stepper.adapters["x"].content), number
+            change.result()
+
+
+def test_an_engine_whose_gpu_process_restarts_gets_the_changes_of_the_others_before_its_first_request() -> None:
+    late = 0
+    for number in range(8):
+        with world(2, 1, number) as made:
+            engine, other = made.engines.values()
+            made.loop.run_until_complete(made.routers[0].load_adapter("x", "/v1", False))
+            made.advance(2.0)
+            engine.restart_gpu(1.0)
+            made.advance(0.7 + 0.03 * number)
+            made.loop.run_until_complete(made.client(other).load_adapter("x", "/v2", replace=True))
+            link = made.routers[0]._links["engine-0"]
+            if link.status != "loading":
+                continue
+            late += 1
+            while link.status != "ok":
+                assert made.loop.time() < 60
+                made.advance(0.005)
+            assert made.routers[0]._catalogue.required_content("x") == "content of /v2", number
+    assert late
+
+
+def test_an_engine_that_only_another_gateway_reaches_serves_no_former_version_however_long() -> None:
+    for number in range(4):
+        with world(2, 2, number) as made:
+            made.loop.run_until_complete(made.routers[0].load_adapter("x", "/v1", False))
+            made.routers[0]._links["engine-0"].client.cut(1000.0)  # type: ignore[attr-defined]
+            made.advance(30.0)
+            made.loop.run_until_complete(made.routers[0].load_adapter("x", "/v2", True))
+            assert {answer_of(made, 1, "x") for _ in range(8)} == {"content of /v2"}
+
+
+def test_an_adapter_that_no_engine_can_read_any_more_is_unloaded() -> None:
+    with world(1, 1) as made:
+        run, (engine,) = made.loop.run_until_complete, made.engines.values()
+        run(made.routers[0].load_adapter("x", "/v1", False))
+        engine.unreadable.add("/v1")
+        engine.restart_gpu(0.1)
+        made.advance(2.0)
+        with pytest.raises(ServerError, match="not known"):
+            answer_of(made, 0, "x")
+        run(made.routers[0].unload_adapter("x"))
+        assert engine.saved["x"].path is None
+        with pytest.raises(ServerError, match="not known"):
+            run(made.routers[0].unload_adapter("x"))
+
+
+def test_a_change_behind_one_of_the_far_future_is_not_acknowledged() -> None:
+    with world(1, 1) as made:
+        run, (engine,) = made.loop.run_until_complete, made.engines.values()
+        future = Stamp(int((EPOCH + 3600) * 1000), 0, "engine")
+        engine.stop()
+        engine.saved["x"] = AdapterEntry("x", future, "/v1", "content of /v1")
+        engine.start()
+        made.advance(2.0)
+        for change in (made.routers[0].load_adapter("x", "/v2", True), made.routers[0].unload_adapter("x")):
+            with pytest.raises(ServerError, match=r"'x': its last change on engine-0 is over 60 s ahead") as raised:
+                run(change)
+            assert raised.value.code == "adapter_changed"
+        run(made.routers[0].load_adapter("y", "/v2", False))
+
+
+def test_a_router_keeps_nothing_of_names_that_do_not_exist() -> None:
+    with world(1, 1) as made:
+        for number in range(9):
+            with pytest.raises(ServerError, match="not known"):
+                made.loop.run_until_complete(made.routers[0].unload_adapter(f"x{number}"))
+        assert not made.routers[0]._change_locks
 
 
 def test_a_new_engine_gets_the_adapters_before_its_first_request() -> None:
