@@ -42,10 +42,11 @@ async def _read(request: Request, settings: GatewaySettings, held: HeldBody | No
     limit = settings.max_body_bytes
     declared = request.headers.get("content-length", "")
     if declared.isascii() and declared.isdigit():
-        if int(declared[:20]) > limit:
+        size = int(declared.lstrip("0")[:20] or 0)
+        if size > limit:
             raise _too_large(limit)
         if held is not None:
-            held.hold(int(declared))
+            held.hold(size)
     parts, length = [], 0
     try:
         async with asyncio.timeout(settings.body_seconds):
