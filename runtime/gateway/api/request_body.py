@@ -13,6 +13,8 @@ from ..interfaces import GatewayError
 from ..settings import GatewaySettings
 
 T = TypeVar("T")
+BODY_READ = "sidestream.body_read"
+"""Key in a request's scope if its body was read to its end."""
 
 
 async def read_body(
@@ -61,6 +63,7 @@ async def _read(request: Request, settings: GatewaySettings, held: HeldBody | No
         raise GatewayError(
             408, f"the body did not arrive within {settings.body_seconds:g} s", headers={"Connection": "close"}
         ) from None
+    request.scope[BODY_READ] = True
     return b"".join(parts)
 
 

@@ -27,6 +27,7 @@ from sidestream.runtime.text.chat_renderer import ChatRenderer
 from support.gateway import FakeEngines, gateway, listening
 
 HELLO = [{"role": "user", "content": "hello"}]
+JSON = {"Content-Type": "application/json"}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": HELLO, "max_tokens": 1},
     "/v1/completions": {"prompt": ["hello", "you"], "max_tokens": 1, "echo": True, "logprobs": 1},
@@ -163,10 +164,54 @@ def test_refusals_of_one_key_are_spaced(keys: Keys, monkeypatch: pytest.MonkeyPa
     asyncio.run(run())
 
 
+def test_refusals_without_keys_are_spaced_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept, sleep = list[float](), asyncio.sleep
+
+    async def recorded(seconds: float) -> None:
+        slept.append(seconds)
+        await sleep(0)
+
+    async def run() -> None:
+        app = build_app(FakeEngines(), NoAuth(), CompositeObserver(Metrics()), GatewaySettings())
+        one, other = (
+            httpx.AsyncClient(transport=httpx.ASGITransport(app=app, client=(host, 1)), base_url="http://localhost")
+            for host in ("192.0.2.1", "192.0.2.2")
+        )
+        monkeypatch.setattr("sidestream.runtime.gateway.middleware.asyncio.sleep", recorded)
+        async with one, other:
+            for headers in ({}, {"Host": "evil.example"}):
+                for _ in range(20):
+                    await one.get("/v1/models/missing", headers=headers)
+                assert slept
+                slept.clear()
+                assert (await other.get("/v1/models/missing")).status_code == 404 and not slept
+
+    asyncio.run(run())
+
+
+def test_only_an_unread_large_body_ends_its_connection(keys: Keys) -> None:
+    text, who = "x" * 100_000, keys.bearer("one")
+    missing = {"prompt": text, "model": "missing"}
+
+    async def run() -> None:
+        async with gateway(FakeEngines(), keys.admission) as http:
+            for body, headers, status, ends in (
+                (missing, who, 404, False),
+                ({"prompt": text, "n": "x"}, who, 400, False),
+                (missing, {}, 401, True),
+                ({"prompt": "x"}, {}, 401, False),
+                (missing, {"Content-Length": "200000".zfill(40)}, 401, True),
+                (missing, who | {"Content-Type": "text/plain"}, 415, True),
+            ):
+                content = json.dumps(body).encode()
+                answer = await http.post("/v1/completions", content=content, headers=JSON | headers)
+                assert answer.status_code == status
+                assert answer.headers.get("connection") == ("close" if ends else None), (status, headers)
+
+    asyncio.run(run())
+
+
 # -- connections ---------------------------------------------------------------------------------------------------
-
-
-JSON = {"Content-Type": "application/json"}
 
 
 def head(who: dict[str, str], length: int) -> bytes:
