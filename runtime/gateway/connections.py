@@ -4,6 +4,7 @@ uvicorn has no such limits: a client that sends half a header, or never reads it
 """
 
 import asyncio
+import contextlib
 import ipaddress
 import socket
 from collections import Counter
@@ -139,7 +140,7 @@ def _refusing(app: ASGIApp, refusal: GatewayError) -> ASGIApp:
 def limited_protocol(base: type[Any], connections: ConnectionPool) -> type[Any]:
     """Return a subclass of uvicorn's protocol class `base` with these limits and with batched writes."""
     flush_queue = FlushQueue()
-    refused = ConnectionPool(MAX_REFUSED, MAX_REFUSED)
+    refused = ConnectionPool(MAX_REFUSED)
 
     class LimitedProtocol(base):
         """One connection."""
@@ -261,7 +262,8 @@ def limited_protocol(base: type[Any], connections: ConnectionPool) -> type[Any]:
                 return False
             if self.timeout_keep_alive_task is not None:  # the body was discarded while the connection stayed open
                 return False
-            transport.write_eof()
+            with contextlib.suppress(OSError):  # the client has reset the connection
+                transport.write_eof()
             self._linger_timer = asyncio.get_running_loop().call_later(LINGER_SECONDS, transport.abort)
             self._discard_more()
             return True

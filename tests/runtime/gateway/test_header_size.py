@@ -7,36 +7,11 @@ from typing import Any
 
 import pytest
 from sidestream.runtime.gateway import server_process
-from sidestream.runtime.gateway.app import build_app
-from sidestream.runtime.gateway.auth.admission import NoAuth
-from sidestream.runtime.gateway.metrics.metrics import Metrics
-from sidestream.runtime.gateway.metrics.observers import CompositeObserver
-from sidestream.runtime.gateway.settings import MAX_HEADER_BYTES, GatewaySettings
+from sidestream.runtime.gateway.settings import MAX_HEADER_BYTES
 from support.gateway import FakeEngines
-from support.written import Written
+from support.written import connector
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-from uvicorn.server import ServerState
-
-
-class Closable(Written):
-    """A transport that can be closed, and stops reading."""
-
-    closed = paused = False
-
-    def close(self) -> None:
-        self.closed = True
-
-    abort = close
-
-    def is_closing(self) -> bool:
-        return self.closed
-
-    def pause_reading(self) -> None:
-        self.paused = True
-
-    def resume_reading(self) -> None:
-        self.paused = False
 
 
 def request(size: int = 1) -> bytes:
@@ -51,28 +26,16 @@ async def until(condition: Callable[[], Any]) -> None:
             await asyncio.sleep(0)
 
 
-@pytest.fixture(params=[HttpToolsProtocol, H11Protocol])
-def connect(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeEngines], Any]:
-    """Return a function: the protocol and the transport of a new connection to a gateway with these engines."""
+@pytest.fixture(autouse=True, params=[HttpToolsProtocol, H11Protocol])
+def protocol_class(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_process, "AutoHTTPProtocol", request.param)
-
-    def connect(engines: FakeEngines) -> tuple[Any, Closable]:
-        app = build_app(engines, NoAuth(), CompositeObserver(Metrics()), GatewaySettings())
-        config = server_process.server_config(app, GatewaySettings(), 1.0)
-        config.load()
-        protocol: Any = config.http_protocol_class(config=config, server_state=ServerState(), app_state={})
-        transport = Closable(lambda *_: None)
-        protocol.connection_made(transport)
-        return protocol, transport
-
-    return connect
 
 
 @pytest.mark.parametrize("before", ["nothing", "an answer", "an open request"])
-def test_an_endless_header_ends_its_connection(connect: Callable[[FakeEngines], Any], before: str) -> None:
+def test_an_endless_header_ends_its_connection(before: str) -> None:
     async def run() -> None:
         engines = FakeEngines()
-        protocol, transport = connect(engines)
+        protocol, transport = connector(engines)()
         if before == "an open request":
             engines.gate.clear()
         if before != "nothing":
@@ -91,10 +54,10 @@ def test_an_endless_header_ends_its_connection(connect: Callable[[FakeEngines], 
 
 @pytest.mark.parametrize("part", [10_000, 250_000])
 @pytest.mark.parametrize("pipelined", [False, True])
-def test_large_bodies_are_no_headers(connect: Callable[[FakeEngines], Any], pipelined: bool, part: int) -> None:
+def test_large_bodies_are_no_headers(pipelined: bool, part: int) -> None:
     async def run() -> None:
         engines = FakeEngines()
-        protocol, transport = connect(engines)
+        protocol, transport = connector(engines)()
         if pipelined:
             engines.gate.clear()
         data = request() + request(400_000) + request(300_000)

@@ -1,6 +1,7 @@
 """What a refused request costs: nothing is read, decoded, rendered or tokenized for it, and its owner waits alone."""
 
 import asyncio
+import errno
 import json
 import os
 import socket
@@ -25,6 +26,7 @@ from sidestream.runtime.gateway.metrics.observers import CompositeObserver
 from sidestream.runtime.gateway.settings import GatewaySettings
 from sidestream.runtime.text.chat_renderer import ChatRenderer
 from support.gateway import FakeEngines, gateway, listening
+from support.written import Closable, connector
 
 HELLO = [{"role": "user", "content": "hello"}]
 JSON = {"Content-Type": "application/json"}
@@ -249,6 +251,27 @@ def test_a_connection_survives_a_refused_small_body_and_a_large_one_ends_it(
             peer.sendall(head(nobody, 8_000_000) + b" " * 8_000_000)
             status, _, body = answer_of(peer)
             assert status.startswith(b"HTTP/1.1 401") and json.loads(body)["error"]["code"] == "invalid_api_key"
+
+
+def test_a_refused_client_that_resets_its_connection_is_no_error_of_the_gateway(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_eof(transport: Closable) -> None:
+        raise OSError(errno.ENOTCONN, "not connected")
+
+    monkeypatch.setattr(Closable, "write_eof", write_eof)
+
+    async def run() -> None:
+        protocol, transport = connector(FakeEngines(), allowed_hosts=[])()
+        protocol.data_received(head({}, 8_000_000).replace(b"localhost", b"evil.example"))
+        async with asyncio.timeout(60):
+            while not transport.writes:
+                await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert transport.writes[0].startswith(b"HTTP/1.1 421") and not caplog.text
+        protocol.connection_lost(None)
+
+    asyncio.run(run())
 
 
 def test_an_owner_fills_its_own_share_of_memory_only(keys: Keys) -> None:
