@@ -55,7 +55,7 @@ class FleetOptions(Struct, frozen=True, kw_only=True, rename="kebab", forbid_unk
     keys               TOML file of hashed keys (`sidestream keys http add`), on every host that serves HTTP
     insecure           serve other machines without keys
     allowed_origins    allowed CORS origins ("*": all); None: loopback origins
-    allowed_hosts      allowed Host headers besides `host` ("*": all); None: no others if `host` is a loopback address
+    allowed_hosts      allowed Host headers besides `host` and addresses ("*": all); None: no others for a loopback host
     usage_log          SQLite file of the usage log, on each host that serves HTTP; None: no log
     metrics_compat     "vllm": export vLLM's metric names too
     engine_keys        directory of `sidestream keys curve`, on every host: engines use TCP; None: sockets of one host

@@ -10,6 +10,15 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
+def is_address(text: str) -> bool:
+    """Return whether a text is an IP address."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
 def is_loopback(address: str) -> bool:
     """Return whether an address is one of this machine's loopback; False if it is not an address."""
     try:
@@ -36,7 +45,7 @@ def parse_hosts(values: Iterable[str]) -> list[str]:
     hosts = []
     for value in values:
         name = host_name(value) if value.startswith("[") else value.lower().removesuffix(".")
-        if name is None or (value != ALL and _NAME.fullmatch(name) is None and not _is_address(name)):
+        if name is None or (value != ALL and _NAME.fullmatch(name) is None and not is_address(name)):
             raise ValueError(
                 f"--allowed-hosts: {value!r} is not the name of a host; give names or addresses without a scheme and "
                 "a port, as in gateway.example, or * for all"
@@ -69,11 +78,3 @@ def in_networks(host: str, networks: Iterable[Network]) -> bool:
     except ValueError:
         return False
     return any(address in network for network in networks)
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True

@@ -4,6 +4,7 @@ uvicorn has no such limits: a client that sends half a header, or never reads it
 """
 
 import asyncio
+import contextlib
 import ipaddress
 import socket
 from collections import Counter
@@ -139,7 +140,7 @@ def _refusing(app: ASGIApp, refusal: GatewayError) -> ASGIApp:
 def limited_protocol(base: type[Any], connections: ConnectionPool) -> type[Any]:
     """Return a subclass of uvicorn's protocol class `base` with these limits and with batched writes."""
     flush_queue = FlushQueue()
-    refused = ConnectionPool(MAX_REFUSED, MAX_REFUSED)
+    refused = ConnectionPool(MAX_REFUSED)
 
     class LimitedProtocol(base):
         """One connection."""
@@ -193,19 +194,24 @@ def limited_protocol(base: type[Any], connections: ConnectionPool) -> type[Any]:
                 self._own_transport.pause_reading()
                 asyncio.get_running_loop().call_later(DISCARD_SECONDS, self._discard_more)
                 return
+            previous = self.cycle
+            in_body = previous is not None and previous.more_body and not previous.response_complete
             super().data_received(data)
             cycle = self.cycle
-            if cycle is not None and not cycle.response_complete:
-                self._pool.set_busy(self)
+            if cycle is not previous or in_body or self.flow.read_paused:
                 self._header_bytes = 0
-                if self._header_timer is not None:
-                    self._header_timer.cancel()
-                    self._header_timer = None
+            else:  # a part of a header, or the rest of a small body that no handler read
+                self._header_bytes += len(data)
+                if self._header_bytes > 2 * MAX_HEADER_BYTES:
+                    self._own_transport.abort()
+                    return
+            if cycle is None or cycle.response_complete:
+                self._start_header_timer()
                 return
-            self._start_header_timer()
-            self._header_bytes += len(data)
-            if cycle is None and self._header_bytes > 2 * MAX_HEADER_BYTES:
-                self._own_transport.abort()
+            self._pool.set_busy(self)
+            if self._header_timer is not None:
+                self._header_timer.cancel()
+                self._header_timer = None
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
@@ -256,7 +262,8 @@ def limited_protocol(base: type[Any], connections: ConnectionPool) -> type[Any]:
                 return False
             if self.timeout_keep_alive_task is not None:  # the body was discarded while the connection stayed open
                 return False
-            transport.write_eof()
+            with contextlib.suppress(OSError):  # the client has reset the connection
+                transport.write_eof()
             self._linger_timer = asyncio.get_running_loop().call_later(LINGER_SECONDS, transport.abort)
             self._discard_more()
             return True

@@ -10,6 +10,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from .api.errors import CLIENT_GONE, response_for
 from .api.event_stream import DIRECT_BODY
+from .api.request_body import BODY_READ
 from .connections import REFUSAL
 from .intake.body_memory import BODY
 from .intake.refusal_pace import PACED_STATUSES, RefusalPace
@@ -25,13 +26,15 @@ MAX_DRAINED_BYTES = 64 << 10
 _REQUEST_ID = re.compile(rb"[!-~]{1,64}")
 
 
-def _has_large_body(scope: Scope) -> bool:
-    """Return whether the request has a body above MAX_DRAINED_BYTES, or one of unknown length."""
+def _has_unread_body(scope: Scope) -> bool:
+    """Return whether the request has an unread body above MAX_DRAINED_BYTES, or one of unknown length."""
+    if BODY_READ in scope:
+        return False
     for name, value in scope["headers"]:
         if name == b"transfer-encoding":
             return True
         if name == b"content-length":
-            return not value.isdigit() or int(value[:20]) > MAX_DRAINED_BYTES
+            return not value.isdigit() or int(value.lstrip(b"0")[:20] or 0) > MAX_DRAINED_BYTES
     return False
 
 
@@ -83,7 +86,7 @@ class GatewayMiddleware:
 
         client = scope.get("client")
         host = client[0] if client else ""
-        owner = ""
+        owner, paced_as = "", host
         direct_body = scope.get(DIRECT_BODY)
         try:
             if header_bytes > MAX_HEADER_BYTES:
@@ -95,6 +98,7 @@ class GatewayMiddleware:
                     raise scope[REFUSAL]
                 caller = scope["sidestream.caller"] = self._admission.identify(authorization, host)
                 owner = caller.owner
+                paced_as = owner if caller.key_id else host
             if origin_headers.keys() - {b"host"}:
                 self._origins.check(origin, host_header, site, scope["method"], scope["path"])
             await self.router(scope, receive, recorded_send)
@@ -102,11 +106,11 @@ class GatewayMiddleware:
             if status != CLIENT_GONE:  # the response has started: only closing the connection can report the error
                 raise
             if isinstance(problem, GatewayError) and problem.status in PACED_STATUSES:
-                delay = self._refusal_pace.delay(owner or host, started)
+                delay = self._refusal_pace.delay(paced_as, started)
                 if delay:
                     await asyncio.sleep(delay)
             response = response_for(problem, scope["method"])
-            if _has_large_body(scope):  # its rest is not worth reading
+            if _has_unread_body(scope):  # its rest is not worth reading
                 response.headers["Connection"] = "close"
             await response(scope, receive, recorded_send)
         finally:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from .addresses import ALL, host_name, is_loopback_name
+from .addresses import ALL, host_name, is_address, is_loopback_name
 from .interfaces import GatewayError
 from .settings import GatewaySettings
 
@@ -52,12 +52,13 @@ class OriginPolicy:
         """Raise GatewayError 421 for a Host that is not a name of this server.
 
         A page whose name resolves to this machine's address ("DNS rebinding") has this server's origin for the
-        browser, so only the Host tells that page from the server's own. Clients that are not browsers may omit it.
+        browser, so only the Host tells that page from the server's own. A Host that is an address was not resolved, so
+        it is allowed; probes send one. Clients that are not browsers may omit the Host.
         """
         if self._hosts is None or not header:
             return
         name = host_name(header)
-        if name is None or not (name in self._hosts or is_loopback_name(name)):
+        if name is None or not (name in self._hosts or name == "localhost" or is_address(name)):
             shown = header[:100]
             raise GatewayError(
                 421,

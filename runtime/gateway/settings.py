@@ -22,8 +22,8 @@ class GatewaySettings(Struct, frozen=True, kw_only=True):
     keys                     TOML file of hashed keys; None: no keys
     insecure                 allow a non-loopback address without keys
     allowed_origins          allowed CORS origins ("*": all); None: loopback origins
-    allowed_hosts            allowed Host headers besides `host` and loopback ones ("*": all); None: no others if `host`
-                             is a loopback address, otherwise all
+    allowed_hosts            allowed Host headers besides `host`, localhost and IP addresses ("*": all); None: no others
+                             if `host` is a loopback address, otherwise all
     trusted_proxies          addresses and networks of proxies whose X-Forwarded-For names the client
     max_body_bytes           larger bodies get status 413
     body_seconds             slower bodies get status 408

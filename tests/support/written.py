@@ -55,6 +55,45 @@ class Written(asyncio.Transport):
     def resume_reading(self) -> None: ...
 
 
+class Closable(Written):
+    """A transport of a client that can be closed, and stops reading."""
+
+    closed = paused = False
+
+    def __init__(self, host: str) -> None:
+        super().__init__(lambda protocol, transport: None)
+        self._extra["peername"] = (host, 1)
+
+    def close(self) -> None:
+        self.closed = True
+
+    abort = close
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def pause_reading(self) -> None:
+        self.paused = True
+
+    def resume_reading(self) -> None:
+        self.paused = False
+
+
+def connector(engines: FakeEngines, **settings: Any) -> Callable[..., tuple[Any, Closable]]:
+    """Return a function: the protocol and the transport of a new connection of a client to one gateway."""
+    made = GatewaySettings(**settings)
+    config = server_config(build_app(engines, NoAuth(), CompositeObserver(Metrics()), made), made, 1.0)
+    config.load()
+
+    def connect(host: str = "127.0.0.1") -> tuple[Any, Closable]:
+        transport = Closable(host)
+        transport.protocol = config.http_protocol_class(config=config, server_state=ServerState(), app_state={})
+        transport.protocol.connection_made(transport)
+        return transport.protocol, transport
+
+    return connect
+
+
 async def asked(
     path: str,
     body: dict[str, Any],

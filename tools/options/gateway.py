@@ -43,8 +43,8 @@ def add_gateway_options(parser: argparse.ArgumentParser, keys_flags: list[str]) 
         "--allowed-hosts",
         nargs="+",
         metavar="NAME",
-        help="names of this server in requests besides --host and localhost, or * for all (default: no others if "
-        "--host is on this machine, otherwise all)",
+        help="names of this server in requests besides --host, localhost and IP addresses, or * for all (default: no "
+        "others if --host is on this machine, otherwise all)",
     )
     group.add_argument(
         "--trusted-proxies",

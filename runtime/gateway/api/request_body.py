@@ -13,6 +13,8 @@ from ..interfaces import GatewayError
 from ..settings import GatewaySettings
 
 T = TypeVar("T")
+BODY_READ = "sidestream.body_read"
+"""Key in a request's scope if its body was read to its end."""
 
 
 async def read_body(
@@ -42,10 +44,11 @@ async def _read(request: Request, settings: GatewaySettings, held: HeldBody | No
     limit = settings.max_body_bytes
     declared = request.headers.get("content-length", "")
     if declared.isascii() and declared.isdigit():
-        if int(declared[:20]) > limit:
+        size = int(declared.lstrip("0")[:20] or 0)
+        if size > limit:
             raise _too_large(limit)
         if held is not None:
-            held.hold(int(declared))
+            held.hold(size)
     parts, length = [], 0
     try:
         async with asyncio.timeout(settings.body_seconds):
@@ -60,6 +63,7 @@ async def _read(request: Request, settings: GatewaySettings, held: HeldBody | No
         raise GatewayError(
             408, f"the body did not arrive within {settings.body_seconds:g} s", headers={"Connection": "close"}
         ) from None
+    request.scope[BODY_READ] = True
     return b"".join(parts)
 
 

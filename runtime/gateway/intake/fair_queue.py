@@ -35,12 +35,8 @@ class FairQueue:
         try:
             await future
         except asyncio.CancelledError:
-            if future.done() and not future.cancelled():  # granted in the iteration in which it was cancelled
+            if not future.cancelled():  # granted in the iteration in which it was cancelled
                 self.end(owner)
-            elif owner in self._waiting:
-                self._waiting[owner].remove(future)
-                if not self._waiting[owner]:
-                    del self._waiting[owner]
             raise
 
     def end(self, owner: str) -> None:
@@ -49,12 +45,16 @@ class FairQueue:
         self._active[owner] -= 1
         if not self._active[owner]:
             del self._active[owner]
-        for waiting in list(self._waiting):
-            if self.try_start(waiting):
-                futures = self._waiting.pop(waiting)
+        for waiting, futures in list(self._waiting.items()):
+            while futures and futures[0].cancelled():
+                futures.popleft()
+            granted = bool(futures) and self.try_start(waiting)
+            if granted:
                 futures.popleft().set_result(None)
-                if futures:
-                    self._waiting[waiting] = futures  # now the last
+                self._waiting.move_to_end(waiting)
+            if not futures:
+                del self._waiting[waiting]
+            if granted:
                 return
 
     @asynccontextmanager

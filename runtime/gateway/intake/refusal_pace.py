@@ -1,8 +1,8 @@
-"""Spaces the refusals of an owner, so that a client which ignores Retry-After costs others nothing."""
+"""Spaces the refusals of an owner, so that a client which ignores Retry-After does not slow others."""
 
 from collections import OrderedDict
 
-PACED_STATUSES = frozenset({401, 403, 404, 429})
+PACED_STATUSES = frozenset({401, 403, 404, 421, 429})
 """Refusals that a client can cause without end: it has no limits, or has spent them."""
 PER_SECOND = 10
 BURST = 10

@@ -37,6 +37,8 @@ OURS = [
     "127.9.8.7:1",
     "[::1]",
     "[::1]:8000",
+    "10.0.0.1:8000",
+    "[fd00::2]:8000",
     None,
 ]
 OTHERS = [
@@ -44,8 +46,9 @@ OTHERS = [
     "evil.example:8000",
     "localhost.evil.example",
     "127.0.0.1.nip.io",
-    "10.0.0.1",
-    "[::2]",
+    "10.0.0",
+    "[::2",
+    "[evil.example]",
     "a:b:c",
     "evil@localhost",
 ]

@@ -1,5 +1,6 @@
 """Many connections at once: those without a request make room for newcomers, and refusals can be read by pages."""
 
+import asyncio
 import json
 import socket
 import time
@@ -10,6 +11,7 @@ import httpx
 import pytest
 from sidestream.runtime.gateway import connections
 from support.gateway import FakeEngines, listening
+from support.written import connector
 
 Place = tuple[str, int]
 PAGE = "http://localhost:5173"
@@ -118,3 +120,21 @@ def test_refused_connections_are_bounded_too(monkeypatch: pytest.MonkeyPatch) ->
         peers = stack.enter_context(crowd(place, 40))
         assert all(is_closed(peer) for peer in peers[:36])
         assert ask(place).status_code == 503
+
+
+def test_refused_connections_of_one_address_leave_room_for_others() -> None:
+    async def run() -> None:
+        connect = connector(FakeEngines(), max_connections=2)
+        peers = []
+        for host, count in (("192.0.2.1", 2 * connections.MAX_REFUSED), ("192.0.2.2", 2)):
+            for _ in range(count):
+                protocol, transport = connect(host)
+                if not transport.closed:
+                    protocol.data_received(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                    peers.append((host, protocol))
+        hosts = [host for host, _ in peers]
+        assert hosts.count("192.0.2.1") == 1 + connections.MAX_REFUSED // 2 and hosts.count("192.0.2.2") == 2
+        for _, protocol in peers:
+            protocol.connection_lost(None)
+
+    asyncio.run(run())

@@ -1,6 +1,7 @@
 """What a refused request costs: nothing is read, decoded, rendered or tokenized for it, and its owner waits alone."""
 
 import asyncio
+import errno
 import json
 import os
 import socket
@@ -25,8 +26,10 @@ from sidestream.runtime.gateway.metrics.observers import CompositeObserver
 from sidestream.runtime.gateway.settings import GatewaySettings
 from sidestream.runtime.text.chat_renderer import ChatRenderer
 from support.gateway import FakeEngines, gateway, listening
+from support.written import Closable, connector
 
 HELLO = [{"role": "user", "content": "hello"}]
+JSON = {"Content-Type": "application/json"}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": HELLO, "max_tokens": 1},
     "/v1/completions": {"prompt": ["hello", "you"], "max_tokens": 1, "echo": True, "logprobs": 1},
@@ -163,10 +166,54 @@ def test_refusals_of_one_key_are_spaced(keys: Keys, monkeypatch: pytest.MonkeyPa
     asyncio.run(run())
 
 
+def test_refusals_without_keys_are_spaced_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept, sleep = list[float](), asyncio.sleep
+
+    async def recorded(seconds: float) -> None:
+        slept.append(seconds)
+        await sleep(0)
+
+    async def run() -> None:
+        app = build_app(FakeEngines(), NoAuth(), CompositeObserver(Metrics()), GatewaySettings())
+        one, other = (
+            httpx.AsyncClient(transport=httpx.ASGITransport(app=app, client=(host, 1)), base_url="http://localhost")
+            for host in ("192.0.2.1", "192.0.2.2")
+        )
+        monkeypatch.setattr("sidestream.runtime.gateway.middleware.asyncio.sleep", recorded)
+        async with one, other:
+            for headers in ({}, {"Host": "evil.example"}):
+                for _ in range(20):
+                    await one.get("/v1/models/missing", headers=headers)
+                assert slept
+                slept.clear()
+                assert (await other.get("/v1/models/missing")).status_code == 404 and not slept
+
+    asyncio.run(run())
+
+
+def test_only_an_unread_large_body_ends_its_connection(keys: Keys) -> None:
+    text, who = "x" * 100_000, keys.bearer("one")
+    missing = {"prompt": text, "model": "missing"}
+
+    async def run() -> None:
+        async with gateway(FakeEngines(), keys.admission) as http:
+            for body, headers, status, ends in (
+                (missing, who, 404, False),
+                ({"prompt": text, "n": "x"}, who, 400, False),
+                (missing, {}, 401, True),
+                ({"prompt": "x"}, {}, 401, False),
+                (missing, {"Content-Length": "200000".zfill(40)}, 401, True),
+                (missing, who | {"Content-Type": "text/plain"}, 415, True),
+            ):
+                content = json.dumps(body).encode()
+                answer = await http.post("/v1/completions", content=content, headers=JSON | headers)
+                assert answer.status_code == status
+                assert answer.headers.get("connection") == ("close" if ends else None), (status, headers)
+
+    asyncio.run(run())
+
+
 # -- connections ---------------------------------------------------------------------------------------------------
-
-
-JSON = {"Content-Type": "application/json"}
 
 
 def head(who: dict[str, str], length: int) -> bytes:
@@ -204,6 +251,27 @@ def test_a_connection_survives_a_refused_small_body_and_a_large_one_ends_it(
             peer.sendall(head(nobody, 8_000_000) + b" " * 8_000_000)
             status, _, body = answer_of(peer)
             assert status.startswith(b"HTTP/1.1 401") and json.loads(body)["error"]["code"] == "invalid_api_key"
+
+
+def test_a_refused_client_that_resets_its_connection_is_no_error_of_the_gateway(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_eof(transport: Closable) -> None:
+        raise OSError(errno.ENOTCONN, "not connected")
+
+    monkeypatch.setattr(Closable, "write_eof", write_eof)
+
+    async def run() -> None:
+        protocol, transport = connector(FakeEngines(), allowed_hosts=[])()
+        protocol.data_received(head({}, 8_000_000).replace(b"localhost", b"evil.example"))
+        async with asyncio.timeout(60):
+            while not transport.writes:
+                await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert transport.writes[0].startswith(b"HTTP/1.1 421") and not caplog.text
+        protocol.connection_lost(None)
+
+    asyncio.run(run())
 
 
 def test_an_owner_fills_its_own_share_of_memory_only(keys: Keys) -> None:

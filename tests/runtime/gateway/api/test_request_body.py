@@ -66,6 +66,17 @@ def test_a_body_over_the_limit_is_told_by_its_length_and_as_it_comes() -> None:
     run(scene)
 
 
+@pytest.mark.parametrize(("declared", "status"), [("15".zfill(5000), 200), ("9" * 5000, 413), ("99999".zfill(40), 413)])
+def test_a_length_may_have_any_number_of_digits(declared: str, status: int) -> None:
+    async def scene() -> None:
+        async with gateway(FakeEngines(), max_body_bytes=100) as http:
+            headers = JSON | {"Content-Length": declared}
+            answer = await http.post("/v1/completions", content=b'{"prompt": "x"}', headers=headers)
+        assert answer.status_code == status, answer.text
+
+    run(scene)
+
+
 def test_a_body_that_is_not_called_json_is_refused() -> None:
     async def scene() -> None:
         async with gateway(FakeEngines()) as http:

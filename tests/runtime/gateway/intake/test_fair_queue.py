@@ -62,3 +62,24 @@ def test_a_cancelled_request_leaves_its_turn_to_the_next(granted_first: bool) ->
         assert queue.try_start("b")
 
     asyncio.run(run())
+
+
+def test_a_turn_that_ends_before_a_cancelled_request_leaves_goes_to_the_next() -> None:
+    async def run() -> None:
+        queue = FairQueue(1, 1)
+        await queue.start("a")
+        cancelled = [asyncio.create_task(queue.start(owner)) for owner in ("b", "b", "c")]
+        following = asyncio.create_task(queue.start("b"))
+        await asyncio.sleep(0)
+        for task in cancelled:
+            task.cancel()
+        queue.end("a")  # in the iteration in which they are cancelled
+        await asyncio.wait_for(following, 60)
+        assert all(
+            isinstance(each, asyncio.CancelledError)
+            for each in await asyncio.gather(*cancelled, return_exceptions=True)
+        )
+        queue.end("b")
+        assert queue.try_start("c")
+
+    asyncio.run(run())
