@@ -225,7 +225,7 @@ WRONG: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
         "one key and many",
         ("serve", "--api-key", "x", "--api-keys", "{keys_toml}"),
         "--api-key",
-        "add the key to the file",
+        "add these keys to the file with their rights",
     ),
     ("no such keys file", ("serve", "--api-keys", "{nowhere}"), "{nowhere}", "sidestream keys http add"),
     ("keys that are not TOML", ("gateway", "--keys", "{bad_toml}"), "{bad_toml}", "line 1"),

@@ -215,7 +215,7 @@ def test_recipes_of_constants_and_rotations() -> None:
         and leaf.sources() == {"c"}
         and Recipe.from_json(leaf.to_json()) == leaf
     )
-    with pytest.raises(RecipeError, match="calibrated for another model"):
+    with pytest.raises(RecipeError, match="calibration is of another model"):
         materialize(leaf, {"c": torch.zeros(3, 4)}.__getitem__)
 
 

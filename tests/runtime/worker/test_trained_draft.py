@@ -171,7 +171,7 @@ def test_what_does_not_fit_is_refused_by_name(base: TinyBase, head: Path, tmp_pa
     with pytest.raises(ConfigError, match=r"config\.json"):
         LLM(base.path, draft=tmp_path, **FP32)
     other = eagle_head(tmp_path, LlamaConfig.from_directory(base.path), vocabulary=32, vocab_size=640)
-    with pytest.raises(ConfigError, match="the draft's vocab_size is 640, the model's is 320: name the model"):
+    with pytest.raises(ConfigError, match="the draft's vocab_size is 640, the model's is 320: serve the model"):
         LLM(base.path, draft=other, **FP32)
     deep = {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}
     other = eagle_head(tmp_path / "deep", LlamaConfig.from_directory(base.path), vocabulary=32, **deep)
