@@ -175,7 +175,7 @@ def test_what_does_not_fit_is_refused_by_name(base: TinyBase, head: Path, tmp_pa
         LLM(base.path, draft=other, **FP32)
     deep = {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}
     other = eagle_head(tmp_path / "deep", LlamaConfig.from_directory(base.path), vocabulary=32, **deep)
-    with pytest.raises(ConfigError, match="after layer 9, and the model has 4 layers"):
+    with pytest.raises(ConfigError, match="after layer 9, but the model has 4 layers"):
         LLM(base.path, draft=other, **FP32)
 
 
