@@ -39,6 +39,7 @@ class EngineLink:
     counts            counters of routing reasons and of streams that moved away
     streams           open streams of this router
     loaded_versions   offered adapter -> version that it loaded for this router
+    has_pulled        whether `pull` succeeded since the connection was made
     lost_at           time of the loss by the monotonic clock; None while connected
 
     `on_report(link, report)` is called with each report, and `on_lost(link, problem)` as soon as the connection is
@@ -83,6 +84,7 @@ class EngineLink:
         self._poll_now = asyncio.Event()
         self._refresh_lock = asyncio.Lock()
         self._sequence = 0
+        self.has_pulled = False
         self._passed_on: dict[AdapterEntry, float] = {}  # when to try again
 
     def start(self) -> None:
@@ -166,7 +168,7 @@ class EngineLink:
                 held.merge(entry)
                 self._catalogue.adopt(entry)
             after, count = state.sequence, len(state.entries)
-        self._sequence = after
+        self._sequence, self.has_pulled = after, True
         self.adapters = {info.name: info for info in state.adapters}
 
     async def _pass_on(self) -> None:
@@ -236,7 +238,7 @@ class EngineLink:
 
     def _disconnected(self, problem: Exception) -> None:
         self.health = None
-        self.held, self._sequence = AdapterMap(), 0
+        self.held, self._sequence, self.has_pulled = AdapterMap(), 0, False
         self._passed_on.clear()
         self.loaded_versions.clear()
         if self.lost_at is None:

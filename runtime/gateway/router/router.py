@@ -389,8 +389,16 @@ class Router:
                 await self._query_all(lambda link: link.refresh())
 
     async def _pull_others(self, link: EngineLink) -> None:
-        """Adopt the changes of all engines before `link` is used."""
-        await self._query_all(lambda each: each.pull())
+        """Adopt the changes of all engines before `link` is used.
+
+        An engine that starts answers only when it has loaded, so that one would delay all others.
+        """
+
+        async def pull(each: EngineLink) -> None:
+            if each.has_pulled or each.status != "loading":
+                await each.pull()
+
+        await self._query_all(pull)
 
     async def _apply_new(self, name: str, path: str | None, replace: bool) -> tuple[AdapterEntry, dict[str, Exception]]:
         """Apply a new change everywhere. Returns it and the errors by engine.
