@@ -81,18 +81,21 @@ def raw(name: str) -> Any:
 
 def versus() -> str:
     """Return the same loads on vLLM and on Sidestream, for each GPU that was measured."""
-    gpus = [gpu for gpu in ("h200", "h100") if (MEASUREMENTS / f"versus_vllm_{gpu}.json").exists()]
-    rows: dict[tuple[str, str], list[str]] = {}
+    gpus = ("h200", "h100")
+    rows: dict[tuple[bool, bool, int], dict[str, list[str]]] = {}
     for gpu in gpus:
         for row in raw(f"versus_vllm_{gpu}")["rows"]:
             decode, pair = row["workload"] == "A", (row["vllm"], row["sidestream"])
-            load = f"{row['concurrency']} requests, ms per step" if decode else "prompts alone, tokens/s"
-            adapters = "none" if row["lora"] == "none" else f"8, {row['lora'].capitalize()}"
             figures = [f"{x['ms_per_step']:.2f}" if decode else f"{x['tokens_per_second']:,.0f}" for x in pair]
             ratio = f"{pair[1]['tokens_per_second'] / pair[0]['tokens_per_second']:.2f}"
-            rows.setdefault((load.replace("1 requests", "1 request"), adapters), []).extend([*figures, ratio])
+            rows.setdefault((row["lora"] != "none", not decode, row["concurrency"]), {})[gpu] = [*figures, ratio]
+    lines = []
+    for (lora, prompts_alone, count), cells in sorted(rows.items()):
+        load = "prompts alone, tokens/s" if prompts_alone else f"{count} request{'s' * (count > 1)}, ms per step"
+        each = (cells.get(gpu, ["-"] * 3) for gpu in gpus)
+        lines.append([load, "8, Zipf" if lora else "none", *(cell for three in each for cell in three)])
     heads = [f"{name}, {gpu.upper()}" for gpu in gpus for name in ("vLLM 0.26", "Sidestream", "speedup")]
-    return table(["load", "adapters", *heads], [[*load, *cells] for load, cells in rows.items()])
+    return table(["load", "adapters", *heads], lines)
 
 
 def latency() -> str:
