@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
 
+from msgspec import structs
+
 from ..protocol.adapter_map import AdapterEntry, AdapterMap, HybridClock, Stamp, StampError
 from ..protocol.chat_templates import within_limits
 from ..protocol.messages import (
@@ -65,6 +67,9 @@ class AdapterRequests:
             retry_after = LOADING_RETRY if code == "loading" else None
             self._connections.send_error(client, code, text, call=message.call, retry_after=retry_after)
             return
+        if isinstance(message, LoadAdapter):
+            # other servers, and the next one at this address, may have another working directory
+            message = structs.replace(message, path=str(Path(message.path).absolute()))
         stamp = message.stamp or self._clock.tick()
         served = stepper.adapters.get(message.name)
         if isinstance(message, UnloadAdapter):
