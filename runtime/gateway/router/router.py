@@ -38,6 +38,8 @@ _BEST_FIRST: tuple[HealthStatus, ...] = ("ok", "stalled", "loading", "draining",
 
 CHANGE_TRIES = 5
 SETTLE_POLLS = 3.0
+LOOK_SECONDS = 0.1
+"""Least time between two queries of the engines for an unknown adapter."""
 
 T = TypeVar("T")
 
@@ -75,7 +77,8 @@ class Router:
         self._started = self._stopping = False
         self._leaving: dict[EngineLink, asyncio.Task[None]] = {}
         self._change_locks = WeakValueDictionary[str, asyncio.Lock]()  # those in use
-        self._former_adapters: dict[str, AdapterCard] = {}  # of removed engines
+        self._former_adapters: dict[str, AdapterCard] = {}  # of the engine that was removed last
+        self._look_lock, self._looks, self._last_look = asyncio.Lock(), 0, 0.0
         self._created = int(time.time())
         self._model: ModelInfo | None = None
         self._dispatch = Dispatcher(self._balancer, self._links, self._catalogue, patience_seconds, request_engine)
@@ -101,7 +104,7 @@ class Router:
 
     def add(self, name: str, address: str) -> None:
         """Add an engine. Raises ValueError if the name is taken, AddressError for an invalid address."""
-        callbacks = self._on_report, self._on_lost, self._pull_others
+        callbacks = self._on_report, self._on_lost, self._pull_all
         link = EngineLink(name, address, self._keys, self._catalogue, *callbacks, self._poll_seconds)
         self._balancer.add(name)
         self._links[name] = link
@@ -112,9 +115,9 @@ class Router:
         """Remove an engine that is stopping: it gets no new requests, and its streams continue until they end."""
         link = self._links.pop(name)
         self._balancer.remove(name)
-        self._former_adapters |= {
-            info.name: AdapterCard(info.name, info.rank, info.content) for info in link.adapters.values()
-        }
+        if link.welcome is not None:
+            infos = link.adapters.values()
+            self._former_adapters = {info.name: AdapterCard(info.name, info.rank, info.content) for info in infos}
         self._leaving[link] = asyncio.create_task(self._close_when_idle(link))
         self._dispatch.notify()
 
@@ -301,8 +304,24 @@ class Router:
         return [card for name in sorted(names) if (card := self._card(name)) is not None]
 
     async def adapter(self, name: str) -> AdapterCard | None:
-        """See `Engines`. As old as in `adapters`."""
-        return self._card(name)
+        """See `Engines`. As old as in `adapters`; for an unknown name, the engines are queried first."""
+        card = self._card(name)
+        if card is None:
+            await self._look()
+            card = self._card(name)
+        return card
+
+    async def _look(self) -> None:
+        """Adopt changes that engines acknowledged before this call, if they answer soon. Calls share queries."""
+        looks = self._looks
+        async with self._look_lock:
+            if self._looks > looks:  # begun after this call
+                return
+            await asyncio.sleep(self._last_look + LOOK_SECONDS - time.monotonic())
+            self._looks, self._last_look = self._looks + 1, time.monotonic()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._poll_seconds):
+                    await self._pull_all()
 
     def _card(self, name: str) -> AdapterCard | None:
         is_unloaded, offered = self._catalogue.is_unloaded(name), self._catalogue.offered.get(name)
@@ -386,10 +405,10 @@ class Router:
                 with self._catalogue.changing(name):
                     yield
             finally:
-                await self._query_all(lambda link: link.refresh())
+                await self._query_all(lambda link: link.refresh(name))
 
-    async def _pull_others(self, link: EngineLink) -> None:
-        """Adopt the changes of all engines before `link` is used.
+    async def _pull_all(self) -> None:
+        """Adopt the changes of all engines.
 
         An engine that starts answers only when it has loaded, so that one would delay all others.
         """

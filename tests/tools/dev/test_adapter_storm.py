@@ -6,6 +6,7 @@ import math
 import re
 from types import SimpleNamespace
 
+import pytest
 from sidestream.runtime.gateway.auth.usage_log import UsageLog
 from sidestream.runtime.gateway.interfaces import UsageRecord
 from sidestream.tools.dev.chaos.adapter_changes import Change, possible, prune
@@ -75,6 +76,7 @@ def test_answers_are_compared_with_usage_records(tmp_path):
     assert found == {"wrong": ["r2"], "doubled": ["r3"], "lost": ["r4"]}
 
 
+@pytest.mark.first
 def test_a_short_storm_has_no_findings(pytestconfig, capsys):
     """Two servers and two gateways of the demo model."""
     length = ["--minutes", "3"] if pytestconfig.getoption("--exhaustive") else ["--minutes", "0.2", "--kill-every", "4"]

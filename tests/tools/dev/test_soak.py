@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 from sidestream.tools.dev.chaos.lives import WARM_UP_SECONDS, WINDOW_SECONDS, Life, Lives
 from sidestream.tools.dev.chaos.served import Holdings
 from sidestream.tools.dev.chaos.soak import findings_of, main
@@ -26,6 +27,7 @@ def test_growth_and_failures_are_findings():
     ]
 
 
+@pytest.mark.first
 def test_a_run_of_seconds_answers_requests_and_reports_each_process(capsys):
     """Two servers of the demo model and a gateway."""
     code, said = main(["--minutes", "0.1", "--clients", "2"]), capsys.readouterr().out
