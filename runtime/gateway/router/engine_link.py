@@ -221,17 +221,18 @@ class EngineLink:
                 await self.pull()
                 self._poll_now.set()
 
-    async def apply(self, entry: AdapterEntry, replace: bool) -> None:
+    async def apply(self, entry: AdapterEntry, replace: bool) -> AdapterEntry | None:
         """Apply a change of this router, and adopt the engine's state. Waits while the engine changes this adapter.
+        Returns the engine's change that it replaced.
 
         A later change that the engine has applied counts as well, if its stamp can be adopted. Raises the errors of
         `apply_adapter_entry`.
         """
         until = time.monotonic() + LOAD_SECONDS
         while True:
-            is_applied = True
+            is_applied, replaced = True, None
             try:
-                await self.client.apply_adapter_entry(entry, replace, LOAD_SECONDS)
+                replaced = await self.client.apply_adapter_entry(entry, replace, LOAD_SECONDS)
             except (ServerError, RequestError) as problem:
                 if problem.code == "adapter_in_use" and replace and time.monotonic() < until:
                     await asyncio.sleep(self._poll_seconds)
@@ -246,7 +247,7 @@ class EngineLink:
                     "the gateway's clock. Synchronize the clocks of the hosts; if they agree now, restart that server",
                     "adapter_changed",
                 )
-            return
+            return replaced
 
     async def load_offered(self, name: str, fetch: Fetch | None) -> None:
         """Load the current version of an offered adapter unless it is loaded. Raises the errors of `load_adapter`."""

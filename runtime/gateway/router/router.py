@@ -5,13 +5,13 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from ...api.errors import EngineDeadError, OverloadedError, RequestError, ServerError
-from ...protocol.adapter_map import AdapterEntry
+from ...protocol.adapter_map import AdapterEntry, Stamp
 from ...protocol.chat_templates import welcome_templates
 from ...protocol.messages import Chunk
 from ...text.chat_files import ChatTemplates
@@ -366,7 +366,7 @@ class Router:
         async with self._changing(name):
             before = self._catalogue.changes.entries.get(name)
             is_new = not any(name in link.adapters for link in self._links.values())
-            entry, refused = await self._apply_new(name, path, replace)
+            entry, refused, replaced = await self._apply_new(name, path, replace)
             held = [each for each in (link.held.entries.get(name) for link in self._links.values()) if each]
             applied = {each.content for each in held if each.stamp == entry.stamp}
             if len(applied) > 1 and not refused:
@@ -377,11 +377,9 @@ class Router:
             if not applied:
                 raise problem
             outcome = "the other engines have the new version"
-            earlier = [each for each in [before, *held] if each and each.stamp < entry.stamp]
-            before = max(earlier, key=lambda each: each.stamp, default=None)
+            before = _latest([before, *held, *replaced], entry.stamp)
             if before is not None or is_new:
-                undo = self._catalogue.undo(entry, before)
-                failed = await self._apply_everywhere(undo, True)
+                failed = await self._undo(entry, before)
                 outcome = "the change was undone" + (f", except by {', '.join(sorted(failed))}" if failed else "")
             text = f"adapter {name!r} was refused by {', '.join(sorted(refused))}: {problem}; {outcome}"
             raise ServerError(text, problem.code if isinstance(problem, ServerError) else "adapter_error")
@@ -392,7 +390,7 @@ class Router:
             # an engine may be unable to read the files of a loaded adapter
             if self._card(name) is None and self._catalogue.changes.loaded(name) is None:
                 raise unknown_adapter(name)
-            _, refused = await self._apply_new(name, None, True)
+            _, refused, _ = await self._apply_new(name, None, True)
             if refused:
                 raise next(iter(refused.values()))
 
@@ -419,28 +417,51 @@ class Router:
 
         await self._query_all(pull)
 
-    async def _apply_new(self, name: str, path: str | None, replace: bool) -> tuple[AdapterEntry, dict[str, Exception]]:
-        """Apply a new change everywhere. Returns it and the errors by engine.
+    async def _undo(self, entry: AdapterEntry, before: AdapterEntry | None) -> dict[str, Exception]:
+        """Restore `before` in place of `entry` everywhere. Returns errors by engine.
+
+        Another client's change may have been in progress on an engine. If it is later than `before`, it is restored.
+        """
+        undone = entry
+        while True:
+            undone = self._catalogue.undo(undone, before)
+            failed, replaced = await self._apply_everywhere(undone, True)
+            latest = _latest([before, *replaced], entry.stamp)
+            if latest is None or (before is not None and latest.stamp <= before.stamp):
+                return failed
+            before = latest
+
+    async def _apply_new(
+        self, name: str, path: str | None, replace: bool
+    ) -> tuple[AdapterEntry, dict[str, Exception], list[AdapterEntry]]:
+        """Apply a new change everywhere. Returns it, the errors by engine, and the changes that it replaced.
 
         If an engine has a later change of another router, it is stamped again: if that router undoes its change, this
         one must remain.
         """
+        own, former = set[Stamp](), list[AdapterEntry]()
         for _ in range(CHANGE_TRIES):
             entry = self._catalogue.new_entry(name, path)
-            refused = await self._apply_everywhere(entry, replace)
+            refused, replaced = await self._apply_everywhere(entry, replace)
+            own.add(entry.stamp)
+            former += replaced
             latest = self._catalogue.changes.entries.get(name)
             if refused or latest is None or latest.stamp <= entry.stamp:
                 break
-        return entry, refused
+        return entry, refused, [each for each in former if each.stamp not in own]
 
-    async def _apply_everywhere(self, entry: AdapterEntry, replace: bool) -> dict[str, Exception]:
-        """Apply a change on all connected engines, also on those that connect meanwhile. Returns errors by engine.
+    async def _apply_everywhere(
+        self, entry: AdapterEntry, replace: bool
+    ) -> tuple[dict[str, Exception], list[AdapterEntry]]:
+        """Apply a change on all connected engines, also on those that connect meanwhile. Returns errors by engine, and
+        the changes that it replaced.
 
         If one is not connected, it may accept requests of another router: waits until that one has polled the others.
         Raises EngineDeadError if no engine accepts requests.
         """
         done: set[EngineLink] = set()
         refused: dict[str, Exception] = {}
+        replaced: list[AdapterEntry] = []
         applied, has_waited = 0, False
         while True:
             links = [each for each in self._links.values() if each.lost_at is None and each not in done]
@@ -453,15 +474,16 @@ class Router:
             answers = await asyncio.gather(*(link.apply(entry, replace) for link in links), return_exceptions=True)
             for link, answer in zip(links, answers, strict=True):
                 done.add(link)
-                if answer is None:
+                if answer is None or isinstance(answer, AdapterEntry):
                     applied += 1
+                    replaced += [] if answer is None else [answer]
                 elif not isinstance(answer, Exception):
                     raise answer
                 elif not isinstance(answer, EngineDeadError) and getattr(answer, "code", "") not in NOT_SERVING:
                     refused[link.name] = answer
         if not applied and not refused:
             raise no_engine()
-        return refused
+        return refused, replaced
 
     # -- text ------------------------------------------------------------------------------------------------------
 
@@ -493,3 +515,9 @@ class Router:
                 raise answer
             by_name[link.name] = answer
         return by_name
+
+
+def _latest(entries: Iterable[AdapterEntry | None], before: Stamp) -> AdapterEntry | None:
+    """Return the last change that is earlier than a stamp."""
+    found = [entry for entry in entries if entry is not None and entry.stamp < before]
+    return max(found, key=lambda entry: entry.stamp, default=None)

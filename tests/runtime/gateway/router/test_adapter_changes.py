@@ -261,6 +261,30 @@ def test_a_version_that_one_engine_refuses_is_undone_on_all_and_the_engine_named
             assert {None if each is None else each.content for each in contents} == {content(before)}
 
 
+def test_a_change_of_a_client_during_one_that_is_undone_remains() -> None:
+    """The refused one has the later stamp; what the client changed was in progress."""
+    undone = 0
+    for number in range(8):
+        with world(2, 1, number) as made:
+            first, other = made.engines.values()
+            first.unreadable.add("/v2")
+            link = other.stepper.link
+            link.send = lambda notice, made=made, other=other: made.loop.call_later(  # type: ignore[method-assign]
+                1.0, other._reply, notice, other.gpu_life
+            )
+            made.advance(0.2)
+            client = made.loop.create_task(made.client(other).load_adapter("x", "/v1"))
+            made.advance(0.2)
+            load = made.loop.create_task(made.routers[0].load_adapter("x", "/v2", number % 2 == 0))
+            made.loop.run_until_complete(asyncio.wait([client, load]))
+            client.result()
+            undone += "undone" in str(load.exception())
+            made.advance(8.0)
+            for engine in made.engines.values():
+                assert engine.stepper.adapters["x"].content == "content of /v1", number
+    assert undone
+
+
 def test_an_engine_whose_gpu_process_restarts_during_a_change_serves_no_former_version_behind_another_gateway() -> None:
     for number in range(8, 14):
         with world(2, 2, number) as made:
