@@ -5,8 +5,9 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from pathlib import Path
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from ...api.errors import EngineDeadError, RequestError, ServerError
@@ -26,6 +27,8 @@ RETRY_SECONDS = 30.0
 NOT_SERVING = frozenset({"loading", "draining"})
 Fetch = Callable[[str, OfferedAdapter], Awaitable[str]]
 """Copies an offered adapter's files to the host of an engine (by name). Returns the directory there."""
+
+T = TypeVar("T")
 
 
 class EngineLink:
@@ -289,3 +292,17 @@ class EngineLink:
                 async with asyncio.timeout(self._poll_seconds):
                     await self._poll_now.wait()
                 await asyncio.sleep(min(0.05, self._poll_seconds))  # limits the rate of polls after errors
+
+
+async def query_all(
+    links: Iterable[EngineLink], query: Callable[[EngineLink], Coroutine[Any, Any, T]]
+) -> dict[str, T | Exception]:
+    """Return the answer or the error of each connected engine."""
+    connected = [link for link in links if link.lost_at is None]
+    answers = await asyncio.gather(*(query(link) for link in connected), return_exceptions=True)
+    by_name: dict[str, T | Exception] = {}
+    for link, answer in zip(connected, answers, strict=True):
+        if isinstance(answer, BaseException) and not isinstance(answer, Exception):
+            raise answer
+        by_name[link.name] = answer
+    return by_name

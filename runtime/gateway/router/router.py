@@ -5,19 +5,18 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
-from weakref import WeakValueDictionary
+from typing import TypeVar
 
 from ...api.errors import EngineDeadError, OverloadedError, RequestError, ServerError
-from ...protocol.adapter_map import AdapterEntry, Stamp
 from ...protocol.chat_templates import welcome_templates
 from ...protocol.messages import Chunk
 from ...text.chat_files import ChatTemplates
 from ...text.prompts import without_special_tokens
 from ..interfaces import AdapterCard, EngineRequest, GatewayHealth, HealthStatus, ModelInfo
 from .adapter_catalogue import AdapterCatalogue, OfferedAdapter
+from .adapter_changes import AdapterChanges
 from .dispatch import (
     ADAPTER_MISMATCH,
     BUSY,
@@ -25,9 +24,8 @@ from .dispatch import (
     Dispatcher,
     Refusals,
     no_engine,
-    unknown_adapter,
 )
-from .engine_link import NOT_SERVING, POLL_SECONDS, EngineLink, Fetch
+from .engine_link import NOT_SERVING, POLL_SECONDS, EngineLink, Fetch, query_all
 from .load_balancer import EngineReport, LoadBalancer, RoutingDecision
 from .prefix_index import prefix_keys
 from .stream_migration import MigratingStream
@@ -35,11 +33,6 @@ from .stream_migration import MigratingStream
 _log = logging.getLogger(__name__)
 _RETRIED_ELSEWHERE = BUSY | NOT_SERVING
 _BEST_FIRST: tuple[HealthStatus, ...] = ("ok", "stalled", "loading", "draining", "dead")
-
-CHANGE_TRIES = 5
-SETTLE_POLLS = 3.0
-LOOK_SECONDS = 0.1
-"""Least time between two queries of the engines for an unknown adapter."""
 
 T = TypeVar("T")
 
@@ -76,9 +69,8 @@ class Router:
         self._links: dict[str, EngineLink] = {}
         self._started = self._stopping = False
         self._leaving: dict[EngineLink, asyncio.Task[None]] = {}
-        self._change_locks = WeakValueDictionary[str, asyncio.Lock]()  # those in use
+        self._changes = AdapterChanges(self._links, self._catalogue, poll_seconds)
         self._former_adapters: dict[str, AdapterCard] = {}  # of the engine that was removed last
-        self._look_lock, self._looks, self._last_look = asyncio.Lock(), 0, 0.0
         self._created = int(time.time())
         self._model: ModelInfo | None = None
         self._dispatch = Dispatcher(self._balancer, self._links, self._catalogue, patience_seconds, request_engine)
@@ -104,7 +96,7 @@ class Router:
 
     def add(self, name: str, address: str) -> None:
         """Add an engine. Raises ValueError if the name is taken, AddressError for an invalid address."""
-        callbacks = self._on_report, self._on_lost, self._pull_all
+        callbacks = self._on_report, self._on_lost, self._changes.pull_all
         link = EngineLink(name, address, self._keys, self._catalogue, *callbacks, self._poll_seconds)
         self._balancer.add(name)
         self._links[name] = link
@@ -288,7 +280,7 @@ class Router:
 
     async def stats(self) -> dict[str, dict[str, int | float]]:
         """See `Engines`. Includes `counts`."""
-        answers = await self._query_all(lambda link: link.client.stats(1.0))
+        answers = await query_all(self._links.values(), lambda link: link.client.stats(1.0))
         counts = self.counts
         return {name: stats | counts[name] for name, stats in answers.items() if isinstance(stats, dict)}
 
@@ -307,21 +299,9 @@ class Router:
         """See `Engines`. As old as in `adapters`; for an unknown name, the engines are queried first."""
         card = self._card(name)
         if card is None:
-            await self._look()
+            await self._changes.look()
             card = self._card(name)
         return card
-
-    async def _look(self) -> None:
-        """Adopt changes that engines acknowledged before this call, if they answer soon. Calls share queries."""
-        looks = self._looks
-        async with self._look_lock:
-            if self._looks > looks:  # begun after this call
-                return
-            await asyncio.sleep(self._last_look + LOOK_SECONDS - time.monotonic())
-            self._looks, self._last_look = self._looks + 1, time.monotonic()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._poll_seconds):
-                    await self._pull_all()
 
     def _card(self, name: str) -> AdapterCard | None:
         is_unloaded, offered = self._catalogue.is_unloaded(name), self._catalogue.offered.get(name)
@@ -359,131 +339,10 @@ class Router:
         self._dispatch.notify()
 
     async def load_adapter(self, name: str, path: str, replace: bool) -> None:
-        """See `Engines`. When it returns, all engines that accept requests have this version or a later one.
-
-        An engine that is down gets it before its next request. If an engine refuses it, all return to the former one.
-        """
-        async with self._changing(name):
-            before = self._catalogue.changes.entries.get(name)
-            is_new = not any(name in link.adapters for link in self._links.values())
-            entry, refused, replaced = await self._apply_new(name, path, replace)
-            held = [each for each in (link.held.entries.get(name) for link in self._links.values()) if each]
-            applied = {each.content for each in held if each.stamp == entry.stamp}
-            if len(applied) > 1 and not refused:
-                refused = {"the engines": ServerError("they read different files", "adapter_error")}
-            if not refused:
-                return
-            problem = next(iter(refused.values()))
-            if not applied:
-                raise problem
-            outcome = "the other engines have the new version"
-            before = _latest([before, *held, *replaced], entry.stamp)
-            if before is not None or is_new:
-                failed = await self._undo(entry, before)
-                outcome = "the change was undone" + (f", except by {', '.join(sorted(failed))}" if failed else "")
-            text = f"adapter {name!r} was refused by {', '.join(sorted(refused))}: {problem}; {outcome}"
-            raise ServerError(text, problem.code if isinstance(problem, ServerError) else "adapter_error")
+        await self._changes.load(name, path, replace)
 
     async def unload_adapter(self, name: str) -> None:
-        """See `Engines`. New requests cannot name the adapter; open ones finish."""
-        async with self._changing(name):
-            # an engine may be unable to read the files of a loaded adapter
-            if self._card(name) is None and self._catalogue.changes.loaded(name) is None:
-                raise unknown_adapter(name)
-            _, refused, _ = await self._apply_new(name, None, True)
-            if refused:
-                raise next(iter(refused.values()))
-
-    @contextlib.asynccontextmanager
-    async def _changing(self, name: str) -> AsyncGenerator[None]:
-        """Change one adapter at a time, with all known changes adopted before; report the result to the balancer."""
-        async with self._change_locks.setdefault(name, asyncio.Lock()):
-            await self._query_all(lambda link: link.pull())
-            try:
-                with self._catalogue.changing(name):
-                    yield
-            finally:
-                await self._query_all(lambda link: link.refresh(name))
-
-    async def _pull_all(self) -> None:
-        """Adopt the changes of all engines.
-
-        An engine that starts answers only when it has loaded, so that one would delay all others.
-        """
-
-        async def pull(each: EngineLink) -> None:
-            if each.has_pulled or each.status != "loading":
-                await each.pull()
-
-        await self._query_all(pull)
-
-    async def _undo(self, entry: AdapterEntry, before: AdapterEntry | None) -> dict[str, Exception]:
-        """Restore `before` in place of `entry` everywhere. Returns errors by engine.
-
-        Another client's change may have been in progress on an engine. If it is later than `before`, it is restored.
-        """
-        undone = entry
-        while True:
-            undone = self._catalogue.undo(undone, before)
-            failed, replaced = await self._apply_everywhere(undone, True)
-            latest = _latest([before, *replaced], entry.stamp)
-            if latest is None or (before is not None and latest.stamp <= before.stamp):
-                return failed
-            before = latest
-
-    async def _apply_new(
-        self, name: str, path: str | None, replace: bool
-    ) -> tuple[AdapterEntry, dict[str, Exception], list[AdapterEntry]]:
-        """Apply a new change everywhere. Returns it, the errors by engine, and the changes that it replaced.
-
-        If an engine has a later change of another router, it is stamped again: if that router undoes its change, this
-        one must remain.
-        """
-        own, former = set[Stamp](), list[AdapterEntry]()
-        for _ in range(CHANGE_TRIES):
-            entry = self._catalogue.new_entry(name, path)
-            refused, replaced = await self._apply_everywhere(entry, replace)
-            own.add(entry.stamp)
-            former += replaced
-            latest = self._catalogue.changes.entries.get(name)
-            if refused or latest is None or latest.stamp <= entry.stamp:
-                break
-        return entry, refused, [each for each in former if each.stamp not in own]
-
-    async def _apply_everywhere(
-        self, entry: AdapterEntry, replace: bool
-    ) -> tuple[dict[str, Exception], list[AdapterEntry]]:
-        """Apply a change on all connected engines, also on those that connect meanwhile. Returns errors by engine, and
-        the changes that it replaced.
-
-        If one is not connected, it may accept requests of another router: waits until that one has polled the others.
-        Raises EngineDeadError if no engine accepts requests.
-        """
-        done: set[EngineLink] = set()
-        refused: dict[str, Exception] = {}
-        replaced: list[AdapterEntry] = []
-        applied, has_waited = 0, False
-        while True:
-            links = [each for each in self._links.values() if each.lost_at is None and each not in done]
-            if not links:
-                if has_waited or not applied or all(each.lost_at is None for each in self._links.values()):
-                    break
-                has_waited = True
-                await asyncio.sleep(SETTLE_POLLS * self._poll_seconds)
-                continue
-            answers = await asyncio.gather(*(link.apply(entry, replace) for link in links), return_exceptions=True)
-            for link, answer in zip(links, answers, strict=True):
-                done.add(link)
-                if answer is None or isinstance(answer, AdapterEntry):
-                    applied += 1
-                    replaced += [] if answer is None else [answer]
-                elif not isinstance(answer, Exception):
-                    raise answer
-                elif not isinstance(answer, EngineDeadError) and getattr(answer, "code", "") not in NOT_SERVING:
-                    refused[link.name] = answer
-        if not applied and not refused:
-            raise no_engine()
-        return refused, replaced
+        await self._changes.unload(name, lambda: self._card(name) is not None)
 
     # -- text ------------------------------------------------------------------------------------------------------
 
@@ -504,20 +363,3 @@ class Router:
             except (EngineDeadError, TimeoutError) as death:
                 problem = death
         raise problem
-
-    async def _query_all(self, query: Callable[[EngineLink], Coroutine[Any, Any, T]]) -> dict[str, T | Exception]:
-        """Return the answer or the error of each connected engine."""
-        links = [link for link in self._links.values() if link.lost_at is None]
-        answers = await asyncio.gather(*(query(link) for link in links), return_exceptions=True)
-        by_name: dict[str, T | Exception] = {}
-        for link, answer in zip(links, answers, strict=True):
-            if isinstance(answer, BaseException) and not isinstance(answer, Exception):
-                raise answer
-            by_name[link.name] = answer
-        return by_name
-
-
-def _latest(entries: Iterable[AdapterEntry | None], before: Stamp) -> AdapterEntry | None:
-    """Return the last change that is earlier than a stamp."""
-    found = [entry for entry in entries if entry is not None and entry.stamp < before]
-    return max(found, key=lambda entry: entry.stamp, default=None)

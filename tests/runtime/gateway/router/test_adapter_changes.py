@@ -369,7 +369,7 @@ def test_a_router_keeps_nothing_of_names_that_do_not_exist() -> None:
         for number in range(9):
             with pytest.raises(ServerError, match="not known"):
                 made.loop.run_until_complete(made.routers[0].unload_adapter(f"x{number}"))
-        assert not made.routers[0]._change_locks
+        assert not made.routers[0]._changes.locks
 
 
 def test_a_new_engine_gets_the_adapters_before_its_first_request() -> None:
