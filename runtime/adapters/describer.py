@@ -3,7 +3,6 @@ GPU process nor reach its memory.
 """
 
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -51,7 +50,6 @@ class AdapterDescriber:
             [sys.executable, "-P", "-m", f"{__package__}.describer_process"], MAX_RESPONSE_BYTES
         )
         self._seconds = seconds
-        self._lock = threading.Lock()
 
     def __call__(
         self, directory: Path, config: LlamaConfig, max_rank: int, lenient: bool, roots: Sequence[Path] | None
@@ -93,19 +91,17 @@ class AdapterDescriber:
     def _send(self, request: DescribeRequest) -> DescribeResponse:
         """Send a request; send it again once if the child has died, which another request may have caused."""
         line = msgspec.json.encode(request) + b"\n"
-        with self._lock:
-            try:
-                answer = self._child.ask(line, self._seconds)
-            except TimeoutError:
-                raise
-            except OSError:
-                answer = self._child.ask(line, self._seconds)
+        try:
+            answer = self._child.ask(line, self._seconds)
+        except TimeoutError:
+            raise
+        except OSError:
+            answer = self._child.ask(line, self._seconds)
         return msgspec.json.decode(answer, type=DescribeResponse)
 
     def close(self) -> None:
         """End the child process; the next call starts another."""
-        with self._lock:
-            self._child.close()
+        self._child.close()
 
 
 def _as_text(roots: Sequence[Path] | None) -> list[str] | None:

@@ -346,15 +346,16 @@ class AsyncClient:
 
     async def apply_adapter_entry(
         self, entry: AdapterEntry, replace: bool = True, timeout: float | None = None
-    ) -> None:
-        """Pass on a change of another server; for gateways. Raises RequestError `adapter_changed` if the server has a
-        later one.
+    ) -> AdapterEntry | None:
+        """Pass on a change of another server, and return the change that it replaced; for gateways.
+
+        Raises RequestError `adapter_changed` if the server has a later one.
         """
+        fields: dict[str, Any] = {"name": entry.name, "stamp": entry.stamp}
         if entry.path is None:
-            await self._call(protocol.UnloadAdapter, protocol.Done, timeout, name=entry.name, stamp=entry.stamp)
-            return
-        fields = {"path": entry.path, "replace": replace, "stamp": entry.stamp, "content": entry.content}
-        await self._call(protocol.LoadAdapter, protocol.Done, timeout, name=entry.name, **fields)
+            return (await self._call(protocol.UnloadAdapter, protocol.Done, timeout, **fields)).replaced
+        fields |= {"path": entry.path, "replace": replace, "content": entry.content}
+        return (await self._call(protocol.LoadAdapter, protocol.Done, timeout, **fields)).replaced
 
     async def tokenize(self, text: str, add_special_tokens: bool = True, timeout: float | None = None) -> list[int]:
         """Return a text's token ids, as of a prompt; add_special_tokens=False: without BOS."""

@@ -3,6 +3,7 @@
 import os
 import selectors
 import subprocess
+import threading
 import time
 from collections.abc import Sequence
 
@@ -10,7 +11,7 @@ START_SECONDS = 20.0
 
 
 class HelperProcess:
-    """A process that the first `ask` starts, and the next `ask` after a failure starts again. Not thread-safe.
+    """A process that the first `ask` starts, and the next `ask` after a failure or `close` starts again. Thread-safe.
 
     command           its program, which prints a line when it is ready, and then one for each line that it reads
     max_answer_bytes  limit on an answer
@@ -19,31 +20,40 @@ class HelperProcess:
     def __init__(self, command: Sequence[str], max_answer_bytes: int) -> None:
         self._command, self._max_answer_bytes = tuple(command), max_answer_bytes
         self._child: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()  # held by the thread that uses the pipes
 
     def ask(self, line: bytes, seconds: float) -> bytes:
-        """Send a line and return the answer; both end with a newline.
+        """Send a line and return the answer; both end with a newline. Calls of several threads take turns.
 
         Raises TimeoutError after `seconds`, OSError when the child ended or its answer is too long. The child is then
         killed.
         """
-        try:
-            if self._child is None or self._child.poll() is not None:
-                self.close()
-                self._child = subprocess.Popen(
-                    self._command,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    start_new_session=True,
-                )
-                self._exchange(self._child, b"", START_SECONDS)
-            return self._exchange(self._child, line, seconds)
-        except OSError:  # TimeoutError is one
-            self.close()
-            raise
+        with self._lock:
+            try:
+                if self._child is None or self._child.poll() is not None:
+                    self._end()
+                    self._child = subprocess.Popen(
+                        self._command,
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.DEVNULL,
+                        start_new_session=True,
+                    )
+                    self._exchange(self._child, b"", START_SECONDS)
+                return self._exchange(self._child, line, seconds)
+            except OSError:  # TimeoutError is one
+                self._end()
+                raise
 
     def close(self) -> None:
-        """Kill the child if it runs."""
+        """Kill the child if it runs. An `ask` of another thread then raises OSError."""
+        child = self._child
+        if child is not None:
+            child.kill()
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
         if self._child is not None:
             self._child.kill()
             self._child.wait()

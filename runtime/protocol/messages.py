@@ -328,7 +328,9 @@ class Chunks(Message, tag="chunks", frozen=True):
 
 
 class Done(Call, tag="done", frozen=True):
-    """A call succeeded and returns nothing."""
+    """A call succeeded. `replaced`: former change of the adapter that was loaded or unloaded."""
+
+    replaced: AdapterEntry | None = None
 
 
 class AdapterInfo(Struct, frozen=True):

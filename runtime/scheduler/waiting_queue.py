@@ -12,12 +12,16 @@ Key = tuple[str, int]
 Turn = tuple[int, int, int, int, Key]
 """Sort key of a queue: (priority, tokens served to its owner, tokens served to its adapter, arrival, key)."""
 K = TypeVar("K")
+MAX_DEBT = 1 << 15
+"""Tokens that another party may be served ahead of one that was alone before."""
 
 
 class Shares(Generic[K]):
     """Tokens served to each active party; a party is active while it has an unfinished sequence.
 
-    A new party starts with the least of the others' numbers, so that it has neither debt nor credit.
+    A new party starts with the least of the others' numbers, so that it has neither debt nor credit. `limit_debts`
+    keeps all numbers within MAX_DEBT of the least one: a party can be served for hours while another one's sequences
+    do not wait, or wait with a lower priority, and must not be last until that one has caught up.
     """
 
     def __init__(self) -> None:
@@ -36,6 +40,12 @@ class Shares(Generic[K]):
             self._unfinished[party] = 0
             self.served[party] = min(self.served.values(), default=0)
         self._unfinished[party] += 1
+
+    def limit_debts(self) -> None:
+        """Lower the numbers above the least one plus MAX_DEBT."""
+        most = min(self.served.values(), default=0) + MAX_DEBT
+        if max(self.served.values(), default=0) > most:
+            self.served = {party: min(served, most) for party, served in self.served.items()}
 
     def remove(self, party: K) -> bool:
         """Count a finished sequence; return whether it was the party's last."""
@@ -148,6 +158,8 @@ class WaitingQueues:
 
     def turns(self, due: Sequence | None = None) -> list[Turn]:
         """Return the sort keys of all queues, as a heap. `due` comes before others of its priority."""
+        self._owners.limit_debts()
+        self._adapters.limit_debts()
         turns = [self._turn(sequence) for sequence in self.heads() if sequence is not due]
         if due is not None:
             turns.append((due.priority, -1, -1, due.arrival, (due.owner, due.number)))

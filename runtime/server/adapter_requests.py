@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
 
+from msgspec import structs
+
 from ..protocol.adapter_map import AdapterEntry, AdapterMap, HybridClock, Stamp, StampError
 from ..protocol.chat_templates import within_limits
 from ..protocol.messages import (
@@ -50,6 +52,7 @@ class AdapterRequests:
         self._state, self._connections, self._requests = state, connections, requests
         self._admin, self._roots, self._on_change = admin, roots, on_change
         self._pending: dict[int, tuple[ClientConnection, LoadAdapter | UnloadAdapter, Stamp]] = {}
+        self._replaced: dict[int, AdapterEntry | None] = {}  # ticket of an unload -> change that it replaced
         self._next_ticket = 0
         self._map = AdapterMap(entries)
         # a change must be later than these also if this host's clock was set back
@@ -65,17 +68,21 @@ class AdapterRequests:
             retry_after = LOADING_RETRY if code == "loading" else None
             self._connections.send_error(client, code, text, call=message.call, retry_after=retry_after)
             return
+        if isinstance(message, LoadAdapter):
+            # other servers, and the next one at this address, may have another working directory
+            message = structs.replace(message, path=str(Path(message.path).absolute()))
         stamp = message.stamp or self._clock.tick()
         served = stepper.adapters.get(message.name)
         if isinstance(message, UnloadAdapter):
-            self._merge(AdapterEntry(message.name, stamp))
+            replaced = self._merge(AdapterEntry(message.name, stamp))
             if served is None:
-                self._connections.send(client, Done(message.call))
+                self._connections.send(client, Done(message.call, replaced))
                 return
             stepper.remove_adapter(message.name)
+            self._replaced[self._next_ticket + 1] = replaced
         elif message.content and served is not None and served.content == message.content:
-            self._merge(AdapterEntry(message.name, stamp, message.path, message.content))
-            self._connections.send(client, Done(message.call))
+            replaced = self._merge(AdapterEntry(message.name, stamp, message.path, message.content))
+            self._connections.send(client, Done(message.call, replaced))
             return
         self._next_ticket += 1
         self._pending[self._next_ticket] = client, message, stamp
@@ -85,9 +92,13 @@ class AdapterRequests:
         else:
             stepper.link.send(Unload(self._next_ticket, message.name))
 
-    def _merge(self, entry: AdapterEntry) -> None:
-        if self._map.merge(entry):
-            self._on_change(entry)
+    def _merge(self, entry: AdapterEntry) -> AdapterEntry | None:
+        """Keep an entry if it is newer. Return the one that it replaced."""
+        former = self._map.entries.get(entry.name)
+        if not self._map.merge(entry):
+            return None
+        self._on_change(entry)
+        return former
 
     def _refusal(self, message: LoadAdapter | UnloadAdapter) -> tuple[ErrorCode, str] | None:
         name, stepper = message.name, self._state.stepper
@@ -141,10 +152,11 @@ class AdapterRequests:
     def receive_reply(self, reply: LoadReply) -> None:
         """Send the GPU process's reply to the client."""
         client, message, stamp = self._pending.pop(reply.ticket)
+        replaced = self._replaced.pop(reply.ticket, None)
         problem, adapter, stepper = reply.problem, reply.adapter, self._state.stepper
         if isinstance(message, LoadAdapter) and adapter is not None and stepper is not None:
             if message.content in ("", adapter.content):
-                self._merge(AdapterEntry(message.name, stamp, message.path, adapter.content))
+                replaced = self._merge(AdapterEntry(message.name, stamp, message.path, adapter.content))
                 stepper.add_adapter(adapter)
             else:
                 stepper.link.send(Retire(adapter.number))
@@ -152,7 +164,7 @@ class AdapterRequests:
         if problem is not None:
             self._connections.send_error(client, "adapter_error", problem, call=message.call)
         else:
-            self._connections.send(client, Done(message.call))
+            self._connections.send(client, Done(message.call, replaced))
 
     def list(self, message: ListAdapters) -> Adapters:
         """Return all adapters, and the changes that the client does not have yet."""
@@ -175,6 +187,7 @@ class AdapterRequests:
                 client, "engine_dead", "the engine died", call=message.call, retry_after=retry_after
             )
         self._pending.clear()
+        self._replaced.clear()
 
 
 def _info(stepper: Stepper, adapter: LoadedAdapter) -> AdapterInfo:

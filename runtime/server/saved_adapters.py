@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import stat
 import tempfile
 import time
 from pathlib import Path
@@ -40,6 +41,8 @@ class SavedAdapters:
     def read(self) -> list[AdapterEntry]:
         """Return the saved changes, except those that the command line overrules. Logs what is left out.
 
+        A file that is damaged, or that others could have written, is renamed and not read.
+
         If the clock was set back far, they count as made now: later changes would have earlier stamps.
         """
         self._written = self._read()
@@ -49,11 +52,12 @@ class SavedAdapters:
         if self.path is None:
             return []
         try:
-            saved = msgspec.json.decode(self.path.read_bytes(), type=_Saved)
+            saved = msgspec.json.decode(_read_own(self.path), type=_Saved)
         except FileNotFoundError:
             return []
         except (OSError, ValueError) as problem:
             _log.warning("loaded adapters of the last run are not read: %s: %s", self.path, problem)
+            self._set_aside(self.path)
             return []
         now = int(time.time() * 1000)
         kept = [_not_ahead(entry, now) for entry in saved.entries if not self._is_overruled(entry, saved)]
@@ -61,6 +65,16 @@ class SavedAdapters:
         if loaded:
             _log.info("loading adapters of the last run again: %s (%s)", ", ".join(sorted(loaded)), self.path)
         return kept
+
+    def _set_aside(self, path: Path) -> None:
+        """Rename a file that cannot be used. If that fails, nothing is saved in its place."""
+        aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}")
+        try:
+            os.rename(path, aside)
+            _log.warning("the file is renamed to %s", aside)
+        except OSError as problem:
+            _log.warning("it cannot be renamed, so loaded adapters are not saved: %s; move it away", problem)
+            self.path = None
 
     def _is_overruled(self, entry: AdapterEntry, saved: _Saved) -> bool:
         given = self._given.get(entry.name)
@@ -91,6 +105,21 @@ class SavedAdapters:
             if temporary is not None:
                 with contextlib.suppress(OSError):
                     os.unlink(temporary)
+
+
+def _read_own(path: Path) -> bytes:
+    """Return the bytes of a regular file of this user. Raises ValueError for another one, OSError."""
+    if path.is_symlink():
+        raise ValueError("it is a symbolic link")
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("it is not a regular file")
+        if found.st_uid != os.geteuid():
+            raise ValueError("it belongs to another user")
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise ValueError(f"others may write to it (mode {stat.S_IMODE(found.st_mode):03o})")
+        return file.read()
 
 
 def _not_ahead(entry: AdapterEntry, now: int) -> AdapterEntry:

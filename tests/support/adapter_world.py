@@ -18,7 +18,7 @@ from sidestream.ops.core.kv_layout import PAGE_SIZE
 from sidestream.runtime.api.errors import EngineDeadError
 from sidestream.runtime.client.async_client import AsyncClient
 from sidestream.runtime.client.requests import exception_of
-from sidestream.runtime.gateway.router import adapter_catalogue, dispatch, engine_link, router
+from sidestream.runtime.gateway.router import adapter_catalogue, adapter_changes, dispatch, engine_link, router
 from sidestream.runtime.gateway.router.load_balancer import LoadBalancer
 from sidestream.runtime.protocol import messages
 from sidestream.runtime.protocol.adapter_map import FIRST, AdapterEntry, HybridClock, Stamp
@@ -225,6 +225,7 @@ class World:
         self._more = [
             mock.patch.object(dispatch, "time", self._time()),
             mock.patch.object(router, "time", self._time()),
+            mock.patch.object(adapter_changes, "time", self._time()),
             mock.patch.object(adapter_catalogue, "HybridClock", self._clock),
             mock.patch.object(adapter_requests, "HybridClock", self._clock),
         ]

@@ -73,7 +73,7 @@ class ValidBody(Generic[T]):
 
 
 class BodyDecoder:
-    """Decodes large bodies in a child process, which the first one starts. Not thread-safe."""
+    """Decodes large bodies in a child process, which the first one starts."""
 
     def __init__(self, max_body_bytes: int) -> None:
         # -P keeps the working directory off sys.path

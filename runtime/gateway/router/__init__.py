@@ -7,5 +7,6 @@ engine_link        connection to one engine, and polling of its state
 load_balancer      decides which engine gets a request; pure bookkeeping
 least_loaded       heap of the least loaded engines, and random subsets
 prefix_index       engines that have seen a prompt's prefix
+adapter_changes    loads and unloads adapters on all engines
 adapter_catalogue  last changes of adapters of all engines; adapters that are loaded on demand
 """

@@ -5,8 +5,9 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from pathlib import Path
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from ...api.errors import EngineDeadError, RequestError, ServerError
@@ -27,6 +28,8 @@ NOT_SERVING = frozenset({"loading", "draining"})
 Fetch = Callable[[str, OfferedAdapter], Awaitable[str]]
 """Copies an offered adapter's files to the host of an engine (by name). Returns the directory there."""
 
+T = TypeVar("T")
+
 
 class EngineLink:
     """The engine `name` at `address`.
@@ -43,8 +46,9 @@ class EngineLink:
     lost_at           time of the loss by the monotonic clock; None while connected
 
     `on_report(link, report)` is called with each report, and `on_lost(link, problem)` as soon as the connection is
-    lost. An engine gets the changes of `catalogue` before it is reported. `before_use(link)` is awaited first if it did
-    not serve at the last report, to make the catalogue complete.
+    lost. An engine that did not serve at the last report gets the changes of `catalogue` before it is reported;
+    `before_use()` is awaited first, to make the catalogue complete. Later changes are passed on between polls, since
+    a load may be slow.
     """
 
     def __init__(
@@ -55,7 +59,7 @@ class EngineLink:
         catalogue: AdapterCatalogue,
         on_report: Callable[["EngineLink", EngineReport], None],
         on_lost: Callable[["EngineLink", Exception], None],
-        before_use: Callable[["EngineLink"], Awaitable[None]],
+        before_use: Callable[[], Awaitable[None]],
         poll_seconds: float = POLL_SECONDS,
     ) -> None:
         self.name = name
@@ -86,6 +90,7 @@ class EngineLink:
         self._sequence = 0
         self.has_pulled = False
         self._passed_on: dict[AdapterEntry, float] = {}  # when to try again
+        self._pass_task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Start polling."""
@@ -93,10 +98,11 @@ class EngineLink:
 
     async def close(self) -> None:
         """Close the connection."""
-        if self._poll_task is not None:
-            self._poll_task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._poll_task
+        for task in (self._poll_task, self._pass_task):
+            if task is not None:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
         await self.client.close()
 
     @property
@@ -110,10 +116,15 @@ class EngineLink:
             self._disconnected(problem)
         self._poll_now.set()
 
-    async def refresh(self) -> None:
-        """Query the engine's state and report it. Raises ServerError or TimeoutError if it does not answer."""
+    async def refresh(self, name: str | None = None) -> None:
+        """Query the engine's state and report it, and wait until it has the last change of `name`.
+
+        Raises ServerError or TimeoutError if it does not answer.
+        """
         async with self._refresh_lock:
             await self._query()
+        if name is not None and self.status in ("ok", "stalled") and self.welcome is not None and self.welcome.admin:
+            await self._pass_on(name)
 
     async def _query(self) -> None:
         queried_at = time.monotonic()
@@ -124,10 +135,13 @@ class EngineLink:
         welcome = await self.client.connect()
         self.welcome, self.stats = welcome, await self.client.stats()
         await self.pull()
-        if self.status in ("dead", "loading"):
-            await self._before_use(self)
-        if health.status in ("ok", "stalled") and welcome.admin:
+        is_new, accepts = self.status in ("dead", "loading"), health.status in ("ok", "stalled") and welcome.admin
+        if is_new:
+            await self._before_use()
+        if accepts and is_new:
             await self._pass_on()
+        elif accepts and (self._pass_task is None or self._pass_task.done()):
+            self._pass_task = asyncio.create_task(self._pass_on_later())
         self._report(self._report_of(health, welcome, queried_at), health)
 
     def _report_of(self, health: Health, welcome: Welcome, queried_at: float) -> EngineReport:
@@ -171,40 +185,57 @@ class EngineLink:
         self._sequence, self.has_pulled = after, True
         self.adapters = {info.name: info for info in state.adapters}
 
-    async def _pass_on(self) -> None:
-        """Apply the changes that the engine lacks. Errors are logged, and the engine gets no requests for the name."""
-        now = time.monotonic()
+    async def _pass_on_later(self) -> None:
+        """Pass on changes while the engine is in use. If it does not answer, the next poll finds out why."""
+        try:
+            await self._pass_on()
+        except (ServerError, TimeoutError, OSError):
+            pass
+        except Exception:
+            _log.exception("unexpected error while changes are passed on to %s", self.name)
+
+    async def _pass_on(self, name: str | None = None) -> None:
+        """Apply the changes that the engine lacks, or that of `name`. Skips one that another router passes on now, but
+        waits for that of `name`. Errors are logged, and the engine gets no requests for the name.
+        """
         missing = self._catalogue.missing(self.held, self.adapters)
         self._passed_on = {entry: self._passed_on[entry] for entry in missing if entry in self._passed_on}
-        due = [entry for entry in missing if self._passed_on.get(entry, 0.0) <= now]
-        for entry in due:
+        due = [entry for entry in missing if self._passed_on.get(entry, 0.0) <= time.monotonic()]
+        due = [entry for entry in due if name in (None, entry.name)]
+        while due:
+            entry = due[0]
             try:
                 await self.client.apply_adapter_entry(entry, timeout=LOAD_SECONDS)
-                self._passed_on[entry] = now + RETRY_SECONDS
+                self._passed_on[entry] = time.monotonic() + RETRY_SECONDS
             except EngineDeadError:
                 raise
             except (ServerError, RequestError) as problem:
-                if problem.code == "adapter_in_use":  # another router was faster
+                if problem.code == "adapter_in_use" and name is not None:
+                    await asyncio.sleep(self._poll_seconds)
                     continue
-                self._passed_on[entry] = now + RETRY_SECONDS
-                if problem.code != "adapter_changed":
+                if problem.code != "adapter_in_use":
+                    self._passed_on[entry] = time.monotonic() + RETRY_SECONDS
+                if problem.code not in ("adapter_in_use", "adapter_changed"):
                     _log.warning(
                         "%s does not get the current version of adapter %r: %s", self.name, entry.name, problem
                     )
-        if due:
-            await self.pull()
+            del due[0]
+            if not due:
+                await self.pull()
+                self._poll_now.set()
 
-    async def apply(self, entry: AdapterEntry, replace: bool) -> None:
+    async def apply(self, entry: AdapterEntry, replace: bool) -> AdapterEntry | None:
         """Apply a change of this router, and adopt the engine's state. Waits while the engine changes this adapter.
+        Returns the engine's change that it replaced.
 
         A later change that the engine has applied counts as well, if its stamp can be adopted. Raises the errors of
         `apply_adapter_entry`.
         """
         until = time.monotonic() + LOAD_SECONDS
         while True:
-            is_applied = True
+            is_applied, replaced = True, None
             try:
-                await self.client.apply_adapter_entry(entry, replace, LOAD_SECONDS)
+                replaced = await self.client.apply_adapter_entry(entry, replace, LOAD_SECONDS)
             except (ServerError, RequestError) as problem:
                 if problem.code == "adapter_in_use" and replace and time.monotonic() < until:
                     await asyncio.sleep(self._poll_seconds)
@@ -219,7 +250,7 @@ class EngineLink:
                     "the gateway's clock. Synchronize the clocks of the hosts; if they agree now, restart that server",
                     "adapter_changed",
                 )
-            return
+            return replaced
 
     async def load_offered(self, name: str, fetch: Fetch | None) -> None:
         """Load the current version of an offered adapter unless it is loaded. Raises the errors of `load_adapter`."""
@@ -261,3 +292,17 @@ class EngineLink:
                 async with asyncio.timeout(self._poll_seconds):
                     await self._poll_now.wait()
                 await asyncio.sleep(min(0.05, self._poll_seconds))  # limits the rate of polls after errors
+
+
+async def query_all(
+    links: Iterable[EngineLink], query: Callable[[EngineLink], Coroutine[Any, Any, T]]
+) -> dict[str, T | Exception]:
+    """Return the answer or the error of each connected engine."""
+    connected = [link for link in links if link.lost_at is None]
+    answers = await asyncio.gather(*(query(link) for link in connected), return_exceptions=True)
+    by_name: dict[str, T | Exception] = {}
+    for link, answer in zip(connected, answers, strict=True):
+        if isinstance(answer, BaseException) and not isinstance(answer, Exception):
+            raise answer
+        by_name[link.name] = answer
+    return by_name

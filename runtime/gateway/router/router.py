@@ -5,19 +5,18 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
-from weakref import WeakValueDictionary
+from typing import TypeVar
 
 from ...api.errors import EngineDeadError, OverloadedError, RequestError, ServerError
-from ...protocol.adapter_map import AdapterEntry
 from ...protocol.chat_templates import welcome_templates
 from ...protocol.messages import Chunk
 from ...text.chat_files import ChatTemplates
 from ...text.prompts import without_special_tokens
 from ..interfaces import AdapterCard, EngineRequest, GatewayHealth, HealthStatus, ModelInfo
 from .adapter_catalogue import AdapterCatalogue, OfferedAdapter
+from .adapter_changes import AdapterChanges
 from .dispatch import (
     ADAPTER_MISMATCH,
     BUSY,
@@ -25,9 +24,8 @@ from .dispatch import (
     Dispatcher,
     Refusals,
     no_engine,
-    unknown_adapter,
 )
-from .engine_link import NOT_SERVING, POLL_SECONDS, EngineLink, Fetch
+from .engine_link import NOT_SERVING, POLL_SECONDS, EngineLink, Fetch, query_all
 from .load_balancer import EngineReport, LoadBalancer, RoutingDecision
 from .prefix_index import prefix_keys
 from .stream_migration import MigratingStream
@@ -35,9 +33,6 @@ from .stream_migration import MigratingStream
 _log = logging.getLogger(__name__)
 _RETRIED_ELSEWHERE = BUSY | NOT_SERVING
 _BEST_FIRST: tuple[HealthStatus, ...] = ("ok", "stalled", "loading", "draining", "dead")
-
-CHANGE_TRIES = 5
-SETTLE_POLLS = 3.0
 
 T = TypeVar("T")
 
@@ -74,8 +69,8 @@ class Router:
         self._links: dict[str, EngineLink] = {}
         self._started = self._stopping = False
         self._leaving: dict[EngineLink, asyncio.Task[None]] = {}
-        self._change_locks = WeakValueDictionary[str, asyncio.Lock]()  # those in use
-        self._former_adapters: dict[str, AdapterCard] = {}  # of removed engines
+        self._changes = AdapterChanges(self._links, self._catalogue, poll_seconds)
+        self._former_adapters: dict[str, AdapterCard] = {}  # of the engine that was removed last
         self._created = int(time.time())
         self._model: ModelInfo | None = None
         self._dispatch = Dispatcher(self._balancer, self._links, self._catalogue, patience_seconds, request_engine)
@@ -101,7 +96,7 @@ class Router:
 
     def add(self, name: str, address: str) -> None:
         """Add an engine. Raises ValueError if the name is taken, AddressError for an invalid address."""
-        callbacks = self._on_report, self._on_lost, self._pull_others
+        callbacks = self._on_report, self._on_lost, self._changes.pull_all
         link = EngineLink(name, address, self._keys, self._catalogue, *callbacks, self._poll_seconds)
         self._balancer.add(name)
         self._links[name] = link
@@ -112,9 +107,9 @@ class Router:
         """Remove an engine that is stopping: it gets no new requests, and its streams continue until they end."""
         link = self._links.pop(name)
         self._balancer.remove(name)
-        self._former_adapters |= {
-            info.name: AdapterCard(info.name, info.rank, info.content) for info in link.adapters.values()
-        }
+        if link.welcome is not None:
+            infos = link.adapters.values()
+            self._former_adapters = {info.name: AdapterCard(info.name, info.rank, info.content) for info in infos}
         self._leaving[link] = asyncio.create_task(self._close_when_idle(link))
         self._dispatch.notify()
 
@@ -285,7 +280,7 @@ class Router:
 
     async def stats(self) -> dict[str, dict[str, int | float]]:
         """See `Engines`. Includes `counts`."""
-        answers = await self._query_all(lambda link: link.client.stats(1.0))
+        answers = await query_all(self._links.values(), lambda link: link.client.stats(1.0))
         counts = self.counts
         return {name: stats | counts[name] for name, stats in answers.items() if isinstance(stats, dict)}
 
@@ -301,8 +296,12 @@ class Router:
         return [card for name in sorted(names) if (card := self._card(name)) is not None]
 
     async def adapter(self, name: str) -> AdapterCard | None:
-        """See `Engines`. As old as in `adapters`."""
-        return self._card(name)
+        """See `Engines`. As old as in `adapters`; for an unknown name, the engines are queried first."""
+        card = self._card(name)
+        if card is None:
+            await self._changes.look()
+            card = self._card(name)
+        return card
 
     def _card(self, name: str) -> AdapterCard | None:
         is_unloaded, offered = self._catalogue.is_unloaded(name), self._catalogue.offered.get(name)
@@ -340,109 +339,10 @@ class Router:
         self._dispatch.notify()
 
     async def load_adapter(self, name: str, path: str, replace: bool) -> None:
-        """See `Engines`. When it returns, all engines that accept requests have this version or a later one.
-
-        An engine that is down gets it before its next request. If an engine refuses it, all return to the former one.
-        """
-        async with self._changing(name):
-            before = self._catalogue.changes.entries.get(name)
-            is_new = not any(name in link.adapters for link in self._links.values())
-            entry, refused = await self._apply_new(name, path, replace)
-            held = [each for each in (link.held.entries.get(name) for link in self._links.values()) if each]
-            applied = {each.content for each in held if each.stamp == entry.stamp}
-            if len(applied) > 1 and not refused:
-                refused = {"the engines": ServerError("they read different files", "adapter_error")}
-            if not refused:
-                return
-            problem = next(iter(refused.values()))
-            if not applied:
-                raise problem
-            outcome = "the other engines have the new version"
-            earlier = [each for each in [before, *held] if each and each.stamp < entry.stamp]
-            before = max(earlier, key=lambda each: each.stamp, default=None)
-            if before is not None or is_new:
-                undo = self._catalogue.undo(entry, before)
-                failed = await self._apply_everywhere(undo, True)
-                outcome = "the change was undone" + (f", except by {', '.join(sorted(failed))}" if failed else "")
-            text = f"adapter {name!r} was refused by {', '.join(sorted(refused))}: {problem}; {outcome}"
-            raise ServerError(text, problem.code if isinstance(problem, ServerError) else "adapter_error")
+        await self._changes.load(name, path, replace)
 
     async def unload_adapter(self, name: str) -> None:
-        """See `Engines`. New requests cannot name the adapter; open ones finish."""
-        async with self._changing(name):
-            # an engine may be unable to read the files of a loaded adapter
-            if self._card(name) is None and self._catalogue.changes.loaded(name) is None:
-                raise unknown_adapter(name)
-            _, refused = await self._apply_new(name, None, True)
-            if refused:
-                raise next(iter(refused.values()))
-
-    @contextlib.asynccontextmanager
-    async def _changing(self, name: str) -> AsyncGenerator[None]:
-        """Change one adapter at a time, with all known changes adopted before; report the result to the balancer."""
-        async with self._change_locks.setdefault(name, asyncio.Lock()):
-            await self._query_all(lambda link: link.pull())
-            try:
-                with self._catalogue.changing(name):
-                    yield
-            finally:
-                await self._query_all(lambda link: link.refresh())
-
-    async def _pull_others(self, link: EngineLink) -> None:
-        """Adopt the changes of all engines before `link` is used.
-
-        An engine that starts answers only when it has loaded, so that one would delay all others.
-        """
-
-        async def pull(each: EngineLink) -> None:
-            if each.has_pulled or each.status != "loading":
-                await each.pull()
-
-        await self._query_all(pull)
-
-    async def _apply_new(self, name: str, path: str | None, replace: bool) -> tuple[AdapterEntry, dict[str, Exception]]:
-        """Apply a new change everywhere. Returns it and the errors by engine.
-
-        If an engine has a later change of another router, it is stamped again: if that router undoes its change, this
-        one must remain.
-        """
-        for _ in range(CHANGE_TRIES):
-            entry = self._catalogue.new_entry(name, path)
-            refused = await self._apply_everywhere(entry, replace)
-            latest = self._catalogue.changes.entries.get(name)
-            if refused or latest is None or latest.stamp <= entry.stamp:
-                break
-        return entry, refused
-
-    async def _apply_everywhere(self, entry: AdapterEntry, replace: bool) -> dict[str, Exception]:
-        """Apply a change on all connected engines, also on those that connect meanwhile. Returns errors by engine.
-
-        If one is not connected, it may accept requests of another router: waits until that one has polled the others.
-        Raises EngineDeadError if no engine accepts requests.
-        """
-        done: set[EngineLink] = set()
-        refused: dict[str, Exception] = {}
-        applied, has_waited = 0, False
-        while True:
-            links = [each for each in self._links.values() if each.lost_at is None and each not in done]
-            if not links:
-                if has_waited or not applied or all(each.lost_at is None for each in self._links.values()):
-                    break
-                has_waited = True
-                await asyncio.sleep(SETTLE_POLLS * self._poll_seconds)
-                continue
-            answers = await asyncio.gather(*(link.apply(entry, replace) for link in links), return_exceptions=True)
-            for link, answer in zip(links, answers, strict=True):
-                done.add(link)
-                if answer is None:
-                    applied += 1
-                elif not isinstance(answer, Exception):
-                    raise answer
-                elif not isinstance(answer, EngineDeadError) and getattr(answer, "code", "") not in NOT_SERVING:
-                    refused[link.name] = answer
-        if not applied and not refused:
-            raise no_engine()
-        return refused
+        await self._changes.unload(name, lambda: self._card(name) is not None)
 
     # -- text ------------------------------------------------------------------------------------------------------
 
@@ -463,14 +363,3 @@ class Router:
             except (EngineDeadError, TimeoutError) as death:
                 problem = death
         raise problem
-
-    async def _query_all(self, query: Callable[[EngineLink], Coroutine[Any, Any, T]]) -> dict[str, T | Exception]:
-        """Return the answer or the error of each connected engine."""
-        links = [link for link in self._links.values() if link.lost_at is None]
-        answers = await asyncio.gather(*(query(link) for link in links), return_exceptions=True)
-        by_name: dict[str, T | Exception] = {}
-        for link, answer in zip(links, answers, strict=True):
-            if isinstance(answer, BaseException) and not isinstance(answer, Exception):
-                raise answer
-            by_name[link.name] = answer
-        return by_name

@@ -1,9 +1,14 @@
 """Steps are shared fairly between owners: one that asks for much does not keep another waiting."""
 
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from sidestream.runtime.api.request import Request
 from sidestream.runtime.api.sampling_params import SamplingParams
 from sidestream.runtime.engine.engine import Engine
+from sidestream.runtime.scheduler.waiting_queue import MAX_DEBT, WaitingQueues
 from support.engines import VOCABULARY, assert_idle, make_engine, prompt, run
 from support.fake_runner import continuation
 
@@ -104,3 +109,26 @@ def test_a_client_of_many_adapters_has_no_larger_share():
         engine.step()
     ask(engine, "other", "other", 20, 4, "adapter0")
     assert steps_until(engine, "other") <= PATIENCE + 10
+
+
+def test_an_owner_that_was_served_for_hours_waits_for_a_bounded_number_of_tokens():
+    """The other one had a sequence all the time, but few tokens: it must not be first until it has as many."""
+    queues, arrivals = WaitingQueues(), itertools.count()
+
+    def enter(owner: str, queued: bool = True) -> Any:
+        arrival = next(arrivals)
+        made = SimpleNamespace(owner=owner, number=-1, priority=0, arrival=arrival, order=(0, arrival), finished=False)
+        queues.enter(made, queued)
+        return made
+
+    busy, slow = enter("busy", False), enter("slow", False)
+    queues.charge(busy, 50 * MAX_DEBT)
+    queues.charge(slow, 10)
+    for _ in range(200):
+        enter("slow")
+    enter("busy")
+    served = 0
+    while (first := queues.turns()[0][-1])[0] == "slow":
+        queues.charge(queues.pop(first), 1000)
+        served += 1000
+    assert MAX_DEBT - 1000 <= served <= MAX_DEBT + 1000

@@ -1,6 +1,5 @@
 """The next server at an address has the adapters that clients loaded into the last one."""
 
-import logging
 import os
 import shutil
 import time
@@ -63,14 +62,76 @@ def test_the_command_line_has_priority_where_it_was_changed(tmp_path: Path) -> N
     assert SavedAdapters(ServeSettings(model="/m", bind=elsewhere.bind)).path is None
 
 
+ENTRY = AdapterEntry("x", Stamp(1), "/x", "c")
+
+
+def aside(state: Path) -> list[Path]:
+    return [path for path in state.iterdir() if "damaged" in path.name]
+
+
 @pytest.mark.parametrize("damage", [b"", b"{", b'{"given": {}, "entries": [{"name": "../x"}]}', b"\xff" * 99])
-def test_a_damaged_file_is_not_used(tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_file_is_set_aside(tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture) -> None:
     saved = SavedAdapters(settings(tmp_path))
-    saved.write([AdapterEntry("x", Stamp(1), "/x", "c")])
+    saved.write([ENTRY])
     assert saved.path is not None
     saved.path.write_bytes(damage)
-    with caplog.at_level(logging.WARNING):
-        assert saved.read() == [] and "are not read" in caplog.text
+    again = SavedAdapters(settings(tmp_path))
+    assert again.read() == [] and "are not read" in caplog.text
+    (kept,) = aside(tmp_path)
+    assert kept.read_bytes() == damage and f"renamed to {kept}" in caplog.text
+    again.write([ENTRY])
+    assert SavedAdapters(settings(tmp_path)).read() == [ENTRY] and aside(tmp_path) == [kept]
+
+
+@pytest.mark.parametrize("kind", ["link", "writable", "pipe", "other owner"])
+def test_a_file_that_others_could_have_written_is_not_read(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = tmp_path / "state"
+    saved = SavedAdapters(settings(state))
+    saved.write([ENTRY])
+    assert saved.path is not None
+    reason = {"link": "a symbolic link", "pipe": "not a regular file", "writable": "mode 620"}.get(kind, "another user")
+    if kind == "link":
+        saved.path.rename(tmp_path / "mine")
+        saved.path.symlink_to(tmp_path / "mine")
+    elif kind == "pipe":
+        saved.path.unlink()
+        os.mkfifo(saved.path)
+    elif kind == "writable":
+        saved.path.chmod(0o620)
+    else:
+        user = os.geteuid() + 1
+        monkeypatch.setattr(os, "geteuid", lambda: user)
+    assert SavedAdapters(settings(state)).read() == [] and reason in caplog.text
+    assert len(aside(state)) == 1
+
+
+def test_a_damaged_file_that_cannot_be_renamed_is_not_overwritten(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = SavedAdapters(settings(tmp_path))
+    saved.write([ENTRY])
+    path = saved.path
+    assert path is not None
+    path.write_bytes(b"{")
+
+    def fail(*paths: object) -> None:
+        raise OSError("read-only")
+
+    monkeypatch.setattr(os, "rename", fail)
+    again = SavedAdapters(settings(tmp_path))
+    assert again.read() == [] and "are not saved: read-only" in caplog.text
+    again.write([ENTRY])
+    assert path.read_bytes() == b"{"
+
+
+def test_a_relative_path_is_saved_as_an_absolute_one(tmp_path: Path) -> None:
+    (tmp_path / "v").mkdir()
+    with serve_fake(tmp_path, adapters=1) as server, server.connect() as wire:
+        assert isinstance(wire.call(LoadAdapter(1, "x", os.path.relpath(tmp_path / "v"))), Done)
+        (entry,) = wire.call(ListAdapters(2)).entries
+        assert os.path.isabs(entry.path) and os.path.samefile(entry.path, tmp_path / "v")
 
 
 def test_changes_from_before_the_clock_was_set_back_count_as_made_now(tmp_path: Path) -> None:

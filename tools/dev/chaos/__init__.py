@@ -3,6 +3,7 @@
 run              the command: a server, healthy clients, rounds of attacks until a deadline, one table at the end
 questions        the served model, and questions whose answers are known before the attacks
 served           the server under attack: its processes, what they hold, and what is left after them
+served_gateway   a gateway process in front of such servers
 healthy          clients that ask the questions all along
 attacks          the ordered list of attacks; damage of the cache's files
 frames           frames that no honest program sends
@@ -12,7 +13,7 @@ kills            SIGKILL and SIGSTOP of each process
 lives            what each process holds as it grows older
 starts           how long each start took, and what it holds on its device
 router_kills     a command of its own: kill -9 of engines behind the router, each answer checked to its last token
-adapter_storm    a command of its own: adapters replaced all the time behind two gateways
+adapter_storm    a command of its own: adapters replaced all the time through two HTTP gateways
 adapter_changes  which versions may answer while changes overlap
 soak             a command of its own: memory of a gateway and two engines under steady traffic, without attacks
 """

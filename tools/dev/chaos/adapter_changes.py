@@ -34,5 +34,11 @@ def possible(changes: Iterable[Change], started: float, ended: float, everywhere
     """
     begun = [Change(None, -math.inf, -math.inf), *(each for each in changes if each.started <= ended)]
     done = [each for each in begun if each.acknowledged <= started and (each.everywhere or not everywhere)]
-    done = [each for each in done if each.acknowledged < math.inf]
-    return {each.value for each in begun if not any(each.precedes(other) for other in done)}
+    last = max((each.started for each in done if each.acknowledged < math.inf), default=-math.inf)
+    return {each.value for each in begun if each.ended + APART >= last}
+
+
+def prune(changes: list[Change], started: float) -> None:
+    """Remove the changes that are not possible for requests that begin at `started` or later."""
+    last = max((each.started for each in changes if each.acknowledged <= started), default=-math.inf)
+    changes[:] = [each for each in changes if each.ended + APART >= last]

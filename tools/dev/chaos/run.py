@@ -34,7 +34,7 @@ from .healthy import KINDS, HealthyClients
 from .kills import CHILDREN
 from .lives import Lives
 from .questions import prepare, too_many_strays, undisturbed_strays
-from .served import ServedDemo
+from .served import ServedDemo, tracebacks_in
 from .starts import Starts
 
 START_SECONDS = 600.0
@@ -284,7 +284,7 @@ def close(run: Run) -> None:
         else:
             print(f"KV pages are not looked at, for the server is starting again: {problem}")
     run.findings += [f"left after the end: {thing}" for thing in served.stop()]
-    run.findings += [f"a traceback in the log: {text}" for text in dict.fromkeys(served.tracebacks())]
+    run.findings += [f"a traceback in the log: {text}" for text in dict.fromkeys(tracebacks_in(served.log))]
 
 
 def report(run: Run, findings: list[str]) -> str:

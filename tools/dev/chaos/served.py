@@ -9,7 +9,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import IO, Self
 
 from ....runtime.api.errors import ServerError
 from ....runtime.client.client import Client
@@ -57,24 +57,34 @@ class ServedDemo:
         self.address = f"ipc://{folder}/run/engine.sock"
         for made in (self.cache, self.adapters):
             made.mkdir(mode=0o700, parents=True)
-        command = [sys.executable, "-m", "sidestream.tools.cli", "serve", "--no-http", "--bind", self.address]
-        command += ["--adapter-root", str(self.adapters), "--allow-adapter-loading", *arguments]
+        self._command = [sys.executable, "-m", "sidestream.tools.cli", "serve", "--no-http", "--bind", self.address]
+        self._command += ["--adapter-root", str(self.adapters), "--allow-adapter-loading", *arguments]
+        self.log.touch()
+        self._process, self._logging = self._start()
+
+    def _start(self) -> tuple[subprocess.Popen[bytes], threading.Thread]:
         environment = (
             {"OMP_NUM_THREADS": "1"}
             | os.environ
             | {
                 "SIDESTREAM_CACHE": str(self.cache),
-                "XDG_RUNTIME_DIR": str(folder),
-                "XDG_STATE_HOME": str(folder),
+                "XDG_RUNTIME_DIR": str(self.folder),
+                "XDG_STATE_HOME": str(self.folder),
             }
         )
-        self._process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        process = subprocess.Popen(
+            self._command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
         # here, since a server with a full disk cannot write it
-        self._logging = threading.Thread(target=self._keep_log, name="log", daemon=True)
-        self.log.touch()
-        self._logging.start()
+        logging = threading.Thread(target=self._keep_log, args=(process.stdout,), name="log", daemon=True)
+        logging.start()
+        return process, logging
+
+    def restart(self) -> None:
+        """Start another server at the same address after this one was killed."""
+        self._process.wait()
+        self._logging.join()
+        self._process, self._logging = self._start()
 
     def __enter__(self) -> Self:
         return self
@@ -138,13 +148,11 @@ class ServedDemo:
             limit = 0 if full else LARGEST_FILE
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]))
 
-    def _keep_log(self) -> None:
-        said = self._process.stdout
-        if said is not None:
-            with said, self.log.open("wb") as log:
-                while piece := os.read(said.fileno(), 1 << 16):
-                    log.write(piece)
-                    log.flush()
+    def _keep_log(self, output: IO[bytes]) -> None:
+        with output, self.log.open("ab") as log:
+            while piece := os.read(output.fileno(), 1 << 16):
+                log.write(piece)
+                log.flush()
 
     def tail(self, lines: int = 8) -> str:
         """Return the end of the server's log."""
@@ -154,15 +162,6 @@ class ServedDemo:
         """Return the last line of the log with `words` in it, or ""."""
         lines = self.log.read_text(errors="replace").splitlines()
         return next((line for line in reversed(lines) if words in line), "")
-
-    def tracebacks(self) -> list[str]:
-        """Return the tracebacks in the log, one line each."""
-        found = []
-        for part in self.log.read_text(errors="replace").split("Traceback (most recent call last):")[1:]:
-            lines = part.strip("\n").splitlines()
-            end = next((index for index, line in enumerate(lines) if not line.startswith(" ")), len(lines) - 1)
-            found.append(" | ".join(line.strip() for line in lines[max(0, end - 4) : end + 1]))
-        return found
 
     def stop(self) -> list[str]:
         """Send SIGTERM, then SIGKILL; return processes and sockets that remain."""
@@ -178,3 +177,13 @@ class ServedDemo:
         self._logging.join(5)  # a remaining process would keep it
         left = [f"process {pid}" for pid in children if Path(f"/proc/{pid}").exists()]
         return left + [str(path.relative_to(self.folder)) for path in self.folder.rglob("*.sock")]
+
+
+def tracebacks_in(log: Path) -> list[str]:
+    """Return the tracebacks in a log, one line each."""
+    found = []
+    for part in log.read_text(errors="replace").split("Traceback (most recent call last):")[1:]:
+        lines = part.strip("\n").splitlines()
+        end = next((index for index, line in enumerate(lines) if not line.startswith(" ")), len(lines) - 1)
+        found.append(" | ".join(line.strip() for line in lines[max(0, end - 4) : end + 1]))
+    return found

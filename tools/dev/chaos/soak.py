@@ -9,8 +9,6 @@ import contextlib
 import http.client
 import json
 import random
-import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -22,9 +20,11 @@ from ....runtime.demo_model import DEMO_MODEL
 from .lives import MOST_GROWTH, WARM_UP_SECONDS, WINDOW_SECONDS, Life, Lives
 from .questions import DEMO_FLAGS
 from .served import Holdings, ServedDemo
+from .served_gateway import ServedGateway
 
 LOOK_SECONDS = 30.0
 REQUEST_SECONDS = 60.0
+START_SECONDS = 300.0
 LONGEST_PAUSE = 0.4  # seconds between two requests of a client
 
 
@@ -43,10 +43,10 @@ def descendants(pid: int) -> dict[str, int]:
 class Clients:
     """Threads that ask questions of the demo model; `failures` has what went wrong."""
 
-    def __init__(self, port: int, count: int) -> None:
+    def __init__(self, gateway: ServedGateway, count: int) -> None:
         self.answers = 0
         self.failures: list[str] = []
-        self._port = port
+        self._gateway = gateway
         self._questions = json.loads((Path(DEMO_MODEL) / "prompts.json").read_text(encoding="utf-8"))
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -73,22 +73,14 @@ class Clients:
             else:
                 path, body["messages"] = "/v1/chat/completions", [{"role": "user", "content": question["prompt"]}]
             try:
-                outcome = str(post(self._port, path, body))
+                with self._gateway.open("POST", path, body, REQUEST_SECONDS) as response:
+                    response.read()
+                    outcome = str(response.status)
             except (OSError, http.client.HTTPException) as error:
                 outcome = repr(error)
             with self._lock:
                 self.answers += outcome == "200"
                 self.failures += [] if outcome == "200" else [f"{path} {body}: {outcome}"]
-
-
-def post(port: int, path: str, body: dict[str, Any]) -> int:
-    """Send a request and return its status after the last byte of the answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=REQUEST_SECONDS)
-    with contextlib.closing(connection):
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        response.read()
-        return response.status
 
 
 def growth(life: Life) -> float:
@@ -102,37 +94,33 @@ def run(minutes: float, clients: int, folder: Path) -> list[str]:
         engines = [stack.enter_context(ServedDemo(folder / str(place), *DEMO_FLAGS)) for place in range(2)]
         for engine in engines:
             engine.wait()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        command = [sys.executable, "-m", "sidestream.tools.cli", "gateway", "--port", str(port)]
-        command += ["--usage-log", str(folder / "usage.jsonl")]
-        for engine in engines:
-            command += ["--engine", engine.address]
-        gateway = stack.enter_context(subprocess.Popen(command))
-        stack.callback(gateway.terminate)
-        while gateway.poll() is None:
-            with contextlib.suppress(OSError):
-                if post(port, "/v1/completions", {"prompt": "x", "max_tokens": 1}) == http.client.OK:
-                    break
-            time.sleep(0.5)
-        asking = stack.enter_context(Clients(port, clients))
+        gateway = stack.enter_context(ServedGateway(folder / "gateway", [engine.address for engine in engines]))
+        gateway.wait(len(engines), START_SECONDS)
+        asking = stack.enter_context(Clients(gateway, clients))
         lives, started = Lives(), time.monotonic()
-        while (now := time.monotonic()) < started + 60 * minutes and gateway.poll() is None:
-            processes = descendants(gateway.pid)
+        end = started + 60 * minutes
+        while (now := time.monotonic()) < end and gateway.process.poll() is None:
+            processes = descendants(gateway.process.pid)
             for place, engine in enumerate(engines):
                 processes |= {f"{role} {place}": pid for role, pid in engine.processes().items()}
             lives.look(now, 0, processes)
             held = {name: Holdings.of(pid) for name, pid in processes.items()}
             memory = ", ".join(f"{name} {each.memory / 2**20:.1f}" for name, each in held.items() if each is not None)
             print(f"{now - started:6.0f} s  {asking.answers} answers  MiB: {memory}", flush=True)
-            time.sleep(LOOK_SECONDS)
-        findings = [f"{len(asking.failures)} requests failed: {asking.failures[0]}"] if asking.failures else []
-        if gateway.poll() is not None:
-            findings.append(f"the gateway ended with exit code {gateway.returncode}")
-        findings += [f"{life.role}: grew by {growth(life):.2%}" for life in lives if growth(life) >= MOST_GROWTH]
+            time.sleep(max(0.0, min(LOOK_SECONDS, end - time.monotonic())))
         print("\n".join(["", *lives.table()]))
-        return findings
+        return findings_of(lives, asking.failures, gateway.process.poll())
+
+
+def findings_of(lives: Lives, failures: list[str], gateway_code: int | None) -> list[str]:
+    """Return what went wrong. Growth is judged only in processes that lived long enough."""
+    findings = [f"{len(failures)} requests failed: {failures[0]}"] if failures else []
+    if gateway_code is not None:
+        findings.append(f"the gateway ended with exit code {gateway_code}")
+    old = [life for life in lives if life.is_old]
+    if not old:
+        print("growth is not judged: the run was too short")
+    return findings + [f"{life.role}: grew by {growth(life):.2%}" for life in old if growth(life) >= MOST_GROWTH]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,7 +1,9 @@
 """Two gateways and three engines change adapters at once, with delays, losses, restarts and refusals.
 
 The map, the engines' checks and the routers are the real ones (`support.adapter_world`). All engines end equal, no
-acknowledged change is lost, and no version answers that is older than an acknowledged one.
+acknowledged change is lost, and no version answers that is older than an acknowledged one. On 16 cores:
+
+    python -m pytest tests/runtime/gateway/router/test_adapter_changes.py --exhaustive -n 16
 """
 
 import asyncio
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from sidestream.runtime.api.errors import RequestError, ServerError
@@ -20,6 +22,8 @@ from sidestream.runtime.api.sampling_params import SamplingParams
 from sidestream.runtime.gateway.interfaces import EngineRequest
 from sidestream.runtime.gateway.router.router import Router
 from sidestream.runtime.protocol.adapter_map import AdapterEntry, Stamp
+from sidestream.runtime.protocol.messages import Adapters, ListAdapters
+from sidestream.runtime.server.adapter_requests import AdapterRequests
 from sidestream.tools.dev.chaos.adapter_changes import Change, possible
 from support.adapter_world import EPOCH, World, world
 
@@ -28,6 +32,7 @@ NAMES = st.sampled_from(["x", "y"])
 PATHS = st.sampled_from(["/v1", "/v2", "/v3"])
 GATEWAY, ENGINE = st.integers(0, GATEWAYS - 1), st.integers(0, ENGINES - 1)
 SETTLE = 12.0
+RUNS, EXHAUSTIVE_RUNS, SHARDS = 200, 10_000, 16
 
 
 def content(path: str | None) -> str | None:
@@ -197,18 +202,23 @@ class Changes(RuleBasedStateMachine):
         assert not (old.precedes(new) and new.acknowledged < math.inf), f"{later} after {earlier}"
 
 
+@pytest.mark.parametrize("shard", range(SHARDS))
 def test_changes_at_once_lose_nothing_and_mix_nothing(
-    pytestconfig: pytest.Config, caplog: pytest.LogCaptureFixture
+    pytestconfig: pytest.Config, caplog: pytest.LogCaptureFixture, shard: int
 ) -> None:
+    """Run 200 examples, and 10,000 with --exhaustive. Processes of pytest-xdist share the shards."""
+    is_exhaustive = pytestconfig.getoption("--exhaustive")
+    if shard and not is_exhaustive:
+        pytest.skip("only the first shard runs without --exhaustive")
     caplog.set_level(logging.CRITICAL)  # each loss is logged
-    examples = 10_000 if pytestconfig.getoption("--exhaustive") else 200
+    machine = type("Changes", (Changes,), {})
     run_state_machine_as_test(
-        Changes,
+        seed(shard)(machine) if is_exhaustive else machine,
         settings=settings(
-            max_examples=examples,
+            max_examples=EXHAUSTIVE_RUNS // SHARDS if is_exhaustive else RUNS,
             stateful_step_count=25,
             deadline=None,
-            derandomize=examples == 200,
+            derandomize=not is_exhaustive,
             database=None,
             suppress_health_check=list(HealthCheck),
         ),
@@ -249,6 +259,30 @@ def test_a_version_that_one_engine_refuses_is_undone_on_all_and_the_engine_named
                 run(made.routers[0].load_adapter("x", "/v2", True))
             contents = [engine.stepper.adapters.get("x") for engine in made.engines.values()]
             assert {None if each is None else each.content for each in contents} == {content(before)}
+
+
+def test_a_change_of_a_client_during_one_that_is_undone_remains() -> None:
+    """The refused one has the later stamp; what the client changed was in progress."""
+    undone = 0
+    for number in range(8):
+        with world(2, 1, number) as made:
+            first, other = made.engines.values()
+            first.unreadable.add("/v2")
+            link = other.stepper.link
+            link.send = lambda notice, made=made, other=other: made.loop.call_later(  # type: ignore[method-assign]
+                1.0, other._reply, notice, other.gpu_life
+            )
+            made.advance(0.2)
+            client = made.loop.create_task(made.client(other).load_adapter("x", "/v1"))
+            made.advance(0.2)
+            load = made.loop.create_task(made.routers[0].load_adapter("x", "/v2", number % 2 == 0))
+            made.loop.run_until_complete(asyncio.wait([client, load]))
+            client.result()
+            undone += "undone" in str(load.exception())
+            made.advance(8.0)
+            for engine in made.engines.values():
+                assert engine.stepper.adapters["x"].content == "content of /v1", number
+    assert undone
 
 
 def test_an_engine_whose_gpu_process_restarts_during_a_change_serves_no_former_version_behind_another_gateway() -> None:
@@ -335,7 +369,7 @@ def test_a_router_keeps_nothing_of_names_that_do_not_exist() -> None:
         for number in range(9):
             with pytest.raises(ServerError, match="not known"):
                 made.loop.run_until_complete(made.routers[0].unload_adapter(f"x{number}"))
-        assert not made.routers[0]._change_locks
+        assert not made.routers[0]._changes.locks
 
 
 def test_a_new_engine_gets_the_adapters_before_its_first_request() -> None:
@@ -350,3 +384,74 @@ def test_a_new_engine_gets_the_adapters_before_its_first_request() -> None:
             assert made.loop.time() < 60
             made.advance(0.01)
         assert engine.stepper.adapters["x"].content == "content of /v1"
+
+
+def test_a_gateway_asks_the_engines_before_it_refuses_a_name() -> None:
+    with world(2, 2) as made:
+        run, other = made.loop.run_until_complete, made.routers[1]
+        for path in ("/v1", "/v2"):
+            assert run(other.adapter("x")) is None
+            run(made.routers[0].load_adapter("x", path, False))
+            card = run(other.adapter("x"))
+            assert card is not None and card.content == content(path)
+            assert answer_of(made, 1, "x") == content(path)
+            run(made.routers[0].unload_adapter("x"))
+
+
+def test_requests_for_unknown_names_share_their_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    with world(2, 1) as made:
+        queries = 0
+        ask = AdapterRequests.list
+
+        def counted(adapters: AdapterRequests, message: ListAdapters) -> Adapters:
+            nonlocal queries
+            queries += 1
+            return ask(adapters, message)
+
+        monkeypatch.setattr(AdapterRequests, "list", counted)
+
+        async def many() -> None:
+            assert set(await asyncio.gather(*(made.routers[0].adapter(f"x{each}") for each in range(500)))) == {None}
+
+        made.loop.run_until_complete(many())
+        assert queries <= 8, "two for each engine, and polls"
+
+
+def test_an_engine_that_is_stalled_delays_no_refusal() -> None:
+    with world(2, 1) as made:
+        made.routers[0]._links["engine-0"].client._delay = lambda: asyncio.sleep(600)  # type: ignore[attr-defined]
+        started = made.loop.time()
+        assert made.loop.run_until_complete(made.routers[0].adapter("x")) is None
+        assert made.loop.time() - started < 2
+
+
+def test_a_slow_load_of_a_passed_on_change_does_not_delay_the_health_of_its_engine() -> None:
+    with world(2, 1) as made:
+        slow, other = made.engines.values()
+        slow.stepper.link.send = lambda notice: made.loop.call_later(300.0, slow._reply, notice, slow.gpu_life)
+        made.loop.run_until_complete(made.client(other).load_adapter("x", "/v1"))
+        made.advance(3.0)
+        assert slow.adapters._pending, "it is being loaded"
+        link = made.routers[0]._links["engine-0"]
+        slow.state.draining = True
+        made.advance(2.0)
+        assert link.status == "draining"
+        slow.state.draining = False
+        made.advance(300.0)
+        assert link.adapters["x"].content == "content of /v1"
+
+
+def test_a_router_forgets_the_adapters_of_removed_engines() -> None:
+    with world(2, 1) as made:
+        router = made.routers[0]
+
+        async def replace_engine(name: str) -> None:
+            await router.load_adapter(name, "/v1", False)
+            router.remove("engine-1")
+            assert set(router._former_adapters) == {name}
+            await router.unload_adapter(name)
+            router.add("engine-1", "ipc:///e1")
+            await asyncio.sleep(3.0)
+
+        for number in range(5):
+            made.loop.run_until_complete(replace_engine(f"x{number}"))
