@@ -50,7 +50,11 @@ class Usage(Answer, frozen=True, kw_only=True):
 
 
 class StreamOptions(Body, frozen=True, kw_only=True):
-    """`include_usage`: the last event reports the usage. `include_obfuscation` is ignored."""
+    """`include_usage`: the last event reports the usage. `include_obfuscation` is ignored.
+
+    `continuous_usage_stats`: each event reports the tokens of its prompt and of its completion so far.
+    """
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None

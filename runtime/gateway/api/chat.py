@@ -297,7 +297,7 @@ async def chat_completions(context: GatewayContext, request: Request) -> Respons
     answer_id, created, top = new_id("chatcmpl"), int(time.time()), body.top_logprobs or 0
     if stream:
         encoder = ChunkEncoder("chat.completion.chunk", answer_id, created, target.name, body.stream_options)
-        return EventStream(session, _ChatFormatter(encoder, top, messages))
+        return EventStream(session, encoder.with_usage(_ChatFormatter(encoder, top, messages), session.counts))
     results = await session.results(request.receive)
     answer = ChatCompletion(
         id=answer_id,

@@ -208,7 +208,8 @@ async def completions(context: GatewayContext, request: Request) -> Response:
     answer_id, created = new_id("cmpl"), int(time.time())
     if stream:
         encoder = ChunkEncoder("text_completion", answer_id, created, target.name, body.stream_options)
-        return EventStream(session, _CompletionFormatter(encoder, body.logprobs, echoes, params.n))
+        formatter = _CompletionFormatter(encoder, body.logprobs, echoes, params.n)
+        return EventStream(session, encoder.with_usage(formatter, session.counts))
     results = await session.results(request.receive)
     for echo, result in zip(echoes, results[:: params.n], strict=False):
         echo.add_scores(result.prompt_logprobs)

@@ -133,7 +133,8 @@ def sampling_params(
     Raises GatewayError 400 that names the field.
     """
     refuse_unsupported(body)
-    if body.stream_options is not None and not body.stream:
+    options = body.stream_options
+    if options is not None and not body.stream and (options.include_usage or options.continuous_usage_stats):
         raise GatewayError(400, "stream_options needs stream=true", param="stream_options")
     if body.prompt_logprobs is not None and body.stream:
         raise GatewayError(400, "prompt_logprobs does not work with stream; omit one", param="prompt_logprobs")
