@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
-from msgspec import UNSET, Meta, UnsetType, to_builtins
+from msgspec import UNSET, Meta, UnsetType, field, structs, to_builtins
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -16,7 +16,7 @@ from ...api.sampling_defaults import SamplingDefaults
 from ...api.sampling_params import SamplingParams
 from ...protocol.messages import Chunk
 from ..interfaces import GatewayError
-from .body_types import Answer, Body, Ignored, Refused, Text, Usage
+from .body_types import Answer, Ignored, Part, Refused, Text, Usage
 from .completion_session import estimated_tokens, open_session, reserved_tokens
 from .context import GatewayContext, caller_of, errors_as_400, json_response, new_id
 from .event_stream import ChunkEncoder, EventStream, TextChunkEncoder
@@ -41,30 +41,48 @@ from .tools import (
 )
 
 MAX_MESSAGES = 4096
+_NO_TEXT = "".join(("no", "text"))
+"""Stands for a missing text, known by its identity, so that `text` always has the type of a text."""
+Role = Annotated[
+    str,
+    Meta(
+        max_length=64,
+        pattern=r"^[A-Za-z0-9_.-]+$",
+        description="system, developer, user, assistant, tool, or a role of the chat template",
+    ),
+]
 
 
-class TextPart(Body, frozen=True, kw_only=True):
-    """A part of a message's content."""
+class TextPart(Part, frozen=True, kw_only=True):
+    """A part of a message's content. `text` is also set for the refusal or the reasoning of an earlier answer."""
 
-    type: Literal["text"]
-    text: Text
+    type: Literal["text", "input_text", "output_text", "refusal", "thinking", "reasoning"]
+    text: Text = field(default_factory=lambda: _NO_TEXT)
+    refusal: Text | None = None
+    thinking: Text | None = None
+
+    def __post_init__(self) -> None:
+        if self.text is _NO_TEXT:
+            name = self.type if self.type in ("refusal", "thinking") else "text"
+            text = getattr(self, name)
+            if text is None or text is _NO_TEXT:
+                raise ValueError(f"Object missing required field `{name}`")
+            structs.force_setattr(self, "text", text)
 
 
-class ChatMessage(Body, frozen=True, kw_only=True):
-    """One message. `developer` is the same as `system`."""
+class ChatMessage(Part, frozen=True, kw_only=True):
+    """One message. `developer` is the same as `system`; other roles than these five are for the template to know."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Role
     content: Text | Annotated[list[TextPart], Meta(max_length=MAX_MESSAGES)] | None = None
     name: Annotated[str, Meta(max_length=256)] | None = None
     tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
     reasoning_content: Text | None = None
     reasoning: Text | None = None
-    refusal: Ignored = None
-    annotations: Ignored = None
+    refusal: Text | None = None
     audio: Refused = None
     tool_calls: Annotated[list[PastCall], Meta(max_length=MAX_TOOLS)] | None = None
     function_call: Refused = None
-    parsed: Ignored = None
 
 
 class ChatRequest(SamplingBody, frozen=True, kw_only=True):
@@ -137,15 +155,17 @@ class ChatRequest(SamplingBody, frozen=True, kw_only=True):
         return sampling_params(self, max_tokens, logprobs, defaults)
 
 
-_TEMPLATE_FIELDS = ("role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content", "reasoning")
+_TEMPLATE_FIELDS = (
+    "role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content", "reasoning", "refusal",
+)  # fmt: skip
 
 
 def template_messages(messages: Iterable[ChatMessage]) -> list[dict[str, Any]]:
     """Return messages for `ChatRenderer`, without ignored fields. Raises GatewayError 400 that names the field."""
     for index, message in enumerate(messages):
-        for field in ("audio", "function_call"):
-            if getattr(message, field):
-                where = f"messages[{index}].{field}"
+        for name in ("audio", "function_call"):
+            if getattr(message, name):
+                where = f"messages[{index}].{name}"
                 text = f"{where} is not supported; put its text into content"
                 raise GatewayError(400, text, code="unsupported_parameter", param=where)
     return [{name: to_builtins(getattr(message, name)) for name in _TEMPLATE_FIELDS} for message in messages]
