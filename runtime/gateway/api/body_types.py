@@ -14,8 +14,9 @@ AdapterName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za
 Text = Annotated[str, Meta(max_length=MAX_PROMPT_CHARACTERS)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_PROMPT_TOKENS)]
+TemplateVariables = Annotated[dict[str, Any], Meta(max_length=64)]
 Ignored = Annotated[Any, Meta(description="accepted and ignored")]
-Refused = Annotated[Any, Meta(description="not supported: omit it, or null")]
+Refused = Annotated[Any, Meta(description="not supported; values without an effect are accepted")]
 
 
 class Body(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

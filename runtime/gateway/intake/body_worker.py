@@ -9,6 +9,7 @@ import functools
 import importlib
 import resource
 import sys
+from typing import Any
 
 import msgspec
 
@@ -19,9 +20,9 @@ MEMORY_BYTES = 4 << 30
 
 
 @functools.cache
-def _shape(name: str) -> type:
+def _shape(name: str) -> type[Any]:
     module, _, struct = name.partition(":")
-    shape: type = getattr(importlib.import_module(module), struct)
+    shape: type[Any] = getattr(importlib.import_module(module), struct)
     return shape
 
 
