@@ -13,7 +13,8 @@ from ..api.checks import check_text
 from ..api.errors import RequestError
 
 Message = dict[str, Any]
-_ROLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_OTHER_ROLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 # type of a text part -> key of its text
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _CLIENTS_OWN = ("index", "parsed_arguments")
@@ -72,7 +73,7 @@ def _message(entry: Any, where: str) -> Message:
         raise ChatInputError(f"{where} must be a dict with a role and a content, not {type(entry).__name__}", where)
     made: Message = {str(key): value for key, value in fields.items() if value is not None}
     role = made.get("role")
-    if not isinstance(role, str) or not _ROLE.fullmatch(role):
+    if not isinstance(role, str) or (role not in ROLES and not _OTHER_ROLE.fullmatch(role)):
         raise ChatInputError(
             f"{where}.role={role!r:.40} must be a name of letters, digits, '.', '_' and '-', such as 'user'",
             f"{where}.role",

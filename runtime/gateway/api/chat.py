@@ -47,11 +47,7 @@ _NO_TEXT = "".join(("no", "text"))
 """Stands for a missing text, known by its identity, so that `text` always has the type of a text."""
 Role = Annotated[
     str,
-    Meta(
-        max_length=64,
-        pattern=r"^[A-Za-z0-9_.-]+$",
-        description="system, developer, user, assistant, tool, or a role of the chat template",
-    ),
+    Meta(max_length=64, description="system, developer, user, assistant, tool, or a role of the chat template"),
 ]
 
 

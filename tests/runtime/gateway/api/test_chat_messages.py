@@ -120,7 +120,7 @@ def test_tools_may_be_decorated() -> None:
     [
         ({"role": "user", "content": None}, "messages[0].content", "is missing; give a text"),
         ({"role": "function", "name": "f", "content": "1"}, "messages[0].role", "of the role 'tool'"),
-        ({"role": "", "content": "x"}, "messages[0].role", "must have letters"),
+        ({"role": "", "content": "x"}, "messages[0].role", "must be a name of letters"),
         (
             {"role": "assistant", "content": "", "function_call": CALL["function"]},
             "messages[0].function_call",
