@@ -379,7 +379,8 @@ class LLM:
         """Answer conversations; return their outputs in the same order. An output's `prompt` is the rendered template.
 
         messages                messages as in OpenAI's API, such as [{"role": "user", "content": text}], or a list of
-                                such lists; roles: system, developer, user, assistant, tool
+                                such lists; roles: system, developer, user, assistant, tool, and others of the
+                                template
         sampling_params, adapter, use_tqdm, lora_request   as for `generate`
         chat_template           text of a Jinja template, or the name of one of the model's templates. None: the
                                 adapter's template if it has one, else the model's

@@ -8,5 +8,6 @@ structured_outputs  constraints on an answer
 request             a request to the engine, and the output of one step for it
 lora_request        vLLM's LoRARequest
 outputs             outputs and log-probabilities
+unsupported         options of other servers: accepted values and remedies
 errors              errors that a caller can cause or must handle
 """

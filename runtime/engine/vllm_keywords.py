@@ -3,23 +3,17 @@ effect.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...compiler.options import OptionError
+from ..api.unsupported import ANY as ANY
+from ..api.unsupported import Unsupported as Unsupported
+from ..api.unsupported import has_no_effect as has_no_effect
 
 DEFAULT_LORA_RANK = 16
 DEFAULT_LORAS = 1
 
 
-class Unsupported(NamedTuple):
-    """Accepted values, which have no effect as None does, and the remedy for all others."""
-
-    accepted: tuple[Any, ...]
-    remedy: str
-
-
-ANY: Any = object()
-"""In `accepted`: every value."""
 _ONE_GPU = "use tensor_parallel_size to spread a model over GPUs, or one engine for each GPU"
 _TEXT_ONLY = "leave it out; the model reads text only"
 _TOKENIZER = "put tokenizer.json or tokenizer.model into the model's directory; it is read from there"
@@ -118,14 +112,3 @@ def without_vllm_keywords(given: Mapping[str, Any], adapters: bool) -> dict[str,
             kept.setdefault("max_loras", DEFAULT_LORAS)
             kept.setdefault("max_lora_rank", DEFAULT_LORA_RANK)
     return kept
-
-
-def has_no_effect(option: Unsupported, value: Any) -> bool:
-    """Return whether a value of vLLM's option is accepted because it has no effect."""
-    return value is None or any(each is ANY or _same(value, each) for each in option.accepted)
-
-
-def _same(value: Any, accepted: Any) -> bool:
-    if isinstance(value, bool) or isinstance(accepted, bool):
-        return value is accepted
-    return bool(value == accepted)

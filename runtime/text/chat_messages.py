@@ -4,6 +4,7 @@ Imports neither the engine nor torch.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from typing import Any, TypeGuard
@@ -13,10 +14,11 @@ from ..api.errors import RequestError
 
 Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
+_OTHER_ROLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 # type of a text part -> key of its text
-TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _CLIENTS_OWN = ("index", "parsed_arguments")
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of messages and types of parts
 
 
 class ChatInputError(RequestError):
@@ -30,8 +32,9 @@ class ChatInputError(RequestError):
 def as_conversations(messages: Any) -> list[list[Message]]:
     """Return one or several conversations as a list, each message a dict for chat templates.
 
-    `content` is a text or a list of {"type": "text", "text": ...}; `developer` becomes `system`; arguments of tool
-    calls become objects; keys without a value are dropped, and unknown keys are kept. Raises ChatInputError.
+    `content` is a text or a list of {"type": "text", "text": ...}; `developer` becomes `system`, other roles are for
+    the template to know; parts with reasoning move to `reasoning_content`; arguments of tool calls become objects;
+    keys without a value are dropped, and unknown keys are kept. Raises ChatInputError.
     """
     if not is_list(messages):
         raise ChatInputError(
@@ -70,46 +73,69 @@ def _message(entry: Any, where: str) -> Message:
         raise ChatInputError(f"{where} must be a dict with a role and a content, not {type(entry).__name__}", where)
     made: Message = {str(key): value for key, value in fields.items() if value is not None}
     role = made.get("role")
-    if not isinstance(role, str) or role not in ROLES:
+    if not isinstance(role, str) or (role not in ROLES and not _OTHER_ROLE.fullmatch(role)):
         raise ChatInputError(
-            f"{where} must have a role that is one of {', '.join(ROLES)}, not {str(role)[:40]!r}", f"{where}.role"
+            f"{where}.role={role!r:.40} must be a name of letters, digits, '.', '_' and '-', such as 'user'",
+            f"{where}.role",
+        )
+    if role == "function":
+        raise ChatInputError(
+            f"{where}.role='function' is not supported; write what a function returned as a message of the role 'tool'",
+            f"{where}.role",
         )
     made["role"] = "system" if role == "developer" else role
     if not made.get("tool_calls", True):
         del made["tool_calls"]
     if "tool_calls" in made:
         made["tool_calls"] = _calls(made["tool_calls"], f"{where}.tool_calls")
-        made.setdefault("content", "")
-    made["content"] = _content(made.get("content"), f"{where}.content")
-    reasoning = next((made[key] for key in _REASONING if key in made), None)
+    if role in ("assistant", "tool"):  # what a model or a function returned may be empty
+        made.setdefault("content", made["refusal"] if isinstance(made.get("refusal"), str) else "")
+    made["content"], thoughts = _content(made.get("content"), f"{where}.content")
+    reasoning = next((made[key] for key in _REASONING if key in made), thoughts)
     if reasoning is not None:  # templates read one name or the other
         made = {"thinking": reasoning, **made, "reasoning_content": reasoning}
     return made
 
 
-def _content(content: Any, where: str) -> str | list[dict[str, str]]:
+def _content(content: Any, where: str) -> tuple[str | list[dict[str, str]], str | None]:
+    """Return the content, and the text of its parts with reasoning if there are any."""
     if content is None:
         raise ChatInputError(f"{where} is missing; give a text", where)
     if isinstance(content, str):
         check_text(where, content)
-        return content
+        return content, None
     if not is_list(content):
         raise ChatInputError(f"{where} must be a text or a list of text parts, not {type(content).__name__}", where)
-    return [{"type": "text", "text": _part(part, f"{where}[{place}]")} for place, part in enumerate(content)]
+    parts: list[dict[str, str]] = []
+    thoughts: list[str] = []
+    for place, part in enumerate(content):
+        kind, text = _part(part, f"{where}[{place}]")
+        if kind in _REASONING:
+            thoughts.append(text)
+        else:
+            parts.append({"type": "text", "text": text})
+    return parts, "\n".join(thoughts) if thoughts else None
 
 
-def _part(part: Any, where: str) -> str:
+def _part(part: Any, where: str) -> tuple[str, str]:
+    """Return the type and the text of a part."""
     fields = {"type": "text", "text": part} if isinstance(part, str) else as_mapping(part) or {}
     kind = fields.get("type")
-    text = fields.get(TEXT_PARTS.get(kind, "")) if isinstance(kind, str) else None
-    if not isinstance(text, str):
+    text = None
+    if isinstance(kind, str):
+        text = (
+            fields.get("thinking") or fields.get("text")
+            if kind in _REASONING
+            else fields.get(_TEXT_PARTS.get(kind, ""))
+        )
+    if not isinstance(kind, str) or not isinstance(text, str):
         raise ChatInputError(
             f"{where} is a content part of type {str(kind)[:40]!r}; the model reads text only: "
             '{"type": "text", "text": "..."}',
             where,
         )
     check_text(where, text)
-    return text
+    return kind, text
 
 
 def _calls(calls: Any, where: str) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ event_stream        responses as server-sent events
 request_body        reads and decodes bodies; errors for malformed ones
 errors              error responses, including that for unknown models
 body_types          base classes and common field types of bodies
+field_table         fields of other servers' bodies: values without an effect, remedies
 sampling_fields     sampling parameters of a body
 response_format     structured outputs of a body: `response_format`, `structured_outputs`
 logprobs            log-probabilities in answers

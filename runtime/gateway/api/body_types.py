@@ -14,12 +14,17 @@ AdapterName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za
 Text = Annotated[str, Meta(max_length=MAX_PROMPT_CHARACTERS)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_PROMPT_TOKENS)]
+TemplateVariables = Annotated[dict[str, Any], Meta(max_length=64)]
 Ignored = Annotated[Any, Meta(description="accepted and ignored")]
-Refused = Annotated[Any, Meta(description="not supported: omit it, or null")]
+Refused = Annotated[Any, Meta(description="not supported; values without an effect are accepted")]
 
 
 class Body(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A request body. Unknown fields are refused, since they would have no effect."""
+
+
+class Part(Struct, frozen=True, kw_only=True):
+    """A part of a conversation. Unknown fields are ignored: clients send back what other servers have answered."""
 
 
 class Answer(Struct, frozen=True, kw_only=True):
@@ -50,7 +55,11 @@ class Usage(Answer, frozen=True, kw_only=True):
 
 
 class StreamOptions(Body, frozen=True, kw_only=True):
-    """`include_usage`: the last event reports the usage. `include_obfuscation` is ignored."""
+    """`include_usage`: the last event reports the usage. `include_obfuscation` is ignored.
+
+    `continuous_usage_stats`: each event reports the tokens of its prompt and of its completion so far.
+    """
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
-from msgspec import UNSET, Meta, UnsetType, to_builtins
+from msgspec import UNSET, Meta, UnsetType, field, structs, to_builtins
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -16,13 +16,14 @@ from ...api.sampling_defaults import SamplingDefaults
 from ...api.sampling_params import SamplingParams
 from ...protocol.messages import Chunk
 from ..interfaces import GatewayError
-from .body_types import Answer, Body, Ignored, Refused, Text, Usage
+from .body_types import Answer, Part, Refused, TemplateVariables, Text, Usage
 from .completion_session import estimated_tokens, open_session, reserved_tokens
 from .context import GatewayContext, caller_of, errors_as_400, json_response, new_id
 from .event_stream import ChunkEncoder, EventStream, TextChunkEncoder
+from .field_table import with_table_fields
 from .logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs
 from .response_format import make_constraint, schema_of
-from .sampling_fields import LogprobCount, SamplingBody, TokenCount, refuse, sampling_params
+from .sampling_fields import LogprobCount, SamplingBody, TokenCount, sampling_params
 from .tool_call_parser import CallDelta, ToolParser
 from .tools import (
     MAX_TOOLS,
@@ -41,32 +42,48 @@ from .tools import (
 )
 
 MAX_MESSAGES = 4096
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+_NO_TEXT = "".join(("no", "text"))
+"""Stands for a missing text, known by its identity, so that `text` always has the type of a text."""
+Role = Annotated[
+    str,
+    Meta(max_length=64, description="system, developer, user, assistant, tool, or a role of the chat template"),
+]
 
 
-class TextPart(Body, frozen=True, kw_only=True):
-    """A part of a message's content."""
+class TextPart(Part, frozen=True, kw_only=True):
+    """A part of a message's content. `text` is also set for the refusal or the reasoning of an earlier answer."""
 
-    type: Literal["text"]
-    text: Text
+    type: Literal["text", "input_text", "output_text", "refusal", "thinking", "reasoning"]
+    text: Text = field(default_factory=lambda: _NO_TEXT)
+    refusal: Text | None = None
+    thinking: Text | None = None
+
+    def __post_init__(self) -> None:
+        if self.text is _NO_TEXT:
+            name = self.type if self.type in ("refusal", "thinking") else "text"
+            text = getattr(self, name)
+            if text is None or text is _NO_TEXT:
+                raise ValueError(f"Object missing required field `{name}`")
+            structs.force_setattr(self, "text", text)
 
 
-class ChatMessage(Body, frozen=True, kw_only=True):
-    """One message. `developer` is the same as `system`."""
+class ChatMessage(Part, frozen=True, kw_only=True):
+    """One message. `developer` is the same as `system`; other roles than these five are for the template to know."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Role
     content: Text | Annotated[list[TextPart], Meta(max_length=MAX_MESSAGES)] | None = None
     name: Annotated[str, Meta(max_length=256)] | None = None
     tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
     reasoning_content: Text | None = None
     reasoning: Text | None = None
-    refusal: Ignored = None
-    annotations: Ignored = None
+    refusal: Text | None = None
     audio: Refused = None
     tool_calls: Annotated[list[PastCall], Meta(max_length=MAX_TOOLS)] | None = None
     function_call: Refused = None
-    parsed: Ignored = None
 
 
+@with_table_fields("chat")
 class ChatRequest(SamplingBody, frozen=True, kw_only=True):
     """A conversation. The model's chat template turns it into a prompt."""
 
@@ -77,24 +94,12 @@ class ChatRequest(SamplingBody, frozen=True, kw_only=True):
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    functions: Refused = None
-    function_call: Refused = None
-    audio: Refused = None
-    modalities: Annotated[list[str], Meta(description='["text"] only', max_length=8)] | None = None
-    prediction: Refused = None
-    web_search_options: Refused = None
-    reasoning_effort: Refused = None
-    verbosity: Refused = None
-    store: Ignored = None
-    service_tier: Ignored = None
-    safety_identifier: Ignored = None
-    prompt_cache_key: Ignored = None
-    prompt_cache_retention: Ignored = None
+    reasoning_effort: ReasoningEffort | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
-    chat_template: Refused = None
-    documents: Refused = None
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    documents: Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)] | None = None
 
     @property
     def constraint_field(self) -> str:
@@ -126,10 +131,17 @@ class ChatRequest(SamplingBody, frozen=True, kw_only=True):
         """Return the messages for the chat template. Raises GatewayError 400 that names the field."""
         return template_messages(self.messages)
 
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Further variables of the chat template. `reasoning_effort` sets two, as in vLLM."""
+        variables: dict[str, Any] = {} if self.documents is None else {"documents": self.documents}
+        if self.reasoning_effort is not None:
+            enabled = self.reasoning_effort != "none"
+            variables |= {"reasoning_effort": self.reasoning_effort, "enable_thinking": enabled}
+        return variables | (self.chat_template_kwargs or {})
+
     def sampling(self, defaults: SamplingDefaults) -> SamplingParams:
         """Return the sampling parameters. `defaults` are the model's. Raises GatewayError 400 that names the field."""
-        if self.modalities not in (None, ["text"]):
-            refuse("modalities", self.modalities)
         if self.top_logprobs and not self.logprobs:
             raise GatewayError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
         logprobs = self.top_logprobs or 0 if self.logprobs else None
@@ -137,15 +149,17 @@ class ChatRequest(SamplingBody, frozen=True, kw_only=True):
         return sampling_params(self, max_tokens, logprobs, defaults)
 
 
-_TEMPLATE_FIELDS = ("role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content", "reasoning")
+_TEMPLATE_FIELDS = (
+    "role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content", "reasoning", "refusal",
+)  # fmt: skip
 
 
 def template_messages(messages: Iterable[ChatMessage]) -> list[dict[str, Any]]:
     """Return messages for `ChatRenderer`, without ignored fields. Raises GatewayError 400 that names the field."""
     for index, message in enumerate(messages):
-        for field in ("audio", "function_call"):
-            if getattr(message, field):
-                where = f"messages[{index}].{field}"
+        for name in ("audio", "function_call"):
+            if getattr(message, name):
+                where = f"messages[{index}].{name}"
                 text = f"{where} is not supported; put its text into content"
                 raise GatewayError(400, text, code="unsupported_parameter", param=where)
     return [{name: to_builtins(getattr(message, name)) for name in _TEMPLATE_FIELDS} for message in messages]
@@ -286,18 +300,27 @@ async def chat_completions(context: GatewayContext, request: Request) -> Respons
             conversation,
             body.add_generation_prompt,
             body.continue_final_message,
-            body.chat_template_kwargs,
+            body.template_variables,
             template_tools,
         )
         session = open_session(
-            context, request, ticket, target, [prompt], params, stream, body.priority, deadline, False
+            context,
+            request,
+            ticket,
+            target,
+            [prompt],
+            params,
+            stream,
+            body.priority,
+            deadline,
+            bool(body.add_special_tokens),
         )
     session.constraint_field = body.constraint_field
     messages = [AssistantMessage(tool_format, [tool.function.name for tool in tools]) for _ in range(params.n)]
     answer_id, created, top = new_id("chatcmpl"), int(time.time()), body.top_logprobs or 0
     if stream:
         encoder = ChunkEncoder("chat.completion.chunk", answer_id, created, target.name, body.stream_options)
-        return EventStream(session, _ChatFormatter(encoder, top, messages))
+        return EventStream(session, encoder.with_usage(_ChatFormatter(encoder, top, messages), session.counts))
     results = await session.results(request.receive)
     answer = ChatCompletion(
         id=answer_id,

@@ -18,10 +18,11 @@ from ...api.sampling_defaults import SamplingDefaults
 from ...api.sampling_params import SamplingParams
 from ...protocol.messages import MAX_PROMPT_TOKENS, Chunk, TokenLogprob
 from ..interfaces import Engines, GatewayError
-from .body_types import MAX_PROMPTS, Answer, Refused, Text, TokenId, TokenIds, Usage
+from .body_types import MAX_PROMPTS, Answer, Text, TokenId, TokenIds, Usage
 from .completion_session import CompletionResult, estimated_tokens, open_session, reserved_tokens
 from .context import GatewayContext, caller_of, json_response, new_id
 from .event_stream import ChunkEncoder, EventStream, TextChunkEncoder
+from .field_table import with_table_fields
 from .logprobs import CompletionLogprobs, PromptLogprobs, TokenLogprobs, completion_logprobs, prompt_logprobs, text_of
 from .sampling_fields import LogprobCount, SamplingBody, sampling_params
 
@@ -29,6 +30,7 @@ DEFAULT_MAX_TOKENS = 16
 Prompt = str | list[int]
 
 
+@with_table_fields("completions")
 class CompletionRequest(SamplingBody, frozen=True, kw_only=True):
     """One or several prompts: texts, or lists of token ids."""
 
@@ -39,9 +41,7 @@ class CompletionRequest(SamplingBody, frozen=True, kw_only=True):
     best_of: int | None = None
     echo: bool | None = None
     logprobs: LogprobCount | None = None
-    suffix: Refused = None
-    use_beam_search: Refused = None
-    add_special_tokens: Annotated[bool, Meta(description="true only")] | None = None
+    add_special_tokens: bool | None = None
 
     def prompts(self) -> list[Prompt]:
         """Return the prompts. Raises GatewayError 400 if their kinds differ, or if there are too many."""
@@ -63,10 +63,6 @@ class CompletionRequest(SamplingBody, frozen=True, kw_only=True):
         """Return the sampling parameters. `defaults` are the model's. Raises GatewayError 400 that names the field."""
         if self.best_of not in (None, self.n or 1):
             raise GatewayError(400, "best_of is not supported; use n and choose among its answers", param="best_of")
-        if self.add_special_tokens is False:
-            raise GatewayError(
-                400, "add_special_tokens=false is not supported; send token ids as prompt", param="add_special_tokens"
-            )
         default = min(DEFAULT_MAX_TOKENS, defaults.max_tokens or DEFAULT_MAX_TOKENS)
         params = sampling_params(self, self.max_tokens or default, self.logprobs, defaults)
         if self.echo and self.logprobs is not None:
@@ -138,12 +134,12 @@ class Echo:
         return _align(self.text, self.first_token or "", self._scores)
 
 
-async def make_echo(engines: Engines, prompt: str | list[int], scored: bool) -> Echo:
+async def make_echo(engines: Engines, prompt: str | list[int], scored: bool, add_special_tokens: bool) -> Echo:
     """Return the echo of a prompt, with log-probabilities if `scored`. Raises the engines' errors."""
     text = prompt if isinstance(prompt, str) else await engines.detokenize(prompt)
     if not scored:
         return Echo(text)
-    ids = await engines.tokenize(prompt) if isinstance(prompt, str) else prompt
+    ids = await engines.tokenize(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
     return Echo(text, await engines.detokenize(ids[:1]), len(ids) - 1)
 
 
@@ -196,19 +192,21 @@ async def completions(context: GatewayContext, request: Request) -> Response:
     target = await context.target(caller_of(request), body.model)
     params, prompts = body.sampling(target.model.sampling_defaults), body.prompts()
     stream, tokens, choices = bool(body.stream), sum(map(estimated_tokens, prompts)), params.n * len(prompts)
+    special = body.add_special_tokens is not False
     with reserved_tokens(context, request, target, tokens, params, choices) as ticket:
         echoes = []
         for prompt in prompts if body.echo else ():
-            make = functools.partial(make_echo, context.engines, prompt, body.logprobs is not None)
+            make = functools.partial(make_echo, context.engines, prompt, body.logprobs is not None, special)
             echoes.append(await context.in_tokenizing_turn(request, make))
         session = open_session(
-            context, request, ticket, target, prompts, params, stream, body.priority, body.deadline_seconds
+            context, request, ticket, target, prompts, params, stream, body.priority, body.deadline_seconds, special
         )
     session.constraint_field = body.constraint_field
     answer_id, created = new_id("cmpl"), int(time.time())
     if stream:
         encoder = ChunkEncoder("text_completion", answer_id, created, target.name, body.stream_options)
-        return EventStream(session, _CompletionFormatter(encoder, body.logprobs, echoes, params.n))
+        formatter = _CompletionFormatter(encoder, body.logprobs, echoes, params.n)
+        return EventStream(session, encoder.with_usage(formatter, session.counts))
     results = await session.results(request.receive)
     for echo, result in zip(echoes, results[:: params.n], strict=False):
         echo.add_scores(result.prompt_logprobs)

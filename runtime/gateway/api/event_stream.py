@@ -6,6 +6,7 @@ each chunk would take longer than all other work for it.
 """
 
 import secrets
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -124,6 +125,7 @@ class ChunkEncoder:
         fields = {"id": answer_id, "object": kind, "created": created, "model": model}
         self._head = b"data: " + encode(fields)[:-1] + b',"choices":'
         self._include_usage = options is not None and bool(options.include_usage)
+        self._continuous = options is not None and bool(options.continuous_usage_stats)
         self._tail = b',"usage":null}\n\n' if self._include_usage else b"}\n\n"
 
     def event(self, choice: object) -> bytes:
@@ -139,6 +141,36 @@ class ChunkEncoder:
     def format_error(self, problem: GatewayError) -> bytes:
         """Return the event that ends a stream after an error."""
         return b"data: " + error_body(problem) + b"\n\n"
+
+    def with_usage(self, formatter: StreamFormatter, counts: TokenCounts) -> StreamFormatter:
+        """Return a formatter of this encoder's events that adds the usage to each, if the client requests that."""
+        return _UsageFormatter(formatter, self._tail, counts) if self._continuous else formatter
+
+
+class _UsageFormatter:
+    """Adds to each event the tokens of its prompt, and those of its completion so far.
+
+    tail   end of the events of `formatter`, after which the usage is written
+    """
+
+    def __init__(self, formatter: StreamFormatter, tail: bytes, counts: TokenCounts) -> None:
+        self.format_end, self.format_error = formatter.format_end, formatter.format_error
+        self._formatter, self._tail, self._counts = formatter, tail, counts
+        self._completion_tokens: defaultdict[tuple[int, int], int] = defaultdict(int)
+
+    def format(self, prompt_index: int, chunks: Sequence[Chunk]) -> list[bytes]:
+        events = []
+        for chunk in chunks:
+            self._completion_tokens[prompt_index, chunk.index] += len(chunk.token_ids)
+            so_far = TokenCounts(
+                {prompt_index: self._counts.by_prompt.get(prompt_index, 0)},
+                self._completion_tokens[prompt_index, chunk.index],
+                self._counts.cached_tokens,
+            )
+            tail = b',"usage":' + encode(so_far.usage()) + b"}\n\n"
+            for event in self._formatter.format(prompt_index, (chunk,)):
+                events.append(event.removesuffix(self._tail) + tail)
+        return events
 
 
 class TextChunkEncoder:

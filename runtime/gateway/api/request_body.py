@@ -8,11 +8,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
 from ..intake.body_decoder import LARGE_BODY_BYTES, decode
+from ..intake.body_encoding import body_decompressor
 from ..intake.body_memory import HeldBody
 from ..interfaces import GatewayError
 from ..settings import GatewaySettings
 
 T = TypeVar("T")
+BOM = b"\xef\xbb\xbf"
+"""Mark of UTF-8 that some programs write at the start of a text."""
 BODY_READ = "sidestream.body_read"
 """Key in a request's scope if its body was read to its end."""
 
@@ -28,13 +31,13 @@ async def read_body(
 
     decode_large   decodes bodies above LARGE_BODY_BYTES; None: they are decoded here
 
-    Raises GatewayError 413 if it is too large, 408 if it arrives too slowly, 415 without a JSON Content-Type, 429 if
-    `held` is full, else 400.
+    Raises GatewayError 413 if it is too large, also when decompressed, 408 if it arrives too slowly, 415 without a
+    JSON Content-Type or for a Content-Encoding other than gzip, 429 if `held` is full, else 400.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise GatewayError(415, "the body must be JSON; send Content-Type: application/json")
-    data = await _read(request, settings, held)
+    data = (await _read(request, settings, held)).removeprefix(BOM)
     if decode_large is not None and len(data) > LARGE_BODY_BYTES:
         return await decode_large(data)
     return decode(data, shape)
@@ -42,6 +45,7 @@ async def read_body(
 
 async def _read(request: Request, settings: GatewaySettings, held: HeldBody | None) -> bytes:
     limit = settings.max_body_bytes
+    decompressor = body_decompressor(request.headers.get("content-encoding", ""))
     declared = request.headers.get("content-length", "")
     if declared.isascii() and declared.isdigit():
         size = int(declared.lstrip("0")[:20] or 0)
@@ -49,21 +53,29 @@ async def _read(request: Request, settings: GatewaySettings, held: HeldBody | No
             raise _too_large(limit)
         if held is not None:
             held.hold(size)
-    parts, length = [], 0
+    parts, received, length = [], 0, 0
     try:
         async with asyncio.timeout(settings.body_seconds):
             async for part in request.stream():
-                length += len(part)
-                if length > limit:
+                received += len(part)
+                if received > limit:
                     raise _too_large(limit)
-                if held is not None:
-                    held.hold(length)
-                parts.append(part)
+                for piece in (part,) if decompressor is None else decompressor.pieces(part):
+                    length += len(piece)
+                    if length > limit:
+                        raise _too_large(limit)
+                    if held is not None:
+                        held.hold(length)
+                    parts.append(piece)
+                    if decompressor is not None:  # a few bytes may become many pieces: others run in between
+                        await asyncio.sleep(0)
     except TimeoutError:
         raise GatewayError(
             408, f"the body did not arrive within {settings.body_seconds:g} s", headers={"Connection": "close"}
         ) from None
     request.scope[BODY_READ] = True
+    if decompressor is not None:
+        decompressor.check_end()
     return b"".join(parts)
 
 

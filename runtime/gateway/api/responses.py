@@ -11,17 +11,18 @@ from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
 
 from ...api.sampling_defaults import SamplingDefaults
-from ...api.sampling_params import SEED_LIMIT, SamplingParams
+from ...api.sampling_params import SamplingParams
 from ...protocol.messages import Chunk
 from ..interfaces import GatewayError
-from .body_types import Answer, Body, Ignored, ModelName, PromptTokensDetails, Refused, Text
+from .body_types import Answer, Body, Ignored, PromptTokensDetails, Refused, TemplateVariables, Text
 from .chat import MAX_MESSAGES
 from .completion_session import CompletionResult, TokenCounts, estimated_tokens, open_session, reserved_tokens
 from .context import GatewayContext, caller_of, json_response, new_id
 from .event_stream import EventStream, named_event
+from .field_table import refuse, with_table_fields
 from .logprobs import ChatLogprob, chat_logprobs
 from .response_format import JsonSchemaFormat, ResponseFormat, Schema
-from .sampling_fields import LogprobCount, SamplingBody, TokenCount, refuse, refuse_unsupported, sampling_params
+from .sampling_fields import GenerationBody, LogprobCount, TokenCount, sampling_params
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -75,42 +76,36 @@ class ResponseStreamOptions(Body, frozen=True, kw_only=True):
     include_obfuscation: bool | None = None
 
 
-class ResponseRequest(Body, frozen=True, kw_only=True):
-    """A conversation. Stored state and tools are not supported. The second group of fields is not OpenAI's."""
+@with_table_fields("responses")
+class ResponseRequest(GenerationBody, frozen=True, kw_only=True):
+    """A conversation. Stored state and tools are not supported."""
 
     input: Text | Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
-    model: ModelName | None = None
     instructions: Text | None = None
     max_output_tokens: TokenCount | None = None
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_logprobs: LogprobCount | None = None
     include: Annotated[list[str], Meta(description=f'["{LOGPROBS}"] only', max_length=16)] | None = None
-    stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     text: TextOptions | None = None
     metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
     truncation: Annotated[str, Meta(description='"disabled" only', max_length=16)] | None = None
     tool_choice: Annotated[Any, Meta(description='"none" or "auto"')] = None
-    tools: Refused = None
-    previous_response_id: Refused = None
-    conversation: Refused = None
-    background: Refused = None
-    reasoning: Refused = None
-    prompt: Refused = None
-    store: Ignored = None
-    user: Ignored = None
-    parallel_tool_calls: Ignored = None
-    max_tool_calls: Ignored = None
-    service_tier: Ignored = None
-    safety_identifier: Ignored = None
-    prompt_cache_key: Ignored = None
-    prompt_cache_retention: Ignored = None
+    chat_template_kwargs: TemplateVariables | None = None
 
-    seed: Annotated[int, Meta(ge=-SEED_LIMIT, le=SEED_LIMIT - 1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=1 << 24)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
+    @property
+    def max_tokens_field(self) -> str:
+        """The field with the largest number of tokens of the answer."""
+        return "max_output_tokens"
+
+    @property
+    def format_field(self) -> str:
+        """The field with `answer_format`."""
+        return "text.format"
+
+    @property
+    def answer_format(self) -> ResponseFormat | None:
+        """The format of the answer. Raises GatewayError 400."""
+        return None if self.text is None or self.text.format is None else self.text.format.as_response_format()
 
     @property
     def wants_logprobs(self) -> bool:
@@ -139,7 +134,6 @@ class ResponseRequest(Body, frozen=True, kw_only=True):
 
     def sampling(self, defaults: SamplingDefaults) -> SamplingParams:
         """Return the sampling parameters. `defaults` are the model's. Raises GatewayError 400 that names the field."""
-        refuse_unsupported(self)
         if self.tool_choice not in (None, "none", "auto"):
             refuse("tool_choice", self.tool_choice)
         if self.truncation not in (None, "disabled"):
@@ -149,17 +143,8 @@ class ResponseRequest(Body, frozen=True, kw_only=True):
         for entry in self.include or ():
             if entry != LOGPROBS:
                 raise GatewayError(400, f"include may name {LOGPROBS} only", param="include")
-        form = None if self.text is None or self.text.format is None else self.text.format.as_response_format()
-        body = SamplingBody(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            seed=self.seed,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            response_format=form,
-        )
         logprobs = (self.top_logprobs or 0) if self.wants_logprobs else None
-        return sampling_params(body, self.max_output_tokens or defaults.max_tokens, logprobs, defaults)
+        return sampling_params(self, self.max_output_tokens or defaults.max_tokens, logprobs, defaults)
 
 
 class OutputText(Answer, frozen=True, kw_only=True):
@@ -258,11 +243,13 @@ async def responses(context: GatewayContext, request: Request) -> HttpResponse:
     params = body.sampling(target.model.sampling_defaults)
     stream, top, conversation = bool(body.stream), body.top_logprobs or 0, body.conversation_messages()
     with reserved_tokens(context, request, target, estimated_tokens(conversation), params, 1) as ticket:
-        prompt = await context.chat_prompt(request, await context.templates(target), conversation)
-        session = open_session(
-            context, request, ticket, target, [prompt], params, stream, body.priority, add_special_tokens=False
+        prompt = await context.chat_prompt(
+            request, await context.templates(target), conversation, template_kwargs=body.chat_template_kwargs
         )
-    session.constraint_field = "text"
+        session = open_session(
+            context, request, ticket, target, [prompt], params, stream, body.priority, body.deadline_seconds, False
+        )
+    session.constraint_field = body.constraint_field
     initial = Response(
         id=new_id("resp"),
         created_at=int(time.time()),

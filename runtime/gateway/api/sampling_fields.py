@@ -1,8 +1,7 @@
 """Sampling parameters in bodies, and their conversion to `SamplingParams`."""
 
 import dataclasses
-import functools
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -21,7 +20,8 @@ from ...api.errors import RequestError
 from ...api.sampling_defaults import SamplingDefaults
 from ...api.sampling_params import MAX_CHOICES, MAX_LOGPROBS, SEED_LIMIT, SamplingParams
 from ..interfaces import GatewayError
-from .body_types import Body, Ignored, ModelName, Refused, StreamOptions, TokenId
+from .body_types import Body, ModelName, StreamOptions, TokenId
+from .field_table import refuse_unsupported
 from .response_format import ResponseFormat, StructuredOutputsBody, constraint_of
 
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
@@ -32,8 +32,8 @@ LogprobCount = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Biases = Annotated[dict[TokenId, Annotated[float, Meta(ge=-BIAS_LIMIT, le=BIAS_LIMIT)]], Meta(max_length=MAX_BIASES)]
 
 
-class SamplingBody(Body, frozen=True, kw_only=True):
-    """Common fields of completions and chats. A field that is null has its default.
+class GenerationBody(Body, frozen=True, kw_only=True):
+    """Fields of all endpoints that generate text. A field that is null has its default.
 
     The fields of the second group are vLLM's, and two are Sidestream's. After `deadline_seconds` the request ends with
     an error. `speculation` limits the drafts per step, up to the engine's own limit.
@@ -42,18 +42,12 @@ class SamplingBody(Body, frozen=True, kw_only=True):
     model: ModelName | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Biases | None = None
-    max_tokens: TokenCount | None = None
-    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     presence_penalty: Penalty | None = None
     seed: Annotated[int, Meta(ge=-SEED_LIMIT, le=SEED_LIMIT - 1)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    user: Ignored = None
-    metadata: Ignored = None
-    response_format: ResponseFormat | None = None
 
     top_k: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
@@ -68,62 +62,66 @@ class SamplingBody(Body, frozen=True, kw_only=True):
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED)] | None = None
     bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
     speculation: Literal["off", "auto"] | Annotated[int, Meta(ge=1, le=MAX_DRAFTS)] | None = None
-    prompt_logprobs: Annotated[LogprobCount, Meta(description="without stream only")] | None = None
-    truncate_prompt_tokens: Refused = None
     structured_outputs: StructuredOutputsBody | None = None
-    guided_json: Refused = None
-    guided_regex: Refused = None
-    guided_choice: Refused = None
-    guided_grammar: Refused = None
+
+    @property
+    def max_tokens_field(self) -> str:
+        """The field with the largest number of tokens of an answer."""
+        return "max_tokens"
+
+    @property
+    def format_field(self) -> str:
+        """The field with `answer_format`."""
+        return "response_format"
+
+    @property
+    def answer_format(self) -> ResponseFormat | None:
+        """The format of the answer. Raises GatewayError 400."""
+        return None
 
     @property
     def constraint_field(self) -> str:
         """The field that sets a constraint on the answer."""
-        return "structured_outputs" if self.structured_outputs is not None else "response_format"
+        return "structured_outputs" if self.structured_outputs is not None else self.format_field
+
+    def check_fields(self) -> None:
+        """Raise GatewayError 400 that names an unsupported field, or one that does not go with another."""
+        refuse_unsupported(self)
 
 
-REMEDIES = {
-    "audio": "the model writes text only",
-    "functions": "use tools",
-    "function_call": "use tool_choice",
-    "guided_json": "use structured_outputs",
-    "guided_regex": "use structured_outputs",
-    "guided_choice": "use structured_outputs",
-    "guided_grammar": "use structured_outputs",
-    "tools": "use /v1/chat/completions",
-    "suffix": "put the text that follows into the prompt",
-    "previous_response_id": "answers are not stored; send the whole conversation in input",
-    "conversation": "conversations are not stored; send the whole conversation in input",
-}
-_DIFFERENT = {"max_tokens", "structured_outputs", "truncate_prompt_tokens"}
+class SamplingBody(GenerationBody, frozen=True, kw_only=True):
+    """Common fields of completions and chats."""
+
+    max_tokens: TokenCount | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    prompt_logprobs: Annotated[LogprobCount, Meta(description="without stream only")] | None = None
+
+    @property
+    def answer_format(self) -> ResponseFormat | None:
+        """The format of the answer."""
+        return self.response_format
+
+    def check_fields(self) -> None:
+        """Raise GatewayError 400 that names an unsupported field, or one that does not go with another."""
+        super().check_fields()
+        options = self.stream_options
+        if options is not None and not self.stream and (options.include_usage or options.continuous_usage_stats):
+            raise GatewayError(400, "stream_options needs stream=true", param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise GatewayError(400, "prompt_logprobs does not work with stream; omit one", param="prompt_logprobs")
+
+
+_DIFFERENT = {"max_tokens", "structured_outputs"}
 _SHARED_FIELDS = sorted(
     {each.name for each in dataclasses.fields(SamplingParams)} & set(SamplingBody.__struct_fields__) - _DIFFERENT
 )
 """Fields with the same meaning in bodies and in SamplingParams."""
 
 
-@functools.cache
-def _refused_fields(body_type: type[Body]) -> list[str]:
-    hints = get_type_hints(body_type, include_extras=True)
-    return [name for name, annotation in hints.items() if annotation == Refused]
-
-
-def refuse_unsupported(body: Body) -> None:
-    """Raise GatewayError 400 if a field of type `Refused` is set."""
-    for field in _refused_fields(type(body)):
-        refuse(field, getattr(body, field))
-
-
-def refuse(field: str, value: Any) -> None:
-    """Raise GatewayError 400 about an unsupported `field`, unless its value is empty."""
-    if value is None or value is False or value == [] or value == {}:
-        return
-    remedy = REMEDIES.get(field, "leave it out")
-    raise GatewayError(400, f"{field} is not supported; {remedy}", code="unsupported_parameter", param=field)
-
-
 def sampling_params(
-    body: SamplingBody, max_tokens: int | None, logprobs: int | None, defaults: SamplingDefaults
+    body: GenerationBody, max_tokens: int | None, logprobs: int | None, defaults: SamplingDefaults
 ) -> SamplingParams:
     """Return the parameters of a body, with the model's `defaults` for fields that it does not set.
 
@@ -132,18 +130,15 @@ def sampling_params(
 
     Raises GatewayError 400 that names the field.
     """
-    refuse_unsupported(body)
-    if body.stream_options is not None and not body.stream:
-        raise GatewayError(400, "stream_options needs stream=true", param="stream_options")
-    if body.prompt_logprobs is not None and body.stream:
-        raise GatewayError(400, "prompt_logprobs does not work with stream; omit one", param="prompt_logprobs")
+    body.check_fields()
     given = defaults.given() | {"max_tokens": max_tokens}
-    given |= {name: value for name in _SHARED_FIELDS if (value := getattr(body, name)) is not None}
-    constraint = constraint_of(body.response_format, body.structured_outputs)
+    given |= {name: value for name in _SHARED_FIELDS if (value := getattr(body, name, None)) is not None}
+    constraint = constraint_of(body.answer_format, body.structured_outputs, body.format_field)
     try:
         return SamplingParams(logprobs=logprobs, structured_outputs=constraint, **given)
     except RequestError as problem:
-        raise GatewayError(400, str(problem), param=field_of(str(problem))) from None
+        text = str(problem).replace("max_tokens", body.max_tokens_field)
+        raise GatewayError(400, text, param=field_of(text)) from None
 
 
 def field_of(message: str) -> str | None:

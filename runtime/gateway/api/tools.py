@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, UnsetType
 
 from ..interfaces import GatewayError
-from .body_types import Answer, Body, Ignored, Text
+from .body_types import Answer, Body, Ignored, Part, Text
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,8 @@ class Tool(Body, frozen=True, kw_only=True):
 
     type: Literal["function"]
     function: Function
+    cache_control: Ignored = None
+    defer_loading: Ignored = None
 
 
 class ChosenFunction(Body, frozen=True, kw_only=True):
@@ -81,21 +83,19 @@ Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
 ToolChoice = Literal["none", "auto", "required"] | ChosenTool
 
 
-class CalledFunction(Body, frozen=True, kw_only=True):
-    """A called function, and its arguments as JSON text."""
+class CalledFunction(Part, frozen=True, kw_only=True):
+    """A called function, and its arguments as JSON text or as an object."""
 
     name: FunctionName
-    arguments: Text
-    parsed_arguments: Ignored = None
+    arguments: Text | dict[str, Any] | None = None
 
 
-class PastCall(Body, frozen=True, kw_only=True):
+class PastCall(Part, frozen=True, kw_only=True):
     """A call in an earlier message."""
 
-    id: Annotated[str, Meta(max_length=256)]
+    id: Annotated[str, Meta(max_length=256)] | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: Ignored = None
 
 
 class FunctionCall(Answer, frozen=True, kw_only=True):

@@ -5,6 +5,7 @@ decodes a large body first, so that a malformed one costs no time here. Lists of
 """
 
 import asyncio
+import re
 import sys
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -20,6 +21,8 @@ LARGE_BODY_BYTES = 512 << 10
 DECODE_SECONDS = 20.0
 SEPARATOR = b"\x01"
 """Between the parts of an answer: a byte that JSON does not contain."""
+_DECIMALS = re.compile(rb'"(?:[^"\\]++|\\.)*+"|-?\d+(?:\.\d+(?:[eE][+-]?\d+)?|[eE][+-]?\d+)', re.DOTALL)
+"""Strings, and numbers that are not written as integers."""
 _decoders: dict[type, Any] = {}
 _ids_decoder = msgspec.json.Decoder(list[int])
 
@@ -37,14 +40,37 @@ class BodyHead(msgspec.Struct, omit_defaults=True):
 
 def decode(data: bytes, shape: type[T]) -> T:
     """Return a body as the struct type `shape`. Raises GatewayError 400."""
+    return decode_with_source(data, shape)[0]
+
+
+def decode_with_source(data: bytes, shape: type[T]) -> tuple[T, bytes]:
+    """Return a body as the struct type `shape`, and the JSON from which it was decoded.
+
+    An integer may be written as a decimal number, such as 5.0 or 1e3, as in JSON Schema. msgspec refuses these, so
+    that the JSON is then rewritten with integers. Raises GatewayError 400.
+    """
     decoder = _decoders.get(shape)
     if decoder is None:
         decoder = _decoders[shape] = msgspec.json.Decoder(shape)
     try:
-        body: T = decoder.decode(data)
+        try:
+            return decoder.decode(data), data
+        except msgspec.ValidationError as problem:
+            rewritten = _DECIMALS.sub(_as_integer, data) if "got `float`" in str(problem) else data
+            if rewritten == data:
+                raise
+            data = rewritten
+            return decoder.decode(data), data
     except (ValueError, RecursionError) as problem:  # includes UnicodeDecodeError and the errors of msgspec
         raise malformed(problem, data, shape) from None
-    return body
+
+
+def _as_integer(token: re.Match[bytes]) -> bytes:
+    text = token[0]
+    if text.startswith(b'"'):
+        return text
+    value = float(text)
+    return b"%d" % value if value.is_integer() and abs(value) < 1 << 53 else text
 
 
 @dataclass(frozen=True)

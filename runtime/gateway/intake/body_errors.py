@@ -31,7 +31,6 @@ _KINDS = {
 _BOUNDS = {">=": "of at least", "<=": "of at most", ">": "above", "<": "below"}
 _TEXT_ONLY = "the model reads text only"
 _REMEDIES = {
-    ("role", "function"): "write what a function returned as a message of the role 'tool'",
     **{
         ("type", kind): _TEXT_ONLY
         for kind in ("image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "file", "input_file")

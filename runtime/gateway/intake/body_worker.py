@@ -1,7 +1,8 @@
 """Body worker: decodes large request bodies in a child process of the gateway.
 
 Protocol: {} when ready, then lines `MODULE:STRUCT BODY` in, and lines of parts out, divided by SEPARATOR: a BodyHead,
-and for a body whose prompt is a list of lists of token ids the body without it, and each list.
+and for a body whose prompt is a list of lists of token ids the body without it, and each list. A body with integers
+that are written as decimal numbers comes back rewritten.
 """
 
 import functools
@@ -13,15 +14,15 @@ from typing import Any
 import msgspec
 
 from ..interfaces import GatewayError
-from .body_decoder import SEPARATOR, BodyHead, decode
+from .body_decoder import SEPARATOR, BodyHead, decode_with_source
 
 MEMORY_BYTES = 4 << 30
 
 
 @functools.cache
-def _shape(name: str) -> type:
+def _shape(name: str) -> type[Any]:
     module, _, struct = name.partition(":")
-    shape: type = getattr(importlib.import_module(module), struct)
+    shape: type[Any] = getattr(importlib.import_module(module), struct)
     return shape
 
 
@@ -30,7 +31,7 @@ def answer(line: bytes) -> bytes:
     name, _, data = line.partition(b" ")
     encode = msgspec.json.encode
     try:
-        body: Any = decode(data, _shape(name.decode()))
+        body, source = decode_with_source(data, _shape(name.decode()))
     except GatewayError as error:
         return encode(BodyHead(error=(error.status, error.message, error.param)))
     except MemoryError:
@@ -40,7 +41,7 @@ def answer(line: bytes) -> bytes:
     if isinstance(prompt, list) and all(isinstance(each, list) for each in prompt):
         rest = msgspec.structs.replace(body, prompt=[0])
         return SEPARATOR.join([head, encode(rest), *map(encode, prompt)])
-    return head
+    return head if source is data else SEPARATOR.join([head, source.strip()])
 
 
 def main() -> None:

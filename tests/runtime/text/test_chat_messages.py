@@ -58,6 +58,30 @@ def test_parts_roles_and_reasoning() -> None:
     assert made["reasoning_content"] == made["thinking"] == "y"
 
 
+def test_reasoning_parts_leave_the_content() -> None:
+    parts = [{"type": "thinking", "thinking": "a", "signature": "s"}, {"type": "reasoning", "text": "b"}, "c"]
+    (made,) = normal({"role": "assistant", "content": parts})
+    assert made["content"] == [{"type": "text", "text": "c"}] and made["reasoning_content"] == "a\nb"
+    (made,) = normal({"role": "assistant", "content": parts, "reasoning": "given"})
+    assert made["reasoning_content"] == "given"
+
+
+@pytest.mark.parametrize("role", ["assistant", "tool"])
+def test_what_was_returned_may_be_empty(role: str) -> None:
+    assert normal({"role": role, "content": None}) == normal({"role": role}) == [{"role": role, "content": ""}]
+
+
+def test_a_refusal_is_the_content_of_an_answer_without_one() -> None:
+    (made,) = normal({"role": "assistant", "content": None, "refusal": "I will not."})
+    assert made["content"] == "I will not."
+    (made,) = normal({"role": "assistant", "content": "x", "refusal": "y"})
+    assert made["content"] == "x"
+
+
+def test_other_roles_are_kept_for_the_template() -> None:
+    assert normal({"role": "critic-2", "content": "x"}) == [{"role": "critic-2", "content": "x"}]
+
+
 def test_other_keys_do_no_harm() -> None:
     """Whatever they hold: a template sees JSON, or the name of a type."""
 
@@ -79,7 +103,12 @@ def test_other_keys_do_no_harm() -> None:
 @pytest.mark.parametrize(
     ("message", "param"),
     [
-        ({"role": "assistant", "content": None}, "messages[0].content"),
+        ({"role": "system", "content": None}, "messages[0].content"),
+        ({"role": "a b", "content": "x"}, "messages[0].role"),
+        ({"role": "", "content": "x"}, "messages[0].role"),
+        ({"role": "r" * 65, "content": "x"}, "messages[0].role"),
+        ({"role": "function", "name": "f", "content": "1"}, "messages[0].role"),
+        ({"role": "assistant", "content": [{"type": "thinking"}]}, "messages[0].content[0]"),
         ({"role": "user"}, "messages[0].content"),
         ({"role": "user", "content": 3}, "messages[0].content"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages[0].content[0]"),

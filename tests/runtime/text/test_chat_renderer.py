@@ -110,7 +110,7 @@ def test_one_conversation_or_several_and_text_in_parts(renderer: ChatRenderer) -
         ([TALK, []], {}, r"messages\[1\] is empty"),
         ([TALK, ["hello"]], {}, r"messages\[1\]\[0\] must be a dict"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], {}, r"messages\[0\].content\[0\] is a content part"),
-        ([{"role": "root", "content": "x"}], {}, r"messages\[0\] must have a role"),
+        ([{"role": "a root", "content": "x"}], {}, r"messages\[0\].role=.a root. must be a name"),
         (TALK, {"continue_final_message": True}, "add_generation_prompt=False"),
         (TALK, {"chat_template": 3}, "a template's text, not int"),
         (TALK, {"chat_template": "{{ raise_exception('no system') }}"}, "no system"),

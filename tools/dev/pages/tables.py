@@ -31,6 +31,7 @@ from ....runtime.worker.memory_budget import kv_specs, nbytes, specs_of
 from ...bench.ablation import todays_name
 from ...options.models import LLAMA_8B, LLAMA_70B
 from .excerpts import EXCERPTS
+from .field_rows import HEAD, field_rows
 
 ROOT = Path(__file__).parents[3]
 MEASUREMENTS = ROOT / "docs" / "measurements"
@@ -280,7 +281,13 @@ MEASURED: Writers = {
     "speculation": speculation,
     "ablation": ablation,
 }
-WRITERS: Writers = {**MEASURED, "sizes": sizes, "parallel": parallel, **EXCERPTS}
+WRITERS: Writers = {
+    **MEASURED,
+    "sizes": sizes,
+    "parallel": parallel,
+    "fields of HTTP bodies": lambda: table(HEAD, field_rows()),
+    **EXCERPTS,
+}
 
 
 def pages() -> list[Path]:

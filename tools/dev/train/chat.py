@@ -8,11 +8,11 @@ TEMPLATE = """\
     knows no tools either; where a request has tools, its calls are spelled as Hermes' are, with <tool_call>. #}
 {%- set said = namespace(question=none, answer='') -%}
 {%- for message in messages -%}
-  {%- if message.role == 'user' -%}
+  {%- if message.role == 'assistant' -%}
+    {%- set said.answer = ' ' ~ message.content | trim -%}
+  {%- elif message.role not in ('system', 'tool') -%}
     {%- set said.question = message.content | trim -%}
     {%- set said.answer = '' -%}
-  {%- elif message.role == 'assistant' -%}
-    {%- set said.answer = ' ' ~ message.content | trim -%}
   {%- endif -%}
 {%- endfor -%}
 {%- if said.question is none -%}

@@ -86,7 +86,7 @@ def test_fields_reach_the_engine_as_sampling_parameters() -> None:
         ("/v1/chat/completions", {"top_logprobs": 2}, "top_logprobs"),
         ("/v1/chat/completions", {"messages": []}, "messages"),
         ("/v1/chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content"),
-        ("/v1/chat/completions", {"messages": [{"role": "king", "content": ""}]}, "messages[0].role"),
+        ("/v1/chat/completions", {"messages": [{"role": "the king", "content": ""}]}, "messages[0].role"),
         ("/v1/responses", {"previous_response_id": "resp_1"}, "previous_response_id"),
         ("/v1/responses", {"text": {"format": {"type": "json_schema"}}}, "text.format"),
     ],

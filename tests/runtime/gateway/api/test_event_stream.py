@@ -22,6 +22,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "prompts": ("/v1/completions", {"prompt": ["x", "y"]}),
     "echo": ("/v1/completions", {"prompt": "x", "echo": True}),
     "chat": ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 1}),
+    "usage": ("/v1/completions", {"prompt": "x", "n": 3, "stream_options": {"continuous_usage_stats": True}}),
     "responses": ("/v1/responses", {"input": "x", "max_output_tokens": 6}),
 }
 
