@@ -69,7 +69,6 @@ class SamplingBody(Body, frozen=True, kw_only=True):
     bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
     speculation: Literal["off", "auto"] | Annotated[int, Meta(ge=1, le=MAX_DRAFTS)] | None = None
     prompt_logprobs: Annotated[LogprobCount, Meta(description="without stream only")] | None = None
-    truncate_prompt_tokens: Refused = None
     structured_outputs: StructuredOutputsBody | None = None
     guided_json: Refused = None
     guided_regex: Refused = None
@@ -80,6 +79,41 @@ class SamplingBody(Body, frozen=True, kw_only=True):
     def constraint_field(self) -> str:
         """The field that sets a constraint on the answer."""
         return "structured_outputs" if self.structured_outputs is not None else "response_format"
+
+
+class TokenBody(SamplingBody, frozen=True, kw_only=True):
+    """Fields of completions and chats about token ids, as in vLLM.
+
+    return_token_ids            return the tokens of the prompt and of the answers
+    return_tokens_as_token_ids  log-probabilities name tokens `token_id:` and their ids
+    truncate_prompt_tokens      keep the prompt's last tokens, or with truncation_side="right" its first ones
+    """
+
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, description="-1: as many as fit with max_tokens")] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+
+    @property
+    def needs_prompt_ids(self) -> bool:
+        """Whether the gateway needs the tokens of a text prompt."""
+        return bool(self.return_token_ids) or self.truncate_prompt_tokens is not None
+
+    def truncated(self, ids: list[int], max_model_len: int, max_tokens: int | None) -> list[int]:
+        """Return the prompt's tokens after truncation. Raises GatewayError 400 for an invalid length."""
+        kept = self.truncate_prompt_tokens
+        if kept is None:
+            return ids
+        if kept == 0 or kept > max_model_len:
+            raise GatewayError(
+                400,
+                f"truncate_prompt_tokens={kept} must be from 1 to max_model_len={max_model_len}, or -1 for as many "
+                "tokens as fit",
+                param="truncate_prompt_tokens",
+            )
+        if kept < 0:
+            kept = max(1, max_model_len - (max_tokens or 1))
+        return ids[:kept] if self.truncation_side == "right" else ids[-kept:]
 
 
 REMEDIES = {
@@ -95,7 +129,7 @@ REMEDIES = {
     "previous_response_id": "answers are not stored; send the whole conversation in input",
     "conversation": "conversations are not stored; send the whole conversation in input",
 }
-_DIFFERENT = {"max_tokens", "structured_outputs", "truncate_prompt_tokens"}
+_DIFFERENT = {"max_tokens", "structured_outputs"}
 _SHARED_FIELDS = sorted(
     {each.name for each in dataclasses.fields(SamplingParams)} & set(SamplingBody.__struct_fields__) - _DIFFERENT
 )
