@@ -367,6 +367,16 @@ class AsyncClient:
         """Return the text of token ids, special tokens included."""
         return (await self._call(protocol.Detokenize, protocol.Text, timeout, token_ids=list(token_ids))).text
 
+    async def pause(self, abort: bool = False, timeout: float | None = None) -> None:
+        """Stop planning steps until `resume`. Returns when no step runs. Requests wait, with `abort` open ones end with
+        ServerError `aborted`.
+        """
+        await self._call(protocol.Pause, protocol.Done, timeout, abort=abort)
+
+    async def resume(self, timeout: float | None = None) -> None:
+        """Plan steps again after `pause`."""
+        await self._call(protocol.Resume, protocol.Done, timeout)
+
     async def stats(self, timeout: float | None = None) -> dict[str, int | float]:
         """Return the server's counters and gauges by name."""
         return (await self._call(protocol.GetStats, protocol.Stats, timeout)).values

@@ -110,6 +110,8 @@ class Client:
     list_adapters = _blocking(AsyncClient.list_adapters)
     tokenize = _blocking(AsyncClient.tokenize)
     detokenize = _blocking(AsyncClient.detokenize)
+    pause = _blocking(AsyncClient.pause)
+    resume = _blocking(AsyncClient.resume)
     stats = _blocking(AsyncClient.stats)
     health = _blocking(AsyncClient.health)
 

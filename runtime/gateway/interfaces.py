@@ -15,6 +15,8 @@ from ..protocol.messages import Chunk
 from ..text.chat_files import ChatTemplates
 
 HealthStatus = Literal["loading", "ok", "stalled", "draining", "idle", "dead"]
+PauseMode = Literal["abort", "wait", "keep"]
+"""What happens to open requests: they end with an error, are finished first, or wait for the end of the pause."""
 
 
 @dataclass(eq=False)
@@ -167,6 +169,12 @@ class Engines(Protocol):
 
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter on all engines."""
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop planning steps on all engines. Returns when no step runs. New requests wait."""
+
+    async def resume(self) -> None:
+        """Plan steps again."""
 
     async def health(self) -> GatewayHealth:
         """Return the health of the engines. Raises nothing."""

@@ -65,6 +65,7 @@ ErrorCode = Literal[
     "adapter_in_use",
     "forbidden",
     "deadline_exceeded",
+    "aborted",
     "slow_reader",
     "request_failed",
     "engine_dead",
@@ -217,6 +218,16 @@ class Detokenize(Call, tag="detokenize", frozen=True):
 
 class GetChatTemplates(Call, tag="get_chat_templates", frozen=True):
     adapter: AdapterName
+
+
+class Pause(Call, tag="pause", frozen=True):
+    """Plan no more steps until `resume`; answered when no step runs. `abort`: end all open requests with `aborted`."""
+
+    abort: bool = False
+
+
+class Resume(Call, tag="resume", frozen=True):
+    """Plan steps again."""
 
 
 class GetStats(Call, tag="get_stats", frozen=True):
@@ -408,6 +419,8 @@ ClientMessage = (
     | Tokenize
     | Detokenize
     | GetChatTemplates
+    | Pause
+    | Resume
     | GetStats
     | GetHealth
     | Beat

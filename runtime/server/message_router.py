@@ -25,6 +25,7 @@ from .submissions import LOADING_RETRY, OVERLOAD_RETRY, SERVER_ERROR, Submission
 
 _log = logging.getLogger(__name__)
 CHARACTERS_PER_TOKEN = 8
+PAUSED = "the request was aborted because the server was paused; send it again"
 
 
 class TokenizeRequests:
@@ -74,6 +75,44 @@ class TokenizeRequests:
         return True
 
 
+class PauseRequests:
+    """Pauses and resumes the planning of steps for clients. `admin`: they may do that."""
+
+    def __init__(
+        self,
+        state: ServerState,
+        connections: Connections,
+        requests: OpenRequests,
+        submissions: Submissions,
+        admin: bool,
+    ) -> None:
+        self._state, self._connections, self._requests = state, connections, requests
+        self._submissions, self._admin = submissions, admin
+        self._unanswered: list[tuple[ClientConnection, int]] = []
+
+    def change(self, client: ClientConnection, message: protocol.Pause | protocol.Resume) -> None:
+        """Pause or resume, or send an error."""
+        if not self._admin:
+            text = "clients cannot pause this server; start it with --allow-adapter-loading"
+            self._connections.send_error(client, "forbidden", text, call=message.call)
+            return
+        self._state.set_paused(isinstance(message, protocol.Pause))
+        if isinstance(message, protocol.Pause) and message.abort:
+            for request in self._requests.all():
+                self._submissions.fail(request, PAUSED, "aborted")
+        self._unanswered.append((client, message.call))
+        self.answer()
+
+    def answer(self) -> None:
+        """Answer all calls if no step runs, or if steps are planned again."""
+        stepper = self._state.stepper
+        if self._state.paused and stepper is not None and stepper.in_flight:
+            return
+        for client, call in self._unanswered:
+            self._connections.send(client, protocol.Done(call))
+        self._unanswered.clear()
+
+
 class MessageRouter:
     """Decodes frames, checks instance and hello, and passes messages on.
 
@@ -89,13 +128,14 @@ class MessageRouter:
         submissions: Submissions,
         adapters: AdapterRequests,
         tokenize: TokenizeRequests,
+        pauses: PauseRequests,
         templates: ChatTemplates,
         has_tokenizer: bool,
         sampling_defaults: SamplingDefaults,
     ) -> None:
         self._settings, self._state = settings, state
         self._connections, self._requests = connections, requests
-        self._submissions, self._adapters, self._tokenize = submissions, adapters, tokenize
+        self._submissions, self._adapters, self._tokenize, self._pauses = submissions, adapters, tokenize, pauses
         self._templates, self._has_tokenizer = within_limits(templates), has_tokenizer
         self._defaults = sampling_defaults
         self._bad_frames = 0
@@ -149,6 +189,8 @@ class MessageRouter:
                 self._tokenize.start(client, message)
             elif isinstance(message, protocol.GetChatTemplates):
                 self._connections.send(client, self._adapters.chat_templates(message))
+            elif isinstance(message, (protocol.Pause, protocol.Resume)):
+                self._pauses.change(client, message)
             elif isinstance(message, protocol.GetStats):
                 self._connections.send(client, protocol.Stats(message.call, self._stats()))
         except Exception:
@@ -197,6 +239,8 @@ class MessageRouter:
             "slow_readers_total": self._connections.slow_total,
             "refused_connections_total": self._connections.refused_total,
             "bad_frames_total": self._bad_frames,
+            "paused": int(self._state.paused),
+            "tensor_parallel_size": int(self._settings.llm.get("tensor_parallel_size") or 1),
         }
         values |= self._requests.counts
         return values if self._state.stepper is None else values | self._state.stepper.stats()

@@ -25,6 +25,7 @@ from sidestream.runtime.gateway.interfaces import (
     GatewayHealth,
     ModelInfo,
     Observer,
+    PauseMode,
     UsageRecord,
 )
 from sidestream.runtime.gateway.metrics.metrics import Metrics
@@ -138,6 +139,12 @@ class FakeEngines:
 
     async def unload_adapter(self, name: str) -> None:
         self.calls.append(("unload", name))
+
+    async def pause(self, mode: PauseMode) -> None:
+        self.calls.append(("pause", mode))
+
+    async def resume(self) -> None:
+        self.calls.append(("resume",))
 
     async def health(self) -> GatewayHealth:
         return self.status

@@ -31,6 +31,7 @@ _STATUS = {
     "adapter_in_use": 409,
     "forbidden": 403,
     "deadline_exceeded": 504,
+    "aborted": 503,
 }
 _HTTP_WORDS = {
     "replace=True": '"load_inplace": true',

@@ -16,7 +16,7 @@ from ...protocol.chat_templates import welcome_templates
 from ...protocol.messages import Chunk
 from ...text.chat_files import ChatTemplates
 from ...text.prompts import without_special_tokens
-from ..interfaces import AdapterCard, EngineRequest, GatewayHealth, HealthStatus, ModelInfo
+from ..interfaces import AdapterCard, EngineRequest, GatewayHealth, HealthStatus, ModelInfo, PauseMode
 from .adapter_catalogue import AdapterCatalogue, OfferedAdapter
 from .dispatch import (
     ADAPTER_MISMATCH,
@@ -72,7 +72,7 @@ class Router:
         self._balancer = balancer or LoadBalancer()
         self._catalogue = AdapterCatalogue()
         self._links: dict[str, EngineLink] = {}
-        self._started = self._stopping = False
+        self._started = self._stopping = self._holds_requests = False
         self._leaving: dict[EngineLink, asyncio.Task[None]] = {}
         self._change_locks = WeakValueDictionary[str, asyncio.Lock]()  # those in use
         self._former_adapters: dict[str, AdapterCard] = {}  # of removed engines
@@ -145,6 +145,10 @@ class Router:
         # prefixes choose between engines, so a single engine needs none
         keys = prefix_keys(request.prompt, request.adapter) if len(self._links) > 1 else []
         refusals: Refusals = {}
+        if self._holds_requests:
+            with self._dispatch.waiting():
+                while self._holds_requests:
+                    await self._dispatch.wait_for_change(stream.seconds_left())
         while not stream.ended:
             decision = await self._dispatch.choose(request, keys, stream, refusals)
             link = self._links[decision.engine]
@@ -288,6 +292,34 @@ class Router:
         answers = await self._query_all(lambda link: link.client.stats(1.0))
         counts = self.counts
         return {name: stats | counts[name] for name, stats in answers.items() if isinstance(stats, dict)}
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See `Engines`. With `wait`, new requests wait here until those of this gateway have ended."""
+        self._holds_requests = mode == "wait"
+        try:
+            while mode == "wait" and any(link.streams for link in [*self._links.values(), *self._leaving]):
+                if not self._holds_requests:  # resumed, or paused in another mode
+                    return
+                await self._dispatch.wait_for_change(None)
+            await self._call_all(lambda link: link.client.pause(mode == "abort"))
+        finally:
+            self._holds_requests = False
+            self._dispatch.notify()
+
+    async def resume(self) -> None:
+        """See `Engines`."""
+        self._holds_requests = False
+        self._dispatch.notify()
+        await self._call_all(lambda link: link.client.resume())
+
+    async def _call_all(self, call: Callable[[EngineLink], Coroutine[Any, Any, None]]) -> None:
+        """Call all connected engines, and raise the first error. Raises EngineDeadError if there is none."""
+        answers = await self._query_all(call)
+        if not answers:
+            raise no_engine()
+        for answer in answers.values():
+            if answer is not None:
+                raise answer
 
     # -- adapters --------------------------------------------------------------------------------------------------
 
