@@ -188,6 +188,10 @@ class Engines(Protocol):
         """Return the token ids of a text."""
         ...
 
+    async def token_spellings(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, str]]:
+        """Return the tokens of a text: id, and spelling in the vocabulary."""
+        ...
+
     async def detokenize(self, token_ids: list[int]) -> str:
         """Return the text of token ids, with special tokens."""
         ...

@@ -204,10 +204,11 @@ class ListAdapters(Call, tag="list_adapters", frozen=True):
 
 
 class Tokenize(Call, tag="tokenize", frozen=True):
-    """Request the token ids of a text; `add_special_tokens`: as a prompt has them."""
+    """Request the token ids of a text. `add_special_tokens`: as a prompt has them; `spellings`: return these, too."""
 
     text: Annotated[str, Meta(max_length=MAX_PROMPT_CHARACTERS)]
     add_special_tokens: bool = True
+    spellings: bool = False
 
 
 class Detokenize(Call, tag="detokenize", frozen=True):
@@ -367,7 +368,10 @@ class Adapters(Call, tag="adapters", frozen=True):
 
 
 class Tokens(Call, tag="tokens", frozen=True):
+    """Answer to `tokenize`. `spellings`: of each token in the vocabulary, if requested."""
+
     token_ids: Annotated[list[TokenId], Meta(max_length=MAX_PROMPT_TOKENS)]
+    spellings: list[str] = []
 
 
 class Text(Call, tag="text", frozen=True):

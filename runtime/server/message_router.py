@@ -42,9 +42,7 @@ class TokenizeRequests:
             self._connections.send_error(client, "invalid_request", "this model has no tokenizer", call=message.call)
             return
         if isinstance(message, protocol.Tokenize):
-            work: partial[Any] = partial(
-                self._tokenizer.encode, message.text, message.add_special_tokens, MAX_PROMPT_TOKENS
-            )
+            work: partial[Any] = partial(_tokens, self._tokenizer, message)
             size = len(message.text)
         else:
             work = partial(self._tokenizer.decode, message.token_ids, skip_special_tokens=False)
@@ -57,7 +55,7 @@ class TokenizeRequests:
         self._calls[key] = client, message.call
         self._encoder.put_work(key, work, size, client.number)
 
-    def finish(self, key: str, result: list[int] | str | Exception) -> bool:
+    def finish(self, key: str, result: list[int] | protocol.Tokens | str | Exception) -> bool:
         """Send the encoder's result to its client; returns False if the key belongs to no call."""
         entry = self._calls.pop(key, None)
         if entry is None:
@@ -70,9 +68,18 @@ class TokenizeRequests:
             self._connections.send_error(client, "request_failed", "the text could not be tokenized", call=call)
         elif isinstance(result, str):
             self._connections.send(client, protocol.Text(call, result))
-        else:
-            self._connections.send(client, protocol.Tokens(call, result))
+        elif isinstance(result, protocol.Tokens):
+            self._connections.send(client, result)
         return True
+
+
+def _tokens(tokenizer: Tokenizer, message: protocol.Tokenize) -> protocol.Tokens:
+    """Return the answer to a call. Raises TooManyTokens."""
+    ids = tokenizer.encode(message.text, message.add_special_tokens, MAX_PROMPT_TOKENS)
+    spellings = list(map(tokenizer.spelling, ids)) if message.spellings else []
+    if sum(len(each.encode()) for each in spellings) > MAX_PROMPT_CHARACTERS:
+        raise TooManyTokens(len(ids))
+    return protocol.Tokens(message.call, ids, spellings)
 
 
 class PauseRequests:

@@ -155,6 +155,9 @@ class FakeEngines:
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [*([1] if add_special_tokens else []), *map(ord, text)]
 
+    async def token_spellings(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, str]]:
+        return [(token, f"<{token}>") for token in await self.tokenize(text, add_special_tokens)]
+
     async def detokenize(self, token_ids: list[int]) -> str:
         return "".join(chr(token % 256) for token in token_ids)
 

@@ -4,7 +4,7 @@ chat                /v1/chat/completions
 completions         /v1/completions, with echo
 responses           /v1/responses
 models              /v1/models, and loading and unloading of adapters
-tokenize            /tokenize, /detokenize
+tokenize            /tokenize, /detokenize, /tokenizer_info
 health              /health, /ready, /version, /metrics, /pause, /resume, /is_paused, /get_world_size
 pages               /openapi.json with the OpenAPI document, /docs, / (the console)
 context             what handlers share: engines, admission, observer; resolves `model`; applies chat templates

@@ -21,7 +21,7 @@ from .health import PauseChanged, Paused, Status, Version, WorldSize
 from .models import AdapterChanged, LoadAdapter, ModelCard, ModelList, UnloadAdapter
 from .responses import Response as ModelResponse
 from .responses import ResponseEvent, ResponseRequest
-from .tokenize import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
+from .tokenize import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest, TokenizerInfo
 
 PACKAGE = __name__.partition(".runtime.")[0]
 
@@ -124,6 +124,7 @@ ENDPOINTS = (
     Endpoint("post", "/v1/load_lora_adapter", "Load an adapter (admin)", LoadAdapter, AdapterChanged),
     Endpoint("post", "/v1/unload_lora_adapter", "Unload an adapter (admin)", UnloadAdapter, AdapterChanged),
     Endpoint("post", "/tokenize", "Token ids of a text or a conversation", TokenizeRequest, Tokenized),
+    Endpoint("get", "/tokenizer_info", "Special tokens and chat template", None, TokenizerInfo),
     Endpoint("post", "/detokenize", "Text of token ids", DetokenizeRequest, Detokenized),
     Endpoint("post", "/pause", "Stop computing, with ?mode=abort, wait or keep (admin)", None, PauseChanged),
     Endpoint("post", "/resume", "Compute again after a pause (admin)", None, PauseChanged),
