@@ -43,7 +43,7 @@ class CompletionRequest(TokenBody, frozen=True, kw_only=True):
     logprobs: LogprobCount | bool | None = None
     suffix: Refused = None
     use_beam_search: Refused = None
-    add_special_tokens: Annotated[bool, Meta(description="true only")] | None = None
+    add_special_tokens: Annotated[bool, Meta(description="for texts; default: true")] | None = None
 
     def prompts(self) -> list[Prompt]:
         """Return the prompts. Raises GatewayError 400 if their kinds differ, or if there are too many."""
@@ -65,10 +65,6 @@ class CompletionRequest(TokenBody, frozen=True, kw_only=True):
         """Return the sampling parameters. `defaults` are the model's. Raises GatewayError 400 that names the field."""
         if self.best_of not in (None, self.n or 1):
             raise GatewayError(400, "best_of is not supported; use n and choose among its answers", param="best_of")
-        if self.add_special_tokens is False:
-            raise GatewayError(
-                400, "add_special_tokens=false is not supported; send token ids as prompt", param="add_special_tokens"
-            )
         if self.scores_only and not self.echo:
             text = "max_tokens=0 generates nothing; give at least 1, or echo=true to score the prompt"
             raise GatewayError(400, text, param="max_tokens")
@@ -78,6 +74,11 @@ class CompletionRequest(TokenBody, frozen=True, kw_only=True):
         if self.echo and self.top_logprobs is not None:
             params = replace(params, prompt_logprobs=max(self.top_logprobs, self.prompt_logprobs or 0))
         return params
+
+    @property
+    def logprobs_field(self) -> str:
+        """The field that sets the number of likeliest tokens."""
+        return "logprobs"
 
     @property
     def scores_only(self) -> bool:
@@ -165,16 +166,14 @@ class Echo:
         return _align(self.text, self.first_token or "", self._scores)
 
 
-async def make_echo(engines: Engines, prompt: Prompt, ids: list[int] | None, scored: bool) -> Echo:
-    """Return the echo of a prompt, with log-probabilities if `scored`. Raises the engines' errors.
+async def make_echo(engines: Engines, prompt: Prompt, ids: list[int] | None) -> Echo:
+    """Return the echo of a prompt. Raises the engines' errors.
 
-    ids   the prompt's tokens if they are known
+    ids   the prompt's tokens, for an echo with log-probabilities
     """
     text = prompt if isinstance(prompt, str) else await engines.detokenize(prompt)
-    if not scored:
-        return Echo(text)
     if ids is None:
-        ids = await engines.tokenize(prompt) if isinstance(prompt, str) else prompt
+        return Echo(text)
     return Echo(text, await engines.detokenize(ids[:1]), len(ids) - 1, ids[0] if ids else 0)
 
 
@@ -229,18 +228,27 @@ async def completions(context: GatewayContext, request: Request) -> Response:
     stream, tokens, choices = bool(body.stream), sum(map(estimated_tokens, prompts)), params.n * len(prompts)
     with reserved_tokens(context, request, target, tokens, params, choices) as ticket:
         ids: list[list[int]] = []
-        for index, prompt in enumerate(prompts if body.needs_prompt_ids else ()):
-            whole = await context.prompt_ids(request, prompt)
+        special, scored = body.add_special_tokens is not False, bool(body.echo) and body.top_logprobs is not None
+        for index, prompt in enumerate(prompts if body.needs_prompt_ids or scored else ()):
+            whole = await context.prompt_ids(request, prompt, special)
             ids.append(body.truncated(whole, target.model.max_model_len, params.max_tokens))
             if len(ids[-1]) < len(whole):
                 prompts[index] = ids[-1]
         echoes = []
         for index, prompt in enumerate(prompts if body.echo else ()):
-            prompt_ids, scored = ids[index] if ids else None, body.top_logprobs is not None
-            make = functools.partial(make_echo, context.engines, prompt, prompt_ids, scored)
+            make = functools.partial(make_echo, context.engines, prompt, ids[index] if scored else None)
             echoes.append(await context.in_tokenizing_turn(request, make))
         session = open_session(
-            context, request, ticket, target, ids or prompts, params, stream, body.priority, body.deadline_seconds
+            context,
+            request,
+            ticket,
+            target,
+            ids or prompts,
+            params,
+            stream,
+            body.priority,
+            body.deadline_seconds,
+            special,
         )
     session.constraint_field, session.scores_only = body.constraint_field, body.scores_only
     answer_id, created = new_id("cmpl"), int(time.time())

@@ -28,7 +28,7 @@ StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 TokenCount = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
-LogprobCount = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+LogprobCount = Annotated[int, Meta(ge=-1, le=MAX_LOGPROBS)]
 Biases = Annotated[dict[TokenId, Annotated[float, Meta(ge=-BIAS_LIMIT, le=BIAS_LIMIT)]], Meta(max_length=MAX_BIASES)]
 
 
@@ -76,6 +76,11 @@ class SamplingBody(Body, frozen=True, kw_only=True):
     guided_grammar: Refused = None
 
     @property
+    def logprobs_field(self) -> str:
+        """The field that sets the number of likeliest tokens."""
+        return "top_logprobs"
+
+    @property
     def constraint_field(self) -> str:
         """The field that sets a constraint on the answer."""
         return "structured_outputs" if self.structured_outputs is not None else "response_format"
@@ -93,6 +98,7 @@ class TokenBody(SamplingBody, frozen=True, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, description="-1: as many as fit with max_tokens")] | None = None
     truncation_side: Literal["left", "right"] | None = None
+    logprob_token_ids: Refused = None
 
     @property
     def needs_prompt_ids(self) -> bool:
@@ -125,6 +131,7 @@ REMEDIES = {
     "guided_choice": "use structured_outputs",
     "guided_grammar": "use structured_outputs",
     "tools": "use /v1/chat/completions",
+    "logprob_token_ids": "score prompts that end with these tokens, with echo=true, logprobs=1 and max_tokens=0",
     "suffix": "put the text that follows into the prompt",
     "previous_response_id": "answers are not stored; send the whole conversation in input",
     "conversation": "conversations are not stored; send the whole conversation in input",
@@ -171,6 +178,14 @@ def sampling_params(
         raise GatewayError(400, "stream_options needs stream=true", param="stream_options")
     if body.prompt_logprobs is not None and body.stream:
         raise GatewayError(400, "prompt_logprobs does not work with stream; omit one", param="prompt_logprobs")
+    for field, count in ((body.logprobs_field, logprobs), ("prompt_logprobs", body.prompt_logprobs)):
+        if count == -1:
+            raise GatewayError(
+                400,
+                f"{field}=-1 asks for the whole vocabulary, but this server returns at most {MAX_LOGPROBS} tokens per "
+                f"position; give 0 to {MAX_LOGPROBS}",
+                param=field,
+            )
     given = defaults.given() | {"max_tokens": max_tokens}
     given |= {name: value for name in _SHARED_FIELDS if (value := getattr(body, name)) is not None}
     constraint = constraint_of(body.response_format, body.structured_outputs)

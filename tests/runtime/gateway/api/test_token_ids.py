@@ -155,3 +155,25 @@ def test_zero_tokens_without_an_echo_are_refused():
     status, answer, asked = complete(prompt="hey", max_tokens=0)
     assert status == 400 and answer["error"]["param"] == "max_tokens" and not asked
     assert "echo=true" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "more"),
+    [
+        ("/v1/completions", "logprobs", {"prompt": "hey"}),
+        ("/v1/completions", "prompt_logprobs", {"prompt": "hey"}),
+        ("/v1/chat/completions", "top_logprobs", HELLO | {"logprobs": True}),
+        ("/v1/chat/completions", "prompt_logprobs", HELLO),
+    ],
+)
+def test_the_whole_vocabulary_exceeds_the_limit_that_the_error_names(path, field, more):
+    status, answer, asked = ask(path, **more, **{field: -1})
+    assert status == 400 and not asked and answer["error"]["param"] == field
+    assert "at most 20" in answer["error"]["message"] and f"{field}=-1" in answer["error"]["message"]
+
+
+def test_a_text_can_be_continued_without_special_tokens():
+    _, _, asked = complete(prompt="hey", add_special_tokens=False)
+    assert asked[0].prompt == "hey" and not asked[0].add_special_tokens
+    _, answer, asked = complete(prompt="hey", add_special_tokens=False, return_token_ids=True)
+    assert answer["choices"][0]["prompt_token_ids"] == asked[0].prompt == [*map(ord, "hey")]
