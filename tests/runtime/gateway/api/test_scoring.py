@@ -32,7 +32,7 @@ def prompts(seed, count=3):
 
 
 def post(served, path, body):
-    answer = httpx.post(served.url + path, json=body, timeout=60)
+    answer = httpx.post(served.url + path, json=body, timeout=600)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -62,7 +62,7 @@ def test_scores_of_a_stream_and_of_ids_as_names_are_the_same(served):
     body = {"prompt": ids, "max_tokens": 0, "logprobs": 2, "echo": True, "return_tokens_as_token_ids": True}
     whole = post(served, "/v1/completions", body)["choices"][0]
     assert whole["logprobs"]["tokens"] == [f"token_id:{token}" for token in ids]
-    text = httpx.post(served.url + "/v1/completions", json=body | {"stream": True}, timeout=60).text
+    text = httpx.post(served.url + "/v1/completions", json=body | {"stream": True}, timeout=600).text
     streamed = [choice for event in events(text)[:-1] for choice in event["choices"]]
     for name, values in whole["logprobs"].items():
         assert [value for choice in streamed if choice["logprobs"] for value in choice["logprobs"][name]] == values

@@ -50,17 +50,17 @@ def test_tools_that_cannot_be_shown_are_refused(body, field):
 def test_spellings_come_with_the_ids(served):
     """They are the vocabulary's: a space before a word is visible."""
     body = {"prompt": "Ahoy there", "add_special_tokens": False, "return_token_strs": True}
-    answer = httpx.post(served.url + "/tokenize", json=body, timeout=60).json()
+    answer = httpx.post(served.url + "/tokenize", json=body, timeout=600).json()
     assert len(answer["token_strs"]) == len(answer["tokens"]) == answer["count"] > 1
     assert "".join(answer["token_strs"]).replace("Ġ", " ").replace("▁", " ").strip() == "Ahoy there"
     assert "".join(answer["token_strs"]) != "Ahoy there"
     del body["return_token_strs"]
-    assert httpx.post(served.url + "/tokenize", json=body, timeout=60).json()["tokens"] == answer["tokens"]
+    assert httpx.post(served.url + "/tokenize", json=body, timeout=600).json()["tokens"] == answer["tokens"]
 
 
 def test_a_client_can_render_and_tokenize_with_the_info(served):
     """As lm-eval's remote tokenizer does."""
-    info = httpx.get(served.url + "/tokenizer_info", timeout=60).json()
+    info = httpx.get(served.url + "/tokenizer_info", timeout=600).json()
     assert info["eos_token"] and info["model_max_length"] == 256
     messages = [{"role": "user", "content": "Who sails?"}]
     tokens = {name: text or "" for name, text in info.items() if name.endswith("_token")}
@@ -68,8 +68,8 @@ def test_a_client_can_render_and_tokenize_with_the_info(served):
         messages=messages, add_generation_prompt=True, **tokens
     )
     body = {"prompt": text, "add_special_tokens": False}
-    rendered = httpx.post(served.url + "/tokenize", json=body, timeout=60).json()["tokens"]
-    assert rendered == httpx.post(served.url + "/tokenize", json={"messages": messages}, timeout=60).json()["tokens"]
+    rendered = httpx.post(served.url + "/tokenize", json=body, timeout=600).json()["tokens"]
+    assert rendered == httpx.post(served.url + "/tokenize", json={"messages": messages}, timeout=600).json()["tokens"]
 
 
 def test_the_info_has_tokens_and_the_plain_template():
