@@ -364,9 +364,27 @@ class AsyncClient:
         )
         return tokens.token_ids
 
+    async def token_spellings(
+        self, text: str, add_special_tokens: bool = True, timeout: float | None = None
+    ) -> list[tuple[int, str]]:
+        """Return a text's tokens as in `tokenize`: id, and spelling in the vocabulary, such as `Ġthe`."""
+        fields = {"text": text, "add_special_tokens": add_special_tokens, "spellings": True}
+        tokens = await self._call(protocol.Tokenize, protocol.Tokens, timeout, **fields)
+        return list(zip(tokens.token_ids, tokens.spellings, strict=True))
+
     async def detokenize(self, token_ids: Sequence[int], timeout: float | None = None) -> str:
         """Return the text of token ids, special tokens included."""
         return (await self._call(protocol.Detokenize, protocol.Text, timeout, token_ids=list(token_ids))).text
+
+    async def pause(self, abort: bool = False, timeout: float | None = None) -> None:
+        """Stop planning steps until `resume`. Returns when no step runs. Requests wait, with `abort` open ones end with
+        ServerError `aborted`.
+        """
+        await self._call(protocol.Pause, protocol.Done, timeout, abort=abort)
+
+    async def resume(self, timeout: float | None = None) -> None:
+        """Plan steps again after `pause`."""
+        await self._call(protocol.Resume, protocol.Done, timeout)
 
     async def stats(self, timeout: float | None = None) -> dict[str, int | float]:
         """Return the server's counters and gauges by name."""

@@ -109,7 +109,10 @@ class Client:
     unload_adapter = _blocking(AsyncClient.unload_adapter)
     list_adapters = _blocking(AsyncClient.list_adapters)
     tokenize = _blocking(AsyncClient.tokenize)
+    token_spellings = _blocking(AsyncClient.token_spellings)
     detokenize = _blocking(AsyncClient.detokenize)
+    pause = _blocking(AsyncClient.pause)
+    resume = _blocking(AsyncClient.resume)
     stats = _blocking(AsyncClient.stats)
     health = _blocking(AsyncClient.health)
 

@@ -15,6 +15,8 @@ from ..protocol.messages import Chunk
 from ..text.chat_files import ChatTemplates
 
 HealthStatus = Literal["loading", "ok", "stalled", "draining", "idle", "dead"]
+PauseMode = Literal["abort", "wait", "keep"]
+"""What happens to open requests: they end with an error, are finished first, or wait for the end of the pause."""
 
 
 @dataclass(eq=False)
@@ -168,6 +170,12 @@ class Engines(Protocol):
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter on all engines."""
 
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop planning steps on all engines. Returns when no step runs. New requests wait."""
+
+    async def resume(self) -> None:
+        """Plan steps again."""
+
     async def health(self) -> GatewayHealth:
         """Return the health of the engines. Raises nothing."""
         ...
@@ -178,6 +186,10 @@ class Engines(Protocol):
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text."""
+        ...
+
+    async def token_spellings(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, str]]:
+        """Return the tokens of a text: id, and spelling in the vocabulary."""
         ...
 
     async def detokenize(self, token_ids: list[int]) -> str:

@@ -109,7 +109,7 @@ class GatewayMiddleware:
                 delay = self._refusal_pace.delay(paced_as, started)
                 if delay:
                     await asyncio.sleep(delay)
-            response = response_for(problem, scope["method"])
+            response = response_for(problem, scope["method"], scope["path"])
             if _has_unread_body(scope):  # its rest is not worth reading
                 response.headers["Connection"] = "close"
             await response(scope, receive, recorded_send)

@@ -65,6 +65,7 @@ ErrorCode = Literal[
     "adapter_in_use",
     "forbidden",
     "deadline_exceeded",
+    "aborted",
     "slow_reader",
     "request_failed",
     "engine_dead",
@@ -203,10 +204,11 @@ class ListAdapters(Call, tag="list_adapters", frozen=True):
 
 
 class Tokenize(Call, tag="tokenize", frozen=True):
-    """Request the token ids of a text; `add_special_tokens`: as a prompt has them."""
+    """Request the token ids of a text. `add_special_tokens`: as a prompt has them; `spellings`: return these, too."""
 
     text: Annotated[str, Meta(max_length=MAX_PROMPT_CHARACTERS)]
     add_special_tokens: bool = True
+    spellings: bool = False
 
 
 class Detokenize(Call, tag="detokenize", frozen=True):
@@ -217,6 +219,16 @@ class Detokenize(Call, tag="detokenize", frozen=True):
 
 class GetChatTemplates(Call, tag="get_chat_templates", frozen=True):
     adapter: AdapterName
+
+
+class Pause(Call, tag="pause", frozen=True):
+    """Plan no more steps until `resume`; answered when no step runs. `abort`: end all open requests with `aborted`."""
+
+    abort: bool = False
+
+
+class Resume(Call, tag="resume", frozen=True):
+    """Plan steps again."""
 
 
 class GetStats(Call, tag="get_stats", frozen=True):
@@ -358,7 +370,10 @@ class Adapters(Call, tag="adapters", frozen=True):
 
 
 class Tokens(Call, tag="tokens", frozen=True):
+    """Answer to `tokenize`. `spellings`: of each token in the vocabulary, if requested."""
+
     token_ids: Annotated[list[TokenId], Meta(max_length=MAX_PROMPT_TOKENS)]
+    spellings: list[str] = []
 
 
 class Text(Call, tag="text", frozen=True):
@@ -410,6 +425,8 @@ ClientMessage = (
     | Tokenize
     | Detokenize
     | GetChatTemplates
+    | Pause
+    | Resume
     | GetStats
     | GetHealth
     | Beat

@@ -231,7 +231,7 @@ class Scheduler:
             work: Work = []
             builder.current = None
             try:
-                self._expire()
+                self.expire()
                 if not builder.fill(work, idle=not self._issued):
                     return None
                 self._loads += states.residency.loads_of_plan()
@@ -254,7 +254,7 @@ class Scheduler:
             states.step += 1
             return plan
 
-    def _expire(self) -> None:
+    def expire(self) -> None:
         """End sequences after their deadlines."""
         if not self._deadlines:
             return

@@ -37,7 +37,7 @@ from .adapter_requests import AdapterRequests
 from .connections import Connections
 from .gpu_link import BatcherLink, InHostMemory, LoadDone, Loading, LoadReply, Ready, StepFailed
 from .listener import MAX_PEERS, CurveListener, Listener, OpenListener
-from .message_router import MessageRouter, TokenizeRequests
+from .message_router import MessageRouter, PauseRequests, TokenizeRequests
 from .open_requests import OpenRequests
 from .server_state import RetryQueue, ServerState
 from .settings import ServeSettings
@@ -78,6 +78,7 @@ class Batcher:
             lambda entry: channel.send({"event": "adapter", "entry": msgspec.to_builtins(entry)}),
         )
         self._tokenize = TokenizeRequests(connections, self._tokenizer, self._encoder)
+        self._pauses = PauseRequests(state, connections, requests, self._submissions, settings.admin)
         self._router = MessageRouter(
             settings,
             state,
@@ -86,6 +87,7 @@ class Batcher:
             self._submissions,
             self._adapters,
             self._tokenize,
+            self._pauses,
             read_chat_templates(model, settings.chat_template),
             self._tokenizer is not None,
             self._sampling_defaults(model),
@@ -220,6 +222,7 @@ class Batcher:
             deltas, finished = stepper.engine.take_ended()
             if deltas or finished:
                 self._requests.send_progress(deltas, finished)
+        self._pauses.answer()
         self._connections.flush()
         self._abort_lost()
 
@@ -273,6 +276,7 @@ class Batcher:
             self._clock,
             link.open_masks(ready.masks),
         )
+        stepper.paused = self._state.paused
         self._grammars.prepare(ready)
         self._state.phase, self._state.progress = "ready", 1.0
         self._channel.send({"event": "serving"})

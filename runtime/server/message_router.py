@@ -25,6 +25,7 @@ from .submissions import LOADING_RETRY, OVERLOAD_RETRY, SERVER_ERROR, Submission
 
 _log = logging.getLogger(__name__)
 CHARACTERS_PER_TOKEN = 8
+PAUSED = "the request was aborted because the server was paused; send it again"
 
 
 class TokenizeRequests:
@@ -41,9 +42,7 @@ class TokenizeRequests:
             self._connections.send_error(client, "invalid_request", "this model has no tokenizer", call=message.call)
             return
         if isinstance(message, protocol.Tokenize):
-            work: partial[Any] = partial(
-                self._tokenizer.encode, message.text, message.add_special_tokens, MAX_PROMPT_TOKENS
-            )
+            work: partial[Any] = partial(_tokens, self._tokenizer, message)
             size = len(message.text)
         else:
             work = partial(self._tokenizer.decode, message.token_ids, skip_special_tokens=False)
@@ -56,7 +55,7 @@ class TokenizeRequests:
         self._calls[key] = client, message.call
         self._encoder.put_work(key, work, size, client.number)
 
-    def finish(self, key: str, result: list[int] | str | Exception) -> bool:
+    def finish(self, key: str, result: list[int] | protocol.Tokens | str | Exception) -> bool:
         """Send the encoder's result to its client; returns False if the key belongs to no call."""
         entry = self._calls.pop(key, None)
         if entry is None:
@@ -69,9 +68,56 @@ class TokenizeRequests:
             self._connections.send_error(client, "request_failed", "the text could not be tokenized", call=call)
         elif isinstance(result, str):
             self._connections.send(client, protocol.Text(call, result))
-        else:
-            self._connections.send(client, protocol.Tokens(call, result))
+        elif isinstance(result, protocol.Tokens):
+            self._connections.send(client, result)
         return True
+
+
+def _tokens(tokenizer: Tokenizer, message: protocol.Tokenize) -> protocol.Tokens:
+    """Return the answer to a call. Raises TooManyTokens."""
+    ids = tokenizer.encode(message.text, message.add_special_tokens, MAX_PROMPT_TOKENS)
+    spellings = list(map(tokenizer.spelling, ids)) if message.spellings else []
+    if sum(len(each.encode()) for each in spellings) > MAX_PROMPT_CHARACTERS:
+        raise TooManyTokens(len(ids))
+    return protocol.Tokens(message.call, ids, spellings)
+
+
+class PauseRequests:
+    """Pauses and resumes the planning of steps for clients. `admin`: they may do that."""
+
+    def __init__(
+        self,
+        state: ServerState,
+        connections: Connections,
+        requests: OpenRequests,
+        submissions: Submissions,
+        admin: bool,
+    ) -> None:
+        self._state, self._connections, self._requests = state, connections, requests
+        self._submissions, self._admin = submissions, admin
+        self._unanswered: list[tuple[ClientConnection, int]] = []
+
+    def change(self, client: ClientConnection, message: protocol.Pause | protocol.Resume) -> None:
+        """Pause or resume, or send an error."""
+        if not self._admin:
+            text = "clients cannot pause this server; start it with --allow-adapter-loading"
+            self._connections.send_error(client, "forbidden", text, call=message.call)
+            return
+        self._state.set_paused(isinstance(message, protocol.Pause))
+        if isinstance(message, protocol.Pause) and message.abort:
+            for request in self._requests.all():
+                self._submissions.fail(request, PAUSED, "aborted")
+        self._unanswered.append((client, message.call))
+        self.answer()
+
+    def answer(self) -> None:
+        """Answer all calls if no step runs, or if steps are planned again."""
+        stepper = self._state.stepper
+        if self._state.paused and stepper is not None and stepper.in_flight:
+            return
+        for client, call in self._unanswered:
+            self._connections.send(client, protocol.Done(call))
+        self._unanswered.clear()
 
 
 class MessageRouter:
@@ -89,13 +135,14 @@ class MessageRouter:
         submissions: Submissions,
         adapters: AdapterRequests,
         tokenize: TokenizeRequests,
+        pauses: PauseRequests,
         templates: ChatTemplates,
         has_tokenizer: bool,
         sampling_defaults: SamplingDefaults,
     ) -> None:
         self._settings, self._state = settings, state
         self._connections, self._requests = connections, requests
-        self._submissions, self._adapters, self._tokenize = submissions, adapters, tokenize
+        self._submissions, self._adapters, self._tokenize, self._pauses = submissions, adapters, tokenize, pauses
         self._templates, self._has_tokenizer = within_limits(templates), has_tokenizer
         self._defaults = sampling_defaults
         self._bad_frames = 0
@@ -149,6 +196,8 @@ class MessageRouter:
                 self._tokenize.start(client, message)
             elif isinstance(message, protocol.GetChatTemplates):
                 self._connections.send(client, self._adapters.chat_templates(message))
+            elif isinstance(message, (protocol.Pause, protocol.Resume)):
+                self._pauses.change(client, message)
             elif isinstance(message, protocol.GetStats):
                 self._connections.send(client, protocol.Stats(message.call, self._stats()))
         except Exception:
@@ -197,6 +246,8 @@ class MessageRouter:
             "slow_readers_total": self._connections.slow_total,
             "refused_connections_total": self._connections.refused_total,
             "bad_frames_total": self._bad_frames,
+            "paused": int(self._state.paused),
+            "tensor_parallel_size": int(self._settings.llm.get("tensor_parallel_size") or 1),
         }
         values |= self._requests.counts
         return values if self._state.stepper is None else values | self._state.stepper.stats()

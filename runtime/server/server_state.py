@@ -19,6 +19,7 @@ class ServerState:
     draining         new requests are refused
     dead             the GPU process will not be restarted
     stalled          the GPU process sends no heartbeats, or a step is late
+    paused           no steps are planned
     """
 
     stepper: Stepper | None = None
@@ -27,7 +28,14 @@ class ServerState:
     draining: bool = False
     dead: bool = False
     stalled: bool = False
+    paused: bool = False
     started: float = field(default_factory=time.monotonic)
+
+    def set_paused(self, paused: bool) -> None:
+        """Pause or resume the planning of steps, also by later GPU processes."""
+        self.paused = paused
+        if self.stepper is not None:
+            self.stepper.paused = paused
 
     @property
     def uptime(self) -> float:

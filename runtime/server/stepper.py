@@ -71,6 +71,7 @@ class Stepper:
     watchdog        limit on a step's time (`step_timeout`: see there)
     adapters        adapters by name
     masks           shared memory for masks, if there is any
+    paused          no steps are planned; deadlines pass
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Stepper:
         self.engine = Engine(self.scheduler, self._remote, tokenizer, ready.eos_ids, seed, overlap=True)
         self.in_host_memory: set[int] = set()
         self.in_flight = 0
+        self.paused = False
         self.watchdog = StepWatchdog(clock or AwakeClock(), step_timeout, ready.device, ready.longest_step)
         self.steps = self.late_plans = self.failed_steps = 0
         self.idle_seconds = self.busy_seconds = self.plan_seconds = self.longest_busy = self.device_seconds = (
@@ -124,6 +126,9 @@ class Stepper:
 
         `continuing`: a step has just returned.
         """
+        if self.paused:
+            self.scheduler.expire()
+            return
         while self.in_flight < (AHEAD if self._last_is_short else AHEAD - 1):
             plan = self.engine.plan()
             if plan is None:

@@ -300,10 +300,10 @@ class Submissions:
             self._drop(request)
             self._requests.abort(request)
 
-    def fail(self, request: OpenRequest, text: str = SERVER_ERROR) -> None:
-        """End a request after an error of the server or a step that did not return."""
+    def fail(self, request: OpenRequest, text: str = SERVER_ERROR, code: ErrorCode = "request_failed") -> None:
+        """End a request after an error of the server, a step that did not return, or a pause."""
         self._drop(request)
-        self._requests.refuse(request, "request_failed", text)
+        self._requests.refuse(request, code, text)
 
     def abort_all(self, client: ClientConnection) -> None:
         """Abort all requests of a client that disconnected or is too slow, without an answer."""

@@ -40,6 +40,9 @@ class Tokenizer(Protocol):
     def token_id(self, token: str) -> int | None:
         """Return the id of a token, as spelled in the vocabulary; None if it is not there."""
 
+    def spelling(self, token_id: int) -> str:
+        """Return a token as spelled in the vocabulary; "" for an invalid id."""
+
 
 # Words in the library's cache, 10,000 by default. Ordinary texts are encoded as fast, and clients that send random
 # words (of up to 256 characters) use a tenth of the memory.
@@ -90,6 +93,9 @@ class FastTokenizer:
     def token_id(self, token: str) -> int | None:
         found: int | None = self._tokenizer.token_to_id(token)
         return found
+
+    def spelling(self, token_id: int) -> str:
+        return self._tokenizer.id_to_token(token_id) or ""
 
     @property
     def size(self) -> int:

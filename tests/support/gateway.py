@@ -25,6 +25,7 @@ from sidestream.runtime.gateway.interfaces import (
     GatewayHealth,
     ModelInfo,
     Observer,
+    PauseMode,
     UsageRecord,
 )
 from sidestream.runtime.gateway.metrics.metrics import Metrics
@@ -139,6 +140,12 @@ class FakeEngines:
     async def unload_adapter(self, name: str) -> None:
         self.calls.append(("unload", name))
 
+    async def pause(self, mode: PauseMode) -> None:
+        self.calls.append(("pause", mode))
+
+    async def resume(self) -> None:
+        self.calls.append(("resume",))
+
     async def health(self) -> GatewayHealth:
         return self.status
 
@@ -147,6 +154,9 @@ class FakeEngines:
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [*([1] if add_special_tokens else []), *map(ord, text)]
+
+    async def token_spellings(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, str]]:
+        return [(token, f"<{token}>") for token in await self.tokenize(text, add_special_tokens)]
 
     async def detokenize(self, token_ids: list[int]) -> str:
         return "".join(chr(token % 256) for token in token_ids)

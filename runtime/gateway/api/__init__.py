@@ -4,8 +4,8 @@ chat                /v1/chat/completions
 completions         /v1/completions, with echo
 responses           /v1/responses
 models              /v1/models, and loading and unloading of adapters
-tokenize            /tokenize, /detokenize
-health              /health, /ready, /version, /metrics
+tokenize            /tokenize, /detokenize, /tokenizer_info
+health              /health, /ready, /version, /metrics, /pause, /resume, /is_paused, /get_world_size
 pages               /openapi.json with the OpenAPI document, /docs, / (the console)
 context             what handlers share: engines, admission, observer; resolves `model`; applies chat templates
 completion_session  a request from admission through its chunks to its usage record

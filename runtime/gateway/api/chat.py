@@ -17,13 +17,13 @@ from ...api.sampling_params import SamplingParams
 from ...protocol.messages import Chunk
 from ..interfaces import GatewayError
 from .body_types import Answer, Part, Refused, TemplateVariables, Text, Usage
-from .completion_session import estimated_tokens, open_session, reserved_tokens
+from .completion_session import Prompt, estimated_tokens, open_session, reserved_tokens
 from .context import GatewayContext, caller_of, errors_as_400, json_response, new_id
 from .event_stream import ChunkEncoder, EventStream, TextChunkEncoder
 from .field_table import with_table_fields
-from .logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs
+from .logprobs import ChatLogprobs, PromptLogprobs, TokenLogprobs, chat_logprobs, prompt_logprobs
 from .response_format import make_constraint, schema_of
-from .sampling_fields import LogprobCount, SamplingBody, TokenCount, sampling_params
+from .sampling_fields import LogprobCount, TokenBody, TokenCount, sampling_params
 from .tool_call_parser import CallDelta, ToolParser
 from .tools import (
     MAX_TOOLS,
@@ -84,8 +84,11 @@ class ChatMessage(Part, frozen=True, kw_only=True):
 
 
 @with_table_fields("chat")
-class ChatRequest(SamplingBody, frozen=True, kw_only=True):
-    """A conversation. The model's chat template turns it into a prompt."""
+class ChatRequest(TokenBody, frozen=True, kw_only=True):
+    """A conversation. The model's chat template turns it into a prompt.
+
+    `echo`: the answer begins with the content of the last message, if that is the assistant's.
+    """
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     logprobs: bool | None = None
@@ -97,6 +100,7 @@ class ChatRequest(SamplingBody, frozen=True, kw_only=True):
     reasoning_effort: ReasoningEffort | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    echo: bool | None = None
     add_special_tokens: bool | None = None
     chat_template_kwargs: TemplateVariables | None = None
     documents: Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)] | None = None
@@ -140,6 +144,14 @@ class ChatRequest(SamplingBody, frozen=True, kw_only=True):
             variables |= {"reasoning_effort": self.reasoning_effort, "enable_thinking": enabled}
         return variables | (self.chat_template_kwargs or {})
 
+    @property
+    def echoed(self) -> str:
+        """The text before each answer."""
+        last = self.messages[-1]
+        if not self.echo or last.role != "assistant" or last.content is None:
+            return ""
+        return last.content if isinstance(last.content, str) else "\n".join(part.text for part in last.content)
+
     def sampling(self, defaults: SamplingDefaults) -> SamplingParams:
         """Return the sampling parameters. `defaults` are the model's. Raises GatewayError 400 that names the field."""
         if self.top_logprobs and not self.logprobs:
@@ -175,13 +187,16 @@ class AnswerMessage(Answer, frozen=True, kw_only=True):
 
 
 class ChatChoice(Answer, frozen=True, kw_only=True):
-    """One answer. `stop_reason`: the stop string or stop token id that ended it, if any."""
+    """One answer. `stop_reason`: the stop string or stop token id that ended it, if any. `token_ids`: with
+    `return_token_ids`.
+    """
 
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(Answer, frozen=True, kw_only=True):
@@ -194,6 +209,7 @@ class ChatCompletion(Answer, frozen=True, kw_only=True):
     usage: Usage
     object: Literal["chat.completion"] = "chat.completion"
     prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatDelta(Answer, frozen=True, kw_only=True):
@@ -212,10 +228,11 @@ class ChatChunkChoice(Answer, frozen=True, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: Literal["stop", "length", "tool_calls"] | None = None
     stop_reason: int | str | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChunk(Answer, frozen=True, kw_only=True):
-    """One event of a stream."""
+    """One event of a stream. `prompt_token_ids`: in the first one, with `return_token_ids`."""
 
     id: str
     created: int
@@ -223,6 +240,7 @@ class ChatChunk(Answer, frozen=True, kw_only=True):
     choices: list[ChatChunkChoice]
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     usage: Usage | None = None
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class AssistantMessage:
@@ -294,7 +312,7 @@ async def chat_completions(context: GatewayContext, request: Request) -> Respons
             with errors_as_400("tools"):
                 tool_format = format_of(templates.select(None, True)) if templates.templates else None
             params = body.with_tools(params, tool_format)
-        prompt = await context.chat_prompt(
+        prompt: Prompt = await context.chat_prompt(
             request,
             templates,
             conversation,
@@ -303,6 +321,9 @@ async def chat_completions(context: GatewayContext, request: Request) -> Respons
             body.template_variables,
             template_tools,
         )
+        if body.needs_prompt_ids:
+            ids = await context.prompt_ids(request, prompt, False)
+            prompt = body.truncated(ids, target.model.max_model_len, params.max_tokens)
         session = open_session(
             context,
             request,
@@ -317,10 +338,12 @@ async def chat_completions(context: GatewayContext, request: Request) -> Respons
         )
     session.constraint_field = body.constraint_field
     messages = [AssistantMessage(tool_format, [tool.function.name for tool in tools]) for _ in range(params.n)]
-    answer_id, created, top = new_id("chatcmpl"), int(time.time()), body.top_logprobs or 0
+    answer_id, created = new_id("chatcmpl"), int(time.time())
+    prompt_ids = prompt if body.return_token_ids and isinstance(prompt, list) else None
     if stream:
         encoder = ChunkEncoder("chat.completion.chunk", answer_id, created, target.name, body.stream_options)
-        return EventStream(session, encoder.with_usage(_ChatFormatter(encoder, top, messages), session.counts))
+        formatter = _ChatFormatter(encoder, body, messages, prompt_ids)
+        return EventStream(session, encoder.with_usage(formatter, session.counts))
     results = await session.results(request.receive)
     answer = ChatCompletion(
         id=answer_id,
@@ -330,13 +353,15 @@ async def chat_completions(context: GatewayContext, request: Request) -> Respons
         prompt_logprobs=None
         if body.prompt_logprobs is None
         else prompt_logprobs(results[0].prompt_logprobs, body.prompt_logprobs),
+        prompt_token_ids=UNSET if prompt_ids is None else prompt_ids,
         choices=[
             ChatChoice(
                 index=index,
-                message=message.message(result.text),
-                logprobs=chat_logprobs(result.logprobs, top) if body.logprobs else None,
+                message=_with_echo(body.echoed, message.message(result.text)),
+                logprobs=_logprobs(body, result.logprobs) if body.logprobs else None,
                 finish_reason=message.finish_reason(result.finish_reason),
                 stop_reason=result.stop_reason,
+                token_ids=result.token_ids if body.return_token_ids else UNSET,
             )
             for index, (message, result) in enumerate(zip(messages, results, strict=True))
         ],
@@ -344,32 +369,53 @@ async def chat_completions(context: GatewayContext, request: Request) -> Respons
     return json_response(answer, session.headers)
 
 
+def _with_echo(echoed: str, message: AnswerMessage) -> AnswerMessage:
+    return structs.replace(message, content=echoed + (message.content or "")) if echoed else message
+
+
+def _logprobs(body: ChatRequest, logprobs: TokenLogprobs) -> ChatLogprobs:
+    return chat_logprobs(logprobs, body.top_logprobs or 0, bool(body.return_tokens_as_token_ids))
+
+
 class _ChatFormatter:
     """Formats the events of one request. The first events send the role of each answer.
 
-    top        number of alternatives per token in `logprobs`
-    messages   one per answer
+    messages     one per answer
+    prompt_ids   tokens of the prompt with `return_token_ids`, else None
     """
 
-    def __init__(self, encoder: ChunkEncoder, top: int, messages: list[AssistantMessage]) -> None:
+    def __init__(
+        self,
+        encoder: ChunkEncoder,
+        body: ChatRequest,
+        messages: list[AssistantMessage],
+        prompt_ids: list[int] | None,
+    ) -> None:
         self.format_end, self.format_error = encoder.format_end, encoder.format_error
-        self._encoder, self._top, self._messages = encoder, top, messages
-        first = ChatDelta(role="assistant", content="")
-        self._role_events = [encoder.event(ChatChunkChoice(index=index, delta=first)) for index in range(len(messages))]
+        self._encoder, self._body, self._messages = encoder, body, messages
+        self._returns_ids = prompt_ids is not None
+        deltas = [ChatDelta(role="assistant", content="")] + ([ChatDelta(content=body.echoed)] if body.echoed else [])
+        self._first_events = [
+            encoder.event(ChatChunkChoice(index=index, delta=delta), None if index or place else prompt_ids)
+            for index in range(len(messages))
+            for place, delta in enumerate(deltas)
+        ]
         self._text_encoders = [
-            _text_encoder(encoder, index) if each.is_plain_text else None for index, each in enumerate(messages)
+            _text_encoder(encoder, index) if each.is_plain_text and not self._returns_ids else None
+            for index, each in enumerate(messages)
         ]
 
     def format(self, prompt_index: int, chunks: Sequence[Chunk]) -> list[bytes]:
-        events, self._role_events = self._role_events, []
+        events, self._first_events = self._first_events, []
         for chunk in chunks:
             message, text_encoder = self._messages[chunk.index], self._text_encoders[chunk.index]
             if text_encoder is not None and chunk.text and not chunk.logprobs and chunk.finish_reason is None:
                 events.append(text_encoder.event(chunk.text))
                 continue
-            logprobs = chat_logprobs(chunk.logprobs, self._top) if chunk.logprobs else None
+            logprobs = _logprobs(self._body, chunk.logprobs) if chunk.logprobs else None
             delta = message.delta(chunk.text, chunk.finish_reason is not None)
-            if delta is None and logprobs is None and chunk.finish_reason is None:
+            has_tokens = self._returns_ids and bool(chunk.token_ids)
+            if delta is None and logprobs is None and chunk.finish_reason is None and not has_tokens:
                 continue
             choice = ChatChunkChoice(
                 index=chunk.index,
@@ -377,6 +423,7 @@ class _ChatFormatter:
                 logprobs=logprobs,
                 finish_reason=message.finish_reason(chunk.finish_reason),
                 stop_reason=UNSET if chunk.stop_reason is None else chunk.stop_reason,
+                token_ids=chunk.token_ids if self._returns_ids else UNSET,
             )
             events.append(self._encoder.event(choice))
         return events

@@ -8,6 +8,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from msgspec import structs
 from starlette.requests import Request
 from starlette.types import Receive
 
@@ -109,6 +110,7 @@ class CompletionResult:
     """
 
     text: str = ""
+    token_ids: list[int] = field(default_factory=list)
     logprobs: list[list[TokenLogprob]] = field(default_factory=list)
     text_offsets: list[int] = field(default_factory=list)
     prompt_logprobs: list[list[TokenLogprob]] = field(default_factory=list)
@@ -118,6 +120,7 @@ class CompletionResult:
     def add(self, chunk: Chunk) -> None:
         """Append a chunk."""
         self.text += chunk.text
+        self.token_ids += chunk.token_ids
         if chunk.logprobs is not None:
             self.logprobs += chunk.logprobs
             self.text_offsets += chunk.text_offsets or []
@@ -149,6 +152,7 @@ class CompletionSession:
         self.counts = TokenCounts()
         self.headers = dict(ticket.headers)
         self.constraint_field = "structured_outputs"  # the field of the body that sets a constraint
+        self.scores_only = False  # drop generated tokens
         self._started = time.monotonic()
         self._recorded = False
         self._stream: ChunkStream | None = None
@@ -196,6 +200,8 @@ class CompletionSession:
             async with aclosing(arriving):
                 async for item in arriving:
                     prompt_index, chunks = (0, item) if len(streams) == 1 else item
+                    if self.scores_only:
+                        chunks = list(map(_without_output, chunks))
                     if not counts.first_token_seconds and any(chunk.token_ids for chunk in chunks):
                         self._on_first_token(chunks)
                     self._observe(prompt_index, chunks)
@@ -361,6 +367,13 @@ def open_session(
     context.observer.on_admitted(admitted)
     request.scope[BODY].release()
     return CompletionSession(context, admitted, ticket, target, owner_tag(request), priority or 0, deadline_seconds)
+
+
+def _without_output(chunk: Chunk) -> Chunk:
+    """Return a chunk without generated tokens, with the finish reason of an answer without tokens."""
+    reason: Any = "length" if chunk.finish_reason == "stop" else chunk.finish_reason
+    dropped: dict[str, Any] = {"logprobs": chunk.logprobs and [], "text_offsets": chunk.text_offsets and []}
+    return structs.replace(chunk, text="", token_ids=[], finish_reason=reason, stop_reason=None, **dropped)
 
 
 async def _merge(streams: Sequence[AsyncGenerator[list[Chunk], None]]) -> ChunkStream:

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Literal, cast
 
-from msgspec import Meta, structs
+from msgspec import UNSET, Meta, UnsetType, structs
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ...api.checks import MAX_TOKENS
 from ...api.sampling_defaults import SamplingDefaults
 from ...api.sampling_params import SamplingParams
 from ...protocol.messages import MAX_PROMPT_TOKENS, Chunk, TokenLogprob
@@ -24,24 +25,25 @@ from .context import GatewayContext, caller_of, json_response, new_id
 from .event_stream import ChunkEncoder, EventStream, TextChunkEncoder
 from .field_table import with_table_fields
 from .logprobs import CompletionLogprobs, PromptLogprobs, TokenLogprobs, completion_logprobs, prompt_logprobs, text_of
-from .sampling_fields import LogprobCount, SamplingBody, sampling_params
+from .sampling_fields import LogprobCount, TokenBody, sampling_params
 
 DEFAULT_MAX_TOKENS = 16
 Prompt = str | list[int]
 
 
 @with_table_fields("completions")
-class CompletionRequest(SamplingBody, frozen=True, kw_only=True):
-    """One or several prompts: texts, or lists of token ids."""
+class CompletionRequest(TokenBody, frozen=True, kw_only=True):
+    """One or several prompts: texts, or lists of token ids. With `echo`, `max_tokens` 0 only scores the prompts."""
 
     prompt: Annotated[
         Text | Annotated[list[Text | TokenId | TokenIds], Meta(min_length=1, max_length=MAX_PROMPT_TOKENS)],
         Meta(description="a text, a list of token ids, or a list of texts or of lists of token ids"),
     ]
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
     best_of: int | None = None
     echo: bool | None = None
-    logprobs: LogprobCount | None = None
-    add_special_tokens: bool | None = None
+    logprobs: LogprobCount | bool | None = None
+    add_special_tokens: Annotated[bool, Meta(description="for texts; default: true")] | None = None
 
     def prompts(self) -> list[Prompt]:
         """Return the prompts. Raises GatewayError 400 if their kinds differ, or if there are too many."""
@@ -63,15 +65,38 @@ class CompletionRequest(SamplingBody, frozen=True, kw_only=True):
         """Return the sampling parameters. `defaults` are the model's. Raises GatewayError 400 that names the field."""
         if self.best_of not in (None, self.n or 1):
             raise GatewayError(400, "best_of is not supported; use n and choose among its answers", param="best_of")
+        if self.scores_only and not self.echo:
+            text = "max_tokens=0 generates nothing; give at least 1, or echo=true to score the prompt"
+            raise GatewayError(400, text, param="max_tokens")
         default = min(DEFAULT_MAX_TOKENS, defaults.max_tokens or DEFAULT_MAX_TOKENS)
-        params = sampling_params(self, self.max_tokens or default, self.logprobs, defaults)
-        if self.echo and self.logprobs is not None:
-            params = replace(params, prompt_logprobs=max(self.logprobs, self.prompt_logprobs or 0))
+        max_tokens = 1 if self.scores_only else self.max_tokens or default  # an engine samples at least one token
+        params = sampling_params(self, max_tokens, self.top_logprobs, defaults)
+        if self.echo and self.top_logprobs is not None:
+            params = replace(params, prompt_logprobs=max(self.top_logprobs, self.prompt_logprobs or 0))
         return params
+
+    @property
+    def logprobs_field(self) -> str:
+        """The field that sets the number of likeliest tokens."""
+        return "logprobs"
+
+    @property
+    def scores_only(self) -> bool:
+        """Whether no token is generated."""
+        return self.max_tokens == 0
+
+    @property
+    def top_logprobs(self) -> int | None:
+        """The number of likeliest tokens in `logprobs`: 1 for true, as in vLLM; None: no `logprobs`."""
+        return None if self.logprobs is None or self.logprobs is False else int(self.logprobs)
 
 
 class CompletionChoice(Answer, frozen=True, kw_only=True):
-    """One completion, or new text of one. `stop_reason`: the stop string or stop token id that ended it, if any."""
+    """One completion, or new text of one. `stop_reason`: the stop string or stop token id that ended it, if any.
+
+    `token_ids`, `prompt_token_ids`: with `return_token_ids`; in a stream new tokens, and those of the prompt in the
+    completion's first event.
+    """
 
     index: int
     text: str
@@ -79,6 +104,8 @@ class CompletionChoice(Answer, frozen=True, kw_only=True):
     finish_reason: Literal["stop", "length"] | None = None
     stop_reason: int | str | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class Completion(Answer, frozen=True, kw_only=True):
@@ -98,11 +125,13 @@ class Echo:
 
     first_token   text of its first token, which has no log-probability; None: no log-probabilities are requested
     num_scored    tokens after the first one, each with log-probabilities
+    first_id      id of its first token
     """
 
     text: str
     first_token: str | None = None
     num_scored: int = 0
+    first_id: int = 0
     _scores: list[list[TokenLogprob]] = field(default_factory=list)
     _held: list[Chunk] = field(default_factory=list)
 
@@ -123,24 +152,29 @@ class Echo:
         released, self._held = self._held, []
         return released
 
-    def logprobs(self, logprobs: TokenLogprobs, offsets: Iterable[int], top: int) -> CompletionLogprobs:
+    def logprobs(
+        self, logprobs: TokenLogprobs, offsets: Iterable[int], top: int, as_ids: bool = False
+    ) -> CompletionLogprobs:
         """Return the log-probabilities of the prompt, followed by those of an answer."""
         prompt = self._aligned
         after = [len(self.text) + offset for offset in offsets]
-        return completion_logprobs([*prompt.logprobs, *logprobs], [*prompt.offsets, *after], top, prompt.first_token)
+        first = text_of(TokenLogprob(self.first_id, 0.0, 0), as_id=True) if as_ids else prompt.first_token
+        return completion_logprobs([*prompt.logprobs, *logprobs], [*prompt.offsets, *after], top, first, as_ids)
 
     @cached_property
     def _aligned(self) -> "_AlignedPrompt":
         return _align(self.text, self.first_token or "", self._scores)
 
 
-async def make_echo(engines: Engines, prompt: str | list[int], scored: bool, add_special_tokens: bool) -> Echo:
-    """Return the echo of a prompt, with log-probabilities if `scored`. Raises the engines' errors."""
+async def make_echo(engines: Engines, prompt: Prompt, ids: list[int] | None) -> Echo:
+    """Return the echo of a prompt. Raises the engines' errors.
+
+    ids   the prompt's tokens, for an echo with log-probabilities
+    """
     text = prompt if isinstance(prompt, str) else await engines.detokenize(prompt)
-    if not scored:
+    if ids is None:
         return Echo(text)
-    ids = await engines.tokenize(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
-    return Echo(text, await engines.detokenize(ids[:1]), len(ids) - 1)
+    return Echo(text, await engines.detokenize(ids[:1]), len(ids) - 1, ids[0] if ids else 0)
 
 
 @dataclass(frozen=True)
@@ -192,20 +226,35 @@ async def completions(context: GatewayContext, request: Request) -> Response:
     target = await context.target(caller_of(request), body.model)
     params, prompts = body.sampling(target.model.sampling_defaults), body.prompts()
     stream, tokens, choices = bool(body.stream), sum(map(estimated_tokens, prompts)), params.n * len(prompts)
-    special = body.add_special_tokens is not False
     with reserved_tokens(context, request, target, tokens, params, choices) as ticket:
+        ids: list[list[int]] = []
+        special, scored = body.add_special_tokens is not False, bool(body.echo) and body.top_logprobs is not None
+        for index, prompt in enumerate(prompts if body.needs_prompt_ids or scored else ()):
+            whole = await context.prompt_ids(request, prompt, special)
+            ids.append(body.truncated(whole, target.model.max_model_len, params.max_tokens))
+            if len(ids[-1]) < len(whole):
+                prompts[index] = ids[-1]
         echoes = []
-        for prompt in prompts if body.echo else ():
-            make = functools.partial(make_echo, context.engines, prompt, body.logprobs is not None, special)
+        for index, prompt in enumerate(prompts if body.echo else ()):
+            make = functools.partial(make_echo, context.engines, prompt, ids[index] if scored else None)
             echoes.append(await context.in_tokenizing_turn(request, make))
         session = open_session(
-            context, request, ticket, target, prompts, params, stream, body.priority, body.deadline_seconds, special
+            context,
+            request,
+            ticket,
+            target,
+            ids or prompts,
+            params,
+            stream,
+            body.priority,
+            body.deadline_seconds,
+            special,
         )
-    session.constraint_field = body.constraint_field
+    session.constraint_field, session.scores_only = body.constraint_field, body.scores_only
     answer_id, created = new_id("cmpl"), int(time.time())
     if stream:
         encoder = ChunkEncoder("text_completion", answer_id, created, target.name, body.stream_options)
-        formatter = _CompletionFormatter(encoder, body.logprobs, echoes, params.n)
+        formatter = _CompletionFormatter(encoder, body, echoes, ids, params.n)
         return EventStream(session, encoder.with_usage(formatter, session.counts))
     results = await session.results(request.receive)
     for echo, result in zip(echoes, results[:: params.n], strict=False):
@@ -222,6 +271,7 @@ async def completions(context: GatewayContext, request: Request) -> Response:
                 result,
                 results[index // params.n * params.n],
                 echoes[index // params.n] if echoes else None,
+                ids[index // params.n] if body.return_token_ids else None,
             )
             for index, result in enumerate(results)
         ],
@@ -230,13 +280,19 @@ async def completions(context: GatewayContext, request: Request) -> Response:
 
 
 def _choice(
-    body: CompletionRequest, index: int, result: CompletionResult, first: CompletionResult, echo: Echo | None
+    body: CompletionRequest,
+    index: int,
+    result: CompletionResult,
+    first: CompletionResult,
+    echo: Echo | None,
+    prompt_ids: list[int] | None,
 ) -> CompletionChoice:
     """Return a choice of the response. `first`: the first result of its prompt, which has the prompt's scores."""
     logprobs = None
-    if body.logprobs is not None:
+    if body.top_logprobs is not None:
         make_logprobs = completion_logprobs if echo is None else echo.logprobs
-        logprobs = make_logprobs(result.logprobs, result.text_offsets, body.logprobs)
+        as_ids = bool(body.return_tokens_as_token_ids)
+        logprobs = make_logprobs(result.logprobs, result.text_offsets, body.top_logprobs, as_ids=as_ids)
     scores = None
     if body.prompt_logprobs is not None:
         scores = prompt_logprobs(first.prompt_logprobs, body.prompt_logprobs)
@@ -247,6 +303,8 @@ def _choice(
         finish_reason=result.finish_reason,
         stop_reason=result.stop_reason,
         prompt_logprobs=scores,
+        prompt_token_ids=UNSET if prompt_ids is None else prompt_ids,
+        token_ids=UNSET if prompt_ids is None else result.token_ids,
     )
 
 
@@ -272,14 +330,16 @@ class _UnsentLogprobs:
 
 
 class _CompletionFormatter:
-    """Formats the events of one request with `n` completions per prompt.
+    """Formats the events of one request with `n` completions per prompt. `ids`: tokens of the prompts, if needed."""
 
-    top   number of alternatives per token in `logprobs`; None: no `logprobs`
-    """
-
-    def __init__(self, encoder: ChunkEncoder, top: int | None, echoes: list[Echo], n: int) -> None:
+    def __init__(
+        self, encoder: ChunkEncoder, body: CompletionRequest, echoes: list[Echo], ids: list[list[int]], n: int
+    ) -> None:
         self.format_end, self.format_error = encoder.format_end, encoder.format_error
-        self._encoder, self._top, self._echoes, self._n = encoder, top, echoes, n
+        self._encoder, self._echoes, self._ids, self._n = encoder, echoes, ids, n
+        self._top, self._as_ids = body.top_logprobs, bool(body.return_tokens_as_token_ids)
+        self._returns_ids = bool(body.return_token_ids)
+        self._begun: set[int] = set()  # completions whose first event has the prompt's tokens
         self._unsent: defaultdict[int, _UnsentLogprobs] = defaultdict(_UnsentLogprobs)
         self._pending_echoes = {prompt * n + index: echo for prompt, echo in enumerate(echoes) for index in range(n)}
         self._text_encoders: dict[int, TextChunkEncoder] = {}
@@ -291,7 +351,8 @@ class _CompletionFormatter:
         return [event for chunk in chunks if (event := self._event(first + chunk.index, chunk)) is not None]
 
     def _event(self, index: int, chunk: Chunk) -> bytes | None:
-        if chunk.text and chunk.finish_reason is None and self._top is None and not self._pending_echoes:
+        is_plain = self._top is None and not self._returns_ids and not self._pending_echoes
+        if is_plain and chunk.text and chunk.finish_reason is None:
             text_encoder = self._text_encoders.get(index)
             if text_encoder is None:
                 text_encoder = TextChunkEncoder(self._encoder, lambda text: CompletionChoice(index=index, text=text))
@@ -300,14 +361,21 @@ class _CompletionFormatter:
         echo = self._pending_echoes.pop(index, None)
         text = chunk.text if echo is None else echo.text + chunk.text
         logprobs = None if self._top is None else self._logprobs(index, chunk, echo, self._top)
-        if not text and logprobs is None and chunk.finish_reason is None:
+        has_tokens = self._returns_ids and bool(chunk.token_ids)
+        if not text and logprobs is None and chunk.finish_reason is None and not has_tokens:
             return None
+        prompt_ids: list[int] | UnsetType = UNSET
+        if self._returns_ids and index not in self._begun:
+            self._begun.add(index)
+            prompt_ids = self._ids[index // self._n]
         choice = CompletionChoice(
             index=index,
             text=text,
             logprobs=logprobs,
             finish_reason=chunk.finish_reason,  # type: ignore[arg-type]  # never "abort": that is an error
             stop_reason=chunk.stop_reason,
+            prompt_token_ids=prompt_ids,
+            token_ids=chunk.token_ids if self._returns_ids else UNSET,
         )
         return self._encoder.event(choice)
 
@@ -315,11 +383,11 @@ class _CompletionFormatter:
         """Return the log-probabilities to send with a chunk, after those of the prompt if `echo` is given."""
         logprobs, offsets = self._unsent[index].release(chunk)
         if echo is not None:
-            return echo.logprobs(logprobs, offsets, top)
+            return echo.logprobs(logprobs, offsets, top, self._as_ids)
         if not logprobs:
             return None
         before = len(self._echoes[index // self._n].text) if self._echoes else 0
-        return completion_logprobs(logprobs, [before + offset for offset in offsets], top)
+        return completion_logprobs(logprobs, [before + offset for offset in offsets], top, as_ids=self._as_ids)
 
 
 def routes(context: GatewayContext) -> list[Route]:

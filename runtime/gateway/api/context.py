@@ -165,6 +165,12 @@ class GatewayContext:
 
         return await while_connected(request.receive, run())
 
+    async def prompt_ids(self, request: Request, prompt: str | list[int], add_special_tokens: bool = True) -> list[int]:
+        """Return the tokens of a prompt, which may be a text."""
+        if not isinstance(prompt, str):
+            return prompt
+        return await self.in_tokenizing_turn(request, lambda: self.engines.tokenize(prompt, add_special_tokens))
+
     async def _in_thread(self, queue: FairQueue, request: Request, work: Callable[[], T]) -> T:
         """Return the result of `work`, which runs in a thread in the turn of the request's owner.
 

@@ -31,12 +31,29 @@ _STATUS = {
     "adapter_in_use": 409,
     "forbidden": 403,
     "deadline_exceeded": 504,
+    "aborted": 503,
 }
 _HTTP_WORDS = {
     "replace=True": '"load_inplace": true',
     "list_adapters lists": "/v1/models lists",
 }
 """Python spelling in the engine's messages -> HTTP spelling."""
+_EMBED = "this server only generates text; serve an embedding model with a server for these"
+_SCORE = "no reranker is served; score a text with /v1/completions and echo=true, logprobs=1, max_tokens=0"
+_HIDDEN = "hidden states are not returned; use /v1/completions, for a choice of labels with structured_outputs.choice"
+_WEIGHTS = "a base model's weights cannot be replaced; train a LoRA adapter and load it with /v1/load_lora_adapter"
+UNSERVED = {
+    **dict.fromkeys(("/v1/embeddings", "/embeddings", "/embed"), (404, _EMBED)),
+    **dict.fromkeys(("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"), (404, _SCORE)),
+    **dict.fromkeys(("/pooling", "/classify"), (404, _HIDDEN)),
+    **dict.fromkeys(
+        ("/init_communicator", "/init_weight_transfer_engine", "/start_weight_update", "/update_named_param"),
+        (501, _WEIGHTS),
+    ),
+    **dict.fromkeys(("/update_weights", "/finish_weight_update", "/collective_rpc"), (501, _WEIGHTS)),
+    "/reset_prefix_cache": (501, "cached prefixes belong to the content of an adapter, so that no reset is needed"),
+}
+"""Paths of other servers: status, and what to do instead."""
 _encoder = msgspec.json.Encoder()
 
 
@@ -112,13 +129,16 @@ def _error_response(error: GatewayError) -> Response:
     return Response(error_body(error), error.status, headers, "application/json")
 
 
-def response_for(problem: Exception, method: str) -> Response:
+def response_for(problem: Exception, method: str, path: str) -> Response:
     """Return the response to a request of HTTP method `method` that raised `problem`."""
     if isinstance(problem, ClientDisconnect):
         return Response(status_code=CLIENT_GONE)
     if not isinstance(problem, HTTPException):
         return _error_response(to_gateway_error(problem))
     # starlette's own errors: unknown path or method
+    if problem.status_code == 404 and path.rstrip("/") in UNSERVED:
+        status, remedy = UNSERVED[path.rstrip("/")]
+        return _error_response(GatewayError(status, f"{path} does not exist here: {remedy}", code="unsupported_path"))
     text = {404: "this path does not exist; /docs lists all", 405: f"this path does not support {method}"}
     status = problem.status_code
     return _error_response(

@@ -128,9 +128,10 @@ class ChunkEncoder:
         self._continuous = options is not None and bool(options.continuous_usage_stats)
         self._tail = b',"usage":null}\n\n' if self._include_usage else b"}\n\n"
 
-    def event(self, choice: object) -> bytes:
-        """Return the event of one choice."""
-        return self._head + b"[" + encode(choice) + b"]" + self._tail
+    def event(self, choice: object, prompt_token_ids: list[int] | None = None) -> bytes:
+        """Return the event of one choice, with the prompt's tokens next to it if they are given."""
+        ids = b"" if prompt_token_ids is None else b',"prompt_token_ids":' + encode(prompt_token_ids)
+        return self._head + b"[" + encode(choice) + b"]" + ids + self._tail
 
     def format_end(self, counts: TokenCounts) -> list[bytes]:
         """Return the last events: the usage if it was requested, and [DONE]."""

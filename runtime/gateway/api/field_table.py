@@ -60,7 +60,7 @@ ROWS = (
     _accepted("stream_interval", "events are sent as tokens arrive"),
     _accepted("return_cached_tokens_details return_spec_tokens_details", "usage has these details"),
     _accepted(
-        "length_penalty early_stopping truncation_side routed_experts_start_len routed_experts_prompt_start "
+        "length_penalty early_stopping routed_experts_start_len routed_experts_prompt_start "
         "return_token_offsets return_flat_raw_top_logprobs_b64",
         "they modify fields that are refused",
     ),
@@ -82,16 +82,21 @@ ROWS = (
     _refused("stop_regex", "use stop"),
     _refused("no_stop_trim", "use include_stop_str_in_output"),
     _refused("repetition_detection", "use repetition_penalty"),
-    _refused("truncate_prompt_tokens", "shorten the prompt", (-1,)),
+    _refused("truncate_prompt_tokens", "shorten the input", (-1,), ("responses",)),
+    _accepted("truncation_side", "it modifies a field that is refused", ("responses",)),
     _refused("suffix", "put the text that follows into the prompt", endpoints=("completions",)),
     _refused("prompt_embeds", "send a text or token ids as prompt", endpoints=("completions",)),
-    _refused("echo", "the message that is continued is in the request", endpoints=("chat",)),
     _refused("input_ids", "use /v1/completions with token ids as prompt", endpoints=("chat",)),
-    _refused("logprob_token_ids", "use logprobs"),
     _refused(
-        "return_token_ids return_tokens_as_token_ids return_prompt_token_ids return_prompt_text return_meta_info "
+        "logprob_token_ids", "score prompts that end with these tokens, with echo=true, logprobs=1 and max_tokens=0"
+    ),
+    _refused(
+        "return_token_ids return_tokens_as_token_ids", "use /v1/chat/completions or /tokenize", endpoints=("responses",)
+    ),
+    _refused(
+        "return_prompt_token_ids return_prompt_text return_meta_info "
         "return_assistant_tokens_mask return_input_ids_in_sglext return_output_ids_in_sglext",
-        "use /tokenize",
+        "use return_token_ids or /tokenize",
     ),
     _refused(
         "return_hidden_states return_routed_experts return_sampling_mask sampling_logprobs_mode "

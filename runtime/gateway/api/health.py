@@ -1,7 +1,7 @@
-"""/health, /ready, /version, /metrics: bodies and handlers."""
+"""/health, /ready, /version, /metrics; for trainers, as in vLLM, /pause, /resume, /is_paused, /get_world_size."""
 
 import functools
-from typing import Literal
+from typing import Literal, cast, get_args
 
 import msgspec
 from msgspec import field
@@ -10,9 +10,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from .... import __version__
-from ..interfaces import GatewayError, GatewayHealth
+from ..interfaces import GatewayError, GatewayHealth, PauseMode
 from .body_types import Answer
-from .context import GatewayContext, caller_of, json_response
+from .context import GatewayContext, admin_only, caller_of, json_response
+from .request_body import while_connected
 
 RETRY_AFTER = {"Retry-After": "1"}
 
@@ -30,6 +31,24 @@ class Version(Answer, frozen=True, kw_only=True):
     """This package's release."""
 
     version: str
+
+
+class PauseChanged(Answer, frozen=True, kw_only=True):
+    """Confirms the change."""
+
+    status: Literal["paused", "resumed"]
+
+
+class Paused(Answer, frozen=True, kw_only=True):
+    """Whether an engine is paused."""
+
+    is_paused: bool
+
+
+class WorldSize(Answer, frozen=True, kw_only=True):
+    """Number of processes that compute the model."""
+
+    world_size: int
 
 
 async def health(context: GatewayContext, request: Request) -> Response:
@@ -58,6 +77,41 @@ async def metrics(context: GatewayContext, request: Request) -> Response:
     return Response(body, headers={"Content-Type": content_type})
 
 
+async def pause(context: GatewayContext, request: Request) -> Response:
+    """Stop planning steps on all engines. `mode` says what happens to open requests. New ones wait."""
+    admin_only(caller_of(request))
+    mode, modes = request.query_params.get("mode", "abort"), get_args(PauseMode)
+    if mode not in modes:
+        raise GatewayError(400, f"mode={mode!r} must be one of {', '.join(modes)}", param="mode")
+    await while_connected(request.receive, context.engines.pause(cast(PauseMode, mode)))
+    return json_response(PauseChanged(status="paused"))
+
+
+async def resume(context: GatewayContext, request: Request) -> Response:
+    """Plan steps again after a pause."""
+    admin_only(caller_of(request))
+    await context.engines.resume()
+    return json_response(PauseChanged(status="resumed"))
+
+
+async def is_paused(context: GatewayContext, request: Request) -> Response:
+    """Return whether an engine is paused."""
+    admin_only(caller_of(request))
+    stats = await context.engines.stats()
+    return json_response(Paused(is_paused=any(values.get("paused") for values in stats.values())))
+
+
+async def world_size(context: GatewayContext, request: Request) -> Response:
+    """Return the number of processes of all engines, or with `include_dp=false` of one."""
+    admin_only(caller_of(request))
+    stats = await context.engines.stats()
+    sizes = [int(values.get("tensor_parallel_size", 1)) for values in stats.values()]
+    if not sizes:
+        raise GatewayError(503, "no engine answers at the moment", "server_error", "engine_dead", retry_after=1.0)
+    one = request.query_params.get("include_dp", "true").lower() in ("false", "0")
+    return json_response(WorldSize(world_size=sizes[0] if one else sum(sizes)))
+
+
 def _status_response(health: GatewayHealth, good: bool) -> Response:
     status = Status(status=health.status, phase=health.phase, progress=health.progress, engines=dict(health.engines))
     body = msgspec.json.encode(status)
@@ -71,4 +125,8 @@ def routes(context: GatewayContext) -> list[Route]:
         Route("/ready", functools.partial(ready, context), methods=["GET"]),
         Route("/version", version, methods=["GET"]),
         Route("/metrics", functools.partial(metrics, context), methods=["GET"]),
+        Route("/pause", functools.partial(pause, context), methods=["POST"]),
+        Route("/resume", functools.partial(resume, context), methods=["POST"]),
+        Route("/is_paused", functools.partial(is_paused, context), methods=["GET"]),
+        Route("/get_world_size", functools.partial(world_size, context), methods=["GET"]),
     ]

@@ -57,12 +57,12 @@ TokenLogprobs = Sequence[Sequence[TokenLogprob]]
 """For each token: the token itself, then the likeliest tokens at its position."""
 
 
-def text_of(token: TokenLogprob) -> str:
+def text_of(token: TokenLogprob, as_id: bool = False) -> str:
     """Return a token as OpenAI formats it: its text, or `bytes:` and hexadecimal bytes if these are not valid UTF-8.
 
-    Without a tokenizer it is `token_id:` and the id, as in vLLM.
+    With `as_id`, or without a tokenizer, it is `token_id:` and the id, as in vLLM.
     """
-    if token.token_bytes is None:
+    if as_id or token.token_bytes is None:
         return f"token_id:{token.token_id}"
     try:
         return token.token_bytes.decode()
@@ -71,51 +71,52 @@ def text_of(token: TokenLogprob) -> str:
 
 
 def completion_logprobs(
-    logprobs: TokenLogprobs, offsets: Sequence[int], top: int, first: str | None = None
+    logprobs: TokenLogprobs, offsets: Sequence[int], top: int, first: str | None = None, as_ids: bool = False
 ) -> CompletionLogprobs:
     """Return the log-probabilities of tokens that start at `offsets` of the text.
 
-    top     number of likeliest tokens next to each token
-    first   a token before them without a log-probability; the first offset is its own
+    top      number of likeliest tokens next to each token
+    first    a token before them without a log-probability; the first offset is its own
+    as_ids   see `text_of`
     """
     before = [] if first is None else [first]
     return CompletionLogprobs(
-        tokens=[*before, *(text_of(entry[0]) for entry in logprobs)],
+        tokens=[*before, *(text_of(entry[0], as_ids) for entry in logprobs)],
         token_logprobs=[*(None for _ in before), *(_finite(entry[0].logprob) for entry in logprobs)],
-        top_logprobs=[*(None for _ in before), *(_by_text(entry, top) for entry in logprobs)],
+        top_logprobs=[*(None for _ in before), *(_by_text(entry, top, as_ids) for entry in logprobs)],
         text_offset=list(offsets),
     )
 
 
-def _by_text(entry: Sequence[TokenLogprob], top: int) -> dict[str, float]:
+def _by_text(entry: Sequence[TokenLogprob], top: int, as_ids: bool) -> dict[str, float]:
     """Return the chosen and the likeliest tokens by text.
 
     If several tokens have the same text, the chosen or else the likeliest one has it as its key, the others their ids.
     """
-    own, likeliest = entry[0], _likeliest(entry, top)
-    if all(token.token_id != own.token_id for token in likeliest):
-        likeliest.append(own)
-    owners, found = {text_of(own): own.token_id}, {}
-    for token in likeliest:
-        text = text_of(token)
+    own = entry[0]
+    owners, found = {text_of(own, as_ids): own.token_id}, {}
+    for token in _likeliest(entry, top):
+        text = text_of(token, as_ids)
         has_text = owners.setdefault(text, token.token_id) == token.token_id
         found[text if has_text else f"token_id:{token.token_id}"] = _finite(token.logprob)
     return found
 
 
-def chat_logprobs(logprobs: TokenLogprobs, top: int) -> ChatLogprobs:
-    """Return the log-probabilities of tokens. `top`: number of likeliest tokens next to each."""
+def chat_logprobs(logprobs: TokenLogprobs, top: int, as_ids: bool = False) -> ChatLogprobs:
+    """Return the log-probabilities of tokens. `top`: number of likeliest tokens at each; `as_ids`: see `text_of`."""
     return ChatLogprobs(
         content=[
             ChatLogprob(
-                token=text_of(entry[0]),
+                token=text_of(entry[0], as_ids),
                 logprob=_finite(entry[0].logprob),
                 bytes=list(entry[0].token_bytes or b""),
                 top_logprobs=[
                     TopLogprob(
-                        token=text_of(token), logprob=_finite(token.logprob), bytes=list(token.token_bytes or b"")
+                        token=text_of(token, as_ids),
+                        logprob=_finite(token.logprob),
+                        bytes=list(token.token_bytes or b""),
                     )
-                    for token in _likeliest(entry, top)
+                    for token in (_likeliest(entry, top) if top else ())
                 ],
             )
             for entry in logprobs
@@ -141,7 +142,10 @@ def prompt_logprobs(logprobs: TokenLogprobs, top: int) -> PromptLogprobs:
 
 
 def _likeliest(entry: Sequence[TokenLogprob], top: int) -> list[TokenLogprob]:
-    return sorted({token.token_id: token for token in entry}.values(), key=lambda token: token.rank)[:top]
+    """Return the `top` likeliest tokens, and the chosen one if it is not among them."""
+    ranked = sorted({token.token_id: token for token in entry}.values(), key=lambda token: token.rank)
+    chosen = entry[0].token_id
+    return ranked[:top] + [token for token in ranked[top:] if token.token_id == chosen]
 
 
 def _finite(value: float) -> float:

@@ -17,11 +17,11 @@ from .chat import ChatChunk, ChatCompletion, ChatRequest
 from .completions import Completion, CompletionRequest
 from .context import GatewayContext
 from .errors import ErrorBody
-from .health import Status, Version
+from .health import PauseChanged, Paused, Status, Version, WorldSize
 from .models import AdapterChanged, LoadAdapter, ModelCard, ModelList, UnloadAdapter
 from .responses import Response as ModelResponse
 from .responses import ResponseEvent, ResponseRequest
-from .tokenize import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
+from .tokenize import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest, TokenizerInfo
 
 PACKAGE = __name__.partition(".runtime.")[0]
 
@@ -124,7 +124,12 @@ ENDPOINTS = (
     Endpoint("post", "/v1/load_lora_adapter", "Load an adapter (admin)", LoadAdapter, AdapterChanged),
     Endpoint("post", "/v1/unload_lora_adapter", "Unload an adapter (admin)", UnloadAdapter, AdapterChanged),
     Endpoint("post", "/tokenize", "Token ids of a text or a conversation", TokenizeRequest, Tokenized),
+    Endpoint("get", "/tokenizer_info", "Special tokens and chat template", None, TokenizerInfo),
     Endpoint("post", "/detokenize", "Text of token ids", DetokenizeRequest, Detokenized),
+    Endpoint("post", "/pause", "Stop computing, with ?mode=abort, wait or keep (admin)", None, PauseChanged),
+    Endpoint("post", "/resume", "Compute again after a pause (admin)", None, PauseChanged),
+    Endpoint("get", "/is_paused", "Whether an engine is paused (admin)", None, Paused),
+    Endpoint("get", "/get_world_size", "Number of processes that compute the model (admin)", None, WorldSize),
     Endpoint("get", "/health", "Whether an engine is alive", None, Status, open=True),
     Endpoint("get", "/ready", "Whether requests are accepted", None, Status, open=True),
     Endpoint("get", "/version", "The release", None, Version),

@@ -28,7 +28,7 @@ StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 TokenCount = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
-LogprobCount = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+LogprobCount = Annotated[int, Meta(ge=-1, le=MAX_LOGPROBS)]
 Biases = Annotated[dict[TokenId, Annotated[float, Meta(ge=-BIAS_LIMIT, le=BIAS_LIMIT)]], Meta(max_length=MAX_BIASES)]
 
 
@@ -80,6 +80,11 @@ class GenerationBody(Body, frozen=True, kw_only=True):
         return None
 
     @property
+    def logprobs_field(self) -> str:
+        """The field that sets the number of likeliest tokens."""
+        return "top_logprobs"
+
+    @property
     def constraint_field(self) -> str:
         """The field that sets a constraint on the answer."""
         return "structured_outputs" if self.structured_outputs is not None else self.format_field
@@ -111,6 +116,53 @@ class SamplingBody(GenerationBody, frozen=True, kw_only=True):
             raise GatewayError(400, "stream_options needs stream=true", param="stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise GatewayError(400, "prompt_logprobs does not work with stream; omit one", param="prompt_logprobs")
+        check_logprob_count("prompt_logprobs", self.prompt_logprobs)
+
+
+class TokenBody(SamplingBody, frozen=True, kw_only=True):
+    """Fields of completions and chats about token ids, as in vLLM.
+
+    return_token_ids            return the tokens of the prompt and of the answers
+    return_tokens_as_token_ids  log-probabilities name tokens `token_id:` and their ids
+    truncate_prompt_tokens      keep the prompt's last tokens, or with truncation_side="right" its first ones
+    """
+
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, description="-1: as many as fit with max_tokens")] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+
+    @property
+    def needs_prompt_ids(self) -> bool:
+        """Whether the gateway needs the tokens of a text prompt."""
+        return bool(self.return_token_ids) or self.truncate_prompt_tokens is not None
+
+    def truncated(self, ids: list[int], max_model_len: int, max_tokens: int | None) -> list[int]:
+        """Return the prompt's tokens after truncation. Raises GatewayError 400 for an invalid length."""
+        kept = self.truncate_prompt_tokens
+        if kept is None:
+            return ids
+        if kept == 0 or kept > max_model_len:
+            raise GatewayError(
+                400,
+                f"truncate_prompt_tokens={kept} must be from 1 to max_model_len={max_model_len}, or -1 for as many "
+                "tokens as fit",
+                param="truncate_prompt_tokens",
+            )
+        if kept < 0:
+            kept = max(1, max_model_len - (max_tokens or 1))
+        return ids[:kept] if self.truncation_side == "right" else ids[-kept:]
+
+
+def check_logprob_count(field: str, count: int | None) -> None:
+    """Raise GatewayError 400 that names the field and the limit for -1, the whole vocabulary in vLLM."""
+    if count == -1:
+        raise GatewayError(
+            400,
+            f"{field}=-1 asks for the whole vocabulary, but this server returns at most {MAX_LOGPROBS} tokens per "
+            f"position; give 0 to {MAX_LOGPROBS}",
+            param=field,
+        )
 
 
 _DIFFERENT = {"max_tokens", "structured_outputs"}
@@ -131,6 +183,7 @@ def sampling_params(
     Raises GatewayError 400 that names the field.
     """
     body.check_fields()
+    check_logprob_count(body.logprobs_field, logprobs)
     given = defaults.given() | {"max_tokens": max_tokens}
     given |= {name: value for name in _SHARED_FIELDS if (value := getattr(body, name, None)) is not None}
     constraint = constraint_of(body.answer_format, body.structured_outputs, body.format_field)

@@ -59,7 +59,7 @@ class Dispatcher:
         for name in refusals.keys() - self._links.keys():
             del refusals[name]
         self._raise_if_hopeless(request, refusals, stream, until)
-        with self._waiting():
+        with self.waiting():
             while decision is None:
                 await self.wait_for_change(stream.seconds_left())
                 if any(problem.code in BUSY for problem in refusals.values()):
@@ -77,7 +77,7 @@ class Dispatcher:
         If engines can be requested, it requests one if there is none, and waits for `patience` seconds.
         """
         until = time.monotonic() + (self._patience if self._request_engine is not None else 0.0)
-        with self._waiting():
+        with self.waiting():
             while (value := get()) is None:
                 if not self._links and self._request_engine is not None:
                     self._request_engine()
@@ -87,7 +87,7 @@ class Dispatcher:
         return value
 
     @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
+    def waiting(self) -> Iterator[None]:
         """Count a waiting request. Raises OverloadedError if too many wait."""
         if self._num_waiting >= MAX_WAITING:
             raise OverloadedError("too many requests wait for an engine", "overloaded", 1.0)

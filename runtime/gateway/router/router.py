@@ -5,16 +5,16 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ...api.errors import EngineDeadError, OverloadedError, RequestError, ServerError
 from ...protocol.chat_templates import welcome_templates
 from ...protocol.messages import Chunk
 from ...text.chat_files import ChatTemplates
 from ...text.prompts import without_special_tokens
-from ..interfaces import AdapterCard, EngineRequest, GatewayHealth, HealthStatus, ModelInfo
+from ..interfaces import AdapterCard, EngineRequest, GatewayHealth, HealthStatus, ModelInfo, PauseMode
 from .adapter_catalogue import AdapterCatalogue, OfferedAdapter
 from .adapter_changes import AdapterChanges
 from .dispatch import (
@@ -67,7 +67,7 @@ class Router:
         self._balancer = balancer or LoadBalancer()
         self._catalogue = AdapterCatalogue()
         self._links: dict[str, EngineLink] = {}
-        self._started = self._stopping = False
+        self._started = self._stopping = self._holds_requests = False
         self._leaving: dict[EngineLink, asyncio.Task[None]] = {}
         self._changes = AdapterChanges(self._links, self._catalogue, poll_seconds)
         self._former_adapters: dict[str, AdapterCard] = {}  # of the engine that was removed last
@@ -140,6 +140,10 @@ class Router:
         # prefixes choose between engines, so a single engine needs none
         keys = prefix_keys(request.prompt, request.adapter) if len(self._links) > 1 else []
         refusals: Refusals = {}
+        if self._holds_requests:
+            with self._dispatch.waiting():
+                while self._holds_requests:
+                    await self._dispatch.wait_for_change(stream.seconds_left())
         while not stream.ended:
             decision = await self._dispatch.choose(request, keys, stream, refusals)
             link = self._links[decision.engine]
@@ -284,6 +288,34 @@ class Router:
         counts = self.counts
         return {name: stats | counts[name] for name, stats in answers.items() if isinstance(stats, dict)}
 
+    async def pause(self, mode: PauseMode) -> None:
+        """See `Engines`. With `wait`, new requests wait here until those of this gateway have ended."""
+        self._holds_requests = mode == "wait"
+        try:
+            while mode == "wait" and any(link.streams for link in [*self._links.values(), *self._leaving]):
+                if not self._holds_requests:  # resumed, or paused in another mode
+                    return
+                await self._dispatch.wait_for_change(None)
+            await self._call_all(lambda link: link.client.pause(mode == "abort"))
+        finally:
+            self._holds_requests = False
+            self._dispatch.notify()
+
+    async def resume(self) -> None:
+        """See `Engines`."""
+        self._holds_requests = False
+        self._dispatch.notify()
+        await self._call_all(lambda link: link.client.resume())
+
+    async def _call_all(self, call: Callable[[EngineLink], Coroutine[Any, Any, None]]) -> None:
+        """Call all connected engines, and raise the first error. Raises EngineDeadError if there is none."""
+        answers = await self._query_all(call)
+        if not answers:
+            raise no_engine()
+        for answer in answers.values():
+            if answer is not None:
+                raise answer
+
     # -- adapters --------------------------------------------------------------------------------------------------
 
     async def adapters(self) -> list[AdapterCard]:
@@ -348,6 +380,9 @@ class Router:
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return await self._query_one(lambda link: link.client.tokenize(text, add_special_tokens))
+
+    async def token_spellings(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, str]]:
+        return await self._query_one(lambda link: link.client.token_spellings(text, add_special_tokens))
 
     async def detokenize(self, token_ids: list[int]) -> str:
         return await self._query_one(lambda link: link.client.detokenize(token_ids))

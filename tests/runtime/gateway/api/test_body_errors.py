@@ -53,7 +53,12 @@ BODIES: tuple[tuple[str, Any, str | None, tuple[str, ...]], ...] = (
         ("put it into `tools[0].function`",),
     ),
     (COMPLETE, {"prompt": "x", "n": 999}, "n", ("n=999 must be an integer of at most 256",)),
-    (COMPLETE, {"prompt": "x", "max_tokens": 0}, "max_tokens", ("max_tokens=0 must be an integer of at least 1",)),
+    (
+        COMPLETE,
+        {"prompt": "x", "max_tokens": 0},
+        "max_tokens",
+        ("max_tokens=0 generates nothing; give at least 1, or echo=true",),
+    ),
     (COMPLETE, {"prompt": "x", "top_p": -1}, "top_p", ("top_p=-1 must be a number above 0",)),
     (COMPLETE, {"prompt": "x", "seed": 1.5}, "seed", ("seed=1.5 must be an integer or null",)),
     (COMPLETE, {"prompt": "x", "temprature": 1}, "temprature", ("did you mean `temperature`?",)),

@@ -1,0 +1,90 @@
+"""What reinforcement learning sends: rollouts by token ids, new adapters in a pause, old ones unloaded."""
+
+import shutil
+import threading
+
+import httpx
+import pytest
+from sidestream.runtime.demo_model import demo_adapters
+from support.live_server import serving
+
+PROMPT = [5, 17, 40, 3, 99]
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory):
+    """A server, and a directory that it may load adapters from."""
+    root = tmp_path_factory.mktemp("policies")
+    with serving("--allow-adapter-loading", "--adapter-root", str(root)) as server:
+        yield server, root
+
+
+def post(server, path, body=None, status=200, **options):
+    answer = httpx.post(server.url + path, json=body, timeout=600, **options)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def rollout(server, model, **fields):
+    """TRL's request of one turn: ids and their log-probabilities."""
+    body = {"model": model, "prompt": PROMPT, "max_tokens": 40, "temperature": 1.0, "n": 1}
+    answer = post(server, "/v1/completions", body | {"return_token_ids": True, "logprobs": 0} | fields)
+    choice = answer["choices"][0]
+    return choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"]
+
+
+def test_a_new_policy_is_loaded_in_a_pause(trainer):
+    """AsyncGRPO's order of calls; a rollout that is under way continues with its own policy."""
+    server, root = trainer
+    names = sorted(demo_adapters())[:2]
+    for version, name in enumerate(names):
+        shutil.copytree(demo_adapters()[name], root / f"policy-v{version}")
+    assert httpx.get(server.url + "/health").status_code == 200
+    models = httpx.get(server.url + "/v1/models").json()["data"]
+    assert models[0]["max_model_len"] == 256
+    assert httpx.get(server.url + "/get_world_size").json() == {"world_size": 1}
+    lora = {"lora_name": "policy-v0", "lora_path": str(root / "policy-v0"), "load_inplace": False}
+    post(server, "/v1/load_lora_adapter", lora)
+    greedy = {"temperature": 0.0, "max_tokens": 30, "ignore_eos": True}
+    expected = rollout(server, "policy-v0", **greedy)[0]
+
+    found = []
+    under_way = threading.Thread(target=lambda: found.append(rollout(server, "policy-v0", **greedy)[0]))
+    under_way.start()
+    assert post(server, "/pause", params={"mode": "keep"}) == {"status": "paused"}
+    assert httpx.get(server.url + "/is_paused").json() == {"is_paused": True}
+    post(server, "/v1/load_lora_adapter", lora | {"lora_name": "policy-v1", "lora_path": str(root / "policy-v1")})
+    assert post(server, "/resume") == {"status": "resumed"}
+    assert httpx.get(server.url + "/is_paused").json() == {"is_paused": False}
+    under_way.join()
+    assert found == [expected]
+
+    assert rollout(server, "policy-v1", **greedy)[0] != expected
+    post(server, "/v1/unload_lora_adapter", {"lora_name": "policy-v0"})
+    post(server, "/v1/completions", {"model": "policy-v0", "prompt": PROMPT}, status=404)
+
+
+def test_each_token_of_a_rollout_has_its_log_probability(trainer):
+    """Also the one that ends an answer, and those of a stop string, which the text does not have."""
+    server, _ = trainer
+    reasons = set()
+    for seed in range(3):
+        for fields in ({}, {"stop": ["e"]}, {"ignore_eos": True}):
+            ids, logprobs, reason = rollout(server, None, seed=seed, max_tokens=16, **fields)
+            assert len(ids) == len(logprobs) > 0 and all(value <= 0 for value in logprobs)
+            reasons.add(reason)
+    assert reasons == {"stop", "length"}
+
+
+def test_a_tinker_server_samples_several_sequences(trainer):
+    """SkyRL's request, with `logprobs: true`."""
+    server, _ = trainer
+    body = {"prompt": PROMPT, "n": 3, "seed": 7, "max_tokens": 12, "temperature": 0.8, "top_p": 0.95, "top_k": -1}
+    answer = post(server, "/v1/completions", body | {"logprobs": True, "stream": False, "return_token_ids": True})
+    assert len(answer["choices"]) == 3
+    for choice in answer["choices"]:
+        assert choice["prompt_token_ids"] == PROMPT
+        assert len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"]) <= 12
+    scored = {"prompt": PROMPT, "max_tokens": 1, "prompt_logprobs": 0, "return_token_ids": True}
+    choice = post(server, "/v1/completions", scored)["choices"][0]
+    assert [list(entry) for entry in choice["prompt_logprobs"][1:]] == [[str(token)] for token in PROMPT[1:]]
