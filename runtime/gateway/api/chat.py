@@ -3,7 +3,7 @@
 import functools
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
@@ -17,8 +17,8 @@ from ...api.sampling_params import SamplingParams
 from ...protocol.messages import Chunk
 from ..interfaces import GatewayError
 from .body_types import Answer, Body, Ignored, Refused, Text, Usage
-from .completion_session import estimated_tokens, open_session, reserved_tokens
-from .context import GatewayContext, caller_of, errors_as_400, json_response, new_id
+from .completion_session import CompletionSession, estimated_tokens, open_session, reserved_tokens
+from .context import GatewayContext, Target, caller_of, errors_as_400, json_response, new_id
 from .event_stream import ChunkEncoder, EventStream, TextChunkEncoder
 from .logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs
 from .response_format import make_constraint, schema_of
@@ -264,15 +264,21 @@ def _new_call_id() -> str:
     return f"call_{uuid4().hex[:24]}"
 
 
-async def chat_completions(context: GatewayContext, request: Request) -> Response:
-    """Handle one request."""
-    context.admission.count(caller_of(request), uses_tokens=True)
-    body = await context.read_body(request, ChatRequest)
+@dataclass(frozen=True)
+class OpenChat:
+    """An admitted chat with its rendered prompt. `messages` has one entry per answer."""
+
+    target: Target
+    session: CompletionSession
+    messages: list[AssistantMessage]
+
+
+async def open_chat(context: GatewayContext, request: Request, body: ChatRequest) -> OpenChat:
+    """Admit a counted request, render its prompt and open its session. Raises GatewayError."""
     target = await context.target(caller_of(request), body.model)
     params = body.sampling(target.model.sampling_defaults)
-    conversation, tools = body.conversation(), body.offered_tools
+    conversation, tools, tool_format = body.conversation(), body.offered_tools, None
     template_tools = for_template(tools) if tools else None
-    stream, deadline, tool_format = bool(body.stream), body.deadline_seconds, None
     estimate = estimated_tokens([conversation, template_tools])
     with reserved_tokens(context, request, target, estimate, params, params.n) as ticket:
         templates = await context.templates(target)
@@ -290,19 +296,37 @@ async def chat_completions(context: GatewayContext, request: Request) -> Respons
             template_tools,
         )
         session = open_session(
-            context, request, ticket, target, [prompt], params, stream, body.priority, deadline, False
+            context,
+            request,
+            ticket,
+            target,
+            [prompt],
+            params,
+            bool(body.stream),
+            body.priority,
+            body.deadline_seconds,
+            add_special_tokens=False,
         )
     session.constraint_field = body.constraint_field
     messages = [AssistantMessage(tool_format, [tool.function.name for tool in tools]) for _ in range(params.n)]
+    return OpenChat(target, session, messages)
+
+
+async def chat_completions(context: GatewayContext, request: Request) -> Response:
+    """Handle one request."""
+    context.admission.count(caller_of(request), uses_tokens=True)
+    body = await context.read_body(request, ChatRequest)
+    chat = await open_chat(context, request, body)
+    session, messages = chat.session, chat.messages
     answer_id, created, top = new_id("chatcmpl"), int(time.time()), body.top_logprobs or 0
-    if stream:
-        encoder = ChunkEncoder("chat.completion.chunk", answer_id, created, target.name, body.stream_options)
+    if body.stream:
+        encoder = ChunkEncoder("chat.completion.chunk", answer_id, created, chat.target.name, body.stream_options)
         return EventStream(session, _ChatFormatter(encoder, top, messages))
     results = await session.results(request.receive)
     answer = ChatCompletion(
         id=answer_id,
         created=created,
-        model=target.name,
+        model=chat.target.name,
         usage=session.counts.usage(),
         prompt_logprobs=None
         if body.prompt_logprobs is None
