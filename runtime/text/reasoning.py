@@ -3,13 +3,18 @@
 `reasoning_start` finds from the prompt how an answer begins; `ReasoningParser` splits its text and counts its tokens.
 """
 
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ..api.structured_outputs import ReasoningStart
+
 OPENER, CLOSER = "<think>", "</think>"
-ReasoningStart = Literal["inside", "optional", "none"]
-"""How an answer begins: inside the reasoning, with an optional opener, or with content."""
+SPACE = r"[ \n\r\t]{0,32}"
+NOT_REASONING = rf"~/{SPACE}<think>(.|\n)*/"
+"""Terminal of Lark: a text that does not begin with reasoning."""
 ReasoningFormat = Literal["auto", "qwen3", "deepseek_r1", "none"]
 """Values of --reasoning-parser, with vLLM's names.
 
@@ -20,16 +25,19 @@ none         reasoning stays in the content
 """
 
 
+def has_reasoning(form: ReasoningFormat, template: str) -> bool:
+    """Return whether answers with a chat template may begin with reasoning."""
+    return form != "none" and (form != "auto" or OPENER in template or CLOSER in template)
+
+
 def reasoning_start(form: ReasoningFormat, template: str, prompt: str, continued: str = "") -> ReasoningStart:
     """Return how the answer to a rendered prompt begins.
 
     template    source of the chat template
     continued   text of the last message if the answer continues it
     """
-    if form == "none" or (form == "auto" and OPENER not in template and CLOSER not in template):
-        return "none"
     end = prompt.rstrip()
-    if end.endswith(CLOSER):
+    if not has_reasoning(form, template) or end.endswith(CLOSER):
         return "none"
     if end.endswith(OPENER) or continued.rfind(OPENER) > continued.rfind(CLOSER):
         return "inside"
@@ -56,7 +64,7 @@ class ReasoningParser:
     """
 
     def __init__(self, start: ReasoningStart, closer_id: int | None = None) -> None:
-        self._start, self._closer_id = start, closer_id
+        self.start, self._closer_id = start, closer_id
         self._has_begun = self._is_open = self._has_text = False
         self._is_done = start == "none"
         self._skips_space = False  # between the reasoning and the content
@@ -97,7 +105,7 @@ class ReasoningParser:
         if begin.startswith(OPENER):
             self._buffer, self._is_open = begin[len(OPENER) :], True
         elif last or not OPENER.startswith(begin):
-            self._is_open = self._start == "inside"
+            self._is_open = self.start == "inside"
             self._is_done = not self._is_open
         self._has_begun = self._is_open
 
@@ -128,3 +136,21 @@ class ReasoningParser:
         else:
             self._counted += len(token_ids)
             self._count_ended = self._is_done
+
+
+def grammar_after_reasoning(grammar: str, start: ReasoningStart) -> str:
+    """Return a grammar of llguidance that applies `grammar` after the reasoning, and to an answer without it.
+
+    grammar   in Lark's notation, or llguidance's JSON with a list of grammars
+    """
+    if start == "none":
+        return grammar
+    answer = json.loads(grammar)["grammars"] if grammar.startswith('{"grammars"') else [{"lark_grammar": grammar}]
+    opener = "" if start == "inside" else SPACE + re.escape(OPENER)
+    closer = re.escape(CLOSER).replace("/", r"\/")
+    lines = [
+        "start: reasoning SPACE @answer" + ("" if start == "inside" else " | @answer"),
+        rf"reasoning[lazy]: /{opener}(.|\n)*{closer}/",
+        f"SPACE: /{SPACE}/",
+    ]
+    return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}, answer[0] | {"name": "answer"}, *answer[1:]]})
