@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ..api.structured_outputs import ReasoningStart
 
@@ -44,6 +44,13 @@ def reasoning_start(form: ReasoningFormat, template: str, prompt: str, continued
     if continued.strip():
         return "none"
     return "inside" if form == "deepseek_r1" else "optional"
+
+
+def template_variables(effort: str | None) -> dict[str, Any]:
+    """Return the variables of a chat template for a reasoning effort; "none" switches the reasoning off."""
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
 
 
 @dataclass

@@ -22,6 +22,10 @@ class Body(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A request body. Unknown fields are refused, since they would have no effect."""
 
 
+class Part(Struct, frozen=True, kw_only=True):
+    """A part of a conversation. Unknown fields are ignored: clients send back what other servers have answered."""
+
+
 class Answer(Struct, frozen=True, kw_only=True):
     """A response body, or an object in one."""
 

@@ -238,7 +238,7 @@ class AssistantMessage:
         """Whether all text from now on is content."""
         return self.parser.is_plain_text
 
-    def message(self, text: str, token_ids: Sequence[int]) -> AnswerMessage:
+    def message(self, text: str, token_ids: Sequence[int] = ()) -> AnswerMessage:
         """Return the message for the whole text."""
         parsed = self.parser.push(text, True, token_ids)
         calls = [
@@ -255,7 +255,7 @@ class AssistantMessage:
             tool_calls=calls or UNSET,
         )
 
-    def delta(self, text: str, last: bool, token_ids: Sequence[int]) -> ChatDelta | None:
+    def delta(self, text: str, last: bool, token_ids: Sequence[int] = ()) -> ChatDelta | None:
         """Return the delta for more text; None if nothing can be sent yet. `last`: the text is complete."""
         parsed = self.parser.push(text, last, token_ids)
         reasoning = self._shown(parsed.reasoning)

@@ -166,6 +166,11 @@ class CompletionSession:
         self._last_arrivals = [self._started] * len(request.prompts)
 
     @property
+    def params(self) -> SamplingParams:
+        """The sampling parameters, with the limits of the key."""
+        return self._request.params
+
+    @property
     def complete(self) -> bool:
         """Whether all answers have arrived."""
         return self.counts.finished_prompts == len(self._request.prompts)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import itertools
 import os
@@ -245,6 +246,22 @@ def new_id(kind: str) -> str:
 def json_response(body: object, headers: Mapping[str, str] | None = None) -> Response:
     """Return a 200 response with a struct as JSON."""
     return Response(_encoder.encode(body), 200, headers, "application/json")
+
+
+@contextlib.contextmanager
+def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
+    """Give errors in this block about a field of a chat the name of the field that set it.
+
+    names   field of a chat -> field of the body. An entry of a list is named by its list.
+    """
+    try:
+        yield
+    except GatewayError as problem:
+        name = (problem.param or "").partition("[")[0]
+        if name not in names:
+            raise
+        message = problem.message.replace(problem.param or name, names[name], 1)
+        raise dataclasses.replace(problem, message=message, param=names[name]) from None
 
 
 @contextlib.contextmanager

@@ -90,7 +90,6 @@ REMEDIES = {
     "guided_regex": "use structured_outputs",
     "guided_choice": "use structured_outputs",
     "guided_grammar": "use structured_outputs",
-    "tools": "use /v1/chat/completions",
     "suffix": "put the text that follows into the prompt",
     "previous_response_id": "answers are not stored; send the whole conversation in input",
     "conversation": "conversations are not stored; send the whole conversation in input",
