@@ -1,7 +1,7 @@
 """Items of the input of a response, and their conversion to messages of a chat."""
 
 from collections.abc import Sequence
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
 from msgspec import Meta, structs
 
@@ -10,7 +10,6 @@ from ..body_types import Part, Text
 from ..chat import MAX_MESSAGES, ChatMessage, TextPart
 from ..tools import CalledFunction, FunctionName, PastCall
 
-T = TypeVar("T")
 Id = Annotated[str, Meta(max_length=256)]
 
 
@@ -58,7 +57,8 @@ def messages_of(items: Sequence[InputItem]) -> list[ChatMessage]:
         if item.type == "item_reference":
             raise GatewayError(
                 400,
-                f"{where} refers to the item {item.id!r}, which is not stored (store is off); send the item itself",
+                f"{where} refers to the item {item.id!r}, which is not stored (store is off); send the item itself, as "
+                "SDKs do with store=false",
                 code="item_not_found",
                 param=where,
             )
@@ -66,15 +66,19 @@ def messages_of(items: Sequence[InputItem]) -> list[ChatMessage]:
             reasoning += _text(item.content) or _text(item.summary)
             continue
         if item.type == "function_call_output":
-            output = _parts(_required(item.output, where, "output"))
-            messages.append(ChatMessage(role="tool", content=output, tool_call_id=item.call_id))
+            if item.output is None:
+                raise _missing(where, "output")
+            messages.append(ChatMessage(role="tool", content=_parts(item.output), tool_call_id=item.call_id))
         elif item.type == "function_call":
             _add_call(messages, _call(item, where), reasoning)
         else:
-            role = _required(item.role, where, "role")
-            content = item.content or ("" if role == "assistant" else _required(item.content, where, "content"))
-            thought = reasoning if role == "assistant" else ""
-            messages.append(ChatMessage(role=role, content=_parts(content), reasoning_content=thought or None))
+            if item.role is None:
+                raise _missing(where, "role")
+            if item.content is None and item.role != "assistant":
+                raise _missing(where, "content")
+            thought = reasoning if item.role == "assistant" else ""
+            content = _parts(item.content or "")
+            messages.append(ChatMessage(role=item.role, content=content, reasoning_content=thought or None))
         reasoning = ""
     return messages
 
@@ -89,16 +93,17 @@ def _add_call(messages: list[ChatMessage], call: PastCall, reasoning: str) -> No
 
 
 def _call(item: InputItem, where: str) -> PastCall:
-    function = CalledFunction(
-        name=_required(item.name, where, "name"), arguments=_required(item.arguments, where, "arguments")
-    )
-    return PastCall(id=_required(item.call_id, where, "call_id"), function=function)
+    if item.name is None:
+        raise _missing(where, "name")
+    if item.arguments is None:
+        raise _missing(where, "arguments")
+    if item.call_id is None:
+        raise _missing(where, "call_id")
+    return PastCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
 
 
-def _required(value: T | None, where: str, name: str) -> T:
-    if value is None:
-        raise GatewayError(400, f"{where}.{name} is missing; add it", param=f"{where}.{name}")
-    return value
+def _missing(where: str, name: str) -> GatewayError:
+    return GatewayError(400, f"{where}.{name} is missing; add it", param=f"{where}.{name}")
 
 
 def _text(content: str | list[InputPart] | None) -> str:

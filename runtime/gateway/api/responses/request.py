@@ -187,8 +187,9 @@ class ResponseRequest(Body, frozen=True, kw_only=True):
             )
             for tool in tools
         ]
-        named = isinstance(choice, ChosenName)
-        return made, ChosenTool(type="function", function=ChosenFunction(name=choice.name)) if named else choice
+        if isinstance(choice, ChosenName):
+            return made, ChosenTool(type="function", function=ChosenFunction(name=choice.name))
+        return made, choice
 
 
 _DIFFERENT = {"tools", "tool_choice", "stream_options", "metadata", "chat_template_kwargs"}

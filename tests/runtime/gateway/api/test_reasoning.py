@@ -1,16 +1,19 @@
 """Reasoning apart from content in chats: whole, streamed, before calls and schemas, as template and body say."""
 
 import asyncio
+import shutil
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from sidestream.runtime.demo_model import DEMO_MODEL
 from sidestream.runtime.text.generation_config import eos_token_ids
 from sidestream.runtime.text.structured.grammar_compiler import GrammarCompiler
 from sidestream.runtime.text.tokenizer import Tokenizer, load_tokenizer
 from support.gateway import events, gateway
+from support.live_server import serving
 from support.masks import num_allowed
 from support.scripted import ScriptedEngines
 
@@ -203,3 +206,18 @@ def test_with_thinking_off_a_constraint_begins_at_once() -> None:
         assert starts == ["none", "none", "optional", "optional"]
 
     run(scene)
+
+
+def test_a_server_thinks_before_the_schema(tmp_path: Path) -> None:
+    """The demo model never closes its thoughts: the schema, which would force a brace, does not apply to them."""
+    model = tmp_path / "model"
+    shutil.copytree(DEMO_MODEL, model, ignore=shutil.ignore_patterns("adapters"))
+    (model / "chat_template.jinja").write_text(R1)
+    body = CHAT | {"temperature": 0, "max_tokens": 12, "response_format": {"type": "json_object"}}
+    with serving(str(model)) as server, httpx.Client(base_url=server.url, timeout=120) as http:
+        answer = http.post(PATH, json=body).json()
+        response = http.post("/v1/responses", json={"input": "two?", "max_output_tokens": 5, "temperature": 0}).json()
+    (choice,) = answer["choices"]
+    assert choice["message"]["content"] is None and choice["message"]["reasoning"].strip("{ \n")
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 12
+    assert [item["type"] for item in response["output"]] == ["reasoning"] and response["status"] == "incomplete"
