@@ -8,8 +8,9 @@ from typing import Any
 
 from starlette.routing import Router as RouteTable
 
-from .api import chat, completions, health, models, pages, responses, tokenize
+from .api import chat, completions, health, models, pages, tokenize
 from .api.context import GatewayContext
+from .api.responses import endpoint as responses
 from .auth.admission import KeyAdmission, NoAuth
 from .auth.key_store import KeyStore
 from .auth.usage_log import PayloadLog, UsageLog

@@ -2,7 +2,7 @@
 
 chat                /v1/chat/completions
 completions         /v1/completions, with echo
-responses           /v1/responses
+responses           /v1/responses (a folder)
 models              /v1/models, and loading and unloading of adapters
 tokenize            /tokenize, /detokenize, /tokenizer_info
 health              /health, /ready, /version, /metrics, /pause, /resume, /is_paused, /get_world_size
@@ -18,5 +18,5 @@ sampling_fields     sampling parameters of a body
 response_format     structured outputs of a body: `response_format`, `structured_outputs`
 logprobs            log-probabilities in answers
 tools               tools of a chat, and the grammar of tool calls
-tool_call_parser    splits generated text into content and tool calls
+tool_call_parser    splits generated text into reasoning, content and tool calls
 """

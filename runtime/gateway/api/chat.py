@@ -3,7 +3,7 @@
 import functools
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
@@ -14,17 +14,19 @@ from starlette.routing import Route
 
 from ...api.sampling_defaults import SamplingDefaults
 from ...api.sampling_params import SamplingParams
+from ...api.structured_outputs import StructuredOutputsParams
 from ...protocol.messages import Chunk
+from ...text.reasoning import has_reasoning, template_variables
 from ..interfaces import GatewayError
 from .body_types import Answer, Part, Refused, TemplateVariables, Text, Usage
-from .completion_session import Prompt, estimated_tokens, open_session, reserved_tokens
-from .context import GatewayContext, caller_of, errors_as_400, json_response, new_id
+from .completion_session import CompletionSession, Prompt, estimated_tokens, open_session, reserved_tokens
+from .context import GatewayContext, Target, caller_of, errors_as_400, json_response, new_id
 from .event_stream import ChunkEncoder, EventStream, TextChunkEncoder
 from .field_table import with_table_fields
 from .logprobs import ChatLogprobs, PromptLogprobs, TokenLogprobs, chat_logprobs, prompt_logprobs
 from .response_format import make_constraint, schema_of
 from .sampling_fields import LogprobCount, TokenBody, TokenCount, sampling_params
-from .tool_call_parser import CallDelta, ToolParser
+from .tool_call_parser import AnswerParser, CallDelta
 from .tools import (
     MAX_TOOLS,
     FunctionCall,
@@ -103,6 +105,7 @@ class ChatRequest(TokenBody, frozen=True, kw_only=True):
     echo: bool | None = None
     add_special_tokens: bool | None = None
     chat_template_kwargs: TemplateVariables | None = None
+    include_reasoning: bool | None = None
     documents: Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)] | None = None
 
     @property
@@ -115,8 +118,11 @@ class ChatRequest(TokenBody, frozen=True, kw_only=True):
         """The tools that the model may call. Raises GatewayError 400 that names the field."""
         return offered_tools(self.tools, self.tool_choice)
 
-    def with_tools(self, params: SamplingParams, tool_format: ToolFormat | None) -> SamplingParams:
-        """Return `params` constrained to text and tool calls in `tool_format`. Raises GatewayError 400."""
+    def with_tools(self, params: SamplingParams, tool_format: ToolFormat | None, thinks: bool) -> SamplingParams:
+        """Return `params` constrained to text and tool calls in `tool_format`. Raises GatewayError 400.
+
+        thinks   whether the answer may begin with reasoning
+        """
         if tool_format is None:
             raise GatewayError(
                 400,
@@ -128,8 +134,15 @@ class ChatRequest(TokenBody, frozen=True, kw_only=True):
             text = "structured_outputs and tools exclude each other; use response_format"
             raise GatewayError(400, text, param="structured_outputs")
         answer = schema_of(self.response_format)
-        grammar = grammar_of(tool_format, self.offered_tools, self.tool_choice, self.parallel_tool_calls, answer)
+        grammar = grammar_of(
+            tool_format, self.offered_tools, self.tool_choice, self.parallel_tool_calls, answer, thinks
+        )
         return replace(params, structured_outputs=make_constraint("tools", grammar=grammar))
+
+    def continued_text(self) -> str:
+        """Return the text of the last message if the answer continues it, else ""."""
+        content = self.messages[-1].content if self.continue_final_message else None
+        return content if isinstance(content, str) else "".join(part.text for part in content or ())
 
     def conversation(self) -> list[dict[str, Any]]:
         """Return the messages for the chat template. Raises GatewayError 400 that names the field."""
@@ -137,11 +150,9 @@ class ChatRequest(TokenBody, frozen=True, kw_only=True):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """Further variables of the chat template. `reasoning_effort` sets two, as in vLLM."""
+        """Further variables of the chat template."""
         variables: dict[str, Any] = {} if self.documents is None else {"documents": self.documents}
-        if self.reasoning_effort is not None:
-            enabled = self.reasoning_effort != "none"
-            variables |= {"reasoning_effort": self.reasoning_effort, "enable_thinking": enabled}
+        variables |= template_variables(self.reasoning_effort)
         return variables | (self.chat_template_kwargs or {})
 
     @property
@@ -178,11 +189,13 @@ def template_messages(messages: Iterable[ChatMessage]) -> list[dict[str, Any]]:
 
 
 class AnswerMessage(Answer, frozen=True, kw_only=True):
-    """The generated message."""
+    """The generated message. Reasoning has vLLM's names, the older one first; the texts are the same."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -217,6 +230,8 @@ class ChatDelta(Answer, frozen=True, kw_only=True):
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
@@ -244,45 +259,52 @@ class ChatChunk(Answer, frozen=True, kw_only=True):
 
 
 class AssistantMessage:
-    """Converts the text of one answer to a message, or to deltas of it.
+    """Converts the text of one answer to a message, or to deltas of it."""
 
-    tool_format   how the model writes tool calls; None: it has no tools
-    names         names of the functions that it may call
-    """
-
-    def __init__(self, tool_format: ToolFormat | None, names: Iterable[str]) -> None:
-        self._parser = None if tool_format is None else ToolParser(tool_format, names)
+    def __init__(self, parser: AnswerParser, include_reasoning: bool) -> None:
+        self.parser, self._include_reasoning = parser, include_reasoning
 
     @property
     def is_plain_text(self) -> bool:
-        """Whether all generated text is content."""
-        return self._parser is None
+        """Whether all text from now on is content."""
+        return self.parser.is_plain_text
 
-    def message(self, text: str) -> AnswerMessage:
+    def message(self, text: str, token_ids: Sequence[int] = ()) -> AnswerMessage:
         """Return the message for the whole text."""
-        if self._parser is None:
-            return AnswerMessage(role="assistant", content=text)
-        parsed = self._parser.push(text, last=True)
+        parsed = self.parser.push(text, True, token_ids)
         calls = [
             ToolCall(id=_new_call_id(), function=FunctionCall(name=call.name or "", arguments=call.arguments))
             for call in parsed.calls
         ]
-        content = parsed.content if parsed.content or not calls else None
-        return AnswerMessage(role="assistant", content=content, tool_calls=calls or UNSET)
+        content = parsed.content if parsed.content or not (calls or parsed.reasoning) else None
+        reasoning = self._shown(parsed.reasoning)
+        return AnswerMessage(
+            role="assistant",
+            content=content,
+            reasoning_content=reasoning,
+            reasoning=reasoning,
+            tool_calls=calls or UNSET,
+        )
 
-    def delta(self, text: str, last: bool) -> ChatDelta | None:
+    def delta(self, text: str, last: bool, token_ids: Sequence[int] = ()) -> ChatDelta | None:
         """Return the delta for more text; None if nothing can be sent yet. `last`: the text is complete."""
-        if self._parser is None:
-            return ChatDelta(content=text) if text else None
-        parsed = self._parser.push(text, last)
-        if not parsed.content and not parsed.calls:
+        parsed = self.parser.push(text, last, token_ids)
+        reasoning = self._shown(parsed.reasoning)
+        if not parsed.content and not parsed.calls and reasoning is UNSET:
             return None
-        return ChatDelta(content=parsed.content or UNSET, tool_calls=list(map(_tool_call_delta, parsed.calls)) or UNSET)
+        return ChatDelta(
+            content=parsed.content or UNSET,
+            reasoning_content=reasoning,
+            reasoning=reasoning,
+            tool_calls=list(map(_tool_call_delta, parsed.calls)) or UNSET,
+        )
+
+    def _shown(self, reasoning: str) -> str | UnsetType:
+        return reasoning if reasoning and self._include_reasoning else UNSET
 
     def finish_reason(self, reason: Any) -> Any:
         """Return the finish reason: `tool_calls` instead of `stop` if a function is called."""
-        called = self._parser is not None and self._parser.calls > 0
-        return "tool_calls" if reason == "stop" and called else reason
+        return "tool_calls" if reason == "stop" and self.parser.num_calls else reason
 
 
 def _tool_call_delta(call: CallDelta) -> ToolCallDelta:
@@ -296,23 +318,35 @@ def _new_call_id() -> str:
     return f"call_{uuid4().hex[:24]}"
 
 
-async def chat_completions(context: GatewayContext, request: Request) -> Response:
-    """Handle one request."""
-    context.admission.count(caller_of(request), uses_tokens=True)
-    body = await context.read_body(request, ChatRequest)
+@dataclass(frozen=True)
+class OpenChat:
+    """An admitted chat with its rendered prompt.
+
+    messages     one per answer
+    prompt_ids   tokens of the prompt with `return_token_ids`, else None
+    """
+
+    target: Target
+    session: CompletionSession
+    messages: list[AssistantMessage]
+    prompt_ids: list[int] | None
+
+
+async def open_chat(context: GatewayContext, request: Request, body: ChatRequest) -> OpenChat:
+    """Admit a counted request, render its prompt and open its session. Raises GatewayError."""
     target = await context.target(caller_of(request), body.model)
     params = body.sampling(target.model.sampling_defaults)
-    conversation, tools = body.conversation(), body.offered_tools
+    conversation, tools, tool_format = body.conversation(), body.offered_tools, None
     template_tools = for_template(tools) if tools else None
-    stream, deadline, tool_format = bool(body.stream), body.deadline_seconds, None
     estimate = estimated_tokens([conversation, template_tools])
     with reserved_tokens(context, request, target, estimate, params, params.n) as ticket:
         templates = await context.templates(target)
         if tools:
             with errors_as_400("tools"):
-                tool_format = format_of(templates.select(None, True)) if templates.templates else None
-            params = body.with_tools(params, tool_format)
-        prompt: Prompt = await context.chat_prompt(
+                template = templates.select(None, True) if templates.templates else ""
+            tool_format = format_of(template)
+            params = body.with_tools(params, tool_format, has_reasoning(context.settings.reasoning_parser, template))
+        text = await context.chat_prompt(
             request,
             templates,
             conversation,
@@ -321,8 +355,13 @@ async def chat_completions(context: GatewayContext, request: Request) -> Respons
             body.template_variables,
             template_tools,
         )
+        parsers = await context.reasoning_parsers(templates, bool(tools), text, body.continued_text(), params.n)
+        constraint = params.structured_outputs
+        if isinstance(constraint, StructuredOutputsParams):
+            params = replace(params, structured_outputs=replace(constraint, reasoning=parsers[0].start))
+        prompt: Prompt = text
         if body.needs_prompt_ids:
-            ids = await context.prompt_ids(request, prompt, False)
+            ids = await context.prompt_ids(request, text, bool(body.add_special_tokens))
             prompt = body.truncated(ids, target.model.max_model_len, params.max_tokens)
         session = open_session(
             context,
@@ -331,40 +370,51 @@ async def chat_completions(context: GatewayContext, request: Request) -> Respons
             target,
             [prompt],
             params,
-            stream,
+            bool(body.stream),
             body.priority,
-            deadline,
-            bool(body.add_special_tokens),
+            body.deadline_seconds,
+            add_special_tokens=bool(body.add_special_tokens),
         )
     session.constraint_field = body.constraint_field
-    messages = [AssistantMessage(tool_format, [tool.function.name for tool in tools]) for _ in range(params.n)]
+    session.counts.reasoning = parsers
+    names, include_reasoning = [tool.function.name for tool in tools], body.include_reasoning is not False
+    messages = [AssistantMessage(AnswerParser(each, tool_format, names), include_reasoning) for each in parsers]
+    return OpenChat(target, session, messages, prompt if body.return_token_ids and isinstance(prompt, list) else None)
+
+
+async def chat_completions(context: GatewayContext, request: Request) -> Response:
+    """Handle one request."""
+    context.admission.count(caller_of(request), uses_tokens=True)
+    body = await context.read_body(request, ChatRequest)
+    chat = await open_chat(context, request, body)
+    session, messages, prompt_ids = chat.session, chat.messages, chat.prompt_ids
     answer_id, created = new_id("chatcmpl"), int(time.time())
-    prompt_ids = prompt if body.return_token_ids and isinstance(prompt, list) else None
-    if stream:
-        encoder = ChunkEncoder("chat.completion.chunk", answer_id, created, target.name, body.stream_options)
+    if body.stream:
+        encoder = ChunkEncoder("chat.completion.chunk", answer_id, created, chat.target.name, body.stream_options)
         formatter = _ChatFormatter(encoder, body, messages, prompt_ids)
         return EventStream(session, encoder.with_usage(formatter, session.counts))
     results = await session.results(request.receive)
+    choices = [
+        ChatChoice(
+            index=index,
+            message=_with_echo(body.echoed, message.message(result.text, result.token_ids)),
+            logprobs=_logprobs(body, result.logprobs) if body.logprobs else None,
+            finish_reason=message.finish_reason(result.finish_reason),
+            stop_reason=result.stop_reason,
+            token_ids=result.token_ids if body.return_token_ids else UNSET,
+        )
+        for index, (message, result) in enumerate(zip(messages, results, strict=True))
+    ]
     answer = ChatCompletion(
         id=answer_id,
         created=created,
-        model=target.name,
-        usage=session.counts.usage(),
+        model=chat.target.name,
+        usage=session.counts.usage(),  # after the messages, which count their reasoning
         prompt_logprobs=None
         if body.prompt_logprobs is None
         else prompt_logprobs(results[0].prompt_logprobs, body.prompt_logprobs),
         prompt_token_ids=UNSET if prompt_ids is None else prompt_ids,
-        choices=[
-            ChatChoice(
-                index=index,
-                message=_with_echo(body.echoed, message.message(result.text)),
-                logprobs=_logprobs(body, result.logprobs) if body.logprobs else None,
-                finish_reason=message.finish_reason(result.finish_reason),
-                stop_reason=result.stop_reason,
-                token_ids=result.token_ids if body.return_token_ids else UNSET,
-            )
-            for index, (message, result) in enumerate(zip(messages, results, strict=True))
-        ],
+        choices=choices,
     )
     return json_response(answer, session.headers)
 
@@ -400,20 +450,18 @@ class _ChatFormatter:
             for index in range(len(messages))
             for place, delta in enumerate(deltas)
         ]
-        self._text_encoders = [
-            _text_encoder(encoder, index) if each.is_plain_text and not self._returns_ids else None
-            for index, each in enumerate(messages)
-        ]
+        self._text_encoders = [_text_encoder(encoder, index) for index in range(len(messages))]
 
     def format(self, prompt_index: int, chunks: Sequence[Chunk]) -> list[bytes]:
         events, self._first_events = self._first_events, []
         for chunk in chunks:
-            message, text_encoder = self._messages[chunk.index], self._text_encoders[chunk.index]
-            if text_encoder is not None and chunk.text and not chunk.logprobs and chunk.finish_reason is None:
-                events.append(text_encoder.event(chunk.text))
+            message = self._messages[chunk.index]
+            fast = message.is_plain_text and not self._returns_ids
+            if fast and chunk.text and not chunk.logprobs and chunk.finish_reason is None:
+                events.append(self._text_encoders[chunk.index].event(chunk.text))
                 continue
             logprobs = _logprobs(self._body, chunk.logprobs) if chunk.logprobs else None
-            delta = message.delta(chunk.text, chunk.finish_reason is not None)
+            delta = message.delta(chunk.text, chunk.finish_reason is not None, chunk.token_ids)
             has_tokens = self._returns_ids and bool(chunk.token_ids)
             if delta is None and logprobs is None and chunk.finish_reason is None and not has_tokens:
                 continue

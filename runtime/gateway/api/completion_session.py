@@ -14,6 +14,7 @@ from starlette.types import Receive
 
 from ...api.sampling_params import SamplingParams
 from ...protocol.messages import Chunk, TokenLogprob
+from ...text.reasoning import ReasoningParser
 from ..intake.body_memory import BODY
 from ..interfaces import AdmittedRequest, EngineRequest, GatewayError, Ticket, UsageRecord
 from .body_types import CompletionTokensDetails, PromptTokensDetails, Usage
@@ -45,6 +46,7 @@ class TokenCounts:
     by_prompt         prompt index -> its number of tokens, once an engine accepted it
     adapter_content   content hash of the adapter version that answers
     finished_prompts  prompts with complete answers
+    reasoning         parsers of the answers' reasoning, which count its tokens
     """
 
     by_prompt: dict[int, int] = field(default_factory=dict)
@@ -61,6 +63,12 @@ class TokenCounts:
     engine_first_token_seconds: float = 0.0
     engine_total_seconds: float = 0.0
     finished_prompts: int = 0
+    reasoning: list[ReasoningParser] = field(default_factory=list)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of the reasoning of all answers."""
+        return sum(parser.num_tokens for parser in self.reasoning)
 
     @property
     def prompt_tokens(self) -> int:
@@ -95,6 +103,7 @@ class TokenCounts:
             total_tokens=self.prompt_tokens + self.output_tokens,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=self.cached_tokens),
             completion_tokens_details=CompletionTokensDetails(
+                reasoning_tokens=self.reasoning_tokens,
                 accepted_prediction_tokens=self.accepted_tokens,
                 rejected_prediction_tokens=self.draft_tokens - self.accepted_tokens,
             ),
@@ -157,6 +166,11 @@ class CompletionSession:
         self._recorded = False
         self._stream: ChunkStream | None = None
         self._last_arrivals = [self._started] * len(request.prompts)
+
+    @property
+    def params(self) -> SamplingParams:
+        """The sampling parameters, with the limits of the key."""
+        return self._request.params
 
     @property
     def complete(self) -> bool:

@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import itertools
 import os
+import re
 import secrets
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -19,6 +21,7 @@ from starlette.responses import Response
 from ...api.errors import RequestError
 from ...text.chat_files import ChatTemplates
 from ...text.chat_renderer import ChatRenderer
+from ...text.reasoning import CLOSER, ReasoningParser, reasoning_start
 from ..intake.body_decoder import BodyDecoder
 from ..intake.body_memory import BODY, BodyMemory, HeldBody
 from ..intake.fair_queue import FairQueue
@@ -69,6 +72,7 @@ class GatewayContext:
         self._decoder, self._decodings = BodyDecoder(settings.max_body_bytes), FairQueue(1, 1)
         self._body_memory = BodyMemory(BODIES_PER_OWNER * settings.max_body_bytes)
         self._templates: OrderedDict[tuple[str, str], ChatTemplates] = OrderedDict()
+        self._closer: list[int] | None = None  # tokens of </think>
 
     def close(self) -> None:
         """End the child processes."""
@@ -152,6 +156,17 @@ class GatewayContext:
         except RequestError as problem:
             raise GatewayError(400, str(problem), param=getattr(problem, "param", "messages")) from None
         return prompt
+
+    async def reasoning_parsers(
+        self, templates: ChatTemplates, has_tools: bool, prompt: str, continued: str, n: int
+    ) -> list[ReasoningParser]:
+        """Return a parser for each of `n` answers to a rendered prompt. `continued`: see `reasoning_start`."""
+        template = templates.select(None, has_tools)
+        start = reasoning_start(self.settings.reasoning_parser, template, prompt, continued)
+        if start != "none" and self._closer is None:
+            self._closer = await self.engines.tokenize(CLOSER, add_special_tokens=False)
+        closer_id = self._closer[0] if self._closer is not None and len(self._closer) == 1 else None
+        return [ReasoningParser(start, closer_id) for _ in range(n)]
 
     async def in_tokenizing_turn(self, request: Request, work: Callable[[], Awaitable[T]]) -> T:
         """Return the result of `work`, which calls an engine's tokenizer, in the turn of the request's owner.
@@ -238,6 +253,24 @@ def new_id(kind: str) -> str:
 def json_response(body: object, headers: Mapping[str, str] | None = None) -> Response:
     """Return a 200 response with a struct as JSON."""
     return Response(_encoder.encode(body), 200, headers, "application/json")
+
+
+@contextlib.contextmanager
+def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
+    """Give errors in this block about a field of a chat the name of the field that set it.
+
+    names   field of a chat -> field of the body. An entry of a list is named by its list.
+    """
+    try:
+        yield
+    except GatewayError as problem:
+        name, message = (problem.param or "").partition("[")[0], problem.message
+        if name in names:
+            message = message.replace(problem.param or name, names[name], 1)
+        for other in names:
+            if "_" in other:  # a field, and no word of the sentence
+                message = re.sub(rf"\b{other}\b", names[other], message)
+        raise dataclasses.replace(problem, message=message, param=names.get(name, problem.param)) from None
 
 
 @contextlib.contextmanager

@@ -49,7 +49,7 @@ ROWS = (
         "prompt_cache_key prompt_cache_options prompt_cache_retention prediction",
         "the prefix cache and speculation need no hints",
     ),
-    _accepted("parallel_tool_calls max_tool_calls", "there are no tools", ("responses",)),
+    _accepted("max_tool_calls", "the client calls the tools", ("responses",)),
     _accepted("data_parallel_rank routed_dp_rank", "the gateway chooses the engine"),
     _accepted(
         "mm_processor_kwargs media_io_kwargs return_mm_kwargs max_dynamic_patch min_dynamic_patch use_audio_in_video "
@@ -64,13 +64,12 @@ ROWS = (
         "return_token_offsets return_flat_raw_top_logprobs_b64",
         "they modify fields that are refused",
     ),
-    _accepted("separate_reasoning stream_reasoning", "reasoning is part of the answer's text"),
+    _accepted("separate_reasoning stream_reasoning", "--reasoning-parser of the server decides"),
     _refused("spaces_between_special_tokens", "leave it out", (True,)),
-    _refused("include_reasoning", "remove the reasoning from the answer's text", (True,)),
+    _refused("include_reasoning", "drop the reasoning of the answer", (True,), ("completions", "responses")),
     _refused("thinking_token_budget", "limit the answer with max_tokens", (-1,)),
     _refused("reasoning_effort", "use /v1/chat/completions", ("none",), ("completions",)),
     _refused("thinking task", "use chat_template_kwargs", endpoints=("chat",)),
-    _refused("reasoning", "use /v1/chat/completions with reasoning_effort", endpoints=("responses",)),
     _refused("use_beam_search", "use n and choose among its answers"),
     _refused("best_of", "use n and choose among its answers", (1,), ("chat",)),
     _refused("logits_processors custom_logit_processor custom_params vllm_xargs", "use logit_bias or bad_words"),
@@ -119,7 +118,6 @@ ROWS = (
     _refused("modalities", "the model writes text only", (["text"], []), ("chat",)),
     _refused("verbosity", "ask for it in a message", ("medium",), ("chat",)),
     _refused("web_search_options", "offer a function in tools", endpoints=("chat",)),
-    _refused("tools", "use /v1/chat/completions", endpoints=("responses",)),
     _refused(
         "previous_response_id conversation previous_input_messages previous_response prompt",
         "nothing is stored; send the whole conversation in input",

@@ -19,8 +19,9 @@ from .context import GatewayContext
 from .errors import ErrorBody
 from .health import PauseChanged, Paused, Status, Version, WorldSize
 from .models import AdapterChanged, LoadAdapter, ModelCard, ModelList, UnloadAdapter
-from .responses import Response as ModelResponse
-from .responses import ResponseEvent, ResponseRequest
+from .responses.output import Response as ModelResponse
+from .responses.output import ResponseEvent
+from .responses.request import ResponseRequest
 from .tokenize import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest, TokenizerInfo
 
 PACKAGE = __name__.partition(".runtime.")[0]

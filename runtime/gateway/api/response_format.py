@@ -54,16 +54,14 @@ def schema_of(form: ResponseFormat | None) -> Schema | None:
     return form.json_schema.schema
 
 
-def constraint_of(
-    form: ResponseFormat | None, outputs: StructuredOutputsBody | None, field: str
-) -> StructuredOutputsParams | None:
-    """Return the constraint on the answer, if any. `field` has `form`. Raises GatewayError 400 that names the field."""
+def constraint_of(form: ResponseFormat | None, outputs: StructuredOutputsBody | None) -> StructuredOutputsParams | None:
+    """Return the constraint on the answer, if any. Raises GatewayError 400 that names the field."""
     schema = schema_of(form)
     if outputs is None:
-        return None if schema is None else make_constraint(field, json=schema)
+        return None if schema is None else make_constraint("response_format", json=schema)
     if schema is not None:
         raise GatewayError(
-            400, f"{field} and structured_outputs exclude each other; give one", param="structured_outputs"
+            400, "response_format and structured_outputs exclude each other; give one", param="structured_outputs"
         )
     given = {name: getattr(outputs, name) for name in outputs.__struct_fields__ if name != "disable_fallback"}
     return make_constraint("structured_outputs", **{name: value for name, value in given.items() if value is not None})

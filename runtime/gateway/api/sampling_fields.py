@@ -64,35 +64,6 @@ class GenerationBody(Body, frozen=True, kw_only=True):
     speculation: Literal["off", "auto"] | Annotated[int, Meta(ge=1, le=MAX_DRAFTS)] | None = None
     structured_outputs: StructuredOutputsBody | None = None
 
-    @property
-    def max_tokens_field(self) -> str:
-        """The field with the largest number of tokens of an answer."""
-        return "max_tokens"
-
-    @property
-    def format_field(self) -> str:
-        """The field with `answer_format`."""
-        return "response_format"
-
-    @property
-    def answer_format(self) -> ResponseFormat | None:
-        """The format of the answer. Raises GatewayError 400."""
-        return None
-
-    @property
-    def logprobs_field(self) -> str:
-        """The field that sets the number of likeliest tokens."""
-        return "top_logprobs"
-
-    @property
-    def constraint_field(self) -> str:
-        """The field that sets a constraint on the answer."""
-        return "structured_outputs" if self.structured_outputs is not None else self.format_field
-
-    def check_fields(self) -> None:
-        """Raise GatewayError 400 that names an unsupported field, or one that does not go with another."""
-        refuse_unsupported(self)
-
 
 class SamplingBody(GenerationBody, frozen=True, kw_only=True):
     """Common fields of completions and chats."""
@@ -104,19 +75,14 @@ class SamplingBody(GenerationBody, frozen=True, kw_only=True):
     prompt_logprobs: Annotated[LogprobCount, Meta(description="without stream only")] | None = None
 
     @property
-    def answer_format(self) -> ResponseFormat | None:
-        """The format of the answer."""
-        return self.response_format
+    def constraint_field(self) -> str:
+        """The field that sets a constraint on the answer."""
+        return "structured_outputs" if self.structured_outputs is not None else "response_format"
 
-    def check_fields(self) -> None:
-        """Raise GatewayError 400 that names an unsupported field, or one that does not go with another."""
-        super().check_fields()
-        options = self.stream_options
-        if options is not None and not self.stream and (options.include_usage or options.continuous_usage_stats):
-            raise GatewayError(400, "stream_options needs stream=true", param="stream_options")
-        if self.prompt_logprobs is not None and self.stream:
-            raise GatewayError(400, "prompt_logprobs does not work with stream; omit one", param="prompt_logprobs")
-        check_logprob_count("prompt_logprobs", self.prompt_logprobs)
+    @property
+    def logprobs_field(self) -> str:
+        """The field that sets the number of likeliest tokens."""
+        return "top_logprobs"
 
 
 class TokenBody(SamplingBody, frozen=True, kw_only=True):
@@ -173,7 +139,7 @@ _SHARED_FIELDS = sorted(
 
 
 def sampling_params(
-    body: GenerationBody, max_tokens: int | None, logprobs: int | None, defaults: SamplingDefaults
+    body: SamplingBody, max_tokens: int | None, logprobs: int | None, defaults: SamplingDefaults
 ) -> SamplingParams:
     """Return the parameters of a body, with the model's `defaults` for fields that it does not set.
 
@@ -182,16 +148,21 @@ def sampling_params(
 
     Raises GatewayError 400 that names the field.
     """
-    body.check_fields()
+    refuse_unsupported(body)
+    options = body.stream_options
+    if options is not None and not body.stream and (options.include_usage or options.continuous_usage_stats):
+        raise GatewayError(400, "stream_options needs stream=true", param="stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise GatewayError(400, "prompt_logprobs does not work with stream; omit one", param="prompt_logprobs")
     check_logprob_count(body.logprobs_field, logprobs)
+    check_logprob_count("prompt_logprobs", body.prompt_logprobs)
     given = defaults.given() | {"max_tokens": max_tokens}
-    given |= {name: value for name in _SHARED_FIELDS if (value := getattr(body, name, None)) is not None}
-    constraint = constraint_of(body.answer_format, body.structured_outputs, body.format_field)
+    given |= {name: value for name in _SHARED_FIELDS if (value := getattr(body, name)) is not None}
+    constraint = constraint_of(body.response_format, body.structured_outputs)
     try:
         return SamplingParams(logprobs=logprobs, structured_outputs=constraint, **given)
     except RequestError as problem:
-        text = str(problem).replace("max_tokens", body.max_tokens_field)
-        raise GatewayError(400, text, param=field_of(text)) from None
+        raise GatewayError(400, str(problem), param=field_of(str(problem))) from None
 
 
 def field_of(message: str) -> str | None:

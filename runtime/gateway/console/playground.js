@@ -47,7 +47,7 @@ function answerSide(name) {
       for await (const event of events(await call(path, { ...body, model }, signal))) {
         usage = event.usage || usage;
         for (const each of event.choices) {
-          const piece = each.text ?? each.delta?.content ?? "";
+          const piece = each.text ?? (each.delta?.reasoning_content ?? "") + (each.delta?.content ?? "");
           if (piece) { first ??= performance.now(); last = performance.now(); text.append(piece); }
           reason = each.finish_reason || reason;
         }
