@@ -14,6 +14,8 @@ from ..api.sampling_params import SamplingParams
 from ..protocol.messages import Chunk
 from ..text.chat_files import ChatTemplates
 
+KEY_HEADERS = (b"authorization", b"x-api-key", b"api-key")
+"""Headers that may have the API key: OpenAI's, Anthropic's and Azure's. The first of them counts."""
 HealthStatus = Literal["loading", "ok", "stalled", "draining", "idle", "dead"]
 
 
@@ -307,7 +309,7 @@ class Admission(Protocol):
 class AdmittedRequest:
     """An admitted request that generates tokens.
 
-    headers             of the HTTP request, with lower-case names, without authorization
+    headers             of the HTTP request, with lower-case names, without those with keys
     add_special_tokens  see EngineRequest
     """
 

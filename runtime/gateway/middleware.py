@@ -14,7 +14,7 @@ from .api.request_body import BODY_READ
 from .connections import REFUSAL
 from .intake.body_memory import BODY
 from .intake.refusal_pace import PACED_STATUSES, RefusalPace
-from .interfaces import Admission, GatewayError, HttpExchange, Observer
+from .interfaces import KEY_HEADERS, Admission, GatewayError, HttpExchange, Observer
 from .origin_policy import OriginPolicy
 from .settings import MAX_HEADER_BYTES
 
@@ -38,6 +38,12 @@ def _has_unread_body(scope: Scope) -> bool:
     return False
 
 
+def _authorization(keys: dict[bytes, str]) -> str | None:
+    """Return the Authorization header of a request, or the one with the key of another header."""
+    name = next((name for name in KEY_HEADERS if keys.get(name)), None)
+    return None if name is None else keys[name] if name == KEY_HEADERS[0] else f"Bearer {keys[name]}"
+
+
 class GatewayMiddleware:
     """Wraps the routes. Sets `sidestream.request_id` and `sidestream.caller` in each request's scope."""
 
@@ -59,14 +65,15 @@ class GatewayMiddleware:
         if scope["type"] != "http":
             await self.router(scope, receive, send)
             return
-        given_id, authorization, header_bytes = b"", None, 0
+        given_id, header_bytes = b"", 0
+        keys: dict[bytes, str] = {}
         origin_headers: dict[bytes, str] = {}
         for name, value in reversed(scope["headers"]):  # the first of repeated headers counts
             header_bytes += len(name) + len(value)
             if name == b"x-request-id":
                 given_id = value
-            elif name == b"authorization":
-                authorization = value.decode("latin-1") or None
+            elif name in KEY_HEADERS:
+                keys[name] = value.decode("latin-1")
             elif name in _ORIGIN_HEADERS:
                 origin_headers[name] = value.decode("latin-1")
         request_id = given_id.decode() if _REQUEST_ID.fullmatch(given_id) else uuid.uuid4().hex
@@ -96,7 +103,7 @@ class GatewayMiddleware:
             if scope["path"] not in OPEN_PATHS:
                 if scope.get(REFUSAL) is not None:
                     raise scope[REFUSAL]
-                caller = scope["sidestream.caller"] = self._admission.identify(authorization, host)
+                caller = scope["sidestream.caller"] = self._admission.identify(_authorization(keys), host)
                 owner = caller.owner
                 paced_as = owner if caller.key_id else host
             if origin_headers.keys() - {b"host"}:
@@ -109,7 +116,7 @@ class GatewayMiddleware:
                 delay = self._refusal_pace.delay(paced_as, started)
                 if delay:
                     await asyncio.sleep(delay)
-            response = response_for(problem, scope["method"])
+            response = response_for(problem, scope["method"], scope["path"])
             if _has_unread_body(scope):  # its rest is not worth reading
                 response.headers["Connection"] = "close"
             await response(scope, receive, recorded_send)

@@ -3,6 +3,7 @@
 chat                /v1/chat/completions
 completions         /v1/completions, with echo
 responses           /v1/responses
+anthropic           /v1/messages
 models              /v1/models, and loading and unloading of adapters
 tokenize            /tokenize, /detokenize
 health              /health, /ready, /version, /metrics

@@ -14,7 +14,7 @@ from starlette.types import Receive
 from ...api.sampling_params import SamplingParams
 from ...protocol.messages import Chunk, TokenLogprob
 from ..intake.body_memory import BODY
-from ..interfaces import AdmittedRequest, EngineRequest, GatewayError, Ticket, UsageRecord
+from ..interfaces import KEY_HEADERS, AdmittedRequest, EngineRequest, GatewayError, Ticket, UsageRecord
 from .body_types import CompletionTokensDetails, PromptTokensDetails, Usage
 from .context import GatewayContext, Target, caller_of, owner_tag, request_id_of
 from .errors import CLIENT_GONE, to_gateway_error
@@ -354,7 +354,7 @@ def open_session(
         headers={
             name.decode("latin-1"): value.decode("latin-1")
             for name, value in request.scope["headers"]
-            if name != b"authorization"
+            if name not in KEY_HEADERS
         },
         add_special_tokens=add_special_tokens,
     )
