@@ -8,7 +8,7 @@ import uuid
 from starlette.routing import Router
 from starlette.types import Message, Receive, Scope, Send
 
-from .api.errors import CLIENT_GONE, response_for
+from .api.errors import CLIENT_GONE, request_id_headers, response_for
 from .api.event_stream import DIRECT_BODY
 from .api.request_body import BODY_READ
 from .connections import REFUSAL
@@ -78,6 +78,7 @@ class GatewayMiddleware:
                 origin_headers[name] = value.decode("latin-1")
         request_id = given_id.decode() if _REQUEST_ID.fullmatch(given_id) else uuid.uuid4().hex
         scope["sidestream.request_id"] = request_id
+        id_headers = [(name, request_id.encode()) for name in request_id_headers(scope["path"])]
         started, started_at = time.monotonic(), time.time()
         status, sent_bytes, complete = CLIENT_GONE, 0, False
 
@@ -85,7 +86,7 @@ class GatewayMiddleware:
             nonlocal status, sent_bytes, complete
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                message["headers"] = [*message["headers"], *id_headers]
             else:
                 sent_bytes += len(message.get("body", b""))
                 complete = not message.get("more_body", False)

@@ -19,6 +19,7 @@ _READ_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _SAME_SITE = frozenset({"same-origin", "none"})  # "none": the user typed the address
 _EXPOSED_HEADERS = (
     "x-request-id",
+    "request-id",
     "retry-after",
     "x-should-retry",
     *(f"x-ratelimit-{kind}-{unit}" for kind in ("limit", "remaining", "reset") for unit in ("requests", "tokens")),

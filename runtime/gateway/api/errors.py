@@ -138,14 +138,22 @@ def anthropic_error_body(error: GatewayError) -> bytes:
     return _encoder.encode(AnthropicErrorBody(error=detail))
 
 
+def _is_anthropic(path: str) -> bool:
+    return path == _ANTHROPIC_PATH or path.startswith(_ANTHROPIC_PATH + "/")
+
+
+def request_id_headers(path: str) -> tuple[bytes, ...]:
+    """Return the names of the headers with the request id; Anthropic's clients read another one."""
+    return (b"x-request-id", b"request-id") if _is_anthropic(path) else (b"x-request-id",)
+
+
 def _error_response(error: GatewayError, path: str) -> Response:
-    is_anthropic = path == _ANTHROPIC_PATH or path.startswith(_ANTHROPIC_PATH + "/")
     headers = dict(error.headers)
     if error.retry_after is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
     if error.status == 401:
         headers.setdefault("WWW-Authenticate", "Bearer")
-    body = anthropic_error_body(error) if is_anthropic else error_body(error)
+    body = anthropic_error_body(error) if _is_anthropic(path) else error_body(error)
     return Response(body, error.status, headers, "application/json")
 
 

@@ -16,7 +16,7 @@ from ....api.sampling_params import SEED_LIMIT
 from ...interfaces import GatewayError
 from ..body_types import Answer, Ignored, ModelName, Refused, Text
 from ..chat import MAX_MESSAGES, ChatMessage, ChatRequest, TextPart, open_chat
-from ..context import GatewayContext, caller_of, errors_as_400, json_response, new_id, request_id_of
+from ..context import GatewayContext, caller_of, errors_as_400, json_response, new_id
 from ..event_stream import EventStream
 from ..response_format import JsonSchemaFormat, ResponseFormat, Schema
 from ..sampling_fields import MAX_STOPS, MAX_TOKENS, StopString, TokenCount, refuse_unsupported
@@ -321,7 +321,6 @@ async def create_message(context: GatewayContext, request: Request) -> Response:
         chat = await open_chat(context, request, body.as_chat())
     session, (message,), max_model_len = chat.session, chat.messages, chat.target.model.max_model_len
     session.constraint_field = "tools" if body.tools else "output_config.format"
-    session.headers["request-id"] = request_id_of(request)
     no_usage = MessageUsage(input_tokens=0, output_tokens=0)
     initial = Message(id=new_id("msg").replace("-", "_"), model=chat.target.name, usage=no_usage)
     if body.stream:
@@ -342,7 +341,7 @@ async def create_message(context: GatewayContext, request: Request) -> Response:
 
 async def count_tokens(context: GatewayContext, request: Request) -> Response:
     """Return the number of tokens of a conversation. An engine counts them, as for its prompts."""
-    headers = dict(context.admission.count(caller_of(request), uses_tokens=False))
+    headers = context.admission.count(caller_of(request), uses_tokens=False)
     body = (await context.read_body(request, CountTokensRequest)).as_chat()
     target, tools = await context.target(caller_of(request), body.model), body.offered_tools
     prompt = await context.chat_prompt(
@@ -356,7 +355,7 @@ async def count_tokens(context: GatewayContext, request: Request) -> Response:
     )
     with errors_as_400("messages"):
         ids = await context.in_tokenizing_turn(request, lambda: context.engines.tokenize(prompt, False))
-    return json_response(TokensCounted(input_tokens=len(ids)), headers | {"request-id": request_id_of(request)})
+    return json_response(TokensCounted(input_tokens=len(ids)), headers)
 
 
 def routes(context: GatewayContext) -> list[Route]:
