@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args
 
 from .checks import check_text
 from .errors import RequestError
@@ -12,6 +12,8 @@ MAX_CONSTRAINT_BYTES = 256 << 10
 """Of a schema, a grammar, a regular expression or all choices together, as UTF-8."""
 MAX_NESTING = 64
 MAX_CONSTRAINT_CHOICES = 4096
+ReasoningStart = Literal["inside", "optional", "none"]
+"""How an answer begins: inside the reasoning, with an optional <think>, or with content."""
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _REFUSED = {
     "structural_tag": "use grammar",
@@ -30,6 +32,7 @@ class StructuredOutputsParams:
     json_object   True: any JSON object
     disable_any_whitespace  no white space between JSON tokens
     whitespace_pattern      regular expression for the white space between JSON tokens
+    reasoning     "inside": the constraint begins after </think>; "optional": the same if the answer begins with <think>
 
     Give exactly one of the first five. `disable_fallback` has no effect; other fields of vLLM are refused.
 
@@ -46,6 +49,7 @@ class StructuredOutputsParams:
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
     structural_tag: str | None = None
+    reasoning: ReasoningStart = "none"
 
     def __post_init__(self) -> None:
         given = [name for name in _KINDS if self._is_given(name)]
@@ -59,6 +63,10 @@ class StructuredOutputsParams:
         for name in ("json_object", "disable_fallback", "disable_any_whitespace"):
             if getattr(self, name) not in (None, True, False):
                 raise RequestError(f"structured_outputs.{name}={getattr(self, name)!r} must be True or False")
+        if self.reasoning not in get_args(ReasoningStart):
+            raise RequestError(
+                f"structured_outputs.reasoning={self.reasoning!r} must be one of {', '.join(get_args(ReasoningStart))}"
+            )
         for name in ("regex", "grammar", "whitespace_pattern"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):

@@ -81,7 +81,6 @@ UNSUPPORTED_FLAGS: dict[str, Unsupported] = {
     "disable_uvicorn_access_log": Unsupported((True, False), _LOGS),
     "uvicorn_log_level": Unsupported((ANY,), _LOGS),
     "disable_frontend_multiprocessing": Unsupported((True, False), "HTTP has a process of its own"),
-    "reasoning_parser": Unsupported((), "leave it out; reasoning stays in the answer's text"),
     "ssl_keyfile": Unsupported((), _PROXY),
     "ssl_certfile": Unsupported((), _PROXY),
     "root_path": Unsupported((), _PROXY),

@@ -18,6 +18,7 @@ from ..gateway.server_process import check_exposure
 from ..gateway.settings import GatewaySettings
 from ..protocol.curve_keys import load_client_keys, load_server_keys
 from ..server.settings import ServeSettings
+from ..text.reasoning import ReasoningFormat
 from .adapter_root import AdapterRoot, fetched_folder, is_remote
 
 MAX_FILE_BYTES = 1 << 20
@@ -57,6 +58,7 @@ class FleetOptions(Struct, frozen=True, kw_only=True, rename="kebab", forbid_unk
     allowed_origins    allowed CORS origins ("*": all); None: loopback origins
     allowed_hosts      allowed Host headers besides `host` and addresses ("*": all); None: no others for a loopback host
     usage_log          SQLite file of the usage log, on each host that serves HTTP; None: no log
+    reasoning_parser   how reasoning is separated from content: auto, qwen3, deepseek_r1 or none
     metrics_compat     "vllm": export vLLM's metric names too
     engine_keys        directory of `sidestream keys curve`, on every host: engines use TCP; None: sockets of one host
     """
@@ -89,6 +91,7 @@ class FleetOptions(Struct, frozen=True, kw_only=True, rename="kebab", forbid_unk
     allowed_origins: list[str] | None = None
     allowed_hosts: list[str] | None = None
     usage_log: str | None = None
+    reasoning_parser: ReasoningFormat = "auto"
     metrics_compat: Annotated[str, Meta(pattern=r"\Avllm\Z")] | None = None
     engine_keys: str | None = None
 
@@ -195,6 +198,7 @@ def gateway_settings(options: FleetOptions) -> GatewaySettings:
         allowed_hosts=None if options.allowed_hosts is None else parse_hosts(options.allowed_hosts),
         drain_seconds=options.drain_seconds,
         usage_log=options.usage_log,
+        reasoning_parser=options.reasoning_parser,
         metrics_compat=options.metrics_compat,
     )
 

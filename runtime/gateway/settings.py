@@ -2,6 +2,8 @@
 
 from msgspec import Struct, field
 
+from ..text.reasoning import ReasoningFormat
+
 HOST, PORT = "127.0.0.1", 8000
 MAX_BODY_BYTES = 32 << 20
 MAX_HEADER_BYTES = 64 << 10
@@ -35,6 +37,7 @@ class GatewaySettings(Struct, frozen=True, kw_only=True):
     usage_days               age at which rows of the usage log are deleted; None: never
     log_payloads             write prompts and answers to the usage log
     access_log               file of JSON lines, "-": standard output, None: no log
+    reasoning_parser         how reasoning is separated from the content of answers, see `ReasoningFormat`
     metrics_compat           "vllm": export vLLM's metric names too
     otel_endpoint            URL of an OTLP collector for spans; None: no spans
     """
@@ -59,5 +62,6 @@ class GatewaySettings(Struct, frozen=True, kw_only=True):
     usage_days: int | None = None
     log_payloads: bool = False
     access_log: str | None = None
+    reasoning_parser: ReasoningFormat = "auto"
     metrics_compat: str | None = None
     otel_endpoint: str | None = None

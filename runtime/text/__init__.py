@@ -6,6 +6,7 @@ sentencepiece_model    reads tokenizer.model as a tokenizer of the tokenizers li
 special_tokens         reads the special and added tokens of a directory
 token_bytes            the bytes of every token of a vocabulary
 generation_config      end-of-text tokens, and a model's sampling defaults
+reasoning              splits generated text into reasoning and content
 detokenizer            streams tokens as text, without incomplete characters; stop strings
 prompts                checks prompts and bad_words, and makes requests of them
 encoder_thread         tokenizes on a thread of its own

@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from .engine import add_value, check_output, positive
 
@@ -14,6 +14,7 @@ API_KEY_VARIABLE, ADMIN_KEY_VARIABLE = "SIDESTREAM_API_KEY", "SIDESTREAM_ADMIN_K
 def add_gateway_options(parser: argparse.ArgumentParser, keys_flags: list[str]) -> None:
     """Add the options in groups. `keys_flags`: flags of the file of API keys."""
     from ...runtime.gateway.settings import HOST, PORT
+    from ...runtime.text.reasoning import ReasoningFormat
 
     group = parser.add_argument_group("HTTP")
     group.add_argument("--host", default=HOST, help="address of HTTP (default: %(default)s)")
@@ -52,6 +53,13 @@ def add_gateway_options(parser: argparse.ArgumentParser, keys_flags: list[str]) 
         default=[],
         metavar="ADDRESS",
         help="addresses or networks of proxies whose X-Forwarded-For names the client in logs (default: none)",
+    )
+    group.add_argument(
+        "--reasoning-parser",
+        choices=get_args(ReasoningFormat),
+        default="auto",
+        help="how <think>...</think> becomes reasoning_content; auto: as qwen3 if the chat template contains the tags; "
+        "deepseek_r1: answers begin inside; none: it stays in the content (default: %(default)s)",
     )
     add_value(group, "--max-connections", 4096, "open connections")
     group.add_argument(
@@ -128,6 +136,7 @@ def gateway_settings(options: argparse.Namespace) -> Any:
         usage_days=options.usage_days,
         log_payloads=options.log_payloads,
         access_log=options.access_log,
+        reasoning_parser=options.reasoning_parser,
         metrics_compat=options.metrics_compat,
         otel_endpoint=options.otel_endpoint,
     )

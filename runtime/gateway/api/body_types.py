@@ -33,8 +33,11 @@ class PromptTokensDetails(Answer, frozen=True, kw_only=True):
 
 
 class CompletionTokensDetails(Answer, frozen=True, kw_only=True):
-    """Drafts of speculative decoding: accepted ones count as completion tokens, rejected ones do not."""
+    """Parts of the completion tokens: reasoning, and accepted drafts of speculative decoding. Rejected drafts are no
+    completion tokens.
+    """
 
+    reasoning_tokens: int
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
 

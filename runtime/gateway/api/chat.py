@@ -15,6 +15,7 @@ from starlette.routing import Route
 from ...api.sampling_defaults import SamplingDefaults
 from ...api.sampling_params import SamplingParams
 from ...protocol.messages import Chunk
+from ...text.reasoning import has_reasoning
 from ..interfaces import GatewayError
 from .body_types import Answer, Body, Ignored, Refused, Text, Usage
 from .completion_session import CompletionSession, estimated_tokens, open_session, reserved_tokens
@@ -23,7 +24,7 @@ from .event_stream import ChunkEncoder, EventStream, TextChunkEncoder
 from .logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs
 from .response_format import make_constraint, schema_of
 from .sampling_fields import LogprobCount, SamplingBody, TokenCount, refuse, sampling_params
-from .tool_call_parser import CallDelta, ToolParser
+from .tool_call_parser import AnswerParser, CallDelta
 from .tools import (
     MAX_TOOLS,
     FunctionCall,
@@ -93,6 +94,7 @@ class ChatRequest(SamplingBody, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
+    include_reasoning: bool | None = None
     chat_template: Refused = None
     documents: Refused = None
 
@@ -106,8 +108,11 @@ class ChatRequest(SamplingBody, frozen=True, kw_only=True):
         """The tools that the model may call. Raises GatewayError 400 that names the field."""
         return offered_tools(self.tools, self.tool_choice)
 
-    def with_tools(self, params: SamplingParams, tool_format: ToolFormat | None) -> SamplingParams:
-        """Return `params` constrained to text and tool calls in `tool_format`. Raises GatewayError 400."""
+    def with_tools(self, params: SamplingParams, tool_format: ToolFormat | None, thinks: bool) -> SamplingParams:
+        """Return `params` constrained to text and tool calls in `tool_format`. Raises GatewayError 400.
+
+        thinks   whether the answer may begin with reasoning
+        """
         if tool_format is None:
             raise GatewayError(
                 400,
@@ -119,8 +124,15 @@ class ChatRequest(SamplingBody, frozen=True, kw_only=True):
             text = "structured_outputs and tools exclude each other; use response_format"
             raise GatewayError(400, text, param="structured_outputs")
         answer = schema_of(self.response_format)
-        grammar = grammar_of(tool_format, self.offered_tools, self.tool_choice, self.parallel_tool_calls, answer)
+        grammar = grammar_of(
+            tool_format, self.offered_tools, self.tool_choice, self.parallel_tool_calls, answer, thinks
+        )
         return replace(params, structured_outputs=make_constraint("tools", grammar=grammar))
+
+    def continued_text(self) -> str:
+        """Return the text of the last message if the answer continues it, else ""."""
+        content = self.messages[-1].content if self.continue_final_message else None
+        return content if isinstance(content, str) else "".join(part.text for part in content or ())
 
     def conversation(self) -> list[dict[str, Any]]:
         """Return the messages for the chat template. Raises GatewayError 400 that names the field."""
@@ -152,11 +164,13 @@ def template_messages(messages: Iterable[ChatMessage]) -> list[dict[str, Any]]:
 
 
 class AnswerMessage(Answer, frozen=True, kw_only=True):
-    """The generated message."""
+    """The generated message. Reasoning has vLLM's names, the older one first; the texts are the same."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -187,6 +201,8 @@ class ChatDelta(Answer, frozen=True, kw_only=True):
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
@@ -212,45 +228,52 @@ class ChatChunk(Answer, frozen=True, kw_only=True):
 
 
 class AssistantMessage:
-    """Converts the text of one answer to a message, or to deltas of it.
+    """Converts the text of one answer to a message, or to deltas of it."""
 
-    tool_format   how the model writes tool calls; None: it has no tools
-    names         names of the functions that it may call
-    """
-
-    def __init__(self, tool_format: ToolFormat | None, names: Iterable[str]) -> None:
-        self._parser = None if tool_format is None else ToolParser(tool_format, names)
+    def __init__(self, parser: AnswerParser, include_reasoning: bool) -> None:
+        self.parser, self._include_reasoning = parser, include_reasoning
 
     @property
     def is_plain_text(self) -> bool:
-        """Whether all generated text is content."""
-        return self._parser is None
+        """Whether all text from now on is content."""
+        return self.parser.is_plain_text
 
-    def message(self, text: str) -> AnswerMessage:
+    def message(self, text: str, token_ids: Sequence[int]) -> AnswerMessage:
         """Return the message for the whole text."""
-        if self._parser is None:
-            return AnswerMessage(role="assistant", content=text)
-        parsed = self._parser.push(text, last=True)
+        parsed = self.parser.push(text, True, token_ids)
         calls = [
             ToolCall(id=_new_call_id(), function=FunctionCall(name=call.name or "", arguments=call.arguments))
             for call in parsed.calls
         ]
-        content = parsed.content if parsed.content or not calls else None
-        return AnswerMessage(role="assistant", content=content, tool_calls=calls or UNSET)
+        content = parsed.content if parsed.content or not (calls or parsed.reasoning) else None
+        reasoning = self._shown(parsed.reasoning)
+        return AnswerMessage(
+            role="assistant",
+            content=content,
+            reasoning_content=reasoning,
+            reasoning=reasoning,
+            tool_calls=calls or UNSET,
+        )
 
-    def delta(self, text: str, last: bool) -> ChatDelta | None:
+    def delta(self, text: str, last: bool, token_ids: Sequence[int]) -> ChatDelta | None:
         """Return the delta for more text; None if nothing can be sent yet. `last`: the text is complete."""
-        if self._parser is None:
-            return ChatDelta(content=text) if text else None
-        parsed = self._parser.push(text, last)
-        if not parsed.content and not parsed.calls:
+        parsed = self.parser.push(text, last, token_ids)
+        reasoning = self._shown(parsed.reasoning)
+        if not parsed.content and not parsed.calls and reasoning is UNSET:
             return None
-        return ChatDelta(content=parsed.content or UNSET, tool_calls=list(map(_tool_call_delta, parsed.calls)) or UNSET)
+        return ChatDelta(
+            content=parsed.content or UNSET,
+            reasoning_content=reasoning,
+            reasoning=reasoning,
+            tool_calls=list(map(_tool_call_delta, parsed.calls)) or UNSET,
+        )
+
+    def _shown(self, reasoning: str) -> str | UnsetType:
+        return reasoning if reasoning and self._include_reasoning else UNSET
 
     def finish_reason(self, reason: Any) -> Any:
         """Return the finish reason: `tool_calls` instead of `stop` if a function is called."""
-        called = self._parser is not None and self._parser.calls > 0
-        return "tool_calls" if reason == "stop" and called else reason
+        return "tool_calls" if reason == "stop" and self.parser.num_calls else reason
 
 
 def _tool_call_delta(call: CallDelta) -> ToolCallDelta:
@@ -284,8 +307,9 @@ async def open_chat(context: GatewayContext, request: Request, body: ChatRequest
         templates = await context.templates(target)
         if tools:
             with errors_as_400("tools"):
-                tool_format = format_of(templates.select(None, True)) if templates.templates else None
-            params = body.with_tools(params, tool_format)
+                template = templates.select(None, True) if templates.templates else ""
+            tool_format = format_of(template)
+            params = body.with_tools(params, tool_format, has_reasoning(context.settings.reasoning_parser, template))
         prompt = await context.chat_prompt(
             request,
             templates,
@@ -295,6 +319,10 @@ async def open_chat(context: GatewayContext, request: Request, body: ChatRequest
             body.chat_template_kwargs,
             template_tools,
         )
+        parsers = await context.reasoning_parsers(templates, bool(tools), prompt, body.continued_text(), params.n)
+        if params.structured_outputs is not None:
+            constraint = replace(params.structured_outputs, reasoning=parsers[0].start)
+            params = replace(params, structured_outputs=constraint)
         session = open_session(
             context,
             request,
@@ -308,7 +336,9 @@ async def open_chat(context: GatewayContext, request: Request, body: ChatRequest
             add_special_tokens=False,
         )
     session.constraint_field = body.constraint_field
-    messages = [AssistantMessage(tool_format, [tool.function.name for tool in tools]) for _ in range(params.n)]
+    session.counts.reasoning = parsers
+    names, include_reasoning = [tool.function.name for tool in tools], body.include_reasoning is not False
+    messages = [AssistantMessage(AnswerParser(each, tool_format, names), include_reasoning) for each in parsers]
     return OpenChat(target, session, messages)
 
 
@@ -323,24 +353,25 @@ async def chat_completions(context: GatewayContext, request: Request) -> Respons
         encoder = ChunkEncoder("chat.completion.chunk", answer_id, created, chat.target.name, body.stream_options)
         return EventStream(session, _ChatFormatter(encoder, top, messages))
     results = await session.results(request.receive)
+    choices = [
+        ChatChoice(
+            index=index,
+            message=message.message(result.text, result.token_ids),
+            logprobs=chat_logprobs(result.logprobs, top) if body.logprobs else None,
+            finish_reason=message.finish_reason(result.finish_reason),
+            stop_reason=result.stop_reason,
+        )
+        for index, (message, result) in enumerate(zip(messages, results, strict=True))
+    ]
     answer = ChatCompletion(
         id=answer_id,
         created=created,
         model=chat.target.name,
-        usage=session.counts.usage(),
+        usage=session.counts.usage(),  # after the messages, which count their reasoning
         prompt_logprobs=None
         if body.prompt_logprobs is None
         else prompt_logprobs(results[0].prompt_logprobs, body.prompt_logprobs),
-        choices=[
-            ChatChoice(
-                index=index,
-                message=message.message(result.text),
-                logprobs=chat_logprobs(result.logprobs, top) if body.logprobs else None,
-                finish_reason=message.finish_reason(result.finish_reason),
-                stop_reason=result.stop_reason,
-            )
-            for index, (message, result) in enumerate(zip(messages, results, strict=True))
-        ],
+        choices=choices,
     )
     return json_response(answer, session.headers)
 
@@ -357,19 +388,17 @@ class _ChatFormatter:
         self._encoder, self._top, self._messages = encoder, top, messages
         first = ChatDelta(role="assistant", content="")
         self._role_events = [encoder.event(ChatChunkChoice(index=index, delta=first)) for index in range(len(messages))]
-        self._text_encoders = [
-            _text_encoder(encoder, index) if each.is_plain_text else None for index, each in enumerate(messages)
-        ]
+        self._text_encoders = [_text_encoder(encoder, index) for index in range(len(messages))]
 
     def format(self, prompt_index: int, chunks: Sequence[Chunk]) -> list[bytes]:
         events, self._role_events = self._role_events, []
         for chunk in chunks:
-            message, text_encoder = self._messages[chunk.index], self._text_encoders[chunk.index]
-            if text_encoder is not None and chunk.text and not chunk.logprobs and chunk.finish_reason is None:
-                events.append(text_encoder.event(chunk.text))
+            message = self._messages[chunk.index]
+            if message.is_plain_text and chunk.text and not chunk.logprobs and chunk.finish_reason is None:
+                events.append(self._text_encoders[chunk.index].event(chunk.text))
                 continue
             logprobs = chat_logprobs(chunk.logprobs, self._top) if chunk.logprobs else None
-            delta = message.delta(chunk.text, chunk.finish_reason is not None)
+            delta = message.delta(chunk.text, chunk.finish_reason is not None, chunk.token_ids)
             if delta is None and logprobs is None and chunk.finish_reason is None:
                 continue
             choice = ChatChunkChoice(

@@ -13,6 +13,7 @@ from starlette.types import Receive
 
 from ...api.sampling_params import SamplingParams
 from ...protocol.messages import Chunk, TokenLogprob
+from ...text.reasoning import ReasoningParser
 from ..intake.body_memory import BODY
 from ..interfaces import KEY_HEADERS, AdmittedRequest, EngineRequest, GatewayError, Ticket, UsageRecord
 from .body_types import CompletionTokensDetails, PromptTokensDetails, Usage
@@ -44,6 +45,7 @@ class TokenCounts:
     by_prompt         prompt index -> its number of tokens, once an engine accepted it
     adapter_content   content hash of the adapter version that answers
     finished_prompts  prompts with complete answers
+    reasoning         parsers of the answers' reasoning, which count its tokens
     """
 
     by_prompt: dict[int, int] = field(default_factory=dict)
@@ -60,6 +62,12 @@ class TokenCounts:
     engine_first_token_seconds: float = 0.0
     engine_total_seconds: float = 0.0
     finished_prompts: int = 0
+    reasoning: list[ReasoningParser] = field(default_factory=list)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of the reasoning of all answers."""
+        return sum(parser.num_tokens for parser in self.reasoning)
 
     @property
     def prompt_tokens(self) -> int:
@@ -94,6 +102,7 @@ class TokenCounts:
             total_tokens=self.prompt_tokens + self.output_tokens,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=self.cached_tokens),
             completion_tokens_details=CompletionTokensDetails(
+                reasoning_tokens=self.reasoning_tokens,
                 accepted_prediction_tokens=self.accepted_tokens,
                 rejected_prediction_tokens=self.draft_tokens - self.accepted_tokens,
             ),
@@ -109,6 +118,7 @@ class CompletionResult:
     """
 
     text: str = ""
+    token_ids: list[int] = field(default_factory=list)
     logprobs: list[list[TokenLogprob]] = field(default_factory=list)
     text_offsets: list[int] = field(default_factory=list)
     prompt_logprobs: list[list[TokenLogprob]] = field(default_factory=list)
@@ -118,6 +128,7 @@ class CompletionResult:
     def add(self, chunk: Chunk) -> None:
         """Append a chunk."""
         self.text += chunk.text
+        self.token_ids += chunk.token_ids
         if chunk.logprobs is not None:
             self.logprobs += chunk.logprobs
             self.text_offsets += chunk.text_offsets or []

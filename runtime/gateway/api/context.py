@@ -19,6 +19,7 @@ from starlette.responses import Response
 from ...api.errors import RequestError
 from ...text.chat_files import ChatTemplates
 from ...text.chat_renderer import ChatRenderer
+from ...text.reasoning import CLOSER, ReasoningParser, reasoning_start
 from ..intake.body_decoder import BodyDecoder
 from ..intake.body_memory import BODY, BodyMemory, HeldBody
 from ..intake.fair_queue import FairQueue
@@ -69,6 +70,7 @@ class GatewayContext:
         self._decoder, self._decodings = BodyDecoder(settings.max_body_bytes), FairQueue(1, 1)
         self._body_memory = BodyMemory(BODIES_PER_OWNER * settings.max_body_bytes)
         self._templates: OrderedDict[tuple[str, str], ChatTemplates] = OrderedDict()
+        self._closer: list[int] | None = None  # tokens of </think>
 
     def close(self) -> None:
         """End the child processes."""
@@ -152,6 +154,17 @@ class GatewayContext:
         except RequestError as problem:
             raise GatewayError(400, str(problem), param=getattr(problem, "param", "messages")) from None
         return prompt
+
+    async def reasoning_parsers(
+        self, templates: ChatTemplates, has_tools: bool, prompt: str, continued: str, n: int
+    ) -> list[ReasoningParser]:
+        """Return a parser for each of `n` answers to a rendered prompt. `continued`: see `reasoning_start`."""
+        template = templates.select(None, has_tools)
+        start = reasoning_start(self.settings.reasoning_parser, template, prompt, continued)
+        if start != "none" and self._closer is None:
+            self._closer = await self.engines.tokenize(CLOSER, add_special_tokens=False)
+        closer_id = self._closer[0] if self._closer is not None and len(self._closer) == 1 else None
+        return [ReasoningParser(start, closer_id) for _ in range(n)]
 
     async def in_tokenizing_turn(self, request: Request, work: Callable[[], Awaitable[T]]) -> T:
         """Return the result of `work`, which calls an engine's tokenizer, in the turn of the request's owner.

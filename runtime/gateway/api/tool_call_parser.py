@@ -1,8 +1,9 @@
-"""Splits generated text, as it arrives, into content and tool calls."""
+"""Splits generated text, as it arrives, into reasoning, content and tool calls."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from ...text.reasoning import ReasoningParser
 from .tools import ToolFormat
 
 
@@ -17,10 +18,40 @@ class CallDelta:
 
 @dataclass
 class ParsedText:
-    """Content and parts of calls in a piece of text."""
+    """Reasoning, content and parts of calls in a piece of text."""
 
+    reasoning: str = ""
     content: str = ""
     calls: list[CallDelta] = field(default_factory=list)
+
+
+class AnswerParser:
+    """Parses the text of one answer: reasoning, then content and tool calls.
+
+    tool_format   how the model writes tool calls; None: it has no tools
+    names         names of the functions that it may call
+    """
+
+    def __init__(self, reasoning: ReasoningParser, tool_format: ToolFormat | None, names: Iterable[str]) -> None:
+        self.reasoning = reasoning
+        self._tools = None if tool_format is None else ToolParser(tool_format, names)
+
+    @property
+    def is_plain_text(self) -> bool:
+        """Whether all text from now on is content, unchanged."""
+        return self._tools is None and self.reasoning.is_done
+
+    @property
+    def num_calls(self) -> int:
+        """Number of calls so far."""
+        return 0 if self._tools is None else self._tools.calls
+
+    def push(self, text: str, last: bool = False, token_ids: Sequence[int] = ()) -> ParsedText:
+        """Add text. Returns what can be sent. `last`: the text is complete; `token_ids`: of this text."""
+        split = self.reasoning.push(text, last, token_ids)
+        parsed = ParsedText(content=split.content) if self._tools is None else self._tools.push(split.content, last)
+        parsed.reasoning = split.reasoning
+        return parsed
 
 
 class ToolParser:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, UnsetType
 
+from ...text.reasoning import NOT_REASONING
 from ..interfaces import GatewayError
 from .body_types import Answer, Body, Ignored, Text
 
@@ -138,9 +139,14 @@ def offered_tools(tools: list[Tool] | None, choice: str | ChosenTool | None) -> 
 
 
 def grammar_of(
-    tool_format: ToolFormat, tools: list[Tool], choice: str | ChosenTool | None, parallel: bool | None, answer: Any
+    tool_format: ToolFormat,
+    tools: list[Tool],
+    choice: str | ChosenTool | None,
+    parallel: bool | None,
+    answer: Any,
+    thinks: bool = False,
 ) -> str:
-    """Return the grammar of answers with these tools. `answer`: JSON schema of an answer without a call."""
+    """Return the grammar of answers with these tools; see `tool_grammar`."""
     named = isinstance(choice, ChosenTool)
     functions = [
         (tool.function.name, _parameters(tool.function))
@@ -153,6 +159,7 @@ def grammar_of(
         required=named or choice == "required",
         parallel=parallel is not False and not named,
         answer=answer,
+        thinks=thinks,
     )
 
 
@@ -185,6 +192,7 @@ def tool_grammar(
     required: bool,
     parallel: bool,
     answer: Any = None,
+    thinks: bool = False,
 ) -> str:
     """Return a grammar in Lark's notation. An answer is free text or matches `answer` until a call begins.
 
@@ -194,8 +202,9 @@ def tool_grammar(
     required    whether there must be a call
     parallel    whether several calls are allowed
     answer      schema of an answer without calls; None: any text
+    thinks      whether free text may not begin with reasoning, in which an opener of a call is only text
     """
-    lines = []
+    lines, unlike = [], f" & {NOT_REASONING}" if thinks else ""
     if required or answer is not None:
         more = f" ({json.dumps(tool_format.separator)} call)*" if parallel else ""
         lines.append(f"start: calls{'' if required else ' | answer'}")
@@ -205,11 +214,11 @@ def tool_grammar(
         lines.append(f"call: {json.dumps(tool_format.opener)} body")
     elif tool_format.text_before:
         # free text until the first match of the opener, once per allowed call
-        lines += [f"start: call{'*' if parallel else '?'} TEXT", f"TEXT: {ANYTHING}", "call: trigger body"]
+        lines += [f"start: call{'*' if parallel else '?'} TEXT", f"TEXT: {ANYTHING}{unlike}", "call: trigger body"]
         lines.append(f"trigger[lazy]: TEXT {json.dumps(tool_format.opener)}")
     else:
         more = f" ({json.dumps(tool_format.separator)} call)*" if parallel else ""
-        lines += [f"start: calls | TEXT | {json.dumps('')}", f"calls: call{more}", r"TEXT: /[^{](.|\n)*/"]
+        lines += [f"start: calls | TEXT | {json.dumps('')}", f"calls: call{more}", rf"TEXT: /[^{{](.|\n)*/{unlike}"]
         lines.append(f"call: {json.dumps(tool_format.opener)} body")
     lines.append("body: " + " | ".join(f"f{index}" for index in range(len(functions))))
     for index, (name, schema) in enumerate(functions):

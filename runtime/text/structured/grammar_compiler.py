@@ -9,6 +9,7 @@ from typing import Any
 
 from ...api.errors import RequestError
 from ...api.structured_outputs import StructuredOutputsParams
+from ..reasoning import grammar_after_reasoning
 from ..tokenizer import Tokenizer
 from .mask_filling import fill_threads
 from .matcher import Grammar, is_fault
@@ -75,7 +76,7 @@ class GrammarCompiler:
 
     def _compiled(self, params: StructuredOutputsParams) -> Grammar:
         llguidance, tokens = import_llguidance(), self._prepare()
-        source = self._source(params)
+        source = grammar_after_reasoning(self._source(params), params.reasoning)
         limits = llguidance.LLParserLimits(**LIMITS)
 
         def compiled() -> Any:

@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import jsonschema
-import numpy as np
 import pytest
 import regex
 from hypothesis import HealthCheck, given, settings
@@ -21,6 +20,7 @@ from sidestream.runtime.text.structured.mask_filling import consume_outputs, fil
 from sidestream.runtime.text.structured.matcher import Matcher
 from sidestream.runtime.text.structured.trial import is_plain
 from sidestream.runtime.text.tokenizer import load_tokenizer
+from support.masks import allowed_in, num_allowed
 from support.pieces import sentencepiece_model
 
 FOX = "The quick brown fox jumps over the lazy dog."
@@ -43,10 +43,6 @@ def model(request, tmp_path_factory):
     compiler = GrammarCompiler(tokenizer, size, ends)
     yield compiler, tokenizer, ends
     compiler.close()
-
-
-def allowed_in(mask: np.ndarray) -> list[int]:
-    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
 
 
 def walk(matcher: Matcher, ends: frozenset[int], seed: int, most: int = 300) -> list[int]:
@@ -222,3 +218,31 @@ def test_what_fits_a_schema_is_allowed(model, name, age):
     tokens = tokenizer.encode("\n" + text, False)[len(before) :]
     consume_outputs([matcher], [(tokens, 0)], in_parallel=False)
     assert matcher.accepting
+
+
+@pytest.mark.parametrize("model", ["fast"], indirect=True)
+@pytest.mark.parametrize(
+    ("constraint", "answer", "other"),
+    [
+        ({"json": PERSON}, '{"name": "Ann", "age": 7}', '{"nome'),
+        ({"json_object": True}, "{}", "[1]"),
+        ({"regex": "a+/b"}, "aa/b", "ab"),
+        ({"choice": ["yes", "no"]}, "no", "maybe"),
+        ({"grammar": 'start: A "z"\nA: /b+/'}, "bbz", "bz!"),
+        ({"grammar": 'root ::= "x" | "y"'}, "y", "yy"),
+    ],
+)
+def test_a_constraint_begins_after_the_reasoning(model, constraint, answer, other):
+    compiler, tokenizer, ends = model
+
+    def fed(start: str, text: str) -> bool:
+        matcher = compiler.compile(StructuredOutputsParams(**constraint, reasoning=start)).matcher()
+        tokens = [*tokenizer.encode(text, add_special_tokens=False), min(ends)]
+        return num_allowed(matcher, tokens) == len(tokens)
+
+    thought = f"\nIs it {other}? </thin k> {{ </think>\n\n"
+    for start, before in (("inside", thought), ("optional", "<think>" + thought), ("optional", ""), ("none", "")):
+        assert fed(start, before + answer), (start, before)
+        assert not fed(start, before + other), (start, before)
+    assert not fed("none", "<think>" + thought + answer)
+    assert not fed("inside", "<think>never closed") and not fed("optional", thought + answer)
