@@ -136,7 +136,7 @@ class Engines(Protocol):
         """Start to connect. Returns at once, even if no engine runs."""
 
     def expect_shutdown(self) -> None:
-        """Stop logging lost connections: the engines are shutting down."""
+        """Refuse new requests with `draining`, and report that status: the server is shutting down."""
 
     async def close(self) -> None:
         """Close all connections. Open requests fail."""

@@ -18,7 +18,7 @@ from .interfaces import KEY_HEADERS, Admission, GatewayError, HttpExchange, Obse
 from .origin_policy import OriginPolicy
 from .settings import MAX_HEADER_BYTES
 
-OPEN_PATHS = frozenset({"/", "/health", "/ready", "/docs", "/openapi.json"})
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/docs", "/openapi.json"})
 """Paths that need no key: probes have none, and the pages hold no data of this server."""
 _ORIGIN_HEADERS = (b"origin", b"host", b"sec-fetch-site")
 MAX_DRAINED_BYTES = 64 << 10

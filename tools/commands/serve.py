@@ -18,9 +18,9 @@ from ..options.engine import (
     check_output,
     given,
     llm_arguments,
-    number,
     positive,
     report,
+    seconds,
 )
 from ..options.gateway import add_gateway_options, gateway_settings
 from ..options.vllm_flags import add_vllm_flags
@@ -46,9 +46,6 @@ server.toml has the flags as keys:
   max-num-seqs = 128
   [lora-modules]
   sql = "adapters/sql\""""
-
-
-seconds = number("seconds", 0, 86400, " seconds")
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:

@@ -159,6 +159,7 @@ class CompletionSession:
         self._priority, self._deadline = priority, deadline
         self.counts = TokenCounts()
         self.headers = dict(ticket.headers)
+        self.keepalive_seconds = context.settings.stream_keepalive_seconds
         self.constraint_field = "structured_outputs"  # the field of the body that sets a constraint
         self._started = time.monotonic()
         self._recorded = False
@@ -169,6 +170,11 @@ class CompletionSession:
     def complete(self) -> bool:
         """Whether all answers have arrived."""
         return self.counts.finished_prompts == len(self._request.prompts)
+
+    @property
+    def accepted(self) -> bool:
+        """Whether an engine accepted each prompt: what is wrong with the request itself is known."""
+        return len(self.counts.by_prompt) == len(self._request.prompts)
 
     def stream(self, direct: Callable[[Chunk], bool] | None = None) -> ChunkStream:
         """Yield chunks as they arrive. Raises GatewayError for any error of an engine.

@@ -118,6 +118,7 @@ def routes(context: GatewayContext) -> list[Route]:
     """Return the routes of the endpoints."""
     return [
         Route("/v1/models", functools.partial(list_models, context), methods=["GET"]),
+        Route("/v1/models/", functools.partial(list_models, context), methods=["GET"]),
         Route("/v1/models/{model:path}", functools.partial(get_model, context), methods=["GET"]),
         Route("/v1/load_lora_adapter", functools.partial(load_adapter, context), methods=["POST"]),
         Route("/v1/unload_lora_adapter", functools.partial(unload_adapter, context), methods=["POST"]),

@@ -137,6 +137,7 @@ ENDPOINTS = (
     Endpoint("post", "/detokenize", "Text of token ids", DetokenizeRequest, Detokenized),
     Endpoint("get", "/health", "Whether an engine is alive", None, Status, open=True),
     Endpoint("get", "/ready", "Whether requests are accepted", None, Status, open=True),
+    Endpoint("get", "/ping", "The status of /ready without a body", open=True, text="text/plain"),
     Endpoint("get", "/version", "The release", None, Version),
     Endpoint("get", "/metrics", "Counters and gauges for Prometheus", text="text/plain"),
     Endpoint("get", "/docs", "This document as a page", open=True, text="text/html"),

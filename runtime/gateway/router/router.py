@@ -24,7 +24,6 @@ from .dispatch import (
     PATIENCE_SECONDS,
     Dispatcher,
     Refusals,
-    no_engine,
     unknown_adapter,
 )
 from .engine_link import NOT_SERVING, POLL_SECONDS, EngineLink, Fetch
@@ -72,7 +71,7 @@ class Router:
         self._balancer = balancer or LoadBalancer()
         self._catalogue = AdapterCatalogue()
         self._links: dict[str, EngineLink] = {}
-        self._started = self._stopping = False
+        self._started = False
         self._leaving: dict[EngineLink, asyncio.Task[None]] = {}
         self._change_locks = WeakValueDictionary[str, asyncio.Lock]()  # those in use
         self._former_adapters: dict[str, AdapterCard] = {}  # of removed engines
@@ -95,7 +94,8 @@ class Router:
         await asyncio.gather(*(link.close() for link in self._links.values()))
 
     def expect_shutdown(self) -> None:
-        self._stopping = True
+        self._dispatch.stopping = True
+        self._dispatch.notify()
 
     # -- engines ---------------------------------------------------------------------------------------------------
 
@@ -257,7 +257,7 @@ class Router:
     def _on_lost(self, link: EngineLink, problem: Exception) -> None:
         if not self._is_current(link):
             return
-        if not self._stopping:
+        if not self._dispatch.stopping:
             _log.warning("lost connection to %s: %s", link.name, problem)
         self._balancer.mark_lost(link.name, time.monotonic())
         self._dispatch.notify()
@@ -270,13 +270,15 @@ class Router:
             loading = any(link.status == "loading" for link in self._links.values())
             if loading:
                 raise OverloadedError("the model is loading", "loading", 1.0)
-            raise no_engine()
+            raise self._dispatch.no_engine()
         return model
 
     async def health(self) -> GatewayHealth:
+        statuses = {name: link.status for name, link in self._links.items()}
+        if self._dispatch.stopping:
+            return GatewayHealth("draining", engines=statuses)
         if not self._links:
             return GatewayHealth("idle", "no engine is running; a request starts one")
-        statuses = {name: link.status for name, link in self._links.items()}
         best = min(self._links.values(), key=lambda link: _BEST_FIRST.index(link.status))
         health = best.health
         if health is None:
@@ -326,7 +328,7 @@ class Router:
     async def chat_templates(self, name: str) -> ChatTemplates:
         decision = self._balancer.choose(name, (), time.monotonic())
         if decision is None:
-            raise no_engine()
+            raise self._dispatch.no_engine()
         link = self._links[decision.engine]
         await link.load_offered(name, self._fetch)
         return await link.client.chat_templates(name)
@@ -441,7 +443,7 @@ class Router:
                 elif not isinstance(answer, EngineDeadError) and getattr(answer, "code", "") not in NOT_SERVING:
                     refused[link.name] = answer
         if not applied and not refused:
-            raise no_engine()
+            raise self._dispatch.no_engine()
         return refused
 
     # -- text ------------------------------------------------------------------------------------------------------
@@ -454,7 +456,7 @@ class Router:
 
     async def _query_one(self, query: Callable[[EngineLink], Awaitable[T]]) -> T:
         """Return the answer of the least loaded engine, or of the next one if that dies."""
-        problem: Exception = no_engine()
+        problem: Exception = self._dispatch.no_engine()
         tried: set[str] = set()
         while (decision := self._balancer.choose(None, (), time.monotonic(), tried)) is not None:
             tried.add(decision.engine)
