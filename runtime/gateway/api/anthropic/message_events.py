@@ -17,6 +17,12 @@ from ..tools import FunctionCall
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 _NO_INPUT = Raw(b"{}")
+_DELTAS = {
+    "text": ("text_delta", "text"),
+    "thinking": ("thinking_delta", "thinking"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}
+"""Type of a block -> type of its deltas, and their field with the text."""
 PING = named_event("ping", {"type": "ping"})
 
 
@@ -24,6 +30,13 @@ class TextContent(Answer, frozen=True, kw_only=True, tag_field="type", tag="text
     """Text of the answer."""
 
     text: str
+
+
+class ThinkingContent(Answer, frozen=True, kw_only=True, tag_field="type", tag="thinking"):
+    """Reasoning before the answer, without a signature."""
+
+    thinking: str
+    signature: Literal[""] = ""
 
 
 class ToolUseContent(Answer, frozen=True, kw_only=True, tag_field="type", tag="tool_use"):
@@ -34,7 +47,13 @@ class ToolUseContent(Answer, frozen=True, kw_only=True, tag_field="type", tag="t
     input: Raw
 
 
-Content = TextContent | ToolUseContent
+Content = TextContent | ThinkingContent | ToolUseContent
+
+
+class OutputTokensDetails(Answer, frozen=True, kw_only=True):
+    """Tokens of the reasoning, also if it is not in the answer."""
+
+    thinking_tokens: int
 
 
 class MessageUsage(Answer, frozen=True, kw_only=True):
@@ -43,7 +62,8 @@ class MessageUsage(Answer, frozen=True, kw_only=True):
     input_tokens: int
     output_tokens: int
     cache_creation_input_tokens: Literal[0] = 0
-    cache_read_input_tokens: int = 0
+    cache_read_input_tokens: int
+    output_tokens_details: OutputTokensDetails
 
 
 class Message(Answer, frozen=True, kw_only=True):
@@ -81,6 +101,7 @@ def usage_of(counts: TokenCounts) -> MessageUsage:
         input_tokens=counts.prompt_tokens - counts.cached_tokens,
         output_tokens=counts.output_tokens,
         cache_read_input_tokens=counts.cached_tokens,
+        output_tokens_details=OutputTokensDetails(thinking_tokens=counts.reasoning_tokens),
     )
 
 
@@ -99,14 +120,18 @@ def ending_of(
     return Ending(stop_reason="end_turn")
 
 
-def content_of(message: AssistantMessage, text: str) -> list[Content]:
+def content_of(message: AssistantMessage, result: CompletionResult) -> list[Content]:
     """Return the content blocks of a generated text. There is at least one."""
-    answer = message.message(text)
-    calls: list[Content] = [
-        ToolUseContent(id=_tool_use_id(call.id), name=call.function.name or "", input=_input(call.function))
-        for call in answer.tool_calls or ()
-    ]
-    return calls if calls and not answer.content else [TextContent(text=answer.content or ""), *calls]
+    answer = message.message(result.text, result.token_ids)
+    blocks: list[Content] = []
+    if answer.reasoning:
+        blocks.append(ThinkingContent(thinking=answer.reasoning))
+    if answer.content:
+        blocks.append(TextContent(text=answer.content))
+    for call in answer.tool_calls or ():
+        function = call.function
+        blocks.append(ToolUseContent(id=_tool_use_id(call.id), name=function.name or "", input=_input(function)))
+    return blocks or [TextContent(text="")]
 
 
 def _tool_use_id(call_id: str) -> str:
@@ -144,16 +169,19 @@ class MessageFormatter:
         for chunk in chunks:
             if chunk.finish_reason is not None:
                 self._result.finish_reason, self._result.stop_reason = chunk.finish_reason, chunk.stop_reason
-            delta = self._message.delta(chunk.text, chunk.finish_reason is not None)
+            delta = self._message.delta(chunk.text, chunk.finish_reason is not None, chunk.token_ids)
             if delta is None:
                 continue
+            if delta.reasoning:
+                events += self._format_part(ThinkingContent(thinking=""), delta.reasoning)
             if delta.content:
-                events += self._format_part("text", delta.content)
+                events += self._format_part(TextContent(text=""), delta.content)
             for call in delta.tool_calls or ():
                 if call.id:
-                    events += self._format_call(_tool_use_id(call.id), call.function.name or "")
+                    name = call.function.name or ""
+                    events += self._open_block(ToolUseContent(id=_tool_use_id(call.id), name=name, input=_NO_INPUT))
                 if call.function.arguments:
-                    events += self._format_part("tool_use", call.function.arguments)
+                    events.append(self._format_delta(call.function.arguments))
         return events
 
     def format_end(self, counts: TokenCounts) -> list[bytes]:
@@ -174,25 +202,29 @@ class MessageFormatter:
         message = structs.replace(self._initial, usage=usage_of(self._counts))
         return [_event("message_start", message=message), PING]
 
-    def _format_part(self, kind: str, text: str) -> Iterator[bytes]:
-        """Yield the events for more text of a block. Only text opens a block here."""
-        if kind != self._open_type:
-            yield from self._open_block(TextContent(text=""))
-        name, key = ("text_delta", "text") if kind == "text" else ("input_json_delta", "partial_json")
-        yield _event("content_block_delta", index=self._index, delta={"type": name, key: text})
+    def _format_part(self, empty: Content, text: str) -> Iterator[bytes]:
+        """Yield the events for more text. `empty`: the block that it belongs to, which is opened if it is not open."""
+        if _type_of(empty) != self._open_type:
+            yield from self._open_block(empty)
+        yield self._format_delta(text)
 
-    def _format_call(self, call_id: str, name: str) -> Iterator[bytes]:
-        yield from self._open_block(ToolUseContent(id=call_id, name=name, input=_NO_INPUT))
+    def _format_delta(self, text: str) -> bytes:
+        kind, field = _DELTAS[self._open_type]
+        return _event("content_block_delta", index=self._index, delta={"type": kind, field: text})
 
     def _open_block(self, content: Content) -> Iterator[bytes]:
         yield from self._close_block()
-        self._index, self._open_type = self._index + 1, str(content.__struct_config__.tag)
+        self._index, self._open_type = self._index + 1, _type_of(content)
         yield _event("content_block_start", index=self._index, content_block=content)
 
     def _close_block(self) -> Iterator[bytes]:
         if self._open_type:
             self._open_type = ""
             yield _event("content_block_stop", index=self._index)
+
+
+def _type_of(content: Content) -> str:
+    return str(content.__struct_config__.tag)
 
 
 def _event(kind: str, **fields: Any) -> bytes:

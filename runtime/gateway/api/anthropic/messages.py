@@ -21,7 +21,7 @@ from ..event_stream import EventStream
 from ..response_format import JsonSchemaFormat, ResponseFormat, Schema
 from ..sampling_fields import MAX_STOPS, MAX_TOKENS, StopString, TokenCount, refuse_unsupported
 from ..tools import MAX_TOOLS, CalledFunction, ChosenFunction, ChosenTool, Function, PastCall, Tool, for_template
-from .message_events import Message, MessageFormatter, MessageUsage, content_of, ending_of, usage_of
+from .message_events import PING, Message, MessageFormatter, content_of, ending_of, usage_of
 
 BILLING_HEADER = "x-anthropic-billing-header:"
 """Start of a block that Claude Code puts before its system prompt. It differs between requests of a conversation."""
@@ -114,9 +114,13 @@ class NoChoice(OpenBody, frozen=True, kw_only=True, tag_field="type", tag="none"
 
 
 class ThinkingOption(OpenBody, frozen=True, kw_only=True):
-    """`disabled`, or another type: the chat template's `enable_thinking` is true. Budgets are ignored."""
+    """Any type but `disabled` sets the chat template's `enable_thinking`. Budgets are ignored.
+
+    `display`: "omitted" leaves the reasoning out of the answer.
+    """
 
     type: Annotated[str, Meta(max_length=64)]
+    display: Annotated[str, Meta(max_length=64)] | None = None
 
 
 class OutputFormat(OpenBody, frozen=True, kw_only=True):
@@ -153,6 +157,8 @@ class CountTokensRequest(OpenBody, frozen=True, kw_only=True):
         if continues and conversation[-1].tool_calls:
             text = "messages ends with a tool_use block; add a user message with its tool_result"
             raise GatewayError(400, text, param="messages")
+        thinking = self.thinking
+        thinks = thinking is not None and thinking.type != "disabled"
         return ChatRequest(
             model=self.model,
             messages=conversation,
@@ -160,7 +166,8 @@ class CountTokensRequest(OpenBody, frozen=True, kw_only=True):
             tool_choice=_chat_choice(self.tool_choice),
             parallel_tool_calls=not getattr(self.tool_choice, "disable_parallel_tool_use", None),
             continue_final_message=continues,
-            chat_template_kwargs={"enable_thinking": self.thinking is not None and self.thinking.type != "disabled"},
+            chat_template_kwargs={"enable_thinking": thinks},
+            include_reasoning=thinking is not None and thinks and thinking.display != "omitted",
         )
 
     @property
@@ -321,13 +328,13 @@ async def create_message(context: GatewayContext, request: Request) -> Response:
         chat = await open_chat(context, request, body.as_chat())
     session, (message,), max_model_len = chat.session, chat.messages, chat.target.model.max_model_len
     session.constraint_field = "tools" if body.tools else "output_config.format"
-    no_usage = MessageUsage(input_tokens=0, output_tokens=0)
-    initial = Message(id=new_id("msg").replace("-", "_"), model=chat.target.name, usage=no_usage)
+    message_id = new_id("msg").replace("-", "_")
+    initial = Message(id=message_id, model=chat.target.name, usage=usage_of(session.counts))
     if body.stream:
         formatter = MessageFormatter(initial, session.counts, message, body.max_tokens, max_model_len)
-        return EventStream(session, formatter)
+        return EventStream(session, formatter, PING)
     (result,) = await session.results(request.receive)
-    content = content_of(message, result.text)
+    content = content_of(message, result)
     ending = ending_of(message, result, session.counts, body.max_tokens, max_model_len)
     answer = structs.replace(
         initial,

@@ -8,12 +8,25 @@ from typing import Any
 
 import pytest
 from sidestream.runtime.api.errors import EngineDeadError, OverloadedError
+from sidestream.runtime.text.chat_files import ChatTemplates
 from support import claude_code
 from support.gateway import Books, FakeEngines, events, gateway
-from support.scripted_engines import ScriptedEngines
+from support.scripted import ScriptedEngines
 
 ASK = {"model": "pirate", "max_tokens": 200, "messages": [{"role": "user", "content": "hi"}]}
 TOOLS = [{"name": "get", "input_schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}]
+TEMPLATE = """\
+{%- if tools %}[tools{% for tool in tools %} {{ tool.function.name }}{% endfor %} <tool_call>]{% endif %}
+{%- for message in messages %}
+    {{- "<" + message.role + ">" }}
+    {%- if message.reasoning_content %}{{ "<think>" + message.reasoning_content + "</think>" }}{% endif %}
+    {{- message.content }}
+    {%- for call in message.tool_calls or [] %}
+        {{- call.function.name }}{{ call.function.arguments | tojson }}
+    {%- endfor %}
+    {%- if message.role == "tool" %}{{ "=" + message.name }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<assistant>{% if not enable_thinking %}<think></think>{% endif %}{% endif %}"""
 CALL = '<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>'
 
 
@@ -21,9 +34,15 @@ def run(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(asyncio.wait_for(scene(), 120))
 
 
+def answering(text: str, size: int = 5) -> ScriptedEngines:
+    """Engines that send a text in tokens of `size` characters."""
+    pieces = [text[start : start + size] for start in range(0, len(text), size)]
+    return ScriptedEngines(pieces or [""], template=TEMPLATE)
+
+
 async def prompt_of(change: dict[str, Any]) -> str:
     """The prompt that the engine gets for a body."""
-    engines = ScriptedEngines(lambda prompt: "ok")
+    engines = answering("ok")
     async with gateway(engines) as http:
         answer = await http.post("/v1/messages", json=ASK | change)
         assert answer.status_code == 200, answer.text
@@ -78,8 +97,7 @@ def test_an_answer_is_the_same_whole_and_streamed(
     text: str, blocks: list[dict[str, Any]], reason: str, size: int
 ) -> None:
     async def scene() -> None:
-        engines = ScriptedEngines(lambda prompt: text, size)
-        engines.cached = 2
+        engines = answering(text, size)
         async with gateway(engines) as http:
             whole = (await http.post("/v1/messages", json=ASK | {"tools": TOOLS})).json()
             streamed = await http.post("/v1/messages", json=ASK | {"tools": TOOLS, "stream": True})
@@ -97,8 +115,8 @@ def test_an_answer_is_the_same_whole_and_streamed(
         assert whole == again
         prompt, count = len(str(engines.asked[0].prompt)), max(1, -(-len(text) // size))
         assert whole["usage"] == {
-            "input_tokens": prompt - 2, "cache_read_input_tokens": 2, "cache_creation_input_tokens": 0,
-            "output_tokens": count,
+            "input_tokens": prompt - 1, "cache_read_input_tokens": 1, "cache_creation_input_tokens": 0,
+            "output_tokens": count, "output_tokens_details": {"thinking_tokens": 0},
         }  # fmt: skip
         assert (whole["model"], whole["role"], whole["type"]) == ("pirate", "assistant", "message")
 
@@ -107,17 +125,17 @@ def test_an_answer_is_the_same_whole_and_streamed(
 
 def test_the_end_of_an_answer_has_a_reason() -> None:
     async def scene() -> None:
-        engines = ScriptedEngines(lambda prompt: "0123456789" * 10, 1)
+        engines = answering("0123456789", 1)
         async with gateway(engines) as http:
-            limited = (await http.post("/v1/messages", json=ASK | {"max_tokens": 3})).json()
-            engines.stop = "9"
-            body = {"stop_sequences": ["9", "x"], "max_tokens": 10_000}
-            stopped = (await http.post("/v1/messages", json=ASK | body)).json()
-            engines.info = replace(engines.info, max_model_len=80)
+            engines.reason = "length"
+            limited = (await http.post("/v1/messages", json=ASK | {"max_tokens": 10})).json()
+            engines.info = replace(engines.info, max_model_len=len(str(engines.asked[0].prompt)) + 10)
             full = (await http.post("/v1/messages", json=ASK | {"max_tokens": 32_000})).json()
+            engines.reason, engines.stop = "stop", "9"
+            stopped = (await http.post("/v1/messages", json=ASK | {"stop_sequences": ["9", "x"]})).json()
         assert (limited["stop_reason"], limited["stop_sequence"]) == ("max_tokens", None)
         assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "9")
-        assert engines.asked[1].params.stop_strings == ("9", "x")
+        assert engines.asked[2].params.stop_strings == ("9", "x")
         assert full["stop_reason"] == "model_context_window_exceeded"
 
     run(scene)
@@ -157,6 +175,34 @@ def test_a_conversation_becomes_that_of_a_chat() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("thinking", "shown"),
+    [
+        ({"type": "enabled", "budget_tokens": 1024}, True),
+        ({"type": "adaptive", "display": "omitted"}, False),
+        ({"type": "disabled"}, False),
+        (None, False),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 4])
+def test_reasoning_is_a_block_of_its_own_if_it_is_wanted(thinking: Any, shown: bool, size: int) -> None:
+    """A client that did not ask for it gets the text first."""
+
+    async def scene() -> None:
+        template = TEMPLATE.replace("<assistant>{% if", "<assistant><think>\n{% if false and")
+        engines = answering("So what?\n</think>\n\nAhoy", size)
+        engines.info = replace(engines.info, templates=ChatTemplates({"default": template}))
+        async with gateway(engines) as http:
+            whole = (await http.post("/v1/messages", json=ASK | {"thinking": thinking})).json()
+            streamed = await http.post("/v1/messages", json=ASK | {"thinking": thinking, "stream": True})
+        thought = [{"type": "thinking", "thinking": "So what?", "signature": ""}] if shown else []
+        for message in (whole, replay(events(streamed.text))):
+            assert 0 < message["usage"]["output_tokens_details"]["thinking_tokens"] <= message["usage"]["output_tokens"]
+            assert message["content"] == [*thought, {"type": "text", "text": "Ahoy"}]
+
+    run(scene)
+
+
 def test_thinking_is_an_option_of_the_template() -> None:
     for thinking, end in (
         ({"type": "enabled", "budget_tokens": 2048}, "<assistant>"),
@@ -187,7 +233,7 @@ def test_a_choice_of_tools_is_that_of_a_chat(choice: Any, required: bool, parall
     """The same grammar as for a chat with OpenAI's fields."""
 
     async def scene() -> None:
-        engines = ScriptedEngines(lambda prompt: CALL)
+        engines = answering(CALL)
         functions = [{"type": "function", "function": {"name": "get", "parameters": TOOLS[0]["input_schema"]}}]
         named = {"type": "function", "function": {"name": "get"}}
         wanted = named if choice and choice["type"] == "tool" else "required" if required else "auto"
@@ -225,12 +271,13 @@ def test_fields_reach_the_engine_as_sampling_parameters() -> None:
 
 def test_count_tokens_counts_the_tokens_of_the_prompt() -> None:
     async def scene() -> None:
-        engines = ScriptedEngines(lambda prompt: "ok")
+        engines = answering("ok")
         body = {"messages": ASK["messages"], "system": "S", "tools": TOOLS, "model": "pirate"}
         async with gateway(engines) as http:
             counted = await http.post("/v1/messages/count_tokens", json=body)
             answered = await http.post("/v1/messages", json=body | {"max_tokens": 4})
-        assert counted.json() == {"input_tokens": answered.json()["usage"]["input_tokens"]}
+        usage = answered.json()["usage"]
+        assert counted.json() == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
 
     run(scene)
 
@@ -272,7 +319,7 @@ def test_count_tokens_counts_the_tokens_of_the_prompt() -> None:
 )
 def test_a_fault_in_the_body_is_named_in_anthropic_s_format(change: dict[str, Any], named: str) -> None:
     async def scene() -> None:
-        engines = ScriptedEngines(lambda prompt: "ok")
+        engines = answering("ok")
         async with gateway(engines) as http:
             answer = await http.post("/v1/messages", json=ASK | change)
         assert answer.status_code == 400 and answer.json().keys() == {"type", "error"}
@@ -331,13 +378,14 @@ def test_claude_code_calls_a_tool_and_goes_on() -> None:
 
     async def scene() -> None:
         call = '<tool_call>\n{"name": "Bash", "arguments": {"command": "echo $((6*7))"}}\n</tool_call>'
-        engines = ScriptedEngines(lambda prompt: "It is 42." if "<tool>" in prompt else call)
+        engines = answering(call)
         async with gateway(engines, Books("key")) as http:
             path, headers = "/v1/messages?beta=true", claude_code.HEADERS
             first = await http.post(path, json=claude_code.body("pirate", claude_code.TURN), headers=headers)
             (block,) = replay(events(first.text))["content"]
             assert (block["name"], block["input"]) == ("Bash", {"command": "echo $((6*7))"})
             talk = claude_code.next_turn([block], "42")
+            engines.pieces = ["It is ", "42."]
             second = await http.post(path, json=claude_code.body("pirate", talk), headers=headers)
         assert replay(events(second.text))["content"] == [{"type": "text", "text": "It is 42."}]
         one, two = (str(request.prompt) for request in engines.asked)
