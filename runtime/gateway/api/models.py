@@ -1,6 +1,7 @@
 """/v1/models, /v1/load_lora_adapter, /v1/unload_lora_adapter: bodies and handlers."""
 
 import functools
+from datetime import UTC, datetime
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -12,6 +13,9 @@ from ..interfaces import AdapterCard, GatewayError, ModelInfo
 from .body_types import AdapterName, Answer, Body, Ignored
 from .context import GatewayContext, admin_only, caller_of, json_response
 from .request_body import read_body
+
+ANTHROPIC_VERSION = "anthropic-version"
+"""Header of Anthropic's clients."""
 
 
 class ModelCard(Answer, frozen=True, kw_only=True):
@@ -38,6 +42,27 @@ class ModelList(Answer, frozen=True, kw_only=True):
 
     data: list[ModelCard]
     object: Literal["list"] = "list"
+
+
+class AnthropicModel(Answer, frozen=True, kw_only=True):
+    """The base model, or an adapter, in Anthropic's format."""
+
+    type: Literal["model"] = "model"
+    id: str
+    display_name: str
+    created_at: datetime
+    lifecycle: Literal["active"] = "active"
+    max_input_tokens: int
+    max_tokens: int
+
+
+class AnthropicModelList(Answer, frozen=True, kw_only=True):
+    """The same for a request with the header `anthropic-version`. All models are on one page."""
+
+    data: list[AnthropicModel]
+    first_id: str | None
+    last_id: str | None
+    has_more: Literal[False] = False
 
 
 class LoadAdapter(Body, frozen=True, kw_only=True):
@@ -68,15 +93,19 @@ async def list_models(context: GatewayContext, request: Request) -> Response:
     cards = [_model_card(model)] if may_use(caller, model.name) else []
     adapters = await context.engines.adapters()
     cards += [_adapter_card(card, model) for card in adapters if may_use(caller, card.name)]
-    return json_response(ModelList(data=cards))
+    if ANTHROPIC_VERSION not in request.headers:
+        return json_response(ModelList(data=cards))
+    models = list(map(_anthropic_model, cards))
+    ends = (models[0].id, models[-1].id) if models else (None, None)
+    return json_response(AnthropicModelList(data=models, first_id=ends[0], last_id=ends[1]))
 
 
 async def get_model(context: GatewayContext, request: Request) -> Response:
     """Return the base model or one adapter."""
     target = await context.target(caller_of(request), request.path_params["model"])
-    if target.adapter is None:
-        return json_response(_model_card(target.model))
-    return json_response(_adapter_card(target.adapter, target.model))
+    adapter = target.adapter
+    card = _model_card(target.model) if adapter is None else _adapter_card(adapter, target.model)
+    return json_response(_anthropic_model(card) if ANTHROPIC_VERSION in request.headers else card)
 
 
 async def load_adapter(context: GatewayContext, request: Request) -> Response:
@@ -111,6 +140,13 @@ def _adapter_card(card: AdapterCard, model: ModelInfo) -> ModelCard:
         rank=card.rank,
         content=card.content,
         places=dict(card.places),
+    )
+
+
+def _anthropic_model(card: ModelCard) -> AnthropicModel:
+    created, length = datetime.fromtimestamp(card.created, UTC), card.max_model_len or 0
+    return AnthropicModel(
+        id=card.id, display_name=card.id, created_at=created, max_input_tokens=length, max_tokens=length
     )
 
 
