@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ....api.checks import MAX_STOPS, MAX_TOKENS
 from ....api.sampling_params import SEED_LIMIT
 from ...interfaces import GatewayError
 from ..body_types import Answer, Ignored, ModelName, Refused, Text
@@ -19,7 +20,7 @@ from ..chat import MAX_MESSAGES, ChatMessage, ChatRequest, TextPart, open_chat
 from ..context import GatewayContext, caller_of, errors_as_400, json_response, new_id
 from ..event_stream import EventStream
 from ..response_format import JsonSchemaFormat, ResponseFormat, Schema
-from ..sampling_fields import MAX_STOPS, MAX_TOKENS, StopString, TokenCount, refuse_unsupported
+from ..sampling_fields import StopString, TokenCount
 from ..tools import MAX_TOOLS, CalledFunction, ChosenFunction, ChosenTool, Function, PastCall, Tool, for_template
 from .message_events import PING, Message, MessageFormatter, content_of, ending_of, usage_of
 
@@ -27,6 +28,11 @@ BILLING_HEADER = "x-anthropic-billing-header:"
 """Start of a block that Claude Code puts before its system prompt. It differs between requests of a conversation."""
 _FIELDS = {"response_format": "output_config.format", "stop": "stop_sequences"}
 """Fields of a chat -> fields of a message that set them."""
+_REMEDIES = {
+    "mcp_servers": "call MCP servers in the client, and describe their tools in tools",
+    "container": "run code in the client",
+}
+"""Refused fields -> what to do instead."""
 ToolName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.-]+$")]
 Id = Annotated[str, Meta(max_length=256)]
 
@@ -152,7 +158,10 @@ class CountTokensRequest(OpenBody, frozen=True, kw_only=True):
 
     def as_chat(self) -> ChatRequest:
         """Return the body of a chat with the same conversation. Raises GatewayError 400 that names the field."""
-        refuse_unsupported(self)
+        for field, remedy in _REMEDIES.items():
+            if getattr(self, field):
+                text = f"{field} is not supported; {remedy}"
+                raise GatewayError(400, text, code="unsupported_parameter", param=field)
         conversation, continues = self._conversation(), self.messages[-1].role == "assistant"
         if continues and conversation[-1].tool_calls:
             text = "messages ends with a tool_use block; add a user message with its tool_result"
