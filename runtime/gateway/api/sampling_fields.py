@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from typing import Annotated, Any, Literal, get_type_hints
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from ...api.checks import (
     BIAS_LIMIT,
@@ -90,7 +90,6 @@ REMEDIES = {
     "guided_regex": "use structured_outputs",
     "guided_choice": "use structured_outputs",
     "guided_grammar": "use structured_outputs",
-    "mcp_servers": "call MCP servers in the client, and describe their tools in tools",
     "tools": "use /v1/chat/completions",
     "suffix": "put the text that follows into the prompt",
     "previous_response_id": "answers are not stored; send the whole conversation in input",
@@ -104,12 +103,12 @@ _SHARED_FIELDS = sorted(
 
 
 @functools.cache
-def _refused_fields(body_type: type[Struct]) -> list[str]:
+def _refused_fields(body_type: type[Body]) -> list[str]:
     hints = get_type_hints(body_type, include_extras=True)
     return [name for name, annotation in hints.items() if annotation == Refused]
 
 
-def refuse_unsupported(body: Struct) -> None:
+def refuse_unsupported(body: Body) -> None:
     """Raise GatewayError 400 if a field of type `Refused` is set."""
     for field in _refused_fields(type(body)):
         refuse(field, getattr(body, field))
