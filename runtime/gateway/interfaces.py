@@ -74,6 +74,7 @@ class AdapterCard:
     places             engine name -> `gpu`, `cpu`, `disk` or `loading`
     running, waiting   requests of all engines
     chat_template      hash of its own chat templates, "" for none; None: no engine has read them yet
+    path               directory from which a client loaded it, "" for others; for admins only
     """
 
     name: str
@@ -83,6 +84,7 @@ class AdapterCard:
     running: int = 0
     waiting: int = 0
     chat_template: str | None = ""
+    path: str = ""
 
 
 @dataclass(frozen=True)

@@ -192,6 +192,11 @@ def _info(stepper: Stepper, adapter: LoadedAdapter) -> AdapterInfo:
 
 
 def _path_error(path: str) -> str:
+    if "://" in path:
+        return (
+            f"the server reads no adapters from {path.partition('://')[0][:20]}:// addresses; copy the files below a "
+            "--adapter-root on the server's machine, and give the absolute path of their directory"
+        )
     if path.startswith("~") or not os.path.isabs(path):
         return (
             f"the path {path[:100]!r} is not absolute; a server expands no `~` and resolves no hub id. Give the "

@@ -20,7 +20,7 @@ from .completions import Completion, CompletionRequest
 from .context import GatewayContext
 from .errors import AnthropicErrorBody, ErrorBody
 from .health import Status, Version
-from .models import AdapterChanged, LoadAdapter, ModelCard, ModelList, UnloadAdapter
+from .models import AdaptersChanged, LoadAdapter, ModelCard, ModelList, UnloadAdapter
 from .responses import Response as ModelResponse
 from .responses import ResponseEvent, ResponseRequest
 from .tokenize import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
@@ -131,8 +131,12 @@ ENDPOINTS = (
     ),
     Endpoint("get", "/v1/models", "The base model and its adapters", None, ModelList),
     Endpoint("get", "/v1/models/{model}", "The base model or one adapter", None, ModelCard),
-    Endpoint("post", "/v1/load_lora_adapter", "Load an adapter (admin)", LoadAdapter, AdapterChanged),
-    Endpoint("post", "/v1/unload_lora_adapter", "Unload an adapter (admin)", UnloadAdapter, AdapterChanged),
+    Endpoint("post", "/v1/load_lora_adapter", "Load an adapter (admin)", LoadAdapter, text="text/plain"),
+    Endpoint("post", "/v1/unload_lora_adapter", "Unload an adapter (admin)", UnloadAdapter, text="text/plain"),
+    Endpoint("post", "/load_lora_adapter", "The same as SGLang", LoadAdapter, AdaptersChanged, problem=AdaptersChanged),
+    Endpoint(
+        "post", "/unload_lora_adapter", "The same as SGLang", UnloadAdapter, AdaptersChanged, problem=AdaptersChanged
+    ),
     Endpoint("post", "/tokenize", "Token ids of a text or a conversation", TokenizeRequest, Tokenized),
     Endpoint("post", "/detokenize", "Text of token ids", DetokenizeRequest, Detokenized),
     Endpoint("get", "/health", "Whether an engine is alive", None, Status, open=True),

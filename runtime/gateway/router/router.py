@@ -314,7 +314,7 @@ class Router:
             if not is_unloaded and name in self._former_adapters and all(link.welcome is None for link in links):
                 return self._former_adapters[name]
             return None if offered is None else AdapterCard(name, offered.rank, "", chat_template=None)
-        first = next(iter(infos.values()))
+        first, change = next(iter(infos.values())), self._catalogue.changes.loaded(name)
         return AdapterCard(
             name,
             first.rank,
@@ -323,6 +323,7 @@ class Router:
             sum(info.running for info in infos.values()),
             sum(info.waiting for info in infos.values()),
             first.chat_template,
+            "" if change is None or change.path is None else change.path,
         )
 
     async def chat_templates(self, name: str) -> ChatTemplates:
