@@ -260,7 +260,11 @@ class TokensCounted(Answer, frozen=True, kw_only=True):
 def _chat_choice(choice: AutoChoice | AnyChoice | NamedChoice | NoChoice | None) -> Any:
     if isinstance(choice, NamedChoice):
         return ChosenTool(type="function", function=ChosenFunction(name=choice.name))
-    return {AnyChoice: "required", NoChoice: "none"}.get(type(choice), "auto" if choice is not None else None)
+    if isinstance(choice, AnyChoice):
+        return "required"
+    if isinstance(choice, NoChoice):
+        return "none"
+    return None if choice is None else "auto"
 
 
 def _answer(blocks: Sequence[Block], names: dict[str, str], where: str) -> ChatMessage:
