@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from ...api.sampling_defaults import SamplingDefaults
 from ...api.sampling_params import SamplingParams
+from ...api.structured_outputs import StructuredOutputsParams
 from ...protocol.messages import Chunk
 from ...text.reasoning import has_reasoning
 from ..interfaces import GatewayError
@@ -320,9 +321,9 @@ async def open_chat(context: GatewayContext, request: Request, body: ChatRequest
             template_tools,
         )
         parsers = await context.reasoning_parsers(templates, bool(tools), prompt, body.continued_text(), params.n)
-        if params.structured_outputs is not None:
-            constraint = replace(params.structured_outputs, reasoning=parsers[0].start)
-            params = replace(params, structured_outputs=constraint)
+        constraint = params.structured_outputs
+        if isinstance(constraint, StructuredOutputsParams):
+            params = replace(params, structured_outputs=replace(constraint, reasoning=parsers[0].start))
         session = open_session(
             context,
             request,
