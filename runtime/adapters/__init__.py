@@ -3,6 +3,7 @@
 registry           names, numbers, content hashes and directories of adapters
 describer          parse configs and headers of adapters in a child process (describer_process)
 lora_requests      vLLM's LoRARequests -> adapter names
+remote_adapter     copy adapters from addresses that fsspec reads
 adapter_limits     number of slots, LoRA rank and target projections of an engine
 packing            an adapter's tensors -> the layout of its slot
 host_store         cache of packed adapters in host memory

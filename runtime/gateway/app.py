@@ -9,6 +9,7 @@ from typing import Any
 from starlette.routing import Router as RouteTable
 
 from .api import chat, completions, health, models, pages, tokenize
+from .api.anthropic import messages
 from .api.context import GatewayContext
 from .api.responses import endpoint as responses
 from .auth.admission import KeyAdmission, NoAuth
@@ -24,7 +25,7 @@ from .origin_policy import OriginPolicy
 from .router.router import Router
 from .settings import GatewaySettings
 
-_ENDPOINTS = (chat, completions, responses, models, tokenize, health, pages)
+_ENDPOINTS = (chat, completions, responses, messages, models, tokenize, health, pages)
 
 
 def build_app(

@@ -14,6 +14,8 @@ from ..api.sampling_params import SamplingParams
 from ..protocol.messages import Chunk
 from ..text.chat_files import ChatTemplates
 
+KEY_HEADERS = (b"authorization", b"x-api-key", b"api-key")
+"""Headers that may have the API key: OpenAI's, Anthropic's and Azure's. The first of them counts."""
 HealthStatus = Literal["loading", "ok", "stalled", "draining", "idle", "dead"]
 PauseMode = Literal["abort", "wait", "keep"]
 """What happens to open requests: they end with an error, are finished first, or wait for the end of the pause."""
@@ -74,6 +76,7 @@ class AdapterCard:
     places             engine name -> `gpu`, `cpu`, `disk` or `loading`
     running, waiting   requests of all engines
     chat_template      hash of its own chat templates, "" for none; None: no engine has read them yet
+    path               directory from which a client loaded it, "" for others; for admins only
     """
 
     name: str
@@ -83,6 +86,7 @@ class AdapterCard:
     running: int = 0
     waiting: int = 0
     chat_template: str | None = ""
+    path: str = ""
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,7 @@ class Engines(Protocol):
         """Start to connect. Returns at once, even if no engine runs."""
 
     def expect_shutdown(self) -> None:
-        """Stop logging lost connections: the engines are shutting down."""
+        """Refuse new requests with `draining`, and report that status: the server is shutting down."""
 
     async def close(self) -> None:
         """Close all connections. Open requests fail."""
@@ -319,7 +323,7 @@ class Admission(Protocol):
 class AdmittedRequest:
     """An admitted request that generates tokens.
 
-    headers             of the HTTP request, with lower-case names, without authorization
+    headers             of the HTTP request, with lower-case names, without those with keys
     add_special_tokens  see EngineRequest
     """
 

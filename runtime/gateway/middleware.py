@@ -8,17 +8,17 @@ import uuid
 from starlette.routing import Router
 from starlette.types import Message, Receive, Scope, Send
 
-from .api.errors import CLIENT_GONE, response_for
+from .api.errors import CLIENT_GONE, request_id_headers, response_for
 from .api.event_stream import DIRECT_BODY
 from .api.request_body import BODY_READ
 from .connections import REFUSAL
 from .intake.body_memory import BODY
 from .intake.refusal_pace import PACED_STATUSES, RefusalPace
-from .interfaces import Admission, GatewayError, HttpExchange, Observer
+from .interfaces import KEY_HEADERS, Admission, GatewayError, HttpExchange, Observer
 from .origin_policy import OriginPolicy
 from .settings import MAX_HEADER_BYTES
 
-OPEN_PATHS = frozenset({"/", "/health", "/ready", "/docs", "/openapi.json"})
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/docs", "/openapi.json"})
 """Paths that need no key: probes have none, and the pages hold no data of this server."""
 _ORIGIN_HEADERS = (b"origin", b"host", b"sec-fetch-site")
 MAX_DRAINED_BYTES = 64 << 10
@@ -36,6 +36,12 @@ def _has_unread_body(scope: Scope) -> bool:
         if name == b"content-length":
             return not value.isdigit() or int(value.lstrip(b"0")[:20] or 0) > MAX_DRAINED_BYTES
     return False
+
+
+def _authorization(keys: dict[bytes, str]) -> str | None:
+    """Return the Authorization header of a request, or the one with the key of another header."""
+    name = next((name for name in KEY_HEADERS if keys.get(name)), None)
+    return None if name is None else keys[name] if name == KEY_HEADERS[0] else f"Bearer {keys[name]}"
 
 
 class GatewayMiddleware:
@@ -59,18 +65,20 @@ class GatewayMiddleware:
         if scope["type"] != "http":
             await self.router(scope, receive, send)
             return
-        given_id, authorization, header_bytes = b"", None, 0
+        given_id, header_bytes = b"", 0
+        keys: dict[bytes, str] = {}
         origin_headers: dict[bytes, str] = {}
         for name, value in reversed(scope["headers"]):  # the first of repeated headers counts
             header_bytes += len(name) + len(value)
             if name == b"x-request-id":
                 given_id = value
-            elif name == b"authorization":
-                authorization = value.decode("latin-1") or None
+            elif name in KEY_HEADERS:
+                keys[name] = value.decode("latin-1")
             elif name in _ORIGIN_HEADERS:
                 origin_headers[name] = value.decode("latin-1")
         request_id = given_id.decode() if _REQUEST_ID.fullmatch(given_id) else uuid.uuid4().hex
         scope["sidestream.request_id"] = request_id
+        id_headers = [(name, request_id.encode()) for name in request_id_headers(scope["path"])]
         started, started_at = time.monotonic(), time.time()
         status, sent_bytes, complete = CLIENT_GONE, 0, False
 
@@ -78,7 +86,7 @@ class GatewayMiddleware:
             nonlocal status, sent_bytes, complete
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                message["headers"] = [*message["headers"], *id_headers]
             else:
                 sent_bytes += len(message.get("body", b""))
                 complete = not message.get("more_body", False)
@@ -96,7 +104,7 @@ class GatewayMiddleware:
             if scope["path"] not in OPEN_PATHS:
                 if scope.get(REFUSAL) is not None:
                     raise scope[REFUSAL]
-                caller = scope["sidestream.caller"] = self._admission.identify(authorization, host)
+                caller = scope["sidestream.caller"] = self._admission.identify(_authorization(keys), host)
                 owner = caller.owner
                 paced_as = owner if caller.key_id else host
             if origin_headers.keys() - {b"host"}:

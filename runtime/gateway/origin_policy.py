@@ -13,12 +13,13 @@ from .settings import GatewaySettings
 
 LOOPBACK_ORIGIN = re.compile(r"https?://(localhost|127\.\d{1,3}\.\d{1,3}\.\d{1,3}|\[::1\])(:\d{1,5})?")
 """Origins that are allowed by default."""
-ADMIN_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+ADMIN_PATHS = frozenset(f"{at}/{kind}_lora_adapter" for at in ("", "/v1") for kind in ("load", "unload"))
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+")
 _READ_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _SAME_SITE = frozenset({"same-origin", "none"})  # "none": the user typed the address
 _EXPOSED_HEADERS = (
     "x-request-id",
+    "request-id",
     "retry-after",
     "x-should-retry",
     *(f"x-ratelimit-{kind}-{unit}" for kind in ("limit", "remaining", "reset") for unit in ("requests", "tokens")),

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -26,13 +27,16 @@ from ..processes.watchdog import HEARTBEAT_SECONDS
 from .addresses import is_loopback_name
 from .app import build_app, make_components
 from .connections import ConnectionPool, limited_protocol
+from .interfaces import Engines
 from .settings import KEEP_ALIVE_SECONDS, MAX_HEADER_BYTES, GatewaySettings
 
 BACKLOG = 2048
 RESERVED_DESCRIPTORS = 256
 """File descriptors for all but connections."""
-ORPHAN_DRAIN_SECONDS = 3
+ORPHAN_DRAIN_SECONDS = 2.0
 """Time for open responses after the supervisor exited: it drains the engine before it exits."""
+CLOSE_SECONDS = 1.0
+"""Time to write the ends of responses after the engines' connections are closed."""
 logger = logging.getLogger("sidestream.gateway")
 
 
@@ -96,12 +100,51 @@ def serve(
     try:
         app = build_app(components.engines, components.admission, components.observer, settings)
         drain = settings.drain_seconds if channel is None else min(settings.drain_seconds, ORPHAN_DRAIN_SECONDS)
-        config = server_config(app, settings, drain)
+        config = server_config(app, settings, CLOSE_SECONDS)
+        server = DrainingServer(config, components.engines, drain)
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-            runner.run(_serve(uvicorn.Server(config), listener, on_ready, channel, components.engines.expect_shutdown))
+            runner.run(_serve(server, listener, on_ready, channel))
     finally:
         components.close()
     return 0
+
+
+class DrainingServer(uvicorn.Server):
+    """A uvicorn server that drains at the first signal: it refuses new requests and lets open ones finish.
+
+    After `drain_seconds` it closes the connections to the engines, so that open responses end with an error.
+    """
+
+    def __init__(self, config: uvicorn.Config, engines: Engines, drain_seconds: float) -> None:
+        super().__init__(config)
+        self.engines, self._drain_seconds = engines, drain_seconds
+        self._drain: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._drain is None and self.started:
+            self._loop.call_soon_threadsafe(self.drain)
+        else:
+            super().handle_exit(sig, frame)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
+    def drain(self) -> None:
+        """Begin to drain. A second call has no effect."""
+        if self._drain is None:
+            self.engines.expect_shutdown()
+            self._drain = asyncio.create_task(self._exit_when_drained())
+
+    async def _exit_when_drained(self) -> None:
+        tasks = self.server_state.tasks
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._drain_seconds):
+                while tasks:
+                    await asyncio.wait([*tasks])
+        if tasks:
+            await self.engines.close()
+        self.should_exit = True
 
 
 def server_config(app: ASGIApp, settings: GatewaySettings, drain_seconds: float) -> uvicorn.Config:
@@ -124,11 +167,7 @@ def server_config(app: ASGIApp, settings: GatewaySettings, drain_seconds: float)
 
 
 async def _serve(
-    server: uvicorn.Server,
-    listener: socket.socket,
-    on_ready: Callable[[str], None],
-    channel: Channel | None,
-    expect_shutdown: Callable[[], None],
+    server: DrainingServer, listener: socket.socket, on_ready: Callable[[str], None], channel: Channel | None
 ) -> None:
     url = url_of(listener)
 
@@ -145,10 +184,10 @@ async def _serve(
     def read() -> None:
         try:
             if channel.receive():  # type: ignore[union-attr]
-                expect_shutdown()  # the only message of a supervisor
+                server.engines.expect_shutdown()  # the only message of a supervisor
         except ChannelClosed:
             asyncio.get_running_loop().remove_reader(channel.fileno())  # type: ignore[union-attr]
-            server.should_exit = True
+            server.drain()
 
     if channel is not None:
         asyncio.get_running_loop().add_reader(channel.fileno(), read)

@@ -11,6 +11,7 @@ BODY_SECONDS = 30.0
 KEEP_ALIVE_SECONDS = 30.0
 MAX_CONNECTIONS = 4096
 DRAIN_SECONDS = 30.0
+STREAM_KEEPALIVE_SECONDS = 10.0
 
 
 class GatewaySettings(Struct, frozen=True, kw_only=True):
@@ -33,6 +34,7 @@ class GatewaySettings(Struct, frozen=True, kw_only=True):
     connections_per_client   open connections of one address; None: half of max_connections, or all of them for the
                              loopback
     drain_seconds            time that open responses get after SIGTERM
+    stream_keepalive_seconds  a stream that sent nothing for that long sends a comment; 0: never
     usage_log                SQLite file of the usage log; None: no log
     usage_days               age at which rows of the usage log are deleted; None: never
     log_payloads             write prompts and answers to the usage log
@@ -58,6 +60,7 @@ class GatewaySettings(Struct, frozen=True, kw_only=True):
     max_connections: int = MAX_CONNECTIONS
     connections_per_client: int | None = None
     drain_seconds: float = DRAIN_SECONDS
+    stream_keepalive_seconds: float = STREAM_KEEPALIVE_SECONDS
     usage_log: str | None = None
     usage_days: int | None = None
     log_payloads: bool = False

@@ -75,12 +75,15 @@ class BatchingTransport(asyncio.Transport):
         self.lingering = False
         self._added: list[bytes] = []
         self._held: list[bytes] | None = None
+        self._reframe: Callable[[bytes], bytes] | None = None
         self.writable = True
 
     def wrap(self, app: ASGIApp) -> ASGIApp:
         """Return `app` with batched writes. Its scope holds the `DirectBody` of the response."""
 
         async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "http" and scope["http_version"] == "1.0":
+                send = self._without_chunks(send)
             body = scope[DIRECT_BODY] = DirectBody(self)
             scope[CLOSED] = self.is_closing
 
@@ -97,9 +100,33 @@ class BatchingTransport(asyncio.Transport):
                     if not is_head:
                         self._release()
 
-            await app(scope, receive, batched_send)
+            try:
+                await app(scope, receive, batched_send)
+            except asyncio.CancelledError:  # by uvicorn: the response is still open at the end of a shutdown
+                self.abort()
 
         return wrapped
+
+    def _without_chunks(self, send: Send) -> Send:
+        """Return `send` for HTTP/1.0, which has no chunks: the end of the connection ends a body of unknown length."""
+        sized = False
+
+        async def plain_send(message: Message) -> None:
+            nonlocal sized
+            if message["type"] == "http.response.start":
+                sized = any(name.lower() == b"content-length" for name, _ in message["headers"])
+                if not sized:
+                    message["headers"] = [*message["headers"], (b"connection", b"close")]
+                    self._reframe = lambda head: head.replace(_CHUNKED, b"\r\n", 1)
+            elif not sized:
+                body: bytes = message.get("body", b"")
+                self._reframe = lambda chunk: body
+            try:
+                await send(message)
+            finally:
+                self._reframe = None
+
+        return plain_send
 
     def add(self, data: bytes) -> None:
         """Write at the end of the event loop iteration, or before the next other write."""
@@ -121,6 +148,8 @@ class BatchingTransport(asyncio.Transport):
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Write, or hold the data back."""
+        if self._reframe is not None:
+            data, self._reframe = self._reframe(bytes(data)), None
         if self._held is None:
             self.flush()
             self._transport.write(data)

@@ -7,6 +7,7 @@ from typing import Literal
 
 from msgspec import structs
 
+from ..adapters.remote_adapter import is_remote, remote_address
 from ..protocol.adapter_map import AdapterEntry, AdapterMap, HybridClock, Stamp, StampError
 from ..protocol.chat_templates import within_limits
 from ..protocol.messages import (
@@ -34,7 +35,7 @@ class AdapterRequests:
     """Sends loads and unloads to the GPU process under a ticket, and its replies to the clients.
 
     admin      clients may load and unload
-    roots      directories from which adapters may be loaded
+    roots      directories and addresses from which adapters may be loaded
     entries    changes by clients of a former process
     on_change  called with each change, before the client gets its reply
     """
@@ -131,7 +132,7 @@ class AdapterRequests:
             )
         if adapter and not message.replace:
             return "adapter_in_use", f"adapter {name!r} already exists; choose another name, or give replace=True"
-        if not is_within(message.path, self._roots):
+        if not is_within(message.path, self._roots) and remote_address(message.path, self._roots) is None:
             return "forbidden", _path_error(message.path)
         return None
 
@@ -205,15 +206,20 @@ def _info(stepper: Stepper, adapter: LoadedAdapter) -> AdapterInfo:
 
 
 def _path_error(path: str) -> str:
+    if is_remote(path):
+        return (
+            "the address is outside the roots for adapters; start the server with --adapter-root ADDRESS, such as "
+            f"{path.partition('://')[0][:20]}://..., or give the path of a directory on the server's machine"
+        )
     if path.startswith("~") or not os.path.isabs(path):
         return (
-            f"the path {path[:100]!r} is not absolute; a server expands no `~` and resolves no hub id. Give the "
-            "absolute path of a directory on the server's machine"
+            f"the path {path[:100]!r} is not absolute; a server expands no `~`, and reads hub ids only if it "
+            "was started with --adapter-root hf://. Give the absolute path of a directory on the server's machine"
         )
     return "the path is outside the directories for adapters; start the server with --adapter-root DIR"
 
 
 def is_within(path: str, roots: list[str]) -> bool:
-    """Return whether a path, with links resolved, is inside one of the roots."""
+    """Return whether a path, with links resolved, is inside one of the roots that are directories."""
     resolved = Path(os.path.realpath(path))  # Path.resolve raises for cyclic links
-    return any(resolved.is_relative_to(os.path.realpath(root)) for root in roots)
+    return any(resolved.is_relative_to(os.path.realpath(root)) for root in roots if not is_remote(root))

@@ -13,6 +13,7 @@ from typing import NoReturn, Protocol
 from msgspec import structs
 
 from ...ops.core.kv_layout import PAGE_SIZE
+from ..adapters.remote_adapter import copies_folder, copy_adapter, is_remote, remote_address
 from ..protocol.adapter_map import AdapterEntry
 from ..scheduler.step_plan import Runner
 from .gpu_link import LoadedAdapter, Ready, changed_files
@@ -64,7 +65,9 @@ class ServedModel:
         model.on_lost(_end_process)
         model.runner.build_in_background()
         # only for adapters that clients load later
-        model.restrict_adapters(settings.adapter_roots)
+        local = [root for root in settings.adapter_roots if not is_remote(root)]
+        model.restrict_adapters([*local, str(copies_folder())] if len(local) < len(settings.adapter_roots) else local)
+        self._roots = settings.adapter_roots
         limits = model.limits
         self.ready = Ready(
             vocabulary=model.source.config.vocab_size,
@@ -89,6 +92,9 @@ class ServedModel:
         )
 
     def add_adapter(self, name: str, path: str, replace: bool) -> LoadedAdapter:
+        address = remote_address(path, self._roots)
+        if address is not None:
+            path = str(copy_adapter(name, address, copies_folder()))
         return self._loaded(self._model.add_adapter(name, path, replace).number)
 
     def remove_adapter(self, name: str) -> None:

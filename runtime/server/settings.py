@@ -27,7 +27,7 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
                       `StepWatchdog`; 0: never kill a process for being late or silent
     silence_seconds   seconds without a heartbeat after which a process is killed
     admin             clients may load and unload adapters
-    adapter_roots     directories from which clients may load adapters
+    adapter_roots     directories, and addresses for fsspec, from which clients may load adapters
     max_waiting       limit on waiting requests; above it new ones get `overloaded`
     served_model_name model name for clients
     chat_template     a Jinja template instead of the model's

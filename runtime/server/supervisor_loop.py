@@ -53,7 +53,7 @@ class GatewayProcess:
         return True
 
     def send_draining(self) -> None:
-        """Report that the engines are shutting down, so that the gateway does not report lost connections."""
+        """Let the gateway refuse new requests, since the engines are shutting down."""
         if self.child is not None:
             with contextlib.suppress(ChannelClosed):
                 self.child.channel.send({"event": "draining"})

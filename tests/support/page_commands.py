@@ -14,7 +14,7 @@ from sidestream.runtime.demo_model import DEMO_MODEL
 SHELLS = {"", "sh", "bash", "shell", "console"}
 NOT_RUN = {  # first words of lines that belong to the reader's machine
     *("make", "pip", "git", "cd", "export", "source", "nvidia-smi", "hf", "huggingface-cli", "ls", "df", "free"),
-    *("python3", "uv", "sudo", "docker", "open", "mkdir", "cp", "vllm"),
+    *("python3", "uv", "sudo", "docker", "open", "mkdir", "cp", "vllm", "claude"),
 }
 GROUPS = ("bench", "fleet", "inspect", "keys")
 OURS = ("sidestream", "python -m sidestream", "curl")

@@ -17,12 +17,13 @@ CLOSER_ID = 77
 class ScriptedEngines(FakeEngines):
     """Answers `pieces`, one token each, then ends with `reason`. `</think>` is the token CLOSER_ID.
 
-    A request without a stream gets one chunk.
+    A request without a stream gets one chunk. `stop`: the stop string that ends an answer, if any.
     """
 
     def __init__(self, pieces: list[str], reason: str = "stop", template: str | None = None) -> None:
         super().__init__()
         self.pieces, self.reason = pieces, reason
+        self.stop: str | None = None
         if template is not None:
             self.info = replace(self.info, templates=ChatTemplates({"default": template}))
 
@@ -40,7 +41,8 @@ class ScriptedEngines(FakeEngines):
             for index in range(n):
                 usage = Usage(len(request.prompt), n * len(tokens), 1) if last and index == n - 1 else None
                 reason = self.reason if last else None
-                chunks.append(Chunk(request.request_id, index, place, piece, ids, reason, usage=usage))  # type: ignore[arg-type]
+                stop = self.stop if last else None
+                chunks.append(Chunk(request.request_id, index, place, piece, ids, reason, stop, usage=usage))  # type: ignore[arg-type]
             left = [chunk for chunk in chunks if not self._taken(request, chunk)]
             if left:
                 yield left

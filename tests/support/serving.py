@@ -250,10 +250,10 @@ def free_port() -> Iterator[int]:
 
 
 @contextmanager
-def serve(settings: ServeSettings, log: Path, engines: int = 1) -> Iterator[Server]:
+def serve(settings: ServeSettings, log: Path, engines: int = 1, http: bool = False) -> Iterator[Server]:
     """A server with these settings (`bind` is filled in), in processes of its own. It has ended when the block does.
 
-    `engines`: so many behind HTTP, at a free port.
+    `http`: behind HTTP, at a free port, as several `engines` always are.
     """
     with tempfile.TemporaryDirectory(prefix="sst-") as directory:
         os.chmod(directory, 0o700)
@@ -267,7 +267,7 @@ def serve(settings: ServeSettings, log: Path, engines: int = 1) -> Iterator[Serv
         with log.open("w") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", "support.serving", msgspec.json.encode(settings).decode()]
-                + ([str(engines)] if engines > 1 else []),
+                + ([str(engines)] if engines > 1 or http else []),
                 env=environment,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -292,7 +292,9 @@ def serve(settings: ServeSettings, log: Path, engines: int = 1) -> Iterator[Serv
 
 
 @contextmanager
-def serve_fake(directory: Path, *, adapters: int = 0, engines: int = 1, **options: Any) -> Iterator[Server]:
+def serve_fake(
+    directory: Path, *, adapters: int = 0, engines: int = 1, http: bool = False, **options: Any
+) -> Iterator[Server]:
     """A server whose model is a hash.
 
     `options`: fields of `FakeSizes`, or of `ServeSettings`; `adapters`: how many it has, by name `a0`, `a1`, ...
@@ -316,7 +318,7 @@ def serve_fake(directory: Path, *, adapters: int = 0, engines: int = 1, **option
             **own,
         }
     )
-    with serve(settings, directory / "server.log", engines) as server:
+    with serve(settings, directory / "server.log", engines, http) as server:
         server.hold = directory / "hold"
         yield server
 
@@ -335,7 +337,7 @@ if __name__ == "__main__":
     from sidestream.runtime.server.supervisor import Supervisor
 
     served = msgspec.json.decode(sys.argv[1], type=ServeSettings)
-    if len(sys.argv) > 2:  # several engines behind HTTP
+    if len(sys.argv) > 2:  # engines behind HTTP
         from sidestream.runtime.gateway.server_process import listen
         from sidestream.runtime.gateway.settings import GatewaySettings
         from sidestream.runtime.server.replica_supervisor import ReplicaSupervisor
@@ -343,5 +345,7 @@ if __name__ == "__main__":
 
         gateway = [sys.executable, "-m", "sidestream.runtime.gateway.server_process"]
         front = GatewayProcess(gateway, lambda engines: GatewaySettings(engines=engines), listen("127.0.0.1", 0))
+        if sys.argv[2] == "1":
+            sys.exit(Supervisor(served, lambda line: print(line, flush=True), front).run())
         sys.exit(ReplicaSupervisor(served, int(sys.argv[2]), lambda line: print(line, flush=True), front).run())
     sys.exit(Supervisor(served, lambda line: print(line, flush=True)).run())

@@ -5,9 +5,8 @@ import sys
 from typing import Any
 
 from ..options.config_file import ConfigAction
-from ..options.engine import add_command, add_value, report
+from ..options.engine import add_command, add_value, report, seconds
 from ..options.gateway import add_gateway_options, gateway_settings
-from .serve import seconds
 
 DESCRIPTION = """\
 Answer HTTP, compatible with OpenAI and vLLM, for one or several engines (`sidestream serve --no-http`) on this machine

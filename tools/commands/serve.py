@@ -18,9 +18,9 @@ from ..options.engine import (
     check_output,
     given,
     llm_arguments,
-    number,
     positive,
     report,
+    seconds,
 )
 from ..options.gateway import add_gateway_options, gateway_settings
 from ..options.vllm_flags import add_vllm_flags
@@ -46,9 +46,6 @@ server.toml has the flags as keys:
   max-num-seqs = 128
   [lora-modules]
   sql = "adapters/sql\""""
-
-
-seconds = number("seconds", 0, 86400, " seconds")
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -111,7 +108,8 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         action="append",
         default=[],
         metavar="DIR",
-        help="directory from which clients may load adapters; may be repeated (default: those of the given adapters)",
+        help="directory, or address such as s3://bucket/adapters or hf:// for fsspec, from which clients may load "
+        "adapters; may be repeated (default: the directories of the given adapters)",
     )
     group.add_argument(
         "--save-adapters",
@@ -140,6 +138,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def settings_of(options: argparse.Namespace) -> Any:
     """Return the options as `ServeSettings`. Raises ValueError for options that cannot be served."""
+    from ...runtime.adapters.remote_adapter import is_remote
     from ...runtime.gateway.auth.usage_database import default_path
     from ...runtime.protocol.addresses import default_address, parse
     from ...runtime.quantization.defaults import AUTO, OFF
@@ -162,7 +161,7 @@ def settings_of(options: argparse.Namespace) -> Any:
     llm["disable_passes"] = list(llm.get("disable_passes", ()))
     bind = str(parse(options.bind or default_address()))
     allowed = options.allow_adapter_loading
-    roots = [str(Path(root).resolve()) for root in options.adapter_root] or sorted(
+    roots = [root if is_remote(root) else str(Path(root).resolve()) for root in options.adapter_root] or sorted(
         {str(Path(path).parent) for path in adapters.values()}
     )
     return ServeSettings(
@@ -237,6 +236,7 @@ def front_of(options: argparse.Namespace, settings: Any) -> Any:
 
 def run(options: argparse.Namespace) -> int:
     """Serve; return 0 after SIGTERM, 1 when a process died, 2 when the start failed."""
+    from ...runtime.adapters.remote_adapter import is_remote
     from ...runtime.server.replica_supervisor import ReplicaSupervisor, addresses_of, devices_of
     from ...runtime.server.supervisor import Supervisor
 
@@ -244,7 +244,8 @@ def run(options: argparse.Namespace) -> int:
     for address in [settings.bind] if count == 1 else addresses_of(settings.bind, count):
         check_place(address, settings.keys)
     devices_of(count, settings.llm.get("device"), ranks=settings.llm.get("tensor_parallel_size", 1))
-    missing = next((root for root in options.adapter_root if not Path(root).is_dir()), None)
+    local = [root for root in options.adapter_root if not is_remote(root)]
+    missing = next((root for root in local if not Path(root).is_dir()), None)
     if missing is not None:
         raise ValueError(f"--adapter-root {missing} is not a directory; name one that adapters may be loaded from")
     if options.trace_steps is not None:

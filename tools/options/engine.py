@@ -93,6 +93,7 @@ def number(name: str, low: float, high: float, unit: str = "", above: bool = Fal
 
 
 share = number("share", 0, 1, above=True)
+seconds = number("seconds", 0, 86400, " seconds")
 
 
 def layers(text: str) -> bool | tuple[int, ...]:

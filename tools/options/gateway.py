@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any, get_args
 
-from .engine import add_value, check_output, positive
+from .engine import add_value, check_output, positive, seconds
 
 API_KEY_VARIABLE, ADMIN_KEY_VARIABLE = "SIDESTREAM_API_KEY", "SIDESTREAM_ADMIN_KEY"
 
@@ -68,6 +68,8 @@ def add_gateway_options(parser: argparse.ArgumentParser, keys_flags: list[str]) 
         metavar="N",
         help="maximum connections of one address (default: half of all, or all for this machine)",
     )
+    about = "a stream that waits sends its head at once and a comment after so many seconds of silence; 0: never"
+    add_value(group, "--stream-keepalive-seconds", 10.0, about, seconds, "S")
     group = parser.add_argument_group("records")
     group.add_argument(
         "--usage-log",
@@ -132,6 +134,7 @@ def gateway_settings(options: argparse.Namespace) -> Any:
         max_connections=options.max_connections,
         connections_per_client=options.connections_per_client,
         drain_seconds=options.drain_seconds,
+        stream_keepalive_seconds=options.stream_keepalive_seconds,
         usage_log=usage_log,
         usage_days=options.usage_days,
         log_payloads=options.log_payloads,

@@ -3,6 +3,7 @@
 chat                /v1/chat/completions
 completions         /v1/completions, with echo
 responses           /v1/responses (a folder)
+anthropic           /v1/messages (a folder)
 models              /v1/models, and loading and unloading of adapters
 tokenize            /tokenize, /detokenize, /tokenizer_info
 health              /health, /ready, /version, /metrics, /pause, /resume, /is_paused, /get_world_size

@@ -16,7 +16,7 @@ from ...api.sampling_params import SamplingParams
 from ...protocol.messages import Chunk, TokenLogprob
 from ...text.reasoning import ReasoningParser
 from ..intake.body_memory import BODY
-from ..interfaces import AdmittedRequest, EngineRequest, GatewayError, Ticket, UsageRecord
+from ..interfaces import KEY_HEADERS, AdmittedRequest, EngineRequest, GatewayError, Ticket, UsageRecord
 from .body_types import CompletionTokensDetails, PromptTokensDetails, Usage
 from .context import GatewayContext, Target, caller_of, owner_tag, request_id_of
 from .errors import CLIENT_GONE, to_gateway_error
@@ -160,6 +160,7 @@ class CompletionSession:
         self._priority, self._deadline = priority, deadline
         self.counts = TokenCounts()
         self.headers = dict(ticket.headers)
+        self.keepalive_seconds = context.settings.stream_keepalive_seconds
         self.constraint_field = "structured_outputs"  # the field of the body that sets a constraint
         self.scores_only = False  # drop generated tokens
         self._started = time.monotonic()
@@ -176,6 +177,11 @@ class CompletionSession:
     def complete(self) -> bool:
         """Whether all answers have arrived."""
         return self.counts.finished_prompts == len(self._request.prompts)
+
+    @property
+    def accepted(self) -> bool:
+        """Whether an engine accepted each prompt: what is wrong with the request itself is known."""
+        return len(self.counts.by_prompt) == len(self._request.prompts)
 
     def stream(self, direct: Callable[[Chunk], bool] | None = None) -> ChunkStream:
         """Yield chunks as they arrive. Raises GatewayError for any error of an engine.
@@ -374,7 +380,7 @@ def open_session(
         headers={
             name.decode("latin-1"): value.decode("latin-1")
             for name, value in request.scope["headers"]
-            if name != b"authorization"
+            if name not in KEY_HEADERS
         },
         add_special_tokens=add_special_tokens,
     )

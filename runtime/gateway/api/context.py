@@ -94,15 +94,18 @@ class GatewayContext:
 
         return await read_body(request, shape, self.settings, held, decode_large)
 
-    async def target(self, caller: Caller, name: str | None) -> Target:
-        """Resolve a body's `model`; None is the base model.
+    async def target(self, caller: Caller, name: str | None, lora_path: str | None = None) -> Target:
+        """Resolve a body's `model`: the base model (also None), an adapter, or MODEL:ADAPTER as in SGLang.
+
+        lora_path   SGLang's field: an adapter if `name` is the base model
 
         Raises GatewayError 404 if it does not exist or the caller may not use it.
         """
         model = await self.engines.model()
+        name = (lora_path if name in (None, model.name) else None) or name
         card = None
         if name is not None and name != model.name:
-            card = await self.engines.adapter(name)
+            card = await self.engines.adapter(name.removeprefix(f"{model.name}:"))
             if card is None:
                 raise _unknown_model(name)
         target = Target(model, card)

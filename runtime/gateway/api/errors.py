@@ -1,7 +1,8 @@
-"""Error responses in OpenAI's format, made from exceptions."""
+"""Error responses in OpenAI's format, and on Anthropic's paths in Anthropic's, made from exceptions."""
 
 import logging
 import math
+from typing import Literal
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -72,6 +73,20 @@ class ErrorBody(Answer, frozen=True, kw_only=True):
     error: ErrorDetail
 
 
+class AnthropicErrorDetail(Answer, frozen=True, kw_only=True):
+    """One error. `message`: problem and remedy, with the wrong field."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(Answer, frozen=True, kw_only=True):
+    """The same for /v1/messages."""
+
+    type: Literal["error"] = "error"
+    error: AnthropicErrorDetail
+
+
 def model_not_found(message: str) -> GatewayError:
     """Return the error for a model or adapter that does not exist, or that the caller may not use."""
     return GatewayError(404, message, code="model_not_found", param="model")
@@ -120,13 +135,43 @@ def error_body(error: GatewayError) -> bytes:
     return _encoder.encode(ErrorBody(error=detail))
 
 
-def _error_response(error: GatewayError) -> Response:
+_ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def anthropic_error_body(error: GatewayError) -> bytes:
+    """Return the JSON body of an error in Anthropic's format."""
+    other = "invalid_request_error" if error.status < 500 else "api_error"
+    detail = AnthropicErrorDetail(type=_ANTHROPIC_TYPES.get(error.status, other), message=error.message)
+    return _encoder.encode(AnthropicErrorBody(error=detail))
+
+
+def _is_anthropic(path: str) -> bool:
+    return path == _ANTHROPIC_PATH or path.startswith(_ANTHROPIC_PATH + "/")
+
+
+def request_id_headers(path: str) -> tuple[bytes, ...]:
+    """Return the names of the headers with the request id; Anthropic's clients read another one."""
+    return (b"x-request-id", b"request-id") if _is_anthropic(path) else (b"x-request-id",)
+
+
+def _error_response(error: GatewayError, path: str) -> Response:
     headers = dict(error.headers)
     if error.retry_after is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
     if error.status == 401:
         headers.setdefault("WWW-Authenticate", "Bearer")
-    return Response(error_body(error), error.status, headers, "application/json")
+    body = anthropic_error_body(error) if _is_anthropic(path) else error_body(error)
+    return Response(body, error.status, headers, "application/json")
 
 
 def response_for(problem: Exception, method: str, path: str) -> Response:
@@ -134,7 +179,7 @@ def response_for(problem: Exception, method: str, path: str) -> Response:
     if isinstance(problem, ClientDisconnect):
         return Response(status_code=CLIENT_GONE)
     if not isinstance(problem, HTTPException):
-        return _error_response(to_gateway_error(problem))
+        return _error_response(to_gateway_error(problem), path)
     # starlette's own errors: unknown path or method
     if problem.status_code == 404 and path.rstrip("/") in UNSERVED:
         status, remedy = UNSERVED[path.rstrip("/")]
@@ -142,5 +187,5 @@ def response_for(problem: Exception, method: str, path: str) -> Response:
     text = {404: "this path does not exist; /docs lists all", 405: f"this path does not support {method}"}
     status = problem.status_code
     return _error_response(
-        GatewayError(status, text.get(status, "invalid request"), headers=dict(problem.headers or {}))
+        GatewayError(status, text.get(status, "invalid request"), headers=dict(problem.headers or {})), path
     )

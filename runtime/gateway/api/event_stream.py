@@ -3,8 +3,12 @@
 A task per stream awaits the first and the last chunks and errors. While the client reads fast enough, the chunks in
 between are formatted and written as soon as they are read from the engine, without a task switch. Waking a task for
 each chunk would take longer than all other work for it.
+
+A proxy closes a response that is silent for too long, often after 60 s. So the head of a waiting stream is sent with a
+comment as soon as an engine accepted the request, and a comment follows whenever nothing else was sent for an interval.
 """
 
+import asyncio
 import secrets
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -25,6 +29,9 @@ from .request_body import while_connected
 DIRECT_BODY = "sidestream.direct_body"
 """Key of the connection's `DirectBody` in a request's scope. Absent without a connection."""
 DONE = b"data: [DONE]\n\n"
+WAITING = b": waiting\n\n"
+HEAD_SECONDS = 0.25
+"""Time for the first event. A stream that waits longer sends its head; most do not, and save the write."""
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _PLACEHOLDER = secrets.token_hex(16)  # random, so that no name and no id contains it
 encode = msgspec.json.Encoder().encode
@@ -59,30 +66,61 @@ class StreamFormatter(Protocol):
 
 
 class EventStream(Response):
-    """Sends the events of a session. An error before the first event is raised, and gets its own status.
+    """Sends the events of a session. An error before the head is sent is raised, and gets its own status.
 
     Closes the session at the end, also if the client disconnects before the first event.
+
+    waiting   sent while the request waits: a comment, or an event that clients ignore
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, session: CompletionSession, formatter: StreamFormatter) -> None:
+    def __init__(self, session: CompletionSession, formatter: StreamFormatter, waiting: bytes = WAITING) -> None:
         self.status_code, self.background = 200, None
         self.init_headers(_HEADERS | session.headers)
-        self._session, self._formatter = session, formatter
+        self._session, self._formatter, self._waiting = session, formatter, waiting
         self._body: DirectBody | None = None
-        self._started = False
+        self._started = self._active = False
+        self._keepalive_timer: asyncio.TimerHandle | None = None
+        self._keepalive: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         self._body = scope.get(DIRECT_BODY)
+        interval = self._session.keepalive_seconds
+        if interval:
+            self._set_timer(min(HEAD_SECONDS, interval), interval, send)
         try:
             await while_connected(receive, self._send_all(send))
         except ClientDisconnect:
             if not self._started:
                 raise
         finally:
+            if self._keepalive_timer is not None:
+                self._keepalive_timer.cancel()
+            self._cancel_keepalive()
             await self._session.close()
+
+    def _set_timer(self, seconds: float, left: float, send: Send) -> None:
+        """Look in `seconds` whether to send a comment. `left`: seconds until one is due."""
+        loop = asyncio.get_running_loop()
+        self._keepalive_timer = loop.call_later(seconds, self._keep_alive, left - seconds, send)
+
+    def _keep_alive(self, left: float, send: Send) -> None:
+        interval = self._session.keepalive_seconds
+        if not self._started and not self._session.accepted and left > 0:
+            self._set_timer(min(HEAD_SECONDS, left), left, send)  # the request may still be refused
+            return
+        if not self._active and (self._keepalive is None or self._keepalive.done()):
+            self._keepalive = asyncio.create_task(self._send(send, self._waiting, False))
+        self._active = False
+        self._set_timer(interval, interval, send)
+
+    def _cancel_keepalive(self) -> None:
+        """Cancel a comment that waits for the client to read. A part of it is never sent: uvicorn writes at once."""
+        if self._keepalive is not None:
+            self._keepalive.cancel()
+            self._keepalive = None
 
     async def _send_all(self, send: Send) -> None:
         session, formatter = self._session, self._formatter
@@ -93,18 +131,21 @@ class EventStream(Response):
                 if last:
                     events += formatter.format_end(session.counts)
                 if events:
+                    self._cancel_keepalive()
+                    self._active = True
                     await self._send(send, b"".join(events), last)
                 if last:  # no await between the end of the answer and the end of `while_connected`
                     return
         except GatewayError as problem:
+            self._cancel_keepalive()
             if not self._started:
                 raise
             await self._send(send, formatter.format_error(problem), True)
 
     async def _send(self, send: Send, data: bytes, last: bool) -> None:
         if not self._started:
-            self._started = True
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            self._started = True
         await send({"type": "http.response.body", "body": data, "more_body": not last})
 
     def _write_directly(self, chunk: Chunk) -> bool:
@@ -114,6 +155,7 @@ class EventStream(Response):
             return False
         events = self._formatter.format(0, (chunk,))
         if events:
+            self._active = True
             body.write(b"".join(events))
         return True
 

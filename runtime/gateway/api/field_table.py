@@ -102,7 +102,6 @@ ROWS = (
         "return_flat_raw_output_top_logprobs",
         "use logprobs or prompt_logprobs",
     ),
-    _refused("lora_path", "name the adapter in model"),
     _refused("cache_salt", "start the server with --no-prefix-caching to keep prompts apart"),
     _refused("session_params", "send the whole prompt; the prefix cache finds its beginning"),
     _refused(

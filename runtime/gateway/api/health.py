@@ -1,4 +1,4 @@
-"""/health, /ready, /version, /metrics; for trainers, as in vLLM, /pause, /resume, /is_paused, /get_world_size."""
+"""/health, /ready, /ping, /version, /metrics; for trainers (vLLM): /pause, /resume, /is_paused, /get_world_size."""
 
 import functools
 from typing import Literal, cast, get_args
@@ -63,6 +63,12 @@ async def ready(context: GatewayContext, request: Request) -> Response:
     return _status_response(state, state.status in ("ok", "stalled", "idle"))
 
 
+async def ping(context: GatewayContext, request: Request) -> Response:
+    """Return the status of /ready without a body, as SageMaker's probe expects."""
+    response = await ready(context, request)
+    return Response(status_code=response.status_code, headers=None if response.status_code == 200 else RETRY_AFTER)
+
+
 async def version(request: Request) -> Response:
     """Return this package's release."""
     return json_response(Version(version=__version__))
@@ -123,6 +129,7 @@ def routes(context: GatewayContext) -> list[Route]:
     return [
         Route("/health", functools.partial(health, context), methods=["GET"]),
         Route("/ready", functools.partial(ready, context), methods=["GET"]),
+        Route("/ping", functools.partial(ping, context), methods=["GET", "POST"]),
         Route("/version", version, methods=["GET"]),
         Route("/metrics", functools.partial(metrics, context), methods=["GET"]),
         Route("/pause", functools.partial(pause, context), methods=["POST"]),

@@ -1,6 +1,8 @@
-"""/v1/models, /v1/load_lora_adapter, /v1/unload_lora_adapter: bodies and handlers."""
+"""/v1/models; loading and unloading of adapters at vLLM's paths and at SGLang's: bodies and handlers."""
 
 import functools
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -8,15 +10,23 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ..interfaces import AdapterCard, GatewayError, ModelInfo
+from ...api.errors import RequestError, ServerError
+from ..interfaces import AdapterCard, Caller, GatewayError, ModelInfo
 from .body_types import AdapterName, Answer, Body, Ignored
 from .context import GatewayContext, admin_only, caller_of, json_response
+from .errors import to_gateway_error
+from .event_stream import encode
 from .request_body import read_body
+
+Change = Callable[[GatewayContext, Request], Awaitable[str]]
+ANTHROPIC_VERSION = "anthropic-version"
+"""Header of Anthropic's clients."""
 
 
 class ModelCard(Answer, frozen=True, kw_only=True):
     """The base model, or an adapter, with the base model as `parent`.
 
+    root      name; for an admin, the path of an adapter that was loaded over HTTP or by a client
     content   hash of the adapter's config and weights
     places    engine -> `gpu`, `cpu`, `disk` or `loading`
     """
@@ -40,12 +50,36 @@ class ModelList(Answer, frozen=True, kw_only=True):
     object: Literal["list"] = "list"
 
 
+class AnthropicModel(Answer, frozen=True, kw_only=True):
+    """The base model, or an adapter, in Anthropic's format."""
+
+    type: Literal["model"] = "model"
+    id: str
+    display_name: str
+    created_at: datetime
+    lifecycle: Literal["active"] = "active"
+    max_input_tokens: int
+    max_tokens: int
+
+
+class AnthropicModelList(Answer, frozen=True, kw_only=True):
+    """The same for a request with the header `anthropic-version`. All models are on one page."""
+
+    data: list[AnthropicModel]
+    first_id: str | None
+    last_id: str | None
+    has_more: Literal[False] = False
+
+
 class LoadAdapter(Body, frozen=True, kw_only=True):
     """Loads a PEFT adapter from a directory on the engines' machines as `lora_name`."""
 
     lora_name: AdapterName
     lora_path: Annotated[str, Meta(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")]
     load_inplace: Annotated[bool, Meta(description="replace an adapter of the same name")] | None = None
+    base_model_name: Ignored = None
+    lora_id: Ignored = None
+    pinned: Ignored = None
 
 
 class UnloadAdapter(Body, frozen=True, kw_only=True):
@@ -53,12 +87,15 @@ class UnloadAdapter(Body, frozen=True, kw_only=True):
 
     lora_name: AdapterName
     lora_int_id: Ignored = None
+    lora_id: Ignored = None
 
 
-class AdapterChanged(Answer, frozen=True, kw_only=True):
-    """Confirms the change."""
+class AdaptersChanged(Answer, frozen=True, kw_only=True):
+    """SGLang's answer to a change. `loaded_adapters`: name -> path, "" if an engine was started with it."""
 
-    message: str
+    success: bool
+    error_message: str | None = None
+    loaded_adapters: dict[str, str]
 
 
 async def list_models(context: GatewayContext, request: Request) -> Response:
@@ -67,45 +104,72 @@ async def list_models(context: GatewayContext, request: Request) -> Response:
     model = await context.engines.model()
     cards = [_model_card(model)] if may_use(caller, model.name) else []
     adapters = await context.engines.adapters()
-    cards += [_adapter_card(card, model) for card in adapters if may_use(caller, card.name)]
-    return json_response(ModelList(data=cards))
+    cards += [_adapter_card(card, model, caller) for card in adapters if may_use(caller, card.name)]
+    if ANTHROPIC_VERSION not in request.headers:
+        return json_response(ModelList(data=cards))
+    models = list(map(_anthropic_model, cards))
+    ends = (models[0].id, models[-1].id) if models else (None, None)
+    return json_response(AnthropicModelList(data=models, first_id=ends[0], last_id=ends[1]))
 
 
 async def get_model(context: GatewayContext, request: Request) -> Response:
     """Return the base model or one adapter."""
-    target = await context.target(caller_of(request), request.path_params["model"])
-    if target.adapter is None:
-        return json_response(_model_card(target.model))
-    return json_response(_adapter_card(target.adapter, target.model))
+    caller = caller_of(request)
+    target = await context.target(caller, request.path_params["model"])
+    adapter = target.adapter
+    card = _model_card(target.model) if adapter is None else _adapter_card(adapter, target.model, caller)
+    return json_response(_anthropic_model(card) if ANTHROPIC_VERSION in request.headers else card)
 
 
 async def load_adapter(context: GatewayContext, request: Request) -> Response:
     """Load an adapter from a directory on the engines' machines."""
+    name = await _load(context, request)
+    return Response(f"Success: LoRA adapter '{name}' added successfully.", media_type="text/plain")
+
+
+async def unload_adapter(context: GatewayContext, request: Request) -> Response:
+    """Unload an adapter."""
+    name = await _unload(context, request)
+    return Response(f"Success: LoRA adapter '{name}' removed successfully.", media_type="text/plain")
+
+
+async def _load(context: GatewayContext, request: Request) -> str:
     admin_only(caller_of(request))
     body = await read_body(request, LoadAdapter, context.settings)
     if body.lora_name == (await context.engines.model()).name:
         raise GatewayError(409, "this is the base model's name; choose another", param="lora_name")
     await context.engines.load_adapter(body.lora_name, body.lora_path, bool(body.load_inplace))
-    return json_response(AdapterChanged(message=f"adapter {body.lora_name!r} is loaded"))
+    return body.lora_name
 
 
-async def unload_adapter(context: GatewayContext, request: Request) -> Response:
-    """Unload an adapter."""
+async def _unload(context: GatewayContext, request: Request) -> str:
     admin_only(caller_of(request))
     body = await read_body(request, UnloadAdapter, context.settings)
     await context.engines.unload_adapter(body.lora_name)
-    return json_response(AdapterChanged(message=f"adapter {body.lora_name!r} is unloaded"))
+    return body.lora_name
+
+
+async def change_as_sglang(change: Change, context: GatewayContext, request: Request) -> Response:
+    """Load or unload an adapter, with the result in SGLang's format."""
+    try:
+        await change(context, request)
+    except (GatewayError, RequestError, ServerError, TimeoutError) as problem:
+        error = to_gateway_error(problem)
+        answer = AdaptersChanged(success=False, error_message=error.message, loaded_adapters={})
+        return Response(encode(answer), error.status, media_type="application/json")
+    adapters = await context.engines.adapters()
+    return json_response(AdaptersChanged(success=True, loaded_adapters={card.name: card.path for card in adapters}))
 
 
 def _model_card(model: ModelInfo) -> ModelCard:
     return ModelCard(id=model.name, created=model.created, root=model.name, max_model_len=model.max_model_len)
 
 
-def _adapter_card(card: AdapterCard, model: ModelInfo) -> ModelCard:
+def _adapter_card(card: AdapterCard, model: ModelInfo, caller: Caller) -> ModelCard:
     return ModelCard(
         id=card.name,
         created=model.created,
-        root=card.name,
+        root=(card.path if caller.admin else "") or card.name,
         parent=model.name,
         max_model_len=model.max_model_len,
         rank=card.rank,
@@ -114,11 +178,21 @@ def _adapter_card(card: AdapterCard, model: ModelInfo) -> ModelCard:
     )
 
 
+def _anthropic_model(card: ModelCard) -> AnthropicModel:
+    created, length = datetime.fromtimestamp(card.created, UTC), card.max_model_len or 0
+    return AnthropicModel(
+        id=card.id, display_name=card.id, created_at=created, max_input_tokens=length, max_tokens=length
+    )
+
+
 def routes(context: GatewayContext) -> list[Route]:
     """Return the routes of the endpoints."""
     return [
         Route("/v1/models", functools.partial(list_models, context), methods=["GET"]),
+        Route("/v1/models/", functools.partial(list_models, context), methods=["GET"]),
         Route("/v1/models/{model:path}", functools.partial(get_model, context), methods=["GET"]),
         Route("/v1/load_lora_adapter", functools.partial(load_adapter, context), methods=["POST"]),
         Route("/v1/unload_lora_adapter", functools.partial(unload_adapter, context), methods=["POST"]),
+        Route("/load_lora_adapter", functools.partial(change_as_sglang, _load, context), methods=["POST"]),
+        Route("/unload_lora_adapter", functools.partial(change_as_sglang, _unload, context), methods=["POST"]),
     ]

@@ -13,12 +13,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from .... import __version__
+from .anthropic.message_events import Message, MessageEvent
+from .anthropic.messages import CountTokensRequest, MessagesRequest, TokensCounted
 from .chat import ChatChunk, ChatCompletion, ChatRequest
 from .completions import Completion, CompletionRequest
 from .context import GatewayContext
-from .errors import ErrorBody
+from .errors import AnthropicErrorBody, ErrorBody
 from .health import PauseChanged, Paused, Status, Version, WorldSize
-from .models import AdapterChanged, LoadAdapter, ModelCard, ModelList, UnloadAdapter
+from .models import AdaptersChanged, LoadAdapter, ModelCard, ModelList, UnloadAdapter
 from .responses.output import Response as ModelResponse
 from .responses.output import ResponseEvent
 from .responses.request import ResponseRequest
@@ -50,7 +52,7 @@ table { border-collapse: collapse; width: 100% }
 td { border-top: 1px solid #8884; padding: .2rem .6rem .2rem 0; vertical-align: top }
 </style>
 <h1>Sidestream {{ version }}</h1>
-<p>Compatible with OpenAI and vLLM; <a href="openapi.json">openapi.json</a> is the same for programs.</p>
+<p>Compatible with OpenAI, vLLM and Anthropic; <a href="openapi.json">openapi.json</a> is the same for programs.</p>
 {% for each in endpoints %}
 <details><summary><b>{{ each.method.upper() }}</b> <code>{{ each.path }}</code> {{ each.summary }}</summary>
 {% if each.request_body %}<table>
@@ -102,6 +104,7 @@ class Endpoint(NamedTuple):
 
     request_body, response   structs of the bodies
     event                    struct of an event of the stream
+    problem                  struct of an error
     open                     needs no key
     text                     content type of a plain text response
     """
@@ -112,6 +115,7 @@ class Endpoint(NamedTuple):
     request_body: type | None = None
     response: type | None = None
     event: type | None = None
+    problem: type = ErrorBody
     open: bool = False
     text: str = ""
 
@@ -120,10 +124,20 @@ ENDPOINTS = (
     Endpoint("post", "/v1/chat/completions", "Answer a conversation", ChatRequest, ChatCompletion, ChatChunk),
     Endpoint("post", "/v1/completions", "Continue prompts", CompletionRequest, Completion, Completion),
     Endpoint("post", "/v1/responses", "Answer a conversation", ResponseRequest, ModelResponse, ResponseEvent),
+    Endpoint(
+        "post", "/v1/messages", "Anthropic's Messages", MessagesRequest, Message, MessageEvent, AnthropicErrorBody
+    ),
+    Endpoint(
+        "post", "/v1/messages/count_tokens", "Their tokens", CountTokensRequest, TokensCounted, None, AnthropicErrorBody
+    ),
     Endpoint("get", "/v1/models", "The base model and its adapters", None, ModelList),
     Endpoint("get", "/v1/models/{model}", "The base model or one adapter", None, ModelCard),
-    Endpoint("post", "/v1/load_lora_adapter", "Load an adapter (admin)", LoadAdapter, AdapterChanged),
-    Endpoint("post", "/v1/unload_lora_adapter", "Unload an adapter (admin)", UnloadAdapter, AdapterChanged),
+    Endpoint("post", "/v1/load_lora_adapter", "Load an adapter (admin)", LoadAdapter, text="text/plain"),
+    Endpoint("post", "/v1/unload_lora_adapter", "Unload an adapter (admin)", UnloadAdapter, text="text/plain"),
+    Endpoint("post", "/load_lora_adapter", "The same as SGLang", LoadAdapter, AdaptersChanged, problem=AdaptersChanged),
+    Endpoint(
+        "post", "/unload_lora_adapter", "The same as SGLang", UnloadAdapter, AdaptersChanged, problem=AdaptersChanged
+    ),
     Endpoint("post", "/tokenize", "Token ids of a text or a conversation", TokenizeRequest, Tokenized),
     Endpoint("get", "/tokenizer_info", "Special tokens and chat template", None, TokenizerInfo),
     Endpoint("post", "/detokenize", "Text of token ids", DetokenizeRequest, Detokenized),
@@ -133,6 +147,7 @@ ENDPOINTS = (
     Endpoint("get", "/get_world_size", "Number of processes that compute the model (admin)", None, WorldSize),
     Endpoint("get", "/health", "Whether an engine is alive", None, Status, open=True),
     Endpoint("get", "/ready", "Whether requests are accepted", None, Status, open=True),
+    Endpoint("get", "/ping", "The status of /ready without a body", open=True, text="text/plain"),
     Endpoint("get", "/version", "The release", None, Version),
     Endpoint("get", "/metrics", "Counters and gauges for Prometheus", text="text/plain"),
     Endpoint("get", "/docs", "This document as a page", open=True, text="text/html"),
@@ -143,8 +158,13 @@ ENDPOINTS = (
 
 def openapi_document(version: str) -> dict[str, Any]:
     """Return the document for a release."""
-    types = {kind for each in ENDPOINTS for kind in (each.request_body, each.response, each.event) if kind is not None}
-    ordered = sorted(types | {ErrorBody}, key=lambda kind: kind.__name__)
+    types = {
+        kind
+        for each in ENDPOINTS
+        for kind in (each.request_body, each.response, each.event, each.problem)
+        if kind is not None
+    }
+    ordered = sorted(types, key=lambda kind: kind.__name__)
     schemas, components = msgspec.json.schema_components(ordered, ref_template=_REF)
     refs = dict(zip(ordered, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
@@ -166,7 +186,7 @@ def _operation(each: Endpoint, refs: dict[type, Any]) -> dict[str, Any]:
         content["application/json"] = {"schema": {"type": "object"} if each.response is None else refs[each.response]}
     if each.event is not None:
         content["text/event-stream"] = {"schema": _EVENT, "x-data": refs[each.event]}
-    problem = {"application/json": {"schema": refs[ErrorBody]}}
+    problem = {"application/json": {"schema": refs[each.problem]}}
     operation: dict[str, Any] = {
         "summary": each.summary,
         "operationId": each.path.strip("/").replace("/", "_").replace("{", "").replace("}", "").replace(".", "_"),

@@ -40,6 +40,7 @@ class GenerationBody(Body, frozen=True, kw_only=True):
     """
 
     model: ModelName | None = None
+    lora_path: Annotated[ModelName, Meta(description="an adapter, as in SGLang; better name it in model")] | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Biases | None = None
     presence_penalty: Penalty | None = None

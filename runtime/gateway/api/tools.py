@@ -149,7 +149,7 @@ def grammar_of(
     """Return the grammar of answers with these tools; see `tool_grammar`."""
     named = isinstance(choice, ChosenTool)
     functions = [
-        (tool.function.name, tool.function.parameters)
+        (tool.function.name, _parameters(tool.function))
         for tool in tools
         if not isinstance(choice, ChosenTool) or tool.function.name == choice.function.name
     ]
@@ -161,6 +161,13 @@ def grammar_of(
         answer=answer,
         thinks=thinks,
     )
+
+
+def _parameters(function: Function) -> dict[str, Any] | None:
+    """Return the schema of a function's arguments, without what a grammar cannot express unless it is `strict`."""
+    if function.parameters is None or function.strict:
+        return function.parameters
+    return {**function.parameters, "x-guidance": {"lenient": True}}
 
 
 def for_template(tools: list[Tool]) -> list[dict[str, Any]]:
@@ -227,7 +234,8 @@ def _object(schema: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _json(schema: Any) -> str:
     if isinstance(schema, dict):
-        schema = {"x-guidance": {"whitespace_pattern": WHITESPACE}, **schema}
+        given = schema.get("x-guidance", {})
+        schema = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE, **given}}
     return "%json " + json.dumps(schema)
 
 

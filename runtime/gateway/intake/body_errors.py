@@ -30,11 +30,11 @@ _KINDS = {
 }
 _BOUNDS = {">=": "of at least", "<=": "of at most", ">": "above", "<": "below"}
 _TEXT_ONLY = "the model reads text only"
+_MEDIA = (
+    "image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "file", "input_file", "document",
+)  # fmt: skip
 _REMEDIES = {
-    **{
-        ("type", kind): _TEXT_ONLY
-        for kind in ("image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "file", "input_file")
-    },
+    **{("type", kind): _TEXT_ONLY for kind in _MEDIA},
 }
 """(field name, invalid value) -> what to do instead."""
 _PATTERNS = {
@@ -149,7 +149,7 @@ def _value_at(data: bytes, path: str) -> Any:
 def _requirement(text: str, shape: type, path: str) -> str:
     """Return the requirement on the value at `path`, from msgspec's message."""
     choices = _choices_at(shape, path)
-    if "enum value" in text and choices:
+    if ("enum value" in text or "Invalid value" in text) and choices:
         return f"must be {' or '.join(map(repr, choices))}"
     pattern = re.search(r"matching regex '(.*)'", text)
     if pattern is not None:
@@ -219,7 +219,11 @@ def _structs_at(shape: type, path: str) -> list[inspect.StructType]:
 
 
 def _choices_at(shape: type, path: str) -> list[Any]:
-    return [value for each in _types_at(shape, path) if isinstance(each, inspect.LiteralType) for value in each.values]
+    values = [
+        value for each in _types_at(shape, path) if isinstance(each, inspect.LiteralType) for value in each.values
+    ]
+    parent, _, last = path.rpartition(".")
+    return values or [each.tag for each in _structs_at(shape, parent) if each.tag_field == last]
 
 
 def _shorten(value: Any) -> str:

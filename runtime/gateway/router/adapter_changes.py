@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 from ...api.errors import EngineDeadError, ServerError
 from ...protocol.adapter_map import AdapterEntry, Stamp
 from .adapter_catalogue import AdapterCatalogue
-from .dispatch import no_engine, unknown_adapter
+from .dispatch import unknown_adapter
 from .engine_link import NOT_SERVING, EngineLink, query_all
 
 CHANGE_TRIES = 5
@@ -21,11 +21,19 @@ LOOK_SECONDS = 0.1
 class AdapterChanges:
     """Changes adapters on the engines of a router, whose last changes are in `catalogue`.
 
-    locks   name -> lock of the change in progress
+    locks       name -> lock of the change in progress
+    no_engine   returns the error for changes that no engine can apply
     """
 
-    def __init__(self, links: Mapping[str, EngineLink], catalogue: AdapterCatalogue, poll_seconds: float) -> None:
+    def __init__(
+        self,
+        links: Mapping[str, EngineLink],
+        catalogue: AdapterCatalogue,
+        poll_seconds: float,
+        no_engine: Callable[[], ServerError],
+    ) -> None:
         self._links, self._catalogue, self._poll_seconds = links, catalogue, poll_seconds
+        self._no_engine = no_engine
         self.locks = WeakValueDictionary[str, asyncio.Lock]()
         self._look_lock, self._looks, self._last_look = asyncio.Lock(), 0, 0.0
 
@@ -165,7 +173,7 @@ class AdapterChanges:
                 elif not isinstance(answer, EngineDeadError) and getattr(answer, "code", "") not in NOT_SERVING:
                     refused[link.name] = answer
         if not applied and not refused:
-            raise no_engine()
+            raise self._no_engine()
         return refused, replaced
 
 

@@ -31,6 +31,7 @@ class Dispatcher:
 
     patience         seconds to wait for an engine
     request_engine   starts an engine if there is none; called repeatedly while a request waits. None: not possible
+    stopping         the server is shutting down: requests are refused, also those whose engine has ended
     """
 
     def __init__(
@@ -44,12 +45,15 @@ class Dispatcher:
         self._balancer, self._links, self._catalogue = balancer, links, catalogue
         self._patience, self._request_engine = patience, request_engine
         self._num_waiting = 0
+        self.stopping = False
         self._changed = asyncio.Event()
 
     async def choose(
         self, request: EngineRequest, keys: Sequence[bytes], stream: MigratingStream, refusals: Refusals
     ) -> RoutingDecision:
         """Return the engine for a request. Waits while there is none but one may become available."""
+        if self.stopping:
+            raise self.no_engine()
         if request.adapter is not None and self._catalogue.is_unloaded(request.adapter):
             raise unknown_adapter(request.adapter)
         decision = self._balancer.choose(request.adapter, keys, time.monotonic(), refusals)
@@ -104,6 +108,8 @@ class Dispatcher:
 
         A request that already had an engine waits while the others are busy.
         """
+        if self.stopping:
+            raise self.no_engine()
         busy = [problem for problem in refusals.values() if problem.code in BUSY]
         if busy and not stream.migrations:
             raise busy[0]
@@ -111,7 +117,7 @@ class Dispatcher:
         expected = [link for link in self._links.values() if self._is_expected(link, now)]
         if not expected:
             if self._request_engine is None or now >= until:
-                raise no_engine()
+                raise self.no_engine()
             self._request_engine()
         adapter = request.adapter
         if adapter is not None and expected and all(self._lacks(link, adapter, refusals) for link in expected):
@@ -156,15 +162,16 @@ class Dispatcher:
             async with asyncio.timeout(seconds):
                 await changed.wait()
 
+    def no_engine(self) -> ServerError:
+        """Return the error for a request that no engine accepts: the server is shutting down, or none runs."""
+        if self.stopping or any(link.status == "draining" for link in self._links.values()):
+            return OverloadedError("the server is shutting down; try again in a moment", "draining", 1.0)
+        return EngineDeadError("no engine is running at the moment", "engine_dead", 1.0)
+
     def notify(self) -> None:
         """Wake waiting requests: the state of an engine changed, or a request ended."""
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-def no_engine() -> EngineDeadError:
-    """Return the error for a request without a running engine."""
-    return EngineDeadError("no engine is running at the moment", "engine_dead", 1.0)
 
 
 def unknown_adapter(name: str) -> ServerError:

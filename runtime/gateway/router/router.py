@@ -23,7 +23,6 @@ from .dispatch import (
     PATIENCE_SECONDS,
     Dispatcher,
     Refusals,
-    no_engine,
 )
 from .engine_link import NOT_SERVING, POLL_SECONDS, EngineLink, Fetch, query_all
 from .load_balancer import EngineReport, LoadBalancer, RoutingDecision
@@ -67,9 +66,9 @@ class Router:
         self._balancer = balancer or LoadBalancer()
         self._catalogue = AdapterCatalogue()
         self._links: dict[str, EngineLink] = {}
-        self._started = self._stopping = self._holds_requests = False
+        self._started = self._holds_requests = False
         self._leaving: dict[EngineLink, asyncio.Task[None]] = {}
-        self._changes = AdapterChanges(self._links, self._catalogue, poll_seconds)
+        self._changes = AdapterChanges(self._links, self._catalogue, poll_seconds, lambda: self._dispatch.no_engine())
         self._former_adapters: dict[str, AdapterCard] = {}  # of the engine that was removed last
         self._created = int(time.time())
         self._model: ModelInfo | None = None
@@ -90,7 +89,8 @@ class Router:
         await asyncio.gather(*(link.close() for link in self._links.values()))
 
     def expect_shutdown(self) -> None:
-        self._stopping = True
+        self._dispatch.stopping = True
+        self._dispatch.notify()
 
     # -- engines ---------------------------------------------------------------------------------------------------
 
@@ -256,7 +256,7 @@ class Router:
     def _on_lost(self, link: EngineLink, problem: Exception) -> None:
         if not self._is_current(link):
             return
-        if not self._stopping:
+        if not self._dispatch.stopping:
             _log.warning("lost connection to %s: %s", link.name, problem)
         self._balancer.mark_lost(link.name, time.monotonic())
         self._dispatch.notify()
@@ -269,13 +269,15 @@ class Router:
             loading = any(link.status == "loading" for link in self._links.values())
             if loading:
                 raise OverloadedError("the model is loading", "loading", 1.0)
-            raise no_engine()
+            raise self._dispatch.no_engine()
         return model
 
     async def health(self) -> GatewayHealth:
+        statuses = {name: link.status for name, link in self._links.items()}
+        if self._dispatch.stopping:
+            return GatewayHealth("draining", engines=statuses)
         if not self._links:
             return GatewayHealth("idle", "no engine is running; a request starts one")
-        statuses = {name: link.status for name, link in self._links.items()}
         best = min(self._links.values(), key=lambda link: _BEST_FIRST.index(link.status))
         health = best.health
         if health is None:
@@ -311,7 +313,7 @@ class Router:
         """Call all connected engines, and raise the first error. Raises EngineDeadError if there is none."""
         answers = await self._query_all(call)
         if not answers:
-            raise no_engine()
+            raise self._dispatch.no_engine()
         for answer in answers.values():
             if answer is not None:
                 raise answer
@@ -343,7 +345,7 @@ class Router:
             if not is_unloaded and name in self._former_adapters and all(link.welcome is None for link in links):
                 return self._former_adapters[name]
             return None if offered is None else AdapterCard(name, offered.rank, "", chat_template=None)
-        first = next(iter(infos.values()))
+        first, change = next(iter(infos.values())), self._catalogue.changes.loaded(name)
         return AdapterCard(
             name,
             first.rank,
@@ -352,12 +354,13 @@ class Router:
             sum(info.running for info in infos.values()),
             sum(info.waiting for info in infos.values()),
             first.chat_template,
+            "" if change is None or change.path is None else change.path,
         )
 
     async def chat_templates(self, name: str) -> ChatTemplates:
         decision = self._balancer.choose(name, (), time.monotonic())
         if decision is None:
-            raise no_engine()
+            raise self._dispatch.no_engine()
         link = self._links[decision.engine]
         await link.load_offered(name, self._fetch)
         return await link.client.chat_templates(name)
@@ -389,7 +392,7 @@ class Router:
 
     async def _query_one(self, query: Callable[[EngineLink], Awaitable[T]]) -> T:
         """Return the answer of the least loaded engine, or of the next one if that dies."""
-        problem: Exception = no_engine()
+        problem: Exception = self._dispatch.no_engine()
         tried: set[str] = set()
         while (decision := self._balancer.choose(None, (), time.monotonic(), tried)) is not None:
             tried.add(decision.engine)

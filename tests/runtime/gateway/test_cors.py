@@ -103,7 +103,7 @@ def test_what_comes_from_no_page_is_as_before() -> None:
     assert asked("OPTIONS", "/v1/chat/completions").status_code == 405
 
 
-@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
+@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/load_lora_adapter"])
 @pytest.mark.parametrize("named", [None, ["*"]])
 def test_no_page_changes_adapters_without_a_key(path: str, named: list[str] | None) -> None:
     """Nor by a request that browsers send without a preflight."""

@@ -133,3 +133,18 @@ def test_several_calls_are_told_apart(client: OpenAI) -> None:
         for call in calls if choice.finish_reason == "tool_calls" else calls[:-1]:
             schema = CITY if call.function.name == "get_weather" else {"maxProperties": 0}  # type: ignore[union-attr]
             jsonschema.validate(json.loads(call.function.arguments), schema)  # type: ignore[union-attr]
+
+
+def test_what_a_grammar_cannot_express_is_left_out_unless_a_tool_is_strict(client: OpenAI) -> None:
+    """Such as `propertyNames`, which Claude Code's tools have. The rest of the schema holds."""
+    names = {"type": "object", "propertyNames": {"maxLength": 3}, "additionalProperties": False}
+    schema = CITY | {"properties": CITY["properties"] | {"names": names}, "required": ["city", "unit", "names"]}
+    function: Any = {"name": "get_weather", "parameters": schema}
+    asked: Any = DRAWN | {"tool_choice": WEATHER}
+    tools: Any = [{"type": "function", "function": function}]
+    answer = client.chat.completions.create(messages=CHAT, **asked | {"tools": tools})
+    (call,) = answer.choices[0].message.tool_calls or []
+    jsonschema.validate(json.loads(call.function.arguments), schema)  # type: ignore[union-attr]
+    strict: Any = [{"type": "function", "function": function | {"strict": True}}]
+    with pytest.raises(openai.BadRequestError, match="propertyNames"):
+        client.chat.completions.create(messages=CHAT, **asked | {"tools": strict})

@@ -41,8 +41,6 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ),
     ("/tokenize", {"model": "base", "prompt": "Hello"}, {"count": int, "max_model_len": int, "tokens": [int]}),
     ("/detokenize", {"model": "base", "tokens": [72, 101]}, {"prompt": "He"}),
-    ("/v1/load_lora_adapter", {"lora_name": "sql_adapter", "lora_path": "/path/to/sql-lora-adapter"}, {}),
-    ("/v1/unload_lora_adapter", {"lora_name": "pirate"}, {}),
 ]
 
 

@@ -79,6 +79,52 @@ def ask(http: httpx.AsyncClient, who: dict[str, str], **body: Any) -> Any:
     return http.post("/v1/completions", json={"prompt": [1, 2, 3], "max_tokens": 4} | body, headers=who)
 
 
+@pytest.mark.parametrize("header", ["Authorization", "x-api-key", "api-key"])
+def test_a_key_counts_in_openai_s_anthropic_s_and_azure_s_header(governed: Governed, header: str) -> None:
+    """On every path, with the rights of its owner; what watches requests never sees it."""
+
+    async def scene() -> None:
+        governed.add("sam", models=["pirate"])
+        admitted: list[Any] = []
+        governed.observer.on_admitted = admitted.append  # type: ignore[method-assign]
+
+        def given(key: str) -> dict[str, str]:
+            return {header: f"Bearer {key}" if header == "Authorization" else key, "x-other": "kept"}
+
+        chat = {"messages": [{"role": "user", "content": "hi"}], "model": "pirate", "max_tokens": 2}
+        paths = ["/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"]
+        async with governed.http() as http:
+            for key, status in ((governed.secrets["sam"], 200), ("wrong", 401), ("", 401)):
+                who = given(key)
+                answers = [await http.post(path, json=chat, headers=who) for path in paths]
+                answers.append(await http.get("/v1/models", headers=who))
+                answers.append(await ask(http, who, model="pirate"))
+                assert {answer.status_code for answer in answers} == {status}
+            who = given(governed.secrets["sam"])
+            assert [each["id"] for each in (await http.get("/v1/models", headers=who)).json()["data"]] == ["pirate"]
+            unload = {"lora_name": "pirate"}
+            assert (await http.post("/v1/unload_lora_adapter", json=unload, headers=who)).status_code == 403
+            root = given(governed.secrets["root"])
+            assert (await http.post("/v1/unload_lora_adapter", json=unload, headers=root)).status_code == 200
+        assert len(admitted) == 3
+        for request in admitted:
+            assert request.caller.owner == "sam-team" and request.headers["x-other"] == "kept"
+            assert governed.secrets["sam"] not in str(request.headers)
+
+    asyncio.run(scene())
+
+
+def test_authorization_counts_before_the_other_headers(governed: Governed) -> None:
+    async def scene() -> None:
+        async with governed.http() as http:
+            other = {"x-api-key": "of-another-server"}
+            assert (await http.get("/v1/models", headers=governed.bearer("root") | other)).status_code == 200
+            swapped = {"Authorization": "Bearer of-another-server", "x-api-key": governed.secrets["root"]}
+            assert (await http.get("/v1/models", headers=swapped)).status_code == 401
+
+    asyncio.run(scene())
+
+
 def test_a_key_over_its_tokens_gets_429_and_others_do_not_notice(governed: Governed) -> None:
     async def scene() -> None:
         governed.add("a", tokens_per_minute=20)

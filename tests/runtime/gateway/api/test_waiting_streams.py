@@ -1,0 +1,162 @@
+"""Streams that wait: their head and comments keep proxies from closing them; errors keep their status until then."""
+
+import asyncio
+import http.client
+import json
+from collections.abc import AsyncGenerator
+from typing import Any, ClassVar
+
+import pytest
+from sidestream.runtime.api.errors import EngineDeadError, RequestError, ServerError
+from sidestream.runtime.gateway.api.event_stream import DONE, EventStream
+from sidestream.runtime.gateway.interfaces import EngineRequest
+from sidestream.runtime.protocol.messages import Chunk
+from support.gateway import FakeEngines, events, gateway, listening
+
+COMMENT = ": waiting\n\n"
+REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "completion": ("/v1/completions", {"prompt": "tell", "max_tokens": 3}),
+    "prompts": ("/v1/completions", {"prompt": ["one", "two"], "n": 2, "max_tokens": 2}),
+    "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "tell"}], "max_tokens": 3}),
+    "responses": ("/v1/responses", {"input": "tell", "max_output_tokens": 3}),
+}
+
+
+class Queued(FakeEngines):
+    """Accepts a request at once if `accepts`, and answers it after `wait` seconds; `pause`: seconds before token 2."""
+
+    def __init__(self, accepts: bool = True, pause: float = 0.0) -> None:
+        super().__init__()
+        self.accepts, self.pause = accepts, pause
+        self.gate.clear()
+        self.wait = 3600.0
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    async def stream(self, request: EngineRequest) -> AsyncGenerator[list[Chunk], None]:
+        self.loop = asyncio.get_running_loop()
+        self.loop.call_later(self.wait, self.gate.set)
+        if self.accepts and request.when_accepted is not None:
+            request.when_accepted(len(request.prompt), "")
+        number = 0
+        async for chunks in super().stream(request):
+            number += 1
+            if number == 2:
+                await asyncio.sleep(self.pause)
+            yield chunks
+
+
+def streamed(engines: Queued, path: str, body: dict[str, Any], wait: float, keepalive: float) -> tuple[int, str]:
+    """The status and the body of a stream whose first token comes after `wait` seconds."""
+
+    async def scene() -> tuple[int, str]:
+        async with gateway(engines, stream_keepalive_seconds=keepalive) as client:
+            engines.wait = wait
+            answer = await client.post(path, json=body | {"stream": True}, timeout=60)
+            return answer.status_code, answer.text
+
+    return asyncio.run(scene())
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_comments_come_before_the_events_and_change_none_of_them(name: str) -> None:
+    path, body = REQUESTS[name]
+    status, text = streamed(Queued(), path, body, 0.9, 0.2)
+    assert status == 200 and text.startswith(COMMENT * 3)
+    _, silent = streamed(Queued(), path, body, 0.0, 0.2)
+    assert COMMENT not in silent, "a stream that does not wait has no comment"
+    kinds = [[event if event == "[DONE]" else event.get("type") or event["object"] for event in events(each)]
+             for each in (text, silent)]  # fmt: skip
+    assert kinds[0] == kinds[1] and len(kinds[0]) > 3
+
+
+def test_the_head_and_a_comment_arrive_while_the_request_waits() -> None:
+    engines = Queued()
+    with listening(engines) as place:
+        connection = http.client.HTTPConnection(*place, timeout=60)
+        body = json.dumps({"prompt": "tell", "max_tokens": 2, "stream": True})
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        assert answer.status == 200 and answer.readline() == b": waiting\n"
+        assert not engines.gate.is_set() and engines.loop is not None
+        engines.loop.call_soon_threadsafe(engines.gate.set)
+        assert answer.read().endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize(
+    ("problem", "status"),
+    [(RequestError("the prompt is too long"), 400), (ServerError("no adapter 'x'", "unknown_adapter"), 404)],
+)
+def test_an_error_before_the_engine_accepts_keeps_its_status(problem: Exception, status: int) -> None:
+    engines = Queued(accepts=False)
+    engines.problem = lambda request: problem
+    path, body = REQUESTS["chat"]
+    found, text = streamed(engines, path, body, 0.7, 30)
+    assert found == status and json.loads(text)["error"]
+
+
+def test_an_engine_that_never_accepts_is_waited_for_with_comments_too() -> None:
+    status, text = streamed(Queued(accepts=False), *REQUESTS["completion"], 1.0, 0.3)
+    assert status == 200 and text.startswith(COMMENT * 2)
+
+
+def test_an_error_after_the_head_is_an_event() -> None:
+    engines = Queued()
+    engines.problem = lambda request: EngineDeadError("gone", "engine_dead")
+    status, text = streamed(engines, *REQUESTS["completion"], 0.7, 30)
+    assert status == 200 and text.startswith(COMMENT)
+    (event,) = events(text)
+    assert event["error"]["code"] == "engine_dead"
+
+
+def test_zero_switches_it_off() -> None:
+    engines = Queued()
+    engines.problem = lambda request: EngineDeadError("gone", "engine_dead")
+    status, text = streamed(engines, *REQUESTS["completion"], 0.7, 0)
+    assert status == 503 and COMMENT not in text
+
+
+def test_a_stream_that_pauses_between_tokens_gets_comments() -> None:
+    _, text = streamed(Queued(pause=0.7), *REQUESTS["completion"], 0.0, 0.2)
+    first, _, rest = text.partition(COMMENT)
+    assert '"text":"a "' in first and '"text":"b "' in rest and rest.endswith(DONE.decode())
+
+
+def test_an_endpoint_may_send_an_event_instead_of_the_comment() -> None:
+    class Session:
+        headers: ClassVar[dict[str, str]] = {}
+        keepalive_seconds, accepted, complete = 0.1, True, False
+
+        async def stream(self, direct: Any) -> AsyncGenerator[Any, None]:
+            await asyncio.sleep(0.35)
+            self.complete = True
+            yield 0, []
+
+        async def close(self) -> None: ...
+
+    class Formatter:
+        counts = None
+
+        def format(self, prompt_index: int, chunks: Any) -> list[bytes]:
+            return [b"data: end\n\n"]
+
+        def format_end(self, counts: Any) -> list[bytes]:
+            return []
+
+    async def scene() -> bytes:
+        session: Any = Session()
+        session.counts = None
+        sent = b""
+
+        async def send(message: Any) -> None:
+            nonlocal sent
+            sent += message.get("body", b"")
+
+        async def receive() -> Any:
+            await asyncio.sleep(60)
+
+        stream = EventStream(session, Formatter(), b"event: ping\n\n")  # type: ignore[arg-type]
+        await stream({"type": "http"}, receive, send)
+        return sent
+
+    sent = asyncio.run(scene())
+    assert sent.startswith(b"event: ping\n\n" * 2) and sent.endswith(b"data: end\n\n") and b": waiting" not in sent
