@@ -249,7 +249,7 @@ class Metrics(BaseObserver):
             help_text = f"The gateway's {name.removesuffix('_total').replace('_', ' ')}."
             yield kind(f"sidestream_{name.removesuffix('_total')}", help_text, value)
         if self._vllm:
-            histograms: dict[str, Collector] = {
+            histograms: Mapping[str, Collector] = {
                 "time_to_first_token_seconds": self._first_token_seconds,
                 "inter_token_latency_seconds": self._inter_token_seconds,
                 "time_per_output_token_seconds": self._inter_token_seconds,
