@@ -57,11 +57,14 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Times of arrival, first token (None: there was none) and end, in seconds since the epoch."""
+    """Times of arrival, first token (None: there was none), end, and of leaving the queue (None: unknown), in seconds
+    since the epoch.
+    """
 
     arrival_time: float
     first_token_time: float | None
     finished_time: float
+    scheduled_time: float | None = None
 
 
 @dataclass

@@ -350,6 +350,7 @@ class Engine:
 def _output(open_request: _OpenRequest) -> RequestOutput:
     request, completions = open_request.request, open_request.completions
     speculations = [each.sequence.speculation for each in completions]
+    started = min((each.sequence.started for each in completions if each.sequence.started), default=None)
     drafts = DraftCounts.total(each.counts for each in speculations if each is not None)
     return RequestOutput(
         request.request_id,
@@ -359,7 +360,7 @@ def _output(open_request: _OpenRequest) -> RequestOutput:
         True,
         request.adapter,
         completions[0].sequence.cached_tokens,
-        RequestMetrics(open_request.arrival_time, open_request.first_token_time, time.time()),
+        RequestMetrics(open_request.arrival_time, open_request.first_token_time, time.time(), started),
         num_draft_tokens=drafts.drafted,
         num_accepted_tokens=drafts.accepted,
         num_history_draft_tokens=drafts.history_drafted,

@@ -1,5 +1,6 @@
 """Builds the ASGI application, and its components as the settings ask for them."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from .auth.key_store import KeyStore
 from .auth.usage_log import PayloadLog, UsageLog
 from .interfaces import Admission, Engines, Observer
 from .metrics.access_log import AccessLog
+from .metrics.history import INTERVAL_SECONDS
 from .metrics.metrics import Metrics
 from .metrics.observers import BaseObserver, CompositeObserver
 from .metrics.tracing import Tracing, exporting_to
@@ -37,14 +39,22 @@ def build_app(
     @contextlib.asynccontextmanager
     async def lifespan(app: Any) -> AsyncGenerator[None, None]:
         await engines.start()
+        sampling = asyncio.create_task(_sample(observer, engines))
         try:
             yield
         finally:
+            sampling.cancel()
             await engines.close()
             context.close()
 
     table = RouteTable([route for endpoint in _ENDPOINTS for route in endpoint.routes(context)], lifespan=lifespan)
     return GatewayMiddleware(table, admission, observer, OriginPolicy(settings))
+
+
+async def _sample(observer: Observer, engines: Engines) -> None:
+    while True:
+        await asyncio.sleep(INTERVAL_SECONDS)
+        await observer.add_sample(engines)
 
 
 @dataclass(frozen=True)

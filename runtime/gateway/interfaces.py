@@ -233,6 +233,8 @@ class UsageRecord:
     draft_tokens, accepted_tokens        computed drafts, and drafts that became output
     history_draft_tokens, history_accepted_tokens   the same for drafts from earlier answers; not in the usage log
     trained_draft_tokens, trained_accepted_tokens   the same for a trained draft model; not in the usage log
+    engine_queue_seconds   part of engine_first_token_seconds in the engine's queue; not in the usage log
+    longest_output_tokens  tokens of the longest completion; not in the usage log
     status           HTTP status; 499: the client disconnected. An error during a stream has the status that it would
                      have had before the stream
     error            OpenAI error code, "" for none
@@ -261,6 +263,8 @@ class UsageRecord:
     history_accepted_tokens: int = 0
     trained_draft_tokens: int = 0
     trained_accepted_tokens: int = 0
+    engine_queue_seconds: float = 0.0
+    longest_output_tokens: int = 0
 
 
 def _ignore(record: UsageRecord | None) -> None:
@@ -348,6 +352,7 @@ class HttpExchange:
     route        pattern of the route, "" for none
     status       499: the client disconnected before the answer was complete
     body_bytes   bytes of the response body that were sent
+    model        name of the adapter or base model, if the request reached the limits of its key
     """
 
     time: float
@@ -360,10 +365,34 @@ class HttpExchange:
     body_bytes: int
     client_host: str
     owner: str
+    model: str = ""
+
+
+@dataclass(frozen=True)
+class FailedRequest:
+    """A request with an error. `model`: name of the adapter or base model, "" if it was refused before it was known."""
+
+    time: float
+    request_id: str
+    status: int
+    error: str
+    endpoint: str
+    owner: str
+    model: str
+
+
+@dataclass(frozen=True)
+class HistoryReport:
+    """Metrics of the last day. `names`: of the numbers in each sample; `failed`: the last failed requests."""
+
+    interval_seconds: float
+    names: list[str]
+    samples: list[list[float]]
+    failed: list[FailedRequest]
 
 
 class Observer(Protocol):
-    """Receives events for metrics, access log and spans. All calls but `metrics` return at once and raise nothing."""
+    """Receives events for metrics, access log and spans. Its calls raise nothing, and return at once if not async."""
 
     def on_admitted(self, request: AdmittedRequest) -> None:
         """A request was admitted."""
@@ -382,4 +411,11 @@ class Observer(Protocol):
 
     async def metrics(self, engines: Engines) -> tuple[str, bytes]:
         """Return content type and body of `/metrics`."""
+        ...
+
+    async def add_sample(self, engines: Engines) -> None:
+        """Add a sample to the history. Called once a minute."""
+
+    def history(self, after: float) -> HistoryReport:
+        """Return the history after a time in seconds since the epoch."""
         ...

@@ -8,6 +8,7 @@ import uuid
 from starlette.routing import Router
 from starlette.types import Message, Receive, Scope, Send
 
+from .api.context import MODEL
 from .api.errors import CLIENT_GONE, request_id_headers, response_for
 from .api.event_stream import DIRECT_BODY
 from .api.request_body import BODY_READ
@@ -136,5 +137,6 @@ class GatewayMiddleware:
                     body_bytes=sent_bytes + (direct_body.sent if direct_body is not None else 0),
                     client_host=host,
                     owner=owner,
+                    model=scope.get(MODEL, ""),
                 )
             )

@@ -296,7 +296,7 @@ class Usage(Struct, frozen=True):
     """Token counts of a request, and seconds since its arrival.
 
     `accepted_tokens`: drafts that became output. `history_*`, `trained_*`: drafts from earlier answers and from a
-    trained draft model.
+    trained draft model. `queue_seconds`: time until it left the queue.
     """
 
     prompt_tokens: int
@@ -310,6 +310,7 @@ class Usage(Struct, frozen=True):
     history_accepted_tokens: int = 0
     trained_draft_tokens: int = 0
     trained_accepted_tokens: int = 0
+    queue_seconds: float = 0.0
 
 
 class Chunk(Struct, frozen=True, array_like=True, gc=False):

@@ -41,6 +41,7 @@ class Sequence:
     page_keys      content keys of its first full pages
     published      number of its pages in the prefix cache; `publish_at`: number of tokens that fill the next one
     cached_tokens  prompt tokens that the prefix cache had
+    started        time when it first left the queue, in seconds since the epoch; 0: it has not
     charged        tokens that its owner's and adapter's shares were charged for
     chunked_at     last step with a chunk of its prompt
     scores_prompt  report log-probabilities of its prompt; `scored`: number of those reported
@@ -80,6 +81,7 @@ class Sequence:
     published: int = 0
     publish_at: int = 0
     cached_tokens: int = 0
+    started: float = 0.0
     charged: int = 0
     chunked_at: int = -1
     scores_prompt: bool = False

@@ -1,5 +1,6 @@
 """Resources of waiting, running, held and finished sequences: taken when one starts to run, released when it stops."""
 
+import time
 from bisect import insort
 from collections.abc import Mapping
 
@@ -64,6 +65,7 @@ class SequenceStates:
         if pages is None:
             raise RuntimeError(f"no pages for {sequence.length} tokens, although `fits` found some")
         sequence.status = Status.RUNNING
+        sequence.started = sequence.started or time.time()
         sequence.pages = cached + pages
         sequence.computed = len(cached) * PAGE_SIZE
         sequence.published = len(cached)

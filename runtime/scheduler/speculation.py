@@ -46,7 +46,7 @@ Kind = tuple[int, int]
 @dataclass(slots=True)
 class DraftCounts:
     """Drafts that were computed (`drafted`) and those that became output (`accepted`): all of them, those from former
-    answers (`history_*`) and those from a trained draft (`trained_*`).
+    answers (`history_*`) and those from a trained draft (`trained_*`). `rounds`: steps of a sequence with drafts.
     """
 
     drafted: int = 0
@@ -55,9 +55,11 @@ class DraftCounts:
     history_accepted: int = 0
     trained_drafted: int = 0
     trained_accepted: int = 0
+    rounds: int = field(default=0, compare=False)
 
     def add(self, drafted: int, accepted: int, source: int) -> None:
         """Count one sequence's drafts of a step; `source`: OWN_TOKENS, FORMER_ANSWERS or TRAINED_DRAFT."""
+        self.rounds += drafted > 0
         self.drafted += drafted
         self.accepted += accepted
         if source == FORMER_ANSWERS:

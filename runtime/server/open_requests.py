@@ -46,8 +46,17 @@ class OpenRequest:
         usage = Usage(self.prompt_tokens, output_tokens, 0, first, time.monotonic() - self.arrived)
         if output is None:
             return usage
+        queued, metrics = 0.0, output.metrics
+        if metrics is not None:
+            arrived = metrics.finished_time - usage.total_seconds
+            if metrics.scheduled_time is not None:
+                queued = max(0.0, metrics.scheduled_time - arrived)
+            if not self.stream and metrics.first_token_time is not None:
+                first = max(0.0, metrics.first_token_time - arrived)
         return structs.replace(
             usage,
+            queue_seconds=queued,
+            first_token_seconds=first,
             cached_tokens=output.num_cached_tokens,
             draft_tokens=output.num_draft_tokens,
             accepted_tokens=output.num_accepted_tokens,

@@ -1,9 +1,12 @@
 """The batcher's engine: submits up to two steps ahead, receives results, and loads adapters while steps run."""
 
 import time
+from bisect import bisect_left
 from dataclasses import asdict
+from itertools import accumulate
 from typing import Any
 
+from ...ops.core.kv_layout import PAGE_SIZE
 from ..api.outputs import RequestOutput
 from ..api.request import Delta
 from ..engine.engine import Engine
@@ -19,6 +22,8 @@ SHORT_STEP_TOKENS = 1024
 """After a step of more tokens only one step is submitted ahead. Its plan arrives in time, and a second would delay new
 requests.
 """
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Bounds of the counted sizes of steps, as in vLLM."""
 Progress = tuple[list[Delta], list[RequestOutput]]
 
 
@@ -68,6 +73,7 @@ class Stepper:
     idle_seconds    idle time of the device because of late plans
     busy_seconds    this process's time for steps; `plan_seconds` is the part before the next plan is sent
     launch_seconds  time from a plan's arrival in the GPU process until it is launched
+    step_sizes      numbers of steps by their tokens, between the bounds STEP_TOKENS
     watchdog        limit on a step's time (`step_timeout`: see there)
     adapters        adapters by name
     masks           shared memory for masks, if there is any
@@ -112,6 +118,7 @@ class Stepper:
         self.in_flight = 0
         self.paused = False
         self.watchdog = StepWatchdog(clock or AwakeClock(), step_timeout, ready.device, ready.longest_step)
+        self.step_sizes, self.planned_tokens = [0] * (len(STEP_TOKENS) + 1), 0
         self.steps = self.late_plans = self.failed_steps = 0
         self.idle_seconds = self.busy_seconds = self.plan_seconds = self.longest_busy = self.device_seconds = (
             self.launch_seconds
@@ -133,6 +140,8 @@ class Stepper:
             plan = self.engine.plan()
             if plan is None:
                 return
+            self.planned_tokens += plan.num_tokens
+            self.step_sizes[bisect_left(STEP_TOKENS, plan.num_tokens)] += 1
             self._last_is_short = plan.num_tokens <= SHORT_STEP_TOKENS and not self.scheduler.waits_for_results
             self._continuing[plan.step] = continuing or self.in_flight > 0
             self._remote.submit(plan)
@@ -209,6 +218,8 @@ class Stepper:
         values: dict[str, int | float] = {
             "steps_total": self.steps,
             "tokens_total": self.engine.num_sampled,
+            "planned_steps_total": sum(self.step_sizes),
+            "planned_tokens_total": self.planned_tokens,
             "kernels_compiled_in_steps_total": self.engine.num_compiled,
             "late_plans_total": self.late_plans,
             "failed_steps_total": self.failed_steps,
@@ -222,6 +233,12 @@ class Stepper:
             "requests_running": len(scheduler.states.running),
             "requests_waiting": scheduler.num_waiting,
             "adapters": len(self.adapters),
+            "prefix_caching": int(scheduler.limits.prefix_caching),
+            "on_gpu": int(self.ready.device != "cpu"),
+        }
+        values |= {
+            f"steps_up_to_{bound}_tokens_total": count
+            for bound, count in zip(STEP_TOKENS, accumulate(self.step_sizes), strict=False)
         }
         return values | published(asdict(scheduler.stats()))
 
@@ -245,6 +262,8 @@ def published(counted: dict[str, int]) -> dict[str, int | float]:
         "pages_in_use": counted["pages_used"],
         "adapter_hits_total": counted["adapter_admissions"] - counted["adapter_loads"],
         "adapter_misses_total": counted["adapter_loads"],
+        "page_tokens": PAGE_SIZE,
+        "drafts_total": counted["rounds"],
         "draft_tokens_total": counted["drafted"],
         "accepted_tokens_total": counted["accepted"],
         "history_draft_tokens_total": counted["history_drafted"],

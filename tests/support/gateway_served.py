@@ -45,9 +45,9 @@ class LiveEngines(FakeEngines):
 
 
 @contextmanager
-def served(engines: FakeEngines, admission: Admission | None = None) -> Iterator[str]:
-    """The address of a gateway over these engines, which counts what it does."""
-    app = build_app(engines, admission or NoAuth(), Metrics(), GatewaySettings())  # type: ignore[arg-type]
+def served(engines: FakeEngines, admission: Admission | None = None, metrics: Metrics | None = None) -> Iterator[str]:
+    """The address of a gateway over these engines, which counts in `metrics`."""
+    app = build_app(engines, admission or NoAuth(), metrics or Metrics(), GatewaySettings())  # type: ignore[arg-type]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

@@ -18,7 +18,7 @@ from ...text.reasoning import ReasoningParser
 from ..intake.body_memory import BODY
 from ..interfaces import KEY_HEADERS, AdmittedRequest, EngineRequest, GatewayError, Ticket, UsageRecord
 from .body_types import CompletionTokensDetails, PromptTokensDetails, Usage
-from .context import GatewayContext, Target, caller_of, owner_tag, request_id_of
+from .context import MODEL, GatewayContext, Target, caller_of, owner_tag, request_id_of
 from .errors import CLIENT_GONE, to_gateway_error
 from .request_body import while_connected
 from .response_format import name_constraint_field
@@ -60,6 +60,8 @@ class TokenCounts:
     trained_accepted_tokens: int = 0
     adapter_content: str = ""
     first_token_seconds: float = 0.0
+    longest_output_tokens: int = 0
+    engine_queue_seconds: float = 0.0
     engine_first_token_seconds: float = 0.0
     engine_total_seconds: float = 0.0
     finished_prompts: int = 0
@@ -84,13 +86,16 @@ class TokenCounts:
         aborted = False
         for chunk in chunks:
             self.output_tokens += len(chunk.token_ids)
-            aborted |= chunk.finish_reason == "abort"
+            if chunk.finish_reason is not None:
+                aborted |= chunk.finish_reason == "abort"
+                self.longest_output_tokens = max(self.longest_output_tokens, chunk.first + len(chunk.token_ids))
             usage = chunk.usage
             if usage is not None:
                 self.finished_prompts += 1
                 self.by_prompt[prompt_index] = usage.prompt_tokens
                 for name in ("cached_tokens", *_DRAFT_COUNTS):
                     setattr(self, name, getattr(self, name) + getattr(usage, name))
+                self.engine_queue_seconds = usage.queue_seconds
                 self.engine_first_token_seconds = usage.first_token_seconds
                 self.engine_total_seconds = max(self.engine_total_seconds, usage.total_seconds)
         return aborted
@@ -313,6 +318,8 @@ class CompletionSession:
             error=error,
             engine_first_token_seconds=counts.engine_first_token_seconds,
             engine_total_seconds=counts.engine_total_seconds,
+            engine_queue_seconds=counts.engine_queue_seconds,
+            longest_output_tokens=counts.longest_output_tokens,
             **{name: getattr(counts, name) for name in _DRAFT_COUNTS},
         )
         self._ticket.finish(record)
@@ -342,6 +349,7 @@ def reserved_tokens(
 
     Raises GatewayError 429.
     """
+    request.scope[MODEL] = target.name
     ticket = context.admission.admit(
         caller_of(request), target.name, prompt_tokens, params.max_tokens, choices, target.model.max_model_len
     )

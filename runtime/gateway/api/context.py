@@ -42,6 +42,8 @@ BODIES_PER_OWNER = 4
 TOKENIZATIONS, TOKENIZATIONS_PER_OWNER = 8, 2
 CLOSED = "sidestream.is_closed"
 """Key of a function in a request's scope that returns whether the connection is closed. Absent without one."""
+MODEL = "sidestream.model"
+"""Key of the name of the adapter or base model in the scope of a request that reached the limits of its key."""
 _OWNER_TAG = "sidestream.owner_tag"
 _encoder = msgspec.json.Encoder()
 

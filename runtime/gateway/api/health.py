@@ -1,4 +1,7 @@
-"""/health, /ready, /ping, /version, /metrics; for trainers (vLLM): /pause, /resume, /is_paused, /get_world_size."""
+"""/health, /ready, /ping, /version, /metrics, /console/history.
+
+For trainers, as in vLLM: /pause, /resume, /is_paused, /get_world_size.
+"""
 
 import functools
 from typing import Literal, cast, get_args
@@ -76,11 +79,30 @@ async def version(request: Request) -> Response:
 
 async def metrics(context: GatewayContext, request: Request) -> Response:
     """Return metrics for Prometheus. Raises GatewayError 403 for a key without that permission."""
+    _metrics_only(request)
+    content_type, body = await context.observer.metrics(context.engines)
+    return Response(body, headers={"Content-Type": content_type})
+
+
+async def history(context: GatewayContext, request: Request) -> Response:
+    """Return the samples of the last day after the time `after`, and the last failed requests.
+
+    Raises GatewayError 403 like /metrics, 400 for an invalid time.
+    """
+    _metrics_only(request)
+    given = request.query_params.get("after", "0")
+    try:
+        after = float(given)
+    except ValueError:
+        text = f"after is {given[:50]!r}; give a time in seconds since the epoch"
+        raise GatewayError(400, text, param="after") from None
+    return json_response(context.observer.history(after))
+
+
+def _metrics_only(request: Request) -> None:
     if not caller_of(request).metrics:
         text = "this key may not read /metrics, which covers all owners"
         raise GatewayError(403, text, "permission_error", "metrics_only")
-    content_type, body = await context.observer.metrics(context.engines)
-    return Response(body, headers={"Content-Type": content_type})
 
 
 async def pause(context: GatewayContext, request: Request) -> Response:
@@ -131,6 +153,7 @@ def routes(context: GatewayContext) -> list[Route]:
         Route("/ready", functools.partial(ready, context), methods=["GET"]),
         Route("/ping", functools.partial(ping, context), methods=["GET", "POST"]),
         Route("/version", version, methods=["GET"]),
+        Route("/console/history", functools.partial(history, context), methods=["GET"]),
         Route("/metrics", functools.partial(metrics, context), methods=["GET"]),
         Route("/pause", functools.partial(pause, context), methods=["POST"]),
         Route("/resume", functools.partial(resume, context), methods=["POST"]),

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from .... import __version__
+from ..interfaces import HistoryReport
 from .anthropic.message_events import Message, MessageEvent
 from .anthropic.messages import CountTokensRequest, MessagesRequest, TokensCounted
 from .chat import ChatChunk, ChatCompletion, ChatRequest
@@ -30,7 +31,17 @@ PACKAGE = __name__.partition(".runtime.")[0]
 
 SHARED = ("look.css", "dom.js", "tabs.js")
 """Files of the page of `sidestream inspect dump`, read as files since importing the compiler would load torch."""
-SCRIPTS = ("dom.js", "tabs.js", "connection.js", "metrics.js", "live.js", "playground.js", "main.js")
+SCRIPTS = (
+    "dom.js",
+    "tabs.js",
+    "connection.js",
+    "metrics.js",
+    "live.js",
+    "tables.js",
+    "day.js",
+    "playground.js",
+    "main.js",
+)
 STYLES = ("look.css", "console.css")
 _REF = "#/components/schemas/{name}"
 _EVENT = {
@@ -150,6 +161,7 @@ ENDPOINTS = (
     Endpoint("get", "/ping", "The status of /ready without a body", open=True, text="text/plain"),
     Endpoint("get", "/version", "The release", None, Version),
     Endpoint("get", "/metrics", "Counters and gauges for Prometheus", text="text/plain"),
+    Endpoint("get", "/console/history", "Metrics of the last day, for the console", None, HistoryReport),
     Endpoint("get", "/docs", "This document as a page", open=True, text="text/html"),
     Endpoint("get", "/openapi.json", "This document", open=True),
     Endpoint("get", "/", "The console: a page for people", open=True, text="text/html"),

@@ -9,6 +9,7 @@ function useKey(text) {
   storeKey(text);
   typed.value = "";
   samples.length = 0;
+  forgetHistory();
   showKey();
   tick();
 }
@@ -20,6 +21,7 @@ async function tick() {
   polling = true;
   try {
     await poll();
+    await pollHistory();
     showError(null);
     const { health, models } = latest(), base = models.find((card) => !card.parent), adapters = models.filter((card) => card.parent).length;
     badge.textContent = health.status + (health.status === "loading" ? ` ${percent(health.progress)}` : "");

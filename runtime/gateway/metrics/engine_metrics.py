@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from prometheus_client import Counter
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from ...api.errors import RequestError, ServerError
 from ..interfaces import AdapterCard, Engines, GatewayError, HealthStatus, ModelInfo
@@ -21,6 +22,7 @@ from ..interfaces import AdapterCard, Engines, GatewayError, HealthStatus, Model
 SECONDS = 2.0
 MAX_NAMES = 512
 PLACES = ("gpu", "cpu", "disk", "loading")
+_STEPS_UP_TO = re.compile(r"steps_up_to_(\d+)_tokens_total\Z")
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}\Z")
 
 
@@ -84,6 +86,7 @@ _GAUGES = {
     "num_requests_waiting": ("requests_waiting", "Requests in the queue."),
 }
 _COUNTERS = {
+    "spec_decode_num_drafts": ("drafts_total", "Steps of a sequence with drafts."),
     "num_preemptions": ("preemptions_total", "Preemptions."),
     "prefix_cache_queries": ("prefix_queries_total", "Prompt tokens that were looked up in the prefix cache."),
     "spec_decode_num_draft_tokens": ("draft_tokens_total", "Draft tokens that were computed."),
@@ -107,13 +110,19 @@ def vllm_families(
         yield _by_engine(GaugeMetricFamily(f"vllm:{name}", help_text, labels=_LABELS), snapshot, model, ours)
     for name, (ours, help_text) in _COUNTERS.items():
         yield _by_engine(CounterMetricFamily(f"vllm:{name}", help_text, labels=_LABELS), snapshot, model, ours)
-    usage = GaugeMetricFamily(
-        "vllm:kv_cache_usage_perc", "Part of the KV cache in use; 1 is all of it.", labels=_LABELS
-    )
-    for index, values in enumerate(snapshot.stats.values()):
-        if values.get("pages"):
-            usage.add_metric([model, str(index)], values.get("pages_in_use", 0) / values["pages"])
-    yield usage
+    for former in ("hits", "queries"):  # their names until vLLM 0.9
+        ours, help_text = _COUNTERS[f"prefix_cache_{former}"]
+        family = CounterMetricFamily(f"vllm:gpu_prefix_cache_{former}", help_text, labels=_LABELS)
+        yield _by_engine(family, snapshot, model, ours)
+    for name in ("kv", "gpu"):
+        help_text = "Part of the KV cache in use; 1 is all of it."
+        usage = GaugeMetricFamily(f"vllm:{name}_cache_usage_perc", help_text, labels=_LABELS)
+        for index, values in enumerate(snapshot.stats.values()):
+            if values.get("pages"):
+                usage.add_metric([model, str(index)], values.get("pages_in_use", 0) / values["pages"])
+        yield usage
+    yield _cache_config(snapshot, model)
+    yield _step_tokens(snapshot, model)
     for name, histogram in histograms.items():
         yield _renamed(f"vllm:{name}", histogram, {"model_name": model, "engine": "0"})
     for name, counter in counters.items():
@@ -140,6 +149,29 @@ def _adapters(snapshot: EngineSnapshot, model: ModelInfo) -> Metric:
         ",".join(card.name for card in snapshot.adapters if getattr(card, which)) for which in ("running", "waiting")
     )
     family.add_metric([str(model.max_adapters), running, waiting], time.time())
+    return family
+
+
+def _cache_config(snapshot: EngineSnapshot, model: str) -> Metric:
+    """Return the sizes of the engines' KV caches as labels. The value is 1."""
+    own = ["block_size", "num_gpu_blocks", "enable_prefix_caching"]
+    family = GaugeMetricFamily("vllm:cache_config_info", "Sizes of the KV cache.", labels=[*_LABELS, *own])
+    for index, values in enumerate(snapshot.stats.values()):
+        sizes = [str(int(values.get(name, 0))) for name in ("page_tokens", "pages")]
+        family.add_metric([model, str(index), *sizes, str(bool(values.get("prefix_caching")))], 1.0)
+    return family
+
+
+def _step_tokens(snapshot: EngineSnapshot, model: str) -> Metric:
+    """Return the histogram of the tokens of steps."""
+    family = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens of a step.", labels=_LABELS)
+    for index, values in enumerate(snapshot.stats.values()):
+        counts = {
+            float(match[1]): float(value) for name, value in values.items() if (match := _STEPS_UP_TO.match(name))
+        }
+        buckets = [(floatToGoString(bound), counts[bound]) for bound in sorted(counts)]
+        buckets.append(("+Inf", float(values.get("planned_steps_total", 0))))
+        family.add_metric([model, str(index)], buckets, float(values.get("planned_tokens_total", 0)))
     return family
 
 

@@ -8,15 +8,16 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from ...protocol.messages import Chunk
-from ..interfaces import AdmittedRequest, Engines, HttpExchange, UsageRecord
+from ..interfaces import AdmittedRequest, Engines, HistoryReport, HttpExchange, UsageRecord
 from . import engine_metrics
+from .history import History
 from .observers import BaseObserver
 
 OTHER = "other"
@@ -32,6 +33,13 @@ TOKEN_SECONDS = (
     0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80
 )  # fmt: skip
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+COMPLETIONS = (1, 2, 5, 10, 20)
+_PHASES = {
+    "queue": ("Time in an engine's queue.", FIRST_TOKEN_SECONDS),
+    "prefill": ("Time from a request's first step to its first token.", FIRST_TOKEN_SECONDS),
+    "decode": ("Time from a request's first token to its last.", REQUEST_SECONDS),
+    "inference": ("Time from a request's first step to its end.", REQUEST_SECONDS),
+}
 _MODEL_COUNTERS = {
     "prompt_tokens": "Tokens of prompts.",
     "cached_tokens": "Tokens of prompts that were found in the prefix cache.",
@@ -123,12 +131,13 @@ class Metrics(BaseObserver):
         self._models, self._owners = LabelLimit(MAX_MODELS), LabelLimit(MAX_OWNERS)
         self._vllm, self._component_values = vllm, component_values
         self._snapshot = engine_metrics.EngineSnapshot()
+        self._history = History()
 
         def counter(name: str, help_text: str, *labels: str) -> CounterSeries:
             return CounterSeries(Counter(f"sidestream_{name}", help_text, labels, registry=self._registry))
 
-        def histogram(name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"sidestream_{name}", help_text, registry=self._registry, buckets=buckets)
+        def histogram(name: str, help_text: str, buckets: Sequence[float]) -> FastHistogram:
+            return FastHistogram(f"sidestream_{name}", help_text, buckets, self._registry)
 
         self._http = counter("http_requests", "HTTP requests of any kind.", "route", "method", "status")
         self._open = Gauge("sidestream_requests_open", "Open generation requests.", registry=self._registry)
@@ -140,15 +149,25 @@ class Metrics(BaseObserver):
         self._first_token_seconds = histogram(
             "first_token_seconds", "Time from a request to its first token.", FIRST_TOKEN_SECONDS
         )
-        self._inter_token_seconds = FastHistogram(
-            "sidestream_inter_token_seconds", "Time between tokens of an answer.", TOKEN_SECONDS, self._registry
-        )
+        self._inter_token_seconds = histogram("inter_token_seconds", "Time between tokens of an answer.", TOKEN_SECONDS)
         self._request_token_seconds = histogram(
             "request_token_seconds", "A request's mean time per token after the first.", TOKEN_SECONDS
         )
         self._request_seconds = histogram("request_seconds", "Time from a request to its end.", REQUEST_SECONDS)
+        self._by_phase = {
+            phase: histogram(f"request_{phase}_seconds", help_text, buckets)
+            for phase, (help_text, buckets) in _PHASES.items()
+        }
         self._request_prompt_tokens = histogram("request_prompt_tokens", "Tokens of a request's prompts.", TOKENS)
         self._request_output_tokens = histogram("request_output_tokens", "Tokens of a request's answers.", TOKENS)
+        self._request_computed_tokens = histogram(
+            "request_computed_tokens", "Tokens of a request's prompts that were not in the prefix cache.", TOKENS
+        )
+        self._request_longest_tokens = histogram(
+            "request_longest_tokens", "Tokens of the longest completion of a request.", TOKENS
+        )
+        self._request_max_tokens = histogram("request_max_tokens", "max_tokens of requests that set it.", TOKENS)
+        self._request_completions = histogram("request_completions", "Completions per prompt (n).", COMPLETIONS)
         self._finish_reasons = counter("completions", "Completions that ended, by reason.", "reason")
         ProcessCollector(registry=self._registry)
         self._registry.register(_CallbackCollector(self._collect))
@@ -170,6 +189,8 @@ class Metrics(BaseObserver):
 
     def on_finished(self, request: AdmittedRequest, record: UsageRecord) -> None:
         self._open.dec()
+        if record.status >= 400:
+            self._history.add_failed(record)
         model, owner = self._models(record.adapter or record.model), self._owners(record.owner)
         self._requests(model, request.endpoint, str(record.status), record.error).inc()
         for name, series in self._by_model.items():
@@ -179,6 +200,24 @@ class Metrics(BaseObserver):
         self._request_seconds.observe(record.total_seconds)
         self._request_prompt_tokens.observe(record.prompt_tokens)
         self._request_output_tokens.observe(record.output_tokens)
+        self._request_computed_tokens.observe(record.prompt_tokens - record.cached_tokens)
+        self._request_longest_tokens.observe(record.longest_output_tokens)
+        self._request_completions.observe(request.params.n)
+        if request.params.max_tokens is not None:
+            self._request_max_tokens.observe(request.params.max_tokens)
+        if record.engine_total_seconds:
+            queued, first, end = (
+                record.engine_queue_seconds,
+                record.engine_first_token_seconds or record.engine_total_seconds,
+                record.engine_total_seconds,
+            )
+            for phase, seconds in (
+                ("queue", queued),
+                ("prefill", first - queued),
+                ("decode", end - first),
+                ("inference", end - queued),
+            ):
+                self._by_phase[phase].observe(max(0.0, seconds))
         if record.output_tokens > 1 and record.first_token_seconds:
             self._request_token_seconds.observe(
                 max(0.0, record.total_seconds - record.first_token_seconds) / (record.output_tokens - 1)
@@ -187,12 +226,21 @@ class Metrics(BaseObserver):
     def on_http_exchange(self, exchange: HttpExchange) -> None:
         method = exchange.method if exchange.method in METHODS else OTHER
         self._http(exchange.route or OTHER, method, str(exchange.status)).inc()
+        if exchange.status >= 400:
+            self._history.add_refused(exchange)
         if exchange.status == 429:
             self._owner_refused(self._owners(exchange.owner)).inc()
 
     async def metrics(self, engines: Engines) -> tuple[str, bytes]:
         self._snapshot = await engine_metrics.take_snapshot(engines)
         return CONTENT_TYPE_LATEST, generate_latest(self._registry)
+
+    async def add_sample(self, engines: Engines) -> None:
+        self._snapshot = await engine_metrics.take_snapshot(engines)
+        self._history.add_sample(self._registry.collect())
+
+    def history(self, after: float) -> HistoryReport:
+        return self._history.report(after)
 
     def _collect(self) -> Iterator[Metric]:
         yield from engine_metrics.engine_families(self._snapshot)
@@ -201,7 +249,7 @@ class Metrics(BaseObserver):
             help_text = f"The gateway's {name.removesuffix('_total').replace('_', ' ')}."
             yield kind(f"sidestream_{name.removesuffix('_total')}", help_text, value)
         if self._vllm:
-            histograms: dict[str, Collector] = {
+            histograms: Mapping[str, Collector] = {
                 "time_to_first_token_seconds": self._first_token_seconds,
                 "inter_token_latency_seconds": self._inter_token_seconds,
                 "time_per_output_token_seconds": self._inter_token_seconds,
@@ -209,12 +257,31 @@ class Metrics(BaseObserver):
                 "e2e_request_latency_seconds": self._request_seconds,
                 "request_prompt_tokens": self._request_prompt_tokens,
                 "request_generation_tokens": self._request_output_tokens,
-            }
+                "request_max_num_generation_tokens": self._request_longest_tokens,
+                "request_prefill_kv_computed_tokens": self._request_computed_tokens,
+                "request_params_max_tokens": self._request_max_tokens,
+                "request_params_n": self._request_completions,
+            } | {f"request_{phase}_time_seconds": histogram for phase, histogram in self._by_phase.items()}
             counters = {
                 "prompt_tokens": self._by_model["prompt_tokens"].counter,
                 "generation_tokens": self._by_model["output_tokens"].counter,
             }
+            yield _http_requests(self._http.counter)
             yield from engine_metrics.vllm_families(self._snapshot, histograms, counters, self._finish_reasons.counter)
+
+
+def _http_requests(counter: Counter) -> Metric:
+    """Return the counter of HTTP requests with the name and labels that vLLM's dashboards query."""
+    family = CounterMetricFamily("http_requests", "HTTP requests of any kind.", labels=["handler", "method", "status"])
+    counts: dict[tuple[str, str, str], float] = {}
+    for sample in next(iter(counter.collect())).samples:
+        if sample.name.endswith("_total"):
+            labels = sample.labels
+            key = labels["route"], labels["method"], f"{labels['status'][0]}xx"
+            counts[key] = counts.get(key, 0.0) + sample.value
+    for key, value in counts.items():
+        family.add_metric(key, value)
+    return family
 
 
 class _CallbackCollector(Collector):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ...protocol.messages import Chunk
-from ..interfaces import AdmittedRequest, Engines, HttpExchange, Observer, UsageRecord
+from ..interfaces import AdmittedRequest, Engines, HistoryReport, HttpExchange, Observer, UsageRecord
 
 
 class BaseObserver:
@@ -60,3 +60,9 @@ class CompositeObserver:
 
     async def metrics(self, engines: Engines) -> tuple[str, bytes]:
         return await self._metrics.metrics(engines)
+
+    async def add_sample(self, engines: Engines) -> None:
+        await self._metrics.add_sample(engines)
+
+    def history(self, after: float) -> HistoryReport:
+        return self._metrics.history(after)

@@ -20,14 +20,14 @@ OPEN = {"num_pages": 200, "max_num_seqs": 4, "max_model_len": 4096, "step_second
 
 
 @contextmanager
-def running(kind: str, folder: Path) -> Iterator[tuple[int, Callable[[], int], Path]]:
-    """A server that drains for two seconds: its port, a function that sends SIGTERM and waits, and its log."""
+def running(kind: str, folder: Path, drain: float = 5.0) -> Iterator[tuple[int, Callable[[], int], Path]]:
+    """A server that drains for so many seconds: its port, a function that sends SIGTERM and waits, and its log."""
     if kind == "gateway":
         log = folder / "gateway.log"
         with serve_fake(folder, **OPEN) as engine, log.open("w") as output:
             command = [sys.executable, "-m", "sidestream.tools.cli", "gateway", "--engine", engine.address]
             process = subprocess.Popen(
-                [*command, "--port", "0", "--drain-seconds", "2", "--usage-log", "none"],
+                [*command, "--port", "0", "--drain-seconds", str(drain), "--usage-log", "none"],
                 stdout=output,
                 stderr=output,
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -39,7 +39,7 @@ def running(kind: str, folder: Path) -> Iterator[tuple[int, Callable[[], int], P
                 process.wait()
         return
     count = 2 if kind == "engines" else 1
-    with serve_fake(folder, engines=count, http=True, drain_seconds=2.0, **OPEN) as server:
+    with serve_fake(folder, engines=count, http=True, drain_seconds=drain, **OPEN) as server:
         yield port_when_ready(server.log), lambda: end(server.process), server.log
 
 
@@ -68,15 +68,22 @@ def ask(port: int, path: str, body: dict[str, Any] | None = None) -> tuple[int, 
     return answer.status, answer.read().decode()
 
 
+def opened(port: int, body: dict[str, Any]) -> http.client.HTTPResponse:
+    """A stream whose first event has arrived."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=GUARD)
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps(body | {"stream": True}), headers)
+    stream = connection.getresponse()
+    while not (line := stream.readline()).startswith(b"data: "):
+        assert line in (b": waiting\n", b"\n")
+    return stream
+
+
 @pytest.mark.parametrize("kind", ["server", "engines", "gateway"])
 def test_open_streams_end_with_an_error_and_newcomers_hear_the_reason(kind: str, tmp_path: Path) -> None:
     with running(kind, tmp_path) as (port, stop, log):
         endless = {"prompt": [5, 6], "max_tokens": 4000, "ignore_eos": True, "temperature": 0}
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=GUARD)
-        headers = {"Content-Type": "application/json"}
-        connection.request("POST", "/v1/completions", json.dumps(endless | {"stream": True}), headers)
-        stream = connection.getresponse()
-        assert stream.readline().startswith(b"data: ")
+        stream = opened(port, endless)
         whole: list[tuple[int, str]] = []
         waiting = threading.Thread(target=lambda: whole.append(ask(port, "/v1/completions", endless)))
         waiting.start()
@@ -100,13 +107,8 @@ def test_open_streams_end_with_an_error_and_newcomers_hear_the_reason(kind: str,
 
 
 def test_a_gateway_ends_as_soon_as_its_last_stream_has_ended(tmp_path: Path) -> None:
-    with running("gateway", tmp_path) as (port, stop, log):
-        answers: list[tuple[int, str]] = []
-        short = {"prompt": [7], "max_tokens": 20, "ignore_eos": True, "temperature": 0}
-        asking = threading.Thread(target=lambda: answers.append(ask(port, "/v1/completions", short)))
-        asking.start()
-        time.sleep(0.2)
+    with running("gateway", tmp_path, drain=600.0) as (port, stop, log):
+        stream = opened(port, {"prompt": [7], "max_tokens": 20, "ignore_eos": True, "temperature": 0})
         assert stop() == 0
-        asking.join(GUARD)
-        assert [status for status, _ in answers] == [200], "an open request is finished"
+        assert stream.read().endswith(b"data: [DONE]\n\n"), "an open request is finished"
         assert log.read_text().count("\n") <= 3

@@ -39,7 +39,9 @@ def ask(place: tuple[str, int], prompt: list[int], **fields: Any) -> tuple[socke
 def streamed(place: tuple[str, int], prompt: list[int]) -> tuple[socket.socket, HTTPResponse]:
     """A stream, of which the first token has come."""
     connection, answer = ask(place, prompt, stream=True)
-    assert answer.readline().startswith(b"data: ")
+    while (line := answer.readline()) in (b": waiting\n", b"\n"):
+        pass
+    assert line.startswith(b"data: ")
     return connection, answer
 
 

@@ -1,5 +1,6 @@
 """Streams that wait: their head and comments keep proxies from closing them; errors keep their status until then."""
 
+import argparse
 import asyncio
 import http.client
 import json
@@ -11,6 +12,7 @@ from sidestream.runtime.api.errors import EngineDeadError, RequestError, ServerE
 from sidestream.runtime.gateway.api.event_stream import DONE, EventStream
 from sidestream.runtime.gateway.interfaces import EngineRequest
 from sidestream.runtime.protocol.messages import Chunk
+from sidestream.tools.options.gateway import add_gateway_options, gateway_settings
 from support.gateway import FakeEngines, events, gateway, listening
 
 COMMENT = ": waiting\n\n"
@@ -113,6 +115,16 @@ def test_zero_switches_it_off() -> None:
     engines.problem = lambda request: EngineDeadError("gone", "engine_dead")
     status, text = streamed(engines, *REQUESTS["completion"], 0.7, 0)
     assert status == 503 and COMMENT not in text
+
+
+def test_the_flag_sets_the_interval() -> None:
+    parser = argparse.ArgumentParser()
+    add_gateway_options(parser, ["--keys"])
+    for flags, seconds in (([], 10.0), (["--stream-keepalive-seconds", "2.5"], 2.5)):
+        options = argparse.Namespace(**vars(parser.parse_args(["--usage-log", "none", *flags])), drain_seconds=1.0)
+        assert gateway_settings(options).stream_keepalive_seconds == seconds
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--stream-keepalive-seconds", "-1"])
 
 
 def test_a_stream_that_pauses_between_tokens_gets_comments() -> None:

@@ -183,3 +183,26 @@ def test_a_collector_gets_spans_with_the_engines_events(server: Server) -> None:
     assert attributes["gen_ai.usage.output_tokens"].int_value == 30
     assert len(attributes["sidestream.adapter.content"].string_value) == 64
     assert b"secret" not in told.SerializeToString()
+
+
+def test_the_phases_of_requests_are_measured_by_the_engine(tmp_path: Path) -> None:
+    """Three requests one after the other: two of them wait in the queue for what the others take."""
+
+    async def scene(server: Server) -> tuple[dict[str, float], float]:
+        async with ready(server, CompositeObserver(Metrics(vllm=True)), NoAuth()) as http:
+            body = {"max_tokens": 10, "ignore_eos": True, "temperature": 0}
+            await asyncio.gather(
+                *(http.post("/v1/completions", json=body | {"prompt": [each] * 70}) for each in (3, 4, 5))
+            )
+            families = text_string_to_metric_families((await http.get("/metrics")).text)
+            return {sample.name: sample.value for each in families for sample in each.samples}, 3 * (70 + 10)
+
+    with serve_fake(tmp_path, max_num_seqs=1, step_seconds=0.02) as server:
+        found, tokens = asyncio.run(scene(server))
+    phase = {name: found[f"vllm:request_{name}_time_seconds_sum"] for name in ("queue", "prefill", "decode")}
+    assert found["vllm:request_queue_time_seconds_count"] == 3
+    assert phase["decode"] >= 3 * 9 * 0.02 and phase["queue"] >= phase["decode"] / 3
+    assert 0 < phase["prefill"] < phase["decode"]
+    assert found["vllm:request_max_num_generation_tokens_sum"] == 30
+    assert tokens - 3 <= found["vllm:iteration_tokens_total_sum"] <= tokens
+    assert found["vllm:iteration_tokens_total_count"] >= 27 and found["vllm:iteration_tokens_total_bucket"] >= 27

@@ -26,8 +26,9 @@ EXCHANGE = AdmittedRequest(
     "r1", "/v1/completions", Caller("search", "search-1"), "10.0.0.1", "sql", "sql", True, ["hi"], SamplingParams()
 )
 RECORD = UsageRecord(
-    1e9, "r1", "/v1/completions", "search", "search-1", "llama", "sql", "aa", 10, 5, 4, 0.25, 1.25, 200
-)
+    1e9, "r1", "/v1/completions", "search", "search-1", "llama", "sql", "aa", 10, 5, 4, 0.25, 1.25, 200,
+    engine_queue_seconds=0.125, engine_first_token_seconds=0.375, engine_total_seconds=0.875, longest_output_tokens=5,
+)  # fmt: skip
 ANSWER = HttpExchange(1e9, "r1", "POST", "/v1/completions", "/v1/completions", 200, 1.3, 99, "10.0.0.1", "search")
 
 
@@ -183,6 +184,24 @@ VLLM = (
     "vllm:request_prompt_tokens_bucket",
     "vllm:request_generation_tokens_bucket",
     "vllm:lora_requests_info",
+    "vllm:request_queue_time_seconds_sum",
+    "vllm:request_prefill_time_seconds_sum",
+    "vllm:request_decode_time_seconds_sum",
+    "vllm:request_inference_time_seconds_bucket",
+    "vllm:request_max_num_generation_tokens_sum",
+    "vllm:request_params_n_count",
+    "vllm:request_params_max_tokens_bucket",
+    "vllm:request_prefill_kv_computed_tokens_sum",
+    "vllm:iteration_tokens_total_bucket",
+    "vllm:cache_config_info",
+    "vllm:spec_decode_num_drafts_total",
+    "vllm:spec_decode_num_draft_tokens_total",
+    "vllm:spec_decode_num_accepted_tokens_total",
+    "http_requests_total",
+    # until vLLM 0.9; its older dashboard queries the first
+    "vllm:gpu_cache_usage_perc",
+    "vllm:gpu_prefix_cache_queries_total",
+    "vllm:gpu_prefix_cache_hits_total",
 )
 
 
@@ -190,7 +209,11 @@ def test_vllms_names_tell_the_same_numbers() -> None:
     metrics = Metrics(vllm=True)
     served(metrics)
     stats = {
-        "engine-0": STATS["engine-0"] | {"preemptions_total": 1, "prefix_queries_total": 90, "prefix_hits_total": 40}
+        "engine-0": STATS["engine-0"]
+        | {"preemptions_total": 1, "prefix_queries_total": 90, "prefix_hits_total": 40, "page_tokens": 64}
+        | {"draft_tokens_total": 9, "accepted_tokens_total": 6, "drafts_total": 4, "prefix_caching": 1}
+        | {"planned_steps_total": 7, "planned_tokens_total": 1400, "steps_up_to_1_tokens_total": 2}
+        | {"steps_up_to_512_tokens_total": 6}
     }
     found = read(metrics, Engines(stats))
     assert [name for name in VLLM if not found.get(name)] == []
@@ -200,6 +223,24 @@ def test_vllms_names_tell_the_same_numbers() -> None:
     assert found["vllm:request_success_total"] == {(("engine", "0"), ("finished_reason", "stop"), both[1]): 1}
     own, theirs = found["sidestream_first_token_seconds_bucket"], found["vllm:time_to_first_token_seconds_bucket"]
     assert list(own.values()) == list(theirs.values()) and found["vllm:time_to_first_token_seconds_sum"] == {both: 0.25}
+    assert found["vllm:gpu_cache_usage_perc"] == found["vllm:kv_cache_usage_perc"]
+    assert found["vllm:spec_decode_num_drafts_total"] == {both: 4}
+    assert found["vllm:iteration_tokens_total_sum"] == {both: 1400}
+    sizes = {dict(labels)["le"]: value for labels, value in found["vllm:iteration_tokens_total_bucket"].items()}
+    assert sizes == {"1.0": 2, "512.0": 6, "+Inf": 7}
+    ((labels, value),) = found["vllm:cache_config_info"].items()
+    assert value == 1 and dict(labels) == {
+        "block_size": "64", "num_gpu_blocks": "200", "enable_prefix_caching": "True", "engine": "0",
+        "model_name": "llama",
+    }  # fmt: skip
+    phases = {name: found[f"vllm:request_{name}_time_seconds_sum"][both] for name in ("queue", "prefill", "decode")}
+    assert phases == {"queue": 0.125, "prefill": 0.25, "decode": 0.5}
+    assert found["vllm:request_inference_time_seconds_sum"] == {both: 0.75}
+    assert found["vllm:request_max_num_generation_tokens_sum"] == {both: 5}
+    assert found["vllm:request_prefill_kv_computed_tokens_sum"] == {both: 6}
+    assert found["vllm:request_params_n_sum"] == {both: 1} and found["vllm:request_params_max_tokens_sum"] == {both: 16}
+    page = (("handler", "/v1/completions"), ("method", "POST"), ("status", "2xx"))
+    assert found["http_requests_total"] == {page: 1}
     ((labels, _),) = found["vllm:lora_requests_info"].items()
     assert dict(labels) == {"max_lora": "8", "running_lora_adapters": "sql,chat", "waiting_lora_adapters": "chat"}
 
