@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from ..runtime.engine.flag_spelling import with_flags
 from ..runtime.processes.garbage_collection import raise_gc_thresholds
+from ..runtime.processes.logs import progress_line
 from ..runtime.processes.out_of_memory import out_of_memory
 from .bench import kernels as bench_kernels
 from .bench import latency as bench_latency
@@ -171,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         memory = out_of_memory(problem)
         if os.environ.get("SIDESTREAM_TRACEBACK") or not (memory or is_clear(problem)):
             raise
-        print(f"sidestream: error: {memory or with_flags(one_line(problem), vars(options))}", file=sys.stderr)
+        print(progress_line(f"error: {memory or with_flags(one_line(problem), vars(options))}"), file=sys.stderr)
         return 2
 
 

@@ -14,11 +14,11 @@ from ..gateway.addresses import parse_hosts
 from ..gateway.auth.key_store import parse as parse_keys
 from ..gateway.auth.key_store import read_bytes
 from ..gateway.origin_policy import parse_origins
+from ..gateway.router.adapter_root import AdapterRoot, fetched_folder, is_remote
 from ..gateway.server_process import check_exposure
 from ..gateway.settings import GatewaySettings
 from ..protocol.curve_keys import load_client_keys, load_server_keys
 from ..server.settings import ServeSettings
-from .adapter_root import AdapterRoot, fetched_folder, is_remote
 
 MAX_FILE_BYTES = 1 << 20
 _PATHS = ("model", "keys", "engine_keys", "usage_log")

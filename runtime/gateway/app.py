@@ -1,5 +1,6 @@
 """Builds the ASGI application, and its components as the settings ask for them."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from .metrics.observers import BaseObserver, CompositeObserver
 from .metrics.tracing import Tracing, exporting_to
 from .middleware import GatewayMiddleware
 from .origin_policy import OriginPolicy
+from .router.adapter_folder import AdapterFolder
 from .router.router import Router
 from .settings import GatewaySettings
 
@@ -35,9 +37,15 @@ def build_app(
     @contextlib.asynccontextmanager
     async def lifespan(app: Any) -> AsyncGenerator[None, None]:
         await engines.start()
+        following = None
+        if settings.adapters_folder is not None:
+            folder = AdapterFolder(settings.adapters_folder, settings.adapter_versions, engines)
+            following = asyncio.create_task(folder.run())
         try:
             yield
         finally:
+            if following is not None:
+                following.cancel()
             await engines.close()
             context.close()
 

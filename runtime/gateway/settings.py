@@ -37,6 +37,9 @@ class GatewaySettings(Struct, frozen=True, kw_only=True):
     access_log               file of JSON lines, "-": standard output, None: no log
     metrics_compat           "vllm": export vLLM's metric names too
     otel_endpoint            URL of an OTLP collector for spans; None: no spans
+    model_aliases            further names of the base model
+    adapters_folder          directory whose folders are adapters, which the engines follow; None: none
+    adapter_versions         name -> version of the adapters in it at the start
     """
 
     host: str = HOST
@@ -61,3 +64,6 @@ class GatewaySettings(Struct, frozen=True, kw_only=True):
     access_log: str | None = None
     metrics_compat: str | None = None
     otel_endpoint: str | None = None
+    model_aliases: list[str] = field(default_factory=list)
+    adapters_folder: str | None = None
+    adapter_versions: dict[str, str] = field(default_factory=dict)

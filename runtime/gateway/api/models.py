@@ -65,7 +65,8 @@ async def list_models(context: GatewayContext, request: Request) -> Response:
     """Return the base model and the adapters that the caller may use."""
     caller, may_use = caller_of(request), context.admission.may_use
     model = await context.engines.model()
-    cards = [_model_card(model)] if may_use(caller, model.name) else []
+    names = [model.name, *context.settings.model_aliases] if may_use(caller, model.name) else []
+    cards = [_model_card(model, name) for name in names]
     adapters = await context.engines.adapters()
     cards += [_adapter_card(card, model) for card in adapters if may_use(caller, card.name)]
     return json_response(ModelList(data=cards))
@@ -75,7 +76,7 @@ async def get_model(context: GatewayContext, request: Request) -> Response:
     """Return the base model or one adapter."""
     target = await context.target(caller_of(request), request.path_params["model"])
     if target.adapter is None:
-        return json_response(_model_card(target.model))
+        return json_response(_model_card(target.model, request.path_params["model"]))
     return json_response(_adapter_card(target.adapter, target.model))
 
 
@@ -83,7 +84,7 @@ async def load_adapter(context: GatewayContext, request: Request) -> Response:
     """Load an adapter from a directory on the engines' machines."""
     admin_only(caller_of(request))
     body = await read_body(request, LoadAdapter, context.settings)
-    if body.lora_name == (await context.engines.model()).name:
+    if body.lora_name in ((await context.engines.model()).name, *context.settings.model_aliases):
         raise GatewayError(409, "this is the base model's name; choose another", param="lora_name")
     await context.engines.load_adapter(body.lora_name, body.lora_path, bool(body.load_inplace))
     return json_response(AdapterChanged(message=f"adapter {body.lora_name!r} is loaded"))
@@ -97,8 +98,8 @@ async def unload_adapter(context: GatewayContext, request: Request) -> Response:
     return json_response(AdapterChanged(message=f"adapter {body.lora_name!r} is unloaded"))
 
 
-def _model_card(model: ModelInfo) -> ModelCard:
-    return ModelCard(id=model.name, created=model.created, root=model.name, max_model_len=model.max_model_len)
+def _model_card(model: ModelInfo, name: str) -> ModelCard:
+    return ModelCard(id=name, created=model.created, root=model.name, max_model_len=model.max_model_len)
 
 
 def _adapter_card(card: AdapterCard, model: ModelInfo) -> ModelCard:
