@@ -33,6 +33,7 @@ from .commands import (
     generate,
     keys,
     ledger,
+    plan,
     run_batch,
     serve,
     usage,
@@ -124,7 +125,7 @@ def build_parser() -> argparse.ArgumentParser:
         module.add_parser(commands)
     _add_group(commands, "fleet", "run a fleet of engines on Ray Serve", fleet)
     _add_group(commands, "inspect", "inspect compiled programs and passes", dump, diff, explain, ledger)
-    for module in (calibrate, evaluation, tune):
+    for module in (plan, calibrate, evaluation, tune):
         module.add_parser(commands)
     benches = bench_latency, bench_throughput, bench_kernels, bench_startup, bench_serve, bench_gateway, bench_http
     _add_group(commands, "bench", "measure speed", *benches, metavar="BENCH")

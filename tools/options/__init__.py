@@ -7,5 +7,6 @@ launcher_flags  flags of the launchers of vLLM, SGLang and LoRAX
 config_file     `--config file.toml`
 models          models, adapters, buckets and batches to measure or compare
 shapes          config.json of other families, for --shape
+sizing          memory and step times of a model by its config
 environment     versions and hardware
 """
