@@ -160,7 +160,12 @@ def with_new_name(arguments: Sequence[str]) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command, and return the exit code: 0 done, 2 the user's mistake, 130 interrupted."""
     raise_gc_thresholds()
-    options = build_parser().parse_args(with_new_name(sys.argv[1:] if arguments is None else arguments))
+    parser = build_parser()
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
+        from argcomplete import autocomplete
+
+        autocomplete(parser)
+    options = parser.parse_args(with_new_name(sys.argv[1:] if arguments is None else arguments))
     try:
         return options.run(options)
     except KeyboardInterrupt:

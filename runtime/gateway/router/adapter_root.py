@@ -21,7 +21,6 @@ import fsspec
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from ....compiler.program.cache_folder import cache_directory
 from .adapter_catalogue import OfferedAdapter
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -105,11 +104,6 @@ class AdapterRoot:
             return None
         version = hashlib.sha256(f"{folder}\n{stamp}".encode()).hexdigest()
         return _ScannedFolder(stamp, OfferedAdapter(name, folder, version, rank))
-
-
-def fetched_folder() -> Path:
-    """Return the folder for adapters of a remote root, shared by all engines of a host."""
-    return cache_directory() / "fetched_adapters"
 
 
 def _open(location: str) -> tuple[AbstractFileSystem, str]:
