@@ -1,29 +1,23 @@
 """docs/sizing.md: its worked example follows from the engine's own memory plan and from published measurements."""
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-from sidestream.compiler.api import compile_model
-from sidestream.compiler.program.program import Bucket
+import pytest
+from sidestream.compiler.cost.hardware import H200
+from sidestream.compiler.options import CompileOptions
 from sidestream.graphs.config import LlamaConfig
-from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import LoraShape
-from sidestream.ops.core.kv_layout import PAGE_SIZE, pages_for
+from sidestream.ops.core.kv_layout import PAGE_SIZE
 from sidestream.runtime.engine.options import MAX_NUM_SEQS
 from sidestream.runtime.engine.resolve import DEFAULT_MAX_MODEL_LEN, MAX_BATCHED_TOKENS
-from sidestream.runtime.worker.memory_budget import (
-    RESERVE_BYTES,
-    SAMPLING_COPIES,
-    MemoryDemand,
-    kv_specs,
-    nbytes,
-    plan_pages,
-    specs_of,
-)
+from sidestream.runtime.worker.memory_budget import RESERVE_BYTES, MemoryDemand, plan_pages
+from sidestream.tools import cli
 from sidestream.tools.options.models import LLAMA_8B
+from sidestream.tools.options.sizing import SizedModel
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = (DOCS / "sizing.md").read_text()
@@ -33,29 +27,15 @@ PROMPT, OUTPUT, INTERVAL = 1024, 128, 60  # tokens of a request, seconds between
 
 
 @cache
-def some_layers(layers: int) -> tuple[int, int, int, int]:
-    """Return bytes of weights, of one adapter slot, of activations and of a KV page, for a model of few layers."""
-    config = LlamaConfig.from_dict({**LLAMA_8B, "num_hidden_layers": layers})
-    model = Llama(config, LoraShape(1, RANK), torch.bfloat16, "meta")
-    blocks = pages_for(DEFAULT_MAX_MODEL_LEN)
-    bucket = Bucket(MAX_BATCHED_TOKENS, MAX_NUM_SEQS, blocks * MAX_NUM_SEQS, blocks, lora=True)
-    program = compile_model(model, text=False).program(bucket)
-    activations = program.arena_bytes + SAMPLING_COPIES * MAX_NUM_SEQS * config.vocab_size * 4
-    sizes = nbytes(specs_of(program, "weight")), nbytes(specs_of(program, "adapter"))
-    return *sizes, activations, nbytes(kv_specs(program, 1))
-
-
-def llama_8b() -> tuple[int, int, int, int]:
-    """Return the same for all layers; temporaries share memory, so activations are those of two layers."""
-    one, two = some_layers(1), some_layers(2)
-    weights, slot, _, page = (a + (LLAMA_8B["num_hidden_layers"] - 1) * (b - a) for a, b in zip(one, two, strict=True))
-    return weights, slot, two[2], page
+def llama_8b() -> MemoryDemand:
+    """Return the demand with a single slot and the buffer for copies."""
+    model = SizedModel(LlamaConfig.from_dict(LLAMA_8B), LoraShape(1, RANK), CompileOptions())
+    return model.demand(DEFAULT_MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_BATCHED_TOKENS)
 
 
 def tokens(max_loras: int, memory: int) -> int:
     """Return how many tokens of KV cache fit."""
-    weights, slot, activations, page = llama_8b()
-    demand = MemoryDemand(weights, (max_loras + 1) * slot, activations, page)
+    demand = replace(llama_8b(), adapters=(max_loras + 1) * llama_8b().adapters // 2)
     return plan_pages(demand, memory, memory, UTILIZATION, DEFAULT_MAX_MODEL_LEN, 1 << 20) * PAGE_SIZE
 
 
@@ -86,8 +66,17 @@ def assert_shown(*lines: str) -> None:
     assert not missing, "docs/sizing.md should contain\n" + "\n".join(missing)
 
 
+def test_the_plan_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    command, _, shown = PAGE.partition("```text\n")
+    (line,) = (each.split() for each in command.splitlines() if "sidestream plan" in each)
+    assert cli.main(line[1:]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [each for each in shown.partition("\n```")[0].splitlines() if each not in printed] == []
+
+
 def test_sizes_of_the_model() -> None:
-    weights, slot, activations, page = llama_8b()
+    demand = llama_8b()
+    weights, slot, activations, page = demand.weights, demand.adapters // 2, demand.activations, demand.page
     assert_shown(
         f"| weights | {weights / 1e9:.1f} GB |",
         f"| activations of a step | {activations / 1e9:.1f} GB |",
@@ -98,7 +87,7 @@ def test_sizes_of_the_model() -> None:
 
 
 def test_tokens_that_fit() -> None:
-    _, slot, _, _ = llama_8b()
+    slot = llama_8b().adapters // 2
     for max_loras in (8, 32, 128, 256):
         cells = [f"{max_loras}", f"{(max_loras + 1) * slot / 1e9:.1f} GB"]
         for memory in GPUS.values():
@@ -125,3 +114,13 @@ def test_the_formula_is_close_to_the_measured_rate() -> None:
     measured = row("bench_throughput_h200.json", workload="B", concurrency=128, lora="zipf")["output_tokens_per_second"]
     assert_shown(f"{measured / OUTPUT:.1f} were measured")
     assert abs(requests_per_second() * OUTPUT / measured - 1) < 0.05
+
+
+def test_estimated_steps_are_close_to_measured_ones() -> None:
+    """`sidestream plan` has these; each measured sequence has 272 cached tokens on average."""
+    model = SizedModel(LlamaConfig.from_dict(LLAMA_8B), LoraShape(8, 32), CompileOptions())
+    for requests in (1, 8, 64, 256):
+        measured = row("bench_latency_h200.json", concurrency=requests, lora="zipf")
+        estimate = 1e3 * model.decode_seconds(requests, 272, measured["active_adapters"], H200)
+        assert abs(estimate / measured["ms_per_step"] - 1) < 0.1
+    assert abs(1 / model.prompt_seconds(PROMPT, H200) / prompt_rate() - 1) < 0.2

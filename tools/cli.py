@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from ..runtime.engine.flag_spelling import with_flags
 from ..runtime.processes.garbage_collection import raise_gc_thresholds
+from ..runtime.processes.logs import progress_line
 from ..runtime.processes.out_of_memory import out_of_memory
 from .bench import kernels as bench_kernels
 from .bench import latency as bench_latency
@@ -32,6 +33,7 @@ from .commands import (
     generate,
     keys,
     ledger,
+    plan,
     run_batch,
     serve,
     usage,
@@ -123,7 +125,7 @@ def build_parser() -> argparse.ArgumentParser:
         module.add_parser(commands)
     _add_group(commands, "fleet", "run a fleet of engines on Ray Serve", fleet)
     _add_group(commands, "inspect", "inspect compiled programs and passes", dump, diff, explain, ledger)
-    for module in (calibrate, evaluation, tune):
+    for module in (plan, calibrate, evaluation, tune):
         module.add_parser(commands)
     benches = bench_latency, bench_throughput, bench_kernels, bench_startup, bench_serve, bench_gateway, bench_http
     _add_group(commands, "bench", "measure speed", *benches, metavar="BENCH")
@@ -158,7 +160,12 @@ def with_new_name(arguments: Sequence[str]) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command, and return the exit code: 0 done, 2 the user's mistake, 130 interrupted."""
     raise_gc_thresholds()
-    options = build_parser().parse_args(with_new_name(sys.argv[1:] if arguments is None else arguments))
+    parser = build_parser()
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
+        from argcomplete import autocomplete
+
+        autocomplete(parser)
+    options = parser.parse_args(with_new_name(sys.argv[1:] if arguments is None else arguments))
     try:
         return options.run(options)
     except KeyboardInterrupt:
@@ -171,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         memory = out_of_memory(problem)
         if os.environ.get("SIDESTREAM_TRACEBACK") or not (memory or is_clear(problem)):
             raise
-        print(f"sidestream: error: {memory or with_flags(one_line(problem), vars(options))}", file=sys.stderr)
+        print(progress_line(f"error: {memory or with_flags(one_line(problem), vars(options))}"), file=sys.stderr)
         return 2
 
 

@@ -1,5 +1,16 @@
 """Errors that callers can cause or must handle, apart from bugs of the engine."""
 
+from collections.abc import Collection
+from itertools import islice
+
+LISTED_NAMES = 5
+
+
+def some_of(names: Collection[str]) -> str:
+    """Return the first names for an error about an unknown one, and how many there are besides."""
+    shown, more = ", ".join(islice(names, LISTED_NAMES)), len(names) - LISTED_NAMES
+    return f"{shown} and {more} more" if more > 0 else shown or "none"
+
 
 class RequestError(ValueError):
     """A request cannot be served; the message names the field and the remedy. Other requests are not affected.

@@ -8,5 +8,5 @@ options           the options of `LLM`, checked before any work
 resolve           their values for a given model and device
 llm_keywords      the same options for type checkers
 flag_spelling     options in error messages as Python keywords or as flags
-vllm_keywords     keywords of vLLM's `LLM`, and flags of its server, that are refused or have no effect
+vllm_keywords     keywords of vLLM's `LLM` that are refused or have no effect
 """

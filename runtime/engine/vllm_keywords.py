@@ -1,6 +1,4 @@
-"""Unsupported keywords of vLLM's `LLM` and flags of its server: each is refused with a remedy, unless its value has no
-effect.
-"""
+"""Unsupported keywords of vLLM's `LLM`: each is refused with a remedy, unless its value has no effect."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -62,27 +60,6 @@ UNSUPPORTED_KEYWORDS: dict[str, Unsupported] = {
     "fully_sharded_loras": Unsupported((False,), _ONE_GPU),
     "served_model_name": Unsupported((), "leave it out; requests name adapters, not models"),
 }
-_TOOLS = "tool calls are always parsed, in the format of the model's chat template"
-_PROXY = "put a proxy that ends TLS and rewrites paths in front"
-_LOGS = "requests are logged with --access-log FILE only"
-UNSUPPORTED_FLAGS: dict[str, Unsupported] = {
-    "enable_auto_tool_choice": Unsupported((True, False), _TOOLS),
-    "tool_call_parser": Unsupported((ANY,), _TOOLS),
-    "enable_prefix_caching": Unsupported((True,), "it is on; --no-prefix-caching switches it off"),
-    "guided_decoding_backend": Unsupported((ANY,), "llguidance constrains answers"),
-    "disable_log_requests": Unsupported((True, False), _LOGS),
-    "enable_log_requests": Unsupported((False,), "use --access-log FILE"),
-    "disable_uvicorn_access_log": Unsupported((True, False), _LOGS),
-    "uvicorn_log_level": Unsupported((ANY,), _LOGS),
-    "disable_frontend_multiprocessing": Unsupported((True, False), "HTTP has a process of its own"),
-    "ssl_keyfile": Unsupported((), _PROXY),
-    "ssl_certfile": Unsupported((), _PROXY),
-    "root_path": Unsupported((), _PROXY),
-    "max_num_partial_prefills": Unsupported((1,), "leave it out; prompts share every step"),
-}
-"""Flags of `vllm serve` that are not keywords of its `LLM`. For accepted values, the remedy explains why they have no
-effect.
-"""
 ACCEPTED = ("enable_lora",)
 """Supported keywords of vLLM that are not options of `LLM`."""
 

@@ -6,7 +6,6 @@ policies       what Ray calls: the number of engines, and the replica of a call
 engine         a replica of the deployment `engine`: a child process, its address, and its files
 ingress        a replica of the deployment `ingress`: the gateway in front of the engines
 loopback_only  admission of loopback clients, for HTTP without keys
-adapter_root   folder or URL with the fleet's adapters
 cluster        connects to Ray, or starts a local one that is closed to others
 status         state of a fleet, for `sidestream fleet status`
 

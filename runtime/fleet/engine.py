@@ -21,11 +21,12 @@ from ray import serve
 from ...ops.core.kv_layout import PAGE_SIZE
 from ..api.errors import ServerError
 from ..client.async_client import AsyncClient
+from ..gateway.router.adapter_root import fetch
 from ..processes.channel import ChannelClosed
 from ..processes.child import Child, status_text
 from ..protocol.addresses import default_address, parse
 from ..server.settings import ServeSettings
-from .adapter_root import fetch, fetched_folder
+from .options import fetched_folder
 
 _log = logging.getLogger("ray.serve")
 STOP_SECONDS = 10.0

@@ -16,9 +16,9 @@ from starlette.types import ASGIApp
 from ..api.errors import EngineDeadError, ServerError
 from ..gateway.app import build_app, make_components
 from ..gateway.router.adapter_catalogue import OfferedAdapter
+from ..gateway.router.adapter_root import AdapterRoot
 from ..gateway.router.router import Router
 from ..gateway.settings import GatewaySettings
-from .adapter_root import AdapterRoot
 from .loopback_only import LoopbackOnly
 from .status import overview
 

@@ -8,18 +8,19 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct, field, structs
 
+from ...compiler.program.cache_folder import cache_directory
 from ..demo_model import DEMO_MODEL, demo_adapters
 from ..engine.options import read_keywords
 from ..gateway.addresses import parse_hosts
 from ..gateway.auth.key_store import parse as parse_keys
 from ..gateway.auth.key_store import read_bytes
 from ..gateway.origin_policy import parse_origins
+from ..gateway.router.adapter_root import AdapterRoot, is_remote
 from ..gateway.server_process import check_exposure
 from ..gateway.settings import GatewaySettings
 from ..protocol.curve_keys import load_client_keys, load_server_keys
 from ..server.settings import ServeSettings
 from ..text.reasoning import ReasoningFormat
-from .adapter_root import AdapterRoot, fetched_folder, is_remote
 
 MAX_FILE_BYTES = 1 << 20
 _PATHS = ("model", "keys", "engine_keys", "usage_log")
@@ -201,6 +202,11 @@ def gateway_settings(options: FleetOptions) -> GatewaySettings:
         reasoning_parser=options.reasoning_parser,
         metrics_compat=options.metrics_compat,
     )
+
+
+def fetched_folder() -> Path:
+    """Return the folder for adapters of a remote root, shared by all engines of a host."""
+    return cache_directory() / "fetched_adapters"
 
 
 def serve_settings(options: FleetOptions) -> ServeSettings:

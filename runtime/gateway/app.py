@@ -24,6 +24,7 @@ from .metrics.observers import BaseObserver, CompositeObserver
 from .metrics.tracing import Tracing, exporting_to
 from .middleware import GatewayMiddleware
 from .origin_policy import OriginPolicy
+from .router.adapter_folder import AdapterFolder
 from .router.router import Router
 from .settings import GatewaySettings
 
@@ -39,11 +40,15 @@ def build_app(
     @contextlib.asynccontextmanager
     async def lifespan(app: Any) -> AsyncGenerator[None, None]:
         await engines.start()
-        sampling = asyncio.create_task(_sample(observer, engines))
+        tasks = [asyncio.create_task(_sample(observer, engines))]
+        if settings.adapters_folder is not None:
+            folder = AdapterFolder(settings.adapters_folder, settings.adapter_versions, engines)
+            tasks.append(asyncio.create_task(folder.run()))
         try:
             yield
         finally:
-            sampling.cancel()
+            for task in tasks:
+                task.cancel()
             await engines.close()
             context.close()
 

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from ..processes.channel import Channel, ChannelClosed
+from ..processes.logs import configure_logging
 from ..processes.watchdog import HEARTBEAT_SECONDS
 from .addresses import is_loopback_name
 from .app import build_app, make_components
@@ -215,7 +216,7 @@ def fitting_connections(wanted: int) -> int:
 
 def run(fd: int, listener_fd: int) -> int:
     """Run as a supervisor's child process. Returns the exit code."""
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s gateway %(message)s")
+    configure_logging("gateway", "warning")
     channel = Channel.from_fd(fd)
     listener = socket.socket(fileno=listener_fd)
     try:

@@ -42,6 +42,9 @@ class GatewaySettings(Struct, frozen=True, kw_only=True):
     reasoning_parser         how reasoning is separated from the content of answers, see `ReasoningFormat`
     metrics_compat           "vllm": export vLLM's metric names too
     otel_endpoint            URL of an OTLP collector for spans; None: no spans
+    model_aliases            further names of the base model
+    adapters_folder          directory whose folders are adapters, which the engines follow; None: none
+    adapter_versions         name -> version of the adapters in it at the start
     """
 
     host: str = HOST
@@ -68,3 +71,6 @@ class GatewaySettings(Struct, frozen=True, kw_only=True):
     reasoning_parser: ReasoningFormat = "auto"
     metrics_compat: str | None = None
     otel_endpoint: str | None = None
+    model_aliases: list[str] = field(default_factory=list)
+    adapters_folder: str | None = None
+    adapter_versions: dict[str, str] = field(default_factory=dict)

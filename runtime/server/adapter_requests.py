@@ -8,6 +8,7 @@ from typing import Literal
 from msgspec import structs
 
 from ..adapters.remote_adapter import is_remote, remote_address
+from ..api.errors import some_of
 from ..protocol.adapter_map import AdapterEntry, AdapterMap, HybridClock, Stamp, StampError
 from ..protocol.chat_templates import within_limits
 from ..protocol.messages import (
@@ -142,7 +143,8 @@ class AdapterRequests:
         if adapter is None:
             if self._map.loaded(name) is not None:  # its files could not be read again
                 return None
-            return "unknown_adapter", f"adapter {name!r} is not known; list_adapters lists all"
+            known = some_of(stepper.adapters)
+            return "unknown_adapter", f"adapter {name!r} is not known (known: {known}); list_adapters lists all"
         # the engine has waiting, running and suspected requests, but not those whose prompts are being tokenized
         if stepper.scheduler.states.waiting.active(adapter.number) or any(
             request.adapter == name and not request.admitted for request in self._requests.all()

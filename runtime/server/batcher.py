@@ -24,6 +24,7 @@ import zmq
 from ..api.sampling_defaults import SamplingDefaults
 from ..processes.channel import Channel, ChannelClosed
 from ..processes.garbage_collection import PeriodicCollection, raise_gc_thresholds
+from ..processes.logs import configure_logging
 from ..processes.watchdog import HEARTBEAT_SECONDS, STALL_SECONDS, AwakeClock
 from ..protocol.addresses import make_private_directory, parse
 from ..protocol.curve_keys import load_server_keys
@@ -367,7 +368,7 @@ def _configure_garbage_collection() -> None:
 
 def run(fd: int) -> int:
     """Receive settings from the channel `fd` and serve. Returns the exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s batcher %(message)s")
+    configure_logging("batcher")
     keep_large_blocks_apart()
     channel = Channel.from_fd(fd)
     try:

@@ -27,6 +27,7 @@ import zmq
 from ..engine.flag_spelling import with_server_flags
 from ..processes.channel import Channel, ChannelClosed
 from ..processes.garbage_collection import raise_gc_thresholds
+from ..processes.logs import configure_logging
 from ..processes.out_of_memory import out_of_memory
 from ..processes.watchdog import HeartbeatThread
 from ..scheduler.step_plan import StepDrafts, StepMasks, StepPlan, no_rows
@@ -238,7 +239,7 @@ class _Loop:
 
 def run(fd: int, build: Callable[[ServeSettings], Servable] = ServedModel) -> int:
     """Receive settings from the channel `fd` and serve. Returns the exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s gpu %(message)s")
+    configure_logging("gpu")
     try:
         return _serve(Channel.from_fd(fd), build)
     except ChannelClosed:

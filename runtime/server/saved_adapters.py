@@ -30,7 +30,7 @@ class SavedAdapters:
     """The file of a server; it depends on the model's directory and the address. Does nothing if none is configured."""
 
     def __init__(self, settings: ServeSettings) -> None:
-        self._given = settings.adapters
+        self._given, self._is_in_folder = settings.adapters, settings.is_in_folder
         self.path: Path | None = None
         self._written: list[AdapterEntry] | None = None
         address = parse(settings.bind)
@@ -78,6 +78,8 @@ class SavedAdapters:
 
     def _is_overruled(self, entry: AdapterEntry, saved: _Saved) -> bool:
         given = self._given.get(entry.name)
+        if self._is_in_folder(entry.path) or self._is_in_folder(given):
+            return True
         if given is None or (entry.path is not None and saved.given.get(entry.name) == given):
             return False
         _log.warning("adapter %r: --lora-modules has priority over the change of the last run", entry.name)

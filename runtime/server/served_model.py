@@ -7,7 +7,6 @@ import logging
 import os
 import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import NoReturn, Protocol
 
 from msgspec import structs
@@ -57,9 +56,12 @@ class ServedModel:
 
         source, options = find_model(settings.model, **settings.llm)
         describe = AdapterDescriber()
-        adapters, refused = dict[str, str | Path](settings.adapters), dict[str, Exception]()
-        if settings.generation:  # a restart: they were readable before
-            adapters, refused = readable_adapters(source.config, adapters, options.engine, describe)
+        # at a restart they were readable before
+        optional = {
+            name: path for name, path in settings.adapters.items() if settings.generation or settings.is_in_folder(path)
+        }
+        readable, refused = readable_adapters(source.config, optional, options.engine, describe)
+        adapters = {name: path for name, path in settings.adapters.items() if name in readable or name not in optional}
         self._model = model = load_parallel_model(settings.model, source, adapters, options, settings.llm, describe)
         self.runner: Runner = model.executor
         model.on_lost(_end_process)

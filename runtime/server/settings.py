@@ -1,5 +1,6 @@
 """Settings of `sidestream serve`, shared by its processes."""
 
+import os
 from typing import Any
 
 from msgspec import Struct, field
@@ -27,6 +28,7 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
                       `StepWatchdog`; 0: never kill a process for being late or silent
     silence_seconds   seconds without a heartbeat after which a process is killed
     admin             clients may load and unload adapters
+    adapters_folder   directory whose folders are adapters; those in `adapters` are left out if they cannot be read
     adapter_roots     directories, and addresses for fsspec, from which clients may load adapters
     max_waiting       limit on waiting requests; above it new ones get `overloaded`
     served_model_name model name for clients
@@ -48,6 +50,7 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
     step_timeout: float | None = None
     silence_seconds: float = SILENCE_SECONDS
     admin: bool = True
+    adapters_folder: str = ""
     adapter_roots: list[str] = field(default_factory=list)
     max_waiting: int = MAX_WAITING
     served_model_name: str = ""
@@ -55,3 +58,7 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
     gpu_command: list[str] = field(default_factory=list)
     directory: str = ""
     generation: int = 0
+
+    def is_in_folder(self, path: str | None) -> bool:
+        """Return whether an adapter's directory is in `adapters_folder`."""
+        return path is not None and bool(self.adapters_folder) and os.path.dirname(path) == self.adapters_folder

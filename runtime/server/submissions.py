@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import structs
 
-from ..api.errors import RequestError
+from ..api.errors import RequestError, some_of
 from ..api.request import Constraint, Continuation, Request
 from ..api.sampling_params import SamplingParams
 from ..api.structured_outputs import StructuredOutputsParams
@@ -40,11 +40,11 @@ def missing_adapter(stepper: Stepper, name: str | None, content: str) -> tuple[E
     if adapter is None and name in stepper.ready.left_out:
         problem = stepper.ready.left_out[name]
         return "unknown_adapter", (
-            f"adapter {name!r} could not be read when the engine was restarted ({problem}); repair its directory and "
-            "load it"
+            f"adapter {name!r} could not be read when the engine started ({problem}); repair its directory and load it"
         )
     if adapter is None:
-        return "unknown_adapter", f"adapter {name!r} is not known; list_adapters lists all"
+        known = some_of(stepper.adapters)
+        return "unknown_adapter", f"adapter {name!r} is not known (known: {known}); list_adapters lists all"
     if content and adapter.content != content:
         return "adapter_changed", f"adapter {name!r} was replaced while its request was open; send the request again"
     return None

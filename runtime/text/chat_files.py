@@ -103,12 +103,15 @@ def read_chat_templates(directory: Path | None, chat_template: str | None = None
 
 
 def read_template_file(path: str | Path) -> str:
-    """Return the text of --chat-template. Raises ChatTemplateError."""
+    """Return the text of a template's file, or the argument itself if it is a template. Raises ChatTemplateError."""
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
+        is_template = "{{" in str(path) or "{%" in str(path)
+        text = str(path) if is_template else Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, ValueError) as problem:
         reason = problem.strerror if isinstance(problem, OSError) else "it is not UTF-8"
-        raise ChatTemplateError(f"the chat template {path} cannot be read: {reason}; name a Jinja file") from None
+        raise ChatTemplateError(
+            f"the chat template {path} cannot be read: {reason}; name a Jinja file, or give a template"
+        ) from None
     check_size(text)
     return text
 

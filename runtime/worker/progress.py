@@ -7,13 +7,15 @@ from typing import TypeVar
 
 from tqdm import tqdm
 
+from ..processes.logs import is_json, progress_line
+
 Item = TypeVar("Item")
 
 
 def progress(items: Iterable[Item], doing: str, unit: str, show: bool, total: int | None = None) -> Iterator[Item]:
     """Yield the items and count them; `total`: their number, for items without a length."""
     count = len(items) if isinstance(items, Collection) else total
-    if not show or not count or not sys.stderr.isatty():
+    if not show or not count or not _has_bars():
         print_line(f"{doing} ({count} {unit}{'s' * (count != 1)})", bool(show and count))
         yield from items
         return
@@ -23,7 +25,7 @@ def progress(items: Iterable[Item], doing: str, unit: str, show: bool, total: in
 @contextmanager
 def stage(doing: str, show: bool) -> Iterator[None]:
     """Show a text while the block runs."""
-    if not show or not sys.stderr.isatty():
+    if not show or not _has_bars():
         print_line(doing, show)
         yield
         return
@@ -31,7 +33,11 @@ def stage(doing: str, show: bool) -> Iterator[None]:
         yield
 
 
+def _has_bars() -> bool:
+    return sys.stderr.isatty() and not is_json()
+
+
 def print_line(text: str, show: bool) -> None:
     """Print a line, if `show`."""
     if show:
-        print(f"sidestream: {text}", file=sys.stderr, flush=True)
+        print(progress_line(text, "gpu"), file=sys.stderr, flush=True)

@@ -7,6 +7,7 @@ fleet                        a fleet of engines on Ray Serve
 chat, run_batch              clients of a server
 keys, usage                  keys of gateways and engines; a gateway's usage log
 dump, diff, explain, ledger  `sidestream inspect`: compiled programs and passes
+plan                         memory, speed and cost of a model on a GPU
 calibrate, eval              quantization of a model, and its distance from bf16
 collect_env                  versions and hardware for a bug report
 measured_steps               step times and kernel resources for a dump

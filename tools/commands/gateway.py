@@ -1,12 +1,11 @@
 """`sidestream gateway`: OpenAI-compatible HTTP for running engines."""
 
 import argparse
-import sys
 from typing import Any
 
 from ..options.config_file import ConfigAction
 from ..options.engine import add_command, add_value, report, seconds
-from ..options.gateway import add_gateway_options, gateway_settings
+from ..options.gateway import add_gateway_options, gateway_settings, start_logging
 
 DESCRIPTION = """\
 Answer HTTP, compatible with OpenAI and vLLM, for one or several engines (`sidestream serve --no-http`) on this machine
@@ -49,12 +48,13 @@ def run(options: argparse.Namespace) -> int:
     from ...runtime.gateway.server_process import listen, serve
     from ...runtime.protocol.addresses import check_keys, default_address, parse
 
+    start_logging(options, "gateway")
     engines = options.engine or [default_address()]
     for engine in engines:
         check_keys(parse(engine), options.engine_keys is not None, "--engine-keys")
     settings = replace(gateway_settings(options), engines=engines, engine_keys=options.engine_keys)
     if settings.keys is not None:
-        print("sidestream: limits of keys hold for this process; other gateways count on their own", file=sys.stderr)
+        report("limits of keys hold for this process; other gateways count on their own")
     with listen(settings.host, settings.port) as listener:
         return serve(settings, listener, _print_addresses)
 

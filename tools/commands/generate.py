@@ -10,7 +10,7 @@ from typing import Any
 
 from ..options.client import add_connection_options, add_sampling_options, connect, printable, sampling_params
 from ..options.engine import add_command, add_engine_options, add_model, llm_arguments
-from ..options.vllm_flags import add_vllm_flags
+from ..options.launcher_flags import add_launcher_flags
 
 DESCRIPTION = """\
 Answer prompts, all in one batch; each may use another adapter.
@@ -79,7 +79,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     before = {action.dest for action in parser._actions}
     add_engine_options(parser)
     engine = {action.dest: action.default for action in parser._actions if action.dest not in before | others}
-    add_vllm_flags(parser)
+    add_launcher_flags(parser)
     parser.set_defaults(engine_defaults=engine, seed=None)
 
 

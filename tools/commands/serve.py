@@ -22,8 +22,8 @@ from ..options.engine import (
     report,
     seconds,
 )
-from ..options.gateway import add_gateway_options, gateway_settings
-from ..options.vllm_flags import add_vllm_flags
+from ..options.gateway import add_gateway_options, gateway_settings, start_logging
+from ..options.launcher_flags import add_launcher_flags
 
 DESCRIPTION = """\
 Serve a model and its adapters until SIGTERM or Ctrl-C, then finish open requests and stop.
@@ -80,13 +80,16 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "120 s; on a CPU ten times the longest of the last steps, at least 600 s); 0: never",
     )
     group.add_argument(
-        "--served-model-name", metavar="NAME", help="the model's name for clients (default: the directory's)"
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        help="the model's names for clients (default: the directory's); answers have the first one",
     )
     group.add_argument(
         "--chat-template",
         metavar="FILE",
-        help="a Jinja template instead of the model's chat_template.jinja or tokenizer_config.json; an adapter with "
-        "its own template uses that one",
+        help="a Jinja template, as a file or as text, instead of the model's chat_template.jinja or "
+        "tokenizer_config.json; an adapter with its own template uses that one",
     )
     group.add_argument(
         "--data-parallel-size",
@@ -120,6 +123,11 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     add_gateway_options(parser, ["--api-keys"])
     add_engine_options(parser)
+    next(each for each in parser._action_groups if each.title == "adapters").add_argument(
+        "--lora-modules-from",
+        metavar="DIR",
+        help="load an adapter from each folder of DIR; added, changed and removed folders are followed",
+    )
     group = parser.add_argument_group("capacity")
     add_option(group, "num_kv_pages")
     add_option(group, "max_cpu_loras")
@@ -133,18 +141,24 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     add_option(group, "generation_config", metavar="auto|vllm|DIR")
     add_option(advanced(parser), "fail_on_compilation")
-    add_vllm_flags(parser)
+    add_launcher_flags(parser)
 
 
 def settings_of(options: argparse.Namespace) -> Any:
     """Return the options as `ServeSettings`. Raises ValueError for options that cannot be served."""
     from ...runtime.adapters.remote_adapter import is_remote
+    from ...runtime.engine.options import DEFAULT_MAX_LORAS, MAX_RANK
+    from ...runtime.engine.vllm_keywords import DEFAULT_LORA_RANK
     from ...runtime.gateway.auth.usage_database import default_path
+    from ...runtime.gateway.router.adapter_root import CONFIG, rank_in
     from ...runtime.protocol.addresses import default_address, parse
     from ...runtime.quantization.defaults import AUTO, OFF
     from ...runtime.server.settings import ServeSettings
     from ...runtime.text.chat_files import read_template_file
 
+    folder = options.lora_modules_from and str(Path(options.lora_modules_from).resolve())
+    if folder is not None:
+        _add_folder(options, folder)
     llm = llm_arguments(options) | given(options, "num_kv_pages", "max_cpu_loras", "load_format", "generation_config")
     if options.fail_on_compilation:
         llm["fail_on_compilation"] = True
@@ -158,9 +172,22 @@ def settings_of(options: argparse.Namespace) -> Any:
         str(Path(llm.pop("model")).resolve()),
         {name: str(Path(path).resolve()) for name, path in llm.pop("adapters").items()},
     )
+    if folder is not None:  # adapters that come later must fit
+        configs = [Path(path, CONFIG).read_bytes() for path in adapters.values()]
+        llm = {"max_loras": DEFAULT_MAX_LORAS, "lora_target_modules": ["all"]} | llm
+        llm.setdefault("max_lora_rank", min(MAX_RANK, max([DEFAULT_LORA_RANK, *map(rank_in, configs)])))
     llm["disable_passes"] = list(llm.get("disable_passes", ()))
+    names = options.served_model_name or [Path(model).name]
+    if adapters.keys() & set(names):
+        raise ValueError(f"{min(adapters.keys() & set(names))!r} names the model and an adapter; rename one of them")
     bind = str(parse(options.bind or default_address()))
     allowed = options.allow_adapter_loading
+    admin = bind.startswith("ipc://") if allowed is None else allowed
+    if folder is not None and not admin:
+        raise ValueError(
+            "--lora-modules-from loads adapters while the server runs, which is not allowed at this --bind; add "
+            "--allow-adapter-loading"
+        )
     roots = [root if is_remote(root) else str(Path(root).resolve()) for root in options.adapter_root] or sorted(
         {str(Path(path).parent) for path in adapters.values()}
     )
@@ -173,16 +200,32 @@ def settings_of(options: argparse.Namespace) -> Any:
         drain_seconds=options.drain_seconds,
         restart=options.restart,
         step_timeout=options.step_timeout,
-        admin=bind.startswith("ipc://") if allowed is None else allowed,
-        adapter_roots=roots,
+        admin=admin,
+        adapters_folder=folder or "",
+        adapter_roots=sorted({*roots, folder}) if folder is not None else roots,
         saved_adapters=str(default_path().parent / "adapters") if options.save_adapters else "",
         max_waiting=options.max_waiting,
-        served_model_name=options.served_model_name or Path(model).name,
+        served_model_name=names[0],
         chat_template=None if options.chat_template is None else read_template_file(options.chat_template),
         gpu_command=[sys.executable, "-m", "sidestream.tools.bench.serving.traced_gpu"]
         if options.trace_steps is not None
         else [],
     )
+
+
+def _add_folder(options: argparse.Namespace, folder: str) -> None:
+    """Add the adapters of --lora-modules-from. Raises ValueError for a name that is given twice, or no directory."""
+    from ...runtime.gateway.router.adapter_root import AdapterRoot
+
+    if not Path(folder).is_dir():
+        raise ValueError(f"--lora-modules-from {folder} is not a directory; name one with a folder for each adapter")
+    found = AdapterRoot(folder).scan()
+    twice = found.keys() & dict(options.lora_modules).keys()
+    if twice:
+        raise ValueError(
+            f"adapter {min(twice)!r} is in --lora-modules and in --lora-modules-from {folder}; rename one of them"
+        )
+    options.lora_modules = [*options.lora_modules, *((name, offer.path) for name, offer in found.items())]
 
 
 def check_place(bind: str, keys: str | None) -> None:
@@ -218,20 +261,26 @@ def front_of(options: argparse.Namespace, settings: Any) -> Any:
     """
     from msgspec.structs import replace
 
+    from ...runtime.gateway.router.adapter_root import AdapterRoot
     from ...runtime.gateway.server_process import listen
     from ...runtime.protocol.curve_keys import load_client_keys
     from ...runtime.server.supervisor_loop import GatewayProcess
 
     gateway = gateway_settings(options)
     if settings.keys is not None and options.engine_keys is None:
-        print("no HTTP, since the engine requires keys: also give --engine-keys", file=sys.stderr, flush=True)
+        report("no HTTP, since the engine requires keys: also give --engine-keys")
         return None
     if options.engine_keys is not None:
         load_client_keys(options.engine_keys)
     listener = listen(gateway.host, gateway.port)
     command = [sys.executable, "-m", "sidestream.runtime.gateway.server_process"]
     keys = options.engine_keys and str(Path(options.engine_keys).resolve())
-    return GatewayProcess(command, lambda addresses: replace(gateway, engines=addresses, engine_keys=keys), listener)
+    gateway = replace(gateway, engine_keys=keys, model_aliases=(options.served_model_name or [])[1:])
+    if settings.adapters_folder:
+        found = AdapterRoot(settings.adapters_folder).scan()
+        versions = {name: found[name].version for name in settings.adapters.keys() & found.keys()}
+        gateway = replace(gateway, adapters_folder=settings.adapters_folder, adapter_versions=versions)
+    return GatewayProcess(command, lambda addresses: replace(gateway, engines=addresses), listener)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -240,6 +289,7 @@ def run(options: argparse.Namespace) -> int:
     from ...runtime.server.replica_supervisor import ReplicaSupervisor, addresses_of, devices_of
     from ...runtime.server.supervisor import Supervisor
 
+    start_logging(options, "supervisor")
     settings, count = settings_of(options), options.data_parallel_size
     for address in [settings.bind] if count == 1 else addresses_of(settings.bind, count):
         check_place(address, settings.keys)
@@ -252,7 +302,9 @@ def run(options: argparse.Namespace) -> int:
         check_output("--trace-steps", Path(options.trace_steps))
         os.environ["SIDESTREAM_TRACE_STEPS"] = str(Path(options.trace_steps).resolve())
     front = None if options.no_http else front_of(options, settings)
-    print(f"loading {settings.served_model_name} with {len(settings.adapters)} adapters", file=sys.stderr, flush=True)
+    if settings.adapters_folder and front is None:
+        raise ValueError("--lora-modules-from needs HTTP, whose process follows the directory; leave --no-http out")
+    report(f"loading {settings.served_model_name} with {len(settings.adapters)} adapters")
     if count > 1:
         return ReplicaSupervisor(settings, count, report, front).run()
     return Supervisor(settings, report, front).run()

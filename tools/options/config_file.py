@@ -2,8 +2,10 @@
 
 import argparse
 import difflib
+import json
+import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,18 @@ GIVEN = "config_values"
 
 
 class ConfigParser(argparse.ArgumentParser):
-    """A parser that takes values of a `ConfigAction`'s file for flags that are not on the command line."""
+    """A parser that takes values of a `ConfigAction`'s file for flags that are not on the command line.
+
+    translate   rewrites arguments before they are parsed
+    """
+
+    translate: Callable[[Sequence[str]], list[str]] = list
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse; a flag on the command line wins over the file, even with its default value."""
+        args = self.translate(sys.argv[1:] if args is None else args)
         found, rest = super().parse_known_args(args, namespace)
         values: dict[str, Any] = vars(found).pop(GIVEN, {})
         if values:
@@ -62,6 +70,9 @@ class ConfigAction(argparse.Action):
         given: dict[str, Any] = {}
         for key, value in content.items():
             name = key.replace("_", "-")
+            if name not in flags and isinstance(parser, ConfigParser):
+                (name,) = (flag[2:] for flag in parser.translate([f"--{name}"]))
+                flags = _flags(parser, skip=self)
             if name not in flags:
                 near = difflib.get_close_matches(name, flags, 1)
                 parser.error(
@@ -92,8 +103,13 @@ def _set_by(parser: argparse.ArgumentParser, action: argparse.Action, name: str,
     if action.nargs == 0:
         action(parser, found, [], f"--{name}" if value is not False else f"--no-{name}")
     else:
-        action(parser, found, str(value), f"--{name}")
+        words = [each if isinstance(each, str) else json.dumps(each) for each in _listed(value)]
+        action(parser, found, words if action.nargs == "+" else words[0], f"--{name}")
     return vars(found)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _value(parser: argparse.ArgumentParser, action: argparse.Action, where: str, value: Any) -> Any:
@@ -102,12 +118,15 @@ def _value(parser: argparse.ArgumentParser, action: argparse.Action, where: str,
             parser.error(f"{where} must be true or false")
         return value
     if isinstance(value, dict):
-        return [_one(parser, action, where, f"{name}={entry}") for name, entry in value.items()]
+        return _several(parser, action, where, [f"{name}={entry}" for name, entry in value.items()])
     several = action.nargs in ("+", "*") or type(action).__name__ == "_AppendAction"
     if several:
-        entries: Sequence[Any] = value if isinstance(value, list) else [value]
-        return [_one(parser, action, where, entry) for entry in entries]
+        return _several(parser, action, where, _listed(value))
     return _one(parser, action, where, value)
+
+
+def _several(parser: argparse.ArgumentParser, action: argparse.Action, where: str, entries: list[Any]) -> list[Any]:
+    return [one for entry in entries for one in _listed(_one(parser, action, where, entry))]
 
 
 def _one(parser: argparse.ArgumentParser, action: argparse.Action, where: str, value: Any) -> Any:

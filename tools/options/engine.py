@@ -17,8 +17,11 @@ from ...runtime.api.checks import MAX_DRAFTS, is_speculation
 from ...runtime.demo_model import DEMO_MODEL, demo_adapters
 from ...runtime.engine.options import TARGET_NAMES, keywords
 from ...runtime.engine.vllm_keywords import without_vllm_keywords
+from ...runtime.processes.logs import progress_line
 
 ADVANCED = "advanced"
+UNITS = {"k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
+"""Suffixes of numbers, as in vLLM."""
 
 
 def add_command(
@@ -45,13 +48,13 @@ def add_command(
 
 
 def at_least(low: int) -> Callable[[str], int]:
-    """Return a parser of integers from `low` on."""
+    """Return a parser of integers from `low` on; k and m multiply by powers of 1000, K and M by powers of 1024."""
 
     def integer(text: str) -> int:
         try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not an integer; write it out, such as 8192") from None
+            value = int(float(text[:-1]) * UNITS[text[-1]]) if text[-1:] in UNITS else int(text)
+        except (ValueError, OverflowError):
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer; write it such as 8192, 8k or 8K") from None
         if value < low:
             raise argparse.ArgumentTypeError(f"{text} must be at least {low}")
         return value
@@ -111,6 +114,11 @@ def layers(text: str) -> bool | tuple[int, ...]:
     return tuple(sorted(chosen))
 
 
+def short(dtype: str) -> str:
+    """Return our name of a dtype in vLLM's or ours."""
+    return {"bfloat16": "bf16"}.get(dtype, dtype)
+
+
 def speculation(text: str) -> str | int:
     """Parse `off`, `auto` or a number of drafts."""
     value = int(text) if text.isdecimal() else text
@@ -119,20 +127,24 @@ def speculation(text: str) -> str | int:
     return value
 
 
-def named_path(text: str) -> tuple[str, str]:
-    """Parse `name=path` of --lora-modules, or vLLM's JSON of it."""
-    name, equals, path = text.partition("=")
-    if text.startswith("{"):
-        try:
-            fields = json.loads(text)
-            name, equals, path = str(fields["name"]), "=", str(fields["path"])
-        except (ValueError, KeyError, RecursionError):
-            raise argparse.ArgumentTypeError(
-                f'{text!r} is not JSON of an adapter, such as {{"name": "pirate", "path": "adapters/pirate"}}'
-            ) from None
+def named_paths(text: str) -> list[tuple[str, str]]:
+    """Parse `name=path` of --lora-modules, or vLLM's JSON: an object or a list. A path may be a cached hub id."""
+    if not text.startswith(("{", "[")):
+        return [_named_path(*text.partition("="))]
+    try:
+        content = json.loads(text)
+        adapters = [(str(each["name"]), str(each["path"])) for each in ([content] if text[0] == "{" else content)]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise argparse.ArgumentTypeError(
+            f'{text!r} is not JSON of adapters: {{"name": "pirate", "path": "adapters/pirate"}}, or a list of these'
+        ) from None
+    return [_named_path(name, "=", path) for name, path in adapters]
+
+
+def _named_path(name: str, equals: str, path: str) -> tuple[str, str]:
     if not equals or not path or not re.fullmatch(r"[A-Za-z0-9._-]{1,128}", name):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not NAME=DIRECTORY (a name has letters, digits, '.', '_' and '-'), such as "
+            f"{name + equals + path!r} is not NAME=DIRECTORY (a name has letters, digits, '.', '_' and '-'), such as "
             "pirate=adapters/pirate"
         )
     return name, path
@@ -185,12 +197,21 @@ def add_compile_options(parser: argparse.ArgumentParser, precision: Precision | 
         changes = {"default": precision, "help": f"{doc} (default: {precision}, on a CPU too)"}
     add_option(parser.add_argument_group("compiler"), "precision", **changes)
     group = advanced(parser)
-    add_option(group, "kv_cache_dtype", choices=("auto", "fp8", "fp8_e4m3", "int8", "bf16"), default="auto")
+    add_option(group, "kv_cache_dtype", type=short, choices=("auto", "fp8", "fp8_e4m3", "int8", "bf16"), default="auto")
     group.add_argument("--no-hadamard", action="store_true", help="the same as --hadamard off")
-    for name in ("hadamard", "center_keys", "balance_keys", "rotate_values", "lora_dtype"):
+    for name in ("hadamard", "center_keys", "balance_keys", "rotate_values"):
         add_option(group, name)
+    add_option(group, "lora_dtype", type=short)
     doc = keywords()["disable_passes"].metadata["doc"]
     group.add_argument("--disable-pass", action="append", default=[], metavar="PASS", help=f"{doc}; may be repeated")
+
+
+class _Adapters(argparse.Action):
+    """Appends the adapters of all words."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any) -> None:
+        former = getattr(namespace, self.dest) or []
+        setattr(namespace, self.dest, [*former, *(adapter for word in values for adapter in word)])
 
 
 def add_lora_options(parser: argparse.ArgumentParser) -> None:
@@ -199,11 +220,11 @@ def add_lora_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--lora-modules",
         nargs="+",
-        action="extend",
+        action=_Adapters,
         default=[],
-        type=named_path,
+        type=named_paths,
         metavar="NAME=DIR",
-        help="PEFT adapters to load",
+        help="PEFT adapters to load; DIR may also be a hub id in the local cache",
     )
     add_option(group, "max_loras", type=positive)
     add_option(group, "max_lora_rank", metavar="R")
@@ -363,7 +384,7 @@ def check_output_directory(flag: str, path: Path) -> None:
 
 def report(line: str) -> None:
     """Print a line on the progress of the command on stderr."""
-    print(f"sidestream: {line}", file=sys.stderr, flush=True)
+    print(progress_line(line), file=sys.stderr, flush=True)
 
 
 def demo_prompts() -> list[dict[str, str | None]]:

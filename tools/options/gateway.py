@@ -2,11 +2,11 @@
 
 import argparse
 import os
-import sys
 from pathlib import Path
 from typing import Any, get_args
 
-from .engine import add_value, check_output, positive, seconds
+from ...runtime.processes.logs import FORMAT_VARIABLE, FORMATS, LEVEL_VARIABLE, LEVELS, configure_logging
+from .engine import add_value, check_output, positive, report, seconds
 
 API_KEY_VARIABLE, ADMIN_KEY_VARIABLE = "SIDESTREAM_API_KEY", "SIDESTREAM_ADMIN_KEY"
 
@@ -80,11 +80,26 @@ def add_gateway_options(parser: argparse.ArgumentParser, keys_flags: list[str]) 
         "--usage-days", type=positive, metavar="N", help="delete its entries after N days (default: keep all)"
     )
     group.add_argument("--log-payloads", action="store_true", help="write prompts and answers to the usage log, too")
+    group.add_argument(
+        "--log-level",
+        type=str.lower,
+        choices=LEVELS,
+        help="lowest level of the log on stderr (default: info; HTTP: warning)",
+    )
+    group.add_argument("--log-format", choices=FORMATS, help="format of the log on stderr (default: text)")
     group.add_argument("--access-log", metavar="FILE", help="a line of JSON for each request; -: standard output")
     group.add_argument(
         "--metrics-compat", choices=["vllm"], help="/metrics also has vLLM's names, for existing dashboards"
     )
     group.add_argument("--otel-endpoint", metavar="URL", help="send spans to this OTLP collector (the extra `otel`)")
+
+
+def start_logging(options: argparse.Namespace, process: str) -> None:
+    """Apply --log-level and --log-format to this process and those that it starts."""
+    for variable, value in ((LEVEL_VARIABLE, options.log_level), (FORMAT_VARIABLE, options.log_format)):
+        if value is not None:
+            os.environ[variable] = value
+    configure_logging(process, "warning")
 
 
 def port(text: str) -> int:
@@ -163,10 +178,9 @@ def _keys(options: argparse.Namespace) -> tuple[str, str]:
     if admin_key and admin_key == api_key:
         raise ValueError("--api-key and --admin-key are the same; give two keys, or --api-key alone for all rights")
     if api_key and not admin_key:
-        print(
-            "sidestream: the API key has all rights: every client can load and unload adapters and read /metrics; "
-            "add --admin-key to reserve these rights",
-            file=sys.stderr,
+        report(
+            "the API key has all rights: every client can load and unload adapters and read /metrics; "
+            "add --admin-key to reserve these rights"
         )
     return api_key, admin_key
 
@@ -181,6 +195,6 @@ def _usage_log(given: str | None) -> str | None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
-        print(f"no usage log: {path.parent}: {error.strerror}; name a file with --usage-log", file=sys.stderr)
+        report(f"no usage log: {path.parent}: {error.strerror}; name a file with --usage-log")
         return None
     return str(path)

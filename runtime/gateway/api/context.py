@@ -8,6 +8,7 @@ import itertools
 import os
 import re
 import secrets
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from ...api.errors import RequestError
+from ...api.errors import RequestError, some_of
 from ...text.chat_files import ChatTemplates
 from ...text.chat_renderer import ChatRenderer
 from ...text.reasoning import CLOSER, ReasoningParser, reasoning_start
@@ -36,6 +37,7 @@ MAX_CACHED_TEMPLATES = 256
 NO_TEMPLATE = (
     "the model has no chat template; use /v1/completions with a prompt, or start the server with --chat-template FILE"
 )
+NAMES_SECONDS = 1.0
 MAX_TEMPLATE_PROCESSES = 4
 BODIES_PER_OWNER = 4
 """Bodies of the largest size that an owner may have in memory before its requests are admitted."""
@@ -73,6 +75,7 @@ class GatewayContext:
         self._tokenizations = FairQueue(TOKENIZATIONS, TOKENIZATIONS_PER_OWNER)
         self._decoder, self._decodings = BodyDecoder(settings.max_body_bytes), FairQueue(1, 1)
         self._body_memory = BodyMemory(BODIES_PER_OWNER * settings.max_body_bytes)
+        self._names: tuple[float, list[str]] | None = None
         self._templates: OrderedDict[tuple[str, str], ChatTemplates] = OrderedDict()
         self._closer: list[int] | None = None  # tokens of </think>
 
@@ -106,14 +109,22 @@ class GatewayContext:
         model = await self.engines.model()
         name = (lora_path if name in (None, model.name) else None) or name
         card = None
-        if name is not None and name != model.name:
-            card = await self.engines.adapter(name.removeprefix(f"{model.name}:"))
+        if name not in (None, model.name, *self.settings.model_aliases):
+            card = await self.engines.adapter((name or "").removeprefix(f"{model.name}:"))
             if card is None:
-                raise _unknown_model(name)
+                raise await self._unknown_model(caller, model, name or "")
         target = Target(model, card)
         if not self.admission.may_use(caller, target.name):
-            raise _unknown_model(target.name)
+            raise await self._unknown_model(caller, model, target.name)
         return target
+
+    async def _unknown_model(self, caller: Caller, model: ModelInfo, name: str) -> GatewayError:
+        """Return the error, with some of the names that the caller may use; they are up to NAMES_SECONDS old."""
+        now = time.monotonic()
+        if self._names is None or now - self._names[0] > NAMES_SECONDS:
+            self._names = now, [model.name, *(card.name for card in await self.engines.adapters())]
+        known = some_of([each for each in self._names[1] if self.admission.may_use(caller, each)])
+        return model_not_found(f"the model {name!r} does not exist (there are: {known}); /v1/models lists all")
 
     async def templates(self, target: Target) -> ChatTemplates:
         """Return the chat templates of the model, or those of an adapter with its own."""
@@ -206,10 +217,6 @@ class GatewayContext:
         future = asyncio.get_running_loop().run_in_executor(None, work)
         future.add_done_callback(lambda _: queue.end(owner))
         return await asyncio.shield(future)
-
-
-def _unknown_model(name: str) -> GatewayError:
-    return model_not_found(f"the model {name!r} does not exist; /v1/models lists all")
 
 
 def caller_of(request: Request) -> Caller:

@@ -102,7 +102,8 @@ async def list_models(context: GatewayContext, request: Request) -> Response:
     """Return the base model and the adapters that the caller may use."""
     caller, may_use = caller_of(request), context.admission.may_use
     model = await context.engines.model()
-    cards = [_model_card(model)] if may_use(caller, model.name) else []
+    names = [model.name, *context.settings.model_aliases] if may_use(caller, model.name) else []
+    cards = [_model_card(model, name) for name in names]
     adapters = await context.engines.adapters()
     cards += [_adapter_card(card, model, caller) for card in adapters if may_use(caller, card.name)]
     if ANTHROPIC_VERSION not in request.headers:
@@ -114,10 +115,10 @@ async def list_models(context: GatewayContext, request: Request) -> Response:
 
 async def get_model(context: GatewayContext, request: Request) -> Response:
     """Return the base model or one adapter."""
-    caller = caller_of(request)
-    target = await context.target(caller, request.path_params["model"])
+    caller, name = caller_of(request), request.path_params["model"]
+    target = await context.target(caller, name)
     adapter = target.adapter
-    card = _model_card(target.model) if adapter is None else _adapter_card(adapter, target.model, caller)
+    card = _model_card(target.model, name) if adapter is None else _adapter_card(adapter, target.model, caller)
     return json_response(_anthropic_model(card) if ANTHROPIC_VERSION in request.headers else card)
 
 
@@ -136,7 +137,7 @@ async def unload_adapter(context: GatewayContext, request: Request) -> Response:
 async def _load(context: GatewayContext, request: Request) -> str:
     admin_only(caller_of(request))
     body = await read_body(request, LoadAdapter, context.settings)
-    if body.lora_name == (await context.engines.model()).name:
+    if body.lora_name in ((await context.engines.model()).name, *context.settings.model_aliases):
         raise GatewayError(409, "this is the base model's name; choose another", param="lora_name")
     await context.engines.load_adapter(body.lora_name, body.lora_path, bool(body.load_inplace))
     return body.lora_name
@@ -161,8 +162,8 @@ async def change_as_sglang(change: Change, context: GatewayContext, request: Req
     return json_response(AdaptersChanged(success=True, loaded_adapters={card.name: card.path for card in adapters}))
 
 
-def _model_card(model: ModelInfo) -> ModelCard:
-    return ModelCard(id=model.name, created=model.created, root=model.name, max_model_len=model.max_model_len)
+def _model_card(model: ModelInfo, name: str) -> ModelCard:
+    return ModelCard(id=name, created=model.created, root=model.name, max_model_len=model.max_model_len)
 
 
 def _adapter_card(card: AdapterCard, model: ModelInfo, caller: Caller) -> ModelCard:

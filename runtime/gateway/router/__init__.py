@@ -9,4 +9,6 @@ least_loaded       heap of the least loaded engines, and random subsets
 prefix_index       engines that have seen a prompt's prefix
 adapter_changes    loads and unloads adapters on all engines
 adapter_catalogue  last changes of adapters of all engines; adapters that are loaded on demand
+adapter_root       folder or URL with adapters
+adapter_folder     loads, replaces and unloads adapters as the folders of a directory change
 """

@@ -17,6 +17,7 @@ import msgspec
 
 from ...processes.channel import Channel, ChannelClosed
 from ...processes.garbage_collection import raise_gc_thresholds
+from ...processes.logs import configure_logging
 from ...processes.watchdog import HeartbeatThread
 from ...scheduler.step_codec import unpack_masks, unpack_plan
 from ...scheduler.step_plan import AHEAD
@@ -165,7 +166,7 @@ def main() -> NoReturn:
     try:
         (first, *_) = channel.receive(block=True)
         settings = msgspec.convert(first["settings"], PeerSettings)
-        logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {settings.tp_rank} %(message)s")
+        configure_logging(f"rank {settings.tp_rank}")
         with HeartbeatThread(channel.send_heartbeat, lambda: None):
             try:
                 _RankProcess(channel, settings, PlanRing(plans_fd, settings.tp_size - 1), store_fd).run()

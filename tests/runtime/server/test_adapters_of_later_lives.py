@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from sidestream.runtime.protocol.messages import Done, Error, ListAdapters, LoadAdapter, Sampling, UnloadAdapter
 from sidestream.runtime.server.settings import ServeSettings
 from support.fake_runner import continuation
@@ -139,6 +140,27 @@ def test_a_damaged_adapter_of_the_start_ends_nothing(tmp_path: Path, damage: str
             wire.submit("first", SHORT, prompt_token_ids=prompt, adapter="first")
             error = wire.answer("first").error
             assert error.code == "unknown_adapter" and str(tmp_path) not in error.message
+
+
+def test_a_damaged_adapter_of_a_followed_directory_does_not_prevent_the_start(tmp_path: Path) -> None:
+    base = tiny_llama(tmp_path / "base")
+    good, bad = tiny_adapters(base, [AdapterSpec(rank=4), AdapterSpec(rank=8)])
+    root = tmp_path / "root"
+    for name, made in (("good", good), ("bad", bad)):
+        shutil.copytree(made, root / name)
+    os.truncate(root / "bad" / "adapter_model.safetensors", 1000)
+    limits = {"max_loras": 2, "max_lora_rank": 16, "lora_target_modules": ["all"]}
+    chosen = settings(base.path, {"good": root / "good", "bad": root / "bad"}, [root], **limits)
+    chosen = structs.replace(chosen, adapters_folder=str(root))
+    with serve(chosen, tmp_path / "log") as server, server.connect() as wire:
+        assert names(wire) == {"good"} and "adapter 'bad' is left out: " in server.log.read_text()
+        wire.submit("bad", SHORT, prompt_token_ids=[3], adapter="bad")
+        assert "could not be read when the engine started" in wire.answer("bad").error.message
+        wire.submit("else", SHORT, prompt_token_ids=[3], adapter="else")
+        assert "(known: good)" in wire.answer("else").error.message
+        shutil.copytree(bad, root / "bad", dirs_exist_ok=True)
+        assert isinstance(wire.call(LoadAdapter(1, "bad", str(root / "bad")), 60), Done)
+        assert names(wire) == {"good", "bad"}
 
 
 def test_a_start_that_fails_after_a_death_is_tried_again(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from sidestream.runtime.protocol.adapter_map import AdapterEntry, HybridClock, Stamp
 from sidestream.runtime.protocol.messages import Done, Error, ListAdapters, LoadAdapter, UnloadAdapter
 from sidestream.runtime.server.saved_adapters import SavedAdapters
@@ -49,6 +50,16 @@ def test_loaded_adapters_are_there_after_a_restart_of_the_server(tmp_path: Path)
 
 def settings(state: Path, **adapters: str) -> ServeSettings:
     return ServeSettings(model="/m", bind="ipc:///run/e.sock", saved_adapters=str(state), adapters=adapters)
+
+
+def test_a_directory_of_adapters_decides_on_its_own(tmp_path: Path) -> None:
+    """Adapters that came from it, and those that it has now, are not those of the last run."""
+    entries = [AdapterEntry(name, Stamp(1), f"/all/{name}", "c") for name in ("same", "removed")]
+    entries += [AdapterEntry("unloaded", Stamp(1)), AdapterEntry("other", Stamp(1), "/elsewhere/all/other", "c")]
+    first = structs.replace(settings(tmp_path, same="/all/same"), adapters_folder="/all")
+    SavedAdapters(first).write(entries)
+    given = {"same": "/all/same", "unloaded": "/all/unloaded"}
+    assert {entry.name for entry in SavedAdapters(structs.replace(first, adapters=given)).read()} == {"other"}
 
 
 def test_the_command_line_has_priority_where_it_was_changed(tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ def test_which_file_comes_first(tmp_path: Path) -> None:
 def test_a_file_for_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "t.jinja").write_text("é")
     assert read_template_file(tmp_path / "t.jinja") == "é"
+    assert read_template_file("{% for m in messages %}{{ m.content }}\n{% endfor %}").endswith("{% endfor %}")
     (tmp_path / "b.jinja").write_bytes(b"\xff")
     (tmp_path / "l.jinja").write_text("x" * (1 << 19))
     for name, expected in {"no": "No such file", "b": "not UTF-8", "l": "characters"}.items():

@@ -5,7 +5,7 @@ import json
 import pytest
 from sidestream.runtime.protocol.addresses import AddressError
 from sidestream.tools import cli
-from sidestream.tools.commands.serve import settings_of
+from sidestream.tools.commands.serve import front_of, settings_of
 
 
 @pytest.fixture
@@ -45,6 +45,83 @@ def test_flags(model, tmp_path):
     assert found.restart is True and found.step_timeout is None
     assert settings(str(model), "--no-restart").restart is False
     json.dumps(found.llm)
+
+
+def test_adapters_of_a_directory(model, tmp_path):
+    root = tmp_path / "adapters"
+    for name, rank in (("b", 64), ("c", 9)):
+        (root / name).mkdir()
+        (root / name / "adapter_config.json").write_text(json.dumps({"r": rank}))
+        (root / name / "adapter_model.safetensors").write_bytes(b"x")
+    (root / "no weights").mkdir()
+    found = settings(str(model), "--lora-modules-from", str(root))
+    assert found.adapters == {name: f"{root}/{name}" for name in "bc"} and found.adapters_folder == str(root)
+    assert found.adapter_roots == [str(root)] and found.is_in_folder(found.adapters["b"])
+    sizes = {"max_loras": 8, "max_lora_rank": 64, "lora_target_modules": ["all"]}
+    assert found.llm == settings(str(model)).llm | sizes, "later adapters have room, too"
+    both = settings(str(model), "--lora-modules-from", str(root), "--lora-modules", f"x={root}/a", "--max-loras", "3")
+    assert set(both.adapters) == {"x", "b", "c"} and both.llm["max_loras"] == 3
+    assert not both.is_in_folder(str(tmp_path / "elsewhere" / "a")) and not settings(str(model)).is_in_folder("/x")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--lora-modules-from", "ROOT/nowhere"], "is not a directory"),
+        (["--lora-modules-from", "ROOT", "--lora-modules", "b=ROOT/a"], "'b' is in --lora-modules and in"),
+        (["--lora-modules-from", "ROOT", "--bind", "tcp://127.0.0.1:5757"], "add --allow-adapter-loading"),
+        (["--lora-modules", "a=ROOT/a", "--served-model-name", "m", "a"], "'a' names the model and an adapter"),
+    ],
+)
+def test_contradictory_adapters(model, tmp_path, flags, words):
+    root = tmp_path / "adapters"
+    (root / "b").mkdir()
+    (root / "b" / "adapter_config.json").write_text("{}")
+    (root / "b" / "adapter_model.safetensors").write_bytes(b"x")
+    with pytest.raises(ValueError, match=words):
+        settings(str(model), *(flag.replace("ROOT", str(root)) for flag in flags))
+
+
+def test_a_followed_directory_needs_http(model, tmp_path, capsys):
+    arguments = [str(model), "--lora-modules-from", str(tmp_path / "adapters"), "--no-http"]
+    assert cli.main(["serve", *arguments, "--bind", f"ipc://{tmp_path}/e.sock"]) == 2
+    assert "--lora-modules-from needs HTTP" in capsys.readouterr().err
+
+
+def test_adapters_as_vllm_writes_them(model, tmp_path, monkeypatch):
+    path = f"{tmp_path}/adapters/a"
+    one = json.dumps({"name": "x", "path": path, "base_model_name": "base"})
+    two = json.dumps([{"name": "y", "path": path}, {"name": "z", "path": path}])
+    found = settings(str(model), "--lora-modules", one, two, "--lora-modules", f"w={path}")
+    assert found.adapters == dict.fromkeys("xyzw", path)
+    file = tmp_path / "server.toml"
+    file.write_text(f"lora-modules = ['{one}', '{two}', 'w={path}']")
+    assert settings(str(model), "--config", str(file)).adapters == found.adapters
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    snapshot = tmp_path / "hub" / "models--org--sql" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "adapter_config.json").write_text("{}")
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
+    assert settings(str(model), "--lora-modules", "sql=org/sql").adapters == {"sql": str(snapshot)}
+    with pytest.raises(ValueError, match=r"nothing is downloaded.*hf download org/other"):
+        settings(str(model), "--lora-modules", "sql=org/other")
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", '[{"name": "x"}]', '{"name": "a b", "path": "c"}', "[[]]", '"x"'])
+def test_adapters_that_are_not_readable(model, text, capsys):
+    with pytest.raises(SystemExit):
+        settings(str(model), "--lora-modules", text)
+    assert "is not" in capsys.readouterr().err
+
+
+def test_several_names_of_the_model(model, tmp_path):
+    options = cli.build_parser().parse_args(["serve", str(model), "--port", "0", "--served-model-name", "m", "n", "o"])
+    found = settings_of(options)
+    assert found.served_model_name == "m"
+    front = front_of(options, found)
+    assert front._settings(["ipc:///x"]).model_aliases == ["n", "o"]
+    front.close()
 
 
 def test_a_chat_template_is_read_at_the_start(model, tmp_path):

@@ -3,27 +3,19 @@
 from bisect import bisect_left
 from dataclasses import dataclass
 
-import torch
-
-from ....compiler.build_program import build_program
-from ....compiler.cost.bytes_and_flops import Assumptions
-from ....compiler.cost.estimate import estimate, total_seconds
 from ....compiler.cost.hardware import Gpu
-from ....compiler.graph.capture import capture_module
 from ....compiler.options import CompileOptions
-from ....compiler.pipeline import optimize
 from ....compiler.program.program import Bucket
 from ....graphs.config import LlamaConfig
-from ....graphs.llama import Llama
 from ....graphs.lora import LoraShape
 from ....ops.core.kv_layout import PAGE_SIZE
 from ...options.models import LLAMA_8B
+from ...options.sizing import SizedModel
 
 CONTEXT = 1024
 SEQUENCES = (1, 16, 64, 128, 256)
 ADAPTERS = (1, 8, 32)
 PROMPT_TOKENS = 512
-LAYERS = 32
 
 
 @dataclass(frozen=True)
@@ -59,28 +51,12 @@ def _between(points: tuple[int, ...], value: int) -> tuple[int, float]:
 
 
 def estimated(gpu: Gpu) -> StepTimes:
-    """Estimate for engines with a `gpu` each, without a GPU.
-
-    One and two layers are compiled on the meta device; the others are like the second.
-    """
-    graphs = []
-    for depth in (1, 2):
-        config = LlamaConfig.from_dict({**LLAMA_8B, "num_hidden_layers": depth})
-        model = Llama(config, LoraShape(max(ADAPTERS), 16), torch.bfloat16, device="meta")
-        names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
-        captured = capture_module(model, model.example_inputs(), model.dynamic_shapes())
-        graphs.append(optimize(captured, CompileOptions(), names, text=False).captured.graph_module)
+    """Estimate for engines with a `gpu` each, without a GPU."""
+    model = SizedModel(LlamaConfig.from_dict(LLAMA_8B), LoraShape(max(ADAPTERS), 16), CompileOptions())
+    decode = tuple(
+        tuple(model.decode_seconds(sequences, CONTEXT, adapters, gpu) for adapters in ADAPTERS)
+        for sequences in SEQUENCES
+    )
     blocks = CONTEXT // PAGE_SIZE + 1
-
-    def seconds(bucket: Bucket, adapters: tuple[int, ...]) -> tuple[float, ...]:
-        programs = [build_program(graph, bucket, CompileOptions()) for graph in graphs]
-
-        def of(count: int) -> float:
-            few, more = (total_seconds(estimate(program, Assumptions(CONTEXT, count), gpu)) for program in programs)
-            return few + (LAYERS - 1) * (more - few)
-
-        return tuple(map(of, adapters))
-
-    decode = tuple(seconds(Bucket(count, count, count * blocks, blocks, decode=True), ADAPTERS) for count in SEQUENCES)
-    (prompt,) = seconds(Bucket(PROMPT_TOKENS, 1, blocks, blocks), (1,))
+    prompt = model.seconds(Bucket(PROMPT_TOKENS, 1, blocks, blocks), CONTEXT, 1, gpu)
     return StepTimes(decode, prompt / PROMPT_TOKENS)

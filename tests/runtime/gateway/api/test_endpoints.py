@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from sidestream.runtime.api.errors import DeadlineError, EngineDeadError, OverloadedError, RequestError, ServerError
-from sidestream.runtime.gateway.interfaces import GatewayHealth
+from sidestream.runtime.gateway.interfaces import AdapterCard, GatewayHealth
 from support.gateway import Books, FakeEngines, events, gateway
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -221,6 +221,35 @@ def test_models_are_the_base_and_the_adapters_that_the_caller_may_use() -> None:
         assert hidden.status_code == missing.status_code == refused.status_code == 404
         assert hidden.json()["error"]["code"] == "model_not_found"
         assert hidden.text.replace("shout", "nobody") == missing.text, "as if it did not exist"
+        assert "(there are: base, pirate)" in refused.json()["error"]["message"], "names that the caller may use"
+
+    run(scene)
+
+
+def test_an_unknown_model_is_answered_with_a_few_names() -> None:
+    async def scene() -> None:
+        engines = FakeEngines()
+        engines.cards = [AdapterCard(f"a{number}", 8, "") for number in range(100)]
+        async with gateway(engines) as http:
+            answer = await http.post("/v1/completions", json={"prompt": "x", "model": "a100"})
+        message = answer.json()["error"]["message"]
+        assert "'a100' does not exist (there are: base, a0, a1, a2, a3 and 96 more); /v1/models lists all" in message
+
+    run(scene)
+
+
+def test_further_names_of_the_base_model() -> None:
+    async def scene() -> None:
+        engines = FakeEngines()
+        async with gateway(engines, model_aliases=["gpt-4o", "org/base"]) as http:
+            cards = (await http.get("/v1/models")).json()["data"]
+            for name in ("base", "gpt-4o", "org/base"):
+                answer = await http.post("/v1/completions", json={"prompt": "x", "model": name, "max_tokens": 1})
+                assert answer.status_code == 200 and answer.json()["model"] == "base"
+                assert (await http.get(f"/v1/models/{name}")).json()["id"] == name
+            taken = await http.post("/v1/load_lora_adapter", json={"lora_name": "gpt-4o", "lora_path": "/a"})
+        assert [card["id"] for card in cards][:3] == ["base", "gpt-4o", "org/base"] and taken.status_code == 409
+        assert [request.adapter for request in engines.asked] == [None] * 3
 
     run(scene)
 

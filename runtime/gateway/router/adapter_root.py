@@ -1,4 +1,4 @@
-"""The adapters of a fleet: each folder below a root is one.
+"""The adapters below a root, each in a folder of its own: those of a fleet, or of `--lora-modules-from`.
 
 The root is a directory on all hosts, or a URL that fsspec reads (such as `s3://bucket/adapters` with s3fs).
 A scan compares sizes and times of files to detect possible changes. The engine that loads a version compares the hash
@@ -21,8 +21,7 @@ import fsspec
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from ...compiler.program.cache_folder import cache_directory
-from ..gateway.router.adapter_catalogue import OfferedAdapter
+from .adapter_catalogue import OfferedAdapter
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
@@ -49,7 +48,7 @@ class AdapterRoot:
         try:
             self._files, self._root = _open(location)
         except (ImportError, ValueError) as error:
-            raise ValueError(f"adapters-root = {location!r} cannot be read: {error}") from None
+            raise ValueError(f"the adapters' root {location!r} cannot be read: {error}") from None
         self._is_object_store = not isinstance(self._files, LocalFileSystem)
         self._scanned: dict[str, _ScannedFolder] = {}
 
@@ -100,16 +99,11 @@ class AdapterRoot:
             if former is not None and former.stamp == stamp:
                 return former
             # keyword arguments, since s3fs has another parameter in between
-            rank = _rank(self._files.cat_file(str(files[CONFIG]["name"]), start=0, end=MAX_CONFIG_BYTES))
+            rank = rank_in(self._files.cat_file(str(files[CONFIG]["name"]), start=0, end=MAX_CONFIG_BYTES))
         except OSError:  # it is being deleted or written: the next scan finds out
             return None
         version = hashlib.sha256(f"{folder}\n{stamp}".encode()).hexdigest()
         return _ScannedFolder(stamp, OfferedAdapter(name, folder, version, rank))
-
-
-def fetched_folder() -> Path:
-    """Return the folder for adapters of a remote root, shared by all engines of a host."""
-    return cache_directory() / "fetched_adapters"
 
 
 def _open(location: str) -> tuple[AbstractFileSystem, str]:
@@ -122,7 +116,7 @@ def is_remote(location: str) -> bool:
     return "://" in location
 
 
-def _rank(config: bytes) -> int:
+def rank_in(config: bytes) -> int:
     """Return the rank in an adapter's config, 0 if it has none. Only for listings; the engine checks the config."""
     try:
         rank = json.loads(config).get("r", 0)

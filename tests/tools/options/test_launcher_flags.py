@@ -1,11 +1,20 @@
-"""Flags of `vllm serve`: taken with their effect, taken without one and said so, or refused with the remedy."""
+"""Flags of other launchers: taken with their effect, taken without one and said so, or refused with the remedy."""
 
+import argparse
+import contextlib
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
-from sidestream.runtime.engine.vllm_keywords import UNSUPPORTED_FLAGS, UNSUPPORTED_KEYWORDS
+from sidestream.runtime.engine.vllm_keywords import ACCEPTED, UNSUPPORTED_KEYWORDS
 from sidestream.tools import cli
 from sidestream.tools.commands.serve import settings_of
+from sidestream.tools.options.launcher_flags import launcher_flags
+
+LAUNCHERS: dict[str, str] = tomllib.loads(Path(__file__).with_name("launchers.toml").read_text())
+OTHERS = {"--model", "--config", "--dtype", "--quantization"}
+"""Flags whose effect other tests show."""
 
 
 def llm_of(*arguments: str) -> dict[str, object]:
@@ -76,6 +85,12 @@ def test_flags_without_an_effect_say_so(
         ("--tokenizer other/one", "put tokenizer.json"),
         ("--revision main", "download the model first"),
         ("--ssl-certfile x.pem", "put a proxy"),
+        ("--hf-overrides.rope.theta 5", "change config.json"),
+        ("--nnodes 2", "start more gateways"),
+        ("--logprobs-mode raw_logits", "in OpenAI's form"),
+        ("--max-total-tokens 2048", "use --max-model-len for the tokens of a request"),
+        ("--adapter-id org/name", "--lora-modules NAME=DIR"),
+        ("--speculative-algorithm EAGLE3", "use --speculation 'auto'"),
     ],
 )
 def test_flags_of_what_there_is_not_name_the_remedy(
@@ -87,11 +102,68 @@ def test_flags_of_what_there_is_not_name_the_remedy(
     assert left.value.code == 2 and f"error: {arguments} is not supported; " in line and remedy in line
 
 
-def test_every_flag_of_the_table_is_there_and_none_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+def serve_parser() -> argparse.ArgumentParser:
     (commands,) = (action.choices for action in cli.build_parser()._actions if action.choices)
-    known = commands["serve"]._option_string_actions
-    assert {f"--{name.replace('_', '-')}" for name in (*UNSUPPORTED_KEYWORDS, *UNSUPPORTED_FLAGS)} <= set(known)
-    assert "--trust-remote-code" not in commands["serve"].format_help()
+    parser: argparse.ArgumentParser = commands["serve"]
+    return parser
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_every_flag_of_a_launcher_is_known(launcher: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parser, unknown = serve_parser(), []
+    ours = set(parser._option_string_actions)
+    words = LAUNCHERS[launcher].split()
+    for word in words:
+        flag, takes_value, _ = word.partition("=")
+        if flag in ours | OTHERS:
+            continue
+        with contextlib.suppress(SystemExit):
+            parser.parse_args(["some-model", flag, *(["1"] if takes_value else []), "--port", "1"])
+        said = capsys.readouterr().err
+        if not re.search(rf"{flag} ?1? (has no effect: |is not supported; |is --)", said):
+            unknown.append((flag, said))
+    assert unknown == [] and len(words) > 30
+
+
+def test_the_table_leads_to_flags_of_serve_and_repeats_none_of_them() -> None:
+    ours = set(serve_parser()._option_string_actions)
+    renamed, flags = launcher_flags()
+    keywords = {f"--{name.replace('_', '-')}" for name in (*UNSUPPORTED_KEYWORDS, *ACCEPTED)}
+    assert set(renamed.values()) <= ours | set(flags)
+    repeated = (set(renamed) | set(flags)) & ours - keywords - {"--no-enable-prefix-caching"}
+    assert repeated == set(), "serve has these itself: delete them from launcher_flags.toml"
+    named = {flag for each in flags.values() for flag in re.findall(r"--[a-z-]+", each.unsupported.remedy)}
+    assert named <= ours | {"--profile"}  # of the bench
+
+
+def test_the_help_shows_none_of_them() -> None:
+    shown = serve_parser().format_help()
+    assert "--trust-remote-code" not in shown and "--attention-backend" not in shown and "--context-length" not in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "effect"),
+    [
+        ("--context-length 4096", {"max_model_len": 4096}),
+        ("--max_model_len 4k", {"max_model_len": 4000}),
+        ("--max-model-len=4K", {"max_model_len": 4096}),
+        ("--max-running-requests 7 --mem-fraction-static=0.5", {"max_num_seqs": 7, "gpu_memory_utilization": 0.5}),
+        ("-tp 2", {"tensor_parallel_size": 2}),
+        ("-q fp8", {"precision": "fp8"}),
+        ("--max-active-adapters 3 --quantize fp8", {"max_loras": 3, "precision": "fp8"}),
+        ("--disable-cuda-graph --disable-radix-cache", {"enforce_eager": True, "enable_prefix_caching": False}),
+        ("--attention-backend X --nnodes 1 --cudagraph-capture-sizes 1 2 4 --seed 3", {"seed": 3}),
+    ],
+)
+def test_renamed_flags_have_the_effect_of_ours(model: str, arguments: str, effect: dict[str, object]) -> None:
+    assert llm_of(model, *arguments.split()) == llm_of(model) | effect
+
+
+@pytest.mark.parametrize("number", ["8g", "k", "1e400k", "8 K x"])
+def test_a_number_with_another_suffix_is_refused(number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--max-model-len", number])
+    assert "is not an integer; write it such as 8192, 8k or 8K" in capsys.readouterr().err
 
 
 def test_a_file_of_flags_has_them_too(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,6 +172,9 @@ def test_a_file_of_flags_has_them_too(model: str, tmp_path: Path, capsys: pytest
     assert llm_of("--config", str(file)) == llm_of(model) | {"precision": "bf16"}
     assert llm_of("--config", str(file), "--precision", "fp32")["precision"] == "fp32"
     assert "--enable-chunked-prefill has no effect" in capsys.readouterr().err
+    file.write_text('context-length = 512\nattention-backend = "X"\nallowed-methods = ["*"]\n')
+    assert llm_of("--config", str(file)) == llm_of() | {"max_model_len": 512}
+    assert "--attention-backend X has no effect" in capsys.readouterr().err
     file.write_text("trust-remote-code = true\n")
     with pytest.raises(SystemExit):
         llm_of("--config", str(file))

@@ -6,8 +6,8 @@ import shutil
 import fsspec
 import pytest
 from sidestream.runtime.demo_model import DEMO_MODEL
-from sidestream.runtime.fleet import adapter_root
-from sidestream.runtime.fleet.adapter_root import AdapterRoot
+from sidestream.runtime.gateway.router import adapter_root
+from sidestream.runtime.gateway.router.adapter_root import AdapterRoot
 
 
 @pytest.fixture
