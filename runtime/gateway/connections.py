@@ -4,7 +4,6 @@ uvicorn has no such limits: a client that sends half a header, or never reads it
 """
 
 import asyncio
-import contextlib
 import ipaddress
 import socket
 from collections import Counter
@@ -34,6 +33,8 @@ LINGER_SECONDS = 10.0
 """Time that a client gets to read an answer and to stop sending the rest of its body, which is discarded."""
 DISCARD_SECONDS = 0.05
 """Pause between reads of such a rest: discarding it must not delay other connections."""
+_DISCARDED = bytearray(1 << 20)
+"""Never written: with MSG_TRUNC, Linux discards up to so many bytes without a copy."""
 
 
 class Connection(Protocol):
@@ -137,6 +138,19 @@ def _refusing(app: ASGIApp, refusal: GatewayError) -> ASGIApp:
     return refused
 
 
+def _discard(descriptor: int) -> bool:
+    """Discard what a connection has received. Returns False if its client has closed or reset it."""
+    peer = socket.socket(fileno=descriptor)
+    try:
+        return peer.recv_into(_DISCARDED, 0, socket.MSG_TRUNC | socket.MSG_DONTWAIT) > 0
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        peer.detach()  # the transport closes it
+
+
 def limited_protocol(base: type[Any], connections: ConnectionPool) -> type[Any]:
     """Return a subclass of uvicorn's protocol class `base` with these limits and with batched writes."""
     flush_queue = FlushQueue()
@@ -191,8 +205,6 @@ def limited_protocol(base: type[Any], connections: ConnectionPool) -> type[Any]:
             if self._pool is None:
                 return
             if self._batching.lingering:
-                self._own_transport.pause_reading()
-                asyncio.get_running_loop().call_later(DISCARD_SECONDS, self._discard_more)
                 return
             previous = self.cycle
             in_body = previous is not None and previous.more_body and not previous.response_complete
@@ -262,15 +274,23 @@ def limited_protocol(base: type[Any], connections: ConnectionPool) -> type[Any]:
                 return False
             if self.timeout_keep_alive_task is not None:  # the body was discarded while the connection stayed open
                 return False
-            with contextlib.suppress(OSError):  # the client has reset the connection
+            try:
                 transport.write_eof()
-            self._linger_timer = asyncio.get_running_loop().call_later(LINGER_SECONDS, transport.abort)
-            self._discard_more()
+            except OSError:  # the client has reset the connection
+                return False
+            loop = asyncio.get_running_loop()
+            self._linger_timer = loop.call_later(LINGER_SECONDS, transport.abort)
+            transport.pause_reading()
+            loop.call_soon(self._discard_more)
             return True
 
         def _discard_more(self) -> None:
-            if not self._own_transport.is_closing():
-                self._own_transport.resume_reading()
+            if self._own_transport.is_closing():
+                return
+            if _discard(self._own_transport.get_extra_info("socket").fileno()):
+                asyncio.get_running_loop().call_later(DISCARD_SECONDS, self._discard_more)
+            else:
+                self._own_transport.close()
 
         def pause_writing(self) -> None:
             super().pause_writing()

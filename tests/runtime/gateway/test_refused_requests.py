@@ -393,3 +393,23 @@ def test_a_chat_is_not_rendered_if_its_connection_closed_while_it_was_read(work:
 
     asyncio.run(app(scope, receive, send))
     assert work == {"read": 1} and sent[0]["status"] == 499
+
+
+def test_what_arrives_after_a_refusal_is_discarded_without_being_delivered():
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as client:
+        server, _ = listener.accept()
+        with server:
+            server.setblocking(False)
+            client.setblocking(False)
+            sent, piece = 0, bytes(1 << 16)
+            while sent < 16 << 20:  # more than the buffers of both sides
+                try:
+                    sent += client.send(piece)
+                except BlockingIOError:
+                    assert connections._discard(server.fileno())
+            client.setblocking(True)
+            client.sendall(b"end")
+            client.shutdown(socket.SHUT_WR)
+            while connections._discard(server.fileno()):
+                time.sleep(0.001)
+            assert server.recv(1) == b"" and not any(connections._DISCARDED)

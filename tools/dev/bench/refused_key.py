@@ -61,7 +61,9 @@ ATTACKS: dict[str, Any] = {
 def request_bytes(path: str, key: str, body: dict[str, Any]) -> bytes:
     """Return an HTTP request."""
     data = json.dumps(body, separators=(",", ":")).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Type: application/json\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\nContent-Type: application/json\r\n"
+    )
     return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 

@@ -206,8 +206,11 @@ class Storm:
         """Run the storm, print its progress, and wait until all engines serve the same adapters."""
         self.measure()
         sources = [random.Random(f"{seed} {place}") for place in range(writers + askers + 1)]
-        work: list[Callable[[random.Random], None]] = [self.change] * writers + [self.ask] * askers
-        work += [lambda source: self.kill(source, kill_every)] if kill_every else []
+        work: list[Callable[[random.Random], None]] = []
+        work.extend([self.change] * writers)
+        work.extend([self.ask] * askers)
+        if kill_every:
+            work.append(lambda source: self.kill(source, kill_every))
         threads = [threading.Thread(target=self._repeat, args=pair) for pair in zip(work, sources, strict=False)]
         started, sampler = time.monotonic(), _Evictions(self.engines)
         for thread in threads:
@@ -326,9 +329,9 @@ def main(arguments: list[str] | None = None) -> int:
         folders = write_versions(folder / "adapters")
         roots = ["--adapter-root", str(folder / "adapters")]
         # one server has its adapters again after a kill of all its processes, the other one gets them from gateways
-        saves = ([], ["--no-save-adapters"])
+        saves = ("--save-adapters", "--no-save-adapters")
         engines = [
-            stack.enter_context(ServedDemo(folder / f"e{number}", *roots, *saves[number], *ARGUMENTS))
+            stack.enter_context(ServedDemo(folder / f"e{number}", *roots, saves[number], *ARGUMENTS))
             for number in range(ENGINES)
         ]
         for engine in engines:
@@ -342,8 +345,8 @@ def main(arguments: list[str] | None = None) -> int:
         for gateway in gateways:
             gateway.stop()
         storm.check_usage_logs()
-        for each in (*engines, *gateways):
-            storm.seen.findings["traceback"] += tracebacks_in(each.log)
+        for log in [*(engine.log for engine in engines), *(gateway.log for gateway in gateways)]:
+            storm.seen.findings["traceback"] += tracebacks_in(log)
     seen = storm.seen
     print(f"{options.minutes:g} minutes, seed {options.seed}: {seen.summary()}")
     for kind, count in sorted(seen.counts.items()):
