@@ -44,6 +44,16 @@ def test_the_token_itself_is_always_among_the_likeliest(top):
     assert reported.top_logprobs == [dict([("a", -1.0), ("b", -2.0), ("c", -3.0)][:top]) | {"far": -40.0}]
 
 
+def test_a_chat_has_the_token_itself_too():
+    """Without alternatives there are none, as in OpenAI's answers."""
+    entry = place((4, b"far", 40), (1, b"a", 1), (2, b"b", 2))
+    for top, expected in ((0, []), (1, ["a", "far"]), (2, ["a", "b", "far"])):
+        (reported,) = chat_logprobs([entry], top).content
+        assert [each.token for each in reported.top_logprobs] == expected
+    (reported,) = chat_logprobs([place((1, b"a", 1), (1, b"a", 1), (2, b"b", 2))], 2).content
+    assert [each.token for each in reported.top_logprobs] == ["a", "b"]
+
+
 def test_chats_and_prompts_have_the_bytes():
     places = [place((1, "é".encode()[:1], 1), (2, b"\xff", 2)), place((3, "é".encode()[1:], 1))]
     chat = chat_logprobs(places, 2).content
