@@ -21,6 +21,7 @@ import sysconfig
 import tempfile
 import time
 import venv
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from support.live_server import serving
@@ -66,8 +67,10 @@ def in_turn(names: list[str], some: int, turn: int) -> list[str]:
     return (names + names)[start : start + min(some, len(names))]
 
 
-def install(name: str, requirements: list[str]) -> str:
+def install(name: str, requirements: list[str], unreachable: set[str]) -> str:
     """Install a client unless it is installed; return why that is impossible here, or an empty string.
+
+    unreachable   installers without a network; a failed one is added and not tried again
 
     Raises RuntimeError if the packages can be fetched, but not installed.
     """
@@ -76,12 +79,14 @@ def install(name: str, requirements: list[str]) -> str:
     stamp = home / "installed.json"
     if stamp.exists() and stamp.read_text() == wanted:
         return ""
-    node = "@" in requirements[0][1:]
-    if node and shutil.which("npm") is None:
+    installer = "npm" if "@" in requirements[0][1:] else "pip"
+    if installer == "npm" and shutil.which("npm") is None:
         return "npm is not installed"
+    if installer in unreachable:
+        return f"{installer} cannot reach its index"
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir(parents=True)
-    if node:
+    if installer == "npm":
         command = ["npm", "install", "--prefix", str(home), "--no-audit", "--no-fund", "--omit=optional"]
         command += ["--fetch-retries=1"]
     else:
@@ -94,7 +99,8 @@ def install(name: str, requirements: list[str]) -> str:
     if done.returncode != 0:
         said = done.stdout + done.stderr
         if UNREACHABLE.search(said):
-            return "the package index is not reachable"
+            unreachable.add(installer)
+            return f"{installer} cannot reach its index"
         raise RuntimeError(f"{' '.join(requirements)} cannot be installed:\n{said}")
     stamp.write_text(wanted)
     return ""
@@ -145,15 +151,16 @@ def main() -> int:
         parser.error(f"unknown clients: {', '.join(unknown)}; there are {', '.join(clients)}")
     if options.some is not None:
         chosen = in_turn(chosen, options.some, options.turn)
-    failed = []
-    with serving("--api-key", KEY, "--max-model-len", "2048") as server:
-        for name in chosen:
-            since = time.monotonic()
+    failed, unreachable = [], set[str]()
+    with serving("--api-key", KEY, "--max-model-len", "2048") as server, ThreadPoolExecutor(1) as installer:
+        # the next clients are installed while one runs
+        waiting = [installer.submit(install, name, clients[name], unreachable) for name in chosen]
+        for name, installed in zip(chosen, waiting, strict=True):
             try:
-                if reason := install(name, clients[name]):
+                if reason := installed.result():
                     print(f"skipped  {name}: {reason}", flush=True)
                     continue
-                installed = time.monotonic()
+                since = time.monotonic()
                 run(name, server.url)
             except (RuntimeError, subprocess.CalledProcessError, subprocess.TimeoutExpired) as problem:
                 failed.append(name)
@@ -161,8 +168,7 @@ def main() -> int:
                 said = said.decode(errors="replace") if isinstance(said, bytes) else said
                 print(f"FAILED   {name}: {problem}\n{said[-4000:]}", flush=True)
                 continue
-            took = f"{time.monotonic() - installed:.0f} s, installed in {installed - since:.0f} s"
-            print(f"passed   {name} ({', '.join(clients[name])}): {took}", flush=True)
+            print(f"passed   {name} ({', '.join(clients[name])}) in {time.monotonic() - since:.0f} s", flush=True)
     if failed:
         print(f"failed: {', '.join(failed)}; again: make test-clients CLIENTS='{' '.join(failed)}'")
     return int(bool(failed))
