@@ -48,11 +48,11 @@ wait $$kernels || failed="$$failed tests 2/2"; kernels=; cat $$said/kernels; \
 test -z "$$failed" || { printf '\033[1m== failed with torch %s: %s\033[0m\n' $$torch "$$failed"; exit 1; }
 endef
 
-.PHONY: help demo test test-all wheel lint format docs setup clean
+.PHONY: help demo test test-all test-clients wheel lint format docs setup clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 demo: $(VENV)/.installed  ## compile the embedded demo model and answer one batch with four adapters
 	$(SAY) 'demo'
@@ -66,6 +66,9 @@ test-all: $(VENV)/.installed-test  ## what runs before a release: every configur
 	$(call run_tests,--exhaustive --cov --cov-report=,--exhaustive --cov --cov-report=)
 	@$(PY) -m coverage combine --quiet --append .coverage-kernels
 	@$(PY) -m coverage report --skip-covered
+
+test-clients: $(VENV)/.installed-test  ## other people's clients against a server, or some: CLIENTS='openai langchain'
+	@PYTHONPATH=tests $(PY) tests/clients/run.py $(CLIENTS)
 
 wheel: $(VENV)/.installed-test  ## build dist/*.whl from what git tracks
 	$(SAY) 'wheel'
