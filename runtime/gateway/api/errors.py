@@ -183,9 +183,10 @@ def response_for(problem: Exception, method: str, path: str) -> Response:
     # starlette's own errors: unknown path or method
     if problem.status_code == 404 and path.rstrip("/") in UNSERVED:
         status, remedy = UNSERVED[path.rstrip("/")]
-        return _error_response(GatewayError(status, f"{path} does not exist here: {remedy}", code="unsupported_path"))
-    text = {404: "this path does not exist; /docs lists all", 405: f"this path does not support {method}"}
+        text = f"{path} does not exist here: {remedy}"
+        return _error_response(GatewayError(status, text, code="unsupported_path"), path)
+    texts = {404: "this path does not exist; /docs lists all", 405: f"this path does not support {method}"}
     status = problem.status_code
     return _error_response(
-        GatewayError(status, text.get(status, "invalid request"), headers=dict(problem.headers or {})), path
+        GatewayError(status, texts.get(status, "invalid request"), headers=dict(problem.headers or {})), path
     )

@@ -311,7 +311,7 @@ class Router:
 
     async def _call_all(self, call: Callable[[EngineLink], Coroutine[Any, Any, None]]) -> None:
         """Call all connected engines, and raise the first error. Raises EngineDeadError if there is none."""
-        answers = await self._query_all(call)
+        answers = await query_all(self._links.values(), call)
         if not answers:
             raise self._dispatch.no_engine()
         for answer in answers.values():
