@@ -442,7 +442,7 @@ def test_a_slow_load_of_a_passed_on_change_does_not_delay_the_health_of_its_engi
 
 
 def test_a_router_forgets_the_adapters_of_removed_engines() -> None:
-    with world(2, 1) as made:
+    with world(3, 1) as made:
         router = made.routers[0]
 
         async def replace_engine(name: str) -> None:
