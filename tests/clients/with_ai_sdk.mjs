@@ -7,7 +7,12 @@ import { generateText, isStepCount, jsonSchema, Output, streamText, tool } from 
 
 const server = { baseURL: process.env.OPENAI_BASE_URL, apiKey: process.env.OPENAI_API_KEY };
 const openai = createOpenAI(server);
-const compatible = createOpenAICompatible({ name: "sidestream", includeUsage: true, ...server });
+const compatible = createOpenAICompatible({
+  name: "sidestream",
+  includeUsage: true,
+  supportsStructuredOutputs: true,
+  ...server,
+});
 const models = {
   responses: openai("demo_model"), // the provider's default
   chat: openai.chat("demo_model"),
