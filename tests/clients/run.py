@@ -81,16 +81,16 @@ def install(name: str, requirements: list[str], unreachable: set[str]) -> str:
 
     Raises RuntimeError if the packages can be fetched, but not installed.
     """
-    home = ENVIRONMENTS / name
-    wanted = json.dumps([sys.prefix, *requirements])
-    stamp = home / "installed.json"
-    if stamp.exists() and stamp.read_text() == wanted:
-        return ""
     installer = "npm" if "@" in requirements[0][1:] else "pip"
     if installer == "npm" and shutil.which("npm") is None:
         return "npm is not installed"
     if name in NODE and (found := node_version()) < NODE[name]:
         return f"it needs Node {'.'.join(map(str, NODE[name]))}; this is {'.'.join(map(str, found))}"
+    home = ENVIRONMENTS / name
+    wanted = json.dumps([sys.prefix, *requirements])
+    stamp = home / "installed.json"
+    if stamp.exists() and stamp.read_text() == wanted:
+        return ""
     if installer in unreachable:
         return f"{installer} cannot reach its index"
     shutil.rmtree(home, ignore_errors=True)
