@@ -1,4 +1,4 @@
-"""Run promptfoo: an evaluation of the base model and an adapter over chat, completions and responses."""
+"""Run promptfoo: an evaluation over chat, completions and responses (needs Node 22.22; not run yet)."""
 
 import json
 import subprocess
