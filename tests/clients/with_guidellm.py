@@ -22,6 +22,6 @@ for request_format in ("/v1/completions", "/v1/chat/completions"):
     subprocess.run([*command, *(word for name, value in options.items() for word in (f"--{name}", value))], check=True)
     (run,) = json.loads(Path("report.json").read_text())["benchmarks"]
     requests = run["requests"]
-    assert len(requests["successful"]) == 6 and not requests["errored"], requests["errored"][:1]
+    assert requests["successful"] and not requests["errored"], requests["errored"][:1]
     # the server's own counts: the requests ask for exactly 8 tokens
     assert {each["output_tokens"] for each in requests["successful"]} == {8}

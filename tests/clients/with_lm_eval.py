@@ -47,5 +47,6 @@ def evaluate(kind: str, path: str, tasks: str, tokenizer: str, *more: str) -> No
 
 local = f"tokenizer_backend=huggingface,tokenizer={TOKENIZER},add_bos_token=True"
 evaluate("local-completions", "completions", "scores,answers", local)
-evaluate("local-completions", "completions", "scores", "tokenizer_backend=remote")
+remote = f"tokenizer_backend=remote,auth_token={os.environ['OPENAI_API_KEY']}"
+evaluate("local-completions", "completions", "scores", remote)
 evaluate("local-chat-completions", "chat/completions", "answers", "eos_string=<eos>", "--apply_chat_template")

@@ -1,4 +1,4 @@
-"""Run promptfoo: an evaluation of the base model and an adapter over chat, completions and responses."""
+"""Run promptfoo: an evaluation over chat, completions and responses (needs Node 22.22; not run yet)."""
 
 import json
 import subprocess
@@ -22,6 +22,7 @@ CONFIG = {
 Path("promptfooconfig.json").write_text(json.dumps(CONFIG))
 command = ["promptfoo", "eval", "--config", "promptfooconfig.json", "--no-cache", "--no-table", "--output", "out.json"]
 done = subprocess.run(command, capture_output=True, text=True)
+assert Path("out.json").exists(), done.stdout + done.stderr
 stats = json.loads(Path("out.json").read_text())["results"]["stats"]
 assert (stats["successes"], stats["failures"], stats["errors"]) == (8, 0, 0), (stats, done.stdout[-3000:])
 assert stats["tokenUsage"]["completion"] > 0, stats
