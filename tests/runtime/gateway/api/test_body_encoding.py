@@ -78,6 +78,7 @@ def test_members_without_content_count_as_bytes_of_the_body() -> None:
         (b"", "in the middle of its gzip data"),
         (gzip.compress(PROMPT) + b"more", "not gzip"),
     ],
+    ids=["no gzip", "cut", "empty", "more"],  # gzip data has the time in it
 )
 def test_a_damaged_gzip_body_is_refused(content: bytes, said: str) -> None:
     answer = post(content, GZIP)
