@@ -24,7 +24,10 @@ class Body(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Part(Struct, frozen=True, kw_only=True):
-    """A part of a conversation. Unknown fields are ignored: clients send back what other servers have answered."""
+    """A part of a conversation, or a body of /v1/messages. Unknown fields are ignored.
+
+    Clients send back what other servers have answered, and fields of betas.
+    """
 
 
 class Answer(Struct, frozen=True, kw_only=True):

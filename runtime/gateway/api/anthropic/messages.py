@@ -1,13 +1,11 @@
 """/v1/messages and /v1/messages/count_tokens: bodies, their conversion to a chat, and handlers."""
 
-import contextlib
 import functools
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta, Struct, structs
+from msgspec import Meta, structs
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -15,9 +13,9 @@ from starlette.routing import Route
 from ....api.checks import MAX_STOPS, MAX_TOKENS
 from ....api.sampling_params import SEED_LIMIT
 from ...interfaces import GatewayError
-from ..body_types import Answer, Ignored, ModelName, Refused, Text
+from ..body_types import Answer, Ignored, ModelName, Part, Refused, Text
 from ..chat import MAX_MESSAGES, ChatMessage, ChatRequest, TextPart, open_chat
-from ..context import GatewayContext, caller_of, errors_as_400, json_response, new_id
+from ..context import GatewayContext, caller_of, errors_as_400, json_response, new_id, renamed_fields
 from ..event_stream import EventStream
 from ..response_format import JsonSchemaFormat, ResponseFormat, Schema
 from ..sampling_fields import StopString, TokenCount
@@ -37,27 +35,23 @@ ToolName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0
 Id = Annotated[str, Meta(max_length=256)]
 
 
-class OpenBody(Struct, frozen=True, kw_only=True):
-    """A body, or an object in one. Unknown fields are ignored: clients send those of many betas, and hints."""
-
-
-class TextBlock(OpenBody, frozen=True, kw_only=True, tag_field="type", tag="text"):
+class TextBlock(Part, frozen=True, kw_only=True, tag_field="type", tag="text"):
     """A text."""
 
     text: Text
 
 
-class ThinkingBlock(OpenBody, frozen=True, kw_only=True, tag_field="type", tag="thinking"):
+class ThinkingBlock(Part, frozen=True, kw_only=True, tag_field="type", tag="thinking"):
     """Reasoning of an earlier answer. Its signature is ignored."""
 
     thinking: Text
 
 
-class RedactedThinkingBlock(OpenBody, frozen=True, kw_only=True, tag_field="type", tag="redacted_thinking"):
+class RedactedThinkingBlock(Part, frozen=True, kw_only=True, tag_field="type", tag="redacted_thinking"):
     """Encrypted reasoning of another server, which is left out."""
 
 
-class ToolUseBlock(OpenBody, frozen=True, kw_only=True, tag_field="type", tag="tool_use"):
+class ToolUseBlock(Part, frozen=True, kw_only=True, tag_field="type", tag="tool_use"):
     """A call in an earlier answer."""
 
     id: Id
@@ -65,7 +59,7 @@ class ToolUseBlock(OpenBody, frozen=True, kw_only=True, tag_field="type", tag="t
     input: dict[str, Any]
 
 
-class ToolResultBlock(OpenBody, frozen=True, kw_only=True, tag_field="type", tag="tool_result"):
+class ToolResultBlock(Part, frozen=True, kw_only=True, tag_field="type", tag="tool_result"):
     """The result of a call."""
 
     tool_use_id: Id
@@ -75,7 +69,7 @@ class ToolResultBlock(OpenBody, frozen=True, kw_only=True, tag_field="type", tag
 Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
 
 
-class MessageParam(OpenBody, frozen=True, kw_only=True):
+class MessageParam(Part, frozen=True, kw_only=True):
     """One message."""
 
     role: Literal["user", "assistant", "system"]
@@ -87,7 +81,7 @@ class MessageParam(OpenBody, frozen=True, kw_only=True):
         return [TextBlock(text=self.content)] if isinstance(self.content, str) else self.content
 
 
-class CustomTool(OpenBody, frozen=True, kw_only=True):
+class CustomTool(Part, frozen=True, kw_only=True):
     """A tool of the client. `input_schema`: JSON schema of its arguments, which calls match even without `strict`."""
 
     name: ToolName
@@ -96,30 +90,30 @@ class CustomTool(OpenBody, frozen=True, kw_only=True):
     input_schema: dict[str, Any] | None = None
 
 
-class AutoChoice(OpenBody, frozen=True, kw_only=True, tag_field="type", tag="auto"):
+class AutoChoice(Part, frozen=True, kw_only=True, tag_field="type", tag="auto"):
     """The model may call tools."""
 
     disable_parallel_tool_use: bool | None = None
 
 
-class AnyChoice(OpenBody, frozen=True, kw_only=True, tag_field="type", tag="any"):
+class AnyChoice(Part, frozen=True, kw_only=True, tag_field="type", tag="any"):
     """The model must call a tool."""
 
     disable_parallel_tool_use: bool | None = None
 
 
-class NamedChoice(OpenBody, frozen=True, kw_only=True, tag_field="type", tag="tool"):
+class NamedChoice(Part, frozen=True, kw_only=True, tag_field="type", tag="tool"):
     """The model must call this tool."""
 
     name: ToolName
     disable_parallel_tool_use: bool | None = None
 
 
-class NoChoice(OpenBody, frozen=True, kw_only=True, tag_field="type", tag="none"):
+class NoChoice(Part, frozen=True, kw_only=True, tag_field="type", tag="none"):
     """The model must not call tools."""
 
 
-class ThinkingOption(OpenBody, frozen=True, kw_only=True):
+class ThinkingOption(Part, frozen=True, kw_only=True):
     """Any type but `disabled` sets the chat template's `enable_thinking`. Budgets are ignored.
 
     `display`: "omitted" leaves the reasoning out of the answer.
@@ -129,20 +123,20 @@ class ThinkingOption(OpenBody, frozen=True, kw_only=True):
     display: Annotated[str, Meta(max_length=64)] | None = None
 
 
-class OutputFormat(OpenBody, frozen=True, kw_only=True):
+class OutputFormat(Part, frozen=True, kw_only=True):
     """JSON that matches a schema."""
 
     type: Literal["json_schema"]
     schema: Schema
 
 
-class OutputConfig(OpenBody, frozen=True, kw_only=True):
+class OutputConfig(Part, frozen=True, kw_only=True):
     """`format` of the text. `effort` is ignored."""
 
     format: OutputFormat | None = None
 
 
-class CountTokensRequest(OpenBody, frozen=True, kw_only=True):
+class CountTokensRequest(Part, frozen=True, kw_only=True):
     """A conversation with its tools."""
 
     messages: Annotated[list[MessageParam], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -320,24 +314,11 @@ def _misplaced(where: str, kind: str, role: str) -> GatewayError:
     return GatewayError(400, text, param=where)
 
 
-@contextlib.contextmanager
-def _chat_fields_renamed() -> Iterator[None]:
-    """Give errors about a field of the chat the name of the field that set it."""
-    try:
-        yield
-    except GatewayError as problem:
-        param = problem.param or ""
-        if param not in _FIELDS:
-            raise
-        message = problem.message.replace(param, _FIELDS[param], 1)
-        raise replace(problem, message=message, param=_FIELDS[param]) from None
-
-
 async def create_message(context: GatewayContext, request: Request) -> Response:
     """Handle one request."""
     context.admission.count(caller_of(request), uses_tokens=True)
     body = await context.read_body(request, MessagesRequest)
-    with _chat_fields_renamed():
+    with renamed_fields(_FIELDS):
         chat = await open_chat(context, request, body.as_chat())
     session, (message,), max_model_len = chat.session, chat.messages, chat.target.model.max_model_len
     session.constraint_field = "tools" if body.tools else "output_config.format"
