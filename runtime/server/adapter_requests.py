@@ -72,7 +72,8 @@ class AdapterRequests:
             return
         if isinstance(message, LoadAdapter):
             # other servers, and the next one at this address, may have another working directory
-            message = structs.replace(message, path=str(Path(message.path).absolute()))
+            path = remote_address(message.path, self._roots) or str(Path(message.path).absolute())
+            message = structs.replace(message, path=path)
         stamp = message.stamp or self._clock.tick()
         served = stepper.adapters.get(message.name)
         if isinstance(message, UnloadAdapter):
