@@ -29,7 +29,6 @@ from support.live_server import serving
 FOLDER = Path(__file__).parent
 ENVIRONMENTS = FOLDER.parents[1] / ".venv-clients"
 KEY = "key-of-the-clients"
-NODE = {"promptfoo": (22, 22)}  # the oldest Node that a client starts with
 TIMEOUT = 600  # seconds for one client
 UNREACHABLE = re.compile(
     r"NewConnectionError|ConnectTimeout|NameResolutionError|ProxyError|ReadTimeout|Max retries exceeded"
@@ -68,12 +67,6 @@ def in_turn(names: list[str], some: int, turn: int) -> list[str]:
     return (names + names)[start : start + min(some, len(names))]
 
 
-def node_version() -> tuple[int, ...]:
-    """Return the first two numbers of Node's version."""
-    said = subprocess.run(["node", "--version"], capture_output=True, text=True, check=True).stdout
-    return tuple(int(part) for part in said.strip().lstrip("v").split(".")[:2])
-
-
 def install(name: str, requirements: list[str], unreachable: set[str]) -> str:
     """Install a client unless it is installed; return why that is impossible here, or an empty string.
 
@@ -84,8 +77,6 @@ def install(name: str, requirements: list[str], unreachable: set[str]) -> str:
     installer = "npm" if "@" in requirements[0][1:] else "pip"
     if installer == "npm" and shutil.which("npm") is None:
         return "npm is not installed"
-    if name in NODE and (found := node_version()) < NODE[name]:
-        return f"it needs Node {'.'.join(map(str, NODE[name]))}; this is {'.'.join(map(str, found))}"
     home = ENVIRONMENTS / name
     wanted = json.dumps([sys.prefix, *requirements])
     stamp = home / "installed.json"

@@ -1,4 +1,4 @@
-"""Run promptfoo: an evaluation over chat, completions and responses (needs Node 22.22; not run yet)."""
+"""Run promptfoo: an evaluation over chat, completions and responses."""
 
 import json
 import subprocess

@@ -159,6 +159,7 @@ ENDPOINTS = (
     Endpoint("get", "/health", "Whether an engine is alive", None, Status, open=True),
     Endpoint("get", "/ready", "Whether requests are accepted", None, Status, open=True),
     Endpoint("get", "/ping", "The status of /ready without a body", open=True, text="text/plain"),
+    Endpoint("post", "/ping", "The same", open=True, text="text/plain"),
     Endpoint("get", "/version", "The release", None, Version),
     Endpoint("get", "/metrics", "Counters and gauges for Prometheus", text="text/plain"),
     Endpoint("get", "/console/history", "Metrics of the last day, for the console", None, HistoryReport),

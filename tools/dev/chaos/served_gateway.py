@@ -56,9 +56,11 @@ class ServedGateway:
             yield connection.getresponse()
 
     def call(self, method: str, path: str, body: Any = None, seconds: float = 60.0) -> tuple[int, Any]:
-        """Return the status and the decoded body of a response. Raises OSError, HTTPException or ValueError."""
+        """Return the status and the body of a response, JSON decoded. Raises OSError, HTTPException or ValueError."""
         with self.open(method, path, body, seconds) as response:
-            return response.status, json.loads(response.read())
+            content = response.read()
+            is_json = response.headers.get_content_type() == "application/json"
+            return response.status, json.loads(content) if is_json else content.decode()
 
     def engines(self) -> list[str]:
         """Return the status of each engine; empty if the gateway does not answer."""

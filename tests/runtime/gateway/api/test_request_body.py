@@ -108,7 +108,7 @@ def test_a_slow_body_ends_with_408() -> None:
 def test_the_document_has_every_route_and_every_route_is_documented() -> None:
     app = build_app(FakeEngines(), NoAuth(), CompositeObserver(Metrics()), GatewaySettings())
     served = {
-        (method.lower(), route.path.replace(":path", ""))  # type: ignore[attr-defined]
+        (method.lower(), route.path.replace(":path", "").rstrip("/") or "/")  # type: ignore[attr-defined]
         for route in app.router.routes
         for method in route.methods - {"HEAD"}  # type: ignore[attr-defined]
     }
