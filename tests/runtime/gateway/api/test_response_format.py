@@ -206,7 +206,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": "required"}, "tool_choice", "tools is empty"),
     ({"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs", "use response_format"),
     (
-        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]},
+        {"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"not": {}}}}]},
         "tools",
         "Unimplemented keys",
     ),

@@ -22,7 +22,7 @@ def trainer(tmp_path_factory):
 def post(server, path, body=None, status=200, **options):
     answer = httpx.post(server.url + path, json=body, timeout=600, **options)
     assert answer.status_code == status, answer.text
-    return answer.json()
+    return answer.json() if "json" in answer.headers["Content-Type"] else answer.text
 
 
 def rollout(server, model, **fields):
