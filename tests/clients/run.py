@@ -29,7 +29,7 @@ from support.live_server import serving
 FOLDER = Path(__file__).parent
 ENVIRONMENTS = FOLDER.parents[1] / ".venv-clients"
 KEY = "key-of-the-clients"
-TIMEOUT = 600  # seconds for one client
+TIMEOUT = 1800  # seconds for one client, which may hang
 UNREACHABLE = re.compile(
     r"NewConnectionError|ConnectTimeout|NameResolutionError|ProxyError|ReadTimeout|Max retries exceeded"
     r"|ENOTFOUND|ECONNREFUSED|ECONNRESET|EAI_AGAIN|ETIMEDOUT"
