@@ -142,7 +142,7 @@ def test_a_fault_of_the_planning_ends_the_request_that_it_is_about(monkeypatch, 
 def test_a_fault_that_nobody_can_be_blamed_for_is_raised(monkeypatch):
     engine = make_engine()
     ask(engine, "a", [1], 3)
-    monkeypatch.setattr(engine.scheduler, "_expire", lambda: 1 / 0)
+    monkeypatch.setattr(engine.scheduler, "expire", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.step()
 

@@ -66,9 +66,7 @@ def test_a_loaded_adapter_that_is_gone_is_left_out_until_it_is_loaded_again(tmp_
             assert names(wire) == {"a0"}
             wire.submit("r", SHORT, prompt_token_ids=[7, 8], adapter="late")
             error = wire.answer("r").error
-            assert (
-                error.code == "unknown_adapter" and "could not be read when the engine was restarted" in error.message
-            )
+            assert error.code == "unknown_adapter" and "could not be read when the engine started" in error.message
             assert "No such file or directory" in error.message and str(tmp_path) not in error.message
             wire.submit("s", SHORT, prompt_token_ids=[7, 8])
             assert wire.answer("s").token_ids[0] == continuation([7, 8], -1, 6, 251)
