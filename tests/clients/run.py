@@ -12,6 +12,7 @@ clients whose packages cannot be fetched are skipped, and scripts reach nothing 
 
 import argparse
 import json
+import math
 import os
 import re
 import shutil
@@ -145,7 +146,9 @@ def main() -> int:
     parser.add_argument("clients", nargs="*", metavar="CLIENT", help=f"default: all of {', '.join(clients)}")
     parser.add_argument("--some", type=int, metavar="N", help="run only N of the clients")
     parser.add_argument("--turn", type=int, default=0, metavar="T", help="which of them --some runs")
+    parser.add_argument("--minutes", type=float, metavar="M", help="skip clients that could only start later than that")
     options = parser.parse_args()
+    end = time.monotonic() + (options.minutes or math.inf) * 60
     chosen = options.clients or list(clients)
     if unknown := sorted(set(chosen) - set(clients)):
         parser.error(f"unknown clients: {', '.join(unknown)}; there are {', '.join(clients)}")
@@ -156,6 +159,10 @@ def main() -> int:
         # the next clients are installed while one runs
         waiting = [installer.submit(install, name, clients[name], unreachable) for name in chosen]
         for name, installed in zip(chosen, waiting, strict=True):
+            if time.monotonic() > end:
+                installed.cancel()
+                print(f"skipped  {name}: the {options.minutes:g} minutes are over", flush=True)
+                continue
             try:
                 if reason := installed.result():
                     print(f"skipped  {name}: {reason}", flush=True)
