@@ -9,7 +9,7 @@ TEMPLATE = """\
 {%- set said = namespace(question=none, answer='') -%}
 {%- for message in messages -%}
   {%- if message.role == 'assistant' -%}
-    {%- set said.answer = ' ' ~ message.content | trim -%}
+    {%- if message.content -%}{%- set said.answer = ' ' ~ message.content | trim -%}{%- endif -%}
   {%- elif message.role not in ('system', 'tool') -%}
     {%- set said.question = message.content | trim -%}
     {%- set said.answer = '' -%}
