@@ -21,6 +21,7 @@ class HelperProcess:
         self._command, self._max_answer_bytes = tuple(command), max_answer_bytes
         self._child: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()  # held by the thread that uses the pipes
+        self._closes = 0
 
     def ask(self, line: bytes, seconds: float) -> bytes:
         """Send a line and return the answer; both end with a newline. Calls of several threads take turns.
@@ -28,6 +29,7 @@ class HelperProcess:
         Raises TimeoutError after `seconds`, OSError when the child ended or its answer is too long. The child is then
         killed.
         """
+        closes = self._closes  # read before its turn, so that no child outlives a `close` that this call was there for
         with self._lock:
             try:
                 if self._child is None or self._child.poll() is not None:
@@ -39,6 +41,8 @@ class HelperProcess:
                         stderr=subprocess.DEVNULL,
                         start_new_session=True,
                     )
+                    if closes != self._closes:
+                        raise OSError("the process was closed")
                     self._exchange(self._child, b"", START_SECONDS)
                 return self._exchange(self._child, line, seconds)
             except OSError:  # TimeoutError is one
@@ -46,7 +50,8 @@ class HelperProcess:
                 raise
 
     def close(self) -> None:
-        """Kill the child if it runs. An `ask` of another thread then raises OSError."""
+        """Kill the child if it runs. An `ask` that another thread has begun raises OSError; a later one starts a child."""
+        self._closes += 1  # before the child is read: an `ask` that starts one sees the count, or this call sees the child
         child = self._child
         if child is not None:
             child.kill()
