@@ -157,6 +157,8 @@ class CountTokensRequest(Part, frozen=True, kw_only=True):
                 text = f"{field} is not supported; {remedy}"
                 raise GatewayError(400, text, code="unsupported_parameter", param=field)
         conversation, continues = self._conversation(), self.messages[-1].role == "assistant"
+        if not conversation:
+            raise GatewayError(400, "messages has no content; add a text block to one of them", param="messages")
         if continues and conversation[-1].tool_calls:
             text = "messages ends with a tool_use block; add a user message with its tool_result"
             raise GatewayError(400, text, param="messages")

@@ -235,6 +235,7 @@ def test_count_tokens_counts_the_tokens_of_the_prompt() -> None:
     [
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": []}] * 2, "system": []}, "messages has no content"),
         ({"temperature": "hot"}, "temperature='hot'"),
         ({"stop_sequences": [""]}, "stop_sequences[0]"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type='web_search_20250305'"),
