@@ -46,13 +46,14 @@ class FakeEngines:
 
     `problem` (of the request) is raised before the first token, `late` after the second. `gate`: no token comes before
     it is set. `asked`, `left`: requests, and the ids of those that were left before their end. `direct`: what is from
-    the middle of an answer is offered to the request's `direct`; `taken` counts what it took.
+    the middle of an answer is offered to the request's `direct`; `taken` counts what it took. `context`: no answer has
+    more tokens.
     """
 
     def __init__(self) -> None:
         self.asked: list[EngineRequest] = []
         self.left: list[str] = []
-        self.direct, self.taken = True, 0
+        self.direct, self.taken, self.context = True, 0, 1 << 20
         self.problem: Callable[[EngineRequest], Exception | None] = lambda request: None
         self.late: Exception | None = None
         self.gate = asyncio.Event()
@@ -83,7 +84,7 @@ class FakeEngines:
             if request.when_accepted is not None:
                 card = next((card for card in self.cards if card.name == request.adapter), None)
                 request.when_accepted(len(request.prompt), "" if card is None else card.content)
-            count, n = request.params.max_tokens or 4, request.params.n
+            count, n = self._tokens(request), request.params.n
             for token in range(count):
                 last = token == count - 1
                 if token == 2 and self.late is not None:
@@ -100,6 +101,9 @@ class FakeEngines:
             if not ended:
                 self.left.append(request.request_id)
 
+    def _tokens(self, request: EngineRequest) -> int:
+        return min(request.params.max_tokens or 4, self.context)
+
     def _taken(self, request: EngineRequest, chunk: Chunk) -> bool:
         return self.direct and is_plain(chunk) and request.direct is not None and request.direct(chunk)
 
@@ -114,7 +118,7 @@ class FakeEngines:
             ]
             logprobs = [tops]
         prompt = len(request.prompt)
-        usage = Usage(prompt, (params.max_tokens or 4) * params.n, 1) if whole else None
+        usage = Usage(prompt, self._tokens(request) * params.n, 1) if whole else None
         return Chunk(
             request.request_id,
             index,

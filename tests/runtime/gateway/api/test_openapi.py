@@ -30,7 +30,9 @@ CHECKS = [
 ]
 BODIES = [each for each in ENDPOINTS if each.request_body]
 CASES, MANY = 15, 10_000 // len(BODIES) + 1
-APP = build_app(FakeEngines(), NoAuth(), CompositeObserver(Metrics()), GatewaySettings(allowed_hosts=["*"]))
+ENGINES = FakeEngines()
+ENGINES.context = 16
+APP = build_app(ENGINES, NoAuth(), CompositeObserver(Metrics()), GatewaySettings(allowed_hosts=["*"]))
 SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", APP)
 
 
