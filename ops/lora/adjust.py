@@ -63,7 +63,7 @@ def _adjust_kernel(
     slot = tl.load(adapter_index + token)
     values = in_fp32(tl.load(y + token * n + column, mask=inside, other=0.0))
     at = slot.to(tl.int64) * n + column
-    active = inside & (slot >= 0)
+    active = column < tl.where(slot >= 0, n, 0)
     change = tl.zeros([COLUMNS], tl.float32)
     if gain is not None:
         factor = tl.load(gain + at, mask=active, other=0.0)
