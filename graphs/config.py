@@ -225,6 +225,10 @@ class LlamaConfig:
         packed = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
         return self._in_each_layer(packed) if self.packed_checkpoint else self.linear_modules()
 
+    def biased_modules(self) -> set[str]:
+        """Return the full names of the stored modules with a bias."""
+        return {module for module in self.stored_modules() if module.rpartition(".")[2] in self.biases}
+
     def parts_of(self, module: str) -> list[tuple[str, int, int]]:
         """Return (full name, first row, end row) of each projection in a stored module: three for `...qkv_proj`."""
         parent, dot, name = module.rpartition(".")

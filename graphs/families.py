@@ -11,6 +11,8 @@ from .config_fields import ConfigError, flag, integer, number
 
 ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_MODULES = ("gate_proj", "up_proj", "down_proj")
+ADAPTER_PARTS = ("dora", "bias")
+"""What an adapter may have besides LoRA: magnitudes of DoRA; biases, of B or trained ones of the base."""
 
 Fields = Mapping[str, Any]
 

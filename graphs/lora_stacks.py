@@ -6,7 +6,9 @@ import torch
 
 from .adapter import Adapter
 from .config import LlamaConfig
-from .lora import RANK_MULTIPLE, TARGETS, LoraShape
+from .lora import PROJECTION_STACKS, RANK_MULTIPLE, TARGETS, LoraShape
+
+_KINDS = {"dora": "the adapter has magnitudes (DoRA)", "bias": "the adapter has trained biases"}
 
 
 def lora_shape_for(
@@ -14,19 +16,21 @@ def lora_shape_for(
     max_loras: int,
     max_lora_rank: int | None = None,
     target_modules: Sequence[str] | None = None,
+    parts: Sequence[str] | None = None,
 ) -> LoraShape | None:
     """Return the shape of stacks for `max_loras` adapters at the same time; None without adapters and max_lora_rank.
 
     The rank is `max_lora_rank` or the adapters' largest, padded to a multiple of 16. The targets are `target_modules`
-    or those of the adapters (without adapters: all), with q/k/v and gate/up together. Raises ValueError for an adapter
-    that does not fit.
+    or those of the adapters (without adapters: all), with q/k/v and gate/up together. `parts`: default: those of the
+    adapters. Raises ValueError for an adapter that does not fit.
     """
     given = list(adapters)
     if not given and max_lora_rank is None:
         return None
     rank = max_lora_rank or max(adapter.rank for adapter in given)
     targets = target_modules or [name for name in TARGETS if any(name in adapter.targets for adapter in given)]
-    shape = LoraShape(max_loras, -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE, tuple(targets or TARGETS))
+    chosen = [part for adapter in given for part in adapter.kinds] if parts is None else parts
+    shape = LoraShape(max_loras, -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE, tuple(targets or TARGETS), tuple(chosen))
     for adapter in given:
         if adapter.rank > rank:
             raise ValueError(f"an adapter has rank {adapter.rank}, above max_lora_rank {rank}: raise max_lora_rank")
@@ -35,7 +39,14 @@ def lora_shape_for(
 
 
 def check_fits(adapter: Adapter, lora: LoraShape) -> None:
-    """Raise ValueError when the stacks are too small for an adapter of this rank and these targets."""
+    """Raise ValueError when the stacks lack an adapter's parts, or are too small for its rank and its targets."""
+    for part in adapter.kinds:
+        if part not in lora.parts:
+            wanted = " ".join([*lora.parts, part])
+            raise ValueError(
+                f"{_KINDS[part]}, and the engine was started without such adapters: start with --lora-parts {wanted} "
+                f"(lora_parts={wanted.split()} in Python), or pass the adapter when the engine starts"
+            )
     missing = [name for name in adapter.targets if name not in lora.targets]
     if adapter.rank > lora.rank or missing:
         raise ValueError(
@@ -50,12 +61,13 @@ def slot_tensors(
 ) -> dict[str, torch.Tensor]:
     """Return name -> the adapter's slot of every stack, zero-padded.
 
-    Names are `model.layers.0.self_attn.q_proj.lora_a`, with [R, K], and `...lora_b`, with [N, R]. B is scaled in fp32
-    before it is rounded to `dtype`. Raises ValueError when the adapter does not fit into `lora`.
+    Names are `model.layers.0.self_attn.q_proj.lora_a`, with [R, K], `...lora_b`, with [N, R], and for parts
+    `...lora_gain` and `...lora_shift`, with [N] in fp32. B is scaled in fp32 before it is rounded to `dtype`. An
+    adapter with parts must be `dora.resolved`. Raises ValueError when the adapter does not fit into `lora`.
     """
     check_fits(adapter, lora)
     modules = [module for module in config.linear_modules() if module.rpartition(".")[2] in lora.targets]
-    names = [f"{module}.{side}" for module in modules for side in ("lora_a", "lora_b")]
+    names = [f"{module}.{side}" for module in modules for side in lora.stacks]
     return {name: slot_tensor(adapter, config, lora, name, dtype) for name in names}
 
 
@@ -65,6 +77,9 @@ def slot_tensor(
     """Return the entry `name` of `slot_tensors`. It may be the adapter's own tensor, so do not write to it."""
     module, _, side = name.rpartition(".")
     outputs, inputs = config.module_shape(module)
+    if side in PROJECTION_STACKS.values():
+        vector = adapter.parts.get(module, {}).get(side)
+        return torch.zeros(outputs) if vector is None else vector
     shape = (lora.rank, inputs) if side == "lora_a" else (outputs, lora.rank)
     if module not in adapter.tensors:
         return torch.zeros(shape, dtype=dtype)
@@ -81,7 +96,7 @@ def fill_slot(model: torch.nn.Module, slot: int, tensors: dict[str, torch.Tensor
     """Copy `slot_tensors` into slot `slot` of a plain Llama's stacks (for eager runs); None clears the slot."""
     with torch.no_grad():
         for name, stack in model.named_buffers():
-            if name.endswith((".lora_a", ".lora_b")):
+            if name.rpartition(".")[2].startswith("lora_"):
                 stack[slot] = 0.0
                 if tensors is not None:
                     stack[slot].copy_(tensors[name])
