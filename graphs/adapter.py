@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from .adapter_config import AdapterError
-from .adapter_description import AGAIN, WEIGHTS, Description, describe_adapter
+from .adapter_description import Description, describe_adapter
 from .adapter_file import AdapterFile, readers
 from .config import LlamaConfig
 from .head_layout import arranged
@@ -80,7 +80,8 @@ def load_adapter(
     """
     directory = Path(path)
     found = describe(directory, config, max_rank, lenient, roots)
-    with AdapterFile(directory / WEIGHTS, AdapterError, AGAIN, found.layout, roots) as file:
+    form = found.form
+    with AdapterFile(directory / form.weights, AdapterError, form.again, found.layout, roots) as file:
         file.read()
     source = hashlib.sha256(f"{found.settings_sum}\n{config!r}\n{file.digest}".encode()).hexdigest()
     tensors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -90,6 +91,8 @@ def load_adapter(
         content_hash = _content_hash(file, found)
         for module, (first, second) in found.pairs.items():
             a, b = file.tensor(first), file.tensor(second)
+            if form.transposed:
+                a, b = a.T.contiguous(), b.T.contiguous()
             for part, row, end in config.parts_of(module):
                 tensors[part] = arranged(config, part, "lora_a", a), arranged(config, part, "lora_b", b[row:end])
     for difference in found.differences:
@@ -113,7 +116,7 @@ def _content_hash(file: AdapterFile, found: Description) -> str:
     """Return a sha256 (hex) over the modules' digests; several threads compute these."""
 
     def digest(module: str) -> bytes:
-        digest = hashlib.sha256(f"{module} {found.scaling[module]!r}\n".encode())
+        digest = hashlib.sha256(f"{module} {found.scaling[module]!r}\n{'mlx' if found.mlx else ''}".encode())
         for name in found.pairs[module]:
             place = found.layout.places[name]
             digest.update(f"{FLOATING[place.dtype]} {list(place.shape)}\n".encode())

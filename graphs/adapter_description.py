@@ -7,25 +7,23 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from .adapter_config import CONFIG, AdapterConfig, AdapterError
+from .adapter_names import MLX, PEFT, AdapterFormat, TensorName, exporter_problem, tensor_name
 from .config import LlamaConfig
 from .families import ATTENTION_MODULES, MLP_MODULES, PACKED_MODULES
-from .model_directory import WEIGHTS, missing_adapter
+from .model_directory import missing_adapter
 from .peft_patterns import LookAroundError
 from .safetensors_header import ITEM_BYTES, Layout, read_layout
 from .untrusted_files import name_of, value_of
 
-AGAIN = "save the adapter again with peft's save_pretrained"
 MERGE = "merge the adapter into its base (merge_and_unload) and serve that"
 _TENSORS_PER_MODULE = 3  # A, B, and one unsupported tensor, so that the error can name it
-_KEY = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.(?P<adapter>[A-Za-z0-9_-]{1,128}))?\.weight")
-_WRAPPERS = re.compile(r"(?<![^.])(?:base_model\.model|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
-"""Prefixes that PEFT, torch.compile and FSDP add to module names, once or several times."""
+_SIDES = {"lora_A.weight": "A", "lora_B.weight": "B"}
 _OTHER_BASE = "the adapter was trained on another base; use that one"
 _PROJECTIONS = (*ATTENTION_MODULES, *MLP_MODULES, *PACKED_MODULES)
 _EMBEDDINGS = ("embed_tokens", "lm_head")
@@ -41,6 +39,7 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scaling       module -> factor of B A
     settings_sum  sha256 (hex) of adapter_config.json's settings
     differences   contradictions between the tensors and adapter_config.json (the tensors are served)
+    mlx           whether the files are mlx_lm's: A [in, r] and B [r, out]
     """
 
     layout: Layout
@@ -48,10 +47,16 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scaling: dict[str, float]
     settings_sum: str
     differences: tuple[str, ...] = ()
+    mlx: bool = False
+
+    @property
+    def form(self) -> AdapterFormat:
+        """The trainer's format."""
+        return MLX if self.mlx else PEFT
 
     def rank(self, module: str) -> int:
-        """Return the module's rank: the number of rows of its A."""
-        return self.layout.places[self.pairs[module][0]].shape[0]
+        """Return the module's rank."""
+        return self.layout.places[self.pairs[module][0]].shape[1 if self.mlx else 0]
 
     def check(self, config: LlamaConfig, max_rank: int) -> None:
         """Raise ValueError unless this is a valid adapter of the base; call it on descriptions from another process."""
@@ -59,7 +64,7 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for module, names in self.pairs.items():
             if module not in modules or not all(name in self.layout.places for name in names):
                 raise ValueError("a module or tensor that does not exist")
-            if _check_shapes(self.layout, module, names, config) > max_rank:
+            if _check_shapes(self.layout, module, names, config, self.form) > max_rank:
                 raise ValueError("a rank above the limit")
             if not all(self.layout.is_inside_file(name) for name in names):
                 raise ValueError("a tensor outside of the file")
@@ -80,7 +85,7 @@ def describe_adapter(
     """
     try:
         reason = None if os.path.lexists(directory / CONFIG) else missing_adapter(directory)
-        only_a_pickle = not (directory / WEIGHTS).exists() and (directory / "adapter_model.bin").exists()
+        only_a_pickle = not (directory / PEFT.weights).exists() and (directory / "adapter_model.bin").exists()
     except OSError as problem:
         remedy = "check the path's length and permissions"
         raise AdapterError(f"its directory cannot be read ({problem.strerror}): {remedy}") from None
@@ -96,53 +101,69 @@ def describe_adapter(
         )
     # unpacked modules also of a packed base: the error names tensors of an unpacked adapter
     max_tensors = _TENSORS_PER_MODULE * len(config.linear_modules())
-    layout = read_layout(directory / WEIGHTS, AdapterError, AGAIN, max_tensors, roots, foreign=_OTHER_BASE)
-    pairs = _pairs(layout, config)
-    ranks = {module: _check_rank(layout, module, names, config, settings, max_rank) for module, names in pairs.items()}
+    form = settings.form
+    layout = read_layout(directory / form.weights, AdapterError, form.again, max_tensors, roots, foreign=_OTHER_BASE)
+    pairs, trained = _pairs(layout, config, form)
+    ranks = {
+        module: _check_rank(layout, module, names, config, settings, max_rank, trained[module])
+        for module, names in pairs.items()
+    }
     return Description(
         layout=layout,
         pairs=pairs,
-        scaling={module: settings.scaling(module, rank) for module, rank in ranks.items()},
-        settings_sum=hashlib.sha256(repr(settings).encode()).hexdigest(),
-        differences=_differences(settings, config, set(pairs)),
+        scaling={module: settings.scaling(trained[module], rank) for module, rank in ranks.items()},
+        settings_sum=hashlib.sha256(f"{settings!r}{'mlx' if form is MLX else ''}".encode()).hexdigest(),
+        differences=() if form is MLX else _differences(settings, config, trained),
+        mlx=form is MLX,
     )
 
 
-def _pairs(layout: Layout, config: LlamaConfig) -> dict[str, tuple[str, str]]:
-    """Return module -> (key of A, key of B), in the model's order. Raises AdapterError for a key without a pair."""
+def _pairs(
+    layout: Layout, config: LlamaConfig, form: AdapterFormat
+) -> tuple[dict[str, tuple[str, str]], dict[str, str]]:
+    """Return module -> (key of A, key of B), in the model's order, and module -> its name in the trained model.
+
+    Raises AdapterError for a key without a pair.
+    """
     sides: dict[tuple[str, str], str] = {}
     modules = config.stored_modules()
     known = set(modules)
+    trained: dict[str, str] = {}
     adapters: dict[str | None, str] = {}
     for key in layout.places:
-        match = _KEY.fullmatch(_WRAPPERS.sub("", key))
-        if match is None or match["module"] not in known:
-            raise AdapterError(f"{WEIGHTS}: {_foreign_tensor(key, match['module'] if match else None, config)}")
-        module, side = match["module"], match["side"]
+        name = tensor_name(key, form)
+        side = None if name is None else _SIDES.get(name.part)
+        if name is None or side is None or name.module not in known:
+            raise AdapterError(f"{form.weights}: {_foreign_tensor(key, name, config, form)}")
+        module = name.module
         if (module, side) in sides:
             raise AdapterError(
-                f"{WEIGHTS}: tensors {name_of(sides[module, side])} and {name_of(key)} are both lora_{side} "
-                f"of {module}, and nothing shows which one was trained: {AGAIN}"
+                f"{form.weights}: tensors {name_of(sides[module, side])} and {name_of(key)} are both lora_{side} "
+                f"of {module}, and nothing shows which one was trained: {form.again}"
             )
-        sides[module, side] = key
-        adapters[match["adapter"]] = key
+        sides[module, side], trained[module] = key, name.trained
+        adapters[name.adapter] = key
     if len(adapters) > 1:
         one, other = list(adapters.values())[:2]
         raise AdapterError(
-            f"{WEIGHTS}: tensors {name_of(one)} and {name_of(other)} are of adapters with different names: save each "
-            "into a directory of its own with save_pretrained(selected_adapters=[NAME])"
+            f"{form.weights}: tensors {name_of(one)} and {name_of(other)} are of adapters with different names: save "
+            "each into a directory of its own with save_pretrained(selected_adapters=[NAME])"
         )
     if not sides:
-        raise AdapterError(f"{WEIGHTS} holds no LoRA tensors: {AGAIN}")
+        raise AdapterError(f"{form.weights} holds no LoRA tensors: {form.again}")
     for module, side in sides:
         other = "B" if side == "A" else "A"
         if (module, other) not in sides:
-            raise AdapterError(f"{WEIGHTS}: {module} has lora_{side} but no lora_{other}: {AGAIN}")
-    return {module: (sides[module, "A"], sides[module, "B"]) for module in modules if (module, "A") in sides}
+            raise AdapterError(f"{form.weights}: {module} has lora_{side} but no lora_{other}: {form.again}")
+    return {module: (sides[module, "A"], sides[module, "B"]) for module in modules if (module, "A") in sides}, trained
 
 
-def _foreign_tensor(key: str, module: str | None, config: LlamaConfig) -> str:
+def _foreign_tensor(key: str, name: TensorName | None, config: LlamaConfig, form: AdapterFormat) -> str:
     """Return the error for a tensor that does not belong to an adapter of this base."""
+    problem = exporter_problem(key, form)
+    if problem is not None:
+        return problem
+    module = name.module if name is not None else ""
     if any(name in key for name in _EMBEDDINGS) and ".lora_" not in key:
         return (
             f"tensor {name_of(key)} is a copy of the embedding or the output head, which an adapter cannot change "
@@ -166,10 +187,10 @@ def _foreign_tensor(key: str, module: str | None, config: LlamaConfig) -> str:
             f"tensor {name_of(key)} is a trained bias of the base, which an adapter cannot change here: {MERGE}, or "
             "train with bias='none'"
         )
-    layer = re.match(r"model\.layers\.(\d+)\.", module or "")
+    layer = re.match(r"model\.layers\.(\d+)\.", module)
     if layer and int(layer[1]) >= config.num_hidden_layers:
         return f"tensor {name_of(key)} is for layer {layer[1]} of {config.num_hidden_layers}: {_OTHER_BASE}"
-    projection = (module or "").rpartition(".")[2]
+    projection = module.rpartition(".")[2]
     if layer and projection in _PROJECTIONS:
         own = dict.fromkeys(stored.rpartition(".")[2] for stored in config.stored_modules())
         return f"tensor {name_of(key)} adapts {projection}, but the base has {', '.join(own)}: {_OTHER_BASE}"
@@ -186,47 +207,54 @@ def _check_rank(
     config: LlamaConfig,
     settings: AdapterConfig,
     max_rank: int,
+    trained: str,
 ) -> int:
-    """Return the module's rank, checked against the base, the config and the limit."""
-    rank, stated = _check_shapes(layout, module, names, config), settings.rank_of(module)
+    """Return the module's rank, checked against the base, the config and the limit. `trained`: as in `TensorName`."""
+    form = settings.form
+    rank, stated = _check_shapes(layout, module, names, config, form), settings.rank_of(trained)
     if rank != stated:
+        field = "lora_parameters.rank" if form is MLX else "r or rank_pattern"
         raise AdapterError(
-            f"{WEIGHTS}: {module} has rank {rank}, but adapter_config.json has {stated} (r or rank_pattern): the files "
-            f"are of different adapters; {AGAIN}"
+            f"{form.weights}: {module} has rank {rank}, but adapter_config.json has {stated} ({field}): the files "
+            f"are of different adapters; {form.again}"
         )
     if rank > max_rank:
         raise AdapterError(f"{module} has rank {rank}, above the limit of {max_rank}: start with max_lora_rank={rank}")
     return rank
 
 
-def _check_shapes(layout: Layout, module: str, names: tuple[str, str], config: LlamaConfig) -> int:
+def _check_shapes(layout: Layout, module: str, names: tuple[str, str], config: LlamaConfig, form: AdapterFormat) -> int:
     """Return the module's rank. Raises AdapterError for shapes that do not fit the base, and unsupported dtypes."""
     outputs, inputs = config.stored_shape(module)
-    shape_a, shape_b = (layout.places[name].shape for name in names)
+    shape_a, shape_b = (layout.places[name].shape[:: -1 if form.transposed else 1] for name in names)
     if len(shape_a) != 2 or len(shape_b) != 2 or shape_a[0] != shape_b[1]:
         raise AdapterError(
-            f"{WEIGHTS}: {module} has A {list(shape_a)} and B {list(shape_b)}, expected [r, {inputs}] and "
-            f"[{outputs}, r]: {AGAIN}"
+            f"{form.weights}: {module} has A {list(shape_a)} and B {list(shape_b)}, expected [r, {inputs}] and "
+            f"[{outputs}, r]: {form.again}"
         )
     if shape_a[1] != inputs or shape_b[0] != outputs:
         raise AdapterError(
-            f"{WEIGHTS}: {module} maps {shape_a[1]} to {shape_b[0]} features, the base maps {inputs} to {outputs}: "
-            f"{_OTHER_BASE}"
+            f"{form.weights}: {module} maps {shape_a[1]} to {shape_b[0]} features, the base maps {inputs} to "
+            f"{outputs}: {_OTHER_BASE}"
         )
     for name in names:
         dtype = layout.places[name].dtype
         if dtype not in ITEM_BYTES:
             raise AdapterError(
-                f"{WEIGHTS}: tensor {name_of(name)} has dtype {value_of(dtype, _DTYPES)}, expected one of "
+                f"{form.weights}: tensor {name_of(name)} has dtype {value_of(dtype, _DTYPES)}, expected one of "
                 f"{', '.join(ITEM_BYTES)}: save it unquantized"
             )
     return shape_a[0]
 
 
-def _differences(settings: AdapterConfig, config: LlamaConfig, present: set[str]) -> tuple[str, ...]:
-    """Return the contradictions between adapter_config.json's modules and the tensors, one line each."""
+def _differences(settings: AdapterConfig, config: LlamaConfig, trained: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the contradictions between adapter_config.json's modules and the tensors, one line each.
+
+    `trained`: the modules with tensors -> their names in the trained model.
+    """
+    present = trained.keys()
     try:
-        chosen = {module for module in config.stored_modules() if settings.targets_module(module)}
+        chosen = {each for each in config.stored_modules() if settings.targets_module(trained.get(each, each))}
     except LookAroundError as problem:
         return (f"the modules that adapter_config.json targets are not compared with the tensors: {problem}",)
     found = []
