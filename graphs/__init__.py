@@ -19,6 +19,7 @@ untrusted_files     opens only regular files in allowed directories; limits the 
 
 PEFT adapters:
 adapter             one adapter, read from its directory and checked against the base
+adapter_names       names of tensors, and settings of mlx_lm, in PEFT's spelling
 adapter_config      adapter_config.json: honoured, harmless and refused fields
 adapter_description an adapter's config and header, checked against the base; needs no torch
 adapter_file        an adapter's .safetensors file, read once and whole

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from .adapter_config import AdapterError
-from .adapter_description import AGAIN, WEIGHTS, Description, describe_adapter
+from .adapter_description import Description, describe_adapter
 from .adapter_file import AdapterFile, readers
 from .config import LlamaConfig
 from .head_layout import arranged
@@ -92,7 +92,8 @@ def load_adapter(
     """
     directory = Path(path)
     found = describe(directory, config, max_rank, lenient, roots)
-    with AdapterFile(directory / WEIGHTS, AdapterError, AGAIN, found.layout, roots) as file:
+    form = found.form
+    with AdapterFile(directory / form.weights, AdapterError, form.again, found.layout, roots) as file:
         file.read()
     source = hashlib.sha256(f"{found.settings_sum}\n{config!r}\n{file.digest}".encode()).hexdigest()
     tensors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -103,10 +104,12 @@ def load_adapter(
         content_hash = _content_hash(file, found)
         for module, (first, second) in found.pairs.items():
             a, b = file.tensor(first), file.tensor(second)
+            if form.transposed:
+                a, b = a.T.contiguous(), b.T.contiguous()
             for part, row, end in config.parts_of(module):
                 tensors[part] = arranged(config, part, "lora_a", a), arranged(config, part, "lora_b", b[row:end])
         for module, names in found.parts.items():
-            vectors = {kind: _vector(file, module, kind, name) for kind, name in names.items()}
+            vectors = {kind: _vector(file, module, form.weights, kind, name) for kind, name in names.items()}
             for part, row, end in config.parts_of(module):
                 parts[part] = {kind: arranged(config, part, "bias", value[row:end]) for kind, value in vectors.items()}
     for difference in found.differences:
@@ -128,13 +131,13 @@ def load_adapter(
     )
 
 
-def _vector(file: AdapterFile, module: str, kind: str, name: str) -> torch.Tensor:
+def _vector(file: AdapterFile, module: str, weights: str, kind: str, name: str) -> torch.Tensor:
     """Return a part's tensor [N] in fp32. Raises AdapterError for a magnitude that is not positive."""
     value = file.tensor(name).float()
     if kind == "magnitude" and not bool((value > 0).all()):
         row = int((value <= 0).nonzero()[0])
         raise AdapterError(
-            f"{WEIGHTS}: {module} has the magnitude {value[row]:g} in row {row} of its lora_magnitude_vector, expected "
+            f"{weights}: {module} has the magnitude {value[row]:g} in row {row} of its lora_magnitude_vector, expected "
             "values above 0: training diverged; use an earlier checkpoint of the adapter"
         )
     return value
@@ -144,7 +147,7 @@ def _content_hash(file: AdapterFile, found: Description) -> str:
     """Return a sha256 (hex) over the modules' digests; several threads compute these."""
 
     def digest(module: str) -> bytes:
-        digest = hashlib.sha256(f"{module} {found.scaling.get(module)!r}\n".encode())
+        digest = hashlib.sha256(f"{module} {found.scaling.get(module)!r}\n{'mlx' if found.mlx else ''}".encode())
         for name in found.names_of(module):
             place = found.layout.places[name]
             digest.update(f"{FLOATING[place.dtype]} {list(place.shape)}\n".encode())

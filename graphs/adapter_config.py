@@ -2,16 +2,17 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from .adapter_names import MLX, PEFT, AdapterFormat, is_mlx, peft_settings
 from .config_fields import read_json_object
 from .peft_patterns import MAX_PATTERNS, LookAroundError, PatternError, PeftPatterns
 from .untrusted_files import name_of, value_of
 
 CONFIG = "adapter_config.json"
-_AGAIN = "save the adapter again with peft's save_pretrained"
+_AGAIN = PEFT.again
 
 
 class AdapterError(ValueError):
@@ -88,6 +89,7 @@ class AdapterConfig:
     bias: str = field(default="none", repr=False)
     use_dora: bool = field(default=False, repr=False)
     lora_bias: bool = field(default=False, repr=False)
+    form: AdapterFormat = field(default=PEFT, repr=False)
     _patterns: PeftPatterns = field(default_factory=PeftPatterns, repr=False, compare=False)
 
     @classmethod
@@ -102,6 +104,8 @@ class AdapterConfig:
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any], lenient: bool = False) -> "AdapterConfig":
         """Check every field. `lenient` ignores unknown fields. Raises AdapterError."""
+        if is_mlx(fields):
+            return replace(cls.from_dict(peft_settings(fields, _config_error)), form=MLX)
         if fields.get("peft_type") != "LORA":
             raise AdapterError(
                 f"peft_type {value_of(fields.get('peft_type'), _PEFT_TYPES)} is not supported: only LORA is; {_MERGE}"
@@ -157,6 +161,10 @@ class AdapterConfig:
             return self._patterns.first_match(patterns, module, default)
         except PatternError as problem:
             raise AdapterError(f"{CONFIG}: {name}: {problem}") from None
+
+
+def _config_error(problem: str) -> AdapterError:
+    return AdapterError(f"{CONFIG}: {problem}")
 
 
 def _check_choices(fields: Mapping[str, Any]) -> None:

@@ -13,32 +13,27 @@ from pathlib import Path
 import msgspec
 
 from .adapter_config import CONFIG, AdapterConfig, AdapterError
+from .adapter_names import MLX, PEFT, AdapterFormat, TensorName, exporter_problem, tensor_name
 from .config import LlamaConfig
 from .families import ADAPTER_PARTS, ATTENTION_MODULES, MLP_MODULES, PACKED_MODULES
-from .model_directory import WEIGHTS, missing_adapter
+from .model_directory import missing_adapter
 from .peft_patterns import LookAroundError
 from .safetensors_header import ITEM_BYTES, Layout, read_layout
 from .untrusted_files import name_of, value_of
 
-AGAIN = "save the adapter again with peft's save_pretrained"
 MERGE = "merge the adapter into its base (merge_and_unload) and serve that"
 _TENSORS_PER_MODULE = 6  # A, B, parts, and unsupported tensors, so that the error can name them
-_NAMED = r"(?:\.(?P<adapter>[A-Za-z0-9_-]{1,128}))?"
-_KEYS = {
-    kind: re.compile(rf"(?P<module>.+?)\.(?:{spelling})")
-    for kind, spelling in {
-        "A": rf"lora_A{_NAMED}\.weight",
-        "B": rf"lora_B{_NAMED}\.weight",
-        "magnitude": rf"lora_magnitude_vector(?!\.weight$){_NAMED}(?:\.weight)?|lora_magnitude_vector\.weight",
-        "lora_bias": rf"lora_B{_NAMED}\.bias",
-        "bias": r"(?:base_layer\.)?bias",
-    }.items()
+_KINDS = {
+    "lora_A.weight": "A",
+    "lora_B.weight": "B",
+    "lora_magnitude_vector": "magnitude",
+    "lora_B.bias": "lora_bias",
+    "bias": "bias",
 }
-"""Kinds of tensors, and how a file spells their names."""
+"""Names of an adapter's tensors in their module -> kinds."""
+_SPELLED = {kind: name.removesuffix(".weight") for name, kind in _KINDS.items()}
 PART_OF = {"magnitude": "dora", "lora_bias": "bias", "bias": "bias"}
 """Kinds of tensors besides A and B -> the part of an adapter (ADAPTER_PARTS) to which they belong."""
-_WRAPPERS = re.compile(r"(?<![^.])(?:base_model\.model|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
-"""Prefixes that PEFT, torch.compile and FSDP add to module names, once or several times."""
 _OTHER_BASE = "the adapter was trained on another base; use that one"
 _PROJECTIONS = (*ATTENTION_MODULES, *MLP_MODULES, *PACKED_MODULES)
 _EMBEDDINGS = ("embed_tokens", "lm_head")
@@ -55,6 +50,7 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parts         module -> kind of tensor (a key of PART_OF) -> tensor name; also modules without LoRA
     settings_sum  sha256 (hex) of adapter_config.json's settings
     differences   contradictions between the tensors and adapter_config.json (the tensors are served)
+    mlx           whether the files are mlx_lm's: A [in, r] and B [r, out]
     """
 
     layout: Layout
@@ -63,6 +59,12 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     settings_sum: str
     differences: tuple[str, ...] = ()
     parts: dict[str, dict[str, str]] = {}
+    mlx: bool = False
+
+    @property
+    def form(self) -> AdapterFormat:
+        """The trainer's format."""
+        return MLX if self.mlx else PEFT
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -80,8 +82,8 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [*self.pairs.get(module, ()), *self.parts.get(module, {}).values()]
 
     def rank(self, module: str) -> int:
-        """Return the module's rank: the number of rows of its A."""
-        return self.layout.places[self.pairs[module][0]].shape[0]
+        """Return the module's rank."""
+        return self.layout.places[self.pairs[module][0]].shape[1 if self.mlx else 0]
 
     def check(self, config: LlamaConfig, max_rank: int) -> None:
         """Raise ValueError unless this is a valid adapter of the base; call it on descriptions from another process."""
@@ -94,9 +96,9 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError("a tensor outside of the file")
             count += len(names)
         for module, pair in self.pairs.items():
-            if _check_shapes(self.layout, module, pair, config) > max_rank:
+            if _check_shapes(self.layout, module, pair, config, self.form) > max_rank:
                 raise ValueError("a rank above the limit")
-        _check_parts(self.layout, self.pairs, self.parts, config)
+        _check_parts(self.layout, self.parts, config, self.form)
         if not self.pairs or self.scaling.keys() != self.pairs.keys() or count != len(self.layout.places):
             raise ValueError("modules and tensors that do not match")
         if not all(math.isfinite(scale) for scale in self.scaling.values()):
@@ -114,7 +116,7 @@ def describe_adapter(
     """
     try:
         reason = None if os.path.lexists(directory / CONFIG) else missing_adapter(directory)
-        only_a_pickle = not (directory / WEIGHTS).exists() and (directory / "adapter_model.bin").exists()
+        only_a_pickle = not (directory / PEFT.weights).exists() and (directory / "adapter_model.bin").exists()
     except OSError as problem:
         remedy = "check the path's length and permissions"
         raise AdapterError(f"its directory cannot be read ({problem.strerror}): {remedy}") from None
@@ -128,81 +130,80 @@ def describe_adapter(
         )
     # unpacked modules also of a packed base: the error names tensors of an unpacked adapter
     max_tensors = _TENSORS_PER_MODULE * len(config.linear_modules())
-    layout = read_layout(directory / WEIGHTS, AdapterError, AGAIN, max_tensors, roots, foreign=_OTHER_BASE)
-    pairs, parts = _tensors(layout, config)
-    ranks = {module: _check_rank(layout, module, names, config, settings, max_rank) for module, names in pairs.items()}
-    _check_parts(layout, pairs, parts, config)
+    form = settings.form
+    layout = read_layout(directory / form.weights, AdapterError, form.again, max_tensors, roots, foreign=_OTHER_BASE)
+    pairs, parts, trained = _tensors(layout, config, form)
+    ranks = {
+        module: _check_rank(layout, module, names, config, settings, max_rank, trained[module])
+        for module, names in pairs.items()
+    }
+    _check_parts(layout, parts, config, form)
     _check_settings(settings, pairs, parts, config)
     return Description(
         layout=layout,
         pairs=pairs,
-        scaling={module: settings.scaling(module, rank) for module, rank in ranks.items()},
-        settings_sum=hashlib.sha256(repr(settings).encode()).hexdigest(),
-        differences=_differences(settings, config, set(pairs)),
+        scaling={module: settings.scaling(trained[module], rank) for module, rank in ranks.items()},
+        settings_sum=hashlib.sha256(f"{settings!r}{'mlx' if form is MLX else ''}".encode()).hexdigest(),
+        differences=() if form is MLX else _differences(settings, config, {each: trained[each] for each in pairs}),
         parts=parts,
+        mlx=form is MLX,
     )
 
 
-def _tensors(layout: Layout, config: LlamaConfig) -> tuple[dict[str, tuple[str, str]], dict[str, dict[str, str]]]:
-    """Return (module -> (key of A, key of B), module -> kind -> key of another tensor), in the model's order.
+def _tensors(
+    layout: Layout, config: LlamaConfig, form: AdapterFormat
+) -> tuple[dict[str, tuple[str, str]], dict[str, dict[str, str]], dict[str, str]]:
+    """Return module -> (key of A, key of B), module -> kind -> key of another tensor, both in the model's order.
 
-    Raises AdapterError for a key of another kind and for A or B alone.
+    The third is module -> its name in the trained model. Raises AdapterError for a key of another kind and for A or B
+    alone.
     """
     sides: dict[tuple[str, str], str] = {}
     modules = config.stored_modules()
     known = set(modules)
+    trained: dict[str, str] = {}
     adapters: dict[str | None, str] = {}
     for key in layout.places:
-        module, side, adapter = _parsed(_WRAPPERS.sub("", key))
-        if module not in known:
-            raise AdapterError(f"{WEIGHTS}: {_foreign_tensor(key, module or None, config)}")
+        name = tensor_name(key, form)
+        side = None if name is None else _KINDS.get(name.part)
+        if name is None or side is None or name.module not in known:
+            raise AdapterError(f"{form.weights}: {_foreign_tensor(key, name, config, form)}")
+        module = name.module
         if (module, side) in sides:
             raise AdapterError(
-                f"{WEIGHTS}: tensors {name_of(sides[module, side])} and {name_of(key)} are both {_spelled(side)} "
-                f"of {module}, and nothing shows which one was trained: {AGAIN}"
+                f"{form.weights}: tensors {name_of(sides[module, side])} and {name_of(key)} are both {_SPELLED[side]} "
+                f"of {module}, and nothing shows which one was trained: {form.again}"
             )
-        sides[module, side] = key
+        sides[module, side], trained[module] = key, name.trained
         if side != "bias":  # a bias of the base, whose name has no adapter
-            adapters[adapter] = key
+            adapters[name.adapter] = key
     if len(adapters) > 1:
         one, other = list(adapters.values())[:2]
         raise AdapterError(
-            f"{WEIGHTS}: tensors {name_of(one)} and {name_of(other)} are of adapters with different names: save each "
-            "into a directory of its own with save_pretrained(selected_adapters=[NAME])"
+            f"{form.weights}: tensors {name_of(one)} and {name_of(other)} are of adapters with different names: save "
+            "each into a directory of its own with save_pretrained(selected_adapters=[NAME])"
         )
     if not sides:
-        raise AdapterError(f"{WEIGHTS} holds no LoRA tensors: {AGAIN}")
+        raise AdapterError(f"{form.weights} holds no LoRA tensors: {form.again}")
     for module, side in sides:
         for other in () if side == "bias" else ("A", "B"):
             if (module, other) not in sides:
-                raise AdapterError(f"{WEIGHTS}: {module} has {_spelled(side)} but no lora_{other}: {AGAIN}")
+                raise AdapterError(f"{form.weights}: {module} has {_SPELLED[side]} but no lora_{other}: {form.again}")
     pairs = {module: (sides[module, "A"], sides[module, "B"]) for module in modules if (module, "A") in sides}
     parts = {
         module: {kind: sides[module, kind] for kind in PART_OF if (module, kind) in sides}
         for module in modules
         if any((module, kind) in sides for kind in PART_OF)
     }
-    return pairs, parts
+    return pairs, parts, trained
 
 
-def _parsed(key: str) -> tuple[str, str, str | None]:
-    """Return (module, kind, adapter's name or None) of a tensor; ("", "", None) for a name of no kind."""
-    for kind, pattern in _KEYS.items():
-        match = pattern.fullmatch(key)
-        if match is not None:
-            return match["module"], kind, match.groupdict().get("adapter")
-    return "", "", None
-
-
-def _spelled(kind: str) -> str:
-    """Return a kind of tensor as files spell it."""
-    return {"magnitude": "lora_magnitude_vector", "lora_bias": "lora_B.bias"}.get(
-        kind, kind if kind == "bias" else f"lora_{kind}"
-    )
-
-
-def _foreign_tensor(key: str, module: str | None, config: LlamaConfig) -> str:
+def _foreign_tensor(key: str, name: TensorName | None, config: LlamaConfig, form: AdapterFormat) -> str:
     """Return the error for a tensor that does not belong to an adapter of this base."""
+    problem = exporter_problem(key, form)
+    if problem is not None:
+        return problem
+    module = name.module if name is not None else ""
     if any(name in key for name in _EMBEDDINGS) and ".lora_" not in key:
         return (
             f"tensor {name_of(key)} is a copy of the embedding or the output head, which an adapter cannot change "
@@ -214,10 +215,10 @@ def _foreign_tensor(key: str, module: str | None, config: LlamaConfig) -> str:
             f"tensor {name_of(key)} adapts the embedding or the output head, which is not supported: train with "
             "target_modules on the layers' projections only"
         )
-    layer = re.match(r"model\.layers\.(\d+)\.", module or "")
+    layer = re.match(r"model\.layers\.(\d+)\.", module)
     if layer and int(layer[1]) >= config.num_hidden_layers:
         return f"tensor {name_of(key)} is for layer {layer[1]} of {config.num_hidden_layers}: {_OTHER_BASE}"
-    projection = (module or "").rpartition(".")[2]
+    projection = module.rpartition(".")[2]
     if layer and projection in _PROJECTIONS:
         own = dict.fromkeys(stored.rpartition(".")[2] for stored in config.stored_modules())
         return f"tensor {name_of(key)} adapts {projection}, but the base has {', '.join(own)}: {_OTHER_BASE}"
@@ -234,13 +235,16 @@ def _check_rank(
     config: LlamaConfig,
     settings: AdapterConfig,
     max_rank: int,
+    trained: str,
 ) -> int:
-    """Return the module's rank, checked against the base, the config and the limit."""
-    rank, stated = _check_shapes(layout, module, names, config), settings.rank_of(module)
+    """Return the module's rank, checked against the base, the config and the limit. `trained`: as in `TensorName`."""
+    form = settings.form
+    rank, stated = _check_shapes(layout, module, names, config, form), settings.rank_of(trained)
     if rank != stated:
+        field = "lora_parameters.rank" if form is MLX else "r or rank_pattern"
         raise AdapterError(
-            f"{WEIGHTS}: {module} has rank {rank}, but adapter_config.json has {stated} (r or rank_pattern): the files "
-            f"are of different adapters; {AGAIN}"
+            f"{form.weights}: {module} has rank {rank}, but adapter_config.json has {stated} ({field}): the files "
+            f"are of different adapters; {form.again}"
         )
     if rank > max_rank:
         raise AdapterError(f"{module} has rank {rank}, above the limit of {max_rank}: start with max_lora_rank={rank}")
@@ -248,28 +252,28 @@ def _check_rank(
 
 
 def _check_parts(
-    layout: Layout, pairs: Mapping[str, object], parts: Mapping[str, Mapping[str, str]], config: LlamaConfig
+    layout: Layout, parts: Mapping[str, Mapping[str, str]], config: LlamaConfig, form: AdapterFormat
 ) -> None:
     """Raise AdapterError for parts that do not fit the base or each other."""
     biased = config.biased_modules()
     for module, tensors in parts.items():
-        (outputs, _), spelled = config.stored_shape(module), {kind: _spelled(kind) for kind in tensors}
+        (outputs, _), spelled = config.stored_shape(module), {kind: _SPELLED[kind] for kind in tensors}
         for kind, name in tensors.items():
             place = layout.places[name]
             if place.shape != (outputs,):
                 raise AdapterError(
-                    f"{WEIGHTS}: {module} has {spelled[kind]} {list(place.shape)}, expected [{outputs}], one value for "
-                    f"each output of the base: {_OTHER_BASE}"
+                    f"{form.weights}: {module} has {spelled[kind]} {list(place.shape)}, expected [{outputs}], one value "
+                    f"for each output of the base: {_OTHER_BASE}"
                 )
-            _check_dtype(name, place.dtype)
+            _check_dtype(name, place.dtype, form)
         if "magnitude" in tensors and "lora_bias" in tensors:
             raise AdapterError(
-                f"{WEIGHTS}: {module} has {spelled['magnitude']} and {spelled['lora_bias']}, which PEFT does not "
+                f"{form.weights}: {module} has {spelled['magnitude']} and {spelled['lora_bias']}, which PEFT does not "
                 "define together: train with use_dora or lora_bias"
             )
         if "bias" in tensors and module not in biased:
             raise AdapterError(
-                f"{WEIGHTS}: tensor {name_of(tensors['bias'])} is a trained bias, but the base has none there: "
+                f"{form.weights}: tensor {name_of(tensors['bias'])} is a trained bias, but the base has none there: "
                 f"{_OTHER_BASE}"
             )
 
@@ -293,42 +297,47 @@ def _check_settings(
         for module in config.stored_modules():
             if (module in modules) != (module in present):
                 raise AdapterError(
-                    f"{CONFIG} has {setting}, but {module} has {'a' if module in present else 'no'} {_spelled(kind)} "
-                    f"in {WEIGHTS}: the files are of different adapters, or one was edited; {AGAIN}"
+                    f"{CONFIG} has {setting}, but {module} has {'a' if module in present else 'no'} {_SPELLED[kind]} "
+                    f"in {settings.form.weights}: the files are of different adapters, or one was edited; "
+                    f"{settings.form.again}"
                 )
 
 
-def _check_dtype(name: str, dtype: str) -> None:
+def _check_dtype(name: str, dtype: str, form: AdapterFormat) -> None:
     if dtype not in ITEM_BYTES:
         raise AdapterError(
-            f"{WEIGHTS}: tensor {name_of(name)} has dtype {value_of(dtype, _DTYPES)}, expected one of "
+            f"{form.weights}: tensor {name_of(name)} has dtype {value_of(dtype, _DTYPES)}, expected one of "
             f"{', '.join(ITEM_BYTES)}: save it unquantized"
         )
 
 
-def _check_shapes(layout: Layout, module: str, names: tuple[str, str], config: LlamaConfig) -> int:
+def _check_shapes(layout: Layout, module: str, names: tuple[str, str], config: LlamaConfig, form: AdapterFormat) -> int:
     """Return the module's rank. Raises AdapterError for shapes that do not fit the base, and unsupported dtypes."""
     outputs, inputs = config.stored_shape(module)
-    shape_a, shape_b = (layout.places[name].shape for name in names)
+    shape_a, shape_b = (layout.places[name].shape[:: -1 if form.transposed else 1] for name in names)
     if len(shape_a) != 2 or len(shape_b) != 2 or shape_a[0] != shape_b[1]:
         raise AdapterError(
-            f"{WEIGHTS}: {module} has A {list(shape_a)} and B {list(shape_b)}, expected [r, {inputs}] and "
-            f"[{outputs}, r]: {AGAIN}"
+            f"{form.weights}: {module} has A {list(shape_a)} and B {list(shape_b)}, expected [r, {inputs}] and "
+            f"[{outputs}, r]: {form.again}"
         )
     if shape_a[1] != inputs or shape_b[0] != outputs:
         raise AdapterError(
-            f"{WEIGHTS}: {module} maps {shape_a[1]} to {shape_b[0]} features, the base maps {inputs} to {outputs}: "
-            f"{_OTHER_BASE}"
+            f"{form.weights}: {module} maps {shape_a[1]} to {shape_b[0]} features, the base maps {inputs} to "
+            f"{outputs}: {_OTHER_BASE}"
         )
     for name in names:
-        _check_dtype(name, layout.places[name].dtype)
+        _check_dtype(name, layout.places[name].dtype, form)
     return shape_a[0]
 
 
-def _differences(settings: AdapterConfig, config: LlamaConfig, present: set[str]) -> tuple[str, ...]:
-    """Return the contradictions between adapter_config.json's modules and the tensors, one line each."""
+def _differences(settings: AdapterConfig, config: LlamaConfig, trained: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the contradictions between adapter_config.json's modules and the tensors, one line each.
+
+    `trained`: the modules with tensors -> their names in the trained model.
+    """
+    present = trained.keys()
     try:
-        chosen = {module for module in config.stored_modules() if settings.targets_module(module)}
+        chosen = {each for each in config.stored_modules() if settings.targets_module(trained.get(each, each))}
     except LookAroundError as problem:
         return (f"the modules that adapter_config.json targets are not compared with the tensors: {problem}",)
     found = []

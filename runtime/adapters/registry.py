@@ -14,11 +14,12 @@ from pathlib import Path
 from ...graphs.adapter import Adapter, Describe, load_adapter
 from ...graphs.adapter_config import CONFIG, AdapterError
 from ...graphs.adapter_description import describe_adapter
+from ...graphs.adapter_names import MLX, PEFT
 from ...graphs.config import LlamaConfig
 from ...graphs.draft.config import LORA_DIRECTORY, EagleConfig
 from ...graphs.lora import LoraShape
 from ...graphs.lora_stacks import check_fits
-from ...graphs.model_directory import WEIGHTS, adapter_directory, without_file_name
+from ...graphs.model_directory import adapter_directory, without_file_name
 from ..api.errors import RequestError
 from ..text.chat_files import NO_CHAT, AdapterChat, ChatTemplateError, read_adapter_chat
 from .describer import AdapterDescriber
@@ -348,10 +349,12 @@ class AdapterRegistry:
 
 def _stamp(directory: Path) -> FileStamp | None:
     """Return inode, size and times of an adapter's files, or None if they do not exist."""
+    states = []
     try:
-        states = [(directory / name).stat() for name in (WEIGHTS, CONFIG)]
-        draft = directory / LORA_DIRECTORY
-        states += [(draft / name).stat() for name in (WEIGHTS, CONFIG) if draft.is_dir()]
+        for folder in (directory, directory / LORA_DIRECTORY):
+            if folder is directory or folder.is_dir():
+                form = PEFT if (folder / PEFT.weights).exists() else MLX
+                states += [(folder / name).stat() for name in (form.weights, CONFIG)]
     except (OSError, ValueError):  # ValueError: a null byte in the path
         return None
     return tuple((state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns) for state in states)

@@ -119,8 +119,9 @@ def is_remote(location: str) -> bool:
 def rank_in(config: bytes) -> int:
     """Return the rank in an adapter's config, 0 if it has none. Only for listings; the engine checks the config."""
     try:
-        rank = json.loads(config).get("r", 0)
-    except (ValueError, AttributeError, RecursionError):
+        fields = json.loads(config)
+        rank = fields["r"] if "r" in fields else fields.get("lora_parameters", {}).get("rank")  # PEFT's, or mlx_lm's
+    except (ValueError, AttributeError, TypeError, RecursionError):
         return 0
     return rank if isinstance(rank, int) and 0 < rank < 1 << 16 else 0
 

@@ -10,8 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 from sidestream.graphs.adapter_config import CONFIG, AdapterConfig, AdapterError
-from sidestream.graphs.adapter_description import WEIGHTS, Description, describe_adapter
+from sidestream.graphs.adapter_description import Description, describe_adapter
 from sidestream.graphs.config import LlamaConfig
+from sidestream.graphs.model_directory import WEIGHTS
 from sidestream.runtime.adapters import describer as describer_module
 from sidestream.runtime.adapters.describer import AdapterDescriber
 from sidestream.runtime.demo_model import DEMO_MODEL

@@ -20,9 +20,10 @@ from sidestream.compiler.graph.recipe import Recipe, cat, item, param, quantize
 from sidestream.compiler.options import OptionError
 from sidestream.compiler.program import cache_folder
 from sidestream.compiler.program.cache_folder import CacheFolder
-from sidestream.graphs.adapter import WEIGHTS, AdapterError
+from sidestream.graphs.adapter import AdapterError
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.lora import LoraShape
+from sidestream.graphs.model_directory import WEIGHTS
 from sidestream.runtime.adapters import disk_cache
 from sidestream.runtime.adapters import registry as adapters
 from sidestream.runtime.adapters.background_jobs import BackgroundJobs, JobCancelled
