@@ -79,7 +79,7 @@ async def tokenize(context: GatewayContext, request: Request) -> Response:
     headers = context.admission.count(caller_of(request), uses_tokens=False)
     body = await context.read_body(request, TokenizeRequest)
     messages = body.conversation()
-    target = await context.target(caller_of(request), body.model)
+    target = await context.target(request, body.model)
     text = body.prompt or ""
     if messages is not None:
         text = await context.chat_prompt(
@@ -108,7 +108,7 @@ async def detokenize(context: GatewayContext, request: Request) -> Response:
     """Return the text of ids."""
     headers = context.admission.count(caller_of(request), uses_tokens=False)
     body = await context.read_body(request, DetokenizeRequest)
-    await context.target(caller_of(request), body.model)
+    await context.target(request, body.model)
     with errors_as_400("tokens"):
         text = await context.in_tokenizing_turn(request, lambda: context.engines.detokenize(body.tokens))
     return json_response(Detokenized(prompt=text), headers)
@@ -116,7 +116,7 @@ async def detokenize(context: GatewayContext, request: Request) -> Response:
 
 async def tokenizer_info(context: GatewayContext, request: Request) -> Response:
     """Return the base model's special tokens and chat template, with which clients can render prompts."""
-    model = (await context.target(caller_of(request), None)).model
+    model = (await context.target(request, None)).model
     if not model.has_tokenizer:
         raise GatewayError(404, "the model has no tokenizer; send token ids as prompts")
     tokens = {name: model.templates.tokens.get(f"{name}_token") or None for name in ("bos", "eos", "pad", "unk")}

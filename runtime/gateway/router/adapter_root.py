@@ -69,6 +69,27 @@ class AdapterRoot:
         self._scanned = folders
         return {name: folder.adapter for name, folder in folders.items()}
 
+    def find(self, name: str) -> str | None:
+        """Return the location of an adapter's folder; None without one with a config. It may be a link within the root.
+
+        The engine that loads the adapter checks its files. Raises OSError if the root cannot be read.
+        """
+        if not NAME.match(name):
+            return None
+        try:
+            if not self._is_object_store:
+                real = os.path.realpath(self._root)
+                folder = os.path.realpath(os.path.join(real, name))
+                if os.path.commonpath([real, folder]) != real or not os.path.isdir(folder):
+                    return None
+            self._files.invalidate_cache()
+            found = self._files.isfile(f"{self._root}/{name}/{CONFIG}")
+        except OSError:
+            raise
+        except Exception as problem:  # see `scan`
+            raise OSError(f"{self.location}: {type(problem).__name__}: {problem}") from problem
+        return f"{self.location.rstrip('/')}/{name}" if found else None
+
     def _list_directories(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield (folder name, file name -> file info)."""
         for entry in self._files.ls(self._root, detail=True):

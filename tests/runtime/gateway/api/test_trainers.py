@@ -15,7 +15,7 @@ PROMPT = [5, 17, 40, 3, 99]
 def trainer(tmp_path_factory):
     """A server, and a directory that it may load adapters from."""
     root = tmp_path_factory.mktemp("policies")
-    with serving("--allow-adapter-loading", "--adapter-root", str(root)) as server:
+    with serving("--allow-adapter-loading", "--adapter-root", str(root), "--resolve-adapters") as server:
         yield server, root
 
 
@@ -60,6 +60,7 @@ def test_a_new_policy_is_loaded_in_a_pause(trainer):
     assert found == [expected]
 
     assert rollout(server, "policy-v1", **greedy)[0] != expected
+    shutil.rmtree(root / "policy-v0")
     post(server, "/v1/unload_lora_adapter", {"lora_name": "policy-v0"})
     post(server, "/v1/completions", {"model": "policy-v0", "prompt": PROMPT}, status=404)
 
@@ -77,10 +78,15 @@ def test_each_token_of_a_rollout_has_its_log_probability(trainer):
 
 
 def test_a_tinker_server_samples_several_sequences(trainer):
-    """SkyRL's request, with `logprobs: true`."""
-    server, _ = trainer
+    """SkyRL's request, with `logprobs: true`. Its model is a checkpoint that SkyRL has just put below the root."""
+    server, root = trainer
     body = {"prompt": PROMPT, "n": 3, "seed": 7, "max_tokens": 12, "temperature": 0.8, "top_p": 0.95, "top_k": -1}
-    answer = post(server, "/v1/completions", body | {"logprobs": True, "stream": False, "return_token_ids": True})
+    body |= {"logprobs": True, "stream": False, "return_token_ids": True, "model": "run1_0001"}
+    assert "run1_0001" in post(server, "/v1/completions", body, status=404)["error"]["message"]
+    (root / "unpacked").mkdir()
+    shutil.copytree(demo_adapters()["shout"], root / "unpacked" / "checkpoint")
+    (root / "unpacked" / "checkpoint").rename(root / "run1_0001")
+    answer = post(server, "/v1/completions", body, headers={"X-Session-ID": "s1", "Authorization": "Bearer tml-dummy"})
     assert len(answer["choices"]) == 3
     for choice in answer["choices"]:
         assert choice["prompt_token_ids"] == PROMPT
