@@ -65,6 +65,39 @@ def test_a_new_policy_is_loaded_in_a_pause(trainer):
     post(server, "/v1/completions", {"model": "policy-v0", "prompt": PROMPT}, status=404)
 
 
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/generate/", "/v1/completions"),  # the client of `trl vllm-serve`
+        ("/chat/", "/v1/chat/completions"),
+        ("/get_sequence_logprobs/", "prompt_logprobs=0 and max_tokens=1"),
+        ("/init_communicator/", "/v1/load_lora_adapter"),
+        ("/update_named_param/", "/v1/load_lora_adapter"),
+        ("/close_communicator/", "/v1/load_lora_adapter"),
+        ("/reset_prefix_cache/", "no reset is needed"),
+        ("/init_weight_transfer_engine", "/v1/load_lora_adapter"),  # AsyncGRPO without LoRA
+        ("/start_weight_update", "/v1/load_lora_adapter"),
+        ("/update_weights", "/v1/load_lora_adapter"),
+        ("/finish_weight_update", "/v1/load_lora_adapter"),
+        ("/inference/v1/generate", "/v1/completions"),  # SkyRL's own trainer
+        ("/skyrl/v1/load_lora_adapter", "/v1/load_lora_adapter"),
+        ("/sleep", "/pause"),
+        ("/update_weights_from_tensor", "/v1/load_lora_adapter"),  # SGLang's
+    ],
+)
+def test_paths_of_trainers_that_are_not_served_name_the_alternative(trainer, path, words):
+    server, _ = trainer
+    error = post(server, path, {}, status=501)["error"]
+    assert error["code"] == "unsupported_path" and words in error["message"] and path in error["message"]
+
+
+def test_slashes_at_the_end_of_a_path_are_redirected(trainer):
+    """The client of `trl vllm-serve` waits for /health/; without it, it could not see the errors above."""
+    server, _ = trainer
+    for path in ("/health/", "/get_world_size/"):
+        assert httpx.get(server.url + path, follow_redirects=True).status_code == 200
+
+
 def test_each_token_of_a_rollout_has_its_log_probability(trainer):
     """Also the one that ends an answer, and those of a stop string, which the text does not have."""
     server, _ = trainer
