@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from ...api.errors import RequestError, some_of
-from ...text.chat_files import ChatTemplates
+from ...text.chat_files import DEFAULT, ChatTemplates
 from ...text.chat_renderer import ChatRenderer
 from ...text.reasoning import CLOSER, ReasoningParser, reasoning_start
 from ..intake.adapter_resolver import AdapterResolver
@@ -136,8 +136,15 @@ class GatewayContext:
         known = some_of([each for each in self._names[1] if self.admission.may_use(caller, each)])
         return model_not_found(f"the model {name!r} does not exist (there are: {known}); /v1/models lists all")
 
-    async def templates(self, target: Target) -> ChatTemplates:
-        """Return the chat templates of the model, or those of an adapter with its own."""
+    async def templates(self, target: Target, chosen: str | None = None) -> ChatTemplates:
+        """Return the chat templates of the model, or those of an adapter with its own.
+
+        chosen   the name of one of them, or the text of another, which is then the only one
+        """
+        found = await self._own_templates(target)
+        return ChatTemplates({DEFAULT: found.select(chosen, False)}, found.tokens) if chosen else found
+
+    async def _own_templates(self, target: Target) -> ChatTemplates:
         base, card = target.model.templates, target.adapter
         if card is None or card.chat_template == "":
             return base

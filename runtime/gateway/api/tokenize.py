@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from ...text.chat_files import DEFAULT
 from ..interfaces import GatewayError
-from .body_types import Answer, Body, ModelName, Text, TokenIds
+from .body_types import Answer, Body, ModelName, TemplateText, TemplateVariables, Text, TokenIds
 from .chat import MAX_MESSAGES, ChatMessage, template_messages
 from .context import GatewayContext, caller_of, errors_as_400, json_response
 from .tools import Tools, for_template, offered_tools
@@ -25,7 +25,8 @@ class TokenizeRequest(Body, frozen=True, kw_only=True):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
+    chat_template: TemplateText | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     tools: Tools | None = None
     return_token_strs: bool | None = None
 
@@ -84,7 +85,7 @@ async def tokenize(context: GatewayContext, request: Request) -> Response:
     if messages is not None:
         text = await context.chat_prompt(
             request,
-            await context.templates(target),
+            await context.templates(target, body.chat_template),
             messages,
             body.add_generation_prompt,
             body.continue_final_message,
