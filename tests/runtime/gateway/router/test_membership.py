@@ -25,7 +25,7 @@ async def tokens(router, name, adapter=None):
 
 
 async def until(true):
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not true():
             await asyncio.sleep(0.01)
 
