@@ -26,6 +26,11 @@ def is_remote(root: str) -> bool:
     return "://" in root
 
 
+def absolute_root(root: str) -> str:
+    """Return a root that does not depend on the working directory."""
+    return root if is_remote(root) else str(Path(root).resolve())
+
+
 def remote_address(path: str, roots: Iterable[str]) -> str | None:
     """Return the address of an adapter below one of the remote roots; None for other paths.
 

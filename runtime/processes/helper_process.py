@@ -50,8 +50,12 @@ class HelperProcess:
                 raise
 
     def close(self) -> None:
-        """Kill the child if it runs. An `ask` that another thread has begun raises OSError; a later one starts a child."""
-        self._closes += 1  # before the child is read: an `ask` that starts one sees the count, or this call sees the child
+        """Kill the child if it runs.
+
+        An `ask` that another thread has begun raises OSError; a later one starts a child.
+        """
+        # before the child is read: an `ask` that starts one sees the count, or this call sees the child
+        self._closes += 1
         child = self._child
         if child is not None:
             child.kill()

@@ -101,7 +101,7 @@ def test_the_process_that_watches_a_servers_others_needs_no_torch() -> None:
         (["generate", "-p", "hi", "--lora-modules", "nameless"], "NAME=DIRECTORY"),
         (["generate", "-p", "hi", "--lora-modules", "bad/name=x"], "NAME=DIRECTORY"),
         (["generate", "-p", "hi", "--lora-modules", "mine=no/such/adapter"], "adapter_config.json"),
-        (["generate", "-p", "hi", "--lora-modules", "twin=a", "twin=b"], "twice"),
+        (["generate", "-p", "hi", "--lora-modules", "one=a", "twin=a", "twin=b"], "adapter 'twin' twice"),
         (["generate", "-p", "hi", "--max-tokens", "0"], "at least 1"),
         (["generate", "-p", "hi", "--gpu-memory-utilization", "1.5"], "at most 1"),
         (["generate", "--prompt-ids", "1,two"], "token ids"),

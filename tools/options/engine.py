@@ -288,7 +288,9 @@ def adapters_of(options: argparse.Namespace) -> dict[str, str]:
     """Return the adapters by name: those of --lora-modules, or the demo model's without MODEL."""
     chosen = dict(options.lora_modules)
     if len(chosen) < len(options.lora_modules):
-        raise ValueError("--lora-modules names an adapter twice; give each its own name")
+        names = [name for name, _ in options.lora_modules]
+        twice = max(names, key=names.count)
+        raise ValueError(f"--lora-modules names adapter {twice!r} twice; give each its own name")
     if not options.model:
         chosen = {name: str(path) for name, path in demo_adapters().items()} | chosen
     found = {}

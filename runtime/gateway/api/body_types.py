@@ -5,6 +5,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from ...protocol.messages import MAX_PROMPT_CHARACTERS, MAX_PROMPT_TOKENS
+from ...text.chat_files import MAX_TEMPLATE_CHARACTERS
 
 MAX_PROMPTS = 1024
 """Prompts of one request."""
@@ -14,6 +15,7 @@ AdapterName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za
 Text = Annotated[str, Meta(max_length=MAX_PROMPT_CHARACTERS)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_PROMPT_TOKENS)]
+TemplateText = Annotated[str, Meta(max_length=MAX_TEMPLATE_CHARACTERS, description="a Jinja template, or a name")]
 TemplateVariables = Annotated[dict[str, Any], Meta(max_length=64)]
 Ignored = Annotated[Any, Meta(description="accepted and ignored")]
 Refused = Annotated[Any, Meta(description="not supported; values without an effect are accepted")]

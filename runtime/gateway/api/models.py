@@ -116,7 +116,7 @@ async def list_models(context: GatewayContext, request: Request) -> Response:
 async def get_model(context: GatewayContext, request: Request) -> Response:
     """Return the base model or one adapter."""
     caller, name = caller_of(request), request.path_params["model"]
-    target = await context.target(caller, name)
+    target = await context.target(request, name, may_load=False)
     adapter = target.adapter
     card = _model_card(target.model, name) if adapter is None else _adapter_card(adapter, target.model, caller)
     return json_response(_anthropic_model(card) if ANTHROPIC_VERSION in request.headers else card)

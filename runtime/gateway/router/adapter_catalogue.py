@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 class OfferedAdapter:
     """An adapter that an engine loads at its first request.
 
-    path      location, for all engines or for the process that fetches it
+    path      directory on all hosts, or address that engines copy
     version   changes when its files may have changed
     rank      for listings
     """

@@ -10,12 +10,9 @@ import hashlib
 import json
 import os
 import re
-import stat
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import fsspec
 from fsspec import AbstractFileSystem
@@ -27,7 +24,6 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
 MAX_WEIGHTS_BYTES = 16 << 30
 MAX_ADAPTERS = 100_000
-COPY_BYTES = 1 << 22
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\Z")
 
 
@@ -44,7 +40,7 @@ class AdapterRoot:
     """
 
     def __init__(self, location: str) -> None:
-        self.location, self.remote = location, is_remote(location)
+        self.location = location
         try:
             self._files, self._root = _open(location)
         except (ImportError, ValueError) as error:
@@ -68,6 +64,27 @@ class AdapterRoot:
             raise OSError(f"{self.location}: {type(problem).__name__}: {problem}") from problem
         self._scanned = folders
         return {name: folder.adapter for name, folder in folders.items()}
+
+    def find(self, name: str) -> str | None:
+        """Return the location of an adapter's folder; None without one with a config. It may be a link within the root.
+
+        The engine that loads the adapter checks its files. Raises OSError if the root cannot be read.
+        """
+        if not NAME.match(name):
+            return None
+        try:
+            if not self._is_object_store:
+                real = os.path.realpath(self._root)
+                folder = os.path.realpath(os.path.join(real, name))
+                if os.path.commonpath([real, folder]) != real or not os.path.isdir(folder):
+                    return None
+            self._files.invalidate_cache()
+            found = self._files.isfile(f"{self._root}/{name}/{CONFIG}")
+        except OSError:
+            raise
+        except Exception as problem:  # see `scan`
+            raise OSError(f"{self.location}: {type(problem).__name__}: {problem}") from problem
+        return self._path(name) if found else None
 
     def _list_directories(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield (folder name, file name -> file info)."""
@@ -103,17 +120,16 @@ class AdapterRoot:
         except OSError:  # it is being deleted or written: the next scan finds out
             return None
         version = hashlib.sha256(f"{folder}\n{stamp}".encode()).hexdigest()
-        return _ScannedFolder(stamp, OfferedAdapter(name, folder, version, rank))
+        return _ScannedFolder(stamp, OfferedAdapter(name, self._path(name), version, rank))
+
+    def _path(self, name: str) -> str:
+        """Return the location of a folder for engines, which copy the files of an address."""
+        return self.location + name if self.location.endswith("/") else f"{self.location}/{name}"
 
 
 def _open(location: str) -> tuple[AbstractFileSystem, str]:
     files, root = fsspec.core.url_to_fs(location)
     return files, str(root).rstrip("/")
-
-
-def is_remote(location: str) -> bool:
-    """Return whether hosts must fetch the files."""
-    return "://" in location
 
 
 def rank_in(config: bytes) -> int:
@@ -124,42 +140,3 @@ def rank_in(config: bytes) -> int:
     except (ValueError, AttributeError, TypeError, RecursionError):
         return 0
     return rank if isinstance(rank, int) and 0 < rank < 1 << 16 else 0
-
-
-def fetch(location: str, folder: str, version: str, into: Path) -> Path:
-    """Copy an adapter's two files to this host unless they exist. Returns the directory.
-
-    Raises OSError, or ValueError for a file that is too large or a folder outside the root.
-    """
-    files, root = _open(location)
-    name = folder.rpartition("/")[2]
-    if folder != f"{root}/{name}" or not NAME.match(name) or not re.fullmatch(r"[0-9a-f]{64}", version):
-        raise ValueError(f"adapter {name!r} is not in the adapters' root")
-    target = into / version / name
-    if target.is_dir() and stat.S_ISREG((target / WEIGHTS).lstat().st_mode):
-        return target
-    into.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="fetch-", dir=into) as temporary:
-        copied = Path(temporary, version, name)
-        copied.mkdir(parents=True)
-        for each, limit in ((CONFIG, MAX_CONFIG_BYTES), (WEIGHTS, MAX_WEIGHTS_BYTES)):
-            with files.open(f"{folder}/{each}", "rb") as source, (copied / each).open("wb") as file:
-                if not _copy(source, file, limit):
-                    raise ValueError(f"{each} of adapter {name!r} has more than {limit} bytes")
-        try:
-            os.rename(copied.parent, target.parent)
-        except OSError:
-            if not target.is_dir():  # otherwise another engine of this host was faster
-                raise
-    return target
-
-
-def _copy(source: IO[bytes], target: IO[bytes], limit: int) -> bool:
-    """Copy up to `limit` bytes. Returns False if there are more, even if the store reported fewer."""
-    left = limit
-    while piece := source.read(min(COPY_BYTES, left + 1)):
-        left -= len(piece)
-        if left < 0:
-            return False
-        target.write(piece)
-    return True

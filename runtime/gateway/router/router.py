@@ -24,7 +24,7 @@ from .dispatch import (
     Dispatcher,
     Refusals,
 )
-from .engine_link import NOT_SERVING, POLL_SECONDS, EngineLink, Fetch, query_all
+from .engine_link import NOT_SERVING, POLL_SECONDS, EngineLink, query_all
 from .load_balancer import EngineReport, LoadBalancer, RoutingDecision
 from .prefix_index import prefix_keys
 from .stream_migration import MigratingStream
@@ -43,7 +43,6 @@ class Router:
     patience_seconds  time that a request waits for an engine to start or restart
     request_engine    starts an engine, which `add` adds later; called repeatedly while a request waits and there is
                       none. None: no more engines can be started
-    fetch             copies an offered adapter to an engine's host; None: its path is valid on all hosts
 
     If the engine of a stream dies, the stream continues in another engine, or in the same one after its restart. The
     consumer only notices a pause.
@@ -58,11 +57,10 @@ class Router:
         poll_seconds: float = POLL_SECONDS,
         balancer: LoadBalancer | None = None,
         request_engine: Callable[[], None] | None = None,
-        fetch: Fetch | None = None,
     ) -> None:
         if not addresses and request_engine is None:
             raise ValueError("a router needs at least one engine's address")
-        self._keys, self._poll_seconds, self._fetch = keys, poll_seconds, fetch
+        self._keys, self._poll_seconds = keys, poll_seconds
         self._balancer = balancer or LoadBalancer()
         self._catalogue = AdapterCatalogue()
         self._links: dict[str, EngineLink] = {}
@@ -154,7 +152,7 @@ class Router:
             self._balancer.start_request(link.name, request.adapter, keys, time.monotonic())
             try:
                 if request.adapter is not None and request.adapter in self._catalogue.offered:
-                    await link.load_offered(request.adapter, self._fetch)
+                    await link.load_offered(request.adapter)
                     required = stream.required_content or self._catalogue.required_content(request.adapter)
                 is_rendered = isinstance(request.prompt, str) and not request.add_special_tokens
                 lists = link.client.stream_lists(
@@ -362,7 +360,7 @@ class Router:
         if decision is None:
             raise self._dispatch.no_engine()
         link = self._links[decision.engine]
-        await link.load_offered(name, self._fetch)
+        await link.load_offered(name)
         return await link.client.chat_templates(name)
 
     def set_offered(self, offered: Mapping[str, OfferedAdapter]) -> None:

@@ -346,7 +346,7 @@ async def count_tokens(context: GatewayContext, request: Request) -> Response:
     """Return the number of tokens of a conversation. An engine counts them, as for its prompts."""
     headers = context.admission.count(caller_of(request), uses_tokens=False)
     body = (await context.read_body(request, CountTokensRequest)).as_chat()
-    target, tools = await context.target(caller_of(request), body.model), body.offered_tools
+    target, tools = await context.target(request, body.model), body.offered_tools
     prompt = await context.chat_prompt(
         request,
         await context.templates(target),
