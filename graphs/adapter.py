@@ -43,6 +43,7 @@ class Adapter:
     content_hash  sha256 (hex) of everything that affects outputs
     differences   contradictions between the tensors and adapter_config.json (the tensors are served)
     source        sha256 (hex) of everything that was read: same source, same content_hash
+    invocation    token ids from whose last occurrence in a prompt on it is active (aLoRA); (): always
     draft         its adapter for a trained draft; it changes no output, but the content_hash includes it
     """
 
@@ -53,6 +54,7 @@ class Adapter:
     content_hash: str
     differences: tuple[str, ...] = ()
     source: str = ""
+    invocation: tuple[int, ...] = ()
     draft: "Adapter | None" = None
 
     @property
@@ -106,6 +108,7 @@ def load_adapter(
         content_hash=content_hash,
         differences=found.differences,
         source=source,
+        invocation=found.invocation,
     )
 
 
@@ -123,4 +126,5 @@ def _content_hash(file: AdapterFile, found: Description) -> str:
     modules = list(found.pairs)
     parts = [modules[first : first + MODULES_AT_ONCE] for first in range(0, len(modules), MODULES_AT_ONCE)]
     digests = chain.from_iterable(readers().map(lambda part: [digest(module) for module in part], parts))
-    return hashlib.sha256(b"".join(digests)).hexdigest()
+    invocation = f"invocation {found.invocation}".encode() if found.invocation else b""
+    return hashlib.sha256(b"".join(digests) + invocation).hexdigest()

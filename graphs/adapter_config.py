@@ -32,7 +32,7 @@ _HARMLESS = _words(
 _HONOURED = _words(
     """
     r lora_alpha use_rslora rank_pattern alpha_pattern target_modules exclude_modules layers_to_transform
-    layers_pattern bias init_lora_weights task_type
+    layers_pattern bias init_lora_weights task_type alora_invocation_tokens
     """
 )
 _MERGE = "merge the adapter into its base (merge_and_unload) and serve that, or train plain LoRA"
@@ -50,7 +50,6 @@ _REFUSED = {
     "target_parameters": "LoRA on bare parameters is not supported: use target_modules on the projections",
     "use_qalora": f"QALoRA is not supported: {_MERGE}",
     "use_bdlora": f"BD-LoRA is not supported: {_MERGE}",
-    "alora_invocation_tokens": "Activated LoRA (aLoRA) is not supported: train plain LoRA",
     "arrow_config": "Arrow routing is not supported: serve its adapters one by one",
     "velora_config": f"VeLoRA is not supported: {_MERGE}",
     "monteclora_config": f"MonteCLoRA is not supported: {_MERGE}",
@@ -72,11 +71,16 @@ MAX_CONFIG_BYTES = 256 << 10
 """A config with one rank per module of a large model has 30 kB. The limit exists because json holds the GIL."""
 MAX_NAMES = 4096
 MAX_ALPHA = 1e6
+MAX_INVOCATION = 64
 
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """The honoured fields, spelled as in the file."""
+    """The honoured fields, spelled as in the file.
+
+    invocation  aLoRA's alora_invocation_tokens: the adapter is active from the last place in the prompt where they
+                occur; (): from the first token
+    """
 
     r: int
     lora_alpha: float
@@ -88,6 +92,7 @@ class AdapterConfig:
     layers_to_transform: Any = None
     layers_pattern: Any = None
     bias: str = field(default="none", repr=False)
+    invocation: tuple[int, ...] = field(default=(), repr=False)
     _patterns: PeftPatterns = field(default_factory=PeftPatterns, repr=False, compare=False)
 
     @classmethod
@@ -128,6 +133,7 @@ class AdapterConfig:
             layers_to_transform=_layers(fields.get("layers_to_transform")),
             layers_pattern=_names(fields, "layers_pattern"),
             bias=fields.get("bias", "none"),
+            invocation=_invocation(fields.get("alora_invocation_tokens")),
         )
 
     def rank_of(self, module: str) -> int:
@@ -166,6 +172,20 @@ class AdapterConfig:
             raise AdapterError(
                 f"{CONFIG}: bias='{self.bias}' trained the biases of {names} too, which an adapter cannot change here: "
                 "merge the adapter into its base (merge_and_unload) and serve that, or train with bias='none'"
+            )
+
+    @property
+    def identity(self) -> str:
+        """Text of all settings that affect outputs. Without an invocation it is the one of releases before aLoRA."""
+        return f"{self!r} {self.invocation}" if self.invocation else repr(self)
+
+    def check_invocation(self, vocabulary: int) -> None:
+        """Raise AdapterError for an invocation with a token that the base does not have."""
+        foreign = [token for token in self.invocation if token >= vocabulary]
+        if foreign:
+            raise AdapterError(
+                f"{CONFIG}: alora_invocation_tokens has token {foreign[0]}, but the base has tokens 0 to "
+                f"{vocabulary - 1}: the adapter was trained on another base; use that one"
             )
 
     def _pattern(self, patterns: Mapping[str, Any], name: str, module: str, default: Any) -> Any:
@@ -254,6 +274,23 @@ def _names(fields: Mapping[str, Any], name: str) -> Any:
 def _check_length(name: str, value: list[Any]) -> None:
     if len(value) > MAX_NAMES:
         raise AdapterError(f"{CONFIG}: {name} has {len(value)} entries, more than {MAX_NAMES}: name modules by suffix")
+
+
+def _invocation(value: Any) -> tuple[int, ...]:
+    """Return the token ids of aLoRA's invocation; () for plain LoRA, as which PEFT treats an empty list, too."""
+    if value in (None, False, [], {}):
+        return ()
+    name = f"{CONFIG}: alora_invocation_tokens"
+    if not isinstance(value, list):
+        raise AdapterError(f"{name} must be a list of token ids, not {value_of(value)}: {_AGAIN}")
+    if len(value) > MAX_INVOCATION:
+        raise AdapterError(
+            f"{name} has {len(value)} token ids, more than {MAX_INVOCATION}: train with a shorter invocation"
+        )
+    for token in value:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
+            raise AdapterError(f"{name} must be token ids of the base, from 0 on, not {value_of(token)}: {_AGAIN}")
+    return tuple(value)
 
 
 def _layers(value: Any) -> Any:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from .adapter_config import CONFIG, AdapterConfig, AdapterError
+from .adapter_config import CONFIG, MAX_INVOCATION, AdapterConfig, AdapterError
 from .config import LlamaConfig
 from .families import ATTENTION_MODULES, MLP_MODULES, PACKED_MODULES
 from .model_directory import WEIGHTS, missing_adapter
@@ -40,6 +40,7 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                   (tensor name of A, tensor name of B), in the model's order
     scaling       module -> factor of B A
     settings_sum  sha256 (hex) of adapter_config.json's settings
+    invocation    token ids from whose last occurrence in a prompt on the adapter is active; (): always
     differences   contradictions between the tensors and adapter_config.json (the tensors are served)
     """
 
@@ -48,6 +49,7 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scaling: dict[str, float]
     settings_sum: str
     differences: tuple[str, ...] = ()
+    invocation: tuple[int, ...] = ()
 
     def rank(self, module: str) -> int:
         """Return the module's rank: the number of rows of its A."""
@@ -67,6 +69,8 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("modules and tensors that do not match")
         if not all(math.isfinite(scale) for scale in self.scaling.values()):
             raise ValueError("a scaling that is not a finite number")
+        if len(self.invocation) > MAX_INVOCATION or not all(0 <= each < config.vocab_size for each in self.invocation):
+            raise ValueError("an invocation that is too long or has a token that does not exist")
 
 
 def describe_adapter(
@@ -87,6 +91,7 @@ def describe_adapter(
     if reason is not None:
         raise AdapterError(reason)
     settings = AdapterConfig.from_directory(directory, lenient, roots)
+    settings.check_invocation(config.vocab_size)
     biases = {f".{name}" for name in config.biases}
     settings.check_biases([each for each in config.stored_modules() if each[each.rindex(".") :] in biases])
     if only_a_pickle:
@@ -103,8 +108,9 @@ def describe_adapter(
         layout=layout,
         pairs=pairs,
         scaling={module: settings.scaling(module, rank) for module, rank in ranks.items()},
-        settings_sum=hashlib.sha256(repr(settings).encode()).hexdigest(),
+        settings_sum=hashlib.sha256(settings.identity.encode()).hexdigest(),
         differences=_differences(settings, config, set(pairs)),
+        invocation=settings.invocation,
     )
 
 
