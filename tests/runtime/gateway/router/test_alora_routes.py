@@ -5,6 +5,7 @@ import json
 import random
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +63,10 @@ def test_requests_go_to_the_engine_with_the_base_s_pages(port: int) -> None:
     """The adapter is on one engine's GPU only, and the base's prompts are spread over both."""
     source = random.Random(3)
     complete(port, "a0", text(source, 5) + INVOCATION)
-    for _ in range(8):
-        context = text(source, 64 * 34)
-        complete(port, "fake", context)
+    contexts = [text(source, 64 * 34) for _ in range(8)]
+    with ThreadPoolExecutor(8) as pool:  # at once: the router spreads them
+        list(pool.map(lambda context: complete(port, "fake", context), contexts))
+    for context in contexts:
         for start in (64 * 33 + 10, 64 * 34):
             prompt = context[:start] + INVOCATION + text(source, 20)
             found, usage = complete(port, "a0", prompt)
