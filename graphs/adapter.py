@@ -43,6 +43,7 @@ class Adapter:
     content_hash  sha256 (hex) of everything that affects outputs
     differences   contradictions between the tensors and adapter_config.json (the tensors are served)
     source        sha256 (hex) of everything that was read: same source, same content_hash
+    invocation    token ids from whose last occurrence in a prompt on it is active (aLoRA); (): always
     draft         its adapter for a trained draft; it changes no output, but the content_hash includes it
     kinds         its parts besides LoRA, of ADAPTER_PARTS
     parts         module -> kind -> tensor, fp32, with the graph's head layout; the kinds of PART_OF, and after
@@ -56,6 +57,7 @@ class Adapter:
     content_hash: str
     differences: tuple[str, ...] = ()
     source: str = ""
+    invocation: tuple[int, ...] = ()
     draft: "Adapter | None" = None
     kinds: tuple[str, ...] = ()
     parts: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
@@ -128,6 +130,7 @@ def load_adapter(
         source=source,
         kinds=found.kinds,
         parts=parts,
+        invocation=found.invocation,
     )
 
 
@@ -157,4 +160,5 @@ def _content_hash(file: AdapterFile, found: Description) -> str:
     modules = found.modules
     parts = [modules[first : first + MODULES_AT_ONCE] for first in range(0, len(modules), MODULES_AT_ONCE)]
     digests = chain.from_iterable(readers().map(lambda part: [digest(module) for module in part], parts))
-    return hashlib.sha256(b"".join(digests)).hexdigest()
+    invocation = f"invocation {found.invocation}".encode() if found.invocation else b""
+    return hashlib.sha256(b"".join(digests) + invocation).hexdigest()

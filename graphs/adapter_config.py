@@ -33,7 +33,7 @@ _HARMLESS = _words(
 _HONOURED = _words(
     """
     r lora_alpha use_rslora rank_pattern alpha_pattern target_modules exclude_modules layers_to_transform
-    layers_pattern bias init_lora_weights task_type use_dora lora_bias
+    layers_pattern bias init_lora_weights task_type use_dora lora_bias alora_invocation_tokens
     """
 )
 _MERGE = "merge the adapter into its base (merge_and_unload) and serve that, or train plain LoRA"
@@ -49,7 +49,6 @@ _REFUSED = {
     "target_parameters": "LoRA on bare parameters is not supported: use target_modules on the projections",
     "use_qalora": f"QALoRA is not supported: {_MERGE}",
     "use_bdlora": f"BD-LoRA is not supported: {_MERGE}",
-    "alora_invocation_tokens": "Activated LoRA (aLoRA) is not supported: train plain LoRA",
     "arrow_config": "Arrow routing is not supported: serve its adapters one by one",
     "velora_config": f"VeLoRA is not supported: {_MERGE}",
     "monteclora_config": f"MonteCLoRA is not supported: {_MERGE}",
@@ -71,11 +70,16 @@ MAX_CONFIG_BYTES = 256 << 10
 """A config with one rank per module of a large model has 30 kB. The limit exists because json holds the GIL."""
 MAX_NAMES = 4096
 MAX_ALPHA = 1e6
+MAX_INVOCATION = 64
 
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """The honoured fields, spelled as in the file."""
+    """The honoured fields, spelled as in the file.
+
+    invocation  aLoRA's alora_invocation_tokens: the adapter is active from the last place in the prompt where they
+                occur; (): from the first token
+    """
 
     r: int
     lora_alpha: float
@@ -90,6 +94,7 @@ class AdapterConfig:
     use_dora: bool = field(default=False, repr=False)
     lora_bias: bool = field(default=False, repr=False)
     form: AdapterFormat = field(default=PEFT, repr=False)
+    invocation: tuple[int, ...] = field(default=(), repr=False)
     _patterns: PeftPatterns = field(default_factory=PeftPatterns, repr=False, compare=False)
 
     @classmethod
@@ -134,6 +139,7 @@ class AdapterConfig:
             bias=fields.get("bias", "none"),
             use_dora=_typed(fields, "use_dora", bool, False),
             lora_bias=_typed(fields, "lora_bias", bool, False),
+            invocation=_invocation(fields.get("alora_invocation_tokens")),
         )
 
     def rank_of(self, module: str) -> int:
@@ -155,6 +161,20 @@ class AdapterConfig:
             raise
         except PatternError as problem:
             raise AdapterError(f"{CONFIG}: target_modules, exclude_modules or layers_pattern: {problem}") from None
+
+    @property
+    def identity(self) -> str:
+        """Text of all settings that affect outputs. Without an invocation it is the one of releases before aLoRA."""
+        return f"{self!r} {self.invocation}" if self.invocation else repr(self)
+
+    def check_invocation(self, vocabulary: int) -> None:
+        """Raise AdapterError for an invocation with a token that the base does not have."""
+        foreign = [token for token in self.invocation if token >= vocabulary]
+        if foreign:
+            raise AdapterError(
+                f"{CONFIG}: alora_invocation_tokens has token {foreign[0]}, but the base has tokens 0 to "
+                f"{vocabulary - 1}: the adapter was trained on another base; use that one"
+            )
 
     def _pattern(self, patterns: Mapping[str, Any], name: str, module: str, default: Any) -> Any:
         try:
@@ -246,6 +266,23 @@ def _names(fields: Mapping[str, Any], name: str) -> Any:
 def _check_length(name: str, value: list[Any]) -> None:
     if len(value) > MAX_NAMES:
         raise AdapterError(f"{CONFIG}: {name} has {len(value)} entries, more than {MAX_NAMES}: name modules by suffix")
+
+
+def _invocation(value: Any) -> tuple[int, ...]:
+    """Return the token ids of aLoRA's invocation; () for plain LoRA, as which PEFT treats an empty list, too."""
+    if value in (None, False, [], {}):
+        return ()
+    name = f"{CONFIG}: alora_invocation_tokens"
+    if not isinstance(value, list):
+        raise AdapterError(f"{name} must be a list of token ids, not {value_of(value)}: {_AGAIN}")
+    if len(value) > MAX_INVOCATION:
+        raise AdapterError(
+            f"{name} has {len(value)} token ids, more than {MAX_INVOCATION}: train with a shorter invocation"
+        )
+    for token in value:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
+            raise AdapterError(f"{name} must be token ids of the base, from 0 on, not {value_of(token)}: {_AGAIN}")
+    return tuple(value)
 
 
 def _layers(value: Any) -> Any:

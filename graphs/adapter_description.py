@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from .adapter_config import CONFIG, AdapterConfig, AdapterError
+from .adapter_config import CONFIG, MAX_INVOCATION, AdapterConfig, AdapterError
 from .adapter_names import MLX, PEFT, AdapterFormat, TensorName, exporter_problem, tensor_name
 from .config import LlamaConfig
 from .families import ADAPTER_PARTS, ATTENTION_MODULES, MLP_MODULES, PACKED_MODULES
@@ -49,6 +49,7 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scaling       module -> factor of B A
     parts         module -> kind of tensor (a key of PART_OF) -> tensor name; also modules without LoRA
     settings_sum  sha256 (hex) of adapter_config.json's settings
+    invocation    token ids from whose last occurrence in a prompt on the adapter is active; (): always
     differences   contradictions between the tensors and adapter_config.json (the tensors are served)
     mlx           whether the files are mlx_lm's: A [in, r] and B [r, out]
     """
@@ -60,6 +61,7 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     differences: tuple[str, ...] = ()
     parts: dict[str, dict[str, str]] = {}
     mlx: bool = False
+    invocation: tuple[int, ...] = ()
 
     @property
     def form(self) -> AdapterFormat:
@@ -103,6 +105,8 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("modules and tensors that do not match")
         if not all(math.isfinite(scale) for scale in self.scaling.values()):
             raise ValueError("a scaling that is not a finite number")
+        if len(self.invocation) > MAX_INVOCATION or not all(0 <= each < config.vocab_size for each in self.invocation):
+            raise ValueError("an invocation that is too long or has a token that does not exist")
 
 
 def describe_adapter(
@@ -123,6 +127,7 @@ def describe_adapter(
     if reason is not None:
         raise AdapterError(reason)
     settings = AdapterConfig.from_directory(directory, lenient, roots)
+    settings.check_invocation(config.vocab_size)
     if only_a_pickle:
         raise AdapterError(
             "adapter_model.bin is a pickle, which can run code and is never loaded: save the adapter again with "
@@ -143,10 +148,11 @@ def describe_adapter(
         layout=layout,
         pairs=pairs,
         scaling={module: settings.scaling(trained[module], rank) for module, rank in ranks.items()},
-        settings_sum=hashlib.sha256(f"{settings!r}{'mlx' if form is MLX else ''}".encode()).hexdigest(),
+        settings_sum=hashlib.sha256(f"{settings.identity}{'mlx' if form is MLX else ''}".encode()).hexdigest(),
         differences=() if form is MLX else _differences(settings, config, {each: trained[each] for each in pairs}),
         parts=parts,
         mlx=form is MLX,
+        invocation=settings.invocation,
     )
 
 
@@ -262,7 +268,7 @@ def _check_parts(
             place = layout.places[name]
             if place.shape != (outputs,):
                 raise AdapterError(
-                    f"{form.weights}: {module} has {spelled[kind]} {list(place.shape)}, expected [{outputs}], one value "
+                    f"{form.weights}: {module} has {spelled[kind]} {list(place.shape)}, expected [{outputs}], a value "
                     f"for each output of the base: {_OTHER_BASE}"
                 )
             _check_dtype(name, place.dtype, form)

@@ -5,6 +5,7 @@ import gc
 import inspect
 import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self, Unpack
 
@@ -103,7 +104,10 @@ class LLM:
         self.options, self.device, self.config = options.engine, options.device, source.config
         self.calibration, self.compiled, self.registry = loaded.calibration, loaded.compiled, loaded.registry
         self.num_pages, self.seconds = loaded.limits.num_pages, loaded.seconds
-        scheduler = Scheduler(loaded.limits, loaded.registry.numbers, loaded.registry.hashes, asynchronous_loads=True)
+        registry = loaded.registry
+        scheduler = Scheduler(
+            loaded.limits, registry.numbers, registry.hashes, registry.invocations, asynchronous_loads=True
+        )
         self.engine = Engine(
             scheduler,
             loaded.executor,
@@ -284,7 +288,13 @@ class LLM:
         priority         one for all prompts or one per prompt; lower values are served sooner
         """
         adapter = self._adapter_names(adapter, lora_request)
-        requests = self._make_requests(prompts, sampling_params, adapter, priority)
+        ordered = self._complete(self._make_requests(prompts, sampling_params, adapter, priority), use_tqdm)
+        for output, lora in zip(ordered, _for_each(lora_request, len(ordered)), strict=False):
+            output.lora_request = lora
+        return ordered
+
+    def _complete(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
+        """Run requests to their end; return their outputs in the same order."""
         outputs: dict[str, RequestOutput] = {}
         scores: dict[str, list[dict[int, Logprob] | None]] = {
             request.request_id: [None] for request in requests if request.params.prompt_logprobs is not None
@@ -301,8 +311,7 @@ class LLM:
                         f"{(self.engine.num_sampled - before) / max(progress.format_dict['elapsed'], 1e-9):.0f} tok/s"
                     )
         ordered = [outputs[request.request_id] for request in requests]
-        for output, lora in zip(ordered, _for_each(lora_request, len(ordered)), strict=False):
-            output.lora_request = lora
+        for output in ordered:
             output.prompt_logprobs = scores.get(output.request_id)
         return ordered
 
@@ -358,9 +367,11 @@ class LLM:
         return outputs
 
     def _complete_all(
-        self, prompts: list[list[int]], params: SamplingParams, adapters: list[str | None]
+        self, prompts: list[list[int]], params: SamplingParams, origins: list[Request]
     ) -> list[RequestOutput]:
-        return self.generate(prompts, params, adapters, use_tqdm=False)
+        requests = self._make_requests(prompts, params, [origin.adapter for origin in origins])
+        own = [replace(each, given=len(origin.prompt_ids)) for each, origin in zip(requests, origins, strict=True)]
+        return self._complete(own, use_tqdm=False)
 
     def chat(
         self,

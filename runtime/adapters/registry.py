@@ -70,6 +70,7 @@ class AdapterRegistry:
 
     numbers, hashes   name -> number and number -> content hash, for the scheduler. Numbers are never reused: a reloaded
                       adapter gets a new one
+    invocations       number -> invocation of an aLoRA adapter
     max_rank          largest accepted LoRA rank
     allowed_roots     directories that must contain adapters' files after symlinks are resolved; None: any directory
     max_adapters      maximum number of names
@@ -103,6 +104,7 @@ class AdapterRegistry:
         self.max_adapters = max_adapters
         self.numbers: dict[str, int] = {}
         self.hashes: dict[int, str] = {}
+        self.invocations: dict[int, tuple[int, ...]] = {}
         self.lora: LoraShape | None = None
         self.draft_lora: LoraShape | None = None
         self.disk_cache = disk_cache
@@ -241,6 +243,8 @@ class AdapterRegistry:
                 self._unread[number] = adapter
             self._stamps[number] = stamp
             self.hashes[number] = adapter.content_hash
+            if adapter.invocation:
+                self.invocations[number] = adapter.invocation
             self.numbers[name] = number
             if previous is not None and previous in self._unused:
                 self._delete(previous)
@@ -270,7 +274,7 @@ class AdapterRegistry:
 
     def _delete(self, number: int) -> None:
         self._unused.discard(number)
-        for table in (self._by_number, self._unread, self._stamps, self.hashes):
+        for table in (self._by_number, self._unread, self._stamps, self.hashes, self.invocations):
             table.pop(number, None)
 
     def read(self, number: int) -> Adapter:

@@ -296,7 +296,8 @@ class Usage(Struct, frozen=True):
     """Token counts of a request, and seconds since its arrival.
 
     `accepted_tokens`: drafts that became output. `history_*`, `trained_*`: drafts from earlier answers and from a
-    trained draft model. `queue_seconds`: time until it left the queue.
+    trained draft model. `queue_seconds`: time until it left the queue. `adapter_active`: False if the base model
+    answered, since the prompt lacks the aLoRA adapter's invocation.
     """
 
     prompt_tokens: int
@@ -311,6 +312,7 @@ class Usage(Struct, frozen=True):
     trained_draft_tokens: int = 0
     trained_accepted_tokens: int = 0
     queue_seconds: float = 0.0
+    adapter_active: bool = True
 
 
 class Chunk(Struct, frozen=True, array_like=True, gc=False):
@@ -348,7 +350,8 @@ class Done(Call, tag="done", frozen=True):
 
 class AdapterInfo(Struct, frozen=True):
     """One adapter. `where`: cpu means ready in host memory. `content`: hash of its config and weights. `chat_template`:
-    hash of its own chat templates, "" if it has none.
+    hash of its own chat templates, "" if it has none. `invocation`: token ids from whose last occurrence in a prompt on
+    an aLoRA adapter is active, empty for plain LoRA.
     """
 
     name: str
@@ -358,6 +361,7 @@ class AdapterInfo(Struct, frozen=True):
     running: int = 0
     waiting: int = 0
     chat_template: Short = ""
+    invocation: list[int] = []
 
 
 class Adapters(Call, tag="adapters", frozen=True):

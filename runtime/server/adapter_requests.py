@@ -204,8 +204,9 @@ def _info(stepper: Stepper, adapter: LoadedAdapter) -> AdapterInfo:
     elif number in stepper.in_host_memory:
         where = "cpu"
     waiting = len(stepper.scheduler.states.waiting.of(number))
-    chat = adapter.chat.digest
-    return AdapterInfo(adapter.name, adapter.rank, adapter.content, where, slots.users(number), waiting, chat)
+    chat, invocation = adapter.chat.digest, list(adapter.invocation)
+    users = slots.users(number)
+    return AdapterInfo(adapter.name, adapter.rank, adapter.content, where, users, waiting, chat, invocation)
 
 
 def _path_error(path: str) -> str:

@@ -30,13 +30,16 @@ class Notice(Struct, frozen=True, tag_field="type"):
 
 
 class LoadedAdapter(Struct, frozen=True):
-    """An adapter that the GPU process can serve: its number in plans, content hash and chat templates."""
+    """An adapter that the GPU process can serve: its number in plans, content hash, chat templates, and token ids from
+    whose last occurrence in a prompt on it is active (aLoRA; (): always).
+    """
 
     name: str
     number: int
     rank: int
     content: str
     chat: AdapterChat = NO_CHAT
+    invocation: tuple[int, ...] = ()
 
 
 def changed_files(name: str) -> str:

@@ -108,7 +108,8 @@ class ServedModel:
 
     def _loaded(self, number: int) -> LoadedAdapter:
         entry = self._model.registry.by_number(number)
-        return LoadedAdapter(entry.name, entry.number, entry.adapter.rank, entry.content_hash, entry.chat)
+        adapter = entry.adapter
+        return LoadedAdapter(entry.name, entry.number, adapter.rank, entry.content_hash, entry.chat, adapter.invocation)
 
 
 def load_again(served: Servable, loaded: Iterable[AdapterEntry]) -> Ready:

@@ -30,11 +30,11 @@ Progress = tuple[list[Delta], list[RequestOutput]]
 class RemoteRunner:
     """The GPU process as a runner. Results, drafts and finished loads arrive as messages.
 
-    `hashes`: adapter number -> content hash; `forget_adapter` removes entries.
+    `hashes`, `invocations`: adapter number -> content hash, and invocation; `forget_adapter` removes entries.
     """
 
-    def __init__(self, link: BatcherLink, hashes: dict[int, str]) -> None:
-        self._link, self._hashes = link, hashes
+    def __init__(self, link: BatcherLink, hashes: dict[int, str], invocations: dict[int, tuple[int, ...]]) -> None:
+        self._link, self._hashes, self._invocations = link, hashes, invocations
         self._finished_loads: list[tuple[int, int, str | None]] = []
 
     def start_load(self, slot: int, number: int) -> None:
@@ -43,6 +43,7 @@ class RemoteRunner:
 
     def forget_adapter(self, number: int) -> None:
         self._hashes.pop(number, None)  # not earlier: its last requests share pages by this hash
+        self._invocations.pop(number, None)
         self._link.send(Retire(number))
 
     def finish_load(self, done: LoadDone) -> None:
@@ -94,6 +95,7 @@ class Stepper:
         self.link = link
         self.numbers: dict[str, int] = {adapter.name: adapter.number for adapter in ready.adapters}
         self.hashes: dict[int, str] = {adapter.number: adapter.content for adapter in ready.adapters}
+        self.invocations = {adapter.number: adapter.invocation for adapter in ready.adapters if adapter.invocation}
         self.adapters: dict[str, LoadedAdapter] = {adapter.name: adapter for adapter in ready.adapters}
         self._tokenizer = tokenizer
         for adapter in ready.adapters:
@@ -109,10 +111,10 @@ class Stepper:
             step_times=tuple(ready.step_times),
             speculation_history=ready.speculation_history,
         )
-        self.scheduler = Scheduler(limits, self.numbers, self.hashes, asynchronous_loads=True)
+        self.scheduler = Scheduler(limits, self.numbers, self.hashes, self.invocations, asynchronous_loads=True)
         if masks is not None:
             self.scheduler.place_masks(masks.allocate)
-        self._remote = RemoteRunner(link, self.hashes)
+        self._remote = RemoteRunner(link, self.hashes, self.invocations)
         self.engine = Engine(self.scheduler, self._remote, tokenizer, ready.eos_ids, seed, overlap=True)
         self.in_host_memory: set[int] = set()
         self.in_flight = 0
@@ -199,6 +201,8 @@ class Stepper:
         self.remove_adapter(adapter.name)
         warn_of_tokens(adapter.name, adapter.chat, self._tokenizer)
         self.hashes[adapter.number] = adapter.content
+        if adapter.invocation:
+            self.invocations[adapter.number] = adapter.invocation
         self.adapters[adapter.name] = adapter
         self.numbers[adapter.name] = adapter.number
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from sidestream.graphs.adapter import Adapter, load_adapter
 from sidestream.graphs.adapter_config import AdapterError
 from sidestream.graphs.config import LlamaConfig
+from sidestream.runtime.adapters.describer import AdapterDescriber
 from support.tiny import AdapterSpec, TinyBase, tiny_adapters, tiny_llama
 
 Q0 = "model.layers.0.self_attn.q_proj"
@@ -138,6 +139,21 @@ def test_content_hash_covers_values_and_scaling_only(base: TinyBase, adapter: Pa
     assert len({first, scaled, load(base, adapter).content_hash}) == 3
 
 
+def test_an_invocation_is_part_of_the_content(base: TinyBase, adapter: Path) -> None:
+    plain = load(base, adapter)
+    configure(adapter, alora_invocation_tokens=[])  # plain LoRA for PEFT, too
+    empty = load(base, adapter)
+    assert (empty.invocation, empty.content_hash, empty.source) == ((), plain.content_hash, plain.source)
+    configure(adapter, alora_invocation_tokens=[5, 319])
+    first = load(base, adapter)
+    configure(adapter, alora_invocation_tokens=[319, 5])
+    second = load(base, adapter)
+    assert (first.invocation, second.invocation) == ((5, 319), (319, 5))
+    assert len({each.content_hash for each in (plain, first, second)}) == 3
+    assert len({each.source for each in (plain, first, second)}) == 3
+    assert AdapterDescriber()(adapter, LlamaConfig.from_directory(base.path), 64, False, None).invocation == (319, 5)
+
+
 def test_a_loaded_adapter_survives_its_file(base: TinyBase, adapter: Path) -> None:
     loaded = load(base, adapter)
     before = loaded.tensors[Q0][0].clone()
@@ -162,7 +178,18 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"target_parameters": ["x"]}, "target_parameters"),
     ({"use_qalora": True}, "use_qalora"),
     ({"use_bdlora": {"nblocks": 2}}, "use_bdlora"),
-    ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
+    ({"alora_invocation_tokens": [5] * 65}, "alora_invocation_tokens has 65 token ids, more than 64: train"),
+    ({"alora_invocation_tokens": [5, -1]}, "alora_invocation_tokens must be token ids of the base, from 0 on, not -1"),
+    ({"alora_invocation_tokens": [True]}, "from 0 on, not True"),
+    ({"alora_invocation_tokens": [1.0]}, "from 0 on, not 1.0"),
+    ({"alora_invocation_tokens": ["<|x|>"]}, "from 0 on, not another string"),
+    ({"alora_invocation_tokens": [10**30]}, "from 0 on, not a larger integer"),
+    ({"alora_invocation_tokens": {"1": 2}}, "alora_invocation_tokens must be a list of token ids, not an object"),
+    ({"alora_invocation_tokens": 7}, "alora_invocation_tokens must be a list of token ids, not 7"),
+    (
+        {"alora_invocation_tokens": [319, 320]},
+        "alora_invocation_tokens has token 320, but the base has tokens 0 to 319",
+    ),
     ({"arrow_config": {"top_k": 3}}, "arrow_config"),
     ({"velora_config": {"scale": 1.0}}, "velora_config"),
     ({"monteclora_config": {"num_samples": 1}}, "monteclora_config"),

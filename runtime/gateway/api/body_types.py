@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from ...protocol.messages import MAX_PROMPT_CHARACTERS, MAX_PROMPT_TOKENS
 from ...text.chat_files import MAX_TEMPLATE_CHARACTERS
@@ -53,13 +53,18 @@ class CompletionTokensDetails(Answer, frozen=True, kw_only=True):
 
 
 class Usage(Answer, frozen=True, kw_only=True):
-    """Token counts of a request, over all prompts and completions."""
+    """Token counts of a request, over all prompts and completions.
+
+    `adapter_active`: False if the base model answered a prompt, since it lacks the aLoRA adapter's invocation; else
+    left out.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails
+    adapter_active: bool | UnsetType = UNSET
 
 
 class StreamOptions(Body, frozen=True, kw_only=True):

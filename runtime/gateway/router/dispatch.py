@@ -49,14 +49,22 @@ class Dispatcher:
         self._changed = asyncio.Event()
 
     async def choose(
-        self, request: EngineRequest, keys: Sequence[bytes], stream: MigratingStream, refusals: Refusals
+        self,
+        request: EngineRequest,
+        keys: Sequence[bytes],
+        stream: MigratingStream,
+        refusals: Refusals,
+        shares_base: bool = False,
     ) -> RoutingDecision:
-        """Return the engine for a request. Waits while there is none but one may become available."""
+        """Return the engine for a request. Waits while there is none but one may become available.
+
+        `shares_base`: see `LoadBalancer.choose`.
+        """
         if self.stopping:
             raise self.no_engine()
         if request.adapter is not None and self._catalogue.is_unloaded(request.adapter):
             raise unknown_adapter(request.adapter)
-        decision = self._balancer.choose(request.adapter, keys, time.monotonic(), refusals)
+        decision = self._balancer.choose(request.adapter, keys, time.monotonic(), refusals, shares_base)
         if decision is not None:
             return decision
         until = time.monotonic() + self._patience
@@ -70,7 +78,7 @@ class Dispatcher:
                     await asyncio.sleep(BUSY_SECONDS)  # changes are frequent in a busy router
                 for name in [name for name in refusals if self._may_retry(name, refusals[name], request, stream)]:
                     del refusals[name]
-                decision = self._balancer.choose(request.adapter, keys, time.monotonic(), refusals)
+                decision = self._balancer.choose(request.adapter, keys, time.monotonic(), refusals, shares_base)
                 if decision is None:
                     self._raise_if_hopeless(request, refusals, stream, until)
         return decision

@@ -232,9 +232,18 @@ class LoadBalancer:
         self._update_rankings(engine, now)
 
     def choose(
-        self, adapter: str | None, keys: Sequence[bytes], now: float, excluded: Collection[str] = ()
+        self,
+        adapter: str | None,
+        keys: Sequence[bytes],
+        now: float,
+        excluded: Collection[str] = (),
+        shares_base: bool = False,
     ) -> RoutingDecision | None:
-        """Return the engine for a request; None if there is none. `excluded`: engines that just refused it."""
+        """Return the engine for a request; None if there is none. `excluded`: engines that just refused it.
+
+        `shares_base`: `keys` are those of the base model, as for aLoRA. A known prefix of `prefix_pages` is then worth
+        more than the adapter's place, because computing it takes longer than loading the adapter.
+        """
         self._end_backoffs(now)
 
         def fits(engine: _Engine) -> bool:
@@ -248,6 +257,8 @@ class LoadBalancer:
             return self._prefer_prefix(least, "least loaded", keys, fits)
         if len(self._engines) == 1:
             return RoutingDecision(least.name, _SINGLE_ENGINE_REASONS[least.places.get(adapter)])
+        if shares_base and (decision := self._by_prefix(least, keys, fits, self.rules.prefix_pages)) is not None:
+            return decision
         roomy = self._by_room.first(fits) or least
         bound = self._load_bound(least) + self.rules.room_share * roomy.slot_usage
         gpu_holder = self._least_loaded_holder(adapter, "gpu", fits)
@@ -272,14 +283,22 @@ class LoadBalancer:
         self, best: _Engine, reason: Reason, keys: Sequence[bytes], fits: Callable[[_Engine], bool]
     ) -> RoutingDecision:
         """Choose `best`, or an engine with similar load that has seen a longer prefix of the prompt."""
+        return self._by_prefix(best, keys, fits) or RoutingDecision(best.name, reason)
+
+    def _by_prefix(
+        self, best: _Engine, keys: Sequence[bytes], fits: Callable[[_Engine], bool], least_pages: int = 1
+    ) -> RoutingDecision | None:
+        """Choose an engine with similar load as `best` that has seen `least_pages` or more of the prompt, or None."""
         rules = self.rules
         for pages, numbers in self._prefixes.engines(keys):
+            if pages < least_pages:
+                break
             limit = best.load + rules.prefix_share * min(1.0, pages / rules.prefix_pages)
             engines = [self._by_number[number] for number in numbers if number in self._by_number]
             engines = [each for each in engines if each in self._by_load and each.load <= limit and fits(each)]
             if engines:
                 return RoutingDecision(min(engines, key=lambda engine: engine.load).name, "prefix")
-        return RoutingDecision(best.name, reason)
+        return None
 
     def _least_loaded_holder(self, adapter: str, place: str, fits: Callable[[_Engine], bool]) -> _Engine | None:
         pool = self._holders.get((adapter, place))

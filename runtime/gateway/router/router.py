@@ -136,14 +136,16 @@ class Router:
         """See `Engines`. Moves the request to another engine if its own dies, stops, or is too busy."""
         stream = MigratingStream(request)
         # prefixes choose between engines, so a single engine needs none
-        keys = prefix_keys(request.prompt, request.adapter) if len(self._links) > 1 else []
+        shares_base = self._shares_base(request.adapter)
+        chain = None if shares_base else request.adapter
+        keys = prefix_keys(request.prompt, chain) if len(self._links) > 1 else []
         refusals: Refusals = {}
         if self._holds_requests:
             with self._dispatch.waiting():
                 while self._holds_requests:
                     await self._dispatch.wait_for_change(stream.seconds_left())
         while not stream.ended:
-            decision = await self._dispatch.choose(request, keys, stream, refusals)
+            decision = await self._dispatch.choose(request, keys, stream, refusals, shares_base)
             link = self._links[decision.engine]
             self._count(link, decision)
             received = False
@@ -200,6 +202,12 @@ class Router:
                 if self._is_current(link):
                     self._balancer.finish_request(link.name, stream.ended, time.monotonic())
                 self._dispatch.notify()
+
+    def _shares_base(self, adapter: str | None) -> bool:
+        """Return whether the adapter is an aLoRA: most pages of its prompts are the base model's."""
+        return adapter is not None and any(
+            link.adapters[adapter].invocation for link in self._links.values() if link.serves(adapter)
+        )
 
     async def _has_changed(self, link: EngineLink, adapter: str | None, required: str) -> bool:
         """Return whether another version answers requests, after a look at the changes of the engine that refused."""
