@@ -24,10 +24,9 @@ adapter_config      adapter_config.json: honoured, harmless and refused fields
 adapter_description an adapter's config and header, checked against the base; needs no torch
 adapter_file        an adapter's .safetensors file, read once and whole
 peft_patterns       PEFT's matching of module names, in linear time
-dora                parts of adapters that depend on the base's weights: gains of DoRA, shifts of biases
-lora_stacks         an adapter as one slot of the stacks that the graph reads
+lora_stacks         an adapter as one slot of the stacks that the graph reads; gains of DoRA, shifts of biases
 
 draft/              trained drafts: EAGLE-3 heads
 
-A module imports modules of its own group and of the groups above it. Only `dora` and `lora_stacks` import `adapter`.
+A module imports modules of its own group and of the groups above it. Only `lora_stacks` imports `adapter`.
 """

@@ -47,7 +47,7 @@ class Adapter:
     draft         its adapter for a trained draft; it changes no output, but the content_hash includes it
     kinds         its parts besides LoRA, of ADAPTER_PARTS
     parts         module -> kind -> tensor, fp32, with the graph's head layout; the kinds of PART_OF, and after
-                  `dora.resolved` the stacks of PROJECTION_STACKS
+                  `lora_stacks.resolved` the stacks of PROJECTION_STACKS
     """
 
     rank: int

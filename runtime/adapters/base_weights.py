@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...graphs.adapter import Adapter
-from ...graphs.dora import Lookup, resolved
+from ...graphs.lora_stacks import Lookup, resolved
 
 
 class BaseWeights:
@@ -39,7 +39,7 @@ class BaseWeights:
         return self._open()
 
     def resolved(self, adapter: Adapter, device_calls: AbstractContextManager[Any]) -> Adapter:
-        """Return `dora.resolved`; the adapter itself without parts. Hold `device_calls` while the device is called."""
+        """Return `lora_stacks.resolved`. Hold `device_calls` while the device is called."""
         if not adapter.parts:
             return adapter
         if self._device.type != "cuda":

@@ -148,7 +148,7 @@ class SlotLoader:
 
     def _set_parts(self, slot: int, number: int) -> None:
         """Store whether the adapter has parts. No running step reads the slot, see `start_load`."""
-        if slot >= 0 and self.lora.parts:
+        if slot >= 0 and self.lora.parts and self._registry.is_in_use(number):  # else its load fails
             self._with_parts[slot] = bool(self._registry.by_number(number).adapter.kinds)
 
     def prefetch_later(self, numbers: list[int]) -> None:

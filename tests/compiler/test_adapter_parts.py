@@ -1,18 +1,25 @@
 """DoRA, biases of B and trained biases against transformers and peft: families, mixed batches, eight bits."""
 
+import copy
+import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sidestream
 import torch
 from sidestream.compiler.options import CompileOptions
+from sidestream.compiler.program.program import Bucket
 from sidestream.graphs.adapter import load_adapter
 from sidestream.graphs.config import LlamaConfig
+from sidestream.graphs.llama import Llama
+from sidestream.graphs.lora import TARGETS, LoraShape
 from support.compiled import CompiledRunner
 from support.families import tiny_family
 from support.paged import Chunk, PagedRunner, plain_model
-from support.tiny import AdapterSpec, oracle_logits, tiny_adapters, tiny_llama
+from support.tiny import AdapterSpec, TinyBase, oracle_logits, tiny_adapters, tiny_llama
 from torch.nn.functional import kl_div, log_softmax
 
 TOLERANCE = 1e-4
@@ -83,3 +90,49 @@ def test_all_kinds_in_one_batch_equal_peft(tmp_path: Path, name: str) -> None:
     for runner in (PagedRunner(model, count + 1, padding=2), CompiledRunner(model, options, count + 1)):
         for got, expected in zip(run_mixed(runner, sequences, count), want, strict=True):
             torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_eight_bits_are_as_near_as_those_of_the_merged_model(tmp_path: Path) -> None:
+    base = tiny_llama(tmp_path)
+    (adapter,) = tiny_adapters(base, [DORA])
+    tokens = torch.randint(0, 320, (200,)).tolist()
+    want = oracle_logits(base, adapter, tokens)
+    copy.deepcopy(base.adapted(adapter)).merge_and_unload().save_pretrained(tmp_path / "merged")
+
+    def kl(model: Llama, slot: int) -> float:
+        options = CompileOptions(precision="int8", rotate_values=True)
+        return divergence(CompiledRunner(model, options, 1).step([Chunk(0, tokens, slot)])[0], want)
+
+    merged, _ = plain_model(TinyBase(tmp_path / "merged"), dtype=torch.bfloat16)
+    ours, _ = plain_model(base, [adapter], torch.bfloat16)
+    assert 1e-9 < kl(ours, 0) < 1.5 * kl(merged, -1)
+
+
+def test_programs_without_parts_are_those_of_stacks_without_parts(tmp_path: Path) -> None:
+    """Also with biases, whose addition moves behind the gain; only the full program has the new op."""
+    base = tiny_family(tmp_path, "qwen2", random.Random(1))
+    config = LlamaConfig.from_directory(base.path)
+    options = CompileOptions(precision="int8")
+    kinds = [Bucket(8, 8, 9, 1, decode=True), Bucket(8, 8, 9, 1, decode=True, lora=False), Bucket(300, 4, 9, 8)]
+
+    def programs(*parts: str) -> list[dict[str, Any]]:
+        model = Llama(config, LoraShape(2, 16, parts=parts), torch.bfloat16, "meta")
+        compiled = sidestream.compile(model, options, text=False)
+        return [json.loads(compiled.program(kind).encoded()) for kind in kinds]
+
+    def ops(parts: tuple[str, ...], kind: Bucket) -> list[str]:
+        model = Llama(config, LoraShape(2, 16, parts=parts), torch.bfloat16, "meta")
+        return [step.op for step in sidestream.compile(model, options, text=False).program(kind).steps]
+
+    for without, with_parts in zip(programs(), programs("dora", "bias"), strict=True):
+        assert without["steps"] == with_parts["steps"] and without["recipes"] == with_parts["recipes"]
+        assert "lora_adjust" not in str(with_parts)
+    full = ops(("dora", "bias"), replace(kinds[0], parts=True))
+    assert full.count("sidestream.lora_adjust") == 4 * config.num_hidden_layers
+
+
+def test_keys_of_caches_without_parts() -> None:
+    assert LoraShape(2, 16).key == {"slots": 2, "rank": 16, "targets": TARGETS}
+    assert LoraShape(2, 16, parts=("bias",)).key["parts"] == ("bias",)
+    sizes = {"tokens": 8, "sequences": 8, "pages": 9, "blocks": 1, "decode": True, "lora": True, "rows": 1}
+    assert Bucket(**sizes).key == sizes and Bucket(**sizes, parts=True).key == sizes | {"parts": True}

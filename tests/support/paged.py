@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from sidestream.graphs.adapter import Adapter, load_adapter
 from sidestream.graphs.checkpoint import Checkpoint, checkpoint_config, load_weights
-from sidestream.graphs.dora import resolved
 from sidestream.graphs.llama import Llama
-from sidestream.graphs.lora_stacks import fill_slot, lora_shape_for, slot_tensors
+from sidestream.graphs.lora_stacks import fill_slot, lora_shape_for, resolved, slot_tensors
 from sidestream.ops.core.kv_layout import PAGE_SIZE, kv_cache_shape
 
 from .tiny import TinyBase

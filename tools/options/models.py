@@ -223,9 +223,8 @@ def load_model(options: argparse.Namespace, directory: Path, dtype: Any) -> Any:
 
     from ...graphs.adapter import load_adapter
     from ...graphs.checkpoint import Checkpoint, checkpoint_config, load_weights
-    from ...graphs.dora import resolved
     from ...graphs.llama import Llama
-    from ...graphs.lora_stacks import fill_slot, slot_tensors
+    from ...graphs.lora_stacks import fill_slot, resolved, slot_tensors
     from ...runtime.worker.cpu_threads import limit_cpu_threads
 
     limit_cpu_threads(torch.device("cpu"))

@@ -243,7 +243,7 @@ def split_columns(graph: fx.Graph, branch: Branch, projections: list[Projection]
     """Slice a packed linear to a rank's share of each projection: rows of weight, bias and B. Raises SliceError."""
     _exchange(graph, branch.linear, "weight", 0, _own_rows(branch.weight, 0, projections))
     if branch.bias is not None:
-        total = next(user for user in branch.bias.users if branch.linear in user.all_input_nodes)
+        total = next(user for user in branch.bias.users if (branch.adjust or branch.linear) in user.all_input_nodes)
         argument = bind(total).names_of(branch.bias)[0]
         _exchange(graph, total, argument, 0, _own_rows(branch.bias, 0, projections))
     if branch.adjust is not None:
