@@ -72,6 +72,8 @@ _EMBEDDINGS = ("embed_tokens", "lm_head")
 MAX_CONFIG_BYTES = 256 << 10
 """A config with one rank per module of a large model has 30 kB. The limit exists because json holds the GIL."""
 MAX_NAMES = 4096
+MAX_RANK = 256
+"""Maximum rank of an adapter; `ops.lora.expand` has the same limit."""
 MAX_ALPHA = 1e6
 
 

@@ -6,11 +6,12 @@ from pathlib import Path
 
 from ...compiler.options import OptionError
 from ...graphs.adapter import Describe
+from ...graphs.adapter_config import MAX_RANK
 from ...graphs.config import LlamaConfig
 from ...graphs.draft.config import read_eagle_config
 from ...graphs.lora import LoraShape
 from ...graphs.lora_stacks import lora_shape_for
-from ..engine.options import DEFAULT_MAX_LORAS, MAX_RANK, EngineOptions
+from ..engine.options import DEFAULT_MAX_LORAS, EngineOptions
 from .disk_cache import AdapterDiskCache
 from .registry import AdapterRegistry
 
