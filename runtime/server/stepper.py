@@ -13,7 +13,6 @@ from ..engine.engine import Engine
 from ..processes.watchdog import AwakeClock, StepWatchdog
 from ..scheduler.scheduler import Scheduler, SchedulerLimits
 from ..scheduler.step_plan import AHEAD, StepDrafts, StepMasks, StepPlan, StepResult
-from ..text.chat_files import warn_of_tokens
 from ..text.tokenizer import Tokenizer
 from .gpu_link import BatcherLink, LoadDone, LoadedAdapter, Ready, Retire, StartLoad, Timing
 from .shared_masks import SharedMasks
@@ -95,9 +94,6 @@ class Stepper:
         self.numbers: dict[str, int] = {adapter.name: adapter.number for adapter in ready.adapters}
         self.hashes: dict[int, str] = {adapter.number: adapter.content for adapter in ready.adapters}
         self.adapters: dict[str, LoadedAdapter] = {adapter.name: adapter for adapter in ready.adapters}
-        self._tokenizer = tokenizer
-        for adapter in ready.adapters:
-            warn_of_tokens(adapter.name, adapter.chat, tokenizer)
         limits = SchedulerLimits(
             ready.num_pages,
             ready.max_model_len,
@@ -197,7 +193,6 @@ class Stepper:
     def add_adapter(self, adapter: LoadedAdapter) -> None:
         """Add an adapter that the GPU process has read. Requests of a replaced one keep it until they end."""
         self.remove_adapter(adapter.name)
-        warn_of_tokens(adapter.name, adapter.chat, self._tokenizer)
         self.hashes[adapter.number] = adapter.content
         self.adapters[adapter.name] = adapter
         self.numbers[adapter.name] = adapter.number
