@@ -49,11 +49,15 @@ _REFUSED = {
     "target_parameters": "LoRA on bare parameters is not supported: use target_modules on the projections",
     "use_qalora": f"QALoRA is not supported: {_MERGE}",
     "use_bdlora": f"BD-LoRA is not supported: {_MERGE}",
-    "arrow_config": "Arrow routing is not supported: serve its adapters one by one",
+    "arrow_config": "Arrow routing is not supported: train one LoRA adapter, or serve this one with peft",
     "velora_config": f"VeLoRA is not supported: {_MERGE}",
     "monteclora_config": f"MonteCLoRA is not supported: {_MERGE}",
     "kasa_config": f"KaSA is not supported: {_MERGE}",
 }
+_NOT_MERGED = _words(
+    "ADAPTION_PROMPT CARTRIDGE CPT MULTITASK_PROMPT_TUNING PREFIX_TUNING PROMPT_TUNING P_TUNING POLY SHADOW XLORA"
+)
+_NO_MERGE = "it cannot be merged into a model: serve it with peft, or train LoRA"
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal")
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _INITS = (*_CHANGED_BASE, *(f"pissa_niter_{count}" for count in range(1, 65)), "mica", "true", "True")
@@ -61,14 +65,17 @@ _BIASES = ("none", "all", "lora_only")
 _TASKS = ("SEQ_CLS", "SEQ_2_SEQ_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION")
 _PEFT_TYPES = _words(
     """
-    ADALORA ADAPTION_PROMPT BOFT C3A FOURIERFT HRA IA3 LN_TUNING LOHA LOKR MISS MULTITASK_PROMPT_TUNING OFT POLY
-    PREFIX_TUNING PROMPT_TUNING P_TUNING RANDLORA SHIRA TRAINABLE_TOKENS VBLORA VERA XLORA
+    ADALORA ADAMSS ADAPTION_PROMPT BEFT BOFT C3A CARTRIDGE CPT DELORA FOURIERFT FROD GLORA GRALORA HIRA HRA IA3 LILY
+    LN_TUNING LOHA LOKR MISS MULTITASK_PROMPT_TUNING OFT OSF POLY PREFIX_TUNING PROMPT_TUNING PSOFT PVERA P_TUNING
+    RANDLORA ROAD SHADOW SHIRA TINYLORA TRAINABLE_TOKENS UNILORA VBLORA VERA WAVEFT XLORA
     """
 )
 _EMBEDDINGS = ("embed_tokens", "lm_head")
 MAX_CONFIG_BYTES = 256 << 10
 """A config with one rank per module of a large model has 30 kB. The limit exists because json holds the GIL."""
 MAX_NAMES = 4096
+MAX_RANK = 256
+"""Maximum rank of an adapter; `ops.lora.expand` has the same limit."""
 MAX_ALPHA = 1e6
 MAX_INVOCATION = 64
 
@@ -112,9 +119,9 @@ class AdapterConfig:
         if is_mlx(fields):
             return replace(cls.from_dict(peft_settings(fields, _config_error)), form=MLX)
         if fields.get("peft_type") != "LORA":
-            raise AdapterError(
-                f"peft_type {value_of(fields.get('peft_type'), _PEFT_TYPES)} is not supported: only LORA is; {_MERGE}"
-            )
+            kind = value_of(fields.get("peft_type"), _PEFT_TYPES)
+            remedy = _NO_MERGE if kind.strip("'") in _NOT_MERGED else _MERGE
+            raise AdapterError(f"peft_type {kind} is not supported: only LORA is; {remedy}")
         for name, reason in _REFUSED.items():
             if fields.get(name) not in (None, False, [], {}):
                 raise AdapterError(f"{CONFIG}: {name} is set: {reason}")
@@ -198,8 +205,8 @@ def _check_choices(fields: Mapping[str, Any]) -> None:
     if isinstance(init, str) and init.startswith(_CHANGED_BASE):
         raise AdapterError(
             f"{CONFIG}: init_lora_weights = {value_of(init, _INITS)} changed the base while training: convert the "
-            "adapter to plain LoRA (save_pretrained with path_initial_model_for_weight_conversion), or merge it into "
-            "that base"
+            "adapter to plain LoRA in its trainer (PiSSA, OLoRA and CorDA: save_pretrained with "
+            "path_initial_model_for_weight_conversion), or merge it there, into the changed base"
         )
     if not (isinstance(init, bool) or init is None or init in _PLAIN_INITS):
         raise AdapterError(f"{CONFIG}: init_lora_weights = {value_of(init, _INITS)} is not supported: {_MERGE}")

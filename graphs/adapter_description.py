@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from .adapter_config import CONFIG, MAX_INVOCATION, AdapterConfig, AdapterError
+from .adapter_config import CONFIG, MAX_INVOCATION, MAX_RANK, AdapterConfig, AdapterError
 from .adapter_names import MLX, PEFT, AdapterFormat, TensorName, exporter_problem, tensor_name
 from .config import LlamaConfig
 from .families import ADAPTER_PARTS, ATTENTION_MODULES, MLP_MODULES, PACKED_MODULES
@@ -252,6 +252,8 @@ def _check_rank(
             f"{form.weights}: {module} has rank {rank}, but adapter_config.json has {stated} ({field}): the files "
             f"are of different adapters; {form.again}"
         )
+    if rank > MAX_RANK:
+        raise AdapterError(f"{module} has rank {rank}; at most {MAX_RANK} is supported: {MERGE}")
     if rank > max_rank:
         raise AdapterError(f"{module} has rank {rank}, above the limit of {max_rank}: start with max_lora_rank={rank}")
     return rank

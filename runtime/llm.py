@@ -26,7 +26,7 @@ from .engine.llm_keywords import LLMKeywords
 from .engine.options import keyword_docs, with_keywords
 from .engine.vllm_keywords import without_vllm_keywords
 from .scheduler.scheduler import Scheduler
-from .text.chat_files import read_chat_templates, warn_of_tokens
+from .text.chat_files import read_chat_templates
 from .text.chat_messages import as_conversations
 from .text.chat_renderer import ChatRenderer
 from .text.generation_config import describe, sampling_defaults
@@ -116,8 +116,6 @@ class LLM:
             options.engine.seed,
             overlap=options.device.type == "cuda",
         )
-        for name, number in loaded.registry.numbers.items():
-            warn_of_tokens(name, loaded.registry.by_number(number).chat, self.tokenizer)
         self._requests = 0
         self._busy = False
         self._closed = False
@@ -215,7 +213,7 @@ class LLM:
         """
         self._check_open()
         former = self.registry.numbers.get(name)
-        warn_of_tokens(name, self.model.add_adapter(name, path, replace).chat, self.tokenizer)
+        self.model.add_adapter(name, path, replace)
         if former is not None:
             self.engine.scheduler.forget_adapter(former)
 

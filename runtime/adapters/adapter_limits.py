@@ -6,17 +6,20 @@ from pathlib import Path
 
 from ...compiler.options import OptionError
 from ...graphs.adapter import Describe
+from ...graphs.adapter_config import MAX_RANK
 from ...graphs.config import LlamaConfig
 from ...graphs.draft.config import read_eagle_config
 from ...graphs.lora import LoraShape
 from ...graphs.lora_stacks import lora_shape_for
-from ..engine.options import DEFAULT_MAX_LORAS, MAX_RANK, EngineOptions
+from ..engine.options import DEFAULT_MAX_LORAS, EngineOptions
 from .disk_cache import AdapterDiskCache
 from .registry import AdapterRegistry
 
 
-def make_registry(config: LlamaConfig, options: EngineOptions, describe: Describe) -> AdapterRegistry:
-    """Return an empty registry for an engine."""
+def make_registry(
+    config: LlamaConfig, options: EngineOptions, describe: Describe, base: Path | None = None
+) -> AdapterRegistry:
+    """Return an empty registry for an engine. `base`: directory of the model."""
     return AdapterRegistry(
         config,
         options.max_lora_rank or MAX_RANK,
@@ -25,6 +28,7 @@ def make_registry(config: LlamaConfig, options: EngineOptions, describe: Describ
         lenient=options.lora_lenient,
         describe=describe,
         draft=None if options.draft is None else read_eagle_config(options.draft).fitted(config),
+        base=base,
     )
 
 
@@ -63,12 +67,16 @@ def draft_lora_shape(registry: AdapterRegistry, slots: int, max_lora_rank: int |
 
 
 def readable_adapters(
-    config: LlamaConfig, adapters: Mapping[str, str | Path], options: EngineOptions, describe: Describe
+    config: LlamaConfig,
+    adapters: Mapping[str, str | Path],
+    options: EngineOptions,
+    describe: Describe,
+    base: Path | None = None,
 ) -> tuple[dict[str, str | Path], dict[str, Exception]]:
     """Return (adapters that can be served, errors of the others). `options` must set `max_loras`, `max_lora_rank`,
-    `lora_target_modules` and `lora_parts`.
+    `lora_target_modules` and `lora_parts`. `base`: directory of the model.
     """
-    registry = make_registry(config, replace(options, max_cpu_loras=1), describe)
+    registry = make_registry(config, replace(options, max_cpu_loras=1), describe, base)
     registry.lora = lora_shape(registry, options.max_loras or 1, options)
     registry.draft_lora = draft_lora_shape(registry, options.max_loras or 1, options.max_lora_rank)
     rejected: dict[str, Exception] = {}

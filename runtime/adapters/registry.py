@@ -79,6 +79,7 @@ class AdapterRegistry:
                       kept
     lenient           ignore unknown fields of adapter_config.json instead of raising an error
     describe          reads configs and weights' headers
+    base              directory of the base model, whose tokenizer must have the adapters' tokens; None: not compared
     draft             the trained draft in use, for which adapters may have a LoRA; None: without a draft
     lora, draft_lora  shapes of the stacks, once allocated; adapters that do not fit are rejected
     """
@@ -94,6 +95,7 @@ class AdapterRegistry:
         lenient: bool = False,
         describe: Describe = describe_adapter,
         draft: EagleConfig | None = None,
+        base: Path | None = None,
     ) -> None:
         self.config = config
         self.draft = draft
@@ -109,7 +111,7 @@ class AdapterRegistry:
         self.draft_lora: LoraShape | None = None
         self.disk_cache = disk_cache
         self._keep = keep
-        self._lenient, self._describe = lenient, describe
+        self._lenient, self._describe, self._base = lenient, describe, base
         self._stamps: dict[int, FileStamp | None] = {}
         self._by_number: dict[int, RegisteredAdapter] = {}
         self._unread: dict[int, Adapter] = {}
@@ -182,10 +184,16 @@ class AdapterRegistry:
         describer = self._describe
         read = describer.read_chat if isinstance(describer, AdapterDescriber) else read_adapter_chat
         try:
-            return read(directory, self.allowed_roots)
+            chat = read(directory, self.allowed_roots, self._base)
         except ChatTemplateError as error:
             _log.warning("adapter %r: its chat template is not used: %s", name, error)
             return NO_CHAT
+        if chat.unknown:
+            problem = chat.token_problem(self.config.vocab_size)
+            if not self._lenient:
+                raise AdapterError(f"adapter {name!r}: {problem}")
+            _log.warning("adapter %r: %s", name, problem)
+        return replace(chat, unknown={})
 
     def _check_draft(self, name: str, draft: Adapter | None) -> None:
         if draft is None:

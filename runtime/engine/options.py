@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...compiler.options import CompileOptions, OptionError, check_choices, describe, documented, option
+from ...graphs.adapter_config import MAX_RANK
 from ...graphs.families import ADAPTER_PARTS, ATTENTION_MODULES, MLP_MODULES, PACKED_MODULES
 from ..api.checks import MAX_DRAFTS, is_speculation, plain
 from ..quantization.defaults import AUTO, OFF
@@ -18,7 +19,6 @@ from ..quantization.defaults import AUTO, OFF
 MAX_NUM_SEQS = 256
 DEFAULT_MAX_LORAS = 8
 MAX_ADAPTER_SLOTS = 256
-MAX_RANK = 512
 PROJECTIONS = ATTENTION_MODULES + MLP_MODULES
 TARGET_NAMES = (*PROJECTIONS, *PACKED_MODULES, "all")
 

@@ -13,7 +13,6 @@ from ..engine.engine import Engine
 from ..processes.watchdog import AwakeClock, StepWatchdog
 from ..scheduler.scheduler import Scheduler, SchedulerLimits
 from ..scheduler.step_plan import AHEAD, StepDrafts, StepMasks, StepPlan, StepResult
-from ..text.chat_files import warn_of_tokens
 from ..text.tokenizer import Tokenizer
 from .gpu_link import BatcherLink, LoadDone, LoadedAdapter, Ready, Retire, StartLoad, Timing
 from .shared_masks import SharedMasks
@@ -97,9 +96,6 @@ class Stepper:
         self.hashes: dict[int, str] = {adapter.number: adapter.content for adapter in ready.adapters}
         self.invocations = {adapter.number: adapter.invocation for adapter in ready.adapters if adapter.invocation}
         self.adapters: dict[str, LoadedAdapter] = {adapter.name: adapter for adapter in ready.adapters}
-        self._tokenizer = tokenizer
-        for adapter in ready.adapters:
-            warn_of_tokens(adapter.name, adapter.chat, tokenizer)
         limits = SchedulerLimits(
             ready.num_pages,
             ready.max_model_len,
@@ -199,7 +195,6 @@ class Stepper:
     def add_adapter(self, adapter: LoadedAdapter) -> None:
         """Add an adapter that the GPU process has read. Requests of a replaced one keep it until they end."""
         self.remove_adapter(adapter.name)
-        warn_of_tokens(adapter.name, adapter.chat, self._tokenizer)
         self.hashes[adapter.number] = adapter.content
         if adapter.invocation:
             self.invocations[adapter.number] = adapter.invocation

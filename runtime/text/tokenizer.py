@@ -102,10 +102,6 @@ class FastTokenizer:
         """The highest id plus one."""
         return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
-    def has_token(self, text: str) -> bool:
-        """Return whether a text is one token of the vocabulary."""
-        return self._tokenizer.token_to_id(text) is not None
-
     def definition(self) -> str:
         """Return the tokenizer as the text of a tokenizer.json."""
         return str(self._tokenizer.to_str())

@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from sidestream.graphs.adapter import Adapter, load_adapter
-from sidestream.graphs.adapter_config import AdapterError
+from sidestream.graphs.adapter_config import MAX_RANK, AdapterError
 from sidestream.graphs.config import LlamaConfig
+from sidestream.ops.lora.expand import MAX_RANK as EXPAND_RANK
 from sidestream.runtime.adapters.describer import AdapterDescriber
 from support.tiny import AdapterSpec, TinyBase, tiny_adapters, tiny_llama
 
@@ -296,6 +297,13 @@ def test_no_tensors(base: TinyBase, adapter: Path) -> None:
 
 def test_rank_above_the_limit(base: TinyBase, adapter: Path) -> None:
     refused(base, adapter, "rank 8", "max_lora_rank=8", max_rank=4)
+
+
+def test_the_highest_rank_is_the_kernels(base: TinyBase) -> None:
+    """A rank that no option allows is not answered with an option."""
+    assert MAX_RANK == EXPAND_RANK
+    (path,) = tiny_adapters(base, [AdapterSpec(rank=272, targets=("q_proj",))])
+    refused(base, path, "rank 272", "at most 256", "merge", max_rank=1024)
 
 
 def test_dora_from_peft_itself(base: TinyBase) -> None:

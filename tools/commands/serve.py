@@ -146,8 +146,9 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def settings_of(options: argparse.Namespace) -> Any:
     """Return the options as `ServeSettings`. Raises ValueError for options that cannot be served."""
+    from ...graphs.adapter_config import MAX_RANK
     from ...runtime.adapters.remote_adapter import absolute_root
-    from ...runtime.engine.options import DEFAULT_MAX_LORAS, MAX_RANK
+    from ...runtime.engine.options import DEFAULT_MAX_LORAS
     from ...runtime.engine.vllm_keywords import DEFAULT_LORA_RANK
     from ...runtime.gateway.auth.usage_database import default_path
     from ...runtime.gateway.router.adapter_root import CONFIG, rank_in

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ...graphs.adapter_config import MAX_RANK
 from ...runtime.engine.options import target_modules
 from .engine import adapters_of, add_model, add_value, model_directory
 from .shapes import OTHER_SHAPES
@@ -53,8 +54,6 @@ SHAPES = {"llama-3.1-8b": LLAMA_8B, "llama-3.1-70b": LLAMA_70B, **OTHER_SHAPES}
 DEFAULT_BUCKETS = ("decode:8", "mixed:256")
 CONTEXT_BLOCKS = 8
 MIXED_SEQUENCES = 8
-HIGHEST_RANK = 512
-
 
 LORA_CHOICES = ("none", "zipf", "four")
 T = TypeVar("T", str, int)
@@ -203,7 +202,7 @@ def lora_shape(options: argparse.Namespace, config: Any) -> Any:
 
     targets, parts = target_modules(options.lora_target_modules), options.lora_parts
     adapters = [
-        load_adapter(path, config, options.max_lora_rank or HIGHEST_RANK, options.lora_lenient)
+        load_adapter(path, config, options.max_lora_rank or MAX_RANK, options.lora_lenient)
         for path in adapters_of(options).values()
     ]
     if adapters:
@@ -236,7 +235,7 @@ def load_model(options: argparse.Namespace, directory: Path, dtype: Any) -> Any:
     load_weights(model, checkpoint)
     for slot, path in enumerate(adapters_of(options).values()):
         if lora is not None:
-            adapter = load_adapter(path, config, options.max_lora_rank or HIGHEST_RANK, options.lora_lenient)
+            adapter = load_adapter(path, config, options.max_lora_rank or MAX_RANK, options.lora_lenient)
             fill_slot(model, slot, slot_tensors(resolved(adapter, checkpoint.tensor), config, lora, dtype))
     return model
 
