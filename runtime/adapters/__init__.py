@@ -1,6 +1,7 @@
 """Adapters: disk -> host memory -> a slot on the GPU.
 
 registry           names, numbers, content hashes and directories of adapters
+adapter_sums       numbers of adapters and of their weighted sums
 describer          parse configs and headers of adapters in a child process (describer_process)
 lora_requests      vLLM's LoRARequests -> adapter names
 remote_adapter     copy adapters from addresses that fsspec reads

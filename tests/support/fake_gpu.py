@@ -31,6 +31,8 @@ class FakeSizes(SimulatedSizes, kw_only=True):
     hang: int | None = None
     hold: str | None = None
     fail_start: str | None = None
+    lora_rank: int = 64
+    max_adapter_sums: int = 64
 
 
 class Checked(FakeRunner):
@@ -90,6 +92,8 @@ class FakeServed:
             sizes.eos_ids,
             adapters,
             "a fake",
+            lora_rank=sizes.lora_rank,
+            max_adapter_sums=sizes.max_adapter_sums,
         )
 
     def add_adapter(self, name: str, path: str, replace: bool) -> LoadedAdapter:
@@ -102,6 +106,9 @@ class FakeServed:
             self._next += 1
         content = hashlib.sha256(Path(path).name.encode()).hexdigest()
         return LoadedAdapter(name, number, 8, content, read_adapter_chat(Path(path)))
+
+    def add_sum(self, number: int, parts: list[tuple[int, float]]) -> None:
+        pass
 
     def remove_adapter(self, name: str) -> None:
         pass
