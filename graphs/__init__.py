@@ -22,12 +22,10 @@ adapter             one adapter, read from its directory and checked against the
 adapter_config      adapter_config.json: honoured, harmless and refused fields
 adapter_description an adapter's config and header, checked against the base; needs no torch
 adapter_file        an adapter's .safetensors file, read once and whole
-adapter_sum         the weighted sum of adapters as one adapter
 peft_patterns       PEFT's matching of module names, in linear time
 lora_stacks         an adapter as one slot of the stacks that the graph reads
 
 draft/              trained drafts: EAGLE-3 heads
 
-A module imports modules of its own group and of the groups above it. Only `lora_stacks` and `adapter_sum` import
-`adapter`.
+A module imports modules of its own group and of the groups above it. Only `lora_stacks` imports `adapter`.
 """

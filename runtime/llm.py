@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, Self, Unpack
 import torch
 from tqdm import tqdm
 
-from ..graphs.adapter_sum import sum_obstacle
 from .adapters.adapter_sums import AdapterNumbers, SumPart
 from .adapters.lora_requests import adapter_names
 from .adapters.registry import AdapterRegistry
+from .adapters.weighted_sum import sum_obstacle
 from .api.adapter_sum import AdapterChoice, with_sum_names
 from .api.beam_search import BeamSearchOutput, BeamSearchParams
 from .api.errors import RequestError

@@ -6,6 +6,7 @@ describer          parse configs and headers of adapters in a child process (des
 lora_requests      vLLM's LoRARequests -> adapter names
 remote_adapter     copy adapters from addresses that fsspec reads
 adapter_limits     number of slots, LoRA rank and target projections of an engine
+weighted_sum       the weighted sum of adapters as one adapter
 packing            an adapter's tensors -> the layout of its slot
 host_store         cache of packed adapters in host memory
 host_memory        page-locked blocks of host memory

@@ -14,7 +14,6 @@ from pathlib import Path
 from ...graphs.adapter import Adapter, Describe, load_adapter
 from ...graphs.adapter_config import CONFIG, AdapterError
 from ...graphs.adapter_description import describe_adapter
-from ...graphs.adapter_sum import weighted_sum
 from ...graphs.config import LlamaConfig
 from ...graphs.draft.config import LORA_DIRECTORY, EagleConfig
 from ...graphs.lora import LoraShape
@@ -25,6 +24,7 @@ from ..api.errors import RequestError
 from ..text.chat_files import NO_CHAT, AdapterChat, ChatTemplateError, read_adapter_chat
 from .describer import AdapterDescriber
 from .disk_cache import AdapterDiskCache
+from .weighted_sum import weighted_sum
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 MAX_ADAPTERS = 4096

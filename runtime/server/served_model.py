@@ -115,7 +115,7 @@ class ServedModel:
         return self._model.runner.in_host_memory()
 
     def _loaded(self, number: int) -> LoadedAdapter:
-        from ...graphs.adapter_sum import sum_obstacle
+        from ..adapters.weighted_sum import sum_obstacle
 
         entry = self._model.registry.by_number(number)
         obstacle = sum_obstacle(entry.adapter)

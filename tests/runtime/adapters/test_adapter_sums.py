@@ -12,10 +12,10 @@ import torch
 from peft import PeftModel
 from sidestream.graphs.adapter import load_adapter
 from sidestream.graphs.adapter_config import AdapterError
-from sidestream.graphs.adapter_sum import weighted_sum
 from sidestream.graphs.config import LlamaConfig
 from sidestream.runtime.adapters.adapter_sums import FIRST_SUM_NUMBER, AdapterNumbers, SumPart
 from sidestream.runtime.adapters.registry import AdapterRegistry
+from sidestream.runtime.adapters.weighted_sum import weighted_sum
 from sidestream.runtime.api.adapter_sum import is_sum, sum_content, sum_name, sum_parts
 from sidestream.runtime.api.errors import RequestError
 from sidestream.runtime.api.sampling_params import SamplingParams

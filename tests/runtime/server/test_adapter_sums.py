@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 from sidestream.runtime.api.adapter_sum import sum_content
+from sidestream.runtime.api.errors import RequestError
+from sidestream.runtime.api.sampling_params import SamplingParams
+from sidestream.runtime.client.client import Client
 from sidestream.runtime.protocol.messages import (
     AdapterWeight,
     Done,
@@ -124,6 +127,22 @@ def test_a_named_sum_follows_its_parts_and_is_replaced_and_unloaded(server: Serv
         assert ask(wire, "directory", adapter="mix").error is None
         assert isinstance(wire.call(UnloadAdapter(8, "a0")), Done) and "a0" not in infos(wire)
         assert ask(wire, "unloaded", adapter="a0").error.code == "unknown_adapter"
+
+
+def test_a_client_gives_weights_as_a_dict(server: Server) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    mixed: list[Any] = [{"a0": 0.7, "a1": 0.3}, "a0", {"a0": 1, "a2": 0.0}, None]
+    with Client(server.address, connect_timeout=GUARD) as client:
+        outputs = client.generate([[7, 8]] * 4, params, adapter=mixed)
+        tokens = [output.outputs[0].token_ids for output in outputs]
+        assert outputs[0].adapter == "a0*0.7+a1*0.3"
+        assert tokens[1] == tokens[2] and len({str(each) for each in tokens}) == 3
+        streamed = client.stream([7, 8], params, {"a1": 0.3, "a0": 0.7})
+        assert [token for chunk in streamed for token in chunk.token_ids] == tokens[0]
+        with pytest.raises(RequestError, match=r"adapter\[1\]: the weight of 'a0' is nan"):
+            client.generate([[7]] * 2, params, adapter=["a0", {"a0": float("nan")}])
+        with pytest.raises(RequestError, match="adapter 'z' is not known"):
+            client.generate([[7]], params, adapter={"a0": 0.5, "z": 0.5})
 
 
 @pytest.mark.parametrize(

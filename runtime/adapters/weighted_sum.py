@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .adapter import Adapter
+from ...graphs.adapter import Adapter
 
 WeightedAdapters = Sequence[tuple[Adapter, float]]
 
