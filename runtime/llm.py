@@ -6,13 +6,18 @@ import inspect
 import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self, Unpack
 
 import torch
 from tqdm import tqdm
 
+from .adapters.adapter_sums import AdapterNumbers, SumPart
 from .adapters.lora_requests import adapter_names
+from .adapters.registry import AdapterRegistry
+from .adapters.weighted_sum import sum_obstacle
+from .api.adapter_sum import AdapterChoice, with_sum_names
 from .api.beam_search import BeamSearchOutput, BeamSearchParams
 from .api.errors import RequestError
 from .api.lora_request import LoRARequest
@@ -104,9 +109,21 @@ class LLM:
         self.options, self.device, self.config = options.engine, options.device, source.config
         self.calibration, self.compiled, self.registry = loaded.calibration, loaded.compiled, loaded.registry
         self.num_pages, self.seconds = loaded.limits.num_pages, loaded.seconds
-        registry = loaded.registry
+        numbers = loaded.registry.numbers
+        self._adapter_numbers = AdapterNumbers(
+            numbers,
+            partial(_find_part, loaded.registry),
+            lambda number, parts, content: loaded.add_sum(number, parts),
+            lambda number: scheduler.forget_adapter(number),
+            0 if loaded.registry.lora is None else loaded.registry.lora.rank,
+            maximum=options.engine.max_adapter_sums,
+        )
         scheduler = Scheduler(
-            loaded.limits, registry.numbers, registry.hashes, registry.invocations, asynchronous_loads=True
+            loaded.limits,
+            self._adapter_numbers,
+            loaded.registry.hashes,
+            loaded.registry.invocations,
+            asynchronous_loads=True,
         )
         self.engine = Engine(
             scheduler,
@@ -269,7 +286,7 @@ class LLM:
         self,
         prompts: Any,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        adapter: str | Sequence[str | None] | None = None,
+        adapter: AdapterChoice | Sequence[AdapterChoice | None] | None = None,
         *,
         use_tqdm: bool = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
@@ -279,7 +296,8 @@ class LLM:
 
         prompts          text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of these
         sampling_params  one for all prompts or one per prompt; None: get_default_sampling_params()
-        adapter          adapter name, one for all prompts or one per prompt; None: the base model
+        adapter          adapter name, or weights of a sum of adapters such as {"poetry": 0.7, "sql": 0.3}; one for all
+                         prompts or one per prompt; None: the base model
         use_tqdm         show a progress bar
         lora_request     LoRARequest in place of `adapter`, one for all prompts or one per prompt; an unknown adapter
                          is loaded from the request's path and stays loaded
@@ -316,7 +334,7 @@ class LLM:
     def _adapter_names(self, adapter: Any, lora_request: Any) -> Any:
         """Return adapter names, one for all or one per prompt."""
         if lora_request is None:
-            return adapter
+            return with_sum_names(adapter)
         self._check_open()
         if adapter is not None:
             raise RequestError("adapter and lora_request both name the adapter; give one of them")
@@ -327,7 +345,7 @@ class LLM:
         self,
         prompts: Any,
         params: BeamSearchParams,
-        adapter: str | Sequence[str | None] | None = None,
+        adapter: AdapterChoice | Sequence[AdapterChoice | None] | None = None,
         *,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool = False,
@@ -375,7 +393,7 @@ class LLM:
         self,
         messages: Any,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        adapter: str | Sequence[str | None] | None = None,
+        adapter: AdapterChoice | Sequence[AdapterChoice | None] | None = None,
         *,
         use_tqdm: bool = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
@@ -425,10 +443,10 @@ class LLM:
         self,
         prompts: Any,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        adapter: str | Sequence[str | None] | None = None,
+        adapter: AdapterChoice | Sequence[AdapterChoice | None] | None = None,
     ) -> Iterator[StreamChunk]:
         """Complete prompts like `generate`; yield new output after each step. Leaving the loop aborts the requests."""
-        requests = self._make_requests(prompts, sampling_params, adapter)
+        requests = self._make_requests(prompts, sampling_params, with_sum_names(adapter))
         index = {request.request_id: place for place, request in enumerate(requests)}
 
         def chunks() -> Iterator[StreamChunk]:
@@ -467,6 +485,8 @@ class LLM:
             priority=priority,
             compile_grammar=self._grammars.compile,
         )
+        for chosen in {request.adapter for request in requests if request.adapter is not None}:
+            self._adapter_numbers.check(chosen)
         self._requests += len(requests)
         return requests
 
@@ -487,6 +507,12 @@ class LLM:
                 self.engine.abort(request.request_id)
             while self.engine.has_work:
                 self.engine.step()
+
+
+def _find_part(registry: AdapterRegistry, name: str) -> SumPart:
+    registry.require(name)
+    found = registry.by_number(registry.numbers[name])
+    return SumPart(found.number, found.adapter.rank, found.content_hash, sum_obstacle(found.adapter))
 
 
 def _for_each(lora_request: Any, count: int) -> list[Any]:

@@ -6,7 +6,7 @@ import os
 import re
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,10 +20,12 @@ from ...graphs.draft.config import LORA_DIRECTORY, EagleConfig
 from ...graphs.lora import LoraShape
 from ...graphs.lora_stacks import check_fits
 from ...graphs.model_directory import adapter_directory, without_file_name
+from ..api.adapter_sum import sum_content, sum_name
 from ..api.errors import RequestError
 from ..text.chat_files import NO_CHAT, AdapterChat, ChatTemplateError, read_adapter_chat
 from .describer import AdapterDescriber
 from .disk_cache import AdapterDiskCache
+from .weighted_sum import weighted_sum
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 MAX_ADAPTERS = 4096
@@ -41,6 +43,7 @@ class RegisteredAdapter:
     adapter  its files' content without tensors
     roots    directories that must contain its files when they are read again; None: any directory
     chat     its own chat templates and tokens
+    parts    adapters and their weights, if it is a sum; `path` is then the first one's
     """
 
     number: int
@@ -49,6 +52,7 @@ class RegisteredAdapter:
     adapter: Adapter
     roots: tuple[Path, ...] | None = None
     chat: AdapterChat = NO_CHAT
+    parts: tuple[tuple["RegisteredAdapter", float], ...] = ()
 
     @property
     def content_hash(self) -> str:
@@ -168,7 +172,7 @@ class AdapterRegistry:
         max_rank = self.max_rank if lora is None else min(self.max_rank, lora.rank)
         try:
             directory = self._resolve(name, path)
-            stamp = _stamp(directory)
+            stamp = _file_stamp(directory)
             adapter = self._load(directory, max_rank, self.allowed_roots, use_cache=True)
         except AdapterError as error:
             raise AdapterError(f"adapter {name!r}: {error}") from None
@@ -258,6 +262,21 @@ class AdapterRegistry:
                 self._delete(previous)
         return registered
 
+    def add_sum(self, number: int, parts: Sequence[tuple[int, float]]) -> None:
+        """Register the sum of adapters, given by numbers and weights, without a name. Its parts are read when it is.
+
+        `number` must be above those of all adapters. `drop` deletes it.
+        """
+        with self._lock:
+            chosen = tuple((self._by_number[part], weight) for part, weight in parts)
+            name = sum_name([(part.name, weight) for part, weight in chosen], "adapter")
+            content = sum_content((part.content_hash, weight) for part, weight in chosen)
+            adapter = weighted_sum([(part.adapter, weight) for part, weight in chosen], content)
+            registered = RegisteredAdapter(number, name, chosen[0][0].path, adapter, parts=chosen)
+            self._by_number[number] = registered
+            self._stamps[number] = _joined(self._stamps[part] for part, _ in parts)
+            self.hashes[number] = content
+
     def remove(self, name: str) -> int:
         """Remove a name and return its number, which active requests may use until `drop`."""
         self.require(name)
@@ -292,7 +311,24 @@ class AdapterRegistry:
             unread = self._unread.pop(number, None)
         if unread is not None and unread.tensors:
             return unread
-        stamp = _stamp(registered.path)
+        stamp = _stamp(registered)
+        if registered.parts:
+            read = [(self._read_part(part), weight) for part, weight in registered.parts]
+            adapter = weighted_sum(read, registered.content_hash)
+        else:
+            adapter = self._read_again(registered)
+        with self._lock:
+            if number in self._stamps:
+                self._stamps[number] = stamp
+        return adapter
+
+    def _read_part(self, part: RegisteredAdapter) -> Adapter:
+        try:
+            return self._read_again(part)
+        except AdapterError as error:
+            raise AdapterError(f"{part.name!r}: {error}".replace(str(part.path), repr(part.name))) from None
+
+    def _read_again(self, registered: RegisteredAdapter) -> Adapter:
         adapter = self._load(registered.path, self.max_rank, registered.roots)
         if adapter.content_hash != registered.content_hash:
             if self.disk_cache is not None:
@@ -301,9 +337,6 @@ class AdapterRegistry:
                     if now is not None and then is not None and now.source == then.source:
                         self.disk_cache.remove_hash(now.source)
             raise AdapterError("its files have changed since it was registered; register it again")
-        with self._lock:
-            if number in self._stamps:
-                self._stamps[number] = stamp
         return adapter
 
     def is_unchanged(self, number: int) -> bool:
@@ -314,7 +347,7 @@ class AdapterRegistry:
         registered = self._by_number[number]
         with self._lock:
             unread, stamp = number in self._unread, self._stamps.get(number)
-        return unread or (stamp is not None and stamp == _stamp(registered.path))
+        return unread or (stamp is not None and stamp == _stamp(registered))
 
     def discard_tensors(self, number: int) -> None:
         """Discard the tensors that are held for the first `read`."""
@@ -359,7 +392,17 @@ class AdapterRegistry:
         return directory
 
 
-def _stamp(directory: Path) -> FileStamp | None:
+def _stamp(registered: RegisteredAdapter) -> FileStamp | None:
+    """Return the stamp of an adapter's files, or of those of a sum's parts."""
+    return _joined(_file_stamp(part.path) for part, _ in registered.parts or ((registered, 1.0),))
+
+
+def _joined(stamps: Iterable[FileStamp | None]) -> FileStamp | None:
+    found = list(stamps)
+    return None if None in found else tuple(file for stamp in found if stamp is not None for file in stamp)
+
+
+def _file_stamp(directory: Path) -> FileStamp | None:
     """Return inode, size and times of an adapter's files, or None if they do not exist."""
     states = []
     try:

@@ -97,6 +97,12 @@ class EngineOptions:
         more="steps without such adapters take no longer",
     )
     max_cpu_loras: int = option(64, "maximum number of adapters in host memory", range=(1, 1 << 16))
+    max_adapter_sums: int = option(
+        64,
+        "maximum number of weighted sums of adapters that are kept",
+        more="of different adapters or weights; the least recently used sum is made again at its next request",
+        range=(1, 1 << 16),
+    )
     lora_lenient: bool = option(False, "ignore unknown fields of an adapter's adapter_config.json")
     num_kv_pages: int | None = option(None, "KV pages of 64 tokens", unset="as many as fit", range=(1, 1 << 24))
     gpu_memory_utilization: float = option(0.9, "share of the GPU's memory to use")

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from ..api.adapter_sum import MAX_PARTS, MAX_WEIGHT
 from ..api.sampling_defaults import SamplingDefaults
 from .adapter_map import AdapterEntry, Stamp
 
@@ -143,6 +144,13 @@ class Continued(Struct, frozen=True, omit_defaults=True):
     finished: bool = False
 
 
+class AdapterWeight(Struct, frozen=True):
+    """An adapter of a sum, and its weight."""
+
+    name: AdapterName
+    weight: Annotated[float, Meta(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]
+
+
 class Submit(Message, tag="submit", frozen=True):
     """A request: exactly one of `prompt` and `prompt_token_ids`.
 
@@ -153,6 +161,7 @@ class Submit(Message, tag="submit", frozen=True):
     continues           state of each of the n completions; the answer continues there
     owner               user of the request, if the client serves several users; owners share steps fairly
     adapter_content     required version of the adapter, as in `accepted` and `adapters`; "": any
+    adapters            in place of `adapter`: a weighted sum of adapters
     """
 
     request_id: RequestId
@@ -167,6 +176,7 @@ class Submit(Message, tag="submit", frozen=True):
     continues: Annotated[list[Continued], Meta(max_length=MAX_CHOICES)] = []
     owner: Short = ""
     adapter_content: Short = ""
+    adapters: Annotated[list[AdapterWeight], Meta(max_length=MAX_PARTS)] = []
 
 
 class Abort(Message, tag="abort", frozen=True):
@@ -178,6 +188,7 @@ class Abort(Message, tag="abort", frozen=True):
 class LoadAdapter(Call, tag="load_adapter", frozen=True):
     """Load an adapter from a directory on the server's machine; `replace`: also if the name exists.
 
+    path             `sum:` and weights such as `a*0.7+b*0.3` give the name to a sum of adapters
     stamp, content   of a change that is passed on from another server; `content` is the required hash ("": any)
     """
 

@@ -2,11 +2,14 @@
 
 import time
 from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import accumulate
 from typing import Any
 
 from ...ops.core.kv_layout import PAGE_SIZE
+from ..adapters.adapter_sums import AdapterNumbers, SumPart
+from ..api.errors import RequestError
 from ..api.outputs import RequestOutput
 from ..api.request import Delta
 from ..engine.engine import Engine
@@ -14,7 +17,7 @@ from ..processes.watchdog import AwakeClock, StepWatchdog
 from ..scheduler.scheduler import Scheduler, SchedulerLimits
 from ..scheduler.step_plan import AHEAD, StepDrafts, StepMasks, StepPlan, StepResult
 from ..text.tokenizer import Tokenizer
-from .gpu_link import BatcherLink, LoadDone, LoadedAdapter, Ready, Retire, StartLoad, Timing
+from .gpu_link import BatcherLink, Compose, LoadDone, LoadedAdapter, Ready, Retire, StartLoad, Timing
 from .shared_masks import SharedMasks
 
 SHORT_STEP_TOKENS = 1024
@@ -76,6 +79,7 @@ class Stepper:
     step_sizes      numbers of steps by their tokens, between the bounds STEP_TOKENS
     watchdog        limit on a step's time (`step_timeout`: see there)
     adapters        adapters by name
+    adapter_numbers numbers of adapters and of their sums
     masks           shared memory for masks, if there is any
     paused          no steps are planned; deadlines pass
     """
@@ -89,6 +93,7 @@ class Stepper:
         step_timeout: float | None = None,
         clock: AwakeClock | None = None,
         masks: SharedMasks | None = None,
+        named_sums: Mapping[str, str] | None = None,
     ) -> None:
         self.ready = ready
         self.link = link
@@ -107,7 +112,17 @@ class Stepper:
             step_times=tuple(ready.step_times),
             speculation_history=ready.speculation_history,
         )
-        self.scheduler = Scheduler(limits, self.numbers, self.hashes, self.invocations, asynchronous_loads=True)
+        self.adapter_numbers = AdapterNumbers(
+            self.numbers,
+            self._find_part,
+            self._compose,
+            lambda number: self.scheduler.forget_adapter(number),
+            ready.lora_rank,
+            "--max-lora-rank ",
+            ready.max_adapter_sums,
+            named_sums,
+        )
+        self.scheduler = Scheduler(limits, self.adapter_numbers, self.hashes, self.invocations, asynchronous_loads=True)
         if masks is not None:
             self.scheduler.place_masks(masks.allocate)
         self._remote = RemoteRunner(link, self.hashes, self.invocations)
@@ -207,6 +222,16 @@ class Stepper:
         if former is not None:
             del self.numbers[name]
             self.scheduler.forget_adapter(former.number)
+
+    def _find_part(self, name: str) -> SumPart:
+        adapter = self.adapters.get(name)
+        if adapter is not None:
+            return SumPart(adapter.number, adapter.rank, adapter.content, adapter.obstacle)
+        raise RequestError(f"adapter {name!r} is not known")
+
+    def _compose(self, number: int, parts: Sequence[tuple[int, float]], content: str) -> None:
+        self.hashes[number] = content
+        self.link.send(Compose(number, list(parts)))
 
     def close(self) -> None:
         self.engine.close()

@@ -110,6 +110,10 @@ class Model:
         self.runner.slot_loader.prefetch_later([adapter.number])
         return adapter
 
+    def add_sum(self, number: int, parts: Sequence[tuple[int, float]]) -> None:
+        """See `AdapterRegistry.add_sum`; `runner.forget_adapter` deletes the sum."""
+        self.registry.add_sum(number, parts)
+
     def remove_adapter(self, name: str) -> int:
         """Remove a name; return its number for active requests. Raises RequestError for an unknown name."""
         return self.registry.remove(name)

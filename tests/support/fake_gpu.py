@@ -32,6 +32,8 @@ class FakeSizes(SimulatedSizes, kw_only=True):
     hang: int | None = None
     hold: str | None = None
     fail_start: str | None = None
+    lora_rank: int = 64
+    max_adapter_sums: int = 64
 
 
 class Checked(FakeRunner):
@@ -91,6 +93,8 @@ class FakeServed:
             sizes.eos_ids,
             adapters,
             "a fake",
+            lora_rank=sizes.lora_rank,
+            max_adapter_sums=sizes.max_adapter_sums,
         )
 
     def add_adapter(self, name: str, path: str, replace: bool) -> LoadedAdapter:
@@ -105,6 +109,9 @@ class FakeServed:
         file = Path(path) / "invocation"
         invocation = tuple(json.loads(file.read_text())) if file.exists() else ()
         return LoadedAdapter(name, number, 8, content, read_adapter_chat(Path(path)), invocation)
+
+    def add_sum(self, number: int, parts: list[tuple[int, float]]) -> None:
+        pass
 
     def remove_adapter(self, name: str) -> None:
         pass

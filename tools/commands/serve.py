@@ -131,6 +131,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     group = parser.add_argument_group("capacity")
     add_option(group, "num_kv_pages")
     add_option(group, "max_cpu_loras")
+    add_option(group, "max_adapter_sums")
     add_option(group, "enable_prefix_caching", "--no-prefix-caching")
     group.add_argument(
         "--trace-steps", metavar="FILE", help="profile a hundred decode steps, for idle time between them"
@@ -160,7 +161,8 @@ def settings_of(options: argparse.Namespace) -> Any:
     folder = options.lora_modules_from and str(Path(options.lora_modules_from).resolve())
     if folder is not None:
         _add_folder(options, folder)
-    llm = llm_arguments(options) | given(options, "num_kv_pages", "max_cpu_loras", "load_format", "generation_config")
+    own = ("num_kv_pages", "max_cpu_loras", "max_adapter_sums", "load_format", "generation_config")
+    llm = llm_arguments(options) | given(options, *own)
     if options.fail_on_compilation:
         llm["fail_on_compilation"] = True
     if options.no_prefix_caching:

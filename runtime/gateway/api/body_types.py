@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from ...api.adapter_sum import MAX_PARTS, MAX_WEIGHT
 from ...protocol.messages import MAX_PROMPT_CHARACTERS, MAX_PROMPT_TOKENS
 from ...text.chat_files import MAX_TEMPLATE_CHARACTERS
 
@@ -12,6 +13,10 @@ MAX_PROMPTS = 1024
 
 ModelName = Annotated[str, Meta(min_length=1, max_length=256, description="the base model's name, or an adapter's")]
 AdapterName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9._-]+$")]
+LoraWeights = Annotated[
+    dict[AdapterName, Annotated[float, Meta(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]],
+    Meta(min_length=1, max_length=MAX_PARTS, description="weights of adapters; their weighted sum answers"),
+]
 Text = Annotated[str, Meta(max_length=MAX_PROMPT_CHARACTERS)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_PROMPT_TOKENS)]

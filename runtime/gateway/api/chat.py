@@ -335,7 +335,7 @@ class OpenChat:
 
 async def open_chat(context: GatewayContext, request: Request, body: ChatRequest) -> OpenChat:
     """Admit a counted request, render its prompt and open its session. Raises GatewayError."""
-    target = await context.target(request, body.model, body.lora_path)
+    target = await context.target(request, body.model, body.lora_path, body.lora_weights)
     params = body.sampling(target.model.sampling_defaults)
     conversation, tools, tool_format = body.conversation(), body.offered_tools, None
     template_tools = for_template(tools) if tools else None

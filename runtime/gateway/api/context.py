@@ -19,6 +19,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from ...api.adapter_sum import is_sum, sum_name, sum_parts
 from ...api.errors import RequestError, some_of
 from ...text.chat_files import DEFAULT, ChatTemplates
 from ...text.chat_renderer import ChatRenderer
@@ -102,16 +103,31 @@ class GatewayContext:
         return await read_body(request, shape, self.settings, held, decode_large)
 
     async def target(
-        self, request: Request, name: str | None, lora_path: str | None = None, *, may_load: bool = True
+        self,
+        request: Request,
+        name: str | None,
+        lora_path: str | None = None,
+        lora_weights: Mapping[str, float] | None = None,
+        *,
+        may_load: bool = True,
     ) -> Target:
         """Resolve a body's `model`: the base model (also None), an adapter, or MODEL:ADAPTER as in SGLang.
 
-        lora_path   SGLang's field: an adapter if `name` is the base model
-        may_load    load an unknown adapter from `resolve_roots`
+        lora_path     SGLang's field: an adapter if `name` is the base model
+        lora_weights  weights of adapters, if `name` is the base model
+        may_load      load an unknown adapter from `resolve_roots`
 
         Raises GatewayError 404 if it does not exist or the caller may not use it.
         """
         model, caller = await self.engines.model(), caller_of(request)
+        if lora_weights is not None:
+            if lora_path is not None or name not in (None, model.name, *self.settings.model_aliases):
+                text = "lora_weights names the adapters; leave lora_path out, and give the base model in model or none"
+                raise GatewayError(400, text, param="lora_weights")
+            with errors_as_400("lora_weights"):
+                name = sum_name(lora_weights.items(), "lora_weights")
+            if is_sum(name):
+                return Target(model, await self.sum_card(request, name, "lora_weights"))
         name = (lora_path if name in (None, model.name) else None) or name
         card = None
         if name not in (None, model.name, *self.settings.model_aliases):
@@ -127,6 +143,19 @@ class GatewayContext:
         if not self.admission.may_use(caller, target.name):
             raise await self._unknown_model(caller, model, target.name)
         return target
+
+    async def sum_card(self, request: Request, name: str, field: str) -> AdapterCard:
+        """Return a sum as an adapter. Raises GatewayError 404 unless the caller may use all its adapters, and 400 that
+        names `field` for an adapter that is a sum or the base model.
+        """
+        rank = 0
+        for part, _ in sum_parts(name):
+            card = (await self.target(request, part)).adapter
+            if card is None or card.is_sum:
+                kind = "the base model" if card is None else "a sum; name its adapters and their weights instead"
+                raise GatewayError(400, f"{field}: {part!r} is {kind}", param=field)
+            rank += card.rank
+        return AdapterCard(name, rank, "")
 
     async def _unknown_model(self, caller: Caller, model: ModelInfo, name: str) -> GatewayError:
         """Return the error, with some of the names that the caller may use; they are up to NAMES_SECONDS old."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
+from ...api.adapter_sum import is_sum, sum_parts
 from ...api.errors import EngineDeadError, OverloadedError, RequestError, ServerError
 from ..interfaces import EngineRequest
 from .adapter_catalogue import AdapterCatalogue
@@ -138,9 +139,10 @@ class Dispatcher:
 
     def _lacks(self, link: EngineLink, adapter: str, refusals: Refusals) -> bool:
         """Return whether an engine does not have an adapter, or has another version of it."""
-        if link.welcome is None or adapter in self._catalogue.offered:
+        missing = [part for part, _ in sum_parts(adapter) if part not in self._catalogue.offered]
+        if link.welcome is None or not missing:
             return False
-        return not link.serves(adapter) or getattr(refusals.get(link.name), "code", "") in ADAPTER_MISMATCH
+        return not all(map(link.serves, missing)) or getattr(refusals.get(link.name), "code", "") in ADAPTER_MISMATCH
 
     def _is_expected(self, link: EngineLink, now: float) -> bool:
         if link.lost_at is not None:
@@ -184,4 +186,5 @@ class Dispatcher:
 
 def unknown_adapter(name: str) -> ServerError:
     """Return the error for an adapter that does not exist."""
-    return ServerError(f"adapter {name!r} is not known", "unknown_adapter")
+    text = f"an adapter of {name!r}" if is_sum(name) else f"adapter {name!r}"
+    return ServerError(f"{text} is not known", "unknown_adapter")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
+from ...api.adapter_sum import is_sum, sum_parts
 from ...api.errors import EngineDeadError, RequestError, ServerError
 from ...client.async_client import AsyncClient
 from ...protocol.adapter_map import MAX_AHEAD_SECONDS, AdapterEntry, AdapterMap
@@ -160,12 +161,17 @@ class EngineLink:
         )
 
     def serves(self, name: str) -> bool:
-        """Return whether the engine has the version of an adapter that answers requests."""
+        """Return whether the engine has the version of an adapter, or of all of a sum, that answers requests."""
+        if is_sum(name):
+            return all(self.serves(part) for part, _ in sum_parts(name))
         info = self.adapters.get(name)
         return info is not None and self._catalogue.required_content(name) in ("", info.content)
 
     def may_get(self, name: str) -> bool:
         """Return whether the engine does not have the required version yet, and has not refused it."""
+        if is_sum(name):
+            missing = [part for part, _ in sum_parts(name) if not self.serves(part)]
+            return bool(missing) and all(map(self.may_get, missing))
         entry = self._catalogue.changes.loaded(name)
         return entry is not None and not self.serves(name) and entry not in self._passed_on
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ...api.adapter_sum import is_sum, sum_parts
 from .least_loaded import LoadHeap, RandomPool
 from .prefix_index import PrefixIndex
 
@@ -245,9 +246,10 @@ class LoadBalancer:
         more than the adapter's place, because computing it takes longer than loading the adapter.
         """
         self._end_backoffs(now)
+        parts = () if adapter is None else [part for part, _ in sum_parts(adapter)]
 
         def fits(engine: _Engine) -> bool:
-            return engine.name not in excluded and (adapter is None or engine.known is None or adapter in engine.known)
+            return engine.name not in excluded and (engine.known is None or all(part in engine.known for part in parts))
 
         least = self._by_load.first(fits)
         if least is None:
@@ -315,7 +317,9 @@ class LoadBalancer:
     def _apply_places(self, engine: _Engine, places: Mapping[str, str], queried_at: float) -> None:
         """Apply reported places, except of adapters with requests sent since the query."""
         engine.last_sent = {adapter: sent for adapter, sent in engine.last_sent.items() if sent >= queried_at}
-        gone = [name for name in engine.places if name not in places and name not in engine.last_sent]
+        # engines do not report sums; those that are expected on the GPU stay, and there are few
+        kept = {name for name in engine.gpu_lru if is_sum(name)}
+        gone = [name for name in engine.places if not (name in places or name in engine.last_sent or name in kept)]
         for adapter in gone:
             self._set_place(engine, adapter, "")
         for adapter, place in places.items():

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapp
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ...api.adapter_sum import sum_parts
 from ...api.errors import EngineDeadError, OverloadedError, RequestError, ServerError
 from ...protocol.chat_templates import welcome_templates
 from ...protocol.messages import Chunk
@@ -153,8 +154,10 @@ class Router:
             link.streams += 1
             self._balancer.start_request(link.name, request.adapter, keys, time.monotonic())
             try:
-                if request.adapter is not None and request.adapter in self._catalogue.offered:
-                    await link.load_offered(request.adapter)
+                for name, _ in () if request.adapter is None else sum_parts(request.adapter):
+                    if name not in self._catalogue.offered:
+                        continue
+                    await link.load_offered(name)
                     required = stream.required_content or self._catalogue.required_content(request.adapter)
                 is_rendered = isinstance(request.prompt, str) and not request.add_special_tokens
                 lists = link.client.stream_lists(
