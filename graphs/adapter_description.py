@@ -7,16 +7,17 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from .adapter_config import CONFIG, AdapterConfig, AdapterError
+from .adapter_vocabulary import MAX_VOCABULARY_TENSORS, VocabularyTensors, find_vocabulary
 from .config import LlamaConfig
 from .families import ATTENTION_MODULES, MLP_MODULES, PACKED_MODULES
 from .model_directory import WEIGHTS, missing_adapter
-from .peft_patterns import LookAroundError
+from .peft_patterns import ALL_LINEAR, LookAroundError
 from .safetensors_header import ITEM_BYTES, Layout, read_layout
 from .untrusted_files import name_of, value_of
 
@@ -28,7 +29,7 @@ _WRAPPERS = re.compile(r"(?<![^.])(?:base_model\.model|_orig_mod|_checkpoint_wra
 """Prefixes that PEFT, torch.compile and FSDP add to module names, once or several times."""
 _OTHER_BASE = "the adapter was trained on another base; use that one"
 _PROJECTIONS = (*ATTENTION_MODULES, *MLP_MODULES, *PACKED_MODULES)
-_EMBEDDINGS = ("embed_tokens", "lm_head")
+_EMBEDDING_LORA = re.compile(r"(?<=\.lora_)embedding_(?P<side>[AB](?:\.[A-Za-z0-9_-]{1,128})?)$")
 _DTYPES = ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "I16", "U16", "I32", "U32", "I64", "U64", "F64")
 
 
@@ -41,6 +42,7 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scaling       module -> factor of B A
     settings_sum  sha256 (hex) of adapter_config.json's settings
     differences   contradictions between the tensors and adapter_config.json (the tensors are served)
+    vocabulary    tensors of the embedding and the output head that are not LoRA
     """
 
     layout: Layout
@@ -48,6 +50,7 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scaling: dict[str, float]
     settings_sum: str
     differences: tuple[str, ...] = ()
+    vocabulary: VocabularyTensors = VocabularyTensors()
 
     def rank(self, module: str) -> int:
         """Return the module's rank: the number of rows of its A."""
@@ -55,7 +58,8 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def check(self, config: LlamaConfig, max_rank: int) -> None:
         """Raise ValueError unless this is a valid adapter of the base; call it on descriptions from another process."""
-        modules = set(config.stored_modules())
+        modules = {*config.stored_modules(), *config.vocabulary_modules}
+        self.vocabulary.check(self.layout, config)
         for module, names in self.pairs.items():
             if module not in modules or not all(name in self.layout.places for name in names):
                 raise ValueError("a module or tensor that does not exist")
@@ -63,7 +67,8 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError("a rank above the limit")
             if not all(self.layout.is_inside_file(name) for name in names):
                 raise ValueError("a tensor outside of the file")
-        if not self.pairs or self.scaling.keys() != self.pairs.keys() or 2 * len(self.pairs) != len(self.layout.places):
+        tensors = 2 * len(self.pairs) + len(self.vocabulary)
+        if not self.pairs or self.scaling.keys() != self.pairs.keys() or tensors != len(self.layout.places):
             raise ValueError("modules and tensors that do not match")
         if not all(math.isfinite(scale) for scale in self.scaling.values()):
             raise ValueError("a scaling that is not a finite number")
@@ -95,27 +100,33 @@ def describe_adapter(
             "save_pretrained(safe_serialization=True)"
         )
     # unpacked modules also of a packed base: the error names tensors of an unpacked adapter
-    max_tensors = _TENSORS_PER_MODULE * len(config.linear_modules())
+    max_tensors = _TENSORS_PER_MODULE * len(config.linear_modules()) + MAX_VOCABULARY_TENSORS
     layout = read_layout(directory / WEIGHTS, AdapterError, AGAIN, max_tensors, roots, foreign=_OTHER_BASE)
-    pairs = _pairs(layout, config)
+    names = {key: _WRAPPERS.sub("", key) for key in layout.places}
+    vocabulary = find_vocabulary(layout, names, config, settings)
+    pairs = _pairs(names, config, vocabulary)
     ranks = {module: _check_rank(layout, module, names, config, settings, max_rank) for module, names in pairs.items()}
     return Description(
         layout=layout,
         pairs=pairs,
         scaling={module: settings.scaling(module, rank) for module, rank in ranks.items()},
-        settings_sum=hashlib.sha256(repr(settings).encode()).hexdigest(),
+        settings_sum=hashlib.sha256(settings.text.encode()).hexdigest(),
         differences=_differences(settings, config, set(pairs)),
+        vocabulary=vocabulary,
     )
 
 
-def _pairs(layout: Layout, config: LlamaConfig) -> dict[str, tuple[str, str]]:
+def _pairs(names: Mapping[str, str], config: LlamaConfig, vocabulary: VocabularyTensors) -> dict[str, tuple[str, str]]:
     """Return module -> (key of A, key of B), in the model's order. Raises AdapterError for a key without a pair."""
     sides: dict[tuple[str, str], str] = {}
-    modules = config.stored_modules()
+    modules = (*config.stored_modules(), *config.vocabulary_modules)
     known = set(modules)
     adapters: dict[str | None, str] = {}
-    for key in layout.places:
-        match = _KEY.fullmatch(_WRAPPERS.sub("", key))
+    others = {*vocabulary.copies, *(tokens.tensor for tokens in vocabulary.tokens.values())}
+    for key, name in names.items():
+        if key in others:
+            continue
+        match = _KEY.fullmatch(_EMBEDDING_LORA.sub(r"\g<side>.weight", name))
         if match is None or match["module"] not in known:
             raise AdapterError(f"{WEIGHTS}: {_foreign_tensor(key, match['module'] if match else None, config)}")
         module, side = match["module"], match["side"]
@@ -143,17 +154,6 @@ def _pairs(layout: Layout, config: LlamaConfig) -> dict[str, tuple[str, str]]:
 
 def _foreign_tensor(key: str, module: str | None, config: LlamaConfig) -> str:
     """Return the error for a tensor that does not belong to an adapter of this base."""
-    if any(name in key for name in _EMBEDDINGS) and ".lora_" not in key:
-        return (
-            f"tensor {name_of(key)} is a copy of the embedding or the output head, which an adapter cannot change "
-            "here: if it was neither trained nor resized, save the adapter again with save_pretrained(DIRECTORY, "
-            f"save_embedding_layers=False); else {MERGE}"
-        )
-    if any(name in key for name in _EMBEDDINGS):
-        return (
-            f"tensor {name_of(key)} adapts the embedding or the output head, which is not supported: train with "
-            "target_modules on the layers' projections only"
-        )
     if "lora_magnitude_vector" in key:
         return (
             f"tensor {name_of(key)} belongs to DoRA, which is not supported: merge the adapter into its base, or train "
@@ -226,7 +226,10 @@ def _check_shapes(layout: Layout, module: str, names: tuple[str, str], config: L
 def _differences(settings: AdapterConfig, config: LlamaConfig, present: set[str]) -> tuple[str, ...]:
     """Return the contradictions between adapter_config.json's modules and the tensors, one line each."""
     try:
-        chosen = {module for module in config.stored_modules() if settings.targets_module(module)}
+        modules = [*config.stored_modules(), *config.vocabulary_modules]
+        if isinstance(settings.target_modules, str) and settings.target_modules.lower() == ALL_LINEAR:
+            modules = config.stored_modules()  # as in PEFT: it leaves out the output head
+        chosen = {module for module in modules if settings.targets_module(module)}
     except LookAroundError as problem:
         return (f"the modules that adapter_config.json targets are not compared with the tensors: {problem}",)
     found = []
@@ -234,7 +237,7 @@ def _differences(settings: AdapterConfig, config: LlamaConfig, present: set[str]
     beyond = (present - chosen, "have tensors and are not targeted by adapter_config.json (served with LoRA)")
     for surplus, text in (without, beyond):
         if surplus:
-            ordered = [module for module in config.stored_modules() if module in surplus]
+            ordered = [module for module in modules if module in surplus]
             found.append(
                 f"{len(ordered)} modules {text}: {', '.join(ordered[:3])}{', ...' if len(ordered) > 3 else ''}"
             )

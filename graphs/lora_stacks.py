@@ -6,6 +6,7 @@ import torch
 
 from .adapter import Adapter
 from .config import LlamaConfig
+from .families import VOCABULARY_TARGETS
 from .lora import RANK_MULTIPLE, TARGETS, LoraShape
 
 
@@ -18,14 +19,18 @@ def lora_shape_for(
     """Return the shape of stacks for `max_loras` adapters at the same time; None without adapters and max_lora_rank.
 
     The rank is `max_lora_rank` or the adapters' largest, padded to a multiple of 16. The targets are `target_modules`
-    or those of the adapters (without adapters: all), with q/k/v and gate/up together. Raises ValueError for an adapter
-    that does not fit.
+    or those of the adapters (without adapters: all), with q/k/v and gate/up together. All projections in
+    `target_modules` include the embedding and the output head if an adapter changes these. Raises ValueError for an
+    adapter that does not fit.
     """
     given = list(adapters)
     if not given and max_lora_rank is None:
         return None
     rank = max_lora_rank or max(adapter.rank for adapter in given)
-    targets = target_modules or [name for name in TARGETS if any(name in adapter.targets for adapter in given)]
+    changed = {name for adapter in given for name in adapter.targets}
+    targets = list(target_modules or [name for name in TARGETS if name in changed])
+    if not target_modules or set(TARGETS) <= set(targets):
+        targets += [name for name in VOCABULARY_TARGETS if name in changed]
     shape = LoraShape(max_loras, -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE, tuple(targets or TARGETS))
     for adapter in given:
         if adapter.rank > rank:
@@ -50,11 +55,13 @@ def slot_tensors(
 ) -> dict[str, torch.Tensor]:
     """Return name -> the adapter's slot of every stack, zero-padded.
 
-    Names are `model.layers.0.self_attn.q_proj.lora_a`, with [R, K], and `...lora_b`, with [N, R]. B is scaled in fp32
-    before it is rounded to `dtype`. Raises ValueError when the adapter does not fit into `lora`.
+    Names are `model.layers.0.self_attn.q_proj.lora_a`, with [R, K], and `...lora_b`, with [N, R]. A of the embedding
+    is [V, R]: a token reads one row. B is scaled in fp32 before it is rounded to `dtype`. Raises ValueError when the
+    adapter does not fit into `lora`.
     """
     check_fits(adapter, lora)
-    modules = [module for module in config.linear_modules() if module.rpartition(".")[2] in lora.targets]
+    known = (*config.linear_modules(), *config.vocabulary_modules)
+    modules = [module for module in known if module.rpartition(".")[2] in lora.targets]
     names = [f"{module}.{side}" for module in modules for side in ("lora_a", "lora_b")]
     return {name: slot_tensor(adapter, config, lora, name, dtype) for name in names}
 
@@ -65,13 +72,15 @@ def slot_tensor(
     """Return the entry `name` of `slot_tensors`. It may be the adapter's own tensor, so do not write to it."""
     module, _, side = name.rpartition(".")
     outputs, inputs = config.module_shape(module)
-    shape = (lora.rank, inputs) if side == "lora_a" else (outputs, lora.rank)
+    turned = side == "lora_a" and module in config.vocabulary_modules[:1]
+    shape = (inputs, lora.rank) if turned else (lora.rank, inputs) if side == "lora_a" else (outputs, lora.rank)
     if module not in adapter.tensors:
         return torch.zeros(shape, dtype=dtype)
     a, b = adapter.tensors[module]
+    a = a.T if turned else a
     tensor = a.to(dtype) if side == "lora_a" else (b.to(torch.float32) * adapter.scaling[module]).to(dtype)
     if tensor.shape == shape:
-        return tensor
+        return tensor.contiguous()
     padded = torch.zeros(shape, dtype=dtype)
     padded[: tensor.shape[0], : tensor.shape[1]] = tensor
     return padded

@@ -94,6 +94,8 @@ def erase_lora(graph: fx.Graph) -> None:
         if own_name(node) in LORA_OPS:
             erased.add(node)
             continue
+        if own_name(node) == "embedding" and bind(node).lora_a is not None:
+            set_operands(node, lora_a=None, lora_b=None, adapter_index=None)
         gone = [source for source in node.all_input_nodes if source in erased]
         # a size does not depend on values; its operand is erased when the size is folded
         if not gone or node.target is aten.sym_size.int:

@@ -15,8 +15,10 @@ from .disk_cache import AdapterDiskCache
 from .registry import AdapterRegistry
 
 
-def make_registry(config: LlamaConfig, options: EngineOptions, describe: Describe) -> AdapterRegistry:
-    """Return an empty registry for an engine."""
+def make_registry(
+    config: LlamaConfig, options: EngineOptions, describe: Describe, base: Path | None
+) -> AdapterRegistry:
+    """Return an empty registry for an engine. `base`: see AdapterRegistry."""
     return AdapterRegistry(
         config,
         options.max_lora_rank or MAX_RANK,
@@ -25,6 +27,7 @@ def make_registry(config: LlamaConfig, options: EngineOptions, describe: Describ
         lenient=options.lora_lenient,
         describe=describe,
         draft=None if options.draft is None else read_eagle_config(options.draft).fitted(config),
+        base=base,
     )
 
 
@@ -63,12 +66,16 @@ def draft_lora_shape(registry: AdapterRegistry, slots: int, max_lora_rank: int |
 
 
 def readable_adapters(
-    config: LlamaConfig, adapters: Mapping[str, str | Path], options: EngineOptions, describe: Describe
+    config: LlamaConfig,
+    adapters: Mapping[str, str | Path],
+    options: EngineOptions,
+    describe: Describe,
+    base: Path | None,
 ) -> tuple[dict[str, str | Path], dict[str, Exception]]:
     """Return (adapters that can be served, errors of the others). `options` must set `max_loras`, `max_lora_rank` and
     `lora_target_modules`.
     """
-    registry = make_registry(config, replace(options, max_cpu_loras=1), describe)
+    registry = make_registry(config, replace(options, max_cpu_loras=1), describe, base)
     registry.lora = lora_shape(registry, options.max_loras or 1, options)
     registry.draft_lora = draft_lora_shape(registry, options.max_loras or 1, options.max_lora_rank)
     rejected: dict[str, Exception] = {}

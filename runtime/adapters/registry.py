@@ -78,6 +78,7 @@ class AdapterRegistry:
     lenient           ignore unknown fields of adapter_config.json instead of raising an error
     describe          reads configs and weights' headers
     draft             the trained draft in use, for which adapters may have a LoRA; None: without a draft
+    base              the base's checkpoint, for adapters that change rows of its embedding; None: random weights
     lora, draft_lora  shapes of the stacks, once allocated; adapters that do not fit are rejected
     """
 
@@ -92,9 +93,11 @@ class AdapterRegistry:
         lenient: bool = False,
         describe: Describe = describe_adapter,
         draft: EagleConfig | None = None,
+        base: Path | None = None,
     ) -> None:
         self.config = config
         self.draft = draft
+        self._base = base
         self.max_rank = max_rank
         self.allowed_roots: tuple[Path, ...] | None = None
         if allowed_roots is not None:
@@ -205,7 +208,7 @@ class AdapterRegistry:
 
         def load(path: Path, config: LlamaConfig, max_rank: int) -> Adapter:
             find_hash = None if cache is None else cache.find_hash
-            loaded = load_adapter(path, config, max_rank, self._lenient, find_hash, roots, self._describe)
+            loaded = load_adapter(path, config, max_rank, self._lenient, find_hash, roots, self._describe, self._base)
             if cache is not None and loaded.tensors:
                 cache.save_hash_later(loaded)
             return loaded

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...compiler.options import CompileOptions, OptionError, check_choices, describe, documented, option
-from ...graphs.families import ATTENTION_MODULES, MLP_MODULES, PACKED_MODULES
+from ...graphs.families import ATTENTION_MODULES, MLP_MODULES, PACKED_MODULES, VOCABULARY_TARGETS
 from ..api.checks import MAX_DRAFTS, is_speculation, plain
 from ..quantization.defaults import AUTO, OFF
 
@@ -20,7 +20,7 @@ DEFAULT_MAX_LORAS = 8
 MAX_ADAPTER_SLOTS = 256
 MAX_RANK = 512
 PROJECTIONS = ATTENTION_MODULES + MLP_MODULES
-TARGET_NAMES = (*PROJECTIONS, *PACKED_MODULES, "all")
+TARGET_NAMES = (*PROJECTIONS, *PACKED_MODULES, *VOCABULARY_TARGETS, "all")
 
 
 @documented
@@ -168,7 +168,7 @@ def target_modules(value: Any) -> tuple[str, ...] | None:
     if not isinstance(names, Sequence) or not names or any(name not in TARGET_NAMES for name in names):
         raise OptionError(f"lora_target_modules={value!r} must be 'all' or some of {', '.join(TARGET_NAMES[:-1])}")
     if "all" in names:
-        return PROJECTIONS
+        names = (*PROJECTIONS, *(name for name in names if name in VOCABULARY_TARGETS))
     return tuple(projection for name in names for projection in PACKED_MODULES.get(name, (name,)))
 
 

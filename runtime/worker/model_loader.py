@@ -208,7 +208,7 @@ def load_model(
     )
     check_layers(compiler_options, config.num_hidden_layers)
     sizes = resolve_sizes(engine, config.max_position_embeddings, options.device, config.usual_context)
-    registry = make_registry(config, engine, describe)
+    registry = make_registry(config, engine, describe, weights)
     reads = registry.add_all(adapters)
     for _ in progress(reads, "reading adapters", "adapter", engine.show_progress, total=len(adapters)):
         pass
