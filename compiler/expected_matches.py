@@ -8,6 +8,7 @@ from .options import CompileOptions
 from .program.layers import LAYER
 
 _LORA = re.compile(r"lora_a\b|lora_a[._]", re.IGNORECASE)
+_PART = re.compile(r"\.lora_(gain|shift)$")
 _PROJECTION = re.compile(r"(qkv|gate_up|q|k|v|o|gate|up|down)_proj")
 _BIAS = re.compile(r"bias\b|bias_?$")
 _HEAD_NORM = re.compile(r"(q|k)_norm")
@@ -25,7 +26,7 @@ class ModelShape:
     layers       decoder layers
     lora_linears projections with LoRA; packed_lora: their number after q/k/v and gate/up are packed
     paged        attention reads a paged cache (our Llama), not ATen's attention (transformers)
-    biases       projections with a bias
+    biases       projections with a bias, less those in which the module itself adds it to a `lora_adjust`
     head_norms   norms of the heads of q and k
     packed       the module itself packs q/k/v and gate/up (transformers' Phi-3)
     unrotated    layers without RoPE
@@ -62,6 +63,7 @@ def model_shape(names: Iterable[str], paged: bool, negations: int = 0) -> ModelS
     projections: set[str] = set()
     adapted: set[tuple[str, str]] = set()
     biases: set[tuple[str, str]] = set()
+    adjusted: set[tuple[str, str]] = set()
     head_norms: set[tuple[str, str]] = set()
     for name in names:
         layer = LAYER.search(name)
@@ -70,7 +72,9 @@ def model_shape(names: Iterable[str], paged: bool, negations: int = 0) -> ModelS
         layers.add(layer[1])
         projection = _PROJECTION.search(name)
         projections.update(projection.groups() if projection is not None else ())
-        if projection is not None and _LORA.search(name):
+        if projection is not None and _PART.search(name):
+            adjusted.add((layer[1], projection[1]))
+        elif projection is not None and _LORA.search(name):
             adapted.add((layer[1], projection[1]))
         elif projection is not None and _BIAS.search(name):
             biases.add((layer[1], projection[1]))
@@ -79,7 +83,7 @@ def model_shape(names: Iterable[str], paged: bool, negations: int = 0) -> ModelS
             head_norms.add((layer[1], head_norm[1]))
     packed = {(layer, _PACKED_WITH.get(projection, projection)) for layer, projection in adapted}
     stored = sum(name.endswith(".weight_scale") for name in names)
-    counts = len(layers), len(adapted), len(packed), paged, len(biases), len(head_norms)
+    counts = len(layers), len(adapted), len(packed), paged, len(biases - adjusted), len(head_norms)
     unrotated = len(layers) - negations // 2 if 0 < negations < 2 * len(layers) else 0
     more = [any(module in name and _LORA.search(name) for name in names) for module in ("lm_head", "embed_tokens")]
     return ModelShape(*counts, "qkv" in projections, unrotated, stored, *more) if layers else None

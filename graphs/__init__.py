@@ -25,9 +25,10 @@ adapter_vocabulary  an adapter's whole matrices and trained tokens of the embedd
 adapter_file        an adapter's .safetensors file, read once and whole
 peft_patterns       PEFT's matching of module names, in linear time
 vocabulary_rows     changed rows of the embedding and the output head as low-rank updates
+dora                parts of adapters that depend on the base's weights: gains of DoRA, shifts of biases
 lora_stacks         an adapter as one slot of the stacks that the graph reads
 
 draft/              trained drafts: EAGLE-3 heads
 
-A module imports modules of its own group and of the groups above it. Only `lora_stacks` imports `adapter`.
+A module imports modules of its own group and of the groups above it. Only `dora` and `lora_stacks` import `adapter`.
 """

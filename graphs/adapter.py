@@ -3,7 +3,7 @@
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Protocol
@@ -46,6 +46,9 @@ class Adapter:
     differences   contradictions between the tensors and adapter_config.json (the tensors are served)
     source        sha256 (hex) of everything that was read: same source, same content_hash
     draft         its adapter for a trained draft; it changes no output, but the content_hash includes it
+    kinds         its parts besides LoRA, of ADAPTER_PARTS
+    parts         module -> kind -> tensor, fp32, with the graph's head layout; the kinds of PART_OF, and after
+                  `dora.resolved` the stacks of PROJECTION_STACKS
     """
 
     rank: int
@@ -56,11 +59,20 @@ class Adapter:
     differences: tuple[str, ...] = ()
     source: str = ""
     draft: "Adapter | None" = None
+    kinds: tuple[str, ...] = ()
+    parts: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all A and B as stored."""
-        return sum(tensor.nbytes for pair in self.tensors.values() for tensor in pair)
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for each in self.tensors.values() for tensor in each) + sum(
+            tensor.nbytes for each in self.parts.values() for tensor in each.values()
+        )
+
+    @property
+    def bare(self) -> "Adapter":
+        """The adapter without tensors."""
+        return replace(self, tensors={}, parts={}, draft=None if self.draft is None else self.draft.bare)
 
 
 def load_adapter(
@@ -99,6 +111,7 @@ def load_adapter(
                 f"{ranks[module]}, above the limit of {max_rank}: start with max_lora_rank={ranks[module]}"
             )
     tensors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    parts: dict[str, dict[str, torch.Tensor]] = {}
     content_hash = recall(source) if recall is not None else None
     if content_hash is None:
         file.check_values()
@@ -114,16 +127,22 @@ def load_adapter(
                 a = torch.cat((a, lora_a.float()))
                 b = torch.cat((b, lora_b.float() * found.scaling[module]), 1)
             tensors[module] = a, b
+        for module, names in found.parts.items():
+            vectors = {kind: _vector(file, module, kind, name) for kind, name in names.items()}
+            for part, row, end in config.parts_of(module):
+                parts[part] = {kind: arranged(config, part, "bias", value[row:end]) for kind, value in vectors.items()}
     for difference in found.differences:
         _log.warning("adapter %r: %s", directory.name, difference)
     return Adapter(
         rank=max(ranks.values()),
         scaling={part: scale for module, scale in scaling.items() for part, *_ in config.parts_of(module)},
         tensors=tensors,
-        targets=_targets(config, ranks),
+        targets=_targets(config, (*ranks, *found.parts)),
         content_hash=content_hash,
         differences=found.differences,
         source=source,
+        kinds=found.kinds,
+        parts=parts,
     )
 
 
@@ -133,18 +152,30 @@ def _targets(config: LlamaConfig, modules: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in (*config.projections, *VOCABULARY_TARGETS) if name in names)
 
 
+def _vector(file: AdapterFile, module: str, kind: str, name: str) -> torch.Tensor:
+    """Return a part's tensor [N] in fp32. Raises AdapterError for a magnitude that is not positive."""
+    value = file.tensor(name).float()
+    if kind == "magnitude" and not bool((value > 0).all()):
+        row = int((value <= 0).nonzero()[0])
+        raise AdapterError(
+            f"{WEIGHTS}: {module} has the magnitude {value[row]:g} in row {row} of its lora_magnitude_vector, expected "
+            "values above 0: training diverged; use an earlier checkpoint of the adapter"
+        )
+    return value
+
+
 def _content_hash(file: AdapterFile, found: Description, rows: Mapping[str, ChangedRows]) -> str:
     """Return a sha256 (hex) over the modules' digests; several threads compute these."""
 
     def digest(module: str) -> bytes:
-        digest = hashlib.sha256(f"{module} {found.scaling[module]!r}\n".encode())
-        for name in found.pairs[module]:
+        digest = hashlib.sha256(f"{module} {found.scaling.get(module)!r}\n".encode())
+        for name in found.names_of(module):
             place = found.layout.places[name]
             digest.update(f"{FLOATING[place.dtype]} {list(place.shape)}\n".encode())
             digest.update(file.data(name).data)
         return digest.digest()
 
-    modules = list(found.pairs)
+    modules = found.modules
     parts = [modules[first : first + MODULES_AT_ONCE] for first in range(0, len(modules), MODULES_AT_ONCE)]
     digests = chain.from_iterable(readers().map(lambda part: [digest(module) for module in part], parts))
     changes = (module.encode() + changed.digest for module, changed in rows.items())

@@ -32,13 +32,11 @@ _HARMLESS = _words(
 _HONOURED = _words(
     """
     r lora_alpha use_rslora rank_pattern alpha_pattern target_modules exclude_modules layers_to_transform
-    layers_pattern bias init_lora_weights task_type modules_to_save trainable_token_indices
+    layers_pattern bias init_lora_weights task_type modules_to_save trainable_token_indices use_dora lora_bias
     """
 )
 _MERGE = "merge the adapter into its base (merge_and_unload) and serve that, or train plain LoRA"
 _REFUSED = {
-    "use_dora": f"DoRA is not supported: {_MERGE}",
-    "lora_bias": f"a bias in lora_B is not supported: train with lora_bias=False, or {_MERGE}",
     "layer_replication": "replicated layers are not supported: apply the replication to the base checkpoint and "
     "train on that",
     "fan_in_fan_out": "transposed weights (Conv1D) do not occur in Llama: train with fan_in_fan_out=False",
@@ -55,7 +53,7 @@ _REFUSED = {
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal")
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _INITS = (*_CHANGED_BASE, *(f"pissa_niter_{count}" for count in range(1, 65)), "mica", "true", "True")
-_BIASES = ("all", "lora_only")
+_BIASES = ("none", "all", "lora_only")
 _TASKS = ("SEQ_CLS", "SEQ_2_SEQ_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION")
 _PEFT_TYPES = _words(
     """
@@ -87,6 +85,8 @@ class AdapterConfig:
     bias: str = field(default="none", repr=False)
     modules_to_save: tuple[str, ...] = field(default=(), repr=False)
     trainable_token_indices: dict[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
+    use_dora: bool = field(default=False, repr=False)
+    lora_bias: bool = field(default=False, repr=False)
     _patterns: PeftPatterns = field(default_factory=PeftPatterns, repr=False, compare=False)
 
     @classmethod
@@ -129,6 +129,8 @@ class AdapterConfig:
             bias=fields.get("bias", "none"),
             modules_to_save=_saved_modules(fields),
             trainable_token_indices=_trained_tokens(fields.get("trainable_token_indices")),
+            use_dora=_typed(fields, "use_dora", bool, False),
+            lora_bias=_typed(fields, "lora_bias", bool, False),
         )
 
     @property
@@ -157,24 +159,6 @@ class AdapterConfig:
         except PatternError as problem:
             raise AdapterError(f"{CONFIG}: target_modules, exclude_modules or layers_pattern: {problem}") from None
 
-    def check_biases(self, biased: Sequence[str]) -> None:
-        """Raise AdapterError if training changed a bias of the base; `biased`: modules of the base with a bias.
-
-        LoRA alone would not reproduce the trained model, so the adapter is refused even if its file has no biases.
-        """
-        if self.bias == "none":
-            return
-        try:
-            trained = [module for module in biased if self.targets_module(module)]
-        except LookAroundError:
-            trained = list(biased)
-        if trained:
-            names = ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in trained))
-            raise AdapterError(
-                f"{CONFIG}: bias='{self.bias}' trained the biases of {names} too, which an adapter cannot change here: "
-                "merge the adapter into its base (merge_and_unload) and serve that, or train with bias='none'"
-            )
-
     def _pattern(self, patterns: Mapping[str, Any], name: str, module: str, default: Any) -> Any:
         try:
             return self._patterns.first_match(patterns, module, default)
@@ -185,10 +169,10 @@ class AdapterConfig:
 def _check_choices(fields: Mapping[str, Any]) -> None:
     """Raise AdapterError for values of bias, init_lora_weights and task_type that change the computation."""
     bias = fields.get("bias", "none")
-    if bias not in ("none", "lora_only"):  # lora_only trains biases of the targets; `check_biases` checks these
-        raise AdapterError(
-            f"{CONFIG}: bias = {value_of(bias, _BIASES)} is not supported: train with bias='none', or {_MERGE}"
-        )
+    if bias not in _BIASES:
+        raise AdapterError(f"{CONFIG}: bias = {value_of(bias)} must be one of {', '.join(_BIASES)}: {_AGAIN}")
+    if fields.get("use_dora") is True and fields.get("lora_bias") is True:
+        raise AdapterError(f"{CONFIG}: use_dora and lora_bias are both set, which PEFT does not define: train with one")
     init = fields.get("init_lora_weights", True)
     if isinstance(init, str) and init.startswith(_CHANGED_BASE):
         raise AdapterError(

@@ -51,7 +51,12 @@ class VocabularyTensors(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
     def __len__(self) -> int:
         """Return the number of tensors."""
-        return len(self.copies) + len(self.tokens)
+        return len(self.names)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the tensors."""
+        return [*self.copies, *(tokens.tensor for tokens in self.tokens.values())]
 
     def check(self, layout: Layout, config: LlamaConfig) -> None:
         """Raise ValueError unless the tensors fit the base and the file. AdapterError says what does not fit."""
@@ -63,7 +68,7 @@ class VocabularyTensors(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
             if module not in config.vocabulary_modules or tokens.tensor not in layout.places:
                 raise ValueError("a module or tensor that does not exist")
             _check_tokens(layout, module, tokens, config)
-        if not all(map(layout.is_inside_file, (*self.copies, *(each.tensor for each in self.tokens.values())))):
+        if not all(map(layout.is_inside_file, self.names)):
             raise ValueError("a tensor outside of the file")
 
 

@@ -232,6 +232,10 @@ class LlamaConfig:
         """Full names of the embedding and the output head, which adapters may change."""
         return VOCABULARY_MODULES
 
+    def biased_modules(self) -> set[str]:
+        """Return the full names of the stored modules with a bias."""
+        return {module for module in self.stored_modules() if module.rpartition(".")[2] in self.biases}
+
     def parts_of(self, module: str) -> list[tuple[str, int, int]]:
         """Return (full name, first row, end row) of each projection in a stored module: three for `...qkv_proj`."""
         parent, dot, name = module.rpartition(".")

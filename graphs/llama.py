@@ -4,6 +4,7 @@ The compiler captures the module; eager runs with the reference ops check the co
 sequences share one dimension T; keys and values are in a paged cache.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -253,7 +254,7 @@ class Llama(nn.Module):
         self.dtype: torch.dtype = dtype if dtype is not None else getattr(torch, config.dtype)
         place = torch.device(device) if device is not None else None
         self.model = Decoder(config, lora, self.dtype, place, features)
-        stacks = lora if lora is not None and "lm_head" in lora.targets else None
+        stacks = replace(lora, parts=()) if lora is not None and "lm_head" in lora.targets else None
         self.lm_head: LoRALinear | None = None  # tied: the embedding is used twice
         if not config.tie_word_embeddings or stacks is not None:
             self.lm_head = LoRALinear(config.hidden_size, config.vocab_size, stacks, self.dtype, place)

@@ -20,6 +20,7 @@ from .sizes import Spec, SpecializeError, bucket_inputs, placeholders
 
 META = torch.device("meta")
 LORA_OPS = frozenset({"lora", "lora_plan", "lora_shrink", "lora_expand"})
+PART_OPS = {"lora_adjust": "y"}  # ops of adapters' parts besides LoRA -> the operand that they return changed
 SUMS = frozenset({aten.add.Tensor, aten.add_.Tensor, operator.add})
 # ops with a zero result for a zero delta
 ZERO_PRESERVING = (
@@ -39,8 +40,9 @@ def specialize(
 
     `sizes`: a bucket, or placeholder name -> (shape, dtype), example tensor or integer. `decode` (default: the
     bucket's): set attention's decode flag and remove the identity selection of logits rows, as also in steps with
-    drafts. `lora=False` (default: the bucket's, else True): remove LoRA ops. `size_independent`: in every bucket LoRA's
-    shrinks compute one plane and queries are not quantized. Raises SpecializeError with the node that can't be static.
+    drafts. `lora=False` (default: the bucket's, else True): remove LoRA ops and those of adapters' parts; the latter
+    also for a bucket without `parts`. `size_independent`: in every bucket LoRA's shrinks compute one plane and queries
+    are not quantized. Raises SpecializeError with the node that can't be static.
     """
     bucket = sizes if isinstance(sizes, Bucket) else None
     specs = bucket_inputs(graph_module, sizes) if isinstance(sizes, Bucket) else dict(sizes)
@@ -48,6 +50,8 @@ def specialize(
     lora = lora if lora is not None else bucket is None or bucket.lora
     graph = fx.Graph()
     graph.output(graph.graph_copy(graph_module.graph, {}))
+    if not lora or (bucket is not None and not bucket.parts):
+        erase_parts(graph)
     if not lora:
         erase_lora(graph)
     if decode:
@@ -85,6 +89,15 @@ def is_own(node: fx.Node) -> bool:
 def own_name(node: fx.Node) -> str:
     """Return `rms_norm` for a call of sidestream::rms_norm, else ""."""
     return op_name(node).removeprefix(f"{NAMESPACE}.") if is_own(node) else ""
+
+
+def erase_parts(graph: fx.Graph) -> None:
+    """Remove the ops of adapters' parts: readers read the value that they would have changed."""
+    for node in list(graph.nodes):
+        operand = PART_OPS.get(own_name(node))
+        if operand is not None:
+            node.replace_all_uses_with(getattr(bind(node), operand))
+            graph.erase_node(node)
 
 
 def erase_lora(graph: fx.Graph) -> None:

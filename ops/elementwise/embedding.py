@@ -25,8 +25,9 @@ def reference(
     """Return the rows [T, H] of weight [V, H] for input_ids [T] int32 or int64.
 
     With lora_a [S, V, R], lora_b [S, H, R] and adapter_index [T] int32 (-1 = no adapter) a token's row is
-    weight[id] + lora_b[slot] @ lora_a[slot, id], in fp32 and rounded once. `stream_dtype`: return a
-    residual stream of that dtype; fp16 of a bf16 weight is scaled (`core/dtypes.py`). An id outside 0..V-1 raises an error here and gives zeros on the GPU.
+    weight[id] + lora_b[slot] @ lora_a[slot, id], in fp32 and rounded once. `stream_dtype`: return a residual stream of
+    that dtype; fp16 of a bf16 weight is scaled (`core/dtypes.py`). An id outside 0..V-1 raises an error here and gives
+    zeros on the GPU.
     """
     rows = torch.nn.functional.embedding(input_ids, weight)
     if lora_a is not None and lora_b is not None and adapter_index is not None:

@@ -5,6 +5,7 @@ describer          parse configs and headers of adapters in a child process (des
 lora_requests      vLLM's LoRARequests -> adapter names
 remote_adapter     copy adapters from addresses that fsspec reads
 adapter_limits     number of slots, LoRA rank and target projections of an engine
+base_weights       the base's weights, on which parts of adapters depend (DoRA, trained biases)
 packing            an adapter's tensors -> the layout of its slot
 host_store         cache of packed adapters in host memory
 host_memory        page-locked blocks of host memory

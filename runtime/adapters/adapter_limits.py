@@ -48,13 +48,13 @@ def num_slots(options: EngineOptions, num_adapters: int) -> int:
 
 def lora_shape(registry: AdapterRegistry, slots: int, options: EngineOptions) -> LoraShape | None:
     """Return the stacks' shape. Raises OptionError for a registered adapter that does not fit."""
-    rank, targets = options.max_lora_rank, options.lora_targets
+    rank, targets, parts = options.max_lora_rank, options.lora_targets, options.lora_parts
     for name, number in registry.numbers.items():
         try:
-            lora_shape_for([registry.by_number(number).adapter], slots, rank, targets)
+            lora_shape_for([registry.by_number(number).adapter], slots, rank, targets, parts)
         except ValueError as error:
             raise OptionError(f"adapter {name!r}: {error}") from None
-    return lora_shape_for(registry.adapters, slots, rank, targets)
+    return lora_shape_for(registry.adapters, slots, rank, targets, parts)
 
 
 def draft_lora_shape(registry: AdapterRegistry, slots: int, max_lora_rank: int | None) -> LoraShape | None:
@@ -72,8 +72,8 @@ def readable_adapters(
     describe: Describe,
     base: Path | None,
 ) -> tuple[dict[str, str | Path], dict[str, Exception]]:
-    """Return (adapters that can be served, errors of the others). `options` must set `max_loras`, `max_lora_rank` and
-    `lora_target_modules`.
+    """Return (adapters that can be served, errors of the others). `options` must set `max_loras`, `max_lora_rank`,
+    `lora_target_modules` and `lora_parts`.
     """
     registry = make_registry(config, replace(options, max_cpu_loras=1), describe, base)
     registry.lora = lora_shape(registry, options.max_loras or 1, options)

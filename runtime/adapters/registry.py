@@ -220,9 +220,11 @@ class AdapterRegistry:
             draft = load(directory / LORA_DIRECTORY, self.draft, self.max_rank)
         except AdapterError as error:
             raise AdapterError(f"its LoRA of the draft: {error}") from None
+        if draft.kinds:
+            raise AdapterError("its LoRA of the draft has magnitudes (DoRA) or biases: train plain LoRA for the draft")
         both = hashlib.sha256(f"{adapter.content_hash} {draft.content_hash}".encode()).hexdigest()
         if not (adapter.tensors and draft.tensors):  # all tensors or none
-            adapter, draft = replace(adapter, tensors={}), replace(draft, tensors={})
+            adapter, draft = adapter.bare, draft.bare
         return replace(adapter, content_hash=both, draft=draft)
 
     def _register(
@@ -233,11 +235,9 @@ class AdapterRegistry:
             self._check_capacity(name, replace_name)
             if self.numbers.get(name) != previous:
                 raise RequestError(f"adapter {name!r} was removed or replaced meanwhile; load it again")
-            draft = None if adapter.draft is None else replace(adapter.draft, tensors={})
-            bare = replace(adapter, tensors={}, draft=draft)
             number = self._next_number
             self._next_number += 1
-            registered = RegisteredAdapter(number, name, directory, bare, self.allowed_roots, chat)
+            registered = RegisteredAdapter(number, name, directory, adapter.bare, self.allowed_roots, chat)
             self._by_number[number] = registered
             if len(self._unread) < self._keep:
                 self._unread[number] = adapter

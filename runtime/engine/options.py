@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...compiler.options import CompileOptions, OptionError, check_choices, describe, documented, option
-from ...graphs.families import ATTENTION_MODULES, MLP_MODULES, PACKED_MODULES, VOCABULARY_TARGETS
+from ...graphs.families import (
+    ADAPTER_PARTS,
+    ATTENTION_MODULES,
+    MLP_MODULES,
+    PACKED_MODULES,
+    VOCABULARY_TARGETS,
+)
 from ..api.checks import MAX_DRAFTS, is_speculation, plain
 from ..quantization.defaults import AUTO, OFF
 
@@ -90,6 +96,12 @@ class EngineOptions:
         unset="those of the adapters at the start; without adapters all",
         more="one of q, k and v includes all three, and one of gate and up includes both",
     )
+    lora_parts: Any = option(
+        None,
+        "what adapters may have besides LoRA: dora (magnitudes) and bias (trained biases, and biases of B)",
+        unset="those of the adapters at the start",
+        more="steps without such adapters take no longer",
+    )
     max_cpu_loras: int = option(64, "maximum number of adapters in host memory", range=(1, 1 << 16))
     lora_lenient: bool = option(False, "ignore unknown fields of an adapter's adapter_config.json")
     num_kv_pages: int | None = option(None, "KV pages of 64 tokens", unset="as many as fit", range=(1, 1 << 24))
@@ -126,6 +138,7 @@ class EngineOptions:
         check_choices(self)
         check_speculation(self.speculation)
         target_modules(self.lora_target_modules)
+        object.__setattr__(self, "lora_parts", adapter_parts(self.lora_parts))
         if not isinstance(self.generation_config, (str, Path)):
             raise OptionError(f"generation_config={self.generation_config!r} must be 'auto', 'vllm' or a directory")
         for each in fields(self):
@@ -170,6 +183,16 @@ def target_modules(value: Any) -> tuple[str, ...] | None:
     if "all" in names:
         names = (*PROJECTIONS, *(name for name in names if name in VOCABULARY_TARGETS))
     return tuple(projection for name in names for projection in PACKED_MODULES.get(name, (name,)))
+
+
+def adapter_parts(value: Any) -> tuple[str, ...] | None:
+    """Return the parts that `lora_parts` names; None for None. Raises OptionError for others."""
+    if value is None:
+        return None
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, Sequence) or any(name not in ADAPTER_PARTS for name in names):
+        raise OptionError(f"lora_parts={value!r} must be some of {', '.join(ADAPTER_PARTS)}, or [] for none")
+    return tuple(names)
 
 
 def check_speculation(value: Any) -> None:

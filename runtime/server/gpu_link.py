@@ -55,7 +55,8 @@ class Ready(Notice, frozen=True, tag="ready"):
     """GPU -> batcher: plans are accepted; the engine's sizes.
 
     masks                     path of its `SharedMasks`; "" if there are none
-    lora_rank, lora_targets   limits for adapters that are loaded later
+    lora_rank, lora_targets, lora_parts
+                              limits for adapters that are loaded later
     left_out                  adapters that could not be read at a restart: name -> error for clients
     """
 
@@ -78,6 +79,7 @@ class Ready(Notice, frozen=True, tag="ready"):
     masks: str = ""
     lora_rank: int = 0
     lora_targets: list[str] = []
+    lora_parts: list[str] = []
     left_out: dict[str, str] = {}
 
 

@@ -91,6 +91,7 @@ class ServedModel:
             longest_step=model.longest_step,
             lora_rank=0 if model.registry.lora is None else model.registry.lora.rank,
             lora_targets=[] if model.registry.lora is None else list(model.registry.lora.targets),
+            lora_parts=[] if model.registry.lora is None else list(model.registry.lora.parts),
             left_out={name: _log_left_out(problem, name) for name, problem in refused.items()},
         )
 

@@ -168,7 +168,8 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"velora_config": {"scale": 1.0}}, "velora_config"),
     ({"monteclora_config": {"num_samples": 1}}, "monteclora_config"),
     ({"kasa_config": {"x": 1}}, "kasa_config"),
-    ({"bias": "all"}, "bias = 'all'"),
+    ({"bias": "most"}, "bias = "),
+    ({"use_dora": True, "lora_bias": True}, "use_dora and lora_bias"),
     ({"init_lora_weights": "pissa"}, "'pissa'"),
     ({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4'"),
     ({"init_lora_weights": "olora"}, "'olora'"),
@@ -239,8 +240,8 @@ TENSORS: list[tuple[dict[str, torch.Tensor | None], tuple[str, ...]]] = [
     ({KEY.format("A"): torch.zeros(8, 128, dtype=torch.int8)}, (KEY.format("A"), "I8")),
     ({f"base_model.model.{Q0}.lora_A.default.weight": torch.zeros(8, 128)}, ("both lora_A", Q0)),
     ({f"{Q0}.lora_A.weight": torch.zeros(8, 128)}, ("both lora_A", Q0)),
-    ({f"base_model.model.{Q0}.lora_magnitude_vector": torch.zeros(256)}, ("DoRA", "lora_magnitude_vector")),
-    ({f"base_model.model.{Q0}.lora_B.bias": torch.zeros(256)}, ("LoRA bias",)),
+    ({f"base_model.model.{Q0}.lora_magnitude_vector": torch.zeros(256)}, ("use_dora = False", "lora_magnitude_vector")),
+    ({f"base_model.model.{Q0}.lora_B.bias": torch.zeros(256)}, ("lora_bias = False", "lora_B.bias")),
     ({"base_model.model.lm_head.lora_A.weight": torch.zeros(8, 128)}, ("lm_head has lora_A but no lora_B",)),
     ({"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(8, 320)}, ("embed_tokens has lora_A",)),
     ({"base_model.model.lm_head.weight": torch.zeros(320, 128)}, ("random weights", "load_format='dummy'")),
@@ -270,7 +271,8 @@ def test_rank_above_the_limit(base: TinyBase, adapter: Path) -> None:
 
 
 def test_dora_from_peft_itself(base: TinyBase) -> None:
-    refused(base, tiny_adapters(base, [AdapterSpec(extra={"use_dora": True})])[0], "use_dora")
+    (path,) = tiny_adapters(base, [AdapterSpec(extra={"use_dora": True})])
+    assert load(base, path).kinds == ("dora",)
 
 
 def test_adapter_of_a_larger_model(base: TinyBase, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from sidestream.graphs.adapter import Adapter, load_adapter
 from sidestream.graphs.checkpoint import Checkpoint, checkpoint_config, load_weights
+from sidestream.graphs.dora import resolved
 from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora_stacks import fill_slot, lora_shape_for, slot_tensors
 from sidestream.ops.core.kv_layout import PAGE_SIZE, kv_cache_shape
@@ -40,7 +41,7 @@ def plain_model(
     load_weights(model, checkpoint)
     for slot, adapter in enumerate(adapters):
         assert lora is not None
-        fill_slot(model, slot, slot_tensors(adapter, config, lora, dtype))
+        fill_slot(model, slot, slot_tensors(resolved(adapter, checkpoint.tensor), config, lora, dtype))
     return model, adapters
 
 

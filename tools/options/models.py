@@ -201,20 +201,20 @@ def lora_shape(options: argparse.Namespace, config: Any) -> Any:
     from ...graphs.lora import RANK_MULTIPLE
     from ...graphs.lora_stacks import lora_shape_for
 
-    targets = target_modules(options.lora_target_modules)
+    targets, parts = target_modules(options.lora_target_modules), options.lora_parts
     adapters = [
         load_adapter(path, config, options.max_lora_rank or HIGHEST_RANK, options.lora_lenient)
         for path in adapters_of(options).values()
     ]
     if adapters:
-        return lora_shape_for(adapters, options.max_loras or len(adapters), options.max_lora_rank, targets)
+        return lora_shape_for(adapters, options.max_loras or len(adapters), options.max_lora_rank, targets, parts)
     if not options.max_loras:
         if options.max_lora_rank:
             raise ValueError(
                 "--max-lora-rank without adapters: add --max-loras N, or name adapters with --lora-modules NAME=DIR"
             )
         return None
-    return lora_shape_for([], options.max_loras, options.max_lora_rank or RANK_MULTIPLE, targets)
+    return lora_shape_for([], options.max_loras, options.max_lora_rank or RANK_MULTIPLE, targets, parts)
 
 
 def load_model(options: argparse.Namespace, directory: Path, dtype: Any) -> Any:
@@ -223,6 +223,7 @@ def load_model(options: argparse.Namespace, directory: Path, dtype: Any) -> Any:
 
     from ...graphs.adapter import load_adapter
     from ...graphs.checkpoint import Checkpoint, checkpoint_config, load_weights
+    from ...graphs.dora import resolved
     from ...graphs.llama import Llama
     from ...graphs.lora_stacks import fill_slot, slot_tensors
     from ...runtime.worker.cpu_threads import limit_cpu_threads
@@ -236,16 +237,8 @@ def load_model(options: argparse.Namespace, directory: Path, dtype: Any) -> Any:
     load_weights(model, checkpoint)
     for slot, path in enumerate(adapters_of(options).values()):
         if lora is not None:
-            fill_slot(
-                model,
-                slot,
-                slot_tensors(
-                    load_adapter(path, config, options.max_lora_rank or HIGHEST_RANK, options.lora_lenient),
-                    config,
-                    lora,
-                    dtype,
-                ),
-            )
+            adapter = load_adapter(path, config, options.max_lora_rank or HIGHEST_RANK, options.lora_lenient)
+            fill_slot(model, slot, slot_tensors(resolved(adapter, checkpoint.tensor), config, lora, dtype))
     return model
 
 
