@@ -70,6 +70,11 @@ class Adapter:
         )
 
     @property
+    def needs_parts(self) -> bool:
+        """Whether its steps run programs with parts: for `kinds`, and for LoRA on the embedding or the output head."""
+        return bool(self.kinds or set(self.targets) & set(VOCABULARY_TARGETS))
+
+    @property
     def bare(self) -> "Adapter":
         """The adapter without tensors."""
         return replace(self, tensors={}, parts={}, draft=None if self.draft is None else self.draft.bare)

@@ -55,6 +55,11 @@ class LoraShape:
         return {name: value for name, value in asdict(self).items() if name != "parts" or value}
 
     @property
+    def varies(self) -> bool:
+        """Whether programs are compiled with and without `parts` and LoRA on the embedding and the output head."""
+        return bool(self.parts or set(self.targets) & set(VOCABULARY_TARGETS))
+
+    @property
     def stacks(self) -> tuple[str, ...]:
         """Names of the stacks of each target: lora_a, lora_b, and those of the parts."""
         return ("lora_a", "lora_b", *(PROJECTION_STACKS[part] for part in self.parts if part in PROJECTION_STACKS))

@@ -280,7 +280,7 @@ def _build(
             lora is not None,
             rounded=device.type == "cpu",
             drafts=max_drafts(engine.speculation),
-            parts=lora is not None and bool(lora.parts),
+            parts=lora is not None and lora.varies,
         )
         largest = compiled.program(buckets.largest())
         draft = None
