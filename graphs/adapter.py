@@ -17,7 +17,7 @@ from .config import LlamaConfig
 from .families import VOCABULARY_TARGETS
 from .head_layout import arranged
 from .safetensors_file import FLOATING
-from .vocabulary_rows import ChangedRows, changed_rows
+from .vocabulary_rows import ChangedRows, changed_rows, remedy
 
 MODULES_AT_ONCE = 14
 _log = logging.getLogger("sidestream")
@@ -113,7 +113,7 @@ def load_adapter(
         if ranks[module] > max_rank:
             raise AdapterError(
                 f"{module} has LoRA and {len(changed.ids)} rows that differ from the base's, which together need rank "
-                f"{ranks[module]}, above the limit of {max_rank}: start with max_lora_rank={ranks[module]}"
+                f"{ranks[module]}, above the limit of {max_rank}: {remedy(ranks[module])}"
             )
     tensors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     parts: dict[str, dict[str, torch.Tensor]] = {}

@@ -66,7 +66,8 @@ MAX_CONFIG_BYTES = 256 << 10
 """A config with one rank per module of a large model has 30 kB. The limit exists because json holds the GIL."""
 MAX_NAMES = 4096
 MAX_ALPHA = 1e6
-MAX_TRAINED_TOKENS = 1024
+MAX_TRAINED_TOKENS = 256
+"""Maximum trained tokens of a module, which need a rank each."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from .adapter_config import AdapterError
+from .adapter_config import MAX_TRAINED_TOKENS, AdapterError
 from .adapter_file import PIECE, AdapterFile
 from .adapter_vocabulary import VocabularyTensors
 from .checkpoint import EMBEDDING, HEAD, Checkpoint, CheckpointError
@@ -19,7 +19,7 @@ from .families import VOCABULARY_MODULES
 from .safetensors_file import LARGEST
 from .untrusted_files import name_of
 
-_MERGE = "merge the adapter into its base (merge_and_unload) and serve that"
+_MERGE = "merge the adapter into its base (merge_and_unload) and serve that, or train these tokens only"
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,11 @@ def changed_rows(
     return {module: _changed(module, changed, weights[module], max_rows) for module, changed in rows.items()}
 
 
+def remedy(rank: int) -> str:
+    """Return how to serve an adapter of a rank above the engine's."""
+    return f"start with max_lora_rank={rank}" if rank <= MAX_TRAINED_TOKENS else _MERGE
+
+
 def _differing(
     file: AdapterFile, name: str, module: str, weight: torch.Tensor, max_rows: int
 ) -> dict[int, torch.Tensor]:
@@ -102,9 +107,8 @@ def _differing(
             rows.update((first + row, piece[row].clone()) for row in different)
     if total > max_rows:
         raise AdapterError(
-            f"tensor {name_of(name)} differs from {module} of the base in {total} of {count} rows, and at most "
-            f"{max_rows} rows can be served (max_lora_rank): {_MERGE}, or train these tokens only "
-            "(trainable_token_indices)"
+            f"tensor {name_of(name)} differs from {module} of the base in {total} of {count} rows, each of which needs "
+            f"a rank, above the limit of {max_rows}: {remedy(total)}"
         )
     return rows
 
@@ -123,8 +127,8 @@ def _changed(module: str, rows: dict[int, torch.Tensor], weight: torch.Tensor, m
     """Return the rows in ascending order. Raises AdapterError for too many, and for values out of range."""
     if len(rows) > max_rows:
         raise AdapterError(
-            f"{module} has {len(rows)} trained tokens, which need that rank, above the limit of {max_rows}: start with "
-            f"max_lora_rank={len(rows)}"
+            f"{module} has {len(rows)} trained tokens, each of which needs a rank, above the limit of {max_rows}: "
+            f"{remedy(len(rows))}"
         )
     ids = torch.tensor(sorted(rows))
     values = torch.stack([rows[token].float() for token in ids.tolist()])

@@ -92,7 +92,7 @@ class EngineOptions:
     )
     lora_target_modules: Any = option(
         None,
-        "projections that adapters may change: names such as q_proj, or all",
+        "modules that adapters may change: names such as q_proj, all projections (all), embed_tokens or lm_head",
         unset="those of the adapters at the start; without adapters all",
         more="one of q, k and v includes all three, and one of gate and up includes both",
     )

@@ -87,7 +87,7 @@ BAD: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "token that is a bool": ("tokens", {"trainable_token_indices": [True, 3, 1]}, {}, "has True; it must list"),
     "token below zero": ("tokens", {"trainable_token_indices": [-1, 3, 1]}, {}, "has -1; it must list"),
     "token twice": ("tokens", {"trainable_token_indices": [3, 3, 1]}, {}, "has a token twice"),
-    "too many tokens": ("tokens", {"trainable_token_indices": [*range(2000)]}, {}, "2000 tokens; .* at most 1024"),
+    "too many tokens": ("tokens", {"trainable_token_indices": [*range(2000)]}, {}, "2000 tokens; .* at most 256"),
     "no list": ("tokens", {"trainable_token_indices": {"embed_tokens": "all"}}, {}, "has another string; it must"),
     "rows for other tokens": ("tokens", {"trainable_token_indices": [7, 3]}, {}, r"shape \[3, 128\], .* has 2 tokens"),
     "tokens of no module": ("tokens", {"trainable_token_indices": {"lm_head": [7, 3, 1]}}, {}, "does not list any"),
@@ -99,7 +99,7 @@ BAD: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         "saved head", {"modules_to_save": ["norm"]}, {}, "modules_to_save names 'norm': only embed_tokens and lm_head"
     ),
     "all rows trained": (
-        "both saved", {}, {HEAD: lambda rows: rows + 1}, r"differs from lm_head of the base in 320 of 320 rows, .* 64"
+        "both saved", {}, {HEAD: lambda rows: rows + 1}, r"differs from lm_head of the base in 320 of 320 rows, .* 64: merge"
     ),
     "NaN in a matrix": (
         "both saved", {}, {HEAD: lambda rows: rows.index_fill(0, torch.tensor([3]), torch.nan)},
@@ -142,6 +142,9 @@ def test_ranks_that_trained_rows_need(bases: dict[bool, TinyBase], tmp_path: Pat
     assert load(bases[False], both).rank == 6
     with pytest.raises(AdapterError, match=r"LoRA and 2 rows .* rank 6, above the limit of 4"):
         load(bases[False], both, max_rank=4)
+    few = trained(bases[False], tmp_path / "c", **KINDS["both saved"], rank_pattern={"q_proj": 2})
+    with pytest.raises(AdapterError, match=r"in 4 of 320 rows, .* limit of 3: start with max_lora_rank=4"):
+        load(bases[False], few, max_rank=3)
     torch.testing.assert_close(
         served(bases[False], both)[0], oracle_logits(bases[False], both, TOKENS), atol=1e-4, rtol=0
     )
