@@ -77,7 +77,12 @@ class Embedding(nn.Module):
     lora_b: torch.Tensor
 
     def __init__(
-        self, rows: int, size: int, lora: LoraShape | None, dtype: torch.dtype, device: torch.device | None
+        self,
+        rows: int,
+        size: int,
+        dtype: torch.dtype,
+        device: torch.device | None,
+        lora: LoraShape | None = None,
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, size, dtype=dtype, device=device), requires_grad=False)
@@ -86,7 +91,7 @@ class Embedding(nn.Module):
             self.register_buffer("lora_a", torch.zeros(lora.slots, rows, lora.rank, dtype=dtype, device=device))
             self.register_buffer("lora_b", torch.zeros(lora.slots, size, lora.rank, dtype=dtype, device=device))
 
-    def forward(self, input_ids: torch.Tensor, adapter_index: torch.Tensor) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, adapter_index: torch.Tensor | None = None) -> torch.Tensor:
         """Return the rows [T, H] of input_ids [T], for adapter_index [T] (the slot, -1 = no adapter)."""
         if not self.has_lora:
             return F.embedding(input_ids, self.weight)
@@ -204,7 +209,7 @@ class Decoder(nn.Module):
         self.features = features
         self.embedding_multiplier = config.embedding_multiplier
         self.logits_scaling = config.logits_scaling
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, lora, dtype, device)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, device, lora)
         layers = range(config.num_hidden_layers)
         self.layers = nn.ModuleList(DecoderLayer(config, layer, lora, dtype, device) for layer in layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
@@ -286,8 +291,9 @@ class Llama(nn.Module):
             input_ids, positions, slot_mapping, adapter_index, block_table, context_lens, query_start, kv_caches
         )
         hidden_states = hidden_states.index_select(0, logits_indices)
-        tied = self.lm_head is None or self.config.tie_word_embeddings
-        head = self.model.embed_tokens.weight if tied else self.lm_head.weight
+        head = self.model.embed_tokens.weight
+        if self.lm_head is not None and not self.config.tie_word_embeddings:
+            head = self.lm_head.weight
         logits = F.linear(hidden_states, head)
         if self.lm_head is not None and self.lm_head.has_lora:
             logits = logits + self.lm_head.delta(hidden_states, adapter_index.index_select(0, logits_indices))
