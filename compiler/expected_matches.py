@@ -31,6 +31,7 @@ class ModelShape:
     packed       the module itself packs q/k/v and gate/up (transformers' Phi-3)
     unrotated    layers without RoPE
     stored       projections stored in eight bits
+    lora_head, lora_embedding  the output head or the embedding has LoRA
     """
 
     layers: int
@@ -42,6 +43,8 @@ class ModelShape:
     packed: bool = False
     unrotated: int = 0
     stored: int = 0
+    lora_head: bool = False
+    lora_embedding: bool = False
 
     @property
     def mixed(self) -> bool:
@@ -82,7 +85,8 @@ def model_shape(names: Iterable[str], paged: bool, negations: int = 0) -> ModelS
     stored = sum(name.endswith(".weight_scale") for name in names)
     counts = len(layers), len(adapted), len(packed), paged, len(biases - adjusted), len(head_norms)
     unrotated = len(layers) - negations // 2 if 0 < negations < 2 * len(layers) else 0
-    return ModelShape(*counts, "qkv" in projections, unrotated, stored) if layers else None
+    more = [any(module in name and _LORA.search(name) for name in names) for module in ("lm_head", "embed_tokens")]
+    return ModelShape(*counts, "qkv" in projections, unrotated, stored, *more) if layers else None
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,7 @@ class Expectation:
 def _lora_branches(e: Expectation) -> int:
     if not e.on("lift_lora"):
         return 0
-    return e.shape.packed_lora if e.on("pack_projections") else e.shape.lora_linears
+    return (e.shape.packed_lora if e.on("pack_projections") else e.shape.lora_linears) + e.shape.lora_head
 
 
 def _linears(e: Expectation) -> int | None:
@@ -201,11 +205,11 @@ def _rounded(e: Expectation) -> int | None:
 COUNTS: dict[str, Callable[[Expectation], int | None]] = {
     "lift_stored_weights": lambda e: e.shape.stored,
     "lift_bias": lambda e: e.shape.biases,
-    "lift_embedding": lambda e: 1 if e.shape.paged else None,
+    "lift_embedding": lambda e: int(not e.shape.lora_embedding) if e.shape.paged else None,
     "lift_rms_norm": lambda e: 2 * e.shape.layers + 1 + e.shape.head_norms,
     "lift_rope_angles": lambda e: 1 if e.shape.paged else None,
     "lift_rope": lambda e: 2 * (e.shape.layers - e.shape.unrotated),
-    "lift_lora": lambda e: e.shape.lora_linears,
+    "lift_lora": lambda e: e.shape.lora_linears + e.shape.lora_head,
     "rotate_values": _values_rotated,
     "smooth_channels": _smoothed,
     "pack_projections": lambda e: 0 if e.shape.packed else 2 * e.shape.layers,

@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -14,8 +14,10 @@ from .adapter_config import AdapterError
 from .adapter_description import Description, describe_adapter
 from .adapter_file import AdapterFile, readers
 from .config import LlamaConfig
+from .families import VOCABULARY_TARGETS
 from .head_layout import arranged
 from .safetensors_file import FLOATING
+from .vocabulary_rows import ChangedRows, changed_rows, remedy
 
 MODULES_AT_ONCE = 14
 _log = logging.getLogger("sidestream")
@@ -70,6 +72,11 @@ class Adapter:
         )
 
     @property
+    def needs_parts(self) -> bool:
+        """Whether its steps run programs with parts: for `kinds`, and for LoRA on the embedding or the output head."""
+        return bool(self.kinds or set(self.targets) & set(VOCABULARY_TARGETS))
+
+    @property
     def bare(self) -> "Adapter":
         """The adapter without tensors."""
         return replace(self, tensors={}, parts={}, draft=None if self.draft is None else self.draft.bare)
@@ -83,33 +90,54 @@ def load_adapter(
     recall: Recall | None = None,
     roots: Sequence[Path] | None = None,
     describe: Describe = describe_adapter,
+    base: Path | None = None,
 ) -> Adapter:
     """Read the PEFT adapter in directory `path` for the base of `config`.
 
     `max_rank`: the largest rank allowed. `lenient`: ignore unknown fields of adapter_config.json. `recall`: returns the
     stored content hash of a `source`, or None; with a stored hash the values are not checked again and `tensors` is
     empty. `roots`: resolved directories; after all links, each file must be inside one of them (None: anywhere).
-    `describe`: reads the config and the weights' header. Raises AdapterError like `describe_adapter`, and for NaN,
+    `describe`: reads the config and the weights' header. `base`: the base's checkpoint, for adapters that change rows
+    of the embedding or the output head. Raises AdapterError like `describe_adapter`, and for NaN,
     infinity and values that are too large.
     """
     directory = Path(path)
     found = describe(directory, config, max_rank, lenient, roots)
     form = found.form
-    with AdapterFile(directory / form.weights, AdapterError, form.again, found.layout, roots) as file:
+    weights, copies = directory / form.weights, found.vocabulary.copies
+    with AdapterFile(weights, AdapterError, form.again, found.layout, roots, copies) as file:
         file.read()
-    source = hashlib.sha256(f"{found.settings_sum}\n{config!r}\n{file.digest}".encode()).hexdigest()
+        rows = changed_rows(file, found.vocabulary, config, base, max_rank)
+    changes = "".join(f"\n{module} {changed.digest.hex()}" for module, changed in rows.items())
+    source = hashlib.sha256(f"{found.settings_sum}\n{config!r}\n{file.digest}{changes}".encode()).hexdigest()
+    ranks, scaling = {module: found.rank(module) for module in found.pairs}, dict(found.scaling)
+    for module, changed in rows.items():
+        ranks[module] = ranks.get(module, 0) + len(changed.ids)
+        scaling[module] = 1.0
+        if ranks[module] > max_rank:
+            raise AdapterError(
+                f"{module} has LoRA and {len(changed.ids)} rows that differ from the base's, which together need rank "
+                f"{ranks[module]}, above the limit of {max_rank}: {remedy(ranks[module])}"
+            )
     tensors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     parts: dict[str, dict[str, torch.Tensor]] = {}
     content_hash = recall(source) if recall is not None else None
     if content_hash is None:
         file.check_values()
-        content_hash = _content_hash(file, found)
+        content_hash = _content_hash(file, found, rows)
         for module, (first, second) in found.pairs.items():
             a, b = file.tensor(first), file.tensor(second)
             if form.transposed:
                 a, b = a.T.contiguous(), b.T.contiguous()
             for part, row, end in config.parts_of(module):
                 tensors[part] = arranged(config, part, "lora_a", a), arranged(config, part, "lora_b", b[row:end])
+        for module, changed in rows.items():
+            a, b = changed.update(module, config.vocab_size)
+            if module in tensors:
+                lora_a, lora_b = tensors[module]
+                a = torch.cat((a, lora_a.float()))
+                b = torch.cat((b, lora_b.float() * found.scaling[module]), 1)
+            tensors[module] = a, b
         for module, names in found.parts.items():
             vectors = {kind: _vector(file, module, form.weights, kind, name) for kind, name in names.items()}
             for part, row, end in config.parts_of(module):
@@ -117,14 +145,10 @@ def load_adapter(
     for difference in found.differences:
         _log.warning("adapter %r: %s", directory.name, difference)
     return Adapter(
-        rank=max(map(found.rank, found.pairs)),
-        scaling={part: found.scaling[module] for module in found.pairs for part, *_ in config.parts_of(module)},
+        rank=max(ranks.values()),
+        scaling={part: scale for module, scale in scaling.items() for part, *_ in config.parts_of(module)},
         tensors=tensors,
-        targets=tuple(
-            name
-            for name in config.projections
-            if any(part.endswith(f".{name}") for module in found.modules for part, *_ in config.parts_of(module))
-        ),
+        targets=_targets(config, (*ranks, *found.parts)),
         content_hash=content_hash,
         differences=found.differences,
         source=source,
@@ -132,6 +156,12 @@ def load_adapter(
         parts=parts,
         invocation=found.invocation,
     )
+
+
+def _targets(config: LlamaConfig, modules: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of the modules' parts, in the model's order."""
+    names = {part.rpartition(".")[2] for module in modules for part, *_ in config.parts_of(module)}
+    return tuple(name for name in (*config.projections, *VOCABULARY_TARGETS) if name in names)
 
 
 def _vector(file: AdapterFile, module: str, weights: str, kind: str, name: str) -> torch.Tensor:
@@ -146,7 +176,7 @@ def _vector(file: AdapterFile, module: str, weights: str, kind: str, name: str) 
     return value
 
 
-def _content_hash(file: AdapterFile, found: Description) -> str:
+def _content_hash(file: AdapterFile, found: Description, rows: Mapping[str, ChangedRows]) -> str:
     """Return a sha256 (hex) over the modules' digests; several threads compute these."""
 
     def digest(module: str) -> bytes:
@@ -160,5 +190,6 @@ def _content_hash(file: AdapterFile, found: Description) -> str:
     modules = found.modules
     parts = [modules[first : first + MODULES_AT_ONCE] for first in range(0, len(modules), MODULES_AT_ONCE)]
     digests = chain.from_iterable(readers().map(lambda part: [digest(module) for module in part], parts))
+    changes = [module.encode() + changed.digest for module, changed in rows.items()]
     invocation = f"invocation {found.invocation}".encode() if found.invocation else b""
-    return hashlib.sha256(b"".join(digests) + invocation).hexdigest()
+    return hashlib.sha256(b"".join((*digests, *changes, invocation))).hexdigest()

@@ -33,15 +33,12 @@ _HARMLESS = _words(
 _HONOURED = _words(
     """
     r lora_alpha use_rslora rank_pattern alpha_pattern target_modules exclude_modules layers_to_transform
-    layers_pattern bias init_lora_weights task_type use_dora lora_bias alora_invocation_tokens
+    layers_pattern bias init_lora_weights task_type modules_to_save trainable_token_indices use_dora lora_bias
+    alora_invocation_tokens
     """
 )
 _MERGE = "merge the adapter into its base (merge_and_unload) and serve that, or train plain LoRA"
 _REFUSED = {
-    "modules_to_save": "fully trained copies of modules are not supported: train without modules_to_save, or merge "
-    "the adapter into its base",
-    "trainable_token_indices": "trained token embeddings are not supported: train without trainable_token_indices, "
-    "or merge the adapter into its base",
     "layer_replication": "replicated layers are not supported: apply the replication to the base checkpoint and "
     "train on that",
     "fan_in_fan_out": "transposed weights (Conv1D) do not occur in Llama: train with fan_in_fan_out=False",
@@ -78,6 +75,8 @@ MAX_RANK = 256
 """Maximum rank of an adapter; `ops.lora.expand` has the same limit."""
 MAX_ALPHA = 1e6
 MAX_INVOCATION = 64
+MAX_TRAINED_TOKENS = 256
+"""Maximum trained tokens of a module, which need a rank each."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +97,8 @@ class AdapterConfig:
     layers_to_transform: Any = None
     layers_pattern: Any = None
     bias: str = field(default="none", repr=False)
+    modules_to_save: tuple[str, ...] = field(default=(), repr=False)
+    trainable_token_indices: dict[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
     use_dora: bool = field(default=False, repr=False)
     lora_bias: bool = field(default=False, repr=False)
     form: AdapterFormat = field(default=PEFT, repr=False)
@@ -139,11 +140,13 @@ class AdapterConfig:
             use_rslora=_typed(fields, "use_rslora", bool, False),
             rank_pattern=_table(fields, "rank_pattern", _rank),
             alpha_pattern=_table(fields, "alpha_pattern", _alpha),
-            target_modules=_without_embeddings(_names(fields, "target_modules") or ()),
+            target_modules=_names(fields, "target_modules") or (),
             exclude_modules=_names(fields, "exclude_modules"),
             layers_to_transform=_layers(fields.get("layers_to_transform")),
             layers_pattern=_names(fields, "layers_pattern"),
             bias=fields.get("bias", "none"),
+            modules_to_save=_saved_modules(fields),
+            trainable_token_indices=_trained_tokens(fields.get("trainable_token_indices")),
             use_dora=_typed(fields, "use_dora", bool, False),
             lora_bias=_typed(fields, "lora_bias", bool, False),
             invocation=_invocation(fields.get("alora_invocation_tokens")),
@@ -171,8 +174,13 @@ class AdapterConfig:
 
     @property
     def identity(self) -> str:
-        """Text of all settings that affect outputs. Without an invocation it is the one of releases before aLoRA."""
-        return f"{self!r} {self.invocation}" if self.invocation else repr(self)
+        """Text of all settings that affect outputs. Fields that most adapters do not set are in it only if set."""
+        more = f"{self.modules_to_save} {self.trainable_token_indices}"
+        return (
+            repr(self)
+            + (more if self.modules_to_save or self.trainable_token_indices else "")
+            + (f" {self.invocation}" if self.invocation else "")
+        )
 
     def check_invocation(self, vocabulary: int) -> None:
         """Raise AdapterError for an invocation with a token that the base does not have."""
@@ -248,15 +256,39 @@ def _table(fields: Mapping[str, Any], name: str, checked: Callable[[str, Any], A
     return {pattern: checked(f"{name}[{name_of(pattern)}]", value) for pattern, value in table.items()}
 
 
-def _without_embeddings(names: Any) -> Any:
-    """Return the names. Raises AdapterError for a list with the embedding or the output head."""
-    for name in () if isinstance(names, str) else names:
-        if name.rpartition(".")[2] in _EMBEDDINGS:
+def _saved_modules(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names. Raises AdapterError for a module other than the embedding and the output head."""
+    names = _names(fields, "modules_to_save") or ()
+    for name in (names,) if isinstance(names, str) else names:
+        if name.rpartition(".")[2] not in _EMBEDDINGS:
             raise AdapterError(
-                f"{CONFIG}: target_modules names {name_of(name)}; LoRA on the embedding or the output head is not "
-                "supported: train with target_modules on the layers' projections only"
+                f"{CONFIG}: modules_to_save names {name_of(name)}: only {' and '.join(_EMBEDDINGS)} may be saved "
+                "whole, if few of their rows were changed: train without modules_to_save, or merge the adapter into "
+                "its base"
             )
-    return names
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _trained_tokens(value: Any) -> dict[str, tuple[int, ...]]:
+    """Return module -> ids of `trainable_token_indices`, as PEFT reads it: a list is of the embedding."""
+    if value in (None, False, [], {}):
+        return {}
+    table = value if isinstance(value, dict) else {"embed_tokens": value}
+    return {str(name): _token_ids(ids) for name, ids in table.items()}
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    entries: Sequence[Any] = value if isinstance(value, list) else ()
+    wrong = [each for each in entries if type(each) is not int or not 0 <= each < 2**31]
+    if not entries or wrong or len(set(entries)) != len(entries) or len(entries) > MAX_TRAINED_TOKENS:
+        found = "a token twice" if not wrong and entries else value_of((wrong or [value])[0])
+        if len(entries) > MAX_TRAINED_TOKENS:
+            found = f"{len(entries)} tokens"
+        raise AdapterError(
+            f"{CONFIG}: trainable_token_indices has {found}; it must list at most {MAX_TRAINED_TOKENS} different "
+            f"token ids: {_AGAIN}"
+        )
+    return tuple(entries)
 
 
 def _names(fields: Mapping[str, Any], name: str) -> Any:

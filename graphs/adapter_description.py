@@ -7,17 +7,18 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from .adapter_config import CONFIG, MAX_INVOCATION, MAX_RANK, AdapterConfig, AdapterError
-from .adapter_names import MLX, PEFT, AdapterFormat, TensorName, exporter_problem, tensor_name
+from .adapter_names import MLX, PEFT, AdapterFormat, TensorName, exporter_problem, plain_name, tensor_name
+from .adapter_vocabulary import MAX_VOCABULARY_TENSORS, VocabularyTensors, find_vocabulary
 from .config import LlamaConfig
-from .families import ADAPTER_PARTS, ATTENTION_MODULES, MLP_MODULES, PACKED_MODULES
+from .families import ADAPTER_PARTS, ATTENTION_MODULES, MLP_MODULES, PACKED_MODULES, VOCABULARY_TARGETS
 from .model_directory import missing_adapter
-from .peft_patterns import LookAroundError
+from .peft_patterns import ALL_LINEAR, LookAroundError
 from .safetensors_header import ITEM_BYTES, Layout, read_layout
 from .untrusted_files import name_of, value_of
 
@@ -26,6 +27,8 @@ _TENSORS_PER_MODULE = 6  # A, B, parts, and unsupported tensors, so that the err
 _KINDS = {
     "lora_A.weight": "A",
     "lora_B.weight": "B",
+    "lora_embedding_A": "A",
+    "lora_embedding_B": "B",
     "lora_magnitude_vector": "magnitude",
     "lora_B.bias": "lora_bias",
     "bias": "bias",
@@ -36,7 +39,6 @@ PART_OF = {"magnitude": "dora", "lora_bias": "bias", "bias": "bias"}
 """Kinds of tensors besides A and B -> the part of an adapter (ADAPTER_PARTS) to which they belong."""
 _OTHER_BASE = "the adapter was trained on another base; use that one"
 _PROJECTIONS = (*ATTENTION_MODULES, *MLP_MODULES, *PACKED_MODULES)
-_EMBEDDINGS = ("embed_tokens", "lm_head")
 _DTYPES = ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "I16", "U16", "I32", "U32", "I64", "U64", "F64")
 
 
@@ -52,6 +54,7 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     invocation    token ids from whose last occurrence in a prompt on the adapter is active; (): always
     differences   contradictions between the tensors and adapter_config.json (the tensors are served)
     mlx           whether the files are mlx_lm's: A [in, r] and B [r, out]
+    vocabulary    tensors of the embedding and the output head that are not LoRA
     """
 
     layout: Layout
@@ -62,6 +65,7 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parts: dict[str, dict[str, str]] = {}
     mlx: bool = False
     invocation: tuple[int, ...] = ()
+    vocabulary: VocabularyTensors = VocabularyTensors()
 
     @property
     def form(self) -> AdapterFormat:
@@ -89,7 +93,8 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def check(self, config: LlamaConfig, max_rank: int) -> None:
         """Raise ValueError unless this is a valid adapter of the base; call it on descriptions from another process."""
-        modules, count = set(config.stored_modules()), 0
+        self.vocabulary.check(self.layout, config)
+        modules, count = {*config.stored_modules(), *config.vocabulary_modules}, len(self.vocabulary)
         for module in self.modules:
             names = self.names_of(module)
             if module not in modules or not all(name in self.layout.places for name in names):
@@ -134,10 +139,12 @@ def describe_adapter(
             "save_pretrained(safe_serialization=True)"
         )
     # unpacked modules also of a packed base: the error names tensors of an unpacked adapter
-    max_tensors = _TENSORS_PER_MODULE * len(config.linear_modules())
+    max_tensors = _TENSORS_PER_MODULE * len(config.linear_modules()) + MAX_VOCABULARY_TENSORS
     form = settings.form
     layout = read_layout(directory / form.weights, AdapterError, form.again, max_tensors, roots, foreign=_OTHER_BASE)
-    pairs, parts, trained = _tensors(layout, config, form)
+    vocabulary = find_vocabulary(layout, {key: plain_name(key) for key in layout.places}, config, settings)
+    others = set(layout.places) - set(vocabulary.names)
+    pairs, parts, trained = _tensors([key for key in layout.places if key in others], config, form)
     ranks = {
         module: _check_rank(layout, module, names, config, settings, max_rank, trained[module])
         for module, names in pairs.items()
@@ -153,11 +160,12 @@ def describe_adapter(
         parts=parts,
         mlx=form is MLX,
         invocation=settings.invocation,
+        vocabulary=vocabulary,
     )
 
 
 def _tensors(
-    layout: Layout, config: LlamaConfig, form: AdapterFormat
+    keys: Iterable[str], config: LlamaConfig, form: AdapterFormat
 ) -> tuple[dict[str, tuple[str, str]], dict[str, dict[str, str]], dict[str, str]]:
     """Return module -> (key of A, key of B), module -> kind -> key of another tensor, both in the model's order.
 
@@ -165,16 +173,22 @@ def _tensors(
     alone.
     """
     sides: dict[tuple[str, str], str] = {}
-    modules = config.stored_modules()
+    modules = [*config.stored_modules(), *config.vocabulary_modules]
     known = set(modules)
     trained: dict[str, str] = {}
     adapters: dict[str | None, str] = {}
-    for key in layout.places:
+    for key in keys:
         name = tensor_name(key, form)
         side = None if name is None else _KINDS.get(name.part)
         if name is None or side is None or name.module not in known:
             raise AdapterError(f"{form.weights}: {_foreign_tensor(key, name, config, form)}")
         module = name.module
+        if module in config.vocabulary_modules and side not in ("A", "B"):
+            raise AdapterError(
+                f"{form.weights}: tensor {name_of(key)} adapts {module}, for which only LoRA and trained rows are "
+                f"served, without magnitudes (DoRA) and biases: {MERGE}, or train with "
+                f"exclude_modules={VOCABULARY_TARGETS}"
+            )
         if (module, side) in sides:
             raise AdapterError(
                 f"{form.weights}: tensors {name_of(sides[module, side])} and {name_of(key)} are both {_SPELLED[side]} "
@@ -210,17 +224,6 @@ def _foreign_tensor(key: str, name: TensorName | None, config: LlamaConfig, form
     if problem is not None:
         return problem
     module = name.module if name is not None else ""
-    if any(name in key for name in _EMBEDDINGS) and ".lora_" not in key:
-        return (
-            f"tensor {name_of(key)} is a copy of the embedding or the output head, which an adapter cannot change "
-            "here: if it was neither trained nor resized, save the adapter again with save_pretrained(DIRECTORY, "
-            f"save_embedding_layers=False); else {MERGE}"
-        )
-    if any(name in key for name in _EMBEDDINGS):
-        return (
-            f"tensor {name_of(key)} adapts the embedding or the output head, which is not supported: train with "
-            "target_modules on the layers' projections only"
-        )
     layer = re.match(r"model\.layers\.(\d+)\.", module)
     if layer and int(layer[1]) >= config.num_hidden_layers:
         return f"tensor {name_of(key)} is for layer {layer[1]} of {config.num_hidden_layers}: {_OTHER_BASE}"
@@ -302,7 +305,7 @@ def _check_settings(
     }
     for kind, (setting, modules) in wanted.items():
         present = {module for module, tensors in parts.items() if kind in tensors}
-        for module in config.stored_modules():
+        for module in (*config.stored_modules(), *config.vocabulary_modules):
             if (module in modules) != (module in present):
                 raise AdapterError(
                     f"{CONFIG} has {setting}, but {module} has {'a' if module in present else 'no'} {_SPELLED[kind]} "
@@ -345,7 +348,10 @@ def _differences(settings: AdapterConfig, config: LlamaConfig, trained: Mapping[
     """
     present = trained.keys()
     try:
-        chosen = {each for each in config.stored_modules() if settings.targets_module(trained.get(each, each))}
+        modules = [*config.stored_modules(), *config.vocabulary_modules]
+        if isinstance(settings.target_modules, str) and settings.target_modules.lower() == ALL_LINEAR:
+            modules = config.stored_modules()  # as in PEFT: it leaves out the output head
+        chosen = {each for each in modules if settings.targets_module(trained.get(each, each))}
     except LookAroundError as problem:
         return (f"the modules that adapter_config.json targets are not compared with the tensors: {problem}",)
     found = []
@@ -353,7 +359,7 @@ def _differences(settings: AdapterConfig, config: LlamaConfig, trained: Mapping[
     beyond = (present - chosen, "have tensors and are not targeted by adapter_config.json (served with LoRA)")
     for surplus, text in (without, beyond):
         if surplus:
-            ordered = [module for module in config.stored_modules() if module in surplus]
+            ordered = [module for module in modules if module in surplus]
             found.append(
                 f"{len(ordered)} modules {text}: {', '.join(ordered[:3])}{', ...' if len(ordered) > 3 else ''}"
             )

@@ -84,6 +84,11 @@ def module_name(key: str) -> str:
     return _PEFT_WRAPPER.sub("", _WRAPPERS.sub("", key))
 
 
+def plain_name(key: str) -> str:
+    """Return a key in the spelling of a model without wrappers, in PEFT's spelling: `model.embed_tokens.weight`."""
+    return _MULTIMODAL.sub("", module_name(key))
+
+
 def exporter_problem(key: str, form: AdapterFormat) -> str | None:
     """Return what is wrong with the names of another trainer, and its exporter; None for other tensors."""
     for pattern, problem in _EXPORTERS:

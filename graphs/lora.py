@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .families import ADAPTER_PARTS, ATTENTION_MODULES, MLP_MODULES
+from .families import ADAPTER_PARTS, ATTENTION_MODULES, MLP_MODULES, VOCABULARY_TARGETS
 
 TARGETS = ATTENTION_MODULES + MLP_MODULES
 PACKED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -22,7 +22,8 @@ class LoraShape:
 
     slots    number of adapters at the same time
     rank     largest rank of an adapter, a multiple of 16
-    targets  projections with LoRA; one of q/k/v adds the other two, one of gate/up the other, since they share a GEMM
+    targets  projections with LoRA; one of q/k/v adds the other two, one of gate/up the other, since they share a GEMM.
+             Also `embed_tokens` and `lm_head`
     parts    what else the adapters of a step may have, see ADAPTER_PARTS; programs without parts do not compute them
     """
 
@@ -32,9 +33,10 @@ class LoraShape:
     parts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        unknown = sorted(set(self.targets) - set(TARGETS))
+        known = (*TARGETS, *VOCABULARY_TARGETS)
+        unknown = sorted(set(self.targets) - set(known))
         if unknown:
-            raise ValueError(f"LoRA targets {unknown} do not exist in Llama: choose among {', '.join(TARGETS)}")
+            raise ValueError(f"LoRA targets {unknown} do not exist in Llama: choose among {', '.join(known)}")
         if self.slots < 1 or self.rank < 1 or self.rank % RANK_MULTIPLE:
             raise ValueError(
                 f"LoRA stacks of {self.slots} slots and rank {self.rank} are not possible: slots must be at least 1, "
@@ -44,13 +46,18 @@ class LoraShape:
         for group in PACKED:
             if closed & set(group):
                 closed |= set(group)
-        object.__setattr__(self, "targets", tuple(name for name in TARGETS if name in closed))
+        object.__setattr__(self, "targets", tuple(name for name in known if name in closed))
         object.__setattr__(self, "parts", tuple(part for part in ADAPTER_PARTS if part in self.parts))
 
     @property
     def key(self) -> dict[str, Any]:
         """The fields as plain values, for keys of caches. Without parts, those of stacks that know no parts."""
         return {name: value for name, value in asdict(self).items() if name != "parts" or value}
+
+    @property
+    def varies(self) -> bool:
+        """Whether programs are compiled with and without `parts` and LoRA on the embedding and the output head."""
+        return bool(self.parts or set(self.targets) & set(VOCABULARY_TARGETS))
 
     @property
     def stacks(self) -> tuple[str, ...]:
@@ -114,9 +121,11 @@ class LoRALinear(nn.Module):
             y = F.linear(x, weight)
             y = torch.ops.sidestream.lora_adjust(y, self.lora_gain, self.lora_shift, adapter_index)
             y = y if self.bias is None else y + self.bias
-        if not self.has_lora:
-            return y
+        return y + self.delta(x, adapter_index) if self.has_lora else y
+
+    def delta(self, x: torch.Tensor, adapter_index: torch.Tensor) -> torch.Tensor:
+        """Return the adapters' part of y."""
         slot = adapter_index.clamp(min=0)
         shrunk = torch.bmm(self.lora_a[slot], x.unsqueeze(-1))
         delta = torch.bmm(self.lora_b[slot], shrunk).squeeze(-1)
-        return y + delta * (adapter_index >= 0).unsqueeze(-1).to(delta.dtype)
+        return delta * (adapter_index >= 0).unsqueeze(-1).to(delta.dtype)

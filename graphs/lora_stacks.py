@@ -12,6 +12,7 @@ import torch
 from .adapter import Adapter
 from .adapter_config import AdapterError
 from .config import LlamaConfig
+from .families import VOCABULARY_TARGETS
 from .lora import PROJECTION_STACKS, RANK_MULTIPLE, TARGETS, LoraShape
 
 _KINDS = {"dora": "the adapter has magnitudes (DoRA)", "bias": "the adapter has trained biases"}
@@ -30,14 +31,18 @@ def lora_shape_for(
     """Return the shape of stacks for `max_loras` adapters at the same time; None without adapters and max_lora_rank.
 
     The rank is `max_lora_rank` or the adapters' largest, padded to a multiple of 16. The targets are `target_modules`
-    or those of the adapters (without adapters: all), with q/k/v and gate/up together. `parts`: default: those of the
-    adapters. Raises ValueError for an adapter that does not fit.
+    or those of the adapters (without adapters: all), with q/k/v and gate/up together. All projections in
+    `target_modules` include the embedding and the output head if an adapter changes these. `parts`: default: those of
+    the adapters. Raises ValueError for an adapter that does not fit.
     """
     given = list(adapters)
     if not given and max_lora_rank is None:
         return None
     rank = max_lora_rank or max(adapter.rank for adapter in given)
-    targets = target_modules or [name for name in TARGETS if any(name in adapter.targets for adapter in given)]
+    changed = {name for adapter in given for name in adapter.targets}
+    targets = list(target_modules or [name for name in TARGETS if name in changed])
+    if not target_modules or set(TARGETS) <= set(targets):
+        targets += [name for name in VOCABULARY_TARGETS if name in changed]
     chosen = [part for adapter in given for part in adapter.kinds] if parts is None else parts
     shape = LoraShape(max_loras, -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE, tuple(targets or TARGETS), tuple(chosen))
     for adapter in given:
@@ -149,12 +154,15 @@ def slot_tensors(
     """Return name -> the adapter's slot of every stack, zero-padded.
 
     Names are `model.layers.0.self_attn.q_proj.lora_a`, with [R, K], `...lora_b`, with [N, R], and for parts
-    `...lora_gain` and `...lora_shift`, with [N] in fp32. B is scaled in fp32 before it is rounded to `dtype`. An
-    adapter with parts must be `resolved`. Raises ValueError when the adapter does not fit into `lora`.
+    `...lora_gain` and `...lora_shift`, with [N] in fp32. A of the embedding is [V, R]: a token reads one row. B is
+    scaled in fp32 before it is rounded to `dtype`. An adapter with parts must be `resolved`. Raises ValueError when the
+    adapter does not fit into `lora`.
     """
     check_fits(adapter, lora)
     modules = [module for module in config.linear_modules() if module.rpartition(".")[2] in lora.targets]
     names = [f"{module}.{side}" for module in modules for side in lora.stacks]
+    vocabulary = [module for module in config.vocabulary_modules if module.rpartition(".")[2] in lora.targets]
+    names += [f"{module}.{side}" for module in vocabulary for side in ("lora_a", "lora_b")]
     return {name: slot_tensor(adapter, config, lora, name, dtype) for name in names}
 
 
@@ -167,13 +175,15 @@ def slot_tensor(
     if side in PROJECTION_STACKS.values():
         vector = adapter.parts.get(module, {}).get(side)
         return torch.zeros(outputs) if vector is None else vector
-    shape = (lora.rank, inputs) if side == "lora_a" else (outputs, lora.rank)
+    turned = side == "lora_a" and module in config.vocabulary_modules[:1]
+    shape = (inputs, lora.rank) if turned else (lora.rank, inputs) if side == "lora_a" else (outputs, lora.rank)
     if module not in adapter.tensors:
         return torch.zeros(shape, dtype=dtype)
     a, b = adapter.tensors[module]
+    a = a.T if turned else a
     tensor = a.to(dtype) if side == "lora_a" else (b.to(torch.float32) * adapter.scaling[module]).to(dtype)
     if tensor.shape == shape:
-        return tensor
+        return tensor.contiguous()
     padded = torch.zeros(shape, dtype=dtype)
     padded[: tensor.shape[0], : tensor.shape[1]] = tensor
     return padded

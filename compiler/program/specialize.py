@@ -92,19 +92,25 @@ def own_name(node: fx.Node) -> str:
 
 
 def erase_parts(graph: fx.Graph) -> None:
-    """Remove the ops of adapters' parts: readers read the value that they would have changed."""
+    """Remove the ops of adapters' parts and LoRA on the embedding and the output head.
+
+    Readers read the value that these would have changed.
+    """
     for node in list(graph.nodes):
         operand = PART_OPS.get(own_name(node))
         if operand is not None:
             node.replace_all_uses_with(getattr(bind(node), operand))
             graph.erase_node(node)
+        if own_name(node) == "embedding" and bind(node).lora_a is not None:
+            set_operands(node, lora_a=None, lora_b=None, adapter_index=None)
+    erase_lora(graph, "lm_head")
 
 
-def erase_lora(graph: fx.Graph) -> None:
-    """Remove LoRA: optional deltas become None, and a sum becomes its other operand."""
+def erase_lora(graph: fx.Graph, module: str = "") -> None:
+    """Remove LoRA, all or of one module: optional deltas become None, and a sum becomes its other operand."""
     erased: set[fx.Node] = set()
     for node in list(graph.nodes):
-        if own_name(node) in LORA_OPS:
+        if own_name(node) in LORA_OPS and any(module in source.name for source in node.all_input_nodes):
             erased.add(node)
             continue
         gone = [source for source in node.all_input_nodes if source in erased]

@@ -17,9 +17,9 @@ from .registry import AdapterRegistry
 
 
 def make_registry(
-    config: LlamaConfig, options: EngineOptions, describe: Describe, base: Path | None = None
+    config: LlamaConfig, options: EngineOptions, describe: Describe, base: Path | None
 ) -> AdapterRegistry:
-    """Return an empty registry for an engine. `base`: directory of the model."""
+    """Return an empty registry for an engine. `base`: see AdapterRegistry."""
     return AdapterRegistry(
         config,
         options.max_lora_rank or MAX_RANK,
@@ -71,7 +71,7 @@ def readable_adapters(
     adapters: Mapping[str, str | Path],
     options: EngineOptions,
     describe: Describe,
-    base: Path | None = None,
+    base: Path | None,
 ) -> tuple[dict[str, str | Path], dict[str, Exception]]:
     """Return (adapters that can be served, errors of the others). `options` must set `max_loras`, `max_lora_rank`,
     `lora_target_modules` and `lora_parts`. `base`: directory of the model.

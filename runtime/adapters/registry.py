@@ -83,8 +83,9 @@ class AdapterRegistry:
                       kept
     lenient           ignore unknown fields of adapter_config.json instead of raising an error
     describe          reads configs and weights' headers
-    base              directory of the base model, whose tokenizer must have the adapters' tokens; None: not compared
     draft             the trained draft in use, for which adapters may have a LoRA; None: without a draft
+    base              the base's directory: adapters' tokens are compared with its tokenizer, and changed rows of the
+                      embedding with its checkpoint; None: random weights
     lora, draft_lora  shapes of the stacks, once allocated; adapters that do not fit are rejected
     """
 
@@ -220,7 +221,7 @@ class AdapterRegistry:
 
         def load(path: Path, config: LlamaConfig, max_rank: int) -> Adapter:
             find_hash = None if cache is None else cache.find_hash
-            loaded = load_adapter(path, config, max_rank, self._lenient, find_hash, roots, self._describe)
+            loaded = load_adapter(path, config, max_rank, self._lenient, find_hash, roots, self._describe, self._base)
             if cache is not None and loaded.tensors:
                 cache.save_hash_later(loaded)
             return loaded

@@ -144,12 +144,12 @@ class SlotLoader:
 
     def has_parts(self, slots: NDArray[np.int32]) -> bool:
         """Return whether one of the adapters in `slots` (-1: none) has parts besides LoRA."""
-        return bool(self.lora.parts) and bool(self._with_parts[slots[slots >= 0]].any())
+        return self.lora.varies and bool(self._with_parts[slots[slots >= 0]].any())
 
     def _set_parts(self, slot: int, number: int) -> None:
         """Store whether the adapter has parts. No running step reads the slot, see `start_load`."""
-        if slot >= 0 and self.lora.parts and self._registry.is_in_use(number):  # else its load fails
-            self._with_parts[slot] = bool(self._registry.by_number(number).adapter.kinds)
+        if slot >= 0 and self.lora.varies and self._registry.is_in_use(number):  # else its load fails
+            self._with_parts[slot] = self._registry.by_number(number).adapter.needs_parts
 
     def prefetch_later(self, numbers: list[int]) -> None:
         """Load adapters into host memory when no other read is queued, without a report."""

@@ -12,7 +12,13 @@ from typing import Any, Literal
 
 from ...compiler.options import CompileOptions, OptionError, check_choices, describe, documented, option
 from ...graphs.adapter_config import MAX_RANK
-from ...graphs.families import ADAPTER_PARTS, ATTENTION_MODULES, MLP_MODULES, PACKED_MODULES
+from ...graphs.families import (
+    ADAPTER_PARTS,
+    ATTENTION_MODULES,
+    MLP_MODULES,
+    PACKED_MODULES,
+    VOCABULARY_TARGETS,
+)
 from ..api.checks import MAX_DRAFTS, is_speculation, plain
 from ..quantization.defaults import AUTO, OFF
 
@@ -20,7 +26,7 @@ MAX_NUM_SEQS = 256
 DEFAULT_MAX_LORAS = 8
 MAX_ADAPTER_SLOTS = 256
 PROJECTIONS = ATTENTION_MODULES + MLP_MODULES
-TARGET_NAMES = (*PROJECTIONS, *PACKED_MODULES, "all")
+TARGET_NAMES = (*PROJECTIONS, *PACKED_MODULES, *VOCABULARY_TARGETS, "all")
 
 
 @documented
@@ -86,7 +92,7 @@ class EngineOptions:
     )
     lora_target_modules: Any = option(
         None,
-        "projections that adapters may change: names such as q_proj, or all",
+        "modules that adapters may change: names such as q_proj, all projections (all), embed_tokens or lm_head",
         unset="those of the adapters at the start; without adapters all",
         more="one of q, k and v includes all three, and one of gate and up includes both",
     )
@@ -181,7 +187,7 @@ def target_modules(value: Any) -> tuple[str, ...] | None:
     if not isinstance(names, Sequence) or not names or any(name not in TARGET_NAMES for name in names):
         raise OptionError(f"lora_target_modules={value!r} must be 'all' or some of {', '.join(TARGET_NAMES[:-1])}")
     if "all" in names:
-        return PROJECTIONS
+        names = (*PROJECTIONS, *(name for name in names if name in VOCABULARY_TARGETS))
     return tuple(projection for name in names for projection in PACKED_MODULES.get(name, (name,)))
 
 

@@ -65,7 +65,8 @@ class ServedModel:
         optional = {
             name: path for name, path in settings.adapters.items() if settings.generation or settings.is_in_folder(path)
         }
-        readable, refused = readable_adapters(source.config, optional, options.engine, describe, source.directory)
+        base = None if options.dummy else source.directory
+        readable, refused = readable_adapters(source.config, optional, options.engine, describe, base)
         adapters = {name: path for name, path in settings.adapters.items() if name in readable or name not in optional}
         self._model = model = load_parallel_model(settings.model, source, adapters, options, settings.llm, describe)
         self.runner: Runner = model.executor

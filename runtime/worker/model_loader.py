@@ -213,7 +213,7 @@ def load_model(
     )
     check_layers(compiler_options, config.num_hidden_layers)
     sizes = resolve_sizes(engine, config.max_position_embeddings, options.device, config.usual_context)
-    registry = make_registry(config, engine, describe, source.directory)
+    registry = make_registry(config, engine, describe, weights)
     reads = registry.add_all(adapters)
     for _ in progress(reads, "reading adapters", "adapter", engine.show_progress, total=len(adapters)):
         pass
@@ -284,7 +284,7 @@ def _build(
             lora is not None,
             rounded=device.type == "cpu",
             drafts=max_drafts(engine.speculation),
-            parts=lora is not None and bool(lora.parts),
+            parts=lora is not None and lora.varies,
         )
         largest = compiled.program(buckets.largest())
         draft = None

@@ -32,7 +32,7 @@ def plain_model(
 ) -> tuple[Llama, list[Adapter]]:
     """Our plain Llama with the base's weights and adapter i in slot i."""
     config = checkpoint_config(base.path)
-    adapters = [load_adapter(path, config, max_rank=256) for path in adapter_paths]
+    adapters = [load_adapter(path, config, max_rank=256, base=base.path) for path in adapter_paths]
     lora = lora_shape_for(adapters, slots or max(len(adapters), 1))
     model = Llama(config, lora, dtype)
     checkpoint = Checkpoint(base.path, config)

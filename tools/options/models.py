@@ -201,8 +201,9 @@ def lora_shape(options: argparse.Namespace, config: Any) -> Any:
     from ...graphs.lora_stacks import lora_shape_for
 
     targets, parts = target_modules(options.lora_target_modules), options.lora_parts
+    base = None if getattr(options, "shape", None) else model_directory(options)
     adapters = [
-        load_adapter(path, config, options.max_lora_rank or MAX_RANK, options.lora_lenient)
+        load_adapter(path, config, options.max_lora_rank or MAX_RANK, options.lora_lenient, base=base)
         for path in adapters_of(options).values()
     ]
     if adapters:
@@ -235,7 +236,8 @@ def load_model(options: argparse.Namespace, directory: Path, dtype: Any) -> Any:
     load_weights(model, checkpoint)
     for slot, path in enumerate(adapters_of(options).values()):
         if lora is not None:
-            adapter = load_adapter(path, config, options.max_lora_rank or MAX_RANK, options.lora_lenient)
+            rank = options.max_lora_rank or MAX_RANK
+            adapter = load_adapter(path, config, rank, options.lora_lenient, base=directory)
             fill_slot(model, slot, slot_tensors(resolved(adapter, checkpoint.tensor), config, lora, dtype))
     return model
 

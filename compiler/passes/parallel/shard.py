@@ -179,10 +179,11 @@ class _Parts:
 
     def _logits(self, graph: fx.Graph) -> None:
         returned = next(node for node in graph.nodes if node.op == "output").all_input_nodes
-        if len(returned) != 1 or not is_call(returned[0], aten.linear.default):
+        linear = split_delta(returned[0])[0] if len(returned) == 1 else None
+        if linear is None or not is_call(linear, aten.linear.default):
             raise Refused(f"{', '.join(node.name for node in returned)}: the graph does not return one linear's logits")
         self.head = returned[0]
-        branch = branch_of(self.head)
+        branch = branch_of(linear)
         self.vocabulary = branch.width
         share = Share(self.rank, self.world, self.alignment)
         self.columns[self.head] = branch, [Projection(0, branch.width, share)]

@@ -395,7 +395,7 @@ def test_lora_target_modules_make_room_for_other_projections(base, paths):
         )
     with pytest.raises(OptionError, match=r"adapter 'narrow': .* on q_proj .* stacks of rank 16 on o_proj: "):
         LLM(base.path, {"narrow": narrow}, lora_target_modules=["o_proj"], **SMALL)
-    for wrong in ("embed_tokens", [], ["q_proj", 3], 3):
+    for wrong in ("embedding", [], ["q_proj", 3], 3):
         with pytest.raises(OptionError, match=r"lora_target_modules=.* must be 'all' or some of q_proj"):
             LLM(base.path, {"narrow": narrow}, lora_target_modules=wrong, **SMALL)
 
