@@ -21,11 +21,13 @@ import fsspec
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
+from ...text.chat_files import CHAT_FILES
 from .adapter_catalogue import OfferedAdapter
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS, MLX_WEIGHTS = "adapter_config.json", "adapter_model.safetensors", "adapters.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
-MAX_WEIGHTS_BYTES = 16 << 30
+MAX_FILE_BYTES = {CONFIG: MAX_CONFIG_BYTES, WEIGHTS: 16 << 30, MLX_WEIGHTS: 16 << 30, **CHAT_FILES}
+"""Files of an adapter, with their largest sizes."""
 MAX_ADAPTERS = 100_000
 COPY_BYTES = 1 << 22
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\Z")
@@ -83,18 +85,21 @@ class AdapterRoot:
         folders: dict[str, dict[str, Any]] = {}
         for path, entry in self._files.find(self._root, detail=True).items():
             name, _, file = str(path).removeprefix(f"{self._root}/").partition("/")
-            if file in (CONFIG, WEIGHTS):
+            if file in MAX_FILE_BYTES:
                 folders.setdefault(name, {})[file] = entry
         yield from folders.items()
 
     def _scan_folder(self, name: str, folder: str, files: dict[str, Any]) -> _ScannedFolder | None:
         try:
+            weights = MLX_WEIGHTS if WEIGHTS not in files and MLX_WEIGHTS in files else WEIGHTS
             if not all(
-                name in files and files[name]["type"] == "file" and 0 < (files[name]["size"] or 0) <= limit
-                for name, limit in ((CONFIG, MAX_CONFIG_BYTES), (WEIGHTS, MAX_WEIGHTS_BYTES))
+                name in files
+                and files[name]["type"] == "file"
+                and 0 < (files[name]["size"] or 0) <= MAX_FILE_BYTES[name]
+                for name in (CONFIG, weights)
             ):
                 return None
-            stamp = "\n".join(str(sorted(files[each].items())) for each in (CONFIG, WEIGHTS))
+            stamp = "\n".join(str(sorted(files[each].items())) for each in MAX_FILE_BYTES if each in files)
             former = self._scanned.get(name)
             if former is not None and former.stamp == stamp:
                 return former
@@ -127,7 +132,7 @@ def rank_in(config: bytes) -> int:
 
 
 def fetch(location: str, folder: str, version: str, into: Path) -> Path:
-    """Copy an adapter's two files to this host unless they exist. Returns the directory.
+    """Copy an adapter's files to this host unless they exist. Returns the directory.
 
     Raises OSError, or ValueError for a file that is too large or a folder outside the root.
     """
@@ -136,13 +141,15 @@ def fetch(location: str, folder: str, version: str, into: Path) -> Path:
     if folder != f"{root}/{name}" or not NAME.match(name) or not re.fullmatch(r"[0-9a-f]{64}", version):
         raise ValueError(f"adapter {name!r} is not in the adapters' root")
     target = into / version / name
-    if target.is_dir() and stat.S_ISREG((target / WEIGHTS).lstat().st_mode):
+    if target.is_dir() and stat.S_ISREG((target / CONFIG).lstat().st_mode):
         return target
     into.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="fetch-", dir=into) as temporary:
         copied = Path(temporary, version, name)
         copied.mkdir(parents=True)
-        for each, limit in ((CONFIG, MAX_CONFIG_BYTES), (WEIGHTS, MAX_WEIGHTS_BYTES)):
+        for each, limit in MAX_FILE_BYTES.items():
+            if each != CONFIG and not files.exists(f"{folder}/{each}"):
+                continue
             with files.open(f"{folder}/{each}", "rb") as source, (copied / each).open("wb") as file:
                 if not _copy(source, file, limit):
                     raise ValueError(f"{each} of adapter {name!r} has more than {limit} bytes")

@@ -74,7 +74,7 @@ def test_hostile_objects_of_a_store_are_no_adapters(objects, tmp_path, monkeypat
     found = root.scan()
     assert sorted(found) == ["bytes", "lies", "nested"] and {offer.rank for offer in found.values()} == {0}
     # more comes than the store had said
-    monkeypatch.setattr(adapter_root, "MAX_WEIGHTS_BYTES", 3)
+    monkeypatch.setitem(adapter_root.MAX_FILE_BYTES, adapter_root.WEIGHTS, 3)
     read = []
     opened = objects.open
     monkeypatch.setattr(type(objects), "open", lambda self, *given: _Counted(opened(*given), read))
@@ -128,6 +128,30 @@ def test_folders_of_a_root_come_change_and_go(tmp_path, scheme):
     assert root.scan() == {}
 
 
+@pytest.mark.parametrize("scheme", ["file://", "memory://"])
+def test_a_chat_template_and_files_of_mlx_belong_to_an_adapter(tmp_path, scheme):
+    """A change of the template is a new version, and an engine's copy has it."""
+    place = tmp_path / "root"
+    pirate = shutil.copytree(DEMO_MODEL / "adapters" / "pirate", place / "pirate")
+    (pirate / adapter_root.WEIGHTS).rename(pirate / "adapters.safetensors")
+    (pirate / adapter_root.CONFIG).write_text('{"lora_parameters": {"rank": 4, "scale": 2.0}}')
+    files = fsspec.filesystem(scheme.removesuffix("://"))
+    root = AdapterRoot(f"{scheme}{place}")
+    versions = []
+    for text in ("one", "two!"):
+        (pirate / "chat_template.jinja").write_text(text)
+        if scheme == "memory://":
+            files.put(f"{place}/", f"{place}/", recursive=True)
+        offer = root.scan()["pirate"]
+        assert offer.rank == 4
+        versions.append(offer.version)
+        copied = adapter_root.fetch(root.location, offer.path, offer.version, tmp_path / "into")
+        assert (copied / "chat_template.jinja").read_text() == text and (copied / "adapters.safetensors").is_file()
+    assert versions[0] != versions[1]
+    if scheme == "memory://":
+        files.rm(str(place), recursive=True)
+
+
 def test_a_remote_adapter_is_fetched_once_and_only_from_the_root(tmp_path, monkeypatch):
     place, into = tmp_path / "root", tmp_path / "into"
     shutil.copytree(DEMO_MODEL / "adapters" / "pirate", place / "pirate")
@@ -148,7 +172,7 @@ def test_a_remote_adapter_is_fetched_once_and_only_from_the_root(tmp_path, monke
         with pytest.raises(ValueError, match="is not in the adapters' root"):
             adapter_root.fetch(root.location, folder, version, into)
     shutil.copytree(DEMO_MODEL / "adapters" / "pirate", place / "pirate")
-    monkeypatch.setattr(adapter_root, "MAX_WEIGHTS_BYTES", 100)
+    monkeypatch.setitem(adapter_root.MAX_FILE_BYTES, adapter_root.WEIGHTS, 100)
     with pytest.raises(ValueError, match="has more than 100 bytes"):
         adapter_root.fetch(root.location, offer.path, "0" * 64, into)
     assert sorted(path.name for path in into.iterdir()) == [offer.version]
