@@ -29,6 +29,8 @@ from .weighted_sum import weighted_sum
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 MAX_ADAPTERS = 4096
+MAX_TEMPLATE_BYTES = 64 << 20
+"""Limit on the different chat templates of all adapters; copies of one template share their memory."""
 READERS = 8  # threads; reading, checking and hashing release the GIL
 FileStamp = tuple[tuple[int, ...], ...]
 _Files = tuple[Path, Adapter, FileStamp | None, AdapterChat]
@@ -248,6 +250,7 @@ class AdapterRegistry:
             self._check_capacity(name, replace_name)
             if self.numbers.get(name) != previous:
                 raise RequestError(f"adapter {name!r} was removed or replaced meanwhile; load it again")
+            self._check_templates(name, chat)
             number = self._next_number
             self._next_number += 1
             registered = RegisteredAdapter(number, name, directory, adapter.bare, self.allowed_roots, chat)
@@ -380,6 +383,20 @@ class AdapterRegistry:
         elif len(self.numbers) >= self.max_adapters:
             raise RequestError(
                 f"adapter {name!r} exceeds the maximum of {self.max_adapters} adapters; remove another first"
+            )
+
+    def _check_templates(self, name: str, chat: AdapterChat) -> None:
+        """Raise RequestError if the chat templates of all adapters would be too large."""
+        if not chat.digest:
+            return
+        chats = (chat, *(each.chat for each in self._by_number.values()))
+        sizes = {
+            text: len(text.encode("utf-8", "replace")) for each in chats for text in each.templates.templates.values()
+        }
+        if sum(sizes.values()) > MAX_TEMPLATE_BYTES:
+            raise RequestError(
+                f"adapter {name!r}: the chat templates of all adapters need more than {MAX_TEMPLATE_BYTES >> 20} MiB; "
+                "remove another adapter first, or let adapters share a template"
             )
 
     def _resolve(self, name: str, path: str | Path) -> Path:

@@ -159,8 +159,11 @@ MAX_TOKENS = 4096  # listed as unknown
 START_BYTES = 1 << 20  # of tokenizer.json, which has added tokens before its vocabulary
 NAMED_TOKENS = 5
 _PRINTABLE = re.compile(r"[!-~]{1,40}")
-CHAT_FILES = (TEMPLATE, OLD_TEMPLATE, CONFIG, "special_tokens_map.json", "added_tokens.json", "tokenizer.json")
-"""Files of an adapter's directory, besides config and weights, that are read."""
+CHAT_FILES = {
+    **dict.fromkeys((TEMPLATE, OLD_TEMPLATE, CONFIG, "special_tokens_map.json", "added_tokens.json"), MAX_FILE_BYTES),
+    "tokenizer.json": 64 << 20,
+}
+"""Files of an adapter's directory, besides config and weights, that are read or copied, and their largest sizes."""
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,13 @@ import fsspec
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
+from ...text.chat_files import CHAT_FILES
 from .adapter_catalogue import OfferedAdapter
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS, MLX_WEIGHTS = "adapter_config.json", "adapter_model.safetensors", "adapters.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
-MAX_WEIGHTS_BYTES = 16 << 30
+MAX_FILE_BYTES = {CONFIG: MAX_CONFIG_BYTES, WEIGHTS: 16 << 30, MLX_WEIGHTS: 16 << 30, **CHAT_FILES}
+"""Files of an adapter, with their largest sizes."""
 MAX_ADAPTERS = 100_000
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\Z")
 
@@ -100,18 +102,21 @@ class AdapterRoot:
         folders: dict[str, dict[str, Any]] = {}
         for path, entry in self._files.find(self._root, detail=True).items():
             name, _, file = str(path).removeprefix(f"{self._root}/").partition("/")
-            if file in (CONFIG, WEIGHTS):
+            if file in MAX_FILE_BYTES:
                 folders.setdefault(name, {})[file] = entry
         yield from folders.items()
 
     def _scan_folder(self, name: str, folder: str, files: dict[str, Any]) -> _ScannedFolder | None:
         try:
+            weights = MLX_WEIGHTS if WEIGHTS not in files and MLX_WEIGHTS in files else WEIGHTS
             if not all(
-                name in files and files[name]["type"] == "file" and 0 < (files[name]["size"] or 0) <= limit
-                for name, limit in ((CONFIG, MAX_CONFIG_BYTES), (WEIGHTS, MAX_WEIGHTS_BYTES))
+                name in files
+                and files[name]["type"] == "file"
+                and 0 < (files[name]["size"] or 0) <= MAX_FILE_BYTES[name]
+                for name in (CONFIG, weights)
             ):
                 return None
-            stamp = "\n".join(str(sorted(files[each].items())) for each in (CONFIG, WEIGHTS))
+            stamp = "\n".join(str(sorted(files[each].items())) for each in MAX_FILE_BYTES if each in files)
             former = self._scanned.get(name)
             if former is not None and former.stamp == stamp:
                 return former

@@ -104,6 +104,14 @@ def test_an_adapter_without_templates_has_those_of_the_base(tmp_path: Path) -> N
     assert chat.digest == "" and chat.unknown == {} and chat.templates.over(base) is base
 
 
+def test_copies_of_one_template_share_their_memory(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "chat_template.jinja").write_text("{{ x }}" * 1000)
+    first, second = (read_adapter_chat(tmp_path / name).templates.templates["default"] for name in ("one", "two"))
+    assert first is second
+
+
 def test_a_hostile_adapter_is_refused(tmp_path: Path) -> None:
     """Pipes, devices, links out of the root, deep and large files: none of them is waited for or read whole."""
     roots = [tmp_path.resolve()]

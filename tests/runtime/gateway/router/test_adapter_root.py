@@ -95,3 +95,25 @@ def test_folders_of_a_root_come_change_and_go(tmp_path, scheme):
     assert root.scan()["pirate"].version != found["pirate"].version
     shutil.rmtree(place / "pirate")
     assert root.scan() == {}
+
+
+@pytest.mark.parametrize("scheme", ["file://", "memory://"])
+def test_a_chat_template_and_files_of_mlx_belong_to_an_adapter(tmp_path, scheme):
+    """A change of the template is a new version."""
+    place = tmp_path / "root"
+    pirate = shutil.copytree(DEMO_MODEL / "adapters" / "pirate", place / "pirate")
+    (pirate / adapter_root.WEIGHTS).rename(pirate / "adapters.safetensors")
+    (pirate / adapter_root.CONFIG).write_text('{"lora_parameters": {"rank": 4, "scale": 2.0}}')
+    files = fsspec.filesystem(scheme.removesuffix("://"))
+    root = AdapterRoot(f"{scheme}{place}")
+    versions = []
+    for text in ("one", "two!"):
+        (pirate / "chat_template.jinja").write_text(text)
+        if scheme == "memory://":
+            files.put(f"{place}/", f"{place}/", recursive=True)
+        offer = root.scan()["pirate"]
+        assert offer.rank == 4
+        versions.append(offer.version)
+    assert versions[0] != versions[1]
+    if scheme == "memory://":
+        files.rm(str(place), recursive=True)
