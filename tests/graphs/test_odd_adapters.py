@@ -20,7 +20,8 @@ Q0 = "model.layers.0.self_attn.q_proj"
 PEFT_A = f"base_model.model.{Q0}.lora_A.weight"
 MERGE = "merge the adapter into its base"
 NO_MERGE = "cannot be merged into a model: serve it with peft"
-DROP = object()
+DROP = "dropped"
+"""The value of a field that the config does not have."""
 
 # fields of a PEFT config (rank 4, alpha 8 on q_proj) -> scaling of layer 0, or the words of the refusal
 PEFT_CONFIGS: list[tuple[dict[str, Any], float | str]] = [
