@@ -117,6 +117,7 @@ def test_the_process_that_watches_a_servers_others_needs_no_torch() -> None:
         (["inspect", "ledger", "--disable-pass", "no_such_pass"], "no_such_pass"),
         (["inspect", "ledger", "--json", "no/such/folder/out.json"], "existing directory"),
         (["inspect", "ledger", "--max-loras", "1"], "--max-loras"),
+        (["gateway", "--resolve-adapters"], "add --adapter-root DIR"),
         (["bench"], "BENCH"),
         (["bench", "latency", "--output-len", "32"], "above 32"),
         (["bench", "latency", "--model", "no/such/model"], "config.json"),
