@@ -136,3 +136,13 @@ def test_keys_of_caches_without_parts() -> None:
     assert LoraShape(2, 16, parts=("bias",)).key["parts"] == ("bias",)
     sizes = {"tokens": 8, "sequences": 8, "pages": 9, "blocks": 1, "decode": True, "lora": True, "rows": 1}
     assert Bucket(**sizes).key == sizes and Bucket(**sizes, parts=True).key == sizes | {"parts": True}
+
+
+def test_torch_compile_of_peft_itself(tmp_path: Path) -> None:
+    base = tiny_family(tmp_path, "qwen2", random.Random(2))
+    (adapter,) = tiny_adapters(base, [AdapterSpec(rank=8, extra={"use_dora": True, "bias": "all"})])
+    module, ids = base.adapted(adapter), torch.randint(0, 320, (2, 40))
+    with torch.no_grad():
+        got = torch.compile(module, backend="sidestream")(input_ids=ids, use_cache=False).logits
+        torch.testing.assert_close(got, module(input_ids=ids, use_cache=False).logits, atol=TOLERANCE, rtol=0)
+    torch._dynamo.reset()
