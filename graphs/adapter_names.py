@@ -1,7 +1,7 @@
 """Names of an adapter's tensors, as trainers write them, mapped to PEFT's; settings of MLX mapped to PEFT's."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from .untrusted_files import name_of, value_of
@@ -99,7 +99,7 @@ def is_mlx(fields: Mapping[str, Any]) -> bool:
     return "peft_type" not in fields and ("lora_parameters" in fields or "fine_tune_type" in fields)
 
 
-def peft_settings(fields: Mapping[str, Any], error: type[ValueError]) -> dict[str, Any]:
+def peft_settings(fields: Mapping[str, Any], error: Callable[[str], ValueError]) -> dict[str, Any]:
     """Return PEFT's fields for an adapter_config.json of mlx_lm. Raises `error`.
 
     mlx_lm adds scale * (x A) B. All other fields are options of the trainer.
