@@ -52,6 +52,9 @@ def test_an_adapters_own_template_is_used_for_it_at_each_endpoint() -> None:
                 assert await prompt(engines, http, {"model": "mine"}) == mine
             await http.post("/v1/responses", json={"model": "mine", "input": "hi"})
             assert engines.asked[-1].prompt == mine
+            body = {"model": "mine", "messages": HELLO["messages"], "max_tokens": 2}
+            assert (await http.post("/v1/messages", json=body)).status_code == 200
+            assert engines.asked[-1].prompt == mine
             ids = (await http.post("/tokenize", json={"model": "mine", "messages": HELLO["messages"]})).json()["tokens"]
             assert "".join(map(chr, ids)) == mine
             assert engines.read == ["offered", "mine"], "what an engine has read is asked for once"
