@@ -34,7 +34,7 @@ _KINDS = {
     "bias": "bias",
 }
 """Names of an adapter's tensors in their module -> kinds."""
-_SPELLED = {kind: name.removesuffix(".weight") for name, kind in _KINDS.items()}
+_SPELLED = {kind: name.removesuffix(".weight") for name, kind in reversed(_KINDS.items())}
 PART_OF = {"magnitude": "dora", "lora_bias": "bias", "bias": "bias"}
 """Kinds of tensors besides A and B -> the part of an adapter (ADAPTER_PARTS) to which they belong."""
 _OTHER_BASE = "the adapter was trained on another base; use that one"
@@ -228,8 +228,8 @@ def _foreign_tensor(key: str, name: TensorName | None, config: LlamaConfig, form
     if layer and int(layer[1]) >= config.num_hidden_layers:
         return f"tensor {name_of(key)} is for layer {layer[1]} of {config.num_hidden_layers}: {_OTHER_BASE}"
     projection = module.rpartition(".")[2]
-    if layer and projection in _PROJECTIONS:
-        own = dict.fromkeys(stored.rpartition(".")[2] for stored in config.stored_modules())
+    own = dict.fromkeys(stored.rpartition(".")[2] for stored in config.stored_modules())
+    if layer and projection in _PROJECTIONS and projection not in own:
         return f"tensor {name_of(key)} adapts {projection}, but the base has {', '.join(own)}: {_OTHER_BASE}"
     return (
         f"tensor {name_of(key)} is not LoRA A or B of a projection of this base: {MERGE}, or use the base that it was "
