@@ -12,11 +12,11 @@ import torch
 
 from .adapter_config import AdapterError
 from .adapter_description import Description, describe_adapter
-from .adapter_file import AdapterFile, readers
 from .config import LlamaConfig
 from .families import VOCABULARY_TARGETS
+from .files.adapter_file import AdapterFile, readers
+from .files.safetensors_file import FLOATING
 from .head_layout import arranged
-from .safetensors_file import FLOATING
 from .vocabulary_rows import ChangedRows, changed_rows, remedy
 
 MODULES_AT_ONCE = 14

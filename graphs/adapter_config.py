@@ -8,8 +8,8 @@ from typing import Any
 
 from .adapter_names import MLX, PEFT, AdapterFormat, is_mlx, peft_settings
 from .config_fields import read_json_object
+from .files.untrusted_files import name_of, value_of
 from .peft_patterns import MAX_PATTERNS, LookAroundError, PatternError, PeftPatterns
-from .untrusted_files import name_of, value_of
 
 CONFIG = "adapter_config.json"
 _AGAIN = PEFT.again

@@ -17,10 +17,10 @@ from .adapter_names import MLX, PEFT, AdapterFormat, TensorName, exporter_proble
 from .adapter_vocabulary import MAX_VOCABULARY_TENSORS, VocabularyTensors, find_vocabulary
 from .config import LlamaConfig
 from .families import ADAPTER_PARTS, ATTENTION_MODULES, MLP_MODULES, PACKED_MODULES, VOCABULARY_TARGETS
+from .files.safetensors_header import ITEM_BYTES, Layout, read_layout
+from .files.untrusted_files import name_of, value_of
 from .model_directory import missing_adapter
 from .peft_patterns import ALL_LINEAR, LookAroundError
-from .safetensors_header import ITEM_BYTES, Layout, read_layout
-from .untrusted_files import name_of, value_of
 
 MERGE = "merge the adapter into its base (merge_and_unload) and serve that"
 _TENSORS_PER_MODULE = 6  # A, B, parts, and unsupported tensors, so that the error can name them

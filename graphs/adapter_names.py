@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from .untrusted_files import name_of, value_of
+from .files.untrusted_files import name_of, value_of
 
 _NAME = r"(?!(?:weight|bias)$)[A-Za-z0-9_-]{1,128}"  # of an adapter
 _PEFT_KEYS = (

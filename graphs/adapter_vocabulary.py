@@ -13,8 +13,8 @@ import msgspec
 from .adapter_config import CONFIG, AdapterConfig, AdapterError
 from .config import LlamaConfig
 from .families import VOCABULARY_MODULES
-from .safetensors_header import ITEM_BYTES, Layout
-from .untrusted_files import name_of, value_of
+from .files.safetensors_header import ITEM_BYTES, Layout
+from .files.untrusted_files import name_of, value_of
 
 MAX_VOCABULARY_TENSORS = 12
 """Each module: A, B, trained tokens, and its matrix under the three names that PEFT may give it."""

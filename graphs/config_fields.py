@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .untrusted_files import LFS_POINTER, FileRefusedError, is_lfs_pointer, read_bounded
+from .files.untrusted_files import LFS_POINTER, FileRefusedError, is_lfs_pointer, read_bounded
 
 _MAX_CONFIG_BYTES = 1 << 20
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 
 from .adapter_config import MAX_TRAINED_TOKENS, AdapterError
-from .adapter_file import PIECE, AdapterFile
 from .adapter_vocabulary import VocabularyTensors
 from .checkpoint import EMBEDDING, HEAD, Checkpoint, CheckpointError
 from .config import LlamaConfig
 from .families import VOCABULARY_MODULES
-from .safetensors_file import LARGEST
-from .untrusted_files import name_of
+from .files.adapter_file import PIECE, AdapterFile
+from .files.safetensors_file import LARGEST
+from .files.untrusted_files import name_of
 
 _MERGE = "merge the adapter into its base (merge_and_unload) and serve that, or train these tokens only"
 

@@ -29,8 +29,8 @@ from ...compiler.options import OptionError
 from ...compiler.program.cache import source_hash
 from ...compiler.program.cache_folder import CacheFolder, cache_directory, write_fully
 from ...graphs.adapter import Adapter
-from ...graphs.adapter_file import read_fully, readers
 from ...graphs.config import LlamaConfig
+from ...graphs.files.adapter_file import read_fully, readers
 from ...graphs.lora import LoraShape
 from .background_jobs import BackgroundJobs, JobCancelled
 

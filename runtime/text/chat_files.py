@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ...graphs.untrusted_files import read_bounded, read_start
+from ...graphs.files.untrusted_files import read_bounded, read_start
 from ..api.errors import RequestError
 from .special_tokens import CONFIG, TokenFiles, read_object, read_text
 from .tokenizer import Tokenizer, load_tokenizer

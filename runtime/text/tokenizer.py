@@ -5,7 +5,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...graphs.untrusted_files import LFS_POINTER, is_lfs_pointer
+from ...graphs.files.untrusted_files import LFS_POINTER, is_lfs_pointer
 from ..api.errors import RequestError
 from .token_bytes import TokenBytes, fast_token_bytes
 

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from sidestream.graphs import vocabulary_rows
 from sidestream.graphs.adapter import Adapter, load_adapter
 from sidestream.graphs.adapter_config import CONFIG, AdapterError
-from sidestream.graphs.adapter_file import AdapterFile
 from sidestream.graphs.checkpoint import checkpoint_config
+from sidestream.graphs.files.adapter_file import AdapterFile
 from sidestream.graphs.model_directory import WEIGHTS
 from support.paged import Chunk, PagedRunner, plain_model
 from support.tiny import AdapterSpec, TinyBase, oracle_logits, tiny_adapters, tiny_llama

@@ -18,8 +18,8 @@ from sidestream.compiler.graph.materialize import quantize_weight
 from sidestream.compiler.graph.recipe import cat, item, param, quantize
 from sidestream.compiler.options import OptionError
 from sidestream.graphs.adapter import AdapterError, load_adapter
-from sidestream.graphs.adapter_file import AdapterFile
 from sidestream.graphs.config import LlamaConfig
+from sidestream.graphs.files.adapter_file import AdapterFile
 from sidestream.graphs.lora import LoraShape
 from sidestream.graphs.lora_stacks import slot_tensors
 from sidestream.runtime.adapters import registry as adapter_registry

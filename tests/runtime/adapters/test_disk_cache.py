@@ -114,7 +114,7 @@ def test_a_hit_has_the_bytes_of_a_miss_and_reads_no_tensors(config, paths, tmp_p
         0o600
     }
     monkeypatch.setattr(
-        "sidestream.graphs.adapter_file.in_range", lambda *_: pytest.fail("the values were looked at again")
+        "sidestream.graphs.files.adapter_file.in_range", lambda *_: pytest.fail("the values were looked at again")
     )
     assert start(config, paths[0], tmp_path) == (expected, False)
     registry = AdapterRegistry(config, 16, disk_cache=new_cache(tmp_path))
