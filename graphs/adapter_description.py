@@ -143,14 +143,22 @@ def describe_adapter(
     form = settings.form
     layout = read_layout(directory / form.weights, AdapterError, form.again, max_tensors, roots, foreign=_OTHER_BASE)
     vocabulary = find_vocabulary(layout, {key: plain_name(key) for key in layout.places}, config, settings)
-    others = set(layout.places) - set(vocabulary.names)
-    pairs, parts, trained = _tensors([key for key in layout.places if key in others], config, form)
+    taken = set(vocabulary.names)
+    pairs, parts, trained = _tensors([key for key in layout.places if key not in taken], config, form)
     ranks = {
         module: _check_rank(layout, module, names, config, settings, max_rank, trained[module])
         for module, names in pairs.items()
     }
     _check_parts(layout, parts, config, form)
     _check_settings(settings, pairs, parts, config)
+    lora = [module for module in pairs if module in config.vocabulary_modules]
+    others = [*parts, *lora, *vocabulary.tokens, *settings.modules_to_save]
+    if settings.invocation and others:
+        raise AdapterError(
+            f"{CONFIG}: an adapter with alora_invocation_tokens can only have plain LoRA on the layers' projections, "
+            f"but this one also has other tensors of {name_of(others[0])}: train it without DoRA, biases and the "
+            "embedding"
+        )
     return Description(
         layout=layout,
         pairs=pairs,

@@ -5,13 +5,15 @@ from collections.abc import Sequence
 import torch
 
 from ...graphs.adapter import Adapter
+from ...graphs.families import VOCABULARY_TARGETS
 
 WeightedAdapters = Sequence[tuple[Adapter, float]]
 
 
 def sum_obstacle(adapter: Adapter) -> str:
-    """Return why an adapter cannot be part of a sum, "" if it can. The sum of other parts than LoRA is not defined."""
-    kinds = [*getattr(adapter, "kinds", ()), *(["an invocation (aLoRA)"] if getattr(adapter, "invocation", ()) else [])]
+    """Return why an adapter cannot be part of a sum, "" if it can. PEFT defines only sums of LoRA on projections."""
+    kinds = [*adapter.kinds, *(target for target in adapter.targets if target in VOCABULARY_TARGETS)]
+    kinds += ["an invocation (aLoRA)"] if adapter.invocation else []
     return f"it has {', '.join(kinds)} besides plain LoRA" if kinds else ""
 
 

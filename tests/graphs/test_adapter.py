@@ -305,6 +305,19 @@ def test_the_highest_rank_is_the_kernels(base: TinyBase) -> None:
     refused(base, path, "rank 272", "at most 256", "merge", max_rank=1024)
 
 
+@pytest.mark.parametrize(
+    ("spec", "named"),
+    [
+        (AdapterSpec(extra={"use_dora": True}), "self_attn.q_proj"),
+        (AdapterSpec(targets=("q_proj", "lm_head")), "lm_head"),
+    ],
+)
+def test_an_invocation_goes_with_plain_lora_only(base: TinyBase, spec: AdapterSpec, named: str) -> None:
+    (path,) = tiny_adapters(base, [spec])
+    configure(path, alora_invocation_tokens=[5])
+    refused(base, path, "alora_invocation_tokens can only", named)
+
+
 def test_dora_from_peft_itself(base: TinyBase) -> None:
     (path,) = tiny_adapters(base, [AdapterSpec(extra={"use_dora": True})])
     assert load(base, path).kinds == ("dora",)

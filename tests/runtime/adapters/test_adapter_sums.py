@@ -15,7 +15,7 @@ from sidestream.graphs.adapter_config import AdapterError
 from sidestream.graphs.config import LlamaConfig
 from sidestream.runtime.adapters.adapter_sums import FIRST_SUM_NUMBER, AdapterNumbers, SumPart
 from sidestream.runtime.adapters.registry import AdapterRegistry
-from sidestream.runtime.adapters.weighted_sum import weighted_sum
+from sidestream.runtime.adapters.weighted_sum import sum_obstacle, weighted_sum
 from sidestream.runtime.api.adapter_sum import is_sum, sum_content, sum_name, sum_parts
 from sidestream.runtime.api.errors import RequestError
 from sidestream.runtime.api.sampling_params import SamplingParams
@@ -226,6 +226,20 @@ def test_parts_that_are_more_than_lora_are_refused() -> None:
     with pytest.raises(RequestError, match="adapter 'd' cannot be part of a sum: it has dora"):
         numbers.get("a*0.5+d*0.5")
     assert numbers.get("d") == 1
+
+
+@pytest.mark.parametrize(
+    ("spec", "obstacle"),
+    [
+        (AdapterSpec(), ""),
+        (AdapterSpec(extra={"use_dora": True}), "it has dora besides plain LoRA"),
+        (AdapterSpec(targets=("q_proj", "lm_head")), "it has lm_head besides plain LoRA"),
+        (AdapterSpec(extra={"alora_invocation_tokens": [5]}), "it has an invocation (aLoRA) besides plain LoRA"),
+    ],
+)
+def test_pefts_adapters_that_can_be_parts(base: TinyBase, spec: AdapterSpec, obstacle: str) -> None:
+    (path,) = tiny_adapters(base, [spec])
+    assert sum_obstacle(load_adapter(path, LlamaConfig.from_directory(base.path), 64, base=base.path)) == obstacle
 
 
 def test_the_least_recently_used_sum_is_forgotten() -> None:
