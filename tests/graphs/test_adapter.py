@@ -276,6 +276,17 @@ TENSORS: list[tuple[dict[str, torch.Tensor | None], tuple[str, ...]]] = [
     ({"base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight": torch.zeros(8, 128)}, ("layer 7", "2")),
     ({"base_model.model.model.layers.0.self_attn.qkv_proj.lora_A.weight": torch.zeros(8, 128)}, ("qkv_proj",)),
     ({"something": torch.zeros(1)}, ("'something'",)),
+    ({f"base_model.model.{Q0}.lora_magnitude_vector": torch.ones(255)}, (Q0, "[255], expected [256]")),
+    ({f"base_model.model.{Q0}.lora_B.bias": torch.ones(1, 256)}, (Q0, "lora_B.bias [1, 256], expected [256]")),
+    ({f"base_model.model.{Q0}.base_layer.bias": torch.ones(256)}, (f"{Q0}.base_layer.bias", "the base has none there")),
+    (
+        {
+            f"base_model.model.{Q0}.lora_magnitude_vector": torch.ones(256),
+            f"base_model.model.{Q0}.lora_B.bias": torch.ones(256),
+        },
+        (Q0, "PEFT does not define together"),
+    ),
+    ({"base_model.model.lm_head.lora_magnitude_vector": torch.ones(320)}, ("lm_head", "without magnitudes (DoRA)")),
 ]
 
 
