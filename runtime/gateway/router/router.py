@@ -209,7 +209,7 @@ class Router:
     def _shares_base(self, adapter: str | None) -> bool:
         """Return whether the adapter is an aLoRA: most pages of its prompts are the base model's."""
         return adapter is not None and any(
-            link.adapters[adapter].invocation for link in self._links.values() if link.serves(adapter)
+            link.adapters[adapter].invocation for link in self._links.values() if adapter in link.adapters
         )
 
     async def _has_changed(self, link: EngineLink, adapter: str | None, required: str) -> bool:
