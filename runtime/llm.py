@@ -158,7 +158,7 @@ class LLM:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._end()
-        del self.engine, self.model, self.compiled, self.registry, self.calibration
+        del self.engine, self.model, self.compiled, self.registry, self.calibration, self._adapter_numbers
         gc.collect()  # programs and their tensors refer to each other; threads end with their owners
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
