@@ -8,6 +8,7 @@ from .options import CompileOptions
 from .program.layers import LAYER
 
 _LORA = re.compile(r"lora_a\b|lora_a[._]", re.IGNORECASE)
+_PART = re.compile(r"\.lora_(gain|shift)$")
 _PROJECTION = re.compile(r"(qkv|gate_up|q|k|v|o|gate|up|down)_proj")
 _BIAS = re.compile(r"bias\b|bias_?$")
 _HEAD_NORM = re.compile(r"(q|k)_norm")
@@ -25,11 +26,12 @@ class ModelShape:
     layers       decoder layers
     lora_linears projections with LoRA; packed_lora: their number after q/k/v and gate/up are packed
     paged        attention reads a paged cache (our Llama), not ATen's attention (transformers)
-    biases       projections with a bias
+    biases       projections with a bias, less those in which the module itself adds it to a `lora_adjust`
     head_norms   norms of the heads of q and k
     packed       the module itself packs q/k/v and gate/up (transformers' Phi-3)
     unrotated    layers without RoPE
     stored       projections stored in eight bits
+    lora_head, lora_embedding  the output head or the embedding has LoRA
     """
 
     layers: int
@@ -41,6 +43,8 @@ class ModelShape:
     packed: bool = False
     unrotated: int = 0
     stored: int = 0
+    lora_head: bool = False
+    lora_embedding: bool = False
 
     @property
     def mixed(self) -> bool:
@@ -59,6 +63,7 @@ def model_shape(names: Iterable[str], paged: bool, negations: int = 0) -> ModelS
     projections: set[str] = set()
     adapted: set[tuple[str, str]] = set()
     biases: set[tuple[str, str]] = set()
+    adjusted: set[tuple[str, str]] = set()
     head_norms: set[tuple[str, str]] = set()
     for name in names:
         layer = LAYER.search(name)
@@ -67,7 +72,9 @@ def model_shape(names: Iterable[str], paged: bool, negations: int = 0) -> ModelS
         layers.add(layer[1])
         projection = _PROJECTION.search(name)
         projections.update(projection.groups() if projection is not None else ())
-        if projection is not None and _LORA.search(name):
+        if projection is not None and _PART.search(name):
+            adjusted.add((layer[1], projection[1]))
+        elif projection is not None and _LORA.search(name):
             adapted.add((layer[1], projection[1]))
         elif projection is not None and _BIAS.search(name):
             biases.add((layer[1], projection[1]))
@@ -76,9 +83,10 @@ def model_shape(names: Iterable[str], paged: bool, negations: int = 0) -> ModelS
             head_norms.add((layer[1], head_norm[1]))
     packed = {(layer, _PACKED_WITH.get(projection, projection)) for layer, projection in adapted}
     stored = sum(name.endswith(".weight_scale") for name in names)
-    counts = len(layers), len(adapted), len(packed), paged, len(biases), len(head_norms)
+    counts = len(layers), len(adapted), len(packed), paged, len(biases - adjusted), len(head_norms)
     unrotated = len(layers) - negations // 2 if 0 < negations < 2 * len(layers) else 0
-    return ModelShape(*counts, "qkv" in projections, unrotated, stored) if layers else None
+    more = [any(module in name and _LORA.search(name) for name in names) for module in ("lm_head", "embed_tokens")]
+    return ModelShape(*counts, "qkv" in projections, unrotated, stored, *more) if layers else None
 
 
 @dataclass(frozen=True)
@@ -121,7 +129,7 @@ class Expectation:
 def _lora_branches(e: Expectation) -> int:
     if not e.on("lift_lora"):
         return 0
-    return e.shape.packed_lora if e.on("pack_projections") else e.shape.lora_linears
+    return (e.shape.packed_lora if e.on("pack_projections") else e.shape.lora_linears) + e.shape.lora_head
 
 
 def _linears(e: Expectation) -> int | None:
@@ -197,11 +205,11 @@ def _rounded(e: Expectation) -> int | None:
 COUNTS: dict[str, Callable[[Expectation], int | None]] = {
     "lift_stored_weights": lambda e: e.shape.stored,
     "lift_bias": lambda e: e.shape.biases,
-    "lift_embedding": lambda e: 1 if e.shape.paged else None,
+    "lift_embedding": lambda e: int(not e.shape.lora_embedding) if e.shape.paged else None,
     "lift_rms_norm": lambda e: 2 * e.shape.layers + 1 + e.shape.head_norms,
     "lift_rope_angles": lambda e: 1 if e.shape.paged else None,
     "lift_rope": lambda e: 2 * (e.shape.layers - e.shape.unrotated),
-    "lift_lora": lambda e: e.shape.lora_linears,
+    "lift_lora": lambda e: e.shape.lora_linears + e.shape.lora_head,
     "rotate_values": _values_rotated,
     "smooth_channels": _smoothed,
     "pack_projections": lambda e: 0 if e.shape.packed else 2 * e.shape.layers,

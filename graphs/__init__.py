@@ -13,17 +13,17 @@ config_fields       checks of single fields of config.json; types of RoPE
 Files:
 checkpoint          a model's weights: one file or shards, validated before they are loaded
 model_directory     directory of a named model or adapter: a path, or a hub id in the local cache
-safetensors_file    one .safetensors file through a memory map; reading and checking bytes
-safetensors_header  header of an adapter's .safetensors file, validated
-untrusted_files     opens only regular files in allowed directories; limits the text that errors quote
+files/              opening and checking files that may be hostile
 
 PEFT adapters:
 adapter             one adapter, read from its directory and checked against the base
+adapter_names       names of tensors, and settings of mlx_lm, in PEFT's spelling
 adapter_config      adapter_config.json: honoured, harmless and refused fields
 adapter_description an adapter's config and header, checked against the base; needs no torch
-adapter_file        an adapter's .safetensors file, read once and whole
+adapter_vocabulary  an adapter's whole matrices and trained tokens of the embedding and the output head
 peft_patterns       PEFT's matching of module names, in linear time
-lora_stacks         an adapter as one slot of the stacks that the graph reads
+vocabulary_rows     changed rows of the embedding and the output head as low-rank updates
+lora_stacks         an adapter as one slot of the stacks that the graph reads; gains of DoRA, shifts of biases
 
 draft/              trained drafts: EAGLE-3 heads
 

@@ -2,8 +2,8 @@
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Protocol
@@ -11,11 +11,13 @@ from typing import Protocol
 import torch
 
 from .adapter_config import AdapterError
-from .adapter_description import AGAIN, WEIGHTS, Description, describe_adapter
-from .adapter_file import AdapterFile, readers
+from .adapter_description import Description, describe_adapter
 from .config import LlamaConfig
+from .families import VOCABULARY_TARGETS
+from .files.adapter_file import AdapterFile, readers
+from .files.safetensors_file import FLOATING
 from .head_layout import arranged
-from .safetensors_file import FLOATING
+from .vocabulary_rows import ChangedRows, changed_rows, remedy
 
 MODULES_AT_ONCE = 14
 _log = logging.getLogger("sidestream")
@@ -43,7 +45,11 @@ class Adapter:
     content_hash  sha256 (hex) of everything that affects outputs
     differences   contradictions between the tensors and adapter_config.json (the tensors are served)
     source        sha256 (hex) of everything that was read: same source, same content_hash
+    invocation    token ids from whose last occurrence in a prompt on it is active (aLoRA); (): always
     draft         its adapter for a trained draft; it changes no output, but the content_hash includes it
+    kinds         its parts besides LoRA, of ADAPTER_PARTS
+    parts         module -> kind -> tensor, fp32, with the graph's head layout; the kinds of PART_OF, and after
+                  `lora_stacks.resolved` the stacks of PROJECTION_STACKS
     """
 
     rank: int
@@ -53,12 +59,27 @@ class Adapter:
     content_hash: str
     differences: tuple[str, ...] = ()
     source: str = ""
+    invocation: tuple[int, ...] = ()
     draft: "Adapter | None" = None
+    kinds: tuple[str, ...] = ()
+    parts: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all A and B as stored."""
-        return sum(tensor.nbytes for pair in self.tensors.values() for tensor in pair)
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for each in self.tensors.values() for tensor in each) + sum(
+            tensor.nbytes for each in self.parts.values() for tensor in each.values()
+        )
+
+    @property
+    def needs_parts(self) -> bool:
+        """Whether its steps run programs with parts: for `kinds`, and for LoRA on the embedding or the output head."""
+        return bool(self.kinds or set(self.targets) & set(VOCABULARY_TARGETS))
+
+    @property
+    def bare(self) -> "Adapter":
+        """The adapter without tensors."""
+        return replace(self, tensors={}, parts={}, draft=None if self.draft is None else self.draft.bare)
 
 
 def load_adapter(
@@ -69,58 +90,106 @@ def load_adapter(
     recall: Recall | None = None,
     roots: Sequence[Path] | None = None,
     describe: Describe = describe_adapter,
+    base: Path | None = None,
 ) -> Adapter:
     """Read the PEFT adapter in directory `path` for the base of `config`.
 
     `max_rank`: the largest rank allowed. `lenient`: ignore unknown fields of adapter_config.json. `recall`: returns the
     stored content hash of a `source`, or None; with a stored hash the values are not checked again and `tensors` is
     empty. `roots`: resolved directories; after all links, each file must be inside one of them (None: anywhere).
-    `describe`: reads the config and the weights' header. Raises AdapterError like `describe_adapter`, and for NaN,
+    `describe`: reads the config and the weights' header. `base`: the base's checkpoint, for adapters that change rows
+    of the embedding or the output head. Raises AdapterError like `describe_adapter`, and for NaN,
     infinity and values that are too large.
     """
     directory = Path(path)
     found = describe(directory, config, max_rank, lenient, roots)
-    with AdapterFile(directory / WEIGHTS, AdapterError, AGAIN, found.layout, roots) as file:
+    form = found.form
+    weights, copies = directory / form.weights, found.vocabulary.copies
+    with AdapterFile(weights, AdapterError, form.again, found.layout, roots, copies) as file:
         file.read()
-    source = hashlib.sha256(f"{found.settings_sum}\n{config!r}\n{file.digest}".encode()).hexdigest()
+        rows = changed_rows(file, found.vocabulary, config, base, max_rank)
+    changes = "".join(f"\n{module} {changed.digest.hex()}" for module, changed in rows.items())
+    source = hashlib.sha256(f"{found.settings_sum}\n{config!r}\n{file.digest}{changes}".encode()).hexdigest()
+    ranks, scaling = {module: found.rank(module) for module in found.pairs}, dict(found.scaling)
+    for module, changed in rows.items():
+        ranks[module] = ranks.get(module, 0) + len(changed.ids)
+        scaling[module] = 1.0
+        if ranks[module] > max_rank:
+            raise AdapterError(
+                f"{module} has LoRA and {len(changed.ids)} rows that differ from the base's, which together need rank "
+                f"{ranks[module]}, above the limit of {max_rank}: {remedy(ranks[module])}"
+            )
     tensors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    parts: dict[str, dict[str, torch.Tensor]] = {}
     content_hash = recall(source) if recall is not None else None
     if content_hash is None:
         file.check_values()
-        content_hash = _content_hash(file, found)
+        content_hash = _content_hash(file, found, rows)
         for module, (first, second) in found.pairs.items():
             a, b = file.tensor(first), file.tensor(second)
+            if form.transposed:
+                a, b = a.T.contiguous(), b.T.contiguous()
             for part, row, end in config.parts_of(module):
                 tensors[part] = arranged(config, part, "lora_a", a), arranged(config, part, "lora_b", b[row:end])
+        for module, changed in rows.items():
+            a, b = changed.update(module, config.vocab_size)
+            if module in tensors:
+                lora_a, lora_b = tensors[module]
+                a = torch.cat((a, lora_a.float()))
+                b = torch.cat((b, lora_b.float() * found.scaling[module]), 1)
+            tensors[module] = a, b
+        for module, names in found.parts.items():
+            vectors = {kind: _vector(file, module, form.weights, kind, name) for kind, name in names.items()}
+            for part, row, end in config.parts_of(module):
+                parts[part] = {kind: arranged(config, part, "bias", value[row:end]) for kind, value in vectors.items()}
     for difference in found.differences:
         _log.warning("adapter %r: %s", directory.name, difference)
     return Adapter(
-        rank=max(map(found.rank, found.pairs)),
-        scaling={part: found.scaling[module] for module in found.pairs for part, *_ in config.parts_of(module)},
+        rank=max(ranks.values()),
+        scaling={part: scale for module, scale in scaling.items() for part, *_ in config.parts_of(module)},
         tensors=tensors,
-        targets=tuple(
-            name
-            for name in config.projections
-            if any(part.endswith(f".{name}") for module in found.pairs for part, *_ in config.parts_of(module))
-        ),
+        targets=_targets(config, (*ranks, *found.parts)),
         content_hash=content_hash,
         differences=found.differences,
         source=source,
+        kinds=found.kinds,
+        parts=parts,
+        invocation=found.invocation,
     )
 
 
-def _content_hash(file: AdapterFile, found: Description) -> str:
+def _targets(config: LlamaConfig, modules: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of the modules' parts, in the model's order."""
+    names = {part.rpartition(".")[2] for module in modules for part, *_ in config.parts_of(module)}
+    return tuple(name for name in (*config.projections, *VOCABULARY_TARGETS) if name in names)
+
+
+def _vector(file: AdapterFile, module: str, weights: str, kind: str, name: str) -> torch.Tensor:
+    """Return a part's tensor [N] in fp32. Raises AdapterError for a magnitude that is not positive."""
+    value = file.tensor(name).float()
+    if kind == "magnitude" and not bool((value > 0).all()):
+        row = int((value <= 0).nonzero()[0])
+        raise AdapterError(
+            f"{weights}: {module} has the magnitude {value[row]:g} in row {row} of its lora_magnitude_vector, expected "
+            "values above 0: training diverged; use an earlier checkpoint of the adapter"
+        )
+    return value
+
+
+def _content_hash(file: AdapterFile, found: Description, rows: Mapping[str, ChangedRows]) -> str:
     """Return a sha256 (hex) over the modules' digests; several threads compute these."""
 
     def digest(module: str) -> bytes:
-        digest = hashlib.sha256(f"{module} {found.scaling[module]!r}\n".encode())
-        for name in found.pairs[module]:
+        digest = hashlib.sha256(f"{module} {found.scaling.get(module)!r}\n{'mlx' if found.mlx else ''}".encode())
+        for name in found.names_of(module):
             place = found.layout.places[name]
             digest.update(f"{FLOATING[place.dtype]} {list(place.shape)}\n".encode())
             digest.update(file.data(name).data)
         return digest.digest()
 
-    modules = list(found.pairs)
+    modules = found.modules
     parts = [modules[first : first + MODULES_AT_ONCE] for first in range(0, len(modules), MODULES_AT_ONCE)]
     digests = chain.from_iterable(readers().map(lambda part: [digest(module) for module in part], parts))
-    return hashlib.sha256(b"".join(digests)).hexdigest()
+    changes = [module.encode() + changed.digest for module, changed in rows.items()]
+    invocation = f"invocation {found.invocation}".encode() if found.invocation else b""
+    return hashlib.sha256(b"".join((*digests, *changes, invocation))).hexdigest()

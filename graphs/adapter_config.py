@@ -2,16 +2,17 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from .adapter_names import MLX, PEFT, AdapterFormat, is_mlx, peft_settings
 from .config_fields import read_json_object
+from .files.untrusted_files import name_of, value_of
 from .peft_patterns import MAX_PATTERNS, LookAroundError, PatternError, PeftPatterns
-from .untrusted_files import name_of, value_of
 
 CONFIG = "adapter_config.json"
-_AGAIN = "save the adapter again with peft's save_pretrained"
+_AGAIN = PEFT.again
 
 
 class AdapterError(ValueError):
@@ -32,17 +33,12 @@ _HARMLESS = _words(
 _HONOURED = _words(
     """
     r lora_alpha use_rslora rank_pattern alpha_pattern target_modules exclude_modules layers_to_transform
-    layers_pattern bias init_lora_weights task_type
+    layers_pattern bias init_lora_weights task_type modules_to_save trainable_token_indices use_dora lora_bias
+    alora_invocation_tokens
     """
 )
 _MERGE = "merge the adapter into its base (merge_and_unload) and serve that, or train plain LoRA"
 _REFUSED = {
-    "use_dora": f"DoRA is not supported: {_MERGE}",
-    "lora_bias": f"a bias in lora_B is not supported: train with lora_bias=False, or {_MERGE}",
-    "modules_to_save": "fully trained copies of modules are not supported: train without modules_to_save, or merge "
-    "the adapter into its base",
-    "trainable_token_indices": "trained token embeddings are not supported: train without trainable_token_indices, "
-    "or merge the adapter into its base",
     "layer_replication": "replicated layers are not supported: apply the replication to the base checkpoint and "
     "train on that",
     "fan_in_fan_out": "transposed weights (Conv1D) do not occur in Llama: train with fan_in_fan_out=False",
@@ -50,33 +46,46 @@ _REFUSED = {
     "target_parameters": "LoRA on bare parameters is not supported: use target_modules on the projections",
     "use_qalora": f"QALoRA is not supported: {_MERGE}",
     "use_bdlora": f"BD-LoRA is not supported: {_MERGE}",
-    "alora_invocation_tokens": "Activated LoRA (aLoRA) is not supported: train plain LoRA",
-    "arrow_config": "Arrow routing is not supported: serve its adapters one by one",
+    "arrow_config": "Arrow routing is not supported: train one LoRA adapter, or serve this one with peft",
     "velora_config": f"VeLoRA is not supported: {_MERGE}",
     "monteclora_config": f"MonteCLoRA is not supported: {_MERGE}",
     "kasa_config": f"KaSA is not supported: {_MERGE}",
 }
+_NOT_MERGED = _words(
+    "ADAPTION_PROMPT CARTRIDGE CPT MULTITASK_PROMPT_TUNING PREFIX_TUNING PROMPT_TUNING P_TUNING POLY SHADOW XLORA"
+)
+_NO_MERGE = "it cannot be merged into a model: serve it with peft, or train LoRA"
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal")
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _INITS = (*_CHANGED_BASE, *(f"pissa_niter_{count}" for count in range(1, 65)), "mica", "true", "True")
-_BIASES = ("all", "lora_only")
+_BIASES = ("none", "all", "lora_only")
 _TASKS = ("SEQ_CLS", "SEQ_2_SEQ_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION")
 _PEFT_TYPES = _words(
     """
-    ADALORA ADAPTION_PROMPT BOFT C3A FOURIERFT HRA IA3 LN_TUNING LOHA LOKR MISS MULTITASK_PROMPT_TUNING OFT POLY
-    PREFIX_TUNING PROMPT_TUNING P_TUNING RANDLORA SHIRA TRAINABLE_TOKENS VBLORA VERA XLORA
+    ADALORA ADAMSS ADAPTION_PROMPT BEFT BOFT C3A CARTRIDGE CPT DELORA FOURIERFT FROD GLORA GRALORA HIRA HRA IA3 LILY
+    LN_TUNING LOHA LOKR MISS MULTITASK_PROMPT_TUNING OFT OSF POLY PREFIX_TUNING PROMPT_TUNING PSOFT PVERA P_TUNING
+    RANDLORA ROAD SHADOW SHIRA TINYLORA TRAINABLE_TOKENS UNILORA VBLORA VERA WAVEFT XLORA
     """
 )
 _EMBEDDINGS = ("embed_tokens", "lm_head")
 MAX_CONFIG_BYTES = 256 << 10
 """A config with one rank per module of a large model has 30 kB. The limit exists because json holds the GIL."""
 MAX_NAMES = 4096
+MAX_RANK = 256
+"""Maximum rank of an adapter; `ops.lora.expand` has the same limit."""
 MAX_ALPHA = 1e6
+MAX_INVOCATION = 64
+MAX_TRAINED_TOKENS = 256
+"""Maximum trained tokens of a module, which need a rank each."""
 
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """The honoured fields, spelled as in the file."""
+    """The honoured fields, spelled as in the file.
+
+    invocation  aLoRA's alora_invocation_tokens: the adapter is active from the last place in the prompt where they
+                occur; (): from the first token
+    """
 
     r: int
     lora_alpha: float
@@ -88,6 +97,12 @@ class AdapterConfig:
     layers_to_transform: Any = None
     layers_pattern: Any = None
     bias: str = field(default="none", repr=False)
+    modules_to_save: tuple[str, ...] = field(default=(), repr=False)
+    trainable_token_indices: dict[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
+    use_dora: bool = field(default=False, repr=False)
+    lora_bias: bool = field(default=False, repr=False)
+    form: AdapterFormat = field(default=PEFT, repr=False)
+    invocation: tuple[int, ...] = field(default=(), repr=False)
     _patterns: PeftPatterns = field(default_factory=PeftPatterns, repr=False, compare=False)
 
     @classmethod
@@ -102,10 +117,12 @@ class AdapterConfig:
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any], lenient: bool = False) -> "AdapterConfig":
         """Check every field. `lenient` ignores unknown fields. Raises AdapterError."""
+        if is_mlx(fields):
+            return replace(cls.from_dict(peft_settings(fields, _config_error)), form=MLX)
         if fields.get("peft_type") != "LORA":
-            raise AdapterError(
-                f"peft_type {value_of(fields.get('peft_type'), _PEFT_TYPES)} is not supported: only LORA is; {_MERGE}"
-            )
+            kind = value_of(fields.get("peft_type"), _PEFT_TYPES)
+            remedy = _NO_MERGE if kind.strip("'") in _NOT_MERGED else _MERGE
+            raise AdapterError(f"peft_type {kind} is not supported: only LORA is; {remedy}")
         for name, reason in _REFUSED.items():
             if fields.get(name) not in (None, False, [], {}):
                 raise AdapterError(f"{CONFIG}: {name} is set: {reason}")
@@ -123,11 +140,16 @@ class AdapterConfig:
             use_rslora=_typed(fields, "use_rslora", bool, False),
             rank_pattern=_table(fields, "rank_pattern", _rank),
             alpha_pattern=_table(fields, "alpha_pattern", _alpha),
-            target_modules=_without_embeddings(_names(fields, "target_modules") or ()),
+            target_modules=_names(fields, "target_modules") or (),
             exclude_modules=_names(fields, "exclude_modules"),
             layers_to_transform=_layers(fields.get("layers_to_transform")),
             layers_pattern=_names(fields, "layers_pattern"),
             bias=fields.get("bias", "none"),
+            modules_to_save=_saved_modules(fields),
+            trainable_token_indices=_trained_tokens(fields.get("trainable_token_indices")),
+            use_dora=_typed(fields, "use_dora", bool, False),
+            lora_bias=_typed(fields, "lora_bias", bool, False),
+            invocation=_invocation(fields.get("alora_invocation_tokens")),
         )
 
     def rank_of(self, module: str) -> int:
@@ -150,22 +172,23 @@ class AdapterConfig:
         except PatternError as problem:
             raise AdapterError(f"{CONFIG}: target_modules, exclude_modules or layers_pattern: {problem}") from None
 
-    def check_biases(self, biased: Sequence[str]) -> None:
-        """Raise AdapterError if training changed a bias of the base; `biased`: modules of the base with a bias.
+    @property
+    def identity(self) -> str:
+        """Text of all settings that affect outputs. Fields that most adapters do not set are in it only if set."""
+        more = f"{self.modules_to_save} {self.trainable_token_indices}"
+        return (
+            repr(self)
+            + (more if self.modules_to_save or self.trainable_token_indices else "")
+            + (f" {self.invocation}" if self.invocation else "")
+        )
 
-        LoRA alone would not reproduce the trained model, so the adapter is refused even if its file has no biases.
-        """
-        if self.bias == "none":
-            return
-        try:
-            trained = [module for module in biased if self.targets_module(module)]
-        except LookAroundError:
-            trained = list(biased)
-        if trained:
-            names = ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in trained))
+    def check_invocation(self, vocabulary: int) -> None:
+        """Raise AdapterError for an invocation with a token that the base does not have."""
+        foreign = [token for token in self.invocation if token >= vocabulary]
+        if foreign:
             raise AdapterError(
-                f"{CONFIG}: bias='{self.bias}' trained the biases of {names} too, which an adapter cannot change here: "
-                "merge the adapter into its base (merge_and_unload) and serve that, or train with bias='none'"
+                f"{CONFIG}: alora_invocation_tokens has token {foreign[0]}, but the base has tokens 0 to "
+                f"{vocabulary - 1}: the adapter was trained on another base; use that one"
             )
 
     def _pattern(self, patterns: Mapping[str, Any], name: str, module: str, default: Any) -> Any:
@@ -175,19 +198,23 @@ class AdapterConfig:
             raise AdapterError(f"{CONFIG}: {name}: {problem}") from None
 
 
+def _config_error(problem: str) -> AdapterError:
+    return AdapterError(f"{CONFIG}: {problem}")
+
+
 def _check_choices(fields: Mapping[str, Any]) -> None:
     """Raise AdapterError for values of bias, init_lora_weights and task_type that change the computation."""
     bias = fields.get("bias", "none")
-    if bias not in ("none", "lora_only"):  # lora_only trains biases of the targets; `check_biases` checks these
-        raise AdapterError(
-            f"{CONFIG}: bias = {value_of(bias, _BIASES)} is not supported: train with bias='none', or {_MERGE}"
-        )
+    if bias not in _BIASES:
+        raise AdapterError(f"{CONFIG}: bias = {value_of(bias)} must be one of {', '.join(_BIASES)}: {_AGAIN}")
+    if fields.get("use_dora") is True and fields.get("lora_bias") is True:
+        raise AdapterError(f"{CONFIG}: use_dora and lora_bias are both set, which PEFT does not define: train with one")
     init = fields.get("init_lora_weights", True)
     if isinstance(init, str) and init.startswith(_CHANGED_BASE):
         raise AdapterError(
             f"{CONFIG}: init_lora_weights = {value_of(init, _INITS)} changed the base while training: convert the "
-            "adapter to plain LoRA (save_pretrained with path_initial_model_for_weight_conversion), or merge it into "
-            "that base"
+            "adapter to plain LoRA in its trainer (PiSSA, OLoRA and CorDA: save_pretrained with "
+            "path_initial_model_for_weight_conversion), or merge it there, into the changed base"
         )
     if not (isinstance(init, bool) or init is None or init in _PLAIN_INITS):
         raise AdapterError(f"{CONFIG}: init_lora_weights = {value_of(init, _INITS)} is not supported: {_MERGE}")
@@ -229,15 +256,39 @@ def _table(fields: Mapping[str, Any], name: str, checked: Callable[[str, Any], A
     return {pattern: checked(f"{name}[{name_of(pattern)}]", value) for pattern, value in table.items()}
 
 
-def _without_embeddings(names: Any) -> Any:
-    """Return the names. Raises AdapterError for a list with the embedding or the output head."""
-    for name in () if isinstance(names, str) else names:
-        if name.rpartition(".")[2] in _EMBEDDINGS:
+def _saved_modules(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names. Raises AdapterError for a module other than the embedding and the output head."""
+    names = _names(fields, "modules_to_save") or ()
+    for name in (names,) if isinstance(names, str) else names:
+        if name.rpartition(".")[2] not in _EMBEDDINGS:
             raise AdapterError(
-                f"{CONFIG}: target_modules names {name_of(name)}; LoRA on the embedding or the output head is not "
-                "supported: train with target_modules on the layers' projections only"
+                f"{CONFIG}: modules_to_save names {name_of(name)}: only {' and '.join(_EMBEDDINGS)} may be saved "
+                "whole, if few of their rows were changed: train without modules_to_save, or merge the adapter into "
+                "its base"
             )
-    return names
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _trained_tokens(value: Any) -> dict[str, tuple[int, ...]]:
+    """Return module -> ids of `trainable_token_indices`, as PEFT reads it: a list is of the embedding."""
+    if value in (None, False, [], {}):
+        return {}
+    table = value if isinstance(value, dict) else {"embed_tokens": value}
+    return {str(name): _token_ids(ids) for name, ids in table.items()}
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    entries: Sequence[Any] = value if isinstance(value, list) else ()
+    wrong = [each for each in entries if type(each) is not int or not 0 <= each < 2**31]
+    if not entries or wrong or len(set(entries)) != len(entries) or len(entries) > MAX_TRAINED_TOKENS:
+        found = "a token twice" if not wrong and entries else value_of((wrong or [value])[0])
+        if len(entries) > MAX_TRAINED_TOKENS:
+            found = f"{len(entries)} tokens"
+        raise AdapterError(
+            f"{CONFIG}: trainable_token_indices has {found}; it must list at most {MAX_TRAINED_TOKENS} different "
+            f"token ids: {_AGAIN}"
+        )
+    return tuple(entries)
 
 
 def _names(fields: Mapping[str, Any], name: str) -> Any:
@@ -254,6 +305,23 @@ def _names(fields: Mapping[str, Any], name: str) -> Any:
 def _check_length(name: str, value: list[Any]) -> None:
     if len(value) > MAX_NAMES:
         raise AdapterError(f"{CONFIG}: {name} has {len(value)} entries, more than {MAX_NAMES}: name modules by suffix")
+
+
+def _invocation(value: Any) -> tuple[int, ...]:
+    """Return the token ids of aLoRA's invocation; () for plain LoRA, as which PEFT treats an empty list, too."""
+    if value in (None, False, [], {}):
+        return ()
+    name = f"{CONFIG}: alora_invocation_tokens"
+    if not isinstance(value, list):
+        raise AdapterError(f"{name} must be a list of token ids, not {value_of(value)}: {_AGAIN}")
+    if len(value) > MAX_INVOCATION:
+        raise AdapterError(
+            f"{name} has {len(value)} token ids, more than {MAX_INVOCATION}: train with a shorter invocation"
+        )
+    for token in value:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
+            raise AdapterError(f"{name} must be token ids of the base, from 0 on, not {value_of(token)}: {_AGAIN}")
+    return tuple(value)
 
 
 def _layers(value: Any) -> Any:

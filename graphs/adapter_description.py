@@ -7,28 +7,38 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from .adapter_config import CONFIG, AdapterConfig, AdapterError
+from .adapter_config import CONFIG, MAX_INVOCATION, MAX_RANK, AdapterConfig, AdapterError
+from .adapter_names import MLX, PEFT, AdapterFormat, TensorName, exporter_problem, plain_name, tensor_name
+from .adapter_vocabulary import MAX_VOCABULARY_TENSORS, VocabularyTensors, find_vocabulary
 from .config import LlamaConfig
-from .families import ATTENTION_MODULES, MLP_MODULES, PACKED_MODULES
-from .model_directory import WEIGHTS, missing_adapter
-from .peft_patterns import LookAroundError
-from .safetensors_header import ITEM_BYTES, Layout, read_layout
-from .untrusted_files import name_of, value_of
+from .families import ADAPTER_PARTS, ATTENTION_MODULES, MLP_MODULES, PACKED_MODULES, VOCABULARY_TARGETS
+from .files.safetensors_header import ITEM_BYTES, Layout, read_layout
+from .files.untrusted_files import name_of, value_of
+from .model_directory import missing_adapter
+from .peft_patterns import ALL_LINEAR, LookAroundError
 
-AGAIN = "save the adapter again with peft's save_pretrained"
 MERGE = "merge the adapter into its base (merge_and_unload) and serve that"
-_TENSORS_PER_MODULE = 3  # A, B, and one unsupported tensor, so that the error can name it
-_KEY = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.(?P<adapter>[A-Za-z0-9_-]{1,128}))?\.weight")
-_WRAPPERS = re.compile(r"(?<![^.])(?:base_model\.model|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
-"""Prefixes that PEFT, torch.compile and FSDP add to module names, once or several times."""
+_TENSORS_PER_MODULE = 6  # A, B, parts, and unsupported tensors, so that the error can name them
+_KINDS = {
+    "lora_A.weight": "A",
+    "lora_B.weight": "B",
+    "lora_embedding_A": "A",
+    "lora_embedding_B": "B",
+    "lora_magnitude_vector": "magnitude",
+    "lora_B.bias": "lora_bias",
+    "bias": "bias",
+}
+"""Names of an adapter's tensors in their module -> kinds."""
+_SPELLED = {kind: name.removesuffix(".weight") for name, kind in reversed(_KINDS.items())}
+PART_OF = {"magnitude": "dora", "lora_bias": "bias", "bias": "bias"}
+"""Kinds of tensors besides A and B -> the part of an adapter (ADAPTER_PARTS) to which they belong."""
 _OTHER_BASE = "the adapter was trained on another base; use that one"
 _PROJECTIONS = (*ATTENTION_MODULES, *MLP_MODULES, *PACKED_MODULES)
-_EMBEDDINGS = ("embed_tokens", "lm_head")
 _DTYPES = ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "I16", "U16", "I32", "U32", "I64", "U64", "F64")
 
 
@@ -39,8 +49,12 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pairs         stored module (`model.layers.0.self_attn.q_proj`; in packed checkpoints `...qkv_proj`) ->
                   (tensor name of A, tensor name of B), in the model's order
     scaling       module -> factor of B A
+    parts         module -> kind of tensor (a key of PART_OF) -> tensor name; also modules without LoRA
     settings_sum  sha256 (hex) of adapter_config.json's settings
+    invocation    token ids from whose last occurrence in a prompt on the adapter is active; (): always
     differences   contradictions between the tensors and adapter_config.json (the tensors are served)
+    mlx           whether the files are mlx_lm's: A [in, r] and B [r, out]
+    vocabulary    tensors of the embedding and the output head that are not LoRA
     """
 
     layout: Layout
@@ -48,25 +62,56 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scaling: dict[str, float]
     settings_sum: str
     differences: tuple[str, ...] = ()
+    parts: dict[str, dict[str, str]] = {}
+    mlx: bool = False
+    invocation: tuple[int, ...] = ()
+    vocabulary: VocabularyTensors = VocabularyTensors()
+
+    @property
+    def form(self) -> AdapterFormat:
+        """The trainer's format."""
+        return MLX if self.mlx else PEFT
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The adapter's parts besides LoRA, of ADAPTER_PARTS."""
+        found = {PART_OF[kind] for tensors in self.parts.values() for kind in tensors}
+        return tuple(part for part in ADAPTER_PARTS if part in found)
+
+    @property
+    def modules(self) -> list[str]:
+        """Modules with LoRA or parts, those with LoRA first."""
+        return list(dict.fromkeys([*self.pairs, *self.parts]))
+
+    def names_of(self, module: str) -> list[str]:
+        """Return the names of a module's tensors."""
+        return [*self.pairs.get(module, ()), *self.parts.get(module, {}).values()]
 
     def rank(self, module: str) -> int:
-        """Return the module's rank: the number of rows of its A."""
-        return self.layout.places[self.pairs[module][0]].shape[0]
+        """Return the module's rank."""
+        return self.layout.places[self.pairs[module][0]].shape[1 if self.mlx else 0]
 
     def check(self, config: LlamaConfig, max_rank: int) -> None:
         """Raise ValueError unless this is a valid adapter of the base; call it on descriptions from another process."""
-        modules = set(config.stored_modules())
-        for module, names in self.pairs.items():
+        self.vocabulary.check(self.layout, config)
+        modules, count = {*config.stored_modules(), *config.vocabulary_modules}, len(self.vocabulary)
+        for module in self.modules:
+            names = self.names_of(module)
             if module not in modules or not all(name in self.layout.places for name in names):
                 raise ValueError("a module or tensor that does not exist")
-            if _check_shapes(self.layout, module, names, config) > max_rank:
-                raise ValueError("a rank above the limit")
             if not all(self.layout.is_inside_file(name) for name in names):
                 raise ValueError("a tensor outside of the file")
-        if not self.pairs or self.scaling.keys() != self.pairs.keys() or 2 * len(self.pairs) != len(self.layout.places):
+            count += len(names)
+        for module, pair in self.pairs.items():
+            if _check_shapes(self.layout, module, pair, config, self.form) > max_rank:
+                raise ValueError("a rank above the limit")
+        _check_parts(self.layout, self.parts, config, self.form)
+        if not self.pairs or self.scaling.keys() != self.pairs.keys() or count != len(self.layout.places):
             raise ValueError("modules and tensors that do not match")
         if not all(math.isfinite(scale) for scale in self.scaling.values()):
             raise ValueError("a scaling that is not a finite number")
+        if len(self.invocation) > MAX_INVOCATION or not all(0 <= each < config.vocab_size for each in self.invocation):
+            raise ValueError("an invocation that is too long or has a token that does not exist")
 
 
 def describe_adapter(
@@ -80,98 +125,119 @@ def describe_adapter(
     """
     try:
         reason = None if os.path.lexists(directory / CONFIG) else missing_adapter(directory)
-        only_a_pickle = not (directory / WEIGHTS).exists() and (directory / "adapter_model.bin").exists()
+        only_a_pickle = not (directory / PEFT.weights).exists() and (directory / "adapter_model.bin").exists()
     except OSError as problem:
         remedy = "check the path's length and permissions"
         raise AdapterError(f"its directory cannot be read ({problem.strerror}): {remedy}") from None
     if reason is not None:
         raise AdapterError(reason)
     settings = AdapterConfig.from_directory(directory, lenient, roots)
-    biases = {f".{name}" for name in config.biases}
-    settings.check_biases([each for each in config.stored_modules() if each[each.rindex(".") :] in biases])
+    settings.check_invocation(config.vocab_size)
     if only_a_pickle:
         raise AdapterError(
             "adapter_model.bin is a pickle, which can run code and is never loaded: save the adapter again with "
             "save_pretrained(safe_serialization=True)"
         )
     # unpacked modules also of a packed base: the error names tensors of an unpacked adapter
-    max_tensors = _TENSORS_PER_MODULE * len(config.linear_modules())
-    layout = read_layout(directory / WEIGHTS, AdapterError, AGAIN, max_tensors, roots, foreign=_OTHER_BASE)
-    pairs = _pairs(layout, config)
-    ranks = {module: _check_rank(layout, module, names, config, settings, max_rank) for module, names in pairs.items()}
+    max_tensors = _TENSORS_PER_MODULE * len(config.linear_modules()) + MAX_VOCABULARY_TENSORS
+    form = settings.form
+    layout = read_layout(directory / form.weights, AdapterError, form.again, max_tensors, roots, foreign=_OTHER_BASE)
+    vocabulary = find_vocabulary(layout, {key: plain_name(key) for key in layout.places}, config, settings)
+    taken = set(vocabulary.names)
+    pairs, parts, trained = _tensors([key for key in layout.places if key not in taken], config, form)
+    ranks = {
+        module: _check_rank(layout, module, names, config, settings, max_rank, trained[module])
+        for module, names in pairs.items()
+    }
+    _check_parts(layout, parts, config, form)
+    _check_settings(settings, pairs, parts, config)
+    lora = [module for module in pairs if module in config.vocabulary_modules]
+    others = [*parts, *lora, *vocabulary.tokens, *settings.modules_to_save]
+    if settings.invocation and others:
+        raise AdapterError(
+            f"{CONFIG}: an adapter with alora_invocation_tokens can only have plain LoRA on the layers' projections, "
+            f"but this one also has other tensors of {name_of(others[0])}: train it without DoRA, biases and the "
+            "embedding"
+        )
     return Description(
         layout=layout,
         pairs=pairs,
-        scaling={module: settings.scaling(module, rank) for module, rank in ranks.items()},
-        settings_sum=hashlib.sha256(repr(settings).encode()).hexdigest(),
-        differences=_differences(settings, config, set(pairs)),
+        scaling={module: settings.scaling(trained[module], rank) for module, rank in ranks.items()},
+        settings_sum=hashlib.sha256(f"{settings.identity}{'mlx' if form is MLX else ''}".encode()).hexdigest(),
+        differences=() if form is MLX else _differences(settings, config, {each: trained[each] for each in pairs}),
+        parts=parts,
+        mlx=form is MLX,
+        invocation=settings.invocation,
+        vocabulary=vocabulary,
     )
 
 
-def _pairs(layout: Layout, config: LlamaConfig) -> dict[str, tuple[str, str]]:
-    """Return module -> (key of A, key of B), in the model's order. Raises AdapterError for a key without a pair."""
+def _tensors(
+    keys: Iterable[str], config: LlamaConfig, form: AdapterFormat
+) -> tuple[dict[str, tuple[str, str]], dict[str, dict[str, str]], dict[str, str]]:
+    """Return module -> (key of A, key of B), module -> kind -> key of another tensor, both in the model's order.
+
+    The third is module -> its name in the trained model. Raises AdapterError for a key of another kind and for A or B
+    alone.
+    """
     sides: dict[tuple[str, str], str] = {}
-    modules = config.stored_modules()
+    modules = [*config.stored_modules(), *config.vocabulary_modules]
     known = set(modules)
+    trained: dict[str, str] = {}
     adapters: dict[str | None, str] = {}
-    for key in layout.places:
-        match = _KEY.fullmatch(_WRAPPERS.sub("", key))
-        if match is None or match["module"] not in known:
-            raise AdapterError(f"{WEIGHTS}: {_foreign_tensor(key, match['module'] if match else None, config)}")
-        module, side = match["module"], match["side"]
+    for key in keys:
+        name = tensor_name(key, form)
+        side = None if name is None else _KINDS.get(name.part)
+        if name is None or side is None or name.module not in known:
+            raise AdapterError(f"{form.weights}: {_foreign_tensor(key, name, config, form)}")
+        module = name.module
+        if module in config.vocabulary_modules and side not in ("A", "B"):
+            raise AdapterError(
+                f"{form.weights}: tensor {name_of(key)} adapts {module}, for which only LoRA and trained rows are "
+                f"served, without magnitudes (DoRA) and biases: {MERGE}, or train with "
+                f"exclude_modules={VOCABULARY_TARGETS}"
+            )
         if (module, side) in sides:
             raise AdapterError(
-                f"{WEIGHTS}: tensors {name_of(sides[module, side])} and {name_of(key)} are both lora_{side} "
-                f"of {module}, and nothing shows which one was trained: {AGAIN}"
+                f"{form.weights}: tensors {name_of(sides[module, side])} and {name_of(key)} are both {_SPELLED[side]} "
+                f"of {module}, and nothing shows which one was trained: {form.again}"
             )
-        sides[module, side] = key
-        adapters[match["adapter"]] = key
+        sides[module, side], trained[module] = key, name.trained
+        if side != "bias":  # a bias of the base, whose name has no adapter
+            adapters[name.adapter] = key
     if len(adapters) > 1:
         one, other = list(adapters.values())[:2]
         raise AdapterError(
-            f"{WEIGHTS}: tensors {name_of(one)} and {name_of(other)} are of adapters with different names: save each "
-            "into a directory of its own with save_pretrained(selected_adapters=[NAME])"
+            f"{form.weights}: tensors {name_of(one)} and {name_of(other)} are of adapters with different names: save "
+            "each into a directory of its own with save_pretrained(selected_adapters=[NAME])"
         )
     if not sides:
-        raise AdapterError(f"{WEIGHTS} holds no LoRA tensors: {AGAIN}")
+        raise AdapterError(f"{form.weights} holds no LoRA tensors: {form.again}")
     for module, side in sides:
-        other = "B" if side == "A" else "A"
-        if (module, other) not in sides:
-            raise AdapterError(f"{WEIGHTS}: {module} has lora_{side} but no lora_{other}: {AGAIN}")
-    return {module: (sides[module, "A"], sides[module, "B"]) for module in modules if (module, "A") in sides}
+        for other in () if side == "bias" else ("A", "B"):
+            if (module, other) not in sides:
+                raise AdapterError(f"{form.weights}: {module} has {_SPELLED[side]} but no lora_{other}: {form.again}")
+    pairs = {module: (sides[module, "A"], sides[module, "B"]) for module in modules if (module, "A") in sides}
+    parts = {
+        module: {kind: sides[module, kind] for kind in PART_OF if (module, kind) in sides}
+        for module in modules
+        if any((module, kind) in sides for kind in PART_OF)
+    }
+    return pairs, parts, trained
 
 
-def _foreign_tensor(key: str, module: str | None, config: LlamaConfig) -> str:
+def _foreign_tensor(key: str, name: TensorName | None, config: LlamaConfig, form: AdapterFormat) -> str:
     """Return the error for a tensor that does not belong to an adapter of this base."""
-    if any(name in key for name in _EMBEDDINGS) and ".lora_" not in key:
-        return (
-            f"tensor {name_of(key)} is a copy of the embedding or the output head, which an adapter cannot change "
-            "here: if it was neither trained nor resized, save the adapter again with save_pretrained(DIRECTORY, "
-            f"save_embedding_layers=False); else {MERGE}"
-        )
-    if any(name in key for name in _EMBEDDINGS):
-        return (
-            f"tensor {name_of(key)} adapts the embedding or the output head, which is not supported: train with "
-            "target_modules on the layers' projections only"
-        )
-    if "lora_magnitude_vector" in key:
-        return (
-            f"tensor {name_of(key)} belongs to DoRA, which is not supported: merge the adapter into its base, or train "
-            "with use_dora=False"
-        )
-    if ".lora_" in key and key.endswith(".bias"):
-        return f"tensor {name_of(key)} is a LoRA bias, which is not supported: train with lora_bias=False, or {MERGE}"
-    if key.endswith(".bias"):
-        return (
-            f"tensor {name_of(key)} is a trained bias of the base, which an adapter cannot change here: {MERGE}, or "
-            "train with bias='none'"
-        )
-    layer = re.match(r"model\.layers\.(\d+)\.", module or "")
+    problem = exporter_problem(key, form)
+    if problem is not None:
+        return problem
+    module = name.module if name is not None else ""
+    layer = re.match(r"model\.layers\.(\d+)\.", module)
     if layer and int(layer[1]) >= config.num_hidden_layers:
         return f"tensor {name_of(key)} is for layer {layer[1]} of {config.num_hidden_layers}: {_OTHER_BASE}"
-    projection = (module or "").rpartition(".")[2]
-    if layer and projection in _PROJECTIONS:
-        own = dict.fromkeys(stored.rpartition(".")[2] for stored in config.stored_modules())
+    projection = module.rpartition(".")[2]
+    own = dict.fromkeys(stored.rpartition(".")[2] for stored in config.stored_modules())
+    if layer and projection in _PROJECTIONS and projection not in own:
         return f"tensor {name_of(key)} adapts {projection}, but the base has {', '.join(own)}: {_OTHER_BASE}"
     return (
         f"tensor {name_of(key)} is not LoRA A or B of a projection of this base: {MERGE}, or use the base that it was "
@@ -186,47 +252,114 @@ def _check_rank(
     config: LlamaConfig,
     settings: AdapterConfig,
     max_rank: int,
+    trained: str,
 ) -> int:
-    """Return the module's rank, checked against the base, the config and the limit."""
-    rank, stated = _check_shapes(layout, module, names, config), settings.rank_of(module)
+    """Return the module's rank, checked against the base, the config and the limit. `trained`: as in `TensorName`."""
+    form = settings.form
+    rank, stated = _check_shapes(layout, module, names, config, form), settings.rank_of(trained)
     if rank != stated:
+        field = "lora_parameters.rank" if form is MLX else "r or rank_pattern"
         raise AdapterError(
-            f"{WEIGHTS}: {module} has rank {rank}, but adapter_config.json has {stated} (r or rank_pattern): the files "
-            f"are of different adapters; {AGAIN}"
+            f"{form.weights}: {module} has rank {rank}, but adapter_config.json has {stated} ({field}): the files "
+            f"are of different adapters; {form.again}"
         )
+    if rank > MAX_RANK:
+        raise AdapterError(f"{module} has rank {rank}; at most {MAX_RANK} is supported: {MERGE}")
     if rank > max_rank:
         raise AdapterError(f"{module} has rank {rank}, above the limit of {max_rank}: start with max_lora_rank={rank}")
     return rank
 
 
-def _check_shapes(layout: Layout, module: str, names: tuple[str, str], config: LlamaConfig) -> int:
+def _check_parts(
+    layout: Layout, parts: Mapping[str, Mapping[str, str]], config: LlamaConfig, form: AdapterFormat
+) -> None:
+    """Raise AdapterError for parts that do not fit the base or each other."""
+    biased = config.biased_modules()
+    for module, tensors in parts.items():
+        (outputs, _), spelled = config.stored_shape(module), {kind: _SPELLED[kind] for kind in tensors}
+        for kind, name in tensors.items():
+            place = layout.places[name]
+            if place.shape != (outputs,):
+                raise AdapterError(
+                    f"{form.weights}: {module} has {spelled[kind]} {list(place.shape)}, expected [{outputs}], a value "
+                    f"for each output of the base: {_OTHER_BASE}"
+                )
+            _check_dtype(name, place.dtype, form)
+        if "magnitude" in tensors and "lora_bias" in tensors:
+            raise AdapterError(
+                f"{form.weights}: {module} has {spelled['magnitude']} and {spelled['lora_bias']}, which PEFT does not "
+                "define together: train with use_dora or lora_bias"
+            )
+        if "bias" in tensors and module not in biased:
+            raise AdapterError(
+                f"{form.weights}: tensor {name_of(tensors['bias'])} is a trained bias, but the base has none there: "
+                f"{_OTHER_BASE}"
+            )
+
+
+def _check_settings(
+    settings: AdapterConfig,
+    pairs: Mapping[str, object],
+    parts: Mapping[str, Mapping[str, str]],
+    config: LlamaConfig,
+) -> None:
+    """Raise AdapterError if adapter_config.json implies other parts than the file has."""
+    biased = config.biased_modules()
+    trained = {"none": set[str](), "all": set(biased), "lora_only": biased & pairs.keys()}[settings.bias]
+    wanted = {
+        "magnitude": (f"use_dora = {settings.use_dora}", set(pairs) if settings.use_dora else set()),
+        "lora_bias": (f"lora_bias = {settings.lora_bias}", set(pairs) if settings.lora_bias else set()),
+        "bias": (f"bias = {settings.bias!r}", trained),
+    }
+    for kind, (setting, modules) in wanted.items():
+        present = {module for module, tensors in parts.items() if kind in tensors}
+        for module in (*config.stored_modules(), *config.vocabulary_modules):
+            if (module in modules) != (module in present):
+                raise AdapterError(
+                    f"{CONFIG} has {setting}, but {module} has {'a' if module in present else 'no'} {_SPELLED[kind]} "
+                    f"in {settings.form.weights}: the files are of different adapters, or one was edited; "
+                    f"{settings.form.again}"
+                )
+
+
+def _check_dtype(name: str, dtype: str, form: AdapterFormat) -> None:
+    if dtype not in ITEM_BYTES:
+        raise AdapterError(
+            f"{form.weights}: tensor {name_of(name)} has dtype {value_of(dtype, _DTYPES)}, expected one of "
+            f"{', '.join(ITEM_BYTES)}: save it unquantized"
+        )
+
+
+def _check_shapes(layout: Layout, module: str, names: tuple[str, str], config: LlamaConfig, form: AdapterFormat) -> int:
     """Return the module's rank. Raises AdapterError for shapes that do not fit the base, and unsupported dtypes."""
     outputs, inputs = config.stored_shape(module)
-    shape_a, shape_b = (layout.places[name].shape for name in names)
+    shape_a, shape_b = (layout.places[name].shape[:: -1 if form.transposed else 1] for name in names)
     if len(shape_a) != 2 or len(shape_b) != 2 or shape_a[0] != shape_b[1]:
         raise AdapterError(
-            f"{WEIGHTS}: {module} has A {list(shape_a)} and B {list(shape_b)}, expected [r, {inputs}] and "
-            f"[{outputs}, r]: {AGAIN}"
+            f"{form.weights}: {module} has A {list(shape_a)} and B {list(shape_b)}, expected [r, {inputs}] and "
+            f"[{outputs}, r]: {form.again}"
         )
     if shape_a[1] != inputs or shape_b[0] != outputs:
         raise AdapterError(
-            f"{WEIGHTS}: {module} maps {shape_a[1]} to {shape_b[0]} features, the base maps {inputs} to {outputs}: "
-            f"{_OTHER_BASE}"
+            f"{form.weights}: {module} maps {shape_a[1]} to {shape_b[0]} features, the base maps {inputs} to "
+            f"{outputs}: {_OTHER_BASE}"
         )
     for name in names:
-        dtype = layout.places[name].dtype
-        if dtype not in ITEM_BYTES:
-            raise AdapterError(
-                f"{WEIGHTS}: tensor {name_of(name)} has dtype {value_of(dtype, _DTYPES)}, expected one of "
-                f"{', '.join(ITEM_BYTES)}: save it unquantized"
-            )
+        _check_dtype(name, layout.places[name].dtype, form)
     return shape_a[0]
 
 
-def _differences(settings: AdapterConfig, config: LlamaConfig, present: set[str]) -> tuple[str, ...]:
-    """Return the contradictions between adapter_config.json's modules and the tensors, one line each."""
+def _differences(settings: AdapterConfig, config: LlamaConfig, trained: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the contradictions between adapter_config.json's modules and the tensors, one line each.
+
+    `trained`: the modules with tensors -> their names in the trained model.
+    """
+    present = trained.keys()
     try:
-        chosen = {module for module in config.stored_modules() if settings.targets_module(module)}
+        modules = [*config.stored_modules(), *config.vocabulary_modules]
+        if isinstance(settings.target_modules, str) and settings.target_modules.lower() == ALL_LINEAR:
+            modules = config.stored_modules()  # as in PEFT: it leaves out the output head
+        chosen = {each for each in modules if settings.targets_module(trained.get(each, each))}
     except LookAroundError as problem:
         return (f"the modules that adapter_config.json targets are not compared with the tensors: {problem}",)
     found = []
@@ -234,7 +367,7 @@ def _differences(settings: AdapterConfig, config: LlamaConfig, present: set[str]
     beyond = (present - chosen, "have tensors and are not targeted by adapter_config.json (served with LoRA)")
     for surplus, text in (without, beyond):
         if surplus:
-            ordered = [module for module in config.stored_modules() if module in surplus]
+            ordered = [module for module in modules if module in surplus]
             found.append(
                 f"{len(ordered)} modules {text}: {', '.join(ordered[:3])}{', ...' if len(ordered) > 3 else ''}"
             )

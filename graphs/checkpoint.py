@@ -13,9 +13,9 @@ from torch import nn
 
 from .config import LlamaConfig
 from .config_fields import read_json_object
+from .files.safetensors_file import SafetensorsFile
 from .head_layout import arranged, arranged_shape
 from .quantization_config import FILE_DTYPES
-from .safetensors_file import SafetensorsFile
 
 _log = logging.getLogger(__name__)
 SINGLE = "model.safetensors"

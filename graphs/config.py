@@ -18,7 +18,7 @@ from .config_fields import (
     rotary_dim,
     token_ids,
 )
-from .families import ATTENTION_MODULES, MLP_MODULES, PACKED_MODULES, family_of
+from .families import ATTENTION_MODULES, MLP_MODULES, PACKED_MODULES, VOCABULARY_MODULES, family_of
 from .quantization_config import modules_in_16_bits, stored_dtype, stored_format
 
 HEAD_DIMS = (64, 128)
@@ -172,6 +172,8 @@ class LlamaConfig:
             "down_proj": (self.hidden_size, self.intermediate_size),
             "qkv_proj": (queries + 2 * keys, self.hidden_size),
             "gate_up_proj": (2 * self.intermediate_size, self.hidden_size),
+            "embed_tokens": (self.hidden_size, self.vocab_size),
+            "lm_head": (self.vocab_size, self.hidden_size),
         }
         return shapes[module.rpartition(".")[2]]
 
@@ -224,6 +226,15 @@ class LlamaConfig:
         """Return the full names of these projections in checkpoints and adapters, which may pack them."""
         packed = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
         return self._in_each_layer(packed) if self.packed_checkpoint else self.linear_modules()
+
+    @property
+    def vocabulary_modules(self) -> tuple[str, ...]:
+        """Full names of the embedding and the output head, which adapters may change."""
+        return VOCABULARY_MODULES
+
+    def biased_modules(self) -> set[str]:
+        """Return the full names of the stored modules with a bias."""
+        return {module for module in self.stored_modules() if module.rpartition(".")[2] in self.biases}
 
     def parts_of(self, module: str) -> list[tuple[str, int, int]]:
         """Return (full name, first row, end row) of each projection in a stored module: three for `...qkv_proj`."""

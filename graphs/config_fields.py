@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .untrusted_files import LFS_POINTER, FileRefusedError, is_lfs_pointer, read_bounded
+from .files.untrusted_files import LFS_POINTER, FileRefusedError, is_lfs_pointer, read_bounded
 
 _MAX_CONFIG_BYTES = 1 << 20
 
@@ -165,7 +165,7 @@ def rope_scaling(fields: Mapping[str, Any], positions: int, rotated: int) -> tup
         return theta, _yarn(source, table, positions)
     raise ConfigError(
         f"{source}: rope type {kind!r} is not supported, only 'default', 'linear', 'llama3', 'longrope' and 'yarn'; "
-        "remove it to serve the original context length"
+        + ("remove it to serve the original context length" if kind == "dynamic" else "use another checkpoint")
     )
 
 

@@ -11,6 +11,11 @@ from .config_fields import ConfigError, flag, integer, number
 
 ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_MODULES = ("gate_proj", "up_proj", "down_proj")
+VOCABULARY_MODULES = ("model.embed_tokens", "lm_head")
+"""Full names of the embedding and the output head."""
+VOCABULARY_TARGETS = ("embed_tokens", "lm_head")
+ADAPTER_PARTS = ("dora", "bias")
+"""What an adapter may have besides LoRA: magnitudes of DoRA; biases, of B or trained ones of the base."""
 
 Fields = Mapping[str, Any]
 

@@ -15,7 +15,7 @@ ROWS = ("q_proj", "k_proj", "v_proj")
 def heads_axis(module: str, kind: str) -> int | None:
     """Return the axis of the heads in a projection's tensor; None for a tensor without heads.
 
-    kind: "weight" [N, K], "bias" [N], "weight_scale" [N, 1], "lora_a" [r, K] or "lora_b" [N, r].
+    kind: "weight" [N, K], "bias" or another vector [N], "weight_scale" [N, 1], "lora_a" [r, K] or "lora_b" [N, r].
     """
     name = module.rpartition(".")[2]
     if name in ROWS:

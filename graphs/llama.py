@@ -4,6 +4,7 @@ The compiler captures the module; eager runs with the reference ops check the co
 sequences share one dimension T; keys and values are in a paged cache.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -67,15 +68,34 @@ class RMSNorm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Embedding table: token ids [T] select rows of weight [V, H]."""
+    """Embedding table: token ids [T] select rows of weight [V, H].
 
-    def __init__(self, rows: int, size: int, dtype: torch.dtype, device: torch.device | None) -> None:
+    With adapters, lora_a [S, V, R] and lora_b [S, H, R] change the rows: an adapter's row is w + lora_b a.
+    """
+
+    lora_a: torch.Tensor
+    lora_b: torch.Tensor
+
+    def __init__(
+        self,
+        rows: int,
+        size: int,
+        dtype: torch.dtype,
+        device: torch.device | None,
+        lora: LoraShape | None = None,
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, size, dtype=dtype, device=device), requires_grad=False)
+        self.has_lora = lora is not None and "embed_tokens" in lora.targets
+        if lora is not None and self.has_lora:
+            self.register_buffer("lora_a", torch.zeros(lora.slots, rows, lora.rank, dtype=dtype, device=device))
+            self.register_buffer("lora_b", torch.zeros(lora.slots, size, lora.rank, dtype=dtype, device=device))
 
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Return the rows [T, H] of input_ids [T]."""
-        return F.embedding(input_ids, self.weight)
+    def forward(self, input_ids: torch.Tensor, adapter_index: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the rows [T, H] of input_ids [T], for adapter_index [T] (the slot, -1 = no adapter)."""
+        if not self.has_lora:
+            return F.embedding(input_ids, self.weight)
+        return torch.ops.sidestream.embedding(input_ids, self.weight, None, self.lora_a, self.lora_b, adapter_index)
 
 
 class RotaryEmbedding(nn.Module):
@@ -189,7 +209,7 @@ class Decoder(nn.Module):
         self.features = features
         self.embedding_multiplier = config.embedding_multiplier
         self.logits_scaling = config.logits_scaling
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, device)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, device, lora)
         layers = range(config.num_hidden_layers)
         self.layers = nn.ModuleList(DecoderLayer(config, layer, lora, dtype, device) for layer in layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
@@ -207,7 +227,7 @@ class Decoder(nn.Module):
         kv_caches: list[torch.Tensor],
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return (hidden states [T, H] / `logits_scaling`, list of hidden states after each layer in `features`)."""
-        hidden_states = times(self.embed_tokens(input_ids), self.embedding_multiplier)
+        hidden_states = times(self.embed_tokens(input_ids, adapter_index), self.embedding_multiplier)
         cos, sin = self.rotary_emb(positions)
         step = StepInputs(cos, sin, slot_mapping, adapter_index, block_table, context_lens, query_start)
         after = []
@@ -239,9 +259,12 @@ class Llama(nn.Module):
         self.dtype: torch.dtype = dtype if dtype is not None else getattr(torch, config.dtype)
         place = torch.device(device) if device is not None else None
         self.model = Decoder(config, lora, self.dtype, place, features)
+        stacks = replace(lora, parts=()) if lora is not None and "lm_head" in lora.targets else None
         self.lm_head: LoRALinear | None = None  # tied: the embedding is used twice
-        if not config.tie_word_embeddings:
-            self.lm_head = LoRALinear(config.hidden_size, config.vocab_size, None, self.dtype, place)
+        if not config.tie_word_embeddings or stacks is not None:
+            self.lm_head = LoRALinear(config.hidden_size, config.vocab_size, stacks, self.dtype, place)
+        if self.lm_head is not None and config.tie_word_embeddings:
+            del self.lm_head.weight
 
     def forward(
         self,
@@ -268,8 +291,12 @@ class Llama(nn.Module):
             input_ids, positions, slot_mapping, adapter_index, block_table, context_lens, query_start, kv_caches
         )
         hidden_states = hidden_states.index_select(0, logits_indices)
-        head = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        head = self.model.embed_tokens.weight
+        if self.lm_head is not None and not self.config.tie_word_embeddings:
+            head = self.lm_head.weight
         logits = F.linear(hidden_states, head)
+        if self.lm_head is not None and self.lm_head.has_lora:
+            logits = logits + self.lm_head.delta(hidden_states, adapter_index.index_select(0, logits_indices))
         return (logits, *features) if features else logits
 
     def checkpoint_tensors(self) -> dict[str, tuple[int, ...]]:

@@ -1,12 +1,24 @@
-"""Adapters as slots of the stacks that the graph reads: A and B padded to the stack's rank, with alpha / rank in B."""
+"""Adapters as slots of the stacks that the graph reads: A and B padded to the stack's rank, with alpha / rank in B;
+gains of DoRA (arXiv 2402.09353) and shifts of biases, which depend on the base's weights.
+"""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from .adapter import Adapter
+from .adapter_config import AdapterError
 from .config import LlamaConfig
-from .lora import RANK_MULTIPLE, TARGETS, LoraShape
+from .families import VOCABULARY_TARGETS
+from .lora import PROJECTION_STACKS, RANK_MULTIPLE, TARGETS, LoraShape
+
+_KINDS = {"dora": "the adapter has magnitudes (DoRA)", "bias": "the adapter has trained biases"}
+Lookup = Callable[[str], torch.Tensor]
+"""Returns a tensor of the checkpoint by its name, with the graph's head layout."""
+ROWS_AT_ONCE = 512  # of a weight in fp64: 56 MiB for 14,336 columns
 
 
 def lora_shape_for(
@@ -14,19 +26,25 @@ def lora_shape_for(
     max_loras: int,
     max_lora_rank: int | None = None,
     target_modules: Sequence[str] | None = None,
+    parts: Sequence[str] | None = None,
 ) -> LoraShape | None:
     """Return the shape of stacks for `max_loras` adapters at the same time; None without adapters and max_lora_rank.
 
     The rank is `max_lora_rank` or the adapters' largest, padded to a multiple of 16. The targets are `target_modules`
-    or those of the adapters (without adapters: all), with q/k/v and gate/up together. Raises ValueError for an adapter
-    that does not fit.
+    or those of the adapters (without adapters: all), with q/k/v and gate/up together. All projections in
+    `target_modules` include the embedding and the output head if an adapter changes these. `parts`: default: those of
+    the adapters. Raises ValueError for an adapter that does not fit.
     """
     given = list(adapters)
     if not given and max_lora_rank is None:
         return None
     rank = max_lora_rank or max(adapter.rank for adapter in given)
-    targets = target_modules or [name for name in TARGETS if any(name in adapter.targets for adapter in given)]
-    shape = LoraShape(max_loras, -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE, tuple(targets or TARGETS))
+    changed = {name for adapter in given for name in adapter.targets}
+    targets = list(target_modules or [name for name in TARGETS if name in changed])
+    if not target_modules or set(TARGETS) <= set(targets):
+        targets += [name for name in VOCABULARY_TARGETS if name in changed]
+    chosen = [part for adapter in given for part in adapter.kinds] if parts is None else parts
+    shape = LoraShape(max_loras, -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE, tuple(targets or TARGETS), tuple(chosen))
     for adapter in given:
         if adapter.rank > rank:
             raise ValueError(f"an adapter has rank {adapter.rank}, above max_lora_rank {rank}: raise max_lora_rank")
@@ -35,7 +53,14 @@ def lora_shape_for(
 
 
 def check_fits(adapter: Adapter, lora: LoraShape) -> None:
-    """Raise ValueError when the stacks are too small for an adapter of this rank and these targets."""
+    """Raise ValueError when the stacks lack an adapter's parts, or are too small for its rank and its targets."""
+    for part in adapter.kinds:
+        if part not in lora.parts:
+            wanted = " ".join([*lora.parts, part])
+            raise ValueError(
+                f"{_KINDS[part]}, and the engine was started without such adapters: start with --lora-parts {wanted} "
+                f"(lora_parts={wanted.split()} in Python), or pass the adapter when the engine starts"
+            )
     missing = [name for name in adapter.targets if name not in lora.targets]
     if adapter.rank > lora.rank or missing:
         raise ValueError(
@@ -45,17 +70,99 @@ def check_fits(adapter: Adapter, lora: LoraShape) -> None:
         )
 
 
+def resolved(
+    adapter: Adapter,
+    lookup: Lookup,
+    device: torch.device | None = None,
+    device_calls: AbstractContextManager[Any] = nullcontext(),  # noqa: B008
+) -> Adapter:
+    """Return an adapter whose parts are stacks: `lora_gain` and `lora_shift`, fp32 [N], and B times DoRA's factor.
+
+    DoRA gives y = g * (W x) + g * s * B A x + bias, with g_i = m_i / ||W_i + s B_i A||; the gain is g - 1. A shift is
+    s times the bias of B, or a trained bias less the base's. The norms are computed in fp64 from the checkpoint's
+    weights, to which the magnitudes were trained, on `device` and in pieces, each within `device_calls`. Raises
+    AdapterError for a norm of zero.
+    """
+    if not adapter.parts:
+        return adapter
+    tensors, parts = dict(adapter.tensors), {}
+    for module, kinds in adapter.parts.items():
+        stacks: dict[str, torch.Tensor] = {}
+        if "magnitude" in kinds:
+            factor = _factor(adapter, module, lookup, device, device_calls)
+            a, b = tensors[module]
+            tensors[module] = a, (b.double() * factor.unsqueeze(1)).float()
+            stacks["lora_gain"] = (factor - 1.0).float()
+        if "lora_bias" in kinds:
+            stacks["lora_shift"] = kinds["lora_bias"] * adapter.scaling[module]
+        if "bias" in kinds:
+            change = kinds["bias"] - lookup(f"{module}.bias").float().cpu()
+            stacks["lora_shift"] = stacks["lora_shift"] + change if "lora_shift" in stacks else change
+        parts[module] = stacks
+    return replace(adapter, tensors=tensors, parts=parts)
+
+
+def _factor(
+    adapter: Adapter,
+    module: str,
+    lookup: Lookup,
+    device: torch.device | None,
+    device_calls: AbstractContextManager[Any],
+) -> torch.Tensor:
+    """Return DoRA's factor of each output, fp64 [N]; 1 for the padding of heads."""
+    magnitude = adapter.parts[module]["magnitude"].double()
+    norms = weight_norms(module, *adapter.tensors[module], adapter.scaling[module], lookup, device, device_calls)
+    padding = (magnitude == 0) & (norms == 0)
+    factor = torch.where(padding, 1.0, magnitude / norms)
+    if not bool(torch.isfinite(factor.float()).all()):
+        row = int((~torch.isfinite(factor.float())).nonzero()[0])
+        raise AdapterError(
+            f"{module}: the norm of row {row} of the base's weight with LoRA is {norms[row]:g}, so that its magnitude "
+            f"{magnitude[row]:g} cannot be reached: the adapter was trained on another base; use that one"
+        )
+    return factor
+
+
+def weight_norms(
+    module: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scaling: float,
+    lookup: Lookup,
+    device: torch.device | None = None,
+    device_calls: AbstractContextManager[Any] = nullcontext(),  # noqa: B008
+) -> torch.Tensor:
+    """Return ||W_i + scaling * B_i A|| of each row i, fp64 [N], for a [r, K] and b [N, r]; see `resolved`."""
+    weight = lookup(f"{module}.weight")
+    scales = lookup(f"{module}.weight_scale") if weight.element_size() == 1 else None  # stored in eight bits
+    norms = torch.empty(len(b), dtype=torch.float64)
+    with device_calls:
+        wide_a = a.to(device).double() * scaling
+    for first in range(0, len(b), ROWS_AT_ONCE):
+        part = slice(first, first + ROWS_AT_ONCE)
+        with device_calls:
+            rows = weight[part].to(device).double()
+            if scales is not None:
+                rows *= scales[part].to(device).double()
+            norms[part] = rows.addmm_(b[part].to(device).double(), wide_a).square_().sum(1).sqrt().cpu()
+    return norms
+
+
 def slot_tensors(
     adapter: Adapter, config: LlamaConfig, lora: LoraShape, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, torch.Tensor]:
     """Return name -> the adapter's slot of every stack, zero-padded.
 
-    Names are `model.layers.0.self_attn.q_proj.lora_a`, with [R, K], and `...lora_b`, with [N, R]. B is scaled in fp32
-    before it is rounded to `dtype`. Raises ValueError when the adapter does not fit into `lora`.
+    Names are `model.layers.0.self_attn.q_proj.lora_a`, with [R, K], `...lora_b`, with [N, R], and for parts
+    `...lora_gain` and `...lora_shift`, with [N] in fp32. A of the embedding is [V, R]: a token reads one row. B is
+    scaled in fp32 before it is rounded to `dtype`. An adapter with parts must be `resolved`. Raises ValueError when the
+    adapter does not fit into `lora`.
     """
     check_fits(adapter, lora)
     modules = [module for module in config.linear_modules() if module.rpartition(".")[2] in lora.targets]
-    names = [f"{module}.{side}" for module in modules for side in ("lora_a", "lora_b")]
+    names = [f"{module}.{side}" for module in modules for side in lora.stacks]
+    vocabulary = [module for module in config.vocabulary_modules if module.rpartition(".")[2] in lora.targets]
+    names += [f"{module}.{side}" for module in vocabulary for side in ("lora_a", "lora_b")]
     return {name: slot_tensor(adapter, config, lora, name, dtype) for name in names}
 
 
@@ -65,13 +172,18 @@ def slot_tensor(
     """Return the entry `name` of `slot_tensors`. It may be the adapter's own tensor, so do not write to it."""
     module, _, side = name.rpartition(".")
     outputs, inputs = config.module_shape(module)
-    shape = (lora.rank, inputs) if side == "lora_a" else (outputs, lora.rank)
+    if side in PROJECTION_STACKS.values():
+        vector = adapter.parts.get(module, {}).get(side)
+        return torch.zeros(outputs) if vector is None else vector
+    turned = side == "lora_a" and module in config.vocabulary_modules[:1]
+    shape = (inputs, lora.rank) if turned else (lora.rank, inputs) if side == "lora_a" else (outputs, lora.rank)
     if module not in adapter.tensors:
         return torch.zeros(shape, dtype=dtype)
     a, b = adapter.tensors[module]
+    a = a.T if turned else a
     tensor = a.to(dtype) if side == "lora_a" else (b.to(torch.float32) * adapter.scaling[module]).to(dtype)
     if tensor.shape == shape:
-        return tensor
+        return tensor.contiguous()
     padded = torch.zeros(shape, dtype=dtype)
     padded[: tensor.shape[0], : tensor.shape[1]] = tensor
     return padded
@@ -81,7 +193,7 @@ def fill_slot(model: torch.nn.Module, slot: int, tensors: dict[str, torch.Tensor
     """Copy `slot_tensors` into slot `slot` of a plain Llama's stacks (for eager runs); None clears the slot."""
     with torch.no_grad():
         for name, stack in model.named_buffers():
-            if name.endswith((".lora_a", ".lora_b")):
+            if name.rpartition(".")[2].startswith("lora_"):
                 stack[slot] = 0.0
                 if tensors is not None:
                     stack[slot].copy_(tensors[name])

@@ -6,11 +6,12 @@ from itertools import islice
 from pathlib import Path
 
 from .adapter_config import CONFIG, AdapterError
+from .adapter_names import MLX, PEFT
 from .config_fields import ConfigError, read_json_object
 
 SHOWN = 100  # maximum characters of a name in an error
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_.-]{1,96}")
-WEIGHTS = "adapter_model.safetensors"
+WEIGHTS = PEFT.weights
 _NEEDED = f"give the directory with {CONFIG} and {WEIGHTS}, as peft's save_pretrained writes it"
 _FOLDER = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _MOST_FOLDERS = 1000
@@ -60,7 +61,7 @@ def adapter_directory(named: str | Path) -> Path:
 
 def without_file_name(path: Path) -> Path:
     """Return the directory of an adapter's file; other paths unchanged."""
-    return path.parent if path.name in (CONFIG, WEIGHTS) and not path.is_dir() else path
+    return path.parent if path.name in (CONFIG, WEIGHTS, MLX.weights) and not path.is_dir() else path
 
 
 def missing_adapter(path: Path) -> str:
@@ -79,8 +80,9 @@ def missing_adapter(path: Path) -> str:
         )
     if (path / "config.json").is_file():
         return f"{path} contains a model (config.json), not an adapter: {_NEEDED}; serve this directory as the model"
-    if (path / WEIGHTS).exists():
-        return f"{path} has {WEIGHTS}, but no {CONFIG}: copy that file there too; it contains the adapter's scaling"
+    for name in (WEIGHTS, MLX.weights):
+        if (path / name).exists():
+            return f"{path} has {name}, but no {CONFIG}: copy that file there too; it contains the adapter's scaling"
     return f"{path / CONFIG} does not exist: {_NEEDED}"
 
 

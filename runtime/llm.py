@@ -5,13 +5,19 @@ import gc
 import inspect
 import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self, Unpack
 
 import torch
 from tqdm import tqdm
 
+from .adapters.adapter_sums import AdapterNumbers, SumPart
 from .adapters.lora_requests import adapter_names
+from .adapters.registry import AdapterRegistry
+from .adapters.weighted_sum import sum_obstacle
+from .api.adapter_sum import AdapterChoice, with_sum_names
 from .api.beam_search import BeamSearchOutput, BeamSearchParams
 from .api.errors import RequestError
 from .api.lora_request import LoRARequest
@@ -25,7 +31,7 @@ from .engine.llm_keywords import LLMKeywords
 from .engine.options import keyword_docs, with_keywords
 from .engine.vllm_keywords import without_vllm_keywords
 from .scheduler.scheduler import Scheduler
-from .text.chat_files import read_chat_templates, warn_of_tokens
+from .text.chat_files import read_chat_templates
 from .text.chat_messages import as_conversations
 from .text.chat_renderer import ChatRenderer
 from .text.generation_config import describe, sampling_defaults
@@ -103,7 +109,22 @@ class LLM:
         self.options, self.device, self.config = options.engine, options.device, source.config
         self.calibration, self.compiled, self.registry = loaded.calibration, loaded.compiled, loaded.registry
         self.num_pages, self.seconds = loaded.limits.num_pages, loaded.seconds
-        scheduler = Scheduler(loaded.limits, loaded.registry.numbers, loaded.registry.hashes, asynchronous_loads=True)
+        numbers = loaded.registry.numbers
+        self._adapter_numbers = AdapterNumbers(
+            numbers,
+            partial(_find_part, loaded.registry),
+            lambda number, parts, content: loaded.add_sum(number, parts),
+            lambda number: scheduler.forget_adapter(number),
+            0 if loaded.registry.lora is None else loaded.registry.lora.rank,
+            maximum=options.engine.max_adapter_sums,
+        )
+        scheduler = Scheduler(
+            loaded.limits,
+            self._adapter_numbers,
+            loaded.registry.hashes,
+            loaded.registry.invocations,
+            asynchronous_loads=True,
+        )
         self.engine = Engine(
             scheduler,
             loaded.executor,
@@ -112,8 +133,6 @@ class LLM:
             options.engine.seed,
             overlap=options.device.type == "cuda",
         )
-        for name, number in loaded.registry.numbers.items():
-            warn_of_tokens(name, loaded.registry.by_number(number).chat, self.tokenizer)
         self._requests = 0
         self._busy = False
         self._closed = False
@@ -139,7 +158,7 @@ class LLM:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._end()
-        del self.engine, self.model, self.compiled, self.registry, self.calibration
+        del self.engine, self.model, self.compiled, self.registry, self.calibration, self._adapter_numbers
         gc.collect()  # programs and their tensors refer to each other; threads end with their owners
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -211,7 +230,7 @@ class LLM:
         """
         self._check_open()
         former = self.registry.numbers.get(name)
-        warn_of_tokens(name, self.model.add_adapter(name, path, replace).chat, self.tokenizer)
+        self.model.add_adapter(name, path, replace)
         if former is not None:
             self.engine.scheduler.forget_adapter(former)
 
@@ -267,7 +286,7 @@ class LLM:
         self,
         prompts: Any,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        adapter: str | Sequence[str | None] | None = None,
+        adapter: AdapterChoice | Sequence[AdapterChoice | None] | None = None,
         *,
         use_tqdm: bool = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
@@ -277,14 +296,21 @@ class LLM:
 
         prompts          text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of these
         sampling_params  one for all prompts or one per prompt; None: get_default_sampling_params()
-        adapter          adapter name, one for all prompts or one per prompt; None: the base model
+        adapter          adapter name, or weights of a sum of adapters such as {"poetry": 0.7, "sql": 0.3}; one for all
+                         prompts or one per prompt; None: the base model
         use_tqdm         show a progress bar
         lora_request     LoRARequest in place of `adapter`, one for all prompts or one per prompt; an unknown adapter
                          is loaded from the request's path and stays loaded
         priority         one for all prompts or one per prompt; lower values are served sooner
         """
         adapter = self._adapter_names(adapter, lora_request)
-        requests = self._make_requests(prompts, sampling_params, adapter, priority)
+        ordered = self._complete(self._make_requests(prompts, sampling_params, adapter, priority), use_tqdm)
+        for output, lora in zip(ordered, _for_each(lora_request, len(ordered)), strict=False):
+            output.lora_request = lora
+        return ordered
+
+    def _complete(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
+        """Run requests to their end; return their outputs in the same order."""
         outputs: dict[str, RequestOutput] = {}
         scores: dict[str, list[dict[int, Logprob] | None]] = {
             request.request_id: [None] for request in requests if request.params.prompt_logprobs is not None
@@ -301,15 +327,14 @@ class LLM:
                         f"{(self.engine.num_sampled - before) / max(progress.format_dict['elapsed'], 1e-9):.0f} tok/s"
                     )
         ordered = [outputs[request.request_id] for request in requests]
-        for output, lora in zip(ordered, _for_each(lora_request, len(ordered)), strict=False):
-            output.lora_request = lora
+        for output in ordered:
             output.prompt_logprobs = scores.get(output.request_id)
         return ordered
 
     def _adapter_names(self, adapter: Any, lora_request: Any) -> Any:
         """Return adapter names, one for all or one per prompt."""
         if lora_request is None:
-            return adapter
+            return with_sum_names(adapter)
         self._check_open()
         if adapter is not None:
             raise RequestError("adapter and lora_request both name the adapter; give one of them")
@@ -320,7 +345,7 @@ class LLM:
         self,
         prompts: Any,
         params: BeamSearchParams,
-        adapter: str | Sequence[str | None] | None = None,
+        adapter: AdapterChoice | Sequence[AdapterChoice | None] | None = None,
         *,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool = False,
@@ -358,15 +383,17 @@ class LLM:
         return outputs
 
     def _complete_all(
-        self, prompts: list[list[int]], params: SamplingParams, adapters: list[str | None]
+        self, prompts: list[list[int]], params: SamplingParams, origins: list[Request]
     ) -> list[RequestOutput]:
-        return self.generate(prompts, params, adapters, use_tqdm=False)
+        requests = self._make_requests(prompts, params, [origin.adapter for origin in origins])
+        own = [replace(each, given=len(origin.prompt_ids)) for each, origin in zip(requests, origins, strict=True)]
+        return self._complete(own, use_tqdm=False)
 
     def chat(
         self,
         messages: Any,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        adapter: str | Sequence[str | None] | None = None,
+        adapter: AdapterChoice | Sequence[AdapterChoice | None] | None = None,
         *,
         use_tqdm: bool = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
@@ -416,10 +443,10 @@ class LLM:
         self,
         prompts: Any,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        adapter: str | Sequence[str | None] | None = None,
+        adapter: AdapterChoice | Sequence[AdapterChoice | None] | None = None,
     ) -> Iterator[StreamChunk]:
         """Complete prompts like `generate`; yield new output after each step. Leaving the loop aborts the requests."""
-        requests = self._make_requests(prompts, sampling_params, adapter)
+        requests = self._make_requests(prompts, sampling_params, with_sum_names(adapter))
         index = {request.request_id: place for place, request in enumerate(requests)}
 
         def chunks() -> Iterator[StreamChunk]:
@@ -458,6 +485,8 @@ class LLM:
             priority=priority,
             compile_grammar=self._grammars.compile,
         )
+        for chosen in {request.adapter for request in requests if request.adapter is not None}:
+            self._adapter_numbers.check(chosen)
         self._requests += len(requests)
         return requests
 
@@ -478,6 +507,12 @@ class LLM:
                 self.engine.abort(request.request_id)
             while self.engine.has_work:
                 self.engine.step()
+
+
+def _find_part(registry: AdapterRegistry, name: str) -> SumPart:
+    registry.require(name)
+    found = registry.by_number(registry.numbers[name])
+    return SumPart(found.number, found.adapter.rank, found.content_hash, sum_obstacle(found.adapter))
 
 
 def _for_each(lora_request: Any, count: int) -> list[Any]:

@@ -187,6 +187,8 @@ def _touched(program: Program, step: Step, name: str, view: View, assume: Assump
             read = _sequences(program, step) * _read_context(program, step, assume)
             return min(1.0, (read - _widened(program, step, assume)) / slots)
         return min(1.0, _tokens(program, step) / slots)
+    if name == "lora_a":  # of the embedding: a row of ranks for each token
+        return min(1.0, step.outs[0].shape[0] / (rows * view.shape[1]))
     if program.by_name[view.buffer].kind == "adapter" and len(view.shape) > 1:
         return assume.adapters_of(program, rows) / rows
     return 1.0

@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from .nodes import fake_mode_of, last_placeholder
 from .recipe import param
 
-ADAPTER_SUFFIXES = (".lora_a", ".lora_b")
+ADAPTER_SUFFIXES = (".lora_a", ".lora_b", ".lora_gain", ".lora_shift")
 KINDS = {
     InputKind.PARAMETER: "weight",
     InputKind.BUFFER: "weight",

@@ -5,15 +5,17 @@ from typing import Any
 
 from torch import fx
 
+from ...ops.lora.adjust import lora_adjust
 from ...ops.lora.lora import lora
-from .nodes import Refused, aten, bind, is_call, shape_of, split_bias, through_views
+from .nodes import Refused, aten, bind, is_call, shape_of, split_bias, split_delta, through_views
 
 
 @dataclass
 class Branch:
-    """One linear, its bias and its LoRA node (None without one), and the node of their sum."""
+    """One linear, its `lora_adjust`, its bias and its LoRA node (None without one), and the node of their sum."""
 
     linear: fx.Node
+    adjust: fx.Node | None
     bias: fx.Node | None
     lora: fx.Node | None
     joined: fx.Node
@@ -31,18 +33,22 @@ class Branch:
 
 
 def branch_of(linear: fx.Node) -> Branch:
-    """Return the linear with its bias and LoRA branch, as far as these have no other readers."""
+    """Return the linear with its adjustment, bias and LoRA branch, as far as these have no other readers."""
     joined, bias = linear, None
+    readers = list(linear.users)
+    adjust = readers[0] if len(readers) == 1 and is_call(readers[0], lora_adjust) else None
+    if adjust is not None:
+        joined = adjust
     total = _sum_of(joined)
-    if total is not None and split_bias(total)[0] is linear:
+    if total is not None and split_bias(total)[0] is joined:
         joined, bias = total, split_bias(total)[1]
     total = _sum_of(joined)
     if total is not None:
         added = bind(total)
         delta = through_views(added.other if added.self is joined else added.self)
         if is_call(delta, lora) and through_views(bind(delta).x) is through_views(bind(linear).input):
-            return Branch(linear, bias, delta, total)
-    return Branch(linear, bias, None, joined)
+            return Branch(linear, adjust, bias, delta, total)
+    return Branch(linear, adjust, bias, None, joined)
 
 
 def _sum_of(node: fx.Node) -> fx.Node | None:
@@ -54,8 +60,10 @@ def _sum_of(node: fx.Node) -> fx.Node | None:
 def producing_weights(value: Any, changed: str) -> list[tuple[fx.Node, int]]:
     """Return the weights that produce a value's channels, each with the dimension of the channels.
 
-    These are its projection's weight, its bias, and B of its adapters. `changed`: the caller's change to them, as a
-    word in the reasons ("rotated"). Raises Refused for a value with another producer or more than one reader.
+    These are its projection's weight, its bias, and B and the shift of its adapters. Their gain is not among them: it
+    commutes with factors of channels, and `rotate_values` passes its rotation to the op. `changed`: the caller's change
+    to them, as a word in the reasons ("rotated"). Raises Refused for a value with another producer or more than one
+    reader.
     """
     if isinstance(value, fx.Node) and len(value.users) != 1:
         raise Refused(f"{value.name} is read by {len(value.users)} nodes")
@@ -68,9 +76,18 @@ def producing_weights(value: Any, changed: str) -> list[tuple[fx.Node, int]]:
         return [found for part in parts for found in producing_weights(part, changed)]
     if is_call(value, lora):
         return [(loaded(bind(value).b, changed), 1)]
+    if is_call(value, lora_adjust):
+        shift = bind(value).shift
+        return [*producing_weights(bind(value).y, changed), *([] if shift is None else [(loaded(shift, changed), 1)])]
     if is_call(value, aten.linear.default) and bind(value).bias is None:
         return [(loaded(bind(value).weight, changed), 0)]
     raise Refused(f"{getattr(value, 'name', value)} is not a linear or a LoRA branch (is lift_lora or lift_bias off?)")
+
+
+def adjustment_of(value: Any) -> fx.Node | None:
+    """Return the `lora_adjust` of a projection's result with its bias and LoRA delta; None without one."""
+    value = split_bias(split_delta(value)[0])[0]
+    return value if is_call(value, lora_adjust) else None
 
 
 def reading_weights(value: fx.Node, changed: str) -> list[tuple[fx.Node, int]]:

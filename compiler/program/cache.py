@@ -56,7 +56,7 @@ def program_key(
         "config": dict(config),
         "options": options.to_dict(),
         "passes": list(passes),
-        "bucket": None if bucket is None else vars(bucket),
+        "bucket": None if bucket is None else bucket.key,
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 

@@ -33,6 +33,7 @@ class Bucket:
     decode     one token per sequence: row b of every activation is sequence b (T == B, logits_indices is 0..B-1)
     lora       False: a program without LoRA
     rows       maximum tokens per sequence in a step with drafts, with logits of every token
+    parts      with `lora`: a program that also computes adapters' parts, such as DoRA's gains
     """
 
     tokens: int
@@ -42,12 +43,15 @@ class Bucket:
     decode: bool = False
     lora: bool = True
     rows: int = 1
+    parts: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tokens", "sequences", "pages", "blocks", "rows"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ProgramError(f"bucket {name}={value!r} must be a positive integer")
+        if self.parts and not self.lora:
+            raise ProgramError("a bucket with parts=True must have lora=True: parts belong to adapters")
         if self.decode and self.tokens != self.sequences:
             raise ProgramError(
                 f"a decode bucket has one token per sequence, not {self.tokens} tokens for {self.sequences} sequences; "
@@ -60,6 +64,11 @@ class Bucket:
             )
 
     @property
+    def key(self) -> dict[str, int]:
+        """The fields for keys of caches: without `parts` those of a compiler that knows no parts."""
+        return {name: value for name, value in vars(self).items() if name != "parts" or value}
+
+    @property
     def verifies(self) -> bool:
         """Whether it is for steps with drafts."""
         return self.rows > 1
@@ -68,7 +77,7 @@ class Bucket:
     def name(self) -> str:
         """The bucket's name, also a valid file name: `decode_t16_b16_p64_lora`, `verify_t64_b16_p64_lora`."""
         kind = "decode" if self.decode else "verify" if self.verifies else "mixed"
-        lora = "lora" if self.lora else "base"
+        lora = "full" if self.parts else "lora" if self.lora else "base"
         return f"{kind}_t{self.tokens}_b{self.sequences}_p{self.blocks}_{lora}"
 
 

@@ -20,6 +20,7 @@ from .sizes import Spec, SpecializeError, bucket_inputs, placeholders
 
 META = torch.device("meta")
 LORA_OPS = frozenset({"lora", "lora_plan", "lora_shrink", "lora_expand"})
+PART_OPS = {"lora_adjust": "y"}  # ops of adapters' parts besides LoRA -> the operand that they return changed
 SUMS = frozenset({aten.add.Tensor, aten.add_.Tensor, operator.add})
 # ops with a zero result for a zero delta
 ZERO_PRESERVING = (
@@ -39,8 +40,9 @@ def specialize(
 
     `sizes`: a bucket, or placeholder name -> (shape, dtype), example tensor or integer. `decode` (default: the
     bucket's): set attention's decode flag and remove the identity selection of logits rows, as also in steps with
-    drafts. `lora=False` (default: the bucket's, else True): remove LoRA ops. `size_independent`: in every bucket LoRA's
-    shrinks compute one plane and queries are not quantized. Raises SpecializeError with the node that can't be static.
+    drafts. `lora=False` (default: the bucket's, else True): remove LoRA ops and those of adapters' parts; the latter
+    also for a bucket without `parts`. `size_independent`: in every bucket LoRA's shrinks compute one plane and queries
+    are not quantized. Raises SpecializeError with the node that can't be static.
     """
     bucket = sizes if isinstance(sizes, Bucket) else None
     specs = bucket_inputs(graph_module, sizes) if isinstance(sizes, Bucket) else dict(sizes)
@@ -48,6 +50,8 @@ def specialize(
     lora = lora if lora is not None else bucket is None or bucket.lora
     graph = fx.Graph()
     graph.output(graph.graph_copy(graph_module.graph, {}))
+    if not lora or (bucket is not None and not bucket.parts):
+        erase_parts(graph)
     if not lora:
         erase_lora(graph)
     if decode:
@@ -87,11 +91,26 @@ def own_name(node: fx.Node) -> str:
     return op_name(node).removeprefix(f"{NAMESPACE}.") if is_own(node) else ""
 
 
-def erase_lora(graph: fx.Graph) -> None:
-    """Remove LoRA: optional deltas become None, and a sum becomes its other operand."""
+def erase_parts(graph: fx.Graph) -> None:
+    """Remove the ops of adapters' parts and LoRA on the embedding and the output head.
+
+    Readers read the value that these would have changed.
+    """
+    for node in list(graph.nodes):
+        operand = PART_OPS.get(own_name(node))
+        if operand is not None:
+            node.replace_all_uses_with(getattr(bind(node), operand))
+            graph.erase_node(node)
+        if own_name(node) == "embedding" and bind(node).lora_a is not None:
+            set_operands(node, lora_a=None, lora_b=None, adapter_index=None)
+    erase_lora(graph, "lm_head")
+
+
+def erase_lora(graph: fx.Graph, module: str = "") -> None:
+    """Remove LoRA, all or of one module: optional deltas become None, and a sum becomes its other operand."""
     erased: set[fx.Node] = set()
     for node in list(graph.nodes):
-        if own_name(node) in LORA_OPS:
+        if own_name(node) in LORA_OPS and any(module in source.name for source in node.all_input_nodes):
             erased.add(node)
             continue
         gone = [source for source in node.all_input_nodes if source in erased]

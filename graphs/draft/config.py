@@ -74,6 +74,11 @@ class EagleConfig(LlamaConfig):
             )
         return replace(self, feature_layers=layers)
 
+    @property
+    def vocabulary_modules(self) -> tuple[str, ...]:
+        """None: the embedding is the target's."""
+        return ()
+
     def _shape(self, module: str, head_dim: int) -> tuple[int, int]:
         """Return the shape of a projection; q, k and v read an embedding and a hidden state."""
         outputs, inputs = super()._shape(module, head_dim)

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from ..checkpoint import SINGLE, CheckpointError
-from ..safetensors_file import FLOATING, LARGEST, in_range, read_fully
-from ..safetensors_header import Layout, damaged, open_file, read_layout
-from ..untrusted_files import name_of
+from ..files.safetensors_file import FLOATING, LARGEST, in_range, read_fully
+from ..files.safetensors_header import Layout, damaged, open_file, read_layout
+from ..files.untrusted_files import name_of
 from .config import EagleConfig
 from .eagle import EMBEDDING, MAPPING, EagleDraft
 

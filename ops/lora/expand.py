@@ -15,6 +15,9 @@ from .shrink import EIGHT_BIT, dequantized, widened
 
 # programs per SM of a limited launch: next to a base GEMM an expand is bound by the number of loads in flight
 CTAS_PER_SM = 8
+MAX_RANK = 256
+MAX_ONE_BLOCK, BLOCK_OF_MORE = 128, 64
+"""Up to the first number of ranks, a program loads all at once; with more, it adds the products of smaller blocks."""
 
 
 def delta_dtype(b: torch.Tensor) -> torch.dtype:
@@ -84,14 +87,17 @@ def place_of(item, blocks_per_tile, WIDTH0, WIDTH1, WIDTH2, COLUMNS: tl.constexp
 @triton.jit
 def _load_b(
     b, b_scale, tiles, item, end, blocks_per_tile, n, ranks, WIDTH0, WIDTH1, WIDTH2, COLUMNS: tl.constexpr,
-    RANKS: tl.constexpr,
+    RANKS: tl.constexpr, FIRST=0,
 ):  # fmt: skip
-    """Load B's rows of a work item and their scales (or ones); zeros past the last row and without an adapter."""
+    """Load RANKS ranks from FIRST on of B's rows of a work item, and the rows' scales (or ones).
+
+    Loads zeros past the last row and without an adapter.
+    """
     tile, _, begin, stop = place_of(item, blocks_per_tile, WIDTH0, WIDTH1, WIDTH2, COLUMNS)
     slot = tl.load(tiles + tile * 3, mask=item < end, other=-1)
     stop = tl.where(slot >= 0, stop, 0)
     column = begin + tl.arange(0, COLUMNS)
-    rank = tl.arange(0, RANKS)
+    rank = FIRST + tl.arange(0, RANKS)
     rows = b + slot.to(tl.int64) * n * ranks + column[:, None] * ranks + rank[None, :]
     scale = tl.full([COLUMNS], 1.0, tl.float32)
     if b_scale is not None:
@@ -112,10 +118,10 @@ def _load_tokens(token_order, tiles, tile, wanted, TILE: tl.constexpr):
 @triton.jit
 def sum_planes(
     planes, token, active, part, num_tokens, ranks, all_ranks, SPLITS: tl.constexpr, TILE: tl.constexpr,
-    RANKS: tl.constexpr,
+    RANKS: tl.constexpr, FIRST=0,
 ):  # fmt: skip
-    """Add the planes of one tile and slice in order: [RANKS, TILE] fp32."""
-    rank = tl.arange(0, RANKS)
+    """Add the planes of one tile and slice in order, RANKS ranks from FIRST on: [RANKS, TILE] fp32."""
+    rank = FIRST + tl.arange(0, RANKS)
     source = planes + token[None, :] * all_ranks + part * ranks + rank[:, None]
     wanted = (tl.arange(0, TILE) < active)[None, :] & (rank < ranks)[:, None]
     total = tl.zeros([RANKS, TILE], tl.float32)
@@ -141,8 +147,11 @@ def expand_operand(shrunk, delta_type: tl.constexpr, stored: tl.constexpr):
 def expand_once_kernel(
     planes, b, b_scale, token_order, tiles, delta, num_tokens, n, ranks, all_ranks, blocks_per_tile, WIDTH0, WIDTH1,
     WIDTH2, SPLITS: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr, PDL: tl.constexpr,
+    BLOCKS: tl.constexpr = 1,
 ):  # fmt: skip
     """Compute one work item per program: (tile, block of COLUMNS columns of one slice); unused tiles return at once.
+
+    BLOCKS products of RANKS ranks are added in order.
 
     A program needs half the registers of a looping one. So more programs fit next to a base GEMM and hide latency.
     """
@@ -166,6 +175,19 @@ def expand_once_kernel(
         )
         shrunk = expand_operand(shrunk, delta.dtype.element_ty, b.dtype.element_ty)
         result = dot_ieee(widened(b_rows, shrunk.dtype), shrunk, tl.zeros([COLUMNS, TILE], tl.float32))
+        if BLOCKS > 1:
+            # a bound that is unknown at compile time: with the loop unrolled, the blocks would share the registers
+            for block in range(1, tl.cdiv(ranks, RANKS)):
+                more = block * RANKS + rank
+                b_rows = tl.load(
+                    b + at[:, None] * ranks + more[None, :], mask=wanted[:, None] & (more < ranks)[None, :], other=0.0
+                )
+                shrunk = sum_planes(
+                    planes, token, tl.where(slot >= 0, count, 0), part, num_tokens, ranks, all_ranks, SPLITS, TILE,
+                    RANKS, block * RANKS,
+                )  # fmt: skip
+                shrunk = expand_operand(shrunk, delta.dtype.element_ty, b.dtype.element_ty)
+                result = dot_ieee(widened(b_rows, shrunk.dtype), shrunk, result)
         if b_scale is not None:
             result *= scale[:, None]
         target = delta + token[None, :].to(tl.int64) * n + column[:, None]
@@ -176,13 +198,13 @@ def expand_once_kernel(
 def expand_kernel(
     planes, b, b_scale, token_order, tiles, delta, num_tokens, n, ranks, all_ranks, num_tiles, blocks_per_tile, WIDTH0,
     WIDTH1, WIDTH2, SPLITS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr,
-    RANKS: tl.constexpr, PDL: tl.constexpr,
+    RANKS: tl.constexpr, PDL: tl.constexpr, BLOCKS: tl.constexpr = 1,
 ):  # fmt: skip
     """Compute consecutive work items per program, for a limited number of SMs and for 16-bit rows.
 
     An item is (tile, block of COLUMNS columns of one slice): delta[tokens, columns] = (B rows @ shrunk^T)^T. Programs
     have even shares of the items that the plan uses. A program sums the planes once per tile and slice, and loads B's
-    rows of the next item during each product.
+    rows of the next item during each product. Of more than RANKS ranks, only the first block is loaded ahead.
     """
     used = tl.zeros([TILES], tl.int32)
     for start in range(0, num_tiles, TILES):
@@ -212,9 +234,19 @@ def expand_kernel(
                 token, count, active = _load_tokens(token_order, tiles, tile, True, TILE)
                 shrunk = sum_planes(planes, token, active, part, num_tokens, ranks, all_ranks, SPLITS, TILE, RANKS)
                 shrunk = expand_operand(shrunk, delta.dtype.element_ty, b.dtype.element_ty)
-            result = (
-                dot_ieee(widened(b_rows, shrunk.dtype), shrunk, tl.zeros([COLUMNS, TILE], tl.float32)) * scale[:, None]
-            )
+            result = dot_ieee(widened(b_rows, shrunk.dtype), shrunk, tl.zeros([COLUMNS, TILE], tl.float32))
+            if BLOCKS > 1:
+                for block in range(1, tl.cdiv(ranks, RANKS)):
+                    more_rows, scale = _load_b(
+                        b, b_scale, tiles, item, end, blocks_per_tile, n, ranks, WIDTH0, WIDTH1, WIDTH2, COLUMNS, RANKS,
+                        block * RANKS,
+                    )  # fmt: skip
+                    more = sum_planes(
+                        planes, token, active, part, num_tokens, ranks, all_ranks, SPLITS, TILE, RANKS, block * RANKS
+                    )
+                    more = expand_operand(more, delta.dtype.element_ty, b.dtype.element_ty)
+                    result = dot_ieee(widened(more_rows, more.dtype), more, result)
+            result *= scale[:, None]
             column = begin + tl.arange(0, COLUMNS)
             lane = tl.arange(0, TILE)
             target = delta + token[None, :].to(tl.int64) * n + column[:, None]
@@ -226,7 +258,14 @@ def expand_kernel(
 def expand_block(ranks: int, tile: int, widest: int, itemsize: int) -> tuple[int, int]:
     """Return (output columns of a work item, warps), with the most columns for which registers fit two blocks of B."""
     limit = 32 if itemsize == 4 else 128 if tile in (16, 64) else 256
-    return max(16, min(limit, (8192 if tile == 32 else 4096) // next_power_of_2(ranks), next_power_of_2(widest))), 4
+    block = rank_block(ranks) if itemsize == 1 else next_power_of_2(ranks)  # 16-bit rows are loaded one item ahead
+    most = (8192 if tile == 32 else 4096) // block
+    return max(16, min(limit, most, next_power_of_2(widest))), 4
+
+
+def rank_block(ranks: int) -> int:
+    """Return the ranks of a product: a power of two."""
+    return next_power_of_2(ranks) if ranks <= MAX_ONE_BLOCK else BLOCK_OF_MORE
 
 
 def launch(
@@ -244,7 +283,7 @@ def launch(
 ) -> None:
     """Fill `out`. With `pdl`, the previous launch in the stream must write neither the plan nor b.
 
-    Raises ValueError unless 1 to 3 slices add up to b's width, and planes hold R ranks for each.
+    Raises ValueError unless 1 to 3 slices add up to b's width, and planes hold R ranks for each, at most MAX_RANK.
     """
     splits, tokens, all_ranks = planes.shape
     _, n, ranks = b.shape
@@ -261,15 +300,18 @@ def launch(
             "needs 1 to 3 slices that add up "
             f"to {n}, and {ranks} ranks for each"
         )
+    if ranks > MAX_RANK:
+        raise ValueError(f"lora_expand: b {tuple(b.shape)} has {ranks} ranks; at most {MAX_RANK} are supported")
     if tokens == 0:
         return
     columns, warps = expand_block(ranks, tile, max(slices), b.element_size())
     blocks_per_tile = sum(cdiv(width, columns) for width in slices)
     widths = [*slices, 0, 0][:3]
+    block = rank_block(ranks)
     if sm_budget is None and b_scale is not None:
         expand_once_kernel[tiles.shape[0] * blocks_per_tile,](
             planes, b, b_scale, token_order, tiles, out[0], tokens, n, ranks, all_ranks, blocks_per_tile, *widths,
-            SPLITS=splits, TILE=tile, COLUMNS=columns, RANKS=next_power_of_2(ranks), num_warps=warps,
+            SPLITS=splits, TILE=tile, COLUMNS=columns, RANKS=block, BLOCKS=cdiv(ranks, block), num_warps=warps,
             **pdl_options(pdl),
         )  # fmt: skip
         return
@@ -277,7 +319,7 @@ def launch(
     expand_kernel[min(programs, tiles.shape[0] * blocks_per_tile),](
         planes, b, b_scale, token_order, tiles, out[0], tokens, n, ranks, all_ranks, tiles.shape[0], blocks_per_tile,
         *widths, SPLITS=splits, TILE=tile, TILES=min(256, next_power_of_2(tiles.shape[0])), COLUMNS=columns,
-        RANKS=next_power_of_2(ranks), num_warps=warps, **pdl_options(pdl),
+        RANKS=block, BLOCKS=cdiv(ranks, block), num_warps=warps, **pdl_options(pdl),
     )  # fmt: skip
 
 

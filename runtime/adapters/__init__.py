@@ -1,10 +1,13 @@
 """Adapters: disk -> host memory -> a slot on the GPU.
 
 registry           names, numbers, content hashes and directories of adapters
+adapter_sums       numbers of adapters and of their weighted sums
 describer          parse configs and headers of adapters in a child process (describer_process)
 lora_requests      vLLM's LoRARequests -> adapter names
 remote_adapter     copy adapters from addresses that fsspec reads
 adapter_limits     number of slots, LoRA rank and target projections of an engine
+base_weights       the base's weights, on which parts of adapters depend (DoRA, trained biases)
+weighted_sum       the weighted sum of adapters as one adapter
 packing            an adapter's tensors -> the layout of its slot
 host_store         cache of packed adapters in host memory
 host_memory        page-locked blocks of host memory

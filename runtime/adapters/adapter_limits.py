@@ -6,17 +6,20 @@ from pathlib import Path
 
 from ...compiler.options import OptionError
 from ...graphs.adapter import Describe
+from ...graphs.adapter_config import MAX_RANK
 from ...graphs.config import LlamaConfig
 from ...graphs.draft.config import read_eagle_config
 from ...graphs.lora import LoraShape
 from ...graphs.lora_stacks import lora_shape_for
-from ..engine.options import DEFAULT_MAX_LORAS, MAX_RANK, EngineOptions
+from ..engine.options import DEFAULT_MAX_LORAS, EngineOptions
 from .disk_cache import AdapterDiskCache
 from .registry import AdapterRegistry
 
 
-def make_registry(config: LlamaConfig, options: EngineOptions, describe: Describe) -> AdapterRegistry:
-    """Return an empty registry for an engine."""
+def make_registry(
+    config: LlamaConfig, options: EngineOptions, describe: Describe, base: Path | None
+) -> AdapterRegistry:
+    """Return an empty registry for an engine. `base`: see AdapterRegistry."""
     return AdapterRegistry(
         config,
         options.max_lora_rank or MAX_RANK,
@@ -25,6 +28,7 @@ def make_registry(config: LlamaConfig, options: EngineOptions, describe: Describ
         lenient=options.lora_lenient,
         describe=describe,
         draft=None if options.draft is None else read_eagle_config(options.draft).fitted(config),
+        base=base,
     )
 
 
@@ -45,13 +49,13 @@ def num_slots(options: EngineOptions, num_adapters: int) -> int:
 
 def lora_shape(registry: AdapterRegistry, slots: int, options: EngineOptions) -> LoraShape | None:
     """Return the stacks' shape. Raises OptionError for a registered adapter that does not fit."""
-    rank, targets = options.max_lora_rank, options.lora_targets
+    rank, targets, parts = options.max_lora_rank, options.lora_targets, options.lora_parts
     for name, number in registry.numbers.items():
         try:
-            lora_shape_for([registry.by_number(number).adapter], slots, rank, targets)
+            lora_shape_for([registry.by_number(number).adapter], slots, rank, targets, parts)
         except ValueError as error:
             raise OptionError(f"adapter {name!r}: {error}") from None
-    return lora_shape_for(registry.adapters, slots, rank, targets)
+    return lora_shape_for(registry.adapters, slots, rank, targets, parts)
 
 
 def draft_lora_shape(registry: AdapterRegistry, slots: int, max_lora_rank: int | None) -> LoraShape | None:
@@ -63,12 +67,16 @@ def draft_lora_shape(registry: AdapterRegistry, slots: int, max_lora_rank: int |
 
 
 def readable_adapters(
-    config: LlamaConfig, adapters: Mapping[str, str | Path], options: EngineOptions, describe: Describe
+    config: LlamaConfig,
+    adapters: Mapping[str, str | Path],
+    options: EngineOptions,
+    describe: Describe,
+    base: Path | None,
 ) -> tuple[dict[str, str | Path], dict[str, Exception]]:
-    """Return (adapters that can be served, errors of the others). `options` must set `max_loras`, `max_lora_rank` and
-    `lora_target_modules`.
+    """Return (adapters that can be served, errors of the others). `options` must set `max_loras`, `max_lora_rank`,
+    `lora_target_modules` and `lora_parts`. `base`: directory of the model.
     """
-    registry = make_registry(config, replace(options, max_cpu_loras=1), describe)
+    registry = make_registry(config, replace(options, max_cpu_loras=1), describe, base)
     registry.lora = lora_shape(registry, options.max_loras or 1, options)
     registry.draft_lora = draft_lora_shape(registry, options.max_loras or 1, options.max_lora_rank)
     rejected: dict[str, Exception] = {}

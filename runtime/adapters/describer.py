@@ -21,7 +21,7 @@ MAX_RESPONSE_BYTES = 4 << 20
 
 class DescribeRequest(msgspec.Struct, forbid_unknown_fields=True):
     """Arguments of `describe_adapter`. `draft` replaces `config` for the LoRA of a trained draft; with `chat` only the
-    chat templates and tokens are read.
+    chat templates and tokens are read, and compared with the tokenizer of the model in `base`.
     """
 
     directory: str
@@ -31,6 +31,7 @@ class DescribeRequest(msgspec.Struct, forbid_unknown_fields=True):
     roots: list[str] | None
     draft: EagleConfig | None = None
     chat: bool = False
+    base: str | None = None
 
 
 class DescribeResponse(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -76,11 +77,19 @@ class AdapterDescriber:
             raise AdapterError(response.error)
         return response.description
 
-    def read_chat(self, directory: Path, roots: Sequence[Path] | None) -> AdapterChat:
+    def read_chat(self, directory: Path, roots: Sequence[Path] | None, base: Path | None) -> AdapterChat:
         """See `read_adapter_chat`. Raises ChatTemplateError, also when the child times out or dies."""
         try:
             response = self._send(
-                DescribeRequest(str(directory.absolute()), None, 0, False, _as_text(roots), chat=True)
+                DescribeRequest(
+                    str(directory.absolute()),
+                    None,
+                    0,
+                    False,
+                    _as_text(roots),
+                    chat=True,
+                    base=None if base is None else str(base.absolute()),
+                )
             )
         except (OSError, ValueError) as error:  # TimeoutError is an OSError
             raise ChatTemplateError(f"its tokenizer's files cannot be read ({error})") from None

@@ -23,7 +23,8 @@ def describe(line: bytes) -> DescribeResponse:
     roots = None if request.roots is None else [Path(root) for root in request.roots]
     try:
         if request.chat:
-            return DescribeResponse(chat=read_adapter_chat(directory, roots))
+            base = None if request.base is None else Path(request.base)
+            return DescribeResponse(chat=read_adapter_chat(directory, roots, base))
         config = request.config if request.draft is None else request.draft
         if config is None:
             return DescribeResponse(error="no model is named for it")

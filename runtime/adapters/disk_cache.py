@@ -29,8 +29,8 @@ from ...compiler.options import OptionError
 from ...compiler.program.cache import source_hash
 from ...compiler.program.cache_folder import CacheFolder, cache_directory, write_fully
 from ...graphs.adapter import Adapter
-from ...graphs.adapter_file import read_fully, readers
 from ...graphs.config import LlamaConfig
+from ...graphs.files.adapter_file import read_fully, readers
 from ...graphs.lora import LoraShape
 from .background_jobs import BackgroundJobs, JobCancelled
 
@@ -154,8 +154,11 @@ def packing_key(
     config: LlamaConfig,
     lora: LoraShape,
     constants: Mapping[str, torch.Tensor],
+    base: str = "",
 ) -> str:
-    """Return a hash of all inputs of a slot's bytes except the adapter's content."""
+    """Return a hash of all inputs of a slot's bytes except the adapter's content. `base`: stamp of the base's weights,
+    on which adapters' parts depend.
+    """
     content = {
         "sources": _sources(),
         "torch": torch.__version__,
@@ -169,6 +172,8 @@ def packing_key(
         },
         "recipes": [f"{name}: {recipe}" for name, recipe in recipes.items()],
     }
+    if base:
+        content["base"] = base
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 

@@ -15,6 +15,7 @@ from ...graphs.adapter import Adapter
 from ...graphs.draft.config import LAYER
 from ...graphs.lora import LoraShape
 from ...graphs.lora_stacks import check_fits, slot_tensor
+from .base_weights import BaseWeights
 from .disk_cache import packing_key, slot_key
 from .host_memory import Block
 from .packing import Packer
@@ -28,6 +29,7 @@ class HostStore:
 
     recipes       stack name -> recipe that computes the stack's slot from an adapter's A and B
     constants     tensors of a calibration, which recipes may also use
+    base          the model's weights, for adapters with parts that depend on them
     device_calls  context manager held while memory is page-locked, in chunks while `steps_running`
 
     Blocks are reused. A block that is in use is never assigned to another adapter.
@@ -42,15 +44,18 @@ class HostStore:
         max_adapters: int,
         device_calls: Any,
         constants: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        base: BaseWeights | None = None,
     ) -> None:
+        self._base = base
         self.disk_cache = registry.disk_cache
         self.steps_running = False
         self._registry, self._recipes, self._lora = registry, recipes, lora
         self._max_adapters = max(1, max_adapters)
         self._device_calls = device_calls
         dtypes = {stack.dtype for stack in stacks.values()}
-        # dtype of the recipes' inputs; scales are fp32
-        self._dtype = torch.bfloat16 if dtypes & {torch.float8_e4m3fn, torch.int8} else next(iter(dtypes))
+        # dtype of the recipes' inputs; scales, gains and shifts are fp32
+        narrow = min(dtypes, key=lambda dtype: dtype.itemsize)
+        self._dtype = torch.bfloat16 if narrow.itemsize == 1 else narrow
         self._pinned = next(iter(stacks.values())).device.type == "cuda"
         self._shapes = [(tuple(stacks[name].shape[1:]), stacks[name].dtype) for name in recipes]
         self._blocks: OrderedDict[int, Block] = OrderedDict()
@@ -136,7 +141,9 @@ class HostStore:
 
     @cached_property
     def _packing_key(self) -> str:
-        return packing_key(self._recipes, self._shapes, self._dtype, self._registry.config, self._lora, self._constants)
+        base = self._base.stamp if self._base is not None and self._lora.parts else ""
+        registry = self._registry
+        return packing_key(self._recipes, self._shapes, self._dtype, registry.config, self._lora, self._constants, base)
 
     def _cache_key(self, number: int) -> str | None:
         """Return the adapter's key in the disk cache; None if absent or if its files may have changed."""
@@ -156,7 +163,7 @@ class HostStore:
     def _read(self, number: int) -> Adapter:
         adapter = self._registry.read(number)
         check_fits(adapter, self._lora)
-        return adapter
+        return adapter if self._base is None else self._base.resolved(adapter, self._device_calls)
 
     def _pack(self, adapter: Adapter, block: Block) -> None:
         def lookup(name: str) -> torch.Tensor:

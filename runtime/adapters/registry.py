@@ -6,7 +6,7 @@ import os
 import re
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,18 +14,23 @@ from pathlib import Path
 from ...graphs.adapter import Adapter, Describe, load_adapter
 from ...graphs.adapter_config import CONFIG, AdapterError
 from ...graphs.adapter_description import describe_adapter
+from ...graphs.adapter_names import MLX, PEFT
 from ...graphs.config import LlamaConfig
 from ...graphs.draft.config import LORA_DIRECTORY, EagleConfig
 from ...graphs.lora import LoraShape
 from ...graphs.lora_stacks import check_fits
-from ...graphs.model_directory import WEIGHTS, adapter_directory, without_file_name
+from ...graphs.model_directory import adapter_directory, without_file_name
+from ..api.adapter_sum import sum_content, sum_name
 from ..api.errors import RequestError
 from ..text.chat_files import NO_CHAT, AdapterChat, ChatTemplateError, read_adapter_chat
 from .describer import AdapterDescriber
 from .disk_cache import AdapterDiskCache
+from .weighted_sum import weighted_sum
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 MAX_ADAPTERS = 4096
+MAX_TEMPLATE_BYTES = 64 << 20
+"""Limit on the different chat templates of all adapters; copies of one template share their memory."""
 READERS = 8  # threads; reading, checking and hashing release the GIL
 FileStamp = tuple[tuple[int, ...], ...]
 _Files = tuple[Path, Adapter, FileStamp | None, AdapterChat]
@@ -40,6 +45,7 @@ class RegisteredAdapter:
     adapter  its files' content without tensors
     roots    directories that must contain its files when they are read again; None: any directory
     chat     its own chat templates and tokens
+    parts    adapters and their weights, if it is a sum; `path` is then the first one's
     """
 
     number: int
@@ -48,6 +54,7 @@ class RegisteredAdapter:
     adapter: Adapter
     roots: tuple[Path, ...] | None = None
     chat: AdapterChat = NO_CHAT
+    parts: tuple[tuple["RegisteredAdapter", float], ...] = ()
 
     @property
     def content_hash(self) -> str:
@@ -69,6 +76,7 @@ class AdapterRegistry:
 
     numbers, hashes   name -> number and number -> content hash, for the scheduler. Numbers are never reused: a reloaded
                       adapter gets a new one
+    invocations       number -> invocation of an aLoRA adapter
     max_rank          largest accepted LoRA rank
     allowed_roots     directories that must contain adapters' files after symlinks are resolved; None: any directory
     max_adapters      maximum number of names
@@ -78,6 +86,8 @@ class AdapterRegistry:
     lenient           ignore unknown fields of adapter_config.json instead of raising an error
     describe          reads configs and weights' headers
     draft             the trained draft in use, for which adapters may have a LoRA; None: without a draft
+    base              the base's directory: adapters' tokens are compared with its tokenizer, and changed rows of the
+                      embedding with its checkpoint; None: random weights
     lora, draft_lora  shapes of the stacks, once allocated; adapters that do not fit are rejected
     """
 
@@ -92,6 +102,7 @@ class AdapterRegistry:
         lenient: bool = False,
         describe: Describe = describe_adapter,
         draft: EagleConfig | None = None,
+        base: Path | None = None,
     ) -> None:
         self.config = config
         self.draft = draft
@@ -102,11 +113,12 @@ class AdapterRegistry:
         self.max_adapters = max_adapters
         self.numbers: dict[str, int] = {}
         self.hashes: dict[int, str] = {}
+        self.invocations: dict[int, tuple[int, ...]] = {}
         self.lora: LoraShape | None = None
         self.draft_lora: LoraShape | None = None
         self.disk_cache = disk_cache
         self._keep = keep
-        self._lenient, self._describe = lenient, describe
+        self._lenient, self._describe, self._base = lenient, describe, base
         self._stamps: dict[int, FileStamp | None] = {}
         self._by_number: dict[int, RegisteredAdapter] = {}
         self._unread: dict[int, Adapter] = {}
@@ -163,7 +175,7 @@ class AdapterRegistry:
         max_rank = self.max_rank if lora is None else min(self.max_rank, lora.rank)
         try:
             directory = self._resolve(name, path)
-            stamp = _stamp(directory)
+            stamp = _file_stamp(directory)
             adapter = self._load(directory, max_rank, self.allowed_roots, use_cache=True)
         except AdapterError as error:
             raise AdapterError(f"adapter {name!r}: {error}") from None
@@ -179,10 +191,16 @@ class AdapterRegistry:
         describer = self._describe
         read = describer.read_chat if isinstance(describer, AdapterDescriber) else read_adapter_chat
         try:
-            return read(directory, self.allowed_roots)
+            chat = read(directory, self.allowed_roots, self._base)
         except ChatTemplateError as error:
             _log.warning("adapter %r: its chat template is not used: %s", name, error)
             return NO_CHAT
+        if chat.unknown:
+            problem = chat.token_problem(self.config.vocab_size)
+            if not self._lenient:
+                raise AdapterError(f"adapter {name!r}: {problem}")
+            _log.warning("adapter %r: %s", name, problem)
+        return replace(chat, unknown={})
 
     def _check_draft(self, name: str, draft: Adapter | None) -> None:
         if draft is None:
@@ -205,7 +223,7 @@ class AdapterRegistry:
 
         def load(path: Path, config: LlamaConfig, max_rank: int) -> Adapter:
             find_hash = None if cache is None else cache.find_hash
-            loaded = load_adapter(path, config, max_rank, self._lenient, find_hash, roots, self._describe)
+            loaded = load_adapter(path, config, max_rank, self._lenient, find_hash, roots, self._describe, self._base)
             if cache is not None and loaded.tensors:
                 cache.save_hash_later(loaded)
             return loaded
@@ -217,9 +235,11 @@ class AdapterRegistry:
             draft = load(directory / LORA_DIRECTORY, self.draft, self.max_rank)
         except AdapterError as error:
             raise AdapterError(f"its LoRA of the draft: {error}") from None
+        if draft.kinds:
+            raise AdapterError("its LoRA of the draft has magnitudes (DoRA) or biases: train plain LoRA for the draft")
         both = hashlib.sha256(f"{adapter.content_hash} {draft.content_hash}".encode()).hexdigest()
         if not (adapter.tensors and draft.tensors):  # all tensors or none
-            adapter, draft = replace(adapter, tensors={}), replace(draft, tensors={})
+            adapter, draft = adapter.bare, draft.bare
         return replace(adapter, content_hash=both, draft=draft)
 
     def _register(
@@ -230,20 +250,36 @@ class AdapterRegistry:
             self._check_capacity(name, replace_name)
             if self.numbers.get(name) != previous:
                 raise RequestError(f"adapter {name!r} was removed or replaced meanwhile; load it again")
-            draft = None if adapter.draft is None else replace(adapter.draft, tensors={})
-            bare = replace(adapter, tensors={}, draft=draft)
+            self._check_templates(name, chat)
             number = self._next_number
             self._next_number += 1
-            registered = RegisteredAdapter(number, name, directory, bare, self.allowed_roots, chat)
+            registered = RegisteredAdapter(number, name, directory, adapter.bare, self.allowed_roots, chat)
             self._by_number[number] = registered
             if len(self._unread) < self._keep:
                 self._unread[number] = adapter
             self._stamps[number] = stamp
             self.hashes[number] = adapter.content_hash
+            if adapter.invocation:
+                self.invocations[number] = adapter.invocation
             self.numbers[name] = number
             if previous is not None and previous in self._unused:
                 self._delete(previous)
         return registered
+
+    def add_sum(self, number: int, parts: Sequence[tuple[int, float]]) -> None:
+        """Register the sum of adapters, given by numbers and weights, without a name. Its parts are read when it is.
+
+        `number` must be above those of all adapters. `drop` deletes it.
+        """
+        with self._lock:
+            chosen = tuple((self._by_number[part], weight) for part, weight in parts)
+            name = sum_name([(part.name, weight) for part, weight in chosen], "adapter")
+            content = sum_content((part.content_hash, weight) for part, weight in chosen)
+            adapter = weighted_sum([(part.adapter, weight) for part, weight in chosen], content)
+            registered = RegisteredAdapter(number, name, chosen[0][0].path, adapter, parts=chosen)
+            self._by_number[number] = registered
+            self._stamps[number] = _joined(self._stamps[part] for part, _ in parts)
+            self.hashes[number] = content
 
     def remove(self, name: str) -> int:
         """Remove a name and return its number, which active requests may use until `drop`."""
@@ -269,7 +305,7 @@ class AdapterRegistry:
 
     def _delete(self, number: int) -> None:
         self._unused.discard(number)
-        for table in (self._by_number, self._unread, self._stamps, self.hashes):
+        for table in (self._by_number, self._unread, self._stamps, self.hashes, self.invocations):
             table.pop(number, None)
 
     def read(self, number: int) -> Adapter:
@@ -279,7 +315,24 @@ class AdapterRegistry:
             unread = self._unread.pop(number, None)
         if unread is not None and unread.tensors:
             return unread
-        stamp = _stamp(registered.path)
+        stamp = _stamp(registered)
+        if registered.parts:
+            read = [(self._read_part(part), weight) for part, weight in registered.parts]
+            adapter = weighted_sum(read, registered.content_hash)
+        else:
+            adapter = self._read_again(registered)
+        with self._lock:
+            if number in self._stamps:
+                self._stamps[number] = stamp
+        return adapter
+
+    def _read_part(self, part: RegisteredAdapter) -> Adapter:
+        try:
+            return self._read_again(part)
+        except AdapterError as error:
+            raise AdapterError(f"{part.name!r}: {error}".replace(str(part.path), repr(part.name))) from None
+
+    def _read_again(self, registered: RegisteredAdapter) -> Adapter:
         adapter = self._load(registered.path, self.max_rank, registered.roots)
         if adapter.content_hash != registered.content_hash:
             if self.disk_cache is not None:
@@ -288,9 +341,6 @@ class AdapterRegistry:
                     if now is not None and then is not None and now.source == then.source:
                         self.disk_cache.remove_hash(now.source)
             raise AdapterError("its files have changed since it was registered; register it again")
-        with self._lock:
-            if number in self._stamps:
-                self._stamps[number] = stamp
         return adapter
 
     def is_unchanged(self, number: int) -> bool:
@@ -301,7 +351,7 @@ class AdapterRegistry:
         registered = self._by_number[number]
         with self._lock:
             unread, stamp = number in self._unread, self._stamps.get(number)
-        return unread or (stamp is not None and stamp == _stamp(registered.path))
+        return unread or (stamp is not None and stamp == _stamp(registered))
 
     def discard_tensors(self, number: int) -> None:
         """Discard the tensors that are held for the first `read`."""
@@ -335,6 +385,20 @@ class AdapterRegistry:
                 f"adapter {name!r} exceeds the maximum of {self.max_adapters} adapters; remove another first"
             )
 
+    def _check_templates(self, name: str, chat: AdapterChat) -> None:
+        """Raise RequestError if the chat templates of all adapters would be too large."""
+        if not chat.digest:
+            return
+        chats = (chat, *(each.chat for each in self._by_number.values()))
+        sizes = {
+            text: len(text.encode("utf-8", "replace")) for each in chats for text in each.templates.templates.values()
+        }
+        if sum(sizes.values()) > MAX_TEMPLATE_BYTES:
+            raise RequestError(
+                f"adapter {name!r}: the chat templates of all adapters need more than {MAX_TEMPLATE_BYTES >> 20} MiB; "
+                "remove another adapter first, or let adapters share a template"
+            )
+
     def _resolve(self, name: str, path: str | Path) -> Path:
         if self.allowed_roots is None:
             return adapter_directory(path)
@@ -346,12 +410,24 @@ class AdapterRegistry:
         return directory
 
 
-def _stamp(directory: Path) -> FileStamp | None:
+def _stamp(registered: RegisteredAdapter) -> FileStamp | None:
+    """Return the stamp of an adapter's files, or of those of a sum's parts."""
+    return _joined(_file_stamp(part.path) for part, _ in registered.parts or ((registered, 1.0),))
+
+
+def _joined(stamps: Iterable[FileStamp | None]) -> FileStamp | None:
+    found = list(stamps)
+    return None if None in found else tuple(file for stamp in found if stamp is not None for file in stamp)
+
+
+def _file_stamp(directory: Path) -> FileStamp | None:
     """Return inode, size and times of an adapter's files, or None if they do not exist."""
+    states = []
     try:
-        states = [(directory / name).stat() for name in (WEIGHTS, CONFIG)]
-        draft = directory / LORA_DIRECTORY
-        states += [(draft / name).stat() for name in (WEIGHTS, CONFIG) if draft.is_dir()]
+        for folder in (directory, directory / LORA_DIRECTORY):
+            if folder is directory or folder.is_dir():
+                form = PEFT if (folder / PEFT.weights).exists() else MLX
+                states += [(folder / name).stat() for name in (form.weights, CONFIG)]
     except (OSError, ValueError):  # ValueError: a null byte in the path
         return None
     return tuple((state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns) for state in states)

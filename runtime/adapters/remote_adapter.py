@@ -11,10 +11,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ...compiler.program.cache_folder import cache_directory
+from ...graphs.adapter_config import CONFIG
+from ...graphs.adapter_names import MLX, PEFT
 from ..api.errors import RequestError
+from ..text.chat_files import CHAT_FILES
 
-REQUIRED = {"adapter_config.json": 1 << 20, "adapter_model.safetensors": 16 << 30}
-OPTIONAL = {"chat_template.jinja": 1 << 20, "tokenizer_config.json": 16 << 20}
+MAX_FILE_BYTES = {CONFIG: 1 << 20, PEFT.weights: 16 << 30, MLX.weights: 16 << 30, **CHAT_FILES}
 """Files of an adapter, with their largest sizes in bytes."""
 COPY_BYTES = 1 << 22
 _BELOW = re.compile(r"((?!\.)[A-Za-z0-9._-]+/?)+")  # neither `..`, nor `::`, with which fsspec chains file systems
@@ -24,6 +26,11 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 def is_remote(root: str) -> bool:
     """Return whether a root is an address."""
     return "://" in root
+
+
+def absolute_root(root: str) -> str:
+    """Return a root that does not depend on the working directory."""
+    return root if is_remote(root) else str(Path(root).resolve())
 
 
 def remote_address(path: str, roots: Iterable[str]) -> str | None:
@@ -57,7 +64,9 @@ def copy_adapter(name: str, address: str, into: Path) -> Path:
         raise RequestError(f"adapter {name!r}: the server cannot read its address: {problem}") from None
     try:
         files.invalidate_cache()
-        found = REQUIRED | {file: limit for file, limit in OPTIONAL.items() if files.exists(f"{folder}/{file}")}
+        found = {file: limit for file, limit in MAX_FILE_BYTES.items() if files.exists(f"{folder}/{file}")}
+        if CONFIG not in found or not {PEFT.weights, MLX.weights} & found.keys():
+            raise FileNotFoundError(folder)
         stamp = [str(sorted(files.info(f"{folder}/{file}").items())) for file in found]
         target = into / hashlib.sha256("\n".join([address, *stamp]).encode()).hexdigest()
         if target.is_dir():
@@ -82,7 +91,7 @@ def copy_adapter(name: str, address: str, into: Path) -> Path:
     except Exception as problem:  # fsspec file systems also raise the errors of their network libraries
         kind = type(problem).__name__
         raise RequestError(
-            f"adapter {name!r}: {' and '.join(REQUIRED)} could not be read from its address ({kind}); check it, "
+            f"adapter {name!r}: {CONFIG} and {PEFT.weights} could not be read from its address ({kind}); check it, "
             "and the server's rights to read it"
         ) from problem
     return target

@@ -22,6 +22,7 @@ from ...graphs.adapter_config import AdapterError
 from ...graphs.lora import LoraShape
 from ..processes.threads import start_thread
 from .background_jobs import stop_threads
+from .base_weights import BaseWeights
 from .host_memory import CHUNK_BYTES, Block, block_offsets
 from .host_store import HostStore
 from .packing import limit_torch_threads
@@ -108,11 +109,13 @@ class SlotLoader:
         lora: LoraShape,
         max_cpu_adapters: int,
         constants: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        base: BaseWeights | None = None,
     ) -> None:
         self.stacks = dict(stacks)
+        self._with_parts = np.zeros(lora.slots, bool)
         self.lora = lora
         self.device_calls = threading.Lock()
-        self.store = HostStore(recipes, stacks, registry, lora, max_cpu_adapters, self.device_calls, constants)
+        self.store = HostStore(recipes, stacks, registry, lora, max_cpu_adapters, self.device_calls, constants, base)
         self.lead_seconds = LEAD_SECONDS
         self._registry = registry
         self._device = next(iter(stacks.values())).device
@@ -132,11 +135,21 @@ class SlotLoader:
     def start_load(self, slot: int, number: int) -> None:
         """Start loading an adapter into a slot, or with slot -1 into host memory only; return at once."""
         self._start_threads()
+        self._set_parts(slot, number)
         block = self.store.acquire(number) if slot >= 0 else None
         if block is not None:
             self._copies.put((slot, number, block))
         else:
             self._reads.put((slot < 0, next(self._serial), slot, number))
+
+    def has_parts(self, slots: NDArray[np.int32]) -> bool:
+        """Return whether one of the adapters in `slots` (-1: none) has parts besides LoRA."""
+        return self.lora.varies and bool(self._with_parts[slots[slots >= 0]].any())
+
+    def _set_parts(self, slot: int, number: int) -> None:
+        """Store whether the adapter has parts. No running step reads the slot, see `start_load`."""
+        if slot >= 0 and self.lora.varies and self._registry.is_in_use(number):  # else its load fails
+            self._with_parts[slot] = self._registry.by_number(number).adapter.needs_parts
 
     def prefetch_later(self, numbers: list[int]) -> None:
         """Load adapters into host memory when no other read is queued, without a report."""
@@ -191,6 +204,7 @@ class SlotLoader:
     def load(self, slot: int, number: int) -> None:
         """Load an adapter into a slot after the current stream's work, and wait for it."""
         block = self.store.prepare(number)
+        self._set_parts(slot, number)
         if self._stream is None:
             self._copier.enqueue(slot, block)
         else:

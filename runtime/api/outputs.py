@@ -79,6 +79,7 @@ class RequestOutput:
     num_draft_tokens, num_accepted_tokens   numbers of computed drafts, and of drafts that became output
     num_history_*       the same for drafts from earlier answers of the adapter
     num_trained_*       the same for drafts from a trained draft model
+    adapter_active      False: the base model answered, since the prompt lacks the aLoRA adapter's invocation
     """
 
     request_id: str
@@ -97,3 +98,4 @@ class RequestOutput:
     num_history_accepted_tokens: int = 0
     num_trained_draft_tokens: int = 0
     num_trained_accepted_tokens: int = 0
+    adapter_active: bool = True

@@ -37,6 +37,7 @@ class Request:
     continues  earlier output of each completion, or ()
     bad_words  token sequences that the output must not hold
     grammar    compiled constraint on the output
+    given      number of prompt tokens that are the caller's, in which an aLoRA's invocation is searched; None: all
     """
 
     request_id: str
@@ -50,6 +51,7 @@ class Request:
     continues: tuple[Continuation, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     grammar: Constraint | None = None
+    given: int | None = None
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from ..api.adapter_sum import AdapterChoice, is_sum, with_sum_names
 from ..api.errors import EngineDeadError
 from ..api.lora_request import LoRARequest
 from ..api.outputs import RequestOutput
@@ -109,7 +110,7 @@ class AsyncClient:
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
-        adapter: str | None = None,
+        adapter: AdapterChoice | None = None,
         *,
         priority: int = 0,
         deadline_seconds: float | None = None,
@@ -130,11 +131,11 @@ class AsyncClient:
         continues         state of each completion on another engine, which the chunks continue
         lora_request      in place of `adapter`, see `generate`
         """
-        adapter = await self._lora_requests.resolve(adapter, lora_request)
+        name = await self._lora_requests.resolve(adapter, lora_request)
         lists = self.stream_lists(
             prompt,
             sampling_params,
-            adapter,
+            name,
             priority=priority,
             deadline_seconds=deadline_seconds,
             timeout=timeout,
@@ -207,7 +208,7 @@ class AsyncClient:
         self,
         prompts: Any,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        adapter: str | Sequence[str | None] | None = None,
+        adapter: AdapterChoice | Sequence[AdapterChoice | None] | None = None,
         *,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int = 0,
@@ -217,7 +218,7 @@ class AsyncClient:
         """Generate the whole answers, in the order of the prompts, as `LLM.generate` does.
 
         sampling_params  one for all prompts, or a list with one for each
-        adapter          the same
+        adapter          the same: a name, or weights of a sum of adapters such as {"poetry": 0.7, "sql": 0.3}
         lora_request     the same, in place of `adapter`; the server loads an unknown adapter from the request's path, a
                          directory on its machine, and keeps it
         timeout          seconds for all prompts together, before TimeoutError
@@ -268,7 +269,7 @@ class AsyncClient:
         self,
         messages: Any,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        adapter: str | Sequence[str | None] | None = None,
+        adapter: AdapterChoice | Sequence[AdapterChoice | None] | None = None,
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
@@ -310,9 +311,10 @@ class AsyncClient:
         """
         base = welcome_templates(await self.connect())
         conversations = as_conversations(messages)
-        names = one_for_each("adapter", adapter, str, len(conversations), None)
-        own = {name: await self.chat_templates(name) for name in dict.fromkeys(names) if name is not None}
-        templates = [base if name is None else own[name].over(base) for name in names]
+        names = one_for_each("adapter", with_sum_names(adapter), str, len(conversations), None)
+        adapters = {name for name in names if name is not None and not is_sum(name)}
+        own = {name: await self.chat_templates(name) for name in adapters}
+        templates = [own[name].over(base) if name in own else base for name in names]
         texts = await asyncio.to_thread(self._renderer.prompts, templates, conversations, **options)
         return [without_special_tokens(text) for text in texts]
 

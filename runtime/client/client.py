@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
+from ..api.adapter_sum import AdapterChoice
 from ..api.errors import RequestError
 from ..api.lora_request import LoRARequest
 from ..api.sampling_params import SamplingParams
@@ -120,7 +121,7 @@ class Client:
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
-        adapter: str | None = None,
+        adapter: AdapterChoice | None = None,
         *,
         priority: int = 0,
         deadline_seconds: float | None = None,

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from ..api.adapter_sum import with_sum_names
 from ..api.errors import RequestError
 from ..api.lora_request import LoRARequest
 from ..protocol.messages import AdapterInfo
@@ -24,12 +25,13 @@ class LoraRequests:
         self._lock = asyncio.Lock()
 
     async def resolve(self, adapter: Any, lora_request: Any) -> Any:
-        """Return the adapter names of a call's `adapter` or `lora_request`, one or a list (None: the base model).
+        """Return the names of adapters or sums of a call's `adapter` or `lora_request`, one or a list (None: the base
+        model).
 
         Raises RequestError for both together, other types, and a name that this client loaded from another directory.
         """
         if lora_request is None:
-            return adapter
+            return with_sum_names(adapter)
         if adapter is not None:
             raise RequestError("adapter and lora_request both name the adapter; give one of them")
         several = isinstance(lora_request, Sequence) and not isinstance(lora_request, str)

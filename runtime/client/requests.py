@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from ..api.adapter_sum import is_sum, sum_parts
 from ..api.checks import check_text
 from ..api.errors import DeadlineError, EngineDeadError, OverloadedError, RequestError, ServerError
 from ..api.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -15,6 +16,7 @@ from ..api.sampling_params import SamplingParams
 from ..protocol.messages import (
     MAX_PROMPT_CHARACTERS,
     MAX_PROMPT_TOKENS,
+    AdapterWeight,
     Chunk,
     Continued,
     Error,
@@ -44,11 +46,13 @@ def submission(request_id: str, prompt: Prompt, params: SamplingParams, adapter:
         raise RequestError(f"the prompt has {len(ids)} token ids; at most {MAX_PROMPT_TOKENS} can be sent")
     if ids and not 0 <= min(ids) <= max(ids) < 1 << 31:
         raise RequestError("a prompt's token ids must be integers from 0 to 2147483647")
+    parts = sum_parts(adapter) if adapter is not None and is_sum(adapter) else ()
     return Submit(
         request_id=request_id,
         prompt=text,
         prompt_token_ids=ids,
-        adapter=adapter,
+        adapter=None if parts else adapter,
+        adapters=[AdapterWeight(name, weight) for name, weight in parts],
         sampling=sampling_of(params),
         add_special_tokens=adds_special_tokens(prompt),
         **more,
@@ -203,6 +207,7 @@ class OutputAssembler:
             self.output.num_history_accepted_tokens = chunk.usage.history_accepted_tokens
             self.output.num_trained_draft_tokens = chunk.usage.trained_draft_tokens
             self.output.num_trained_accepted_tokens = chunk.usage.trained_accepted_tokens
+            self.output.adapter_active = chunk.usage.adapter_active
             self.output.metrics = RequestMetrics(arrival, arrival + first if first else None, now)
 
 

@@ -14,7 +14,7 @@ from ..api.request import Request
 from ..api.sampling_params import SamplingParams
 from ..text.tokenizer import Tokenizer
 
-Generate = Callable[[list[list[int]], SamplingParams, list[str | None]], list[RequestOutput]]
+Generate = Callable[[list[list[int]], SamplingParams, list[Request]], list[RequestOutput]]
 Candidates = dict[int, Logprob]
 
 
@@ -27,7 +27,8 @@ def beam_search(
 ) -> list[BeamSearchOutput]:
     """Return the `beam_width` best continuations of each request's prompt, best first.
 
-    `generate(prompts, sampling, adapters)` completes prompts like `LLM.generate`. Raises RequestError if it fails.
+    `generate(prompts, sampling, origins)` completes prompts, each for its request of `requests`. Raises
+    RequestError if it fails.
     """
     sampling = replace(params.sampling, max_tokens=1, ignore_eos=True)
     searches = [_Search(request.prompt_ids, params, eos_ids) for request in requests]
@@ -35,8 +36,8 @@ def beam_search(
         prompts = [beam.tokens for search in searches for beam in search.beams]
         if not prompts:
             break
-        adapters = [request.adapter for request, search in zip(requests, searches, strict=True) for _ in search.beams]
-        found = iter([_candidates(output) for output in generate(prompts, sampling, adapters)])
+        origins = [request for request, search in zip(requests, searches, strict=True) for _ in search.beams]
+        found = iter([_candidates(output) for output in generate(prompts, sampling, origins)])
         for search in searches:
             search.extend([next(found) for _ in search.beams])
     outputs = [BeamSearchOutput(search.best()) for search in searches]

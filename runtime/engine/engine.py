@@ -86,6 +86,7 @@ class Engine:
         limit = prompt_length + (room if params.max_tokens is None else min(params.max_tokens, room))
         deadline = None if request.timeout is None else self.scheduler.clock() + request.timeout
         bad_words = BadWords(request.bad_words) if request.bad_words else None
+        active_from = self.scheduler.activation(request.adapter, request.prompt_ids[: request.given])
         completions = []
         for index in range(params.n):
             earlier = request.continues[index] if request.continues else NO_OUTPUT
@@ -101,6 +102,7 @@ class Engine:
                 stop_ids=frozenset(params.stop_ids),
                 eos_ids=frozenset() if params.ignore_eos else self.eos_ids,
                 adapter=request.adapter,
+                active_from=active_from,
                 priority=request.priority,
                 owner=request.owner,
                 deadline=deadline,
@@ -367,4 +369,5 @@ def _output(open_request: _OpenRequest) -> RequestOutput:
         num_history_accepted_tokens=drafts.history_accepted,
         num_trained_draft_tokens=drafts.trained_drafted,
         num_trained_accepted_tokens=drafts.trained_accepted,
+        adapter_active=completions[0].sequence.active_from >= 0,
     )

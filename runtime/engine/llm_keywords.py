@@ -53,7 +53,9 @@ class LLMKeywords(TypedDict, total=False):
     max_loras: int | None
     max_lora_rank: int | None
     lora_target_modules: str | Sequence[str] | None
+    lora_parts: str | Sequence[str] | None
     max_cpu_loras: int
+    max_adapter_sums: int
     lora_lenient: bool
     num_kv_pages: int | None
     gpu_memory_utilization: float

@@ -11,16 +11,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...compiler.options import CompileOptions, OptionError, check_choices, describe, documented, option
-from ...graphs.families import ATTENTION_MODULES, MLP_MODULES, PACKED_MODULES
+from ...graphs.adapter_config import MAX_RANK
+from ...graphs.families import (
+    ADAPTER_PARTS,
+    ATTENTION_MODULES,
+    MLP_MODULES,
+    PACKED_MODULES,
+    VOCABULARY_TARGETS,
+)
 from ..api.checks import MAX_DRAFTS, is_speculation, plain
 from ..quantization.defaults import AUTO, OFF
 
 MAX_NUM_SEQS = 256
 DEFAULT_MAX_LORAS = 8
 MAX_ADAPTER_SLOTS = 256
-MAX_RANK = 512
 PROJECTIONS = ATTENTION_MODULES + MLP_MODULES
-TARGET_NAMES = (*PROJECTIONS, *PACKED_MODULES, "all")
+TARGET_NAMES = (*PROJECTIONS, *PACKED_MODULES, *VOCABULARY_TARGETS, "all")
 
 
 @documented
@@ -86,11 +92,23 @@ class EngineOptions:
     )
     lora_target_modules: Any = option(
         None,
-        "projections that adapters may change: names such as q_proj, or all",
+        "modules that adapters may change: names such as q_proj, all projections (all), embed_tokens or lm_head",
         unset="those of the adapters at the start; without adapters all",
         more="one of q, k and v includes all three, and one of gate and up includes both",
     )
+    lora_parts: Any = option(
+        None,
+        "what adapters may have besides LoRA: dora (magnitudes) and bias (trained biases, and biases of B)",
+        unset="those of the adapters at the start",
+        more="steps without such adapters take no longer",
+    )
     max_cpu_loras: int = option(64, "maximum number of adapters in host memory", range=(1, 1 << 16))
+    max_adapter_sums: int = option(
+        64,
+        "maximum number of weighted sums of adapters that are kept",
+        more="of different adapters or weights; the least recently used sum is made again at its next request",
+        range=(1, 1 << 16),
+    )
     lora_lenient: bool = option(False, "ignore unknown fields of an adapter's adapter_config.json")
     num_kv_pages: int | None = option(None, "KV pages of 64 tokens", unset="as many as fit", range=(1, 1 << 24))
     gpu_memory_utilization: float = option(0.9, "share of the GPU's memory to use")
@@ -126,6 +144,7 @@ class EngineOptions:
         check_choices(self)
         check_speculation(self.speculation)
         target_modules(self.lora_target_modules)
+        object.__setattr__(self, "lora_parts", adapter_parts(self.lora_parts))
         if not isinstance(self.generation_config, (str, Path)):
             raise OptionError(f"generation_config={self.generation_config!r} must be 'auto', 'vllm' or a directory")
         for each in fields(self):
@@ -168,8 +187,18 @@ def target_modules(value: Any) -> tuple[str, ...] | None:
     if not isinstance(names, Sequence) or not names or any(name not in TARGET_NAMES for name in names):
         raise OptionError(f"lora_target_modules={value!r} must be 'all' or some of {', '.join(TARGET_NAMES[:-1])}")
     if "all" in names:
-        return PROJECTIONS
+        names = (*PROJECTIONS, *(name for name in names if name in VOCABULARY_TARGETS))
     return tuple(projection for name in names for projection in PACKED_MODULES.get(name, (name,)))
+
+
+def adapter_parts(value: Any) -> tuple[str, ...] | None:
+    """Return the parts that `lora_parts` names; None for None. Raises OptionError for others."""
+    if value is None:
+        return None
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, Sequence) or any(name not in ADAPTER_PARTS for name in names):
+        raise OptionError(f"lora_parts={value!r} must be some of {', '.join(ADAPTER_PARTS)}, or [] for none")
+    return tuple(names)
 
 
 def check_speculation(value: Any) -> None:

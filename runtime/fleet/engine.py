@@ -21,12 +21,10 @@ from ray import serve
 from ...ops.core.kv_layout import PAGE_SIZE
 from ..api.errors import ServerError
 from ..client.async_client import AsyncClient
-from ..gateway.router.adapter_root import fetch
 from ..processes.channel import ChannelClosed
 from ..processes.child import Child, status_text
 from ..protocol.addresses import default_address, parse
 from ..server.settings import ServeSettings
-from .options import fetched_folder
 
 _log = logging.getLogger("ray.serve")
 STOP_SECONDS = 10.0
@@ -89,15 +87,6 @@ class Engine:
 
     async def wake(self) -> None:
         """Do nothing. The call makes Ray start a first replica."""
-
-    async def fetch(self, replica: str, root: str, folder: str, version: str) -> str:
-        """Copy an adapter of a remote root to this host. Returns its directory.
-
-        replica   this replica's name, for `EngineRouter`
-
-        Raises ValueError and the errors of the file system.
-        """
-        return str(await asyncio.to_thread(fetch, root, folder, version, fetched_folder()))
 
     async def __del__(self) -> None:
         await asyncio.shield(self._cleanup.aclose())

@@ -9,13 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from ray import serve
-from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
-from ..api.errors import EngineDeadError, ServerError
 from ..gateway.app import build_app, make_components
-from ..gateway.router.adapter_catalogue import OfferedAdapter
 from ..gateway.router.adapter_root import AdapterRoot
 from ..gateway.router.router import Router
 from ..gateway.settings import GatewaySettings
@@ -70,7 +67,6 @@ class Ingress:
             settings.engine_keys,
             patience_seconds=patience_seconds,
             request_engine=self._request_engine,
-            fetch=self._fetch if self._root is not None and self._root.remote else None,
         )
         self._components = make_components(settings, self._router)
         if settings.keys is None and not settings.insecure:
@@ -128,29 +124,6 @@ class Ingress:
             self._router.set_offered(await asyncio.to_thread(root.scan))
         except OSError as problem:  # keep the adapters of the last scan
             _log.warning("cannot read the adapters' root: %s", problem)
-
-    async def _fetch(self, engine: str, adapter: OfferedAdapter) -> str:
-        """Make an engine's replica fetch an adapter to its host. Raises EngineDeadError if the replica has ended."""
-        call = asyncio.create_task(self._call_fetch(engine, adapter))
-        try:
-            while not call.done():
-                await asyncio.wait([call], timeout=POLL_SECONDS)
-                if engine not in self._names:  # Ray would wait for its return
-                    raise EngineDeadError("the engine's replica has ended", "engine_dead", 1.0)
-            return call.result()
-        except RayActorError as problem:
-            raise EngineDeadError("the engine's replica died", "engine_dead", 1.0) from problem
-        except (RayTaskError, ValueError, OSError) as problem:
-            _log.warning("adapter %r could not be fetched: %r", adapter.name, problem)
-            raise ServerError(f"adapter {adapter.name!r} could not be fetched", "adapter_error") from problem
-        finally:
-            call.cancel()
-
-    async def _call_fetch(self, engine: str, adapter: OfferedAdapter) -> str:
-        root = self._root.location if self._root is not None else ""
-        return str(
-            await self._engines.fetch.remote(replica=engine, root=root, folder=adapter.path, version=adapter.version)
-        )
 
     async def _connect_to_controller(self) -> None:
         """Make a first call as soon as there is an engine. It connects the handle to Ray's controller.

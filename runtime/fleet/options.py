@@ -8,14 +8,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct, field, structs
 
-from ...compiler.program.cache_folder import cache_directory
+from ..adapters.remote_adapter import is_remote
 from ..demo_model import DEMO_MODEL, demo_adapters
 from ..engine.options import read_keywords
 from ..gateway.addresses import parse_hosts
 from ..gateway.auth.key_store import parse as parse_keys
 from ..gateway.auth.key_store import read_bytes
 from ..gateway.origin_policy import parse_origins
-from ..gateway.router.adapter_root import AdapterRoot, is_remote
+from ..gateway.router.adapter_root import AdapterRoot
 from ..gateway.server_process import check_exposure
 from ..gateway.settings import GatewaySettings
 from ..protocol.curve_keys import load_client_keys, load_server_keys
@@ -204,11 +204,6 @@ def gateway_settings(options: FleetOptions) -> GatewaySettings:
     )
 
 
-def fetched_folder() -> Path:
-    """Return the folder for adapters of a remote root, shared by all engines of a host."""
-    return cache_directory() / "fetched_adapters"
-
-
 def serve_settings(options: FleetOptions) -> ServeSettings:
     """Return the settings of each engine, except its address."""
     model = str(DEMO_MODEL) if options.model is None else options.model
@@ -217,7 +212,7 @@ def serve_settings(options: FleetOptions) -> ServeSettings:
         adapters = {name: str(path) for name, path in demo_adapters().items()} | adapters
     roots = {str(Path(path).parent) for path in adapters.values()}
     if options.adapters_root is not None:
-        roots.add(str(fetched_folder()) if is_remote(options.adapters_root) else options.adapters_root)
+        roots.add(options.adapters_root)
     return ServeSettings(
         model=model,
         llm=options.llm,

@@ -63,7 +63,7 @@ def autoscaling_config(options: "FleetOptions") -> dict[str, Any]:
 class EngineRouter(RequestRouter):
     """Publishes the replicas for the gateway's router.
 
-    It routes only two calls: `wake`, which any replica may serve, and `fetch`, which names its replica.
+    It routes only `wake`, which any replica may serve.
     """
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -80,8 +80,5 @@ class EngineRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the replica that the call names, or all."""
-        name = None if pending_request is None else pending_request.kwargs.get("replica")
-        if name is None:
-            return [candidate_replicas]
-        return [[replica for replica in candidate_replicas if replica.replica_id.unique_id == name]]
+        """Return all replicas."""
+        return [candidate_replicas]

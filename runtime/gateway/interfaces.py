@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from ..api.adapter_sum import SUM_PATH
 from ..api.sampling_defaults import SamplingDefaults
 from ..api.sampling_params import SamplingParams
 from ..protocol.messages import Chunk
@@ -87,6 +88,11 @@ class AdapterCard:
     waiting: int = 0
     chat_template: str | None = ""
     path: str = ""
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether it is a name of a sum of adapters."""
+        return self.path.startswith(SUM_PATH)
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ class GatewaySettings(Struct, frozen=True, kw_only=True):
     model_aliases            further names of the base model
     adapters_folder          directory whose folders are adapters, which the engines follow; None: none
     adapter_versions         name -> version of the adapters in it at the start
+    resolve_roots            directories and addresses from which adapters are loaded at their first request
     """
 
     host: str = HOST
@@ -74,3 +75,4 @@ class GatewaySettings(Struct, frozen=True, kw_only=True):
     model_aliases: list[str] = field(default_factory=list)
     adapters_folder: str | None = None
     adapter_versions: dict[str, str] = field(default_factory=dict)
+    resolve_roots: list[str] = field(default_factory=list)

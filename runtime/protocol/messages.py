@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from ..api.adapter_sum import MAX_PARTS, MAX_WEIGHT
 from ..api.sampling_defaults import SamplingDefaults
 from .adapter_map import AdapterEntry, Stamp
 
@@ -143,6 +144,13 @@ class Continued(Struct, frozen=True, omit_defaults=True):
     finished: bool = False
 
 
+class AdapterWeight(Struct, frozen=True):
+    """An adapter of a sum, and its weight."""
+
+    name: AdapterName
+    weight: Annotated[float, Meta(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]
+
+
 class Submit(Message, tag="submit", frozen=True):
     """A request: exactly one of `prompt` and `prompt_token_ids`.
 
@@ -153,6 +161,7 @@ class Submit(Message, tag="submit", frozen=True):
     continues           state of each of the n completions; the answer continues there
     owner               user of the request, if the client serves several users; owners share steps fairly
     adapter_content     required version of the adapter, as in `accepted` and `adapters`; "": any
+    adapters            in place of `adapter`: a weighted sum of adapters
     """
 
     request_id: RequestId
@@ -167,6 +176,7 @@ class Submit(Message, tag="submit", frozen=True):
     continues: Annotated[list[Continued], Meta(max_length=MAX_CHOICES)] = []
     owner: Short = ""
     adapter_content: Short = ""
+    adapters: Annotated[list[AdapterWeight], Meta(max_length=MAX_PARTS)] = []
 
 
 class Abort(Message, tag="abort", frozen=True):
@@ -178,6 +188,7 @@ class Abort(Message, tag="abort", frozen=True):
 class LoadAdapter(Call, tag="load_adapter", frozen=True):
     """Load an adapter from a directory on the server's machine; `replace`: also if the name exists.
 
+    path             `sum:` and weights such as `a*0.7+b*0.3` give the name to a sum of adapters
     stamp, content   of a change that is passed on from another server; `content` is the required hash ("": any)
     """
 
@@ -296,7 +307,8 @@ class Usage(Struct, frozen=True):
     """Token counts of a request, and seconds since its arrival.
 
     `accepted_tokens`: drafts that became output. `history_*`, `trained_*`: drafts from earlier answers and from a
-    trained draft model. `queue_seconds`: time until it left the queue.
+    trained draft model. `queue_seconds`: time until it left the queue. `adapter_active`: False if the base model
+    answered, since the prompt lacks the aLoRA adapter's invocation.
     """
 
     prompt_tokens: int
@@ -311,6 +323,7 @@ class Usage(Struct, frozen=True):
     trained_draft_tokens: int = 0
     trained_accepted_tokens: int = 0
     queue_seconds: float = 0.0
+    adapter_active: bool = True
 
 
 class Chunk(Struct, frozen=True, array_like=True, gc=False):
@@ -348,7 +361,8 @@ class Done(Call, tag="done", frozen=True):
 
 class AdapterInfo(Struct, frozen=True):
     """One adapter. `where`: cpu means ready in host memory. `content`: hash of its config and weights. `chat_template`:
-    hash of its own chat templates, "" if it has none.
+    hash of its own chat templates, "" if it has none. `invocation`: token ids from whose last occurrence in a prompt on
+    an aLoRA adapter is active, empty for plain LoRA.
     """
 
     name: str
@@ -358,6 +372,7 @@ class AdapterInfo(Struct, frozen=True):
     running: int = 0
     waiting: int = 0
     chat_template: Short = ""
+    invocation: list[int] = []
 
 
 class Adapters(Call, tag="adapters", frozen=True):

@@ -22,7 +22,7 @@ from ...compiler.passes.quantize.center_keys import key_center_name
 from ...compiler.passes.quantize.smooth_channels import SUFFIX
 from ...graphs.checkpoint import Checkpoint
 from ...graphs.config import LlamaConfig
-from ...graphs.untrusted_files import open_regular
+from ...graphs.files.untrusted_files import open_regular
 from .defaults import AUTO, FILE_NAME, OFF
 
 KEY = "sidestream_calibration"

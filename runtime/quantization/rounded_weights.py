@@ -22,8 +22,8 @@ from ...compiler.graph.recipe import Recipe, rounded_from, rounded_name, rounded
 from ...compiler.options import CompileOptions, OptionError
 from ...graphs.checkpoint import Checkpoint
 from ...graphs.config import LlamaConfig
-from ...graphs.safetensors_file import SafetensorsFile
-from ...graphs.untrusted_files import FileRefusedError, open_regular
+from ...graphs.files.safetensors_file import SafetensorsFile
+from ...graphs.files.untrusted_files import FileRefusedError, open_regular
 from .calibration import Calibration
 from .defaults import OFF, file_name
 

@@ -61,7 +61,10 @@ class BatchBuilder:
                 continue
             left = known + in_flight - sequence.computed
             if left > 1:
-                prompts.append(sequence)
+                if sequence.ahead and sequence.computed >= sequence.ahead:
+                    self.preemption.await_slot(sequence)
+                else:
+                    prompts.append(sequence)
                 continue
             if sequence.computed + drafted >= len(sequence.pages) * PAGE_SIZE:
                 self.current = sequence
@@ -73,7 +76,7 @@ class BatchBuilder:
         reserved = self._reserved_for_others(prompts, budget)
         for sequence in _by_owner(prompts):
             if budget > reserved and sequence.status is Status.RUNNING:
-                count = min(budget - reserved, sequence.length - sequence.computed)
+                count = min(budget - reserved, sequence.computable - sequence.computed)
                 budget -= self._add_chunk(work, sequence, count)
         self._admit(work, budget, preempted)
         if states.limits.speculates:
@@ -186,6 +189,7 @@ class BatchBuilder:
     def _admit(self, work: Work, budget: int, preempted: bool) -> None:
         """Start waiting sequences while tokens, rows and pages last, and load the adapters of others.
 
+        Without its adapter's slot a sequence computes the pages before its activation, which are the base model's.
         Nothing is admitted in a step that had to preempt for pages.
         """
         states = self.states
@@ -207,10 +211,12 @@ class BatchBuilder:
                     break
                 if number >= 0 and not states.slots.is_resident(number):
                     continue
-            if sequence is None or number in absent:
+            if sequence is None:
                 continue
-            if not states.residency.ready(number):
+            if number not in absent and not states.residency.ready(number):
                 absent.add(number)
+            ahead = number in absent
+            if ahead and (full or not sequence.ahead):
                 continue
             if full and blocked is None:
                 blocked = sequence
@@ -218,13 +224,17 @@ class BatchBuilder:
             if full or budget <= 0 or sequence.in_flight:
                 continue
             cached = states.prefix_cache.match(sequence)
+            if ahead and len(cached) * PAGE_SIZE >= sequence.ahead:
+                sequence.ahead = 0
+            if ahead and not (sequence.ahead and states.fits(sequence, cached)):
+                continue
             if not states.fits(sequence, cached):
                 preempted = True
                 blocked = sequence
                 continue
             states.waiting.pop(key)
-            states.start(sequence, cached)
-            budget -= self._add_chunk(work, sequence, min(budget, sequence.length - sequence.computed))
+            states.start(sequence, cached, ahead)
+            budget -= self._add_chunk(work, sequence, min(budget, sequence.computable - sequence.computed))
             turn = states.waiting.turn(key)
             if turn is not None:
                 heappush(turns, turn)

@@ -2,7 +2,8 @@
 
 A page holds the keys and values of `PAGE_SIZE` tokens in every layer. A full page's key is a hash over the adapter's
 content and all tokens up to the page's end, chained page by page. So pages are shared only for equal tokens under equal
-adapter content. The hash is cryptographic: no prompt can be crafted to read another one's pages.
+adapter content. Before the activation of an aLoRA adapter the content is the base model's. The hash is cryptographic:
+no prompt can be crafted to read another one's pages.
 """
 
 from array import array
@@ -135,6 +136,11 @@ def root_key(content: str) -> bytes:
     return blake2b(content.encode(), digest_size=KEY_BYTES, person=b"prefix root").digest()
 
 
+def activation_tag(content: str, offset: int) -> bytes:
+    """Return what the key before a page is extended by if an aLoRA adapter is active from `offset` in the page on."""
+    return blake2b(f"alora {content} {offset}".encode(), digest_size=KEY_BYTES).digest()
+
+
 def next_key(key: bytes, tokens: list[int]) -> bytes:
     """Return the key of the page of `tokens` after the page (or root) with `key`."""
     return blake2b(key + array("i", tokens).tobytes(), digest_size=KEY_BYTES).digest()
@@ -201,7 +207,10 @@ class PrefixCache:
         keys = sequence.page_keys
         if len(keys) >= count:
             return
-        key = keys[-1] if keys else root_key(self.content_of(sequence.number))
+        content, active_from = self.content_of(sequence.number), sequence.active_from
+        key = keys[-1] if keys else root_key("" if active_from > 0 else content)
         for index in range(len(keys), count):
+            if active_from > 0 and index == active_from // PAGE_SIZE:
+                key += activation_tag(content, active_from % PAGE_SIZE)
             key = next_key(key, sequence.tokens[index * PAGE_SIZE : (index + 1) * PAGE_SIZE])
             keys.append(key)

@@ -30,6 +30,7 @@ class RowTable:
         self._free = list(range(num_rows - 1, -1, -1))
         self.pages = np.zeros((num_rows, pages_per_sequence), np.int32)
         self.adapter_slot = np.full(num_rows, -1, np.int32)
+        self.active_from = np.zeros(num_rows, np.int32)
         self.temperature = np.zeros(num_rows, np.float32)
         self.top_k = np.zeros(num_rows, np.int32)
         self.top_p = np.ones(num_rows, np.float32)
@@ -51,6 +52,7 @@ class RowTable:
         row, params = self._free.pop(), sequence.params
         sequence.row = row
         self.adapter_slot[row], self.ring[row] = slot, ring
+        self.active_from[row] = sequence.active_from if slot >= 0 else 0
         self.temperature[row] = params.temperature
         self.top_k[row] = max(params.top_k, 0)
         self.top_p[row] = params.top_p
@@ -73,6 +75,11 @@ class RowTable:
     def slots(self, rows: Int32, positions: Int32) -> Int32:
         """Return the KV slots of the tokens at `positions` of `rows`."""
         return self.pages[rows, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+
+    def adapter_slots(self, rows: Int32, positions: Int32) -> Int32:
+        """Return the adapter slots of the tokens at `positions` of `rows`; -1 before an activation."""
+        slots, active_from = self.adapter_slot[rows], self.active_from[rows]
+        return np.where(positions < active_from, np.int32(-1), slots) if active_from.any() else slots
 
     def edits(self, rows: Int32, sequences: list[Sequence], sampled: Int32, first: Int32, steps: Int64) -> LogitEdits:
         """Return the logit edits of a plan's B sequences. Raises SequenceFault.
@@ -187,7 +194,7 @@ def build_plan(
         input_ids=np.array(input_ids, np.int32),
         positions=positions,
         slot_mapping=rows.slots(token_rows, positions),
-        adapter_index=rows.adapter_slot[token_rows],
+        adapter_index=rows.adapter_slots(token_rows, positions),
         block_table=rows.pages[row_of, :longest],
         context_lens=starts + counts + np.array([sequence.drafted for sequence in sequences], np.int32),
         query_start=query_start,

@@ -35,6 +35,12 @@ class Preemption:
         """Stop a running sequence that is suspected of a failed step; `failed_steps.Suspects` resumes it."""
         self._stop(sequence, Status.HELD)
 
+    def await_slot(self, sequence: Sequence) -> None:
+        """Return a sequence that has computed all it could ahead of its adapter's slot; the prefix cache has it."""
+        sequence.ahead = 0
+        self._stop(sequence, Status.WAITING)
+        self.states.waiting.push(sequence)
+
     def _stop(self, sequence: Sequence, status: Status) -> None:
         self.states.release(sequence)
         sequence.status = status
@@ -66,7 +72,7 @@ class Preemption:
         states = self.states
         number = states.residency.take_vacated(self._progressed)
         if number is not None:
-            for sequence in [sequence for sequence in states.running if sequence.number == number]:
+            for sequence in [each for each in states.running if each.number == number and not each.ahead]:
                 self.preempt(sequence)
 
     def _progressed(self, number: int) -> bool:
@@ -74,7 +80,7 @@ class Preemption:
         return all(
             sequence.in_flight or len(sequence.tokens) - sequence.computed <= 1
             for sequence in self.states.running
-            if sequence.number == number
+            if sequence.number == number and not sequence.ahead
         )
 
     def _for_priority(self) -> None:

@@ -16,6 +16,7 @@ from dataclasses import asdict
 from heapq import heappop, heappush
 from typing import NamedTuple
 
+from ...ops.core.kv_layout import PAGE_SIZE
 from ..api.errors import RequestError
 from ..text.structured.mask_filling import MaskFiller, Memory
 from .batch_builder import BatchBuilder
@@ -24,7 +25,7 @@ from .limits import SchedulerLimits, SchedulerStats
 from .plan_builder import SequenceFault, Work, build_plan
 from .preemption import Preemption
 from .prompt_logprobs import ScoredTokens, scored_tokens
-from .sequence import Sequence, Status
+from .sequence import Sequence, Status, find_activation
 from .sequence_states import SequenceStates
 from .speculation import DraftCounts
 from .step_plan import OWN_TOKENS, StepDrafts, StepMasks, StepPlan, StepResult
@@ -53,6 +54,7 @@ class Scheduler:
 
     adapter_numbers      name -> adapter number; numbers are never reused, names may get new ones
     adapter_hashes       number -> hash of the adapter's content, for the prefix cache
+    adapter_invocations  number -> token ids from whose last occurrence in a prompt on the adapter is active (aLoRA)
     asynchronous_loads   False: a plan has the adapters to load before it runs. True: `take_loads` returns the adapters
                          to load meanwhile, and `load_done` reports each
     clock                monotonic seconds, for deadlines
@@ -63,6 +65,7 @@ class Scheduler:
         limits: SchedulerLimits,
         adapter_numbers: Mapping[str, int] | None = None,
         adapter_hashes: Mapping[int, str] | None = None,
+        adapter_invocations: Mapping[int, tuple[int, ...]] | None = None,
         *,
         asynchronous_loads: bool = False,
         clock: Callable[[], float] = time.monotonic,
@@ -73,6 +76,7 @@ class Scheduler:
         self.batch_builder = BatchBuilder(self.states, self.preemption)
         self._times = self.batch_builder.draft_planner.times
         self.adapter_numbers = {} if adapter_numbers is None else adapter_numbers
+        self.adapter_invocations = {} if adapter_invocations is None else adapter_invocations
         self.clock = clock
         self.timeouts = 0
         self.draft_counts = DraftCounts()
@@ -87,13 +91,19 @@ class Scheduler:
         self._ended: list[Sequence] = []
         self._scored: list[ScoredTokens] = []
 
+    def activation(self, adapter: str | None, prompt: list[int]) -> int:
+        """Return the first token of a prompt that its adapter computes; -1: none, because its invocation is absent."""
+        invocation = self.adapter_invocations.get(self.adapter_numbers.get(adapter or "", -1))
+        return 0 if invocation is None else find_activation(prompt, invocation)
+
     def add(self, sequence: Sequence, alone: bool = False) -> None:
         """Queue a sequence. `alone`: it is suspected of a failed step, and gets steps of its own until it is cleared.
 
         Raises RequestError if it can never run.
         """
         if sequence.adapter is not None:
-            sequence.number = self._number(sequence.adapter)
+            number = self._number(sequence.adapter)
+            sequence.number = number if sequence.active_from >= 0 else -1
         if not 0 < len(sequence.tokens) < sequence.limit <= self.limits.max_model_len:
             raise RequestError(
                 f"a prompt of {len(sequence.tokens)} tokens leaves no room for output within "
@@ -101,6 +111,9 @@ class Scheduler:
                 "shorten the prompt or raise max_model_len"
             )
         states = self.states
+        if states.prefix_cache.enabled and sequence.reads_cache:
+            # whole pages of the base, which others find too; the last token is always computed with the slot
+            sequence.ahead = max(0, min(sequence.active_from, len(sequence.tokens) - 2) // PAGE_SIZE * PAGE_SIZE)
         if not states.waiting.active(sequence.number):
             states.residency.prefetch(sequence.number)
         states.waiting.enter(sequence, queued=not alone)
@@ -193,7 +206,8 @@ class Scheduler:
         if problem is None:
             self.states.residency.finish_load(number)
             return
-        for sequence in [*self.states.waiting.of(number), *self.batch_builder.suspects.held(number)]:
+        ahead = [sequence for sequence in self.states.running if sequence.ahead and sequence.number == number]
+        for sequence in [*self.states.waiting.of(number), *self.batch_builder.suspects.held(number), *ahead]:
             self._end(sequence, "error", problem)
         self.states.residency.fail_load(number)
 

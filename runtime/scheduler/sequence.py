@@ -30,6 +30,8 @@ class Sequence:
     tokens         known ids of prompt and output
     limit          most tokens of prompt and output
     number         adapter number, -1 = the base model; a name that gets new content gets a new number
+    active_from    first token that its adapter computes (`find_activation`); -1: none, the base model computes all
+    ahead          tokens to compute before it needs its adapter's slot; 0: none, or it has had the slot
     priority       lower is served sooner
     owner          steps are shared fairly between owners
     deadline       time at which it ends unfinished, on the scheduler's clock
@@ -64,6 +66,8 @@ class Sequence:
     eos_ids: frozenset[int]
     adapter: str | None = None
     number: int = -1
+    active_from: int = 0
+    ahead: int = 0
     priority: int = 0
     owner: str = ""
     deadline: float | None = None
@@ -116,6 +120,11 @@ class Sequence:
         return not unscored and not self.params.skip_reading_prefix_cache
 
     @property
+    def computable(self) -> int:
+        """Number of tokens that it may compute with the slot that it has."""
+        return self.ahead or self.length
+
+    @property
     def order(self) -> tuple[int, int]:
         """Sort key: priority, then arrival."""
         return self.priority, self.arrival
@@ -155,3 +164,16 @@ class Sequence:
         if self.bad_words is not None:
             banned |= self.bad_words.banned_after(self.tokens, self.prompt_length)
         return banned
+
+
+def find_activation(prompt: list[int], invocation: tuple[int, ...]) -> int:
+    """Return the start of the last occurrence of aLoRA's invocation in a prompt, as PEFT does; -1 if there is none."""
+    length = len(invocation)
+    backwards, wanted, place = prompt[::-1], list(invocation[::-1]), -1
+    while True:
+        try:
+            place = backwards.index(wanted[0], place + 1)
+        except ValueError:
+            return -1
+        if backwards[place : place + length] == wanted:
+            return len(prompt) - place - length

@@ -57,9 +57,11 @@ class SequenceStates:
         if self.waiting.leave(sequence, waiting):
             self.residency.note_unused(sequence.number)
 
-    def start(self, sequence: Sequence, cached: list[int]) -> None:
-        """Let a sequence run; `cached`: pages that hold its prefix already."""
-        slot = self.residency.admit(sequence.number)
+    def start(self, sequence: Sequence, cached: list[int], ahead: bool = False) -> None:
+        """Let a sequence run; `cached`: pages that hold its prefix already. `ahead`: without its adapter's slot."""
+        slot = -1
+        if not ahead:
+            slot, sequence.ahead = self.residency.admit(sequence.number), 0
         self.pages.share(cached)
         pages = self.pages.allocate(pages_for(sequence.length) - len(cached))
         if pages is None:
@@ -72,7 +74,7 @@ class SequenceStates:
         sequence.publish_at = sequence.computed + PAGE_SIZE
         if self.adapter_acceptance is not None and sequence.speculation is not None:
             self.adapter_acceptance.start(sequence.speculation, sequence.number)
-        self.waiting.charge(sequence, len(sequence.tokens) - sequence.computed)
+        self.waiting.charge(sequence, sequence.computable - sequence.computed)
         sequence.charged = len(sequence.tokens)
         self.prefix_cache.count_hits(sequence)
         self.rows.claim(sequence, slot, self.answers.acquire(sequence))
@@ -81,6 +83,7 @@ class SequenceStates:
 
     def release(self, sequence: Sequence) -> None:
         """Stop a running sequence: free its pages and row, and remove it from its adapter's and ring's users."""
+        has_slot = self.rows.adapter_slot[sequence.row] >= 0
         self.running.remove(sequence)
         self.pages.free(sequence.pages)
         sequence.pages = []
@@ -88,7 +91,7 @@ class SequenceStates:
         self.answers.release(int(self.rows.ring[sequence.row]))
         self.rows.release(sequence)
         self._charge(sequence)
-        if sequence.number >= 0:
+        if has_slot:
             self.slots.release(sequence.number, self.step - 1)
 
     def charge_running(self) -> None:

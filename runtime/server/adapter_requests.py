@@ -8,7 +8,8 @@ from typing import Literal
 from msgspec import structs
 
 from ..adapters.remote_adapter import is_remote, remote_address
-from ..api.errors import some_of
+from ..api.adapter_sum import SUM_PATH, is_sum, sum_parts
+from ..api.errors import RequestError, some_of
 from ..protocol.adapter_map import AdapterEntry, AdapterMap, HybridClock, Stamp, StampError
 from ..protocol.chat_templates import within_limits
 from ..protocol.messages import (
@@ -30,6 +31,9 @@ from .open_requests import OpenRequests
 from .server_state import ServerState
 from .stepper import Stepper
 from .submissions import LOADING_RETRY
+
+NO_NUMBER = -2
+"""Of a named sum that no request has used yet."""
 
 
 class AdapterRequests:
@@ -57,6 +61,8 @@ class AdapterRequests:
         self._replaced: dict[int, AdapterEntry | None] = {}  # ticket of an unload -> change that it replaced
         self._next_ticket = 0
         self._map = AdapterMap(entries)
+        for entry in self._map.entries.values():
+            self._name_sum(entry)
         # a change must be later than these also if this host's clock was set back
         last = max((entry.stamp for entry in self._map.entries.values()), default=Stamp())
         self._clock = HybridClock(f"engine-{os.urandom(6).hex()}", last=last)
@@ -70,14 +76,16 @@ class AdapterRequests:
             retry_after = LOADING_RETRY if code == "loading" else None
             self._connections.send_error(client, code, text, call=message.call, retry_after=retry_after)
             return
-        if isinstance(message, LoadAdapter):
+        is_sum_name = isinstance(message, LoadAdapter) and message.path.startswith(SUM_PATH)
+        if isinstance(message, LoadAdapter) and not is_sum_name:
             # other servers, and the next one at this address, may have another working directory
             path = remote_address(message.path, self._roots) or str(Path(message.path).absolute())
             message = structs.replace(message, path=path)
         stamp = message.stamp or self._clock.tick()
         served = stepper.adapters.get(message.name)
-        if isinstance(message, UnloadAdapter):
-            replaced = self._merge(AdapterEntry(message.name, stamp))
+        if isinstance(message, UnloadAdapter) or is_sum_name:
+            location = message.path if isinstance(message, LoadAdapter) else None
+            replaced = self._merge(AdapterEntry(message.name, stamp, location))
             if served is None:
                 self._connections.send(client, Done(message.call, replaced))
                 return
@@ -89,7 +97,7 @@ class AdapterRequests:
             return
         self._next_ticket += 1
         self._pending[self._next_ticket] = client, message, stamp
-        if isinstance(message, LoadAdapter):
+        if isinstance(message, LoadAdapter) and not is_sum_name:
             # names are checked here; in the GPU process a refused version may still have the name
             stepper.link.send(Load(self._next_ticket, message.name, message.path, replace=True))
         else:
@@ -101,7 +109,13 @@ class AdapterRequests:
         if not self._map.merge(entry):
             return None
         self._on_change(entry)
+        self._name_sum(entry)
         return former
+
+    def _name_sum(self, entry: AdapterEntry) -> None:
+        self._state.named_sums.pop(entry.name, None)
+        if entry.path is not None and entry.path.startswith(SUM_PATH):
+            self._state.named_sums[entry.name] = entry.path.removeprefix(SUM_PATH)
 
     def _refusal(self, message: LoadAdapter | UnloadAdapter) -> tuple[ErrorCode, str] | None:
         name, stepper = message.name, self._state.stepper
@@ -132,10 +146,30 @@ class AdapterRequests:
                 "the server was started without adapter slots; start it with an adapter, or with --max-loras N and "
                 "--max-lora-rank R",
             )
-        if adapter and not message.replace:
+        if (adapter or name in self._state.named_sums) and not message.replace:
             return "adapter_in_use", f"adapter {name!r} already exists; choose another name, or give replace=True"
+        if message.path.startswith(SUM_PATH):
+            return self._sum_refusal(stepper, message)
         if not is_within(message.path, self._roots) and remote_address(message.path, self._roots) is None:
             return "forbidden", _path_error(message.path)
+        return None
+
+    def _sum_refusal(self, stepper: Stepper, message: LoadAdapter) -> tuple[ErrorCode, str] | None:
+        """Return why a name cannot be given to a sum. A change of another server may come before its adapters."""
+        text = message.path.removeprefix(SUM_PATH)
+        if not is_sum(text) and text not in stepper.adapters:
+            return "invalid_request", f"{text[:140]!r} is not a sum of adapters, such as a*0.7+b*0.3"
+        for part, _ in sum_parts(text):
+            if part == message.name or part in self._state.named_sums:
+                return "invalid_request", f"adapter {part!r} is a sum; name its adapters and their weights instead"
+            if part not in stepper.adapters:
+                known = some_of(stepper.adapters)
+                text = f"adapter {part!r} is not known (known: {known}); list_adapters lists all"
+                return None if message.stamp is not None else ("unknown_adapter", text)
+        try:
+            stepper.adapter_numbers.check(text)
+        except RequestError as problem:
+            return "adapter_error", str(problem)
         return None
 
     def _unload_refusal(
@@ -147,8 +181,10 @@ class AdapterRequests:
             known = some_of(stepper.adapters)
             return "unknown_adapter", f"adapter {name!r} is not known (known: {known}); list_adapters lists all"
         # the engine has waiting, running and suspected requests, but not those whose prompts are being tokenized
-        if stepper.scheduler.states.waiting.active(adapter.number) or any(
-            request.adapter == name and not request.admitted for request in self._requests.all()
+        sums = stepper.adapter_numbers
+        if any(map(stepper.scheduler.states.waiting.active, [adapter.number, *sums.sums_with(adapter.number)])) or any(
+            request.adapter is not None and not request.admitted and name in dict(sums.parts(request.adapter))
+            for request in self._requests.all()
         ):
             return "adapter_in_use", f"adapter {name!r} has open requests; wait for them or abort them"
         return None
@@ -175,6 +211,8 @@ class AdapterRequests:
         entries, sequence = self._map.changes(message.after, MAX_ENTRIES)
         stepper = self._state.stepper
         infos = [] if stepper is None else [_info(stepper, adapter) for adapter in stepper.adapters.values()]
+        if stepper is not None:
+            infos += [_info(stepper, _named_sum(stepper, name)) for name in self._state.named_sums]
         return Adapters(message.call, infos, entries, sequence)
 
     def chat_templates(self, message: GetChatTemplates) -> ChatTemplatesFound:
@@ -194,6 +232,16 @@ class AdapterRequests:
         self._replaced.clear()
 
 
+def _named_sum(stepper: Stepper, name: str) -> LoadedAdapter:
+    """Return a named sum as an adapter, without content if one of its adapters is not loaded."""
+    sums = stepper.adapter_numbers
+    try:
+        number = sums.existing(name)
+        return LoadedAdapter(name, NO_NUMBER if number is None else number, sums.rank(name), sums.content(name))
+    except RequestError:
+        return LoadedAdapter(name, NO_NUMBER, 0, "")
+
+
 def _info(stepper: Stepper, adapter: LoadedAdapter) -> AdapterInfo:
     slots, number = stepper.scheduler.states.slots, adapter.number
     where: Literal["gpu", "cpu", "disk", "loading"] = "disk"
@@ -204,8 +252,9 @@ def _info(stepper: Stepper, adapter: LoadedAdapter) -> AdapterInfo:
     elif number in stepper.in_host_memory:
         where = "cpu"
     waiting = len(stepper.scheduler.states.waiting.of(number))
-    chat = adapter.chat.digest
-    return AdapterInfo(adapter.name, adapter.rank, adapter.content, where, slots.users(number), waiting, chat)
+    chat, invocation = adapter.chat.digest, list(adapter.invocation)
+    users = slots.users(number)
+    return AdapterInfo(adapter.name, adapter.rank, adapter.content, where, users, waiting, chat, invocation)
 
 
 def _path_error(path: str) -> str:

@@ -276,6 +276,7 @@ class Batcher:
             self._settings.step_timeout,
             self._clock,
             link.open_masks(ready.masks),
+            self._state.named_sums,
         )
         stepper.paused = self._state.paused
         self._grammars.prepare(ready)

@@ -30,13 +30,19 @@ class Notice(Struct, frozen=True, tag_field="type"):
 
 
 class LoadedAdapter(Struct, frozen=True):
-    """An adapter that the GPU process can serve: its number in plans, content hash and chat templates."""
+    """An adapter that the GPU process can serve: its number in plans, content hash and chat templates.
+
+    invocation   token ids from whose last occurrence in a prompt on it is active (aLoRA); (): always
+    obstacle     why it cannot be part of a sum, "" if it can
+    """
 
     name: str
     number: int
     rank: int
     content: str
     chat: AdapterChat = NO_CHAT
+    invocation: tuple[int, ...] = ()
+    obstacle: str = ""
 
 
 def changed_files(name: str) -> str:
@@ -55,7 +61,8 @@ class Ready(Notice, frozen=True, tag="ready"):
     """GPU -> batcher: plans are accepted; the engine's sizes.
 
     masks                     path of its `SharedMasks`; "" if there are none
-    lora_rank, lora_targets   limits for adapters that are loaded later
+    lora_rank, lora_targets, lora_parts
+                              limits for adapters that are loaded later
     left_out                  adapters that could not be read at a restart: name -> error for clients
     """
 
@@ -78,6 +85,8 @@ class Ready(Notice, frozen=True, tag="ready"):
     masks: str = ""
     lora_rank: int = 0
     lora_targets: list[str] = []
+    lora_parts: list[str] = []
+    max_adapter_sums: int = 64
     left_out: dict[str, str] = {}
 
 
@@ -113,6 +122,13 @@ class InHostMemory(Notice, frozen=True, tag="in_host_memory"):
     numbers: list[int]
 
 
+class Compose(Notice, frozen=True, tag="compose"):
+    """Batcher -> GPU: register a sum of adapters (numbers and weights) under a number, before it is loaded."""
+
+    number: int
+    parts: list[tuple[int, float]]
+
+
 class Retire(Notice, frozen=True, tag="retire"):
     """Batcher -> GPU: an adapter's number is unused from now on."""
 
@@ -144,7 +160,18 @@ class LoadReply(Notice, frozen=True, tag="load_reply"):
 
 
 _decode = msgspec.msgpack.Decoder(
-    Loading | Ready | Alive | StepFailed | StartLoad | LoadDone | InHostMemory | Retire | Load | Unload | LoadReply
+    Loading
+    | Ready
+    | Alive
+    | StepFailed
+    | StartLoad
+    | LoadDone
+    | InHostMemory
+    | Compose
+    | Retire
+    | Load
+    | Unload
+    | LoadReply
 ).decode
 _encode = msgspec.msgpack.Encoder().encode
 

@@ -33,6 +33,7 @@ from ..processes.watchdog import HeartbeatThread
 from ..scheduler.step_plan import StepDrafts, StepMasks, StepPlan, no_rows
 from .gpu_link import (
     Alive,
+    Compose,
     GpuLink,
     InHostMemory,
     Load,
@@ -142,6 +143,8 @@ class _Loop:
         if isinstance(message, StartLoad):
             self._loads += 1
             self._runner.start_load(message.slot, message.number)
+        elif isinstance(message, Compose):
+            self._served.add_sum(message.number, message.parts)
         elif isinstance(message, Retire):
             self._runner.forget_adapter(message.number)
         elif isinstance(message, Notice):

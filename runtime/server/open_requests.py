@@ -64,6 +64,7 @@ class OpenRequest:
             history_accepted_tokens=output.num_history_accepted_tokens,
             trained_draft_tokens=output.num_trained_draft_tokens,
             trained_accepted_tokens=output.num_trained_accepted_tokens,
+            adapter_active=output.adapter_active,
         )
 
 

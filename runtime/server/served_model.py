@@ -13,6 +13,7 @@ from msgspec import structs
 
 from ...ops.core.kv_layout import PAGE_SIZE
 from ..adapters.remote_adapter import copies_folder, copy_adapter, is_remote, remote_address
+from ..api.adapter_sum import SUM_PATH
 from ..protocol.adapter_map import AdapterEntry
 from ..scheduler.step_plan import Runner
 from .gpu_link import LoadedAdapter, Ready, changed_files
@@ -33,6 +34,10 @@ class Servable(Protocol):
 
     def add_adapter(self, name: str, path: str, replace: bool) -> LoadedAdapter:
         """Read an adapter's directory."""
+        ...
+
+    def add_sum(self, number: int, parts: list[tuple[int, float]]) -> None:
+        """Register a sum of adapters, see `AdapterRegistry.add_sum`."""
         ...
 
     def remove_adapter(self, name: str) -> None:
@@ -60,7 +65,8 @@ class ServedModel:
         optional = {
             name: path for name, path in settings.adapters.items() if settings.generation or settings.is_in_folder(path)
         }
-        readable, refused = readable_adapters(source.config, optional, options.engine, describe)
+        base = None if options.dummy else source.directory
+        readable, refused = readable_adapters(source.config, optional, options.engine, describe, base)
         adapters = {name: path for name, path in settings.adapters.items() if name in readable or name not in optional}
         self._model = model = load_parallel_model(settings.model, source, adapters, options, settings.llm, describe)
         self.runner: Runner = model.executor
@@ -90,6 +96,8 @@ class ServedModel:
             longest_step=model.longest_step,
             lora_rank=0 if model.registry.lora is None else model.registry.lora.rank,
             lora_targets=[] if model.registry.lora is None else list(model.registry.lora.targets),
+            lora_parts=[] if model.registry.lora is None else list(model.registry.lora.parts),
+            max_adapter_sums=options.engine.max_adapter_sums,
             left_out={name: _log_left_out(problem, name) for name, problem in refused.items()},
         )
 
@@ -99,6 +107,9 @@ class ServedModel:
             path = str(copy_adapter(name, address, copies_folder()))
         return self._loaded(self._model.add_adapter(name, path, replace).number)
 
+    def add_sum(self, number: int, parts: list[tuple[int, float]]) -> None:
+        self._model.add_sum(number, parts)
+
     def remove_adapter(self, name: str) -> None:
         self._model.remove_adapter(name)
 
@@ -106,8 +117,19 @@ class ServedModel:
         return self._model.runner.in_host_memory()
 
     def _loaded(self, number: int) -> LoadedAdapter:
+        from ..adapters.weighted_sum import sum_obstacle
+
         entry = self._model.registry.by_number(number)
-        return LoadedAdapter(entry.name, entry.number, entry.adapter.rank, entry.content_hash, entry.chat)
+        adapter = entry.adapter
+        return LoadedAdapter(
+            entry.name,
+            entry.number,
+            adapter.rank,
+            entry.content_hash,
+            entry.chat,
+            adapter.invocation,
+            sum_obstacle(adapter),
+        )
 
 
 def load_again(served: Servable, loaded: Iterable[AdapterEntry]) -> Ready:
@@ -124,6 +146,8 @@ def load_again(served: Servable, loaded: Iterable[AdapterEntry]) -> Ready:
         try:
             if adapters.pop(entry.name, None) is not None:  # the version of the command line
                 served.remove_adapter(entry.name)
+            if entry.path.startswith(SUM_PATH):  # the batcher has it
+                continue
             adapter = served.add_adapter(entry.name, entry.path, False)
             if adapter.content != entry.content:
                 served.remove_adapter(entry.name)

@@ -20,6 +20,7 @@ class ServerState:
     dead             the GPU process will not be restarted
     stalled          the GPU process sends no heartbeats, or a step is late
     paused           no steps are planned
+    named_sums       names that clients have given to sums of adapters -> names of the sums
     """
 
     stepper: Stepper | None = None
@@ -29,6 +30,7 @@ class ServerState:
     dead: bool = False
     stalled: bool = False
     paused: bool = False
+    named_sums: dict[str, str] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
 
     def set_paused(self, paused: bool) -> None:

@@ -2,20 +2,22 @@
 
 import time
 from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import accumulate
 from typing import Any
 
 from ...ops.core.kv_layout import PAGE_SIZE
+from ..adapters.adapter_sums import AdapterNumbers, SumPart
+from ..api.errors import RequestError
 from ..api.outputs import RequestOutput
 from ..api.request import Delta
 from ..engine.engine import Engine
 from ..processes.watchdog import AwakeClock, StepWatchdog
 from ..scheduler.scheduler import Scheduler, SchedulerLimits
 from ..scheduler.step_plan import AHEAD, StepDrafts, StepMasks, StepPlan, StepResult
-from ..text.chat_files import warn_of_tokens
 from ..text.tokenizer import Tokenizer
-from .gpu_link import BatcherLink, LoadDone, LoadedAdapter, Ready, Retire, StartLoad, Timing
+from .gpu_link import BatcherLink, Compose, LoadDone, LoadedAdapter, Ready, Retire, StartLoad, Timing
 from .shared_masks import SharedMasks
 
 SHORT_STEP_TOKENS = 1024
@@ -30,11 +32,11 @@ Progress = tuple[list[Delta], list[RequestOutput]]
 class RemoteRunner:
     """The GPU process as a runner. Results, drafts and finished loads arrive as messages.
 
-    `hashes`: adapter number -> content hash; `forget_adapter` removes entries.
+    `hashes`, `invocations`: adapter number -> content hash, and invocation; `forget_adapter` removes entries.
     """
 
-    def __init__(self, link: BatcherLink, hashes: dict[int, str]) -> None:
-        self._link, self._hashes = link, hashes
+    def __init__(self, link: BatcherLink, hashes: dict[int, str], invocations: dict[int, tuple[int, ...]]) -> None:
+        self._link, self._hashes, self._invocations = link, hashes, invocations
         self._finished_loads: list[tuple[int, int, str | None]] = []
 
     def start_load(self, slot: int, number: int) -> None:
@@ -43,6 +45,7 @@ class RemoteRunner:
 
     def forget_adapter(self, number: int) -> None:
         self._hashes.pop(number, None)  # not earlier: its last requests share pages by this hash
+        self._invocations.pop(number, None)
         self._link.send(Retire(number))
 
     def finish_load(self, done: LoadDone) -> None:
@@ -76,6 +79,7 @@ class Stepper:
     step_sizes      numbers of steps by their tokens, between the bounds STEP_TOKENS
     watchdog        limit on a step's time (`step_timeout`: see there)
     adapters        adapters by name
+    adapter_numbers numbers of adapters and of their sums
     masks           shared memory for masks, if there is any
     paused          no steps are planned; deadlines pass
     """
@@ -89,15 +93,14 @@ class Stepper:
         step_timeout: float | None = None,
         clock: AwakeClock | None = None,
         masks: SharedMasks | None = None,
+        named_sums: Mapping[str, str] | None = None,
     ) -> None:
         self.ready = ready
         self.link = link
         self.numbers: dict[str, int] = {adapter.name: adapter.number for adapter in ready.adapters}
         self.hashes: dict[int, str] = {adapter.number: adapter.content for adapter in ready.adapters}
+        self.invocations = {adapter.number: adapter.invocation for adapter in ready.adapters if adapter.invocation}
         self.adapters: dict[str, LoadedAdapter] = {adapter.name: adapter for adapter in ready.adapters}
-        self._tokenizer = tokenizer
-        for adapter in ready.adapters:
-            warn_of_tokens(adapter.name, adapter.chat, tokenizer)
         limits = SchedulerLimits(
             ready.num_pages,
             ready.max_model_len,
@@ -109,10 +112,20 @@ class Stepper:
             step_times=tuple(ready.step_times),
             speculation_history=ready.speculation_history,
         )
-        self.scheduler = Scheduler(limits, self.numbers, self.hashes, asynchronous_loads=True)
+        self.adapter_numbers = AdapterNumbers(
+            self.numbers,
+            self._find_part,
+            self._compose,
+            lambda number: self.scheduler.forget_adapter(number),
+            ready.lora_rank,
+            "--max-lora-rank ",
+            ready.max_adapter_sums,
+            named_sums,
+        )
+        self.scheduler = Scheduler(limits, self.adapter_numbers, self.hashes, self.invocations, asynchronous_loads=True)
         if masks is not None:
             self.scheduler.place_masks(masks.allocate)
-        self._remote = RemoteRunner(link, self.hashes)
+        self._remote = RemoteRunner(link, self.hashes, self.invocations)
         self.engine = Engine(self.scheduler, self._remote, tokenizer, ready.eos_ids, seed, overlap=True)
         self.in_host_memory: set[int] = set()
         self.in_flight = 0
@@ -197,8 +210,9 @@ class Stepper:
     def add_adapter(self, adapter: LoadedAdapter) -> None:
         """Add an adapter that the GPU process has read. Requests of a replaced one keep it until they end."""
         self.remove_adapter(adapter.name)
-        warn_of_tokens(adapter.name, adapter.chat, self._tokenizer)
         self.hashes[adapter.number] = adapter.content
+        if adapter.invocation:
+            self.invocations[adapter.number] = adapter.invocation
         self.adapters[adapter.name] = adapter
         self.numbers[adapter.name] = adapter.number
 
@@ -208,6 +222,16 @@ class Stepper:
         if former is not None:
             del self.numbers[name]
             self.scheduler.forget_adapter(former.number)
+
+    def _find_part(self, name: str) -> SumPart:
+        adapter = self.adapters.get(name)
+        if adapter is not None:
+            return SumPart(adapter.number, adapter.rank, adapter.content, adapter.obstacle)
+        raise RequestError(f"adapter {name!r} is not known")
+
+    def _compose(self, number: int, parts: Sequence[tuple[int, float]], content: str) -> None:
+        self.hashes[number] = content
+        self.link.send(Compose(number, list(parts)))
 
     def close(self) -> None:
         self.engine.close()

@@ -8,6 +8,7 @@ from typing import Any
 
 from msgspec import structs
 
+from ..api.adapter_sum import sum_name
 from ..api.errors import RequestError, some_of
 from ..api.request import Constraint, Continuation, Request
 from ..api.sampling_params import SamplingParams
@@ -36,18 +37,31 @@ def missing_adapter(stepper: Stepper, name: str | None, content: str) -> tuple[E
     """Return why requests for this adapter cannot be served, or None. `content`: the required version, "" for any."""
     if name is None:
         return None
-    adapter = stepper.adapters.get(name)
-    if adapter is None and name in stepper.ready.left_out:
-        problem = stepper.ready.left_out[name]
-        return "unknown_adapter", (
-            f"adapter {name!r} could not be read when the engine started ({problem}); repair its directory and load it"
-        )
-    if adapter is None:
-        known = some_of(stepper.adapters)
-        return "unknown_adapter", f"adapter {name!r} is not known (known: {known}); list_adapters lists all"
-    if content and adapter.content != content:
+    numbers = stepper.adapter_numbers
+    for part, _ in numbers.parts(name):
+        if part in stepper.adapters:
+            continue
+        if part in stepper.ready.left_out:
+            problem = stepper.ready.left_out[part]
+            return "unknown_adapter", (
+                f"adapter {part!r} could not be read when the engine started ({problem}); repair its directory and "
+                "load it"
+            )
+        if part in numbers.named:
+            return "invalid_request", f"adapter {part!r} is a sum; name its adapters and their weights instead"
+        known = some_of([*stepper.adapters, *numbers.named])
+        return "unknown_adapter", f"adapter {part!r} is not known (known: {known}); list_adapters lists all"
+    if content and numbers.content(name) != content:
         return "adapter_changed", f"adapter {name!r} was replaced while its request was open; send the request again"
     return None
+
+
+def _with_sum_name(message: Submit) -> Submit:
+    """Return a request with the name of its sum in `adapter`. Raises RequestError."""
+    if message.adapter is not None:
+        raise RequestError("adapter and adapters both name adapters; give one of them")
+    name = sum_name([(each.name, each.weight) for each in message.adapters], "adapters")
+    return structs.replace(message, adapter=name, adapters=[])
 
 
 class GrammarQueue(TextThread):
@@ -104,7 +118,13 @@ class Submissions:
 
     def submit(self, client: ClientConnection, message: Submit) -> None:
         """Accept a request or send an error."""
-        refusal = self._refusal(client, message)
+        refusal: Error | None = None
+        if message.adapters:
+            try:
+                message = _with_sum_name(message)
+            except RequestError as error:
+                refusal = Error("invalid_request", str(error), message.request_id)
+        refusal = refusal or self._refusal(client, message)
         if refusal is not None:
             self._requests.counts["refused_total"] += 1
             self._connections.send(client, refusal)
@@ -291,7 +311,7 @@ class Submissions:
         request.admitted = True
         request.prompt_tokens = len(ids)
         if message.adapter is not None:
-            request.adapter_content = stepper.adapters[message.adapter].content
+            request.adapter_content = stepper.adapter_numbers.content(message.adapter)
         self._connections.send(request.client, Accepted(request.request_id, len(ids), request.adapter_content))
 
     def abort(self, request: OpenRequest | None) -> None:

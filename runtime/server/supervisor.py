@@ -164,6 +164,7 @@ class Supervisor(SupervisorLoop):
             "max_loras": ready.num_slots,
             "max_lora_rank": ready.lora_rank,
             "lora_target_modules": ready.lora_targets,
+            "lora_parts": ready.lora_parts,
         }
         if ready.lora_rank:
             given = {name: value for name, value in self._settings.llm.items() if value is not None}

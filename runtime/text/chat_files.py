@@ -5,19 +5,21 @@ An adapter's files are untrusted: each is read up to a limit, and only regular f
 
 import hashlib
 import json
-import logging
 import os
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ...graphs.untrusted_files import read_bounded, read_start
+from ...graphs.files.untrusted_files import read_bounded, read_start
 from ..api.errors import RequestError
 from .special_tokens import CONFIG, TokenFiles, read_object, read_text
-from .tokenizer import FastTokenizer, Tokenizer
+from .tokenizer import Tokenizer, load_tokenizer
 
 TEMPLATE = "chat_template.jinja"
 MORE_TEMPLATES = "additional_chat_templates"
@@ -41,6 +43,10 @@ class ChatTemplates:
 
     templates: Mapping[str, str] = field(default_factory=dict)
     tokens: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # hundreds of adapters have copies of one template
+        object.__setattr__(self, "templates", {name: sys.intern(text) for name, text in self.templates.items()})
 
     def select(self, chosen: str | None, has_tools: bool) -> str:
         """Return the template to use, as transformers' get_chat_template does.
@@ -147,30 +153,55 @@ def _of_field(value: object) -> dict[str, str]:
     }
 
 
-_log = logging.getLogger("sidestream")
-
 MAX_FILE_BYTES = 4 << 20
 MAX_TEMPLATE_BYTES = 1 << 18  # of all templates of an adapter
-MAX_TOKENS = 4096
-MAX_TOKEN_CHARACTERS = 256
+MAX_TOKENS = 4096  # listed as unknown
 START_BYTES = 1 << 20  # of tokenizer.json, which has added tokens before its vocabulary
 NAMED_TOKENS = 5
+_PRINTABLE = re.compile(r"[!-~]{1,40}")
+CHAT_FILES = {
+    **dict.fromkeys((TEMPLATE, OLD_TEMPLATE, CONFIG, "special_tokens_map.json", "added_tokens.json"), MAX_FILE_BYTES),
+    "tokenizer.json": 64 << 20,
+}
+"""Files of an adapter's directory, besides config and weights, that are read or copied, and their largest sizes."""
 
 
 @dataclass(frozen=True)
 class AdapterChat:
-    """An adapter's chat templates, their hash ("": none), and its tokenizer's added tokens."""
+    """An adapter's chat templates and their hash ("": none).
+
+    unknown   tokens of its tokenizer that the base model's lacks or has under another id -> id, -1 without one
+    """
 
     templates: ChatTemplates = field(default_factory=ChatTemplates)
     digest: str = ""
-    added: tuple[str, ...] = ()
+    unknown: Mapping[str, int] = field(default_factory=dict)
+
+    def token_problem(self, vocab_size: int) -> str:
+        """Return the error for `unknown`. `vocab_size`: rows of the base model's embedding."""
+        shown = ", ".join(
+            (repr(text) if _PRINTABLE.fullmatch(text) else f"(a text of {len(text)} characters)")
+            + (f" ({number})" if number >= 0 else "")
+            for text, number in islice(self.unknown.items(), NAMED_TOKENS)
+        )
+        remedy = "add them to the base model's tokenizer, with these ids"
+        if max(self.unknown.values()) >= vocab_size:
+            remedy = f"the base model has embeddings for ids below {vocab_size}: train without added tokens"
+        return (
+            f"{len(self.unknown)} tokens of its tokenizer are not in the base model's, or have other ids there, so "
+            f"that prompts would not be tokenized as in training: {shown}; {remedy}; if no text of the training had "
+            "them, start with lora_lenient=True"
+        )
 
 
 NO_CHAT = AdapterChat()
 
 
-def read_adapter_chat(directory: Path, roots: Sequence[Path] | None = None) -> AdapterChat:
-    """Return the chat data of an adapter's directory; `roots`: as for `open_regular`.
+def read_adapter_chat(directory: Path, roots: Sequence[Path] | None = None, base: Path | None = None) -> AdapterChat:
+    """Return the chat data of an adapter's directory.
+
+    roots   as for `open_regular`
+    base    directory of the base model, whose tokenizer must have the adapter's tokens; None: not compared
 
     Raises ChatTemplateError for files that are too large or unreadable.
     """
@@ -194,32 +225,52 @@ def read_adapter_chat(directory: Path, roots: Sequence[Path] | None = None) -> A
     if sum(len(source.encode("utf-8", "replace")) for source in templates.values()) > MAX_TEMPLATE_BYTES:
         raise ChatTemplateError(f"its chat templates have more than {MAX_TEMPLATE_BYTES} bytes")
     files = TokenFiles(config, special, added)
-    texts = [token["content"] for token in files.added(set())] + _added_tokens(start)
-    kept = [text for text in dict.fromkeys(texts) if len(text) <= MAX_TOKEN_CHARACTERS]
-    named = {name: text for name, text in files.named.items() if text in kept}
-    found = ChatTemplates(templates, named)
-    return AdapterChat(found, found.digest(), tuple(kept[:MAX_TOKENS]))
+    tokens = _token_ids(files, start)
+    found = ChatTemplates(templates, {name: text for name, text in files.named.items() if text in tokens})
+    tokens.pop(files.named.get("pad_token", ""), None)  # no text has it
+    return AdapterChat(found, found.digest(), {} if base is None else _unknown(tokens, base))
 
 
-def warn_of_tokens(adapter: str, chat: AdapterChat, tokenizer: Tokenizer | None) -> None:
-    """Log the added tokens of an adapter's tokenizer that the base model's does not have."""
-    if not isinstance(tokenizer, FastTokenizer):
-        return
-    missing = [text for text in chat.added if not tokenizer.has_token(text)]
-    if missing:
-        _log.warning(
-            "adapter %r: %d added tokens of its tokenizer are not in the base model's, which encodes them as plain "
-            "text: %s; add them to the base model's tokenizer if the adapter was trained with them",
-            adapter, len(missing), ", ".join(map(repr, missing[:NAMED_TOKENS])),
-        )  # fmt: skip
+def _token_ids(files: TokenFiles, start: bytes) -> dict[str, int]:
+    """Return the special and added tokens of a directory -> id, or -1. `start`: of its tokenizer.json."""
+    ids = {token["content"]: -1 for token in files.added(set())}
+    ids |= {token["content"]: number for number, token in files.by_id.items()}
+    return ids | _added_tokens(start)
 
 
-def _added_tokens(start: bytes) -> list[str]:
-    """Return the added tokens listed at the start of a tokenizer.json."""
+def _unknown(tokens: Mapping[str, int], base: Path) -> dict[str, int]:
+    """Return the tokens that the tokenizer of the base model lacks or has under another id."""
+    if tokens.items() <= _base_tokens(base).items():
+        return {}
+    tokenizer = _base_tokenizer(base)
+    if tokenizer is None:
+        return {}
+    places = {text: tokenizer.token_id(text) for text in tokens}
+    other = {
+        text: number for text, number in tokens.items() if places[text] is None or number not in (-1, places[text])
+    }
+    return dict(islice(other.items(), MAX_TOKENS))
+
+
+@lru_cache(maxsize=2)
+def _base_tokens(base: Path) -> dict[str, int]:
+    return _token_ids(TokenFiles.of(base), read_start(base / "tokenizer.json", START_BYTES))
+
+
+@lru_cache(maxsize=2)
+def _base_tokenizer(base: Path) -> Tokenizer | None:
+    return load_tokenizer(base)
+
+
+def _added_tokens(start: bytes) -> dict[str, int]:
+    """Return the added tokens, text -> id, that are listed at the start of a tokenizer.json."""
     text = start.decode(errors="ignore")
     place = text.find('"added_tokens"')
     found: Any = []
     with suppress(ValueError, RecursionError):
         found = json.JSONDecoder().raw_decode(text, text.index("[", place))[0] if place >= 0 else []
-    entries = found if isinstance(found, list) else []
-    return [str(each["content"]) for each in entries if isinstance(each, dict) and isinstance(each.get("content"), str)]
+    return {
+        each["content"]: each["id"]
+        for each in (found if isinstance(found, list) else ())
+        if isinstance(each, dict) and isinstance(each.get("content"), str) and isinstance(each.get("id"), int)
+    }

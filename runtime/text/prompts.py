@@ -6,6 +6,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ..api.adapter_sum import sum_parts
 from ..api.checks import check_text, plain
 from ..api.errors import RequestError
 from ..api.request import Constraint, Continuation, Request
@@ -234,10 +235,11 @@ def make_requests(
         if text is not None:
             ids = _encode(text, tokenizer, adds_special_tokens(item), where)
         check_request(ids or [], params[index], tokenizer, vocabulary, max_model_len, where)
-        if chosen[index] is not None and chosen[index] not in adapters:
+        missing = next((part for part, _ in sum_parts(chosen[index] or "") if part and part not in adapters), None)
+        if missing is not None:
             known = ", ".join(sorted(adapters)) or "none"
             raise RequestError(
-                f"{where}adapter {chosen[index]!r} is not known (known: {known}); pass it to LLM(adapters=...) or "
+                f"{where}adapter {missing!r} is not known (known: {known}); pass it to LLM(adapters=...) or "
                 "call add_adapter first"
             )
         banned = bad_word_ids(params[index].banned_words, tokenizer, vocabulary, where)

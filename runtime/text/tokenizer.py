@@ -5,7 +5,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...graphs.untrusted_files import LFS_POINTER, is_lfs_pointer
+from ...graphs.files.untrusted_files import LFS_POINTER, is_lfs_pointer
 from ..api.errors import RequestError
 from .token_bytes import TokenBytes, fast_token_bytes
 
@@ -101,10 +101,6 @@ class FastTokenizer:
     def size(self) -> int:
         """The highest id plus one."""
         return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-
-    def has_token(self, text: str) -> bool:
-        """Return whether a text is one token of the vocabulary."""
-        return self._tokenizer.token_to_id(text) is not None
 
     def definition(self) -> str:
         """Return the tokenizer as the text of a tokenizer.json."""

@@ -38,7 +38,9 @@ class BoundPrograms(Generic[T]):
             larger = [other for other in list(self._programs) if _can_run(other, bucket)]
             if larger:
                 self._request(self._jobs, bucket, make)
-                return self._programs[min(larger, key=lambda other: (other.tokens, other.sequences, other.lora))]
+                return self._programs[
+                    min(larger, key=lambda other: (other.tokens, other.sequences, other.lora, other.parts))
+                ]
         return self._build(bucket, make)
 
     def build_in_background(self, first: Iterable[Bucket], make: Callable[[Bucket], T]) -> None:
@@ -72,6 +74,7 @@ def _can_run(program: Bucket, wanted: Bucket) -> bool:
         and program.tokens >= wanted.tokens
         and program.sequences >= wanted.sequences
         and program.lora >= wanted.lora
+        and program.parts >= wanted.parts
     )
 
 

@@ -21,6 +21,7 @@ class Buckets:
     per sequence, up to VERIFIED_ROWS in all.
 
     drafts   maximum drafts per sequence
+    parts    the engine has stacks for adapters' parts, so that steps with adapters have two kinds of programs
     rounded  round all sizes up to powers of two; for the CPU, where a padded row takes as long as a real one
     """
 
@@ -31,6 +32,7 @@ class Buckets:
     lora: bool
     rounded: bool = False
     drafts: int = 0
+    parts: bool = False
 
     def decode_sizes(self) -> list[int]:
         """Return batch sizes of the decode buckets, ascending; the last is max_num_seqs."""
@@ -71,17 +73,18 @@ class Buckets:
 
     def largest(self) -> Bucket:
         """Return the bucket that needs the most memory."""
-        return self._make(self.max_num_batched_tokens, self.max_num_seqs, decode=False, lora=self.lora)
+        return self._make(self.max_num_batched_tokens, self.max_num_seqs, False, *self._variants()[0])
 
     def largest_decode(self) -> Bucket:
         """Return the bucket for every decode step."""
-        return self._make(self.max_num_seqs, self.max_num_seqs, decode=True, lora=self.lora)
+        return self._make(self.max_num_seqs, self.max_num_seqs, True, *self._variants()[0])
 
     def _largest_verify(self) -> Bucket:
         """Return the bucket for every step with drafts."""
         sequences = min(self.max_num_seqs, VERIFIED_ROWS // 2)
         total = min(VERIFIED_ROWS, sequences * self._verify_rows()[-1])
-        return self._make_verify(sequences, next(rows for rows in self._verify_rows() if sequences * rows >= total))
+        rows = next(rows for rows in self._verify_rows() if sequences * rows >= total)
+        return self._make_verify(sequences, rows, *self._variants()[0])
 
     def largest_of_each_kind(self) -> list[Bucket]:
         """Return buckets for every step, except for one with more logit rows than max_num_seqs."""
@@ -94,29 +97,29 @@ class Buckets:
         few, *more = self.sequence_sizes()
         sizes = [(tokens, few) for tokens in self.mixed_sizes()]
         sizes += [(_at_least(self.mixed_sizes(), sequences), sequences) for sequences in more]
-        return [self._make(*size, decode=False, lora=lora) for size in sizes for lora in self._lora_variants()]
+        return [self._make(*size, False, *variant) for size in sizes for variant in self._variants()]
 
     def later_buckets(self) -> list[Bucket]:
         """Return the other mixed buckets."""
         first = set(self.warm_up_buckets())
         buckets = [
-            self._make(tokens, sequences, decode=False, lora=lora)
+            self._make(tokens, sequences, False, *variant)
             for fewer, sequences in pairwise(self.sequence_sizes())
             for tokens in self.mixed_sizes()
             if tokens > fewer  # a step has at most one row of logits per token
-            for lora in self._lora_variants()
+            for variant in self._variants()
         ]
         return [bucket for bucket in buckets if bucket not in first]
 
     def decode_buckets(self) -> list[Bucket]:
         """Return the decode buckets, largest first."""
         sizes = reversed(self.decode_sizes())
-        return [self._make(size, size, decode=True, lora=lora) for size in sizes for lora in self._lora_variants()]
+        return [self._make(size, size, True, *variant) for size in sizes for variant in self._variants()]
 
     def captured_buckets(self) -> list[Bucket]:
         """Return the buckets that are captured as CUDA graphs at the start: decode and verify buckets."""
         sizes = reversed(self.verify_sizes())
-        verify = [self._make_verify(*size, lora) for size in sizes for lora in self._lora_variants()]
+        verify = [self._make_verify(*size, *variant) for size in sizes for variant in self._variants()]
         return [*self.decode_buckets(), *verify]
 
     def chain_bucket(self, sequences: int, lora: bool) -> Bucket:
@@ -126,46 +129,47 @@ class Buckets:
     def chain_buckets(self) -> list[Bucket]:
         """Return the chain buckets of every batch size with verify buckets, largest first."""
         sizes = sorted({size for size, _ in self.verify_sizes()}, reverse=True)
-        return [self.chain_bucket(size, lora) for size in sizes for lora in self._lora_variants()]
+        return [self.chain_bucket(size, lora) for size in sizes for lora in {self.lora: None, False: None}]
 
-    def _lora_variants(self) -> tuple[bool, ...]:
-        return (True, False) if self.lora else (False,)
+    def _variants(self) -> tuple[tuple[bool, bool], ...]:
+        """Return (lora, parts) of the kinds of programs, the largest first."""
+        return ((True, True),) * self.parts + ((True, False),) * self.lora + ((False, False),)
 
-    def pick(self, plan: StepPlan) -> Bucket:
-        """Return the bucket for a step."""
+    def pick(self, plan: StepPlan, parts: bool = False) -> Bucket:
+        """Return the bucket for a step. `parts`: whether an adapter of the step has parts besides LoRA."""
         tokens, sequences = plan.num_tokens, len(plan.logits_indices)
         lora = self.lora and plan.uses_lora
+        variant = lora, lora and parts
         if plan.verifies:
-            return self._pick_verify(plan.num_sequences, 1 + int(plan.drafts.max()), lora)
+            return self._pick_verify(plan.num_sequences, 1 + int(plan.drafts.max()), variant)
         if self.rounded:
             tokens = min(next_power_of_2(tokens), self.max_num_batched_tokens)
             most = self.max_num_seqs if sequences <= self.max_num_seqs else self.logit_rows
             sequences = min(next_power_of_2(sequences), most)
             return (
-                self._make(sequences, sequences, True, lora)
+                self._make(sequences, sequences, True, *variant)
                 if plan.decode
-                else self._make(max(tokens, sequences), sequences, False, lora)
+                else self._make(max(tokens, sequences), sequences, False, *variant)
             )
         if plan.decode:
             size = _at_least(self.decode_sizes(), sequences)
-            return self._make(size, size, True, lora)
+            return self._make(size, size, True, *variant)
         return self._make(
-            _at_least(self.mixed_sizes(), tokens), _at_least(self.sequence_sizes(), sequences), False, lora
+            _at_least(self.mixed_sizes(), tokens), _at_least(self.sequence_sizes(), sequences), False, *variant
         )
 
-    def _pick_verify(self, sequences: int, rows: int, lora: bool) -> Bucket:
+    def _pick_verify(self, sequences: int, rows: int, variant: tuple[bool, bool]) -> Bucket:
         if self.rounded:
             size = min(next_power_of_2(sequences), self.max_num_seqs)
         else:
             size = _at_least(self.decode_sizes(), sequences)
-        return self._make_verify(size, _at_least(self._verify_rows(), rows), lora)
+        return self._make_verify(size, _at_least(self._verify_rows(), rows), *variant)
 
-    def _make_verify(self, sequences: int, rows: int, lora: bool | None = None) -> Bucket:
-        lora = self.lora if lora is None else lora
-        return Bucket(sequences * rows, sequences, self.pages, self.blocks, False, lora, rows)
+    def _make_verify(self, sequences: int, rows: int, lora: bool, parts: bool) -> Bucket:
+        return Bucket(sequences * rows, sequences, self.pages, self.blocks, False, lora, rows, parts)
 
-    def _make(self, tokens: int, sequences: int, decode: bool, lora: bool) -> Bucket:
-        return Bucket(tokens, sequences, self.pages, self.blocks, decode, lora)
+    def _make(self, tokens: int, sequences: int, decode: bool, lora: bool, parts: bool = False) -> Bucket:
+        return Bucket(tokens, sequences, self.pages, self.blocks, decode, lora, parts=parts)
 
 
 def _at_least(sizes: list[int], wanted: int) -> int:

@@ -27,6 +27,7 @@ from ...graphs.llama import Llama
 from ...graphs.lora import LoraShape
 from ...graphs.model_directory import model_directory
 from ..adapters.adapter_limits import draft_lora_shape, lora_shape, make_registry, num_slots
+from ..adapters.base_weights import BaseWeights
 from ..adapters.registry import AdapterRegistry, RegisteredAdapter
 from ..adapters.slot_loader import SlotLoader
 from ..api.errors import RequestError
@@ -47,7 +48,7 @@ from .progress import print_line, progress, stage
 from .sleep import SleepControl, Sleeper
 from .token_history import TokenHistory
 from .trained_draft import DraftModel
-from .weight_loader import checkpoint_lookup, dummy_lookup, load_weights
+from .weight_loader import Lookup, checkpoint_lookup, dummy_lookup, load_weights
 
 
 class ModelSource(NamedTuple):
@@ -108,6 +109,10 @@ class Model:
         adapter = self.registry.add(name, path, replace)
         self.runner.slot_loader.prefetch_later([adapter.number])
         return adapter
+
+    def add_sum(self, number: int, parts: Sequence[tuple[int, float]]) -> None:
+        """See `AdapterRegistry.add_sum`; `runner.forget_adapter` deletes the sum."""
+        self.registry.add_sum(number, parts)
 
     def remove_adapter(self, name: str) -> int:
         """Remove a name; return its number for active requests. Raises RequestError for an unknown name."""
@@ -208,7 +213,7 @@ def load_model(
     )
     check_layers(compiler_options, config.num_hidden_layers)
     sizes = resolve_sizes(engine, config.max_position_embeddings, options.device, config.usual_context)
-    registry = make_registry(config, engine, describe)
+    registry = make_registry(config, engine, describe, weights)
     reads = registry.add_all(adapters)
     for _ in progress(reads, "reading adapters", "adapter", engine.show_progress, total=len(adapters)):
         pass
@@ -268,7 +273,7 @@ def _build(
                 return None
             return ProgramCache(ProgramStore(cache_directory() / "programs"), key, compiler_options, pass_names())
 
-        key: dict[str, object] = {"config": asdict(config), "lora": None if lora is None else asdict(lora)}
+        key: dict[str, object] = {"config": asdict(config), "lora": None if lora is None else lora.key}
         key |= {"features": features} if features else {}
         compiled = compile_model(model, compiler_options, passes=options.passes, cache=make_cache(key), text=False)
         buckets = Buckets(
@@ -279,6 +284,7 @@ def _build(
             lora is not None,
             rounded=device.type == "cpu",
             drafts=max_drafts(engine.speculation),
+            parts=lora is not None and lora.varies,
         )
         largest = compiled.program(buckets.largest())
         draft = None
@@ -305,11 +311,13 @@ def _build(
         recipes, expected = _recipes(largest, "weight"), model.checkpoint_tensors()
         all_constants = {**model.derived_tensors(), **constants}
 
-        def read_weights(into: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+        def read_base() -> tuple[Lookup, list[str]]:
             if options.dummy or source.directory is None:
-                lookup, names = dummy_lookup(expected, device, dtype, engine.seed)
-            else:
-                lookup, names = checkpoint_lookup(source.directory, expected, config)
+                return dummy_lookup(expected, device, dtype, engine.seed)
+            return checkpoint_lookup(source.directory, expected, config)
+
+        def read_weights(into: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+            lookup, names = read_base()
             if rounding is not None:
                 lookup = rounding.before(lookup)
             weights = load_weights(recipes, lookup, names, all_constants, device, dtype, engine.show_progress, into)
@@ -325,7 +333,8 @@ def _build(
     stacks = sleeper.make_stacks(stack_specs) if sleeper else _zeros(stack_specs, device)
     slot_loader = None
     if lora is not None:
-        slot_loader = SlotLoader(stack_recipes, stacks, registry, lora, engine.max_cpu_loras, constants)
+        base = BaseWeights(source.directory, lambda: read_base()[0], device, engine.seed)
+        slot_loader = SlotLoader(stack_recipes, stacks, registry, lora, engine.max_cpu_loras, constants, base)
     tensors.update(stacks)
     tensors.update(sleeper.make_cache(cache_specs) if sleeper else _zeros(cache_specs, device))
     trained = None if draft is None else draft.bind(tensors, largest, buckets, device)

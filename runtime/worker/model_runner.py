@@ -140,7 +140,7 @@ class ModelRunner:
         The steps are padding only: they store nothing and read no context.
         """
         buckets = self.buckets.captured_buckets() if self.captures else []
-        with_lora = [bucket for bucket in buckets if bucket.lora == self.buckets.lora]
+        with_lora = [bucket for bucket in buckets if bucket.lora == self.buckets.lora and not bucket.parts]
         return measure_programs(((bucket, partial(self._replay_all, bucket)) for bucket in with_lora), self.device)
 
     def _replay_all(self, bucket: Bucket) -> None:
@@ -180,7 +180,8 @@ class ModelRunner:
             self.slot_loader.load(slot, number)
         if self.slot_loader is not None:
             self.slot_loader.before_step(plan.adapter_index)
-        program = self._program(self.buckets.pick(plan))
+        parts = self.slot_loader is not None and self.slot_loader.has_parts(plan.adapter_index)
+        program = self._program(self.buckets.pick(plan, parts))
         program.uses += 1
         if (
             self.captures

@@ -71,7 +71,7 @@ class DraftModel:
         )
         compiled = []
         for kind in (FirstPass, ChainStep):
-            key = {"draft": kind.__name__, "config": asdict(config), "lora": None if lora is None else asdict(lora)}
+            key = {"draft": kind.__name__, "config": asdict(config), "lora": None if lora is None else lora.key}
             module = kind(config, lora, dtype=dtype, device="meta")
             cache = replace(made, options=options) if (made := make_cache(key)) is not None else None
             compiled.append(compile_model(module, options, passes=passes, cache=cache, text=False))

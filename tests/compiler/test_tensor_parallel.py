@@ -24,7 +24,7 @@ from torch import distributed
 from torch.nn.functional import kl_div, log_softmax
 
 RANKS, STEPS = 4, 4
-LENGTHS = (1, 5, 30, 70)
+LENGTHS = (1, 5, 30, 70, 12, 20)
 ODD = {"vocab_size": 323}  # which no number of ranks divides
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fewer KV heads than ranks, heads of 80": (
@@ -34,7 +34,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "biases, an odd vocabulary": ("Qwen2", {**ODD, "num_attention_heads": 8, "intermediate_size": 192}),
     "normed heads": ("Qwen3", {"num_key_value_heads": 4}),
 }
-ADAPTERS = [AdapterSpec(rank=7), AdapterSpec(rank=16, targets=("q_proj", "v_proj", "down_proj"), use_rslora=True)]
+ADAPTERS = [
+    AdapterSpec(rank=7),
+    AdapterSpec(rank=16, targets=("q_proj", "v_proj", "down_proj"), use_rslora=True),
+    AdapterSpec(rank=4, extra={"use_dora": True, "bias": "all"}),
+    AdapterSpec(rank=4, targets=("v_proj", "o_proj", "down_proj"), extra={"lora_bias": True}),
+]
 
 
 def run(base: Path, adapters: list[str], world: int, rank: int, precision: str) -> tuple[torch.Tensor, Program]:
@@ -45,7 +50,7 @@ def run(base: Path, adapters: list[str], world: int, rank: int, precision: str) 
     torch.manual_seed(1)  # which pages sequences get
     runner = CompiledRunner(model, options, len(LENGTHS))
     tokens = [[dice.randrange(320) for _ in range(length)] for length in LENGTHS]
-    slots = [0, 1, 0, -1]
+    slots = [0, 1, 0, -1, 2, 3]
     steps = []
     for _ in range(STEPS):
         chunks = [Chunk(index, some, slots[index]) for index, some in enumerate(tokens)]

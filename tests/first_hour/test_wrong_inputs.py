@@ -60,7 +60,7 @@ WRONG: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ("no such adapter", (*ASK, "--lora-modules", "x={nowhere}"), "{nowhere}", "save_pretrained"),
     ("an adapter cut off", (*ASK, "--lora-modules", "x={cut_adapter}"), "adapter_model", "save the adapter again"),
     ("an adapter without weights", (*ASK, "--lora-modules", "x={bare_adapter}"), "{bare_adapter}", "save the adapter"),
-    ("DoRA", (*ASK, "--lora-modules", "x={dora}"), "use_dora", "merge the adapter"),
+    ("DoRA without magnitudes", (*ASK, "--lora-modules", "x={dora}"), "use_dora = True", "save the adapter again"),
     ("rank 0", (*ASK, "--lora-modules", "x={rank_0}"), "r must be a positive integer", "save the adapter again"),
     ("a rank above the limit", (*ASK, "--max-lora-rank", "2"), "above the limit of 2", "--max-lora-rank 32"),
     ("an adapter that is not loaded", (*ASK, "-a", "pirat"), "'pirat'", "loaded: json, pirate, shout, yoda"),

@@ -9,8 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from sidestream.graphs.adapter import Adapter, load_adapter
-from sidestream.graphs.adapter_config import AdapterError
+from sidestream.graphs.adapter_config import MAX_RANK, AdapterError
 from sidestream.graphs.config import LlamaConfig
+from sidestream.ops.lora.expand import MAX_RANK as EXPAND_RANK
+from sidestream.runtime.adapters.describer import AdapterDescriber
 from support.tiny import AdapterSpec, TinyBase, tiny_adapters, tiny_llama
 
 Q0 = "model.layers.0.self_attn.q_proj"
@@ -138,6 +140,21 @@ def test_content_hash_covers_values_and_scaling_only(base: TinyBase, adapter: Pa
     assert len({first, scaled, load(base, adapter).content_hash}) == 3
 
 
+def test_an_invocation_is_part_of_the_content(base: TinyBase, adapter: Path) -> None:
+    plain = load(base, adapter)
+    configure(adapter, alora_invocation_tokens=[])  # plain LoRA for PEFT, too
+    empty = load(base, adapter)
+    assert (empty.invocation, empty.content_hash, empty.source) == ((), plain.content_hash, plain.source)
+    configure(adapter, alora_invocation_tokens=[5, 319])
+    first = load(base, adapter)
+    configure(adapter, alora_invocation_tokens=[319, 5])
+    second = load(base, adapter)
+    assert (first.invocation, second.invocation) == ((5, 319), (319, 5))
+    assert len({each.content_hash for each in (plain, first, second)}) == 3
+    assert len({each.source for each in (plain, first, second)}) == 3
+    assert AdapterDescriber()(adapter, LlamaConfig.from_directory(base.path), 64, False, None).invocation == (319, 5)
+
+
 def test_a_loaded_adapter_survives_its_file(base: TinyBase, adapter: Path) -> None:
     loaded = load(base, adapter)
     before = loaded.tensors[Q0][0].clone()
@@ -155,6 +172,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"use_dora": True}, "use_dora"),
     ({"lora_bias": True}, "lora_bias"),
     ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    ({"modules_to_save": ["lm_head", "input_layernorm"]}, "modules_to_save names 'input_layernorm'"),
     ({"trainable_token_indices": [1]}, "trainable_token_indices"),
     ({"layer_replication": [[0, 2]]}, "layer_replication"),
     ({"fan_in_fan_out": True}, "fan_in_fan_out"),
@@ -162,12 +180,24 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"target_parameters": ["x"]}, "target_parameters"),
     ({"use_qalora": True}, "use_qalora"),
     ({"use_bdlora": {"nblocks": 2}}, "use_bdlora"),
-    ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
+    ({"alora_invocation_tokens": [5] * 65}, "alora_invocation_tokens has 65 token ids, more than 64: train"),
+    ({"alora_invocation_tokens": [5, -1]}, "alora_invocation_tokens must be token ids of the base, from 0 on, not -1"),
+    ({"alora_invocation_tokens": [True]}, "from 0 on, not True"),
+    ({"alora_invocation_tokens": [1.0]}, "from 0 on, not 1.0"),
+    ({"alora_invocation_tokens": ["<|x|>"]}, "from 0 on, not another string"),
+    ({"alora_invocation_tokens": [10**30]}, "from 0 on, not a larger integer"),
+    ({"alora_invocation_tokens": {"1": 2}}, "alora_invocation_tokens must be a list of token ids, not an object"),
+    ({"alora_invocation_tokens": 7}, "alora_invocation_tokens must be a list of token ids, not 7"),
+    (
+        {"alora_invocation_tokens": [319, 320]},
+        "alora_invocation_tokens has token 320, but the base has tokens 0 to 319",
+    ),
     ({"arrow_config": {"top_k": 3}}, "arrow_config"),
     ({"velora_config": {"scale": 1.0}}, "velora_config"),
     ({"monteclora_config": {"num_samples": 1}}, "monteclora_config"),
     ({"kasa_config": {"x": 1}}, "kasa_config"),
-    ({"bias": "all"}, "bias = 'all'"),
+    ({"bias": "most"}, "bias = "),
+    ({"use_dora": True, "lora_bias": True}, "use_dora and lora_bias"),
     ({"init_lora_weights": "pissa"}, "'pissa'"),
     ({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4'"),
     ({"init_lora_weights": "olora"}, "'olora'"),
@@ -191,8 +221,6 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"alpha_pattern": {"(?!a)b": 8}}, "alpha_pattern"),
     ({"rank_pattern": {f"x{index}": 8 for index in range(2000)}}, "rank_pattern has 2000 patterns"),
     ({"lora_alpha": 1e8}, "lora_alpha"),
-    ({"target_modules": ["q_proj", "model.embed_tokens"]}, "'model.embed_tokens'"),
-    ({"target_modules": ["lm_head"]}, "output head"),
     ({"target_modules": ["q_proj"] * 5000}, "5000 entries"),
     ({"target_modules": "("}, "target_modules"),
     ({"target_modules": [1]}, "target_modules"),
@@ -240,14 +268,25 @@ TENSORS: list[tuple[dict[str, torch.Tensor | None], tuple[str, ...]]] = [
     ({KEY.format("A"): torch.zeros(8, 128, dtype=torch.int8)}, (KEY.format("A"), "I8")),
     ({f"base_model.model.{Q0}.lora_A.default.weight": torch.zeros(8, 128)}, ("both lora_A", Q0)),
     ({f"{Q0}.lora_A.weight": torch.zeros(8, 128)}, ("both lora_A", Q0)),
-    ({f"base_model.model.{Q0}.lora_magnitude_vector": torch.zeros(256)}, ("DoRA", "lora_magnitude_vector")),
-    ({f"base_model.model.{Q0}.lora_B.bias": torch.zeros(256)}, ("LoRA bias",)),
-    ({"base_model.model.lm_head.lora_A.weight": torch.zeros(8, 128)}, ("lm_head", "output head")),
-    ({"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(8, 320)}, ("embed_tokens", "embedding")),
-    ({"base_model.model.lm_head.weight": torch.zeros(320, 128)}, ("lm_head",)),
+    ({f"base_model.model.{Q0}.lora_magnitude_vector": torch.zeros(256)}, ("use_dora = False", "lora_magnitude_vector")),
+    ({f"base_model.model.{Q0}.lora_B.bias": torch.zeros(256)}, ("lora_bias = False", "lora_B.bias")),
+    ({"base_model.model.lm_head.lora_A.weight": torch.zeros(8, 128)}, ("lm_head has lora_A but no lora_B",)),
+    ({"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(8, 320)}, ("embed_tokens has lora_A",)),
+    ({"base_model.model.lm_head.weight": torch.zeros(320, 128)}, ("random weights", "load_format='dummy'")),
     ({"base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight": torch.zeros(8, 128)}, ("layer 7", "2")),
     ({"base_model.model.model.layers.0.self_attn.qkv_proj.lora_A.weight": torch.zeros(8, 128)}, ("qkv_proj",)),
     ({"something": torch.zeros(1)}, ("'something'",)),
+    ({f"base_model.model.{Q0}.lora_magnitude_vector": torch.ones(255)}, (Q0, "[255], expected [256]")),
+    ({f"base_model.model.{Q0}.lora_B.bias": torch.ones(1, 256)}, (Q0, "lora_B.bias [1, 256], expected [256]")),
+    ({f"base_model.model.{Q0}.base_layer.bias": torch.ones(256)}, (f"{Q0}.base_layer.bias", "the base has none there")),
+    (
+        {
+            f"base_model.model.{Q0}.lora_magnitude_vector": torch.ones(256),
+            f"base_model.model.{Q0}.lora_B.bias": torch.ones(256),
+        },
+        (Q0, "PEFT does not define together"),
+    ),
+    ({"base_model.model.lm_head.lora_magnitude_vector": torch.ones(320)}, ("lm_head", "without magnitudes (DoRA)")),
 ]
 
 
@@ -270,8 +309,29 @@ def test_rank_above_the_limit(base: TinyBase, adapter: Path) -> None:
     refused(base, adapter, "rank 8", "max_lora_rank=8", max_rank=4)
 
 
+def test_the_highest_rank_is_the_kernels(base: TinyBase) -> None:
+    """A rank that no option allows is not answered with an option."""
+    assert MAX_RANK == EXPAND_RANK
+    (path,) = tiny_adapters(base, [AdapterSpec(rank=272, targets=("q_proj",))])
+    refused(base, path, "rank 272", "at most 256", "merge", max_rank=1024)
+
+
+@pytest.mark.parametrize(
+    ("spec", "named"),
+    [
+        (AdapterSpec(extra={"use_dora": True}), "self_attn.q_proj"),
+        (AdapterSpec(targets=("q_proj", "lm_head")), "lm_head"),
+    ],
+)
+def test_an_invocation_goes_with_plain_lora_only(base: TinyBase, spec: AdapterSpec, named: str) -> None:
+    (path,) = tiny_adapters(base, [spec])
+    configure(path, alora_invocation_tokens=[5])
+    refused(base, path, "alora_invocation_tokens can only", named)
+
+
 def test_dora_from_peft_itself(base: TinyBase) -> None:
-    refused(base, tiny_adapters(base, [AdapterSpec(extra={"use_dora": True})])[0], "use_dora")
+    (path,) = tiny_adapters(base, [AdapterSpec(extra={"use_dora": True})])
+    assert load(base, path).kinds == ("dora",)
 
 
 def test_adapter_of_a_larger_model(base: TinyBase, tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from sidestream.graphs import adapter_file
-from sidestream.graphs.adapter_file import AdapterFile
-from sidestream.graphs.safetensors_file import in_range
-from sidestream.graphs.safetensors_header import read_layout
+from sidestream.graphs.files import adapter_file
+from sidestream.graphs.files.adapter_file import AdapterFile
+from sidestream.graphs.files.safetensors_file import in_range
+from sidestream.graphs.files.safetensors_header import read_layout
 
 
 class Fault(ValueError):

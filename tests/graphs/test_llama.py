@@ -92,7 +92,7 @@ def test_packed_targets_come_together() -> None:
 
 @pytest.mark.parametrize(
     ("shape", "named"),
-    [((0, 16), "slots"), ((1, 8), "multiple of 16"), ((1, 0), "rank"), ((1, 16, ("lm_head",)), "lm_head")],
+    [((0, 16), "slots"), ((1, 8), "multiple of 16"), ((1, 0), "rank"), ((1, 16, ("norm",)), "norm")],
 )
 def test_impossible_stacks(shape: tuple, named: str) -> None:
     with pytest.raises(ValueError, match=named):

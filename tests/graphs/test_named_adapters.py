@@ -142,21 +142,10 @@ def test_pointers_of_git_lfs_are_called_so(base: TinyBase, adapter: Path, name: 
 
 
 def test_an_adapter_of_a_deeper_base_is_not_called_damaged(base: TinyBase, tmp_path: Path) -> None:
-    deeper = tiny_llama(tmp_path, num_hidden_layers=5)
+    deeper = tiny_llama(tmp_path, num_hidden_layers=7)
     (path,) = tiny_adapters(deeper, [AdapterSpec(rank=2)])
-    with pytest.raises(AdapterError, match="has 70 tensors; at most 42 are allowed: the adapter was trained on"):
+    with pytest.raises(AdapterError, match="has 98 tensors; at most 96 are allowed: the adapter was trained on"):
         load(base, path)
-
-
-def test_embeddings_that_peft_saved_too_and_the_remedy(base: TinyBase, tmp_path: Path) -> None:
-    wrapped = get_peft_model(base.model, LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=["o_proj"]))
-    wrapped.save_pretrained(tmp_path, save_embedding_layers=True)
-    with pytest.raises(AdapterError, match="copy of the embedding or the output head") as refused:
-        load(base, tmp_path)
-    assert "save_pretrained(DIRECTORY, save_embedding_layers=False)" in str(refused.value)
-    wrapped.save_pretrained(tmp_path, save_embedding_layers=False)
-    wrapped.unload()
-    assert load(base, tmp_path).rank == 2
 
 
 def trained_biases(base: TinyBase, place: Path) -> PeftModel:
@@ -173,21 +162,20 @@ def trained_biases(base: TinyBase, place: Path) -> PeftModel:
     return wrapped
 
 
-def test_trained_biases_are_refused_also_without_their_tensors_and_merging_works(tmp_path: Path) -> None:
+def test_trained_biases_without_their_tensors_are_refused_and_merging_works(tmp_path: Path) -> None:
     base = tiny_model(tmp_path, "Qwen2", hidden_size=256, num_attention_heads=4)
     place, merged = tmp_path / "biased", tmp_path / "merged"
     wrapped = trained_biases(base, place)
     tensors = load_file(place / WEIGHTS)
     assert any(name.endswith(".bias") for name in tensors)
-    with pytest.raises(AdapterError, match=r"bias='lora_only' trained the biases of k_proj too.*merge"):
-        load(base, place)
+    assert load(base, place).kinds == ("bias",)
     save_file({name: tensor for name, tensor in tensors.items() if ".lora_" in name}, place / WEIGHTS)
-    with pytest.raises(AdapterError, match=r"bias='lora_only' trained the biases of k_proj too.*merge"):
+    with pytest.raises(AdapterError, match=r"has bias = 'lora_only', but .*k_proj has no bias in"):
         load(base, place)
     config = json.loads((place / CONFIG).read_text())
     (place / CONFIG).write_text(json.dumps(config | {"bias": "none"}))
     save_file(tensors, place / WEIGHTS)
-    with pytest.raises(AdapterError, match=r"is a trained bias of the base.*merge"):
+    with pytest.raises(AdapterError, match=r"has bias = 'none', but .*k_proj has a bias in"):
         load(base, place)
     wrapped.merge_and_unload().save_pretrained(merged)
     served = TinyBase(merged)

@@ -138,8 +138,8 @@ def test_a_beam_as_wide_as_all_that_can_be_said_finds_the_best(penalty: float) -
             length = len(prompt) + len(answer) - (answer[-1] == EOS)
             every.append((total / length**penalty, [*prompt, *answer]))
 
-        def generate(prompts: list[list[int]], sampling: SamplingParams, adapters: list[str | None]) -> Any:
-            assert adapters == ["a"] * len(prompts) and sampling.max_tokens == 1
+        def generate(prompts: list[list[int]], sampling: SamplingParams, origins: list[Request]) -> Any:
+            assert [origin.adapter for origin in origins] == ["a"] * len(prompts) and sampling.max_tokens == 1
             rows = [probabilities(source, tuple(ids)) for ids in prompts]  # noqa: B023
             found = [{token: Logprob(math.log(value), 1) for token, value in row.items()} for row in rows]
             return [

@@ -11,6 +11,10 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+from sidestream.graphs.adapter_config import AdapterError
+from sidestream.graphs.config import LlamaConfig
+from sidestream.runtime.adapters.describer import AdapterDescriber
+from sidestream.runtime.adapters.registry import AdapterRegistry
 from sidestream.runtime.api.beam_search import BeamSearchParams
 from sidestream.runtime.api.errors import RequestError
 from sidestream.runtime.api.lora_request import LoRARequest
@@ -59,6 +63,41 @@ def test_an_answer_is_that_to_the_prompt_which_the_template_makes(llm):
         llm.chat("hello")
 
 
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"added_tokens.json": {"<call>": 300}}, r"'<call>' \(300\); add them to the base model's tokenizer"),
+        ({"added_tokens.json": {"<call>": 900}}, "embeddings for ids below 320: train without added tokens"),
+        ({"added_tokens.json": {"</s>": 256}}, r"have other ids there.*'</s>' \(256\)"),
+        ({"tokenizer_config.json": {"additional_special_tokens": ["<call>"]}}, "1 tokens of its tokenizer.*'<call>'"),
+        ({"tokenizer.json": {"added_tokens": [{"id": 300, "content": "a b"}]}}, r"\(a text of 3 characters\) \(300\)"),
+        ({"added_tokens.json": {"<pad>": 900}, "tokenizer_config.json": {"pad_token": "<pad>"}}, None),
+        ({"added_tokens.json": {"</s>": 257, "a": 97}}, None),
+    ],
+    ids=str,
+)
+def test_tokens_that_the_base_model_lacks_are_refused(base, llm, adapter, tmp_path, caplog, files, words):
+    """In this process and in the one that describes adapters; only padding may be new. Lenient is a warning."""
+    own = shutil.copytree(adapter, tmp_path / "own")
+    for name, content in files.items():
+        (own / name).write_text(json.dumps(content))
+    if words is None:
+        llm.add_adapter("own", own)
+        llm.remove_adapter("own")
+        return
+    with pytest.raises(AdapterError, match=rf"adapter 'own': .*{words}"):
+        llm.add_adapter("own", own)
+    config = LlamaConfig.from_directory(base.path)
+    describer = AdapterDescriber()
+    try:
+        with pytest.raises(AdapterError, match=words):
+            AdapterRegistry(config, 64, describe=describer, base=base.path).add("own", own)
+    finally:
+        describer.close()
+    AdapterRegistry(config, 64, lenient=True, base=base.path).add("own", own)
+    assert "adapter 'own'" in caplog.text and "lora_lenient=True" in caplog.text
+
+
 def test_no_second_bos_where_the_tokenizer_adds_one(base, tmp_path):
     path = shutil.copytree(base.path, tmp_path / "model")
     (path / "chat_template.jinja").write_text(TEMPLATE)
@@ -70,17 +109,15 @@ def test_no_second_bos_where_the_tokenizer_adds_one(base, tmp_path):
     assert output.prompt_token_ids == [256, *b"<user>x<assistant>"]
 
 
-def test_an_adapter_has_its_own_template(llm, adapter, tmp_path, caplog):
-    """Each conversation has the template of its adapter; tokens that the base model does not have are named."""
+def test_an_adapter_has_its_own_template(llm, adapter, tmp_path):
+    """Each conversation has the template of its adapter, with the tokens that its own files name."""
     own = shutil.copytree(adapter, tmp_path / "own")
     said = "{% for m in messages %}[{{ m.content }}{{ eos_token }}]{% endfor %}{{ bos_token }}"
     (own / "chat_template.jinja").write_text(said)
-    added = {"256": {"content": "<s>", "special": True}, "900": {"content": "<call>", "special": True}}
+    added = {"256": {"content": "<s>", "special": True}, "257": {"content": "</s>", "special": True}}
     (own / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "added_tokens_decoder": added}))
     llm.add_adapter("own", own)
     try:
-        (warning,) = [record.getMessage() for record in caplog.records if "added tokens" in record.getMessage()]
-        assert "'own'" in warning and "'<call>'" in warning and "'<s>'" not in warning
         hello, call = {"role": "user", "content": "hello"}, {"function": {"name": "f", "arguments": "{}"}}
         talks = [[hello], [hello, {"role": "assistant", "content": None, "tool_calls": [call]}], [hello]]
         outputs = llm.chat(talks, GREEDY, adapter=["first", "own", None], use_tqdm=False)

@@ -42,6 +42,7 @@ def make_engine(
     speculation="off",
     step_times=(),
     history=40,
+    invocations=None,
     **loading,
 ) -> Engine:
     """`adapters` many adapters, adapter0 with number 0 and so on; `asynchronous` copies them while steps run
@@ -61,7 +62,7 @@ def make_engine(
         step_times=step_times,
         speculation_history=history,
     )
-    scheduler = Scheduler(limits, numbers, hashes, asynchronous_loads=asynchronous, clock=clock or Clock())
+    scheduler = Scheduler(limits, numbers, hashes, invocations, asynchronous_loads=asynchronous, clock=clock or Clock())
     runner: FakeRunner
     if speculation != "off":
         runner = FollowingFakeRunner(pages, slots, VOCABULARY, ring_tokens=history, **loading)

@@ -1,6 +1,7 @@
 """A GPU process whose model is `fake_runner`'s hash, which checks every plan: `python -m support.fake_gpu FD`."""
 
 import hashlib
+import json
 import sys
 import threading
 import time
@@ -31,6 +32,8 @@ class FakeSizes(SimulatedSizes, kw_only=True):
     hang: int | None = None
     hold: str | None = None
     fail_start: str | None = None
+    lora_rank: int = 64
+    max_adapter_sums: int = 64
 
 
 class Checked(FakeRunner):
@@ -68,7 +71,7 @@ def _holds_thrice(plan: StepPlan, token: int | None) -> bool:
 
 class FakeServed:
     """See `gpu_process.Servable`. An adapter's path must be a directory, of which the last name counts as its content;
-    while a file `held` is in it, it is being read.
+    while a file `held` is in it, it is being read. A file `invocation` makes it an aLoRA.
     """
 
     def __init__(self, settings: ServeSettings) -> None:
@@ -90,6 +93,8 @@ class FakeServed:
             sizes.eos_ids,
             adapters,
             "a fake",
+            lora_rank=sizes.lora_rank,
+            max_adapter_sums=sizes.max_adapter_sums,
         )
 
     def add_adapter(self, name: str, path: str, replace: bool) -> LoadedAdapter:
@@ -101,7 +106,12 @@ class FakeServed:
             number = self._next
             self._next += 1
         content = hashlib.sha256(Path(path).name.encode()).hexdigest()
-        return LoadedAdapter(name, number, 8, content, read_adapter_chat(Path(path)))
+        file = Path(path) / "invocation"
+        invocation = tuple(json.loads(file.read_text())) if file.exists() else ()
+        return LoadedAdapter(name, number, 8, content, read_adapter_chat(Path(path)), invocation)
+
+    def add_sum(self, number: int, parts: list[tuple[int, float]]) -> None:
+        pass
 
     def remove_adapter(self, name: str) -> None:
         pass

@@ -14,20 +14,20 @@ from sidestream.runtime.scheduler.step_plan import AHEAD, StepPlan, StepResult
 EMPTY = (-1, -1, -2)
 
 
-def next_token(tokens: list[int], adapter: int, vocabulary: int) -> int:
-    """What the fake model says after `tokens` under an adapter number (-1 = base)."""
-    state = 1469598103 + adapter
+def next_token(tokens: list[int], adapter: int, vocabulary: int, active_from: int = 0) -> int:
+    """What the fake model says after `tokens` under an adapter number (-1 = base), active from a token on (aLoRA)."""
+    state = 1469598103 + adapter + 1009 * active_from
     for token in tokens:
         state = ((state ^ (token + 1)) * 16777619) & 0xFFFFFFFF
         state ^= state >> 13
     return (state >> 7) % vocabulary
 
 
-def continuation(prompt: list[int], adapter: int, count: int, vocabulary: int) -> list[int]:
+def continuation(prompt: list[int], adapter: int, count: int, vocabulary: int, active_from: int = 0) -> list[int]:
     """The `count` tokens that follow `prompt`."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(next_token(tokens, adapter, vocabulary))
+        tokens.append(next_token(tokens, adapter, vocabulary, active_from))
     return tokens[len(prompt) :]
 
 
@@ -72,8 +72,7 @@ class FakeRunner:
             assert [position for _, position, _ in seen] == list(range(len(seen))), (
                 "every token of the context is there, once, in order"
             )
-            assert {other for _, _, other in seen} == {adapter}, "keys and values come from the sequence's own adapter"
-            tokens[row] = next_token([token for token, _, _ in seen], adapter, self.vocabulary)
+            tokens[row] = self.say(seen, adapter)
         scores = self._score(plan)
         self._last = tokens
         self.plans.append(plan)
@@ -91,13 +90,22 @@ class FakeRunner:
         for place in plan.logits_indices[plan.scored_rows].tolist():
             row = int(np.searchsorted(plan.query_start, place, side="right")) - 1
             seen = self._read(plan, row)[: int(plan.positions[place]) + 1]
-            said.append(next_token([token for token, _, _ in seen], seen[0][2], self.vocabulary))
+            said.append(self.say(seen, seen[-1][2], failed=plan.step < self._failed + AHEAD))
         likeliest = np.arange(count)[None] + np.array(said)[:, None]
         return {
             "prompt_tokens": np.concatenate((plan.scored_tokens[:, None], likeliest), 1).astype(np.int32),
             "prompt_logprobs": np.repeat(-1 - np.array(said, np.float32)[:, None], 1 + count, 1),
             "prompt_ranks": np.array(said, np.int32),
         }
+
+    def say(self, seen: list[tuple[int, int, int]], adapter: int, failed: bool = False) -> int:
+        """What the model says after the stored entries, of which the first may be the base's (aLoRA)."""
+        others = [other for _, _, other in seen]
+        active_from = others.count(-1) if adapter >= 0 else 0
+        assert failed or others == [-1] * active_from + [adapter] * (len(others) - active_from), (
+            "keys and values come from the sequence's own adapter, or the base before its activation"
+        )
+        return next_token([token for token, _, _ in seen], adapter, self.vocabulary, active_from)
 
     def fail(self, plan: StepPlan) -> None:
         """The step stores and samples nothing; what later plans compute from it is not checked."""

@@ -25,6 +25,7 @@ class FollowingFakeRunner(LoadingFakeRunner):
         self.right, self.ring_tokens = right, ring_tokens
         self.drafted = self.accepted = self.recalls = 0
         self._adapters: dict[int, int] = {}  # of the sequence that holds a row
+        self._active_from: dict[int, int] = {}
         self.contents: dict[int, int] = {}  # adapter -> another one with the same content
         self._rings: dict[tuple[int, int], int] = {}  # (ring, place) -> the adapter whose token it is
         self._dice = random.Random(seed)
@@ -68,7 +69,7 @@ class FollowingFakeRunner(LoadingFakeRunner):
             assert plan.positions[mine.start] <= len(tokens) - 1 <= len(tokens) + drafts - 1 < known
             guesses: list[int] = []
             for _ in range(drafts):
-                said = next_token(tokens + guesses, adapter, self.vocabulary)
+                said = next_token(tokens + guesses, adapter, self.vocabulary, self._active_from[row])
                 guesses.append(said if self._dice.random() < self.right else (said + 1) % self.vocabulary)
             places = np.arange(len(tokens) - 1, len(tokens) + drafts)
             arrays["input_ids"][mine] = [tokens[-1], *guesses]
@@ -83,15 +84,18 @@ class FollowingFakeRunner(LoadingFakeRunner):
             tokens, adapter = self.histories[row][:end], self._adapters[row]
             assert 0 <= first <= end == len(tokens) and 1 + end - first <= self.ring_tokens
             if end - first:
-                assert tokens[-1] == next_token(tokens[:-1], adapter, self.vocabulary)
+                assert tokens[-1] == next_token(tokens[:-1], adapter, self.vocabulary, self._active_from[row])
             places = {(ring, (place + step) % self.ring_tokens) for step in range(1 + end - first)}
             assert not places & written, "nothing is written twice in a step"
             written |= places
             self._rings |= dict.fromkeys(places, self.contents.get(adapter, adapter))
 
     def _look_up(self, plan: StepPlan, index: int, row: int) -> None:
-        slot = int(plan.adapter_index[plan.query_start[index]])
-        adapter = self._adapters[row] = self.slots[slot] if slot >= 0 else -1
+        slots = plan.adapter_index[plan.query_start[index] : plan.query_start[index + 1]].tolist()
+        adapter = self._adapters[row] = self.slots[slots[-1]] if slots[-1] >= 0 else -1
+        before = self._read(plan, index)[: int(plan.positions[plan.query_start[index]])]
+        of_base = [other for _, _, other in before].count(-1) + slots.count(-1)
+        self._active_from[row] = of_base if adapter >= 0 else 0
         ring, end, filled = int(plan.rings[index]), int(plan.ring_ends[index]), int(plan.ring_filled[index])
         assert 0 <= filled <= self.ring_tokens and (ring >= 0 or not filled)
         places = [(ring, (end - filled + step) % self.ring_tokens) for step in range(filled)]
@@ -113,11 +117,10 @@ class FollowingFakeRunner(LoadingFakeRunner):
                 self.histories[row].append(0)  # void: planned before anybody knew
                 continue
             assert [position for _, position, _ in seen] == list(range(len(seen)))
-            assert len({adapter for _, _, adapter in seen}) == 1
-            tokens, adapter = [token for token, _, _ in seen], seen[0][2]
+            tokens = [token for token, _, _ in seen]
             assert tokens[: len(tokens) - drafts] == self.histories[row], "the store has what the history says"
             for place in range(1 + drafts):
-                said[first + place] = next_token(tokens[: len(tokens) - drafts + place], adapter, self.vocabulary)
+                said[first + place] = self.say(seen[: len(seen) - drafts + place], seen[-1][2])
             guesses = placed.input_ids[first + 1 : first + 1 + drafts]
             while accepted[index] < drafts and said[first + accepted[index]] == guesses[accepted[index]]:
                 accepted[index] += 1

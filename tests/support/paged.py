@@ -12,7 +12,7 @@ import torch
 from sidestream.graphs.adapter import Adapter, load_adapter
 from sidestream.graphs.checkpoint import Checkpoint, checkpoint_config, load_weights
 from sidestream.graphs.llama import Llama
-from sidestream.graphs.lora_stacks import fill_slot, lora_shape_for, slot_tensors
+from sidestream.graphs.lora_stacks import fill_slot, lora_shape_for, resolved, slot_tensors
 from sidestream.ops.core.kv_layout import PAGE_SIZE, kv_cache_shape
 
 from .tiny import TinyBase
@@ -32,7 +32,7 @@ def plain_model(
 ) -> tuple[Llama, list[Adapter]]:
     """Our plain Llama with the base's weights and adapter i in slot i."""
     config = checkpoint_config(base.path)
-    adapters = [load_adapter(path, config, max_rank=256) for path in adapter_paths]
+    adapters = [load_adapter(path, config, max_rank=256, base=base.path) for path in adapter_paths]
     lora = lora_shape_for(adapters, slots or max(len(adapters), 1))
     model = Llama(config, lora, dtype)
     checkpoint = Checkpoint(base.path, config)
@@ -40,7 +40,7 @@ def plain_model(
     load_weights(model, checkpoint)
     for slot, adapter in enumerate(adapters):
         assert lora is not None
-        fill_slot(model, slot, slot_tensors(adapter, config, lora, dtype))
+        fill_slot(model, slot, slot_tensors(resolved(adapter, checkpoint.tensor), config, lora, dtype))
     return model, adapters
 
 

@@ -267,6 +267,28 @@ def _silu_mul_lora() -> list[tuple[Any, ...]]:
     ]
 
 
+def lora_adjust_inputs(
+    tokens: int, n: int, slots: int = 3, dtype: torch.dtype = BF16, parts: str = "gain shift", device: str = "cpu"
+) -> tuple[Any, ...]:
+    """Arguments of `lora_adjust` without a rotation; slot 0 has only zeros, and every fourth token no adapter."""
+    stacks = [torch.randn(slots, n, device=device) if part in parts else None for part in ("gain", "shift")]
+    for stack in stacks:
+        if stack is not None:
+            stack[0] = 0.0
+    index = torch.randint(0, slots, (tokens,), device=device, dtype=torch.int32)
+    index[::4] = -1
+    return torch.randn(tokens, n, device=device).to(dtype), *stacks, index
+
+
+@samples("lora_adjust")
+def _lora_adjust() -> list[tuple[Any, ...]]:
+    return [
+        lora_adjust_inputs(5, 48),
+        (*lora_adjust_inputs(3, 64, parts="gain", dtype=torch.float32), 16, 32, 64),
+        lora_adjust_inputs(1, 20, parts="shift"),
+    ]
+
+
 @samples("rope")
 def _rope() -> list[tuple[Any, ...]]:
     return [

@@ -109,7 +109,17 @@ class Wire:
             time.sleep(0.1)
         raise TimeoutError("no welcome")
 
+    def greet_again(self) -> None:
+        """Say hello if the server may have dropped this client, because a test computed meanwhile.
+
+        A hello ends open requests, so tests compute what they expect before them.
+        """
+        waited = time.monotonic() - self._beat > 2.0
+        if self.welcome is not None and waited and all(answer.over for answer in self.answers.values()):
+            self.send(Hello("test"), NO_INSTANCE)
+
     def submit(self, request_id: str, sampling: Sampling = GREEDY, **fields: Any) -> None:
+        self.greet_again()
         self.answers[request_id] = Answer()
         self.send(Submit(request_id, sampling=sampling, **fields))
 
@@ -156,6 +166,7 @@ class Wire:
 
     def call(self, message: Any, timeout: float = GUARD) -> Any:
         """Send a call and wait for its answer."""
+        self.greet_again()
         self.send(message)
         self.until(lambda: any(getattr(other, "call", None) == message.call for other in self.others), timeout)
         found = next(other for other in self.others if getattr(other, "call", None) == message.call)

@@ -143,7 +143,11 @@ def tiny_adapters(base: TinyBase, specs: Sequence[AdapterSpec], *, seed: int = 1
         model = get_peft_model(copy.deepcopy(base.model), config)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if "lora_A" in name or "lora_B" in name:
+                if "lora_magnitude_vector" in name:  # far from the norms of the base's rows
+                    parameter.mul_(torch.exp(torch.randn(parameter.shape, generator=generator) * 0.5))
+                elif name.endswith("bias") and (parameter.requires_grad or "lora_B" in name):
+                    parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+                elif "lora_A" in name or "lora_B" in name:
                     fan_in = parameter.shape[1]
                     parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3 / fan_in**0.5)
         path = base.path.parent / f"adapter{len(list(base.path.parent.glob('adapter*')))}"

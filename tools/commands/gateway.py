@@ -33,6 +33,13 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         metavar="ADDRESS",
         help="address of an engine; may be repeated (default: that of `sidestream serve`)",
     )
+    group.add_argument(
+        "--adapter-root",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="an --adapter-root of the engines, which --resolve-adapters reads; may be repeated",
+    )
     group.add_argument("--engine-keys", metavar="DIR", help="a client's folder of `sidestream keys curve`")
     group.add_argument(
         "--config", action=ConfigAction, metavar="FILE", help="a TOML file of flags; the command line wins"
@@ -45,6 +52,7 @@ def run(options: argparse.Namespace) -> int:
     """Serve; return 0 after SIGTERM."""
     from msgspec.structs import replace
 
+    from ...runtime.adapters.remote_adapter import absolute_root
     from ...runtime.gateway.server_process import listen, serve
     from ...runtime.protocol.addresses import check_keys, default_address, parse
 
@@ -52,7 +60,10 @@ def run(options: argparse.Namespace) -> int:
     engines = options.engine or [default_address()]
     for engine in engines:
         check_keys(parse(engine), options.engine_keys is not None, "--engine-keys")
-    settings = replace(gateway_settings(options), engines=engines, engine_keys=options.engine_keys)
+    if options.resolve_adapters and not options.adapter_root:
+        raise ValueError("--resolve-adapters needs the engines' directory of adapters; add --adapter-root DIR")
+    roots = list(map(absolute_root, options.adapter_root)) if options.resolve_adapters else []
+    settings = replace(gateway_settings(options), engines=engines, engine_keys=options.engine_keys, resolve_roots=roots)
     if settings.keys is not None:
         report("limits of keys hold for this process; other gateways count on their own")
     with listen(settings.host, settings.port) as listener:

@@ -131,6 +131,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     group = parser.add_argument_group("capacity")
     add_option(group, "num_kv_pages")
     add_option(group, "max_cpu_loras")
+    add_option(group, "max_adapter_sums")
     add_option(group, "enable_prefix_caching", "--no-prefix-caching")
     group.add_argument(
         "--trace-steps", metavar="FILE", help="profile a hundred decode steps, for idle time between them"
@@ -146,8 +147,9 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def settings_of(options: argparse.Namespace) -> Any:
     """Return the options as `ServeSettings`. Raises ValueError for options that cannot be served."""
-    from ...runtime.adapters.remote_adapter import is_remote
-    from ...runtime.engine.options import DEFAULT_MAX_LORAS, MAX_RANK
+    from ...graphs.adapter_config import MAX_RANK
+    from ...runtime.adapters.remote_adapter import absolute_root
+    from ...runtime.engine.options import DEFAULT_MAX_LORAS
     from ...runtime.engine.vllm_keywords import DEFAULT_LORA_RANK
     from ...runtime.gateway.auth.usage_database import default_path
     from ...runtime.gateway.router.adapter_root import CONFIG, rank_in
@@ -159,7 +161,8 @@ def settings_of(options: argparse.Namespace) -> Any:
     folder = options.lora_modules_from and str(Path(options.lora_modules_from).resolve())
     if folder is not None:
         _add_folder(options, folder)
-    llm = llm_arguments(options) | given(options, "num_kv_pages", "max_cpu_loras", "load_format", "generation_config")
+    own = ("num_kv_pages", "max_cpu_loras", "max_adapter_sums", "load_format", "generation_config")
+    llm = llm_arguments(options) | given(options, *own)
     if options.fail_on_compilation:
         llm["fail_on_compilation"] = True
     if options.no_prefix_caching:
@@ -172,7 +175,7 @@ def settings_of(options: argparse.Namespace) -> Any:
         str(Path(llm.pop("model")).resolve()),
         {name: str(Path(path).resolve()) for name, path in llm.pop("adapters").items()},
     )
-    if folder is not None:  # adapters that come later must fit
+    if folder is not None or options.resolve_adapters:  # adapters that are added later must fit
         configs = [Path(path, CONFIG).read_bytes() for path in adapters.values()]
         llm = {"max_loras": DEFAULT_MAX_LORAS, "lora_target_modules": ["all"]} | llm
         llm.setdefault("max_lora_rank", min(MAX_RANK, max([DEFAULT_LORA_RANK, *map(rank_in, configs)])))
@@ -183,12 +186,14 @@ def settings_of(options: argparse.Namespace) -> Any:
     bind = str(parse(options.bind or default_address()))
     allowed = options.allow_adapter_loading
     admin = bind.startswith("ipc://") if allowed is None else allowed
-    if folder is not None and not admin:
+    if _loading_flag(options) is not None and not admin:
         raise ValueError(
-            "--lora-modules-from loads adapters while the server runs, which is not allowed at this --bind; add "
+            f"{_loading_flag(options)} loads adapters while the server runs, which is not allowed at this --bind; add "
             "--allow-adapter-loading"
         )
-    roots = [root if is_remote(root) else str(Path(root).resolve()) for root in options.adapter_root] or sorted(
+    if options.resolve_adapters and not options.adapter_root:
+        raise ValueError("--resolve-adapters needs a directory with a folder for each adapter; add --adapter-root DIR")
+    roots = [absolute_root(root) for root in options.adapter_root] or sorted(
         {str(Path(path).parent) for path in adapters.values()}
     )
     return ServeSettings(
@@ -211,6 +216,13 @@ def settings_of(options: argparse.Namespace) -> Any:
         if options.trace_steps is not None
         else [],
     )
+
+
+def _loading_flag(options: argparse.Namespace) -> str | None:
+    """Return the flag for which the gateway loads adapters; None without one."""
+    if options.lora_modules_from:
+        return "--lora-modules-from"
+    return "--resolve-adapters" if options.resolve_adapters else None
 
 
 def _add_folder(options: argparse.Namespace, folder: str) -> None:
@@ -276,6 +288,8 @@ def front_of(options: argparse.Namespace, settings: Any) -> Any:
     command = [sys.executable, "-m", "sidestream.runtime.gateway.server_process"]
     keys = options.engine_keys and str(Path(options.engine_keys).resolve())
     gateway = replace(gateway, engine_keys=keys, model_aliases=(options.served_model_name or [])[1:])
+    if options.resolve_adapters:
+        gateway = replace(gateway, resolve_roots=settings.adapter_roots)
     if settings.adapters_folder:
         found = AdapterRoot(settings.adapters_folder).scan()
         versions = {name: found[name].version for name in settings.adapters.keys() & found.keys()}
@@ -302,8 +316,8 @@ def run(options: argparse.Namespace) -> int:
         check_output("--trace-steps", Path(options.trace_steps))
         os.environ["SIDESTREAM_TRACE_STEPS"] = str(Path(options.trace_steps).resolve())
     front = None if options.no_http else front_of(options, settings)
-    if settings.adapters_folder and front is None:
-        raise ValueError("--lora-modules-from needs HTTP, whose process follows the directory; leave --no-http out")
+    if front is None and _loading_flag(options) is not None:
+        raise ValueError(f"{_loading_flag(options)} needs HTTP, whose process loads the adapters; leave --no-http out")
     report(f"loading {settings.served_model_name} with {len(settings.adapters)} adapters")
     if count > 1:
         return ReplicaSupervisor(settings, count, report, front).run()

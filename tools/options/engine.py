@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ...compiler.options import DEFAULT_PRECISION, TENSOR_PARALLEL, Layers, Precision, choices
+from ...graphs.families import ADAPTER_PARTS
 from ...graphs.model_directory import adapter_directory
 from ...graphs.model_directory import model_directory as hub_or_path
 from ...runtime.api.checks import MAX_DRAFTS, is_speculation
@@ -230,6 +231,7 @@ def add_lora_options(parser: argparse.ArgumentParser) -> None:
     add_option(group, "max_lora_rank", metavar="R")
     add_option(group, "lora_lenient")
     add_option(group, "lora_target_modules", nargs="+", action="extend", choices=TARGET_NAMES, metavar="NAME")
+    add_option(group, "lora_parts", nargs="+", action="extend", choices=ADAPTER_PARTS, metavar="PART")
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -286,7 +288,9 @@ def adapters_of(options: argparse.Namespace) -> dict[str, str]:
     """Return the adapters by name: those of --lora-modules, or the demo model's without MODEL."""
     chosen = dict(options.lora_modules)
     if len(chosen) < len(options.lora_modules):
-        raise ValueError("--lora-modules names an adapter twice; give each its own name")
+        names = [name for name, _ in options.lora_modules]
+        twice = max(names, key=names.count)
+        raise ValueError(f"--lora-modules names adapter {twice!r} twice; give each its own name")
     if not options.model:
         chosen = {name: str(path) for name, path in demo_adapters().items()} | chosen
     found = {}
@@ -336,6 +340,7 @@ def llm_arguments(options: argparse.Namespace) -> dict[str, Any]:
         "max_loras",
         "max_lora_rank",
         "lora_target_modules",
+        "lora_parts",
         "gpu_memory_utilization",
         "device",
         "calibration",

@@ -70,6 +70,11 @@ def add_gateway_options(parser: argparse.ArgumentParser, keys_flags: list[str]) 
     )
     about = "a stream that waits sends its head at once and a comment after so many seconds of silence; 0: never"
     add_value(group, "--stream-keepalive-seconds", 10.0, about, seconds, "S")
+    group.add_argument(
+        "--resolve-adapters",
+        action="store_true",
+        help="load an unknown adapter at its first request, from the folder of its name below an --adapter-root",
+    )
     group = parser.add_argument_group("records")
     group.add_argument(
         "--usage-log",

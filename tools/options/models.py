@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ...graphs.adapter_config import MAX_RANK
 from ...runtime.engine.options import target_modules
 from .engine import adapters_of, add_model, add_value, model_directory
 from .shapes import OTHER_SHAPES
@@ -53,8 +54,6 @@ SHAPES = {"llama-3.1-8b": LLAMA_8B, "llama-3.1-70b": LLAMA_70B, **OTHER_SHAPES}
 DEFAULT_BUCKETS = ("decode:8", "mixed:256")
 CONTEXT_BLOCKS = 8
 MIXED_SEQUENCES = 8
-HIGHEST_RANK = 512
-
 
 LORA_CHOICES = ("none", "zipf", "four")
 T = TypeVar("T", str, int)
@@ -201,20 +200,21 @@ def lora_shape(options: argparse.Namespace, config: Any) -> Any:
     from ...graphs.lora import RANK_MULTIPLE
     from ...graphs.lora_stacks import lora_shape_for
 
-    targets = target_modules(options.lora_target_modules)
+    targets, parts = target_modules(options.lora_target_modules), options.lora_parts
+    base = None if getattr(options, "shape", None) else model_directory(options)
     adapters = [
-        load_adapter(path, config, options.max_lora_rank or HIGHEST_RANK, options.lora_lenient)
+        load_adapter(path, config, options.max_lora_rank or MAX_RANK, options.lora_lenient, base=base)
         for path in adapters_of(options).values()
     ]
     if adapters:
-        return lora_shape_for(adapters, options.max_loras or len(adapters), options.max_lora_rank, targets)
+        return lora_shape_for(adapters, options.max_loras or len(adapters), options.max_lora_rank, targets, parts)
     if not options.max_loras:
         if options.max_lora_rank:
             raise ValueError(
                 "--max-lora-rank without adapters: add --max-loras N, or name adapters with --lora-modules NAME=DIR"
             )
         return None
-    return lora_shape_for([], options.max_loras, options.max_lora_rank or RANK_MULTIPLE, targets)
+    return lora_shape_for([], options.max_loras, options.max_lora_rank or RANK_MULTIPLE, targets, parts)
 
 
 def load_model(options: argparse.Namespace, directory: Path, dtype: Any) -> Any:
@@ -224,7 +224,7 @@ def load_model(options: argparse.Namespace, directory: Path, dtype: Any) -> Any:
     from ...graphs.adapter import load_adapter
     from ...graphs.checkpoint import Checkpoint, checkpoint_config, load_weights
     from ...graphs.llama import Llama
-    from ...graphs.lora_stacks import fill_slot, slot_tensors
+    from ...graphs.lora_stacks import fill_slot, resolved, slot_tensors
     from ...runtime.worker.cpu_threads import limit_cpu_threads
 
     limit_cpu_threads(torch.device("cpu"))
@@ -236,16 +236,9 @@ def load_model(options: argparse.Namespace, directory: Path, dtype: Any) -> Any:
     load_weights(model, checkpoint)
     for slot, path in enumerate(adapters_of(options).values()):
         if lora is not None:
-            fill_slot(
-                model,
-                slot,
-                slot_tensors(
-                    load_adapter(path, config, options.max_lora_rank or HIGHEST_RANK, options.lora_lenient),
-                    config,
-                    lora,
-                    dtype,
-                ),
-            )
+            rank = options.max_lora_rank or MAX_RANK
+            adapter = load_adapter(path, config, rank, options.lora_lenient, base=directory)
+            fill_slot(model, slot, slot_tensors(resolved(adapter, checkpoint.tensor), config, lora, dtype))
     return model
 
 

@@ -2,8 +2,10 @@
 
 from collections import defaultdict
 
+import torch
 from torch import fx
 
+from ....ops.lora.adjust import lora_adjust
 from ....ops.lora.lora import lora
 from ...graph.nodes import aten, bind, calls, insert_call, insert_placeholder, shape_of
 from ...graph.projections import Branch, branch_of
@@ -18,8 +20,8 @@ def pack_projections(graph: fx.Graph, context: Context) -> PassReport:
     after   linear_3 = aten.linear(x, q_k_v); lora_3 = sidestream.lora(x, a, b, adapter_index, [4096, 1024, 1024])
             add = linear_3 + lora_3; slice = add[..., :4096]; slice_1 = add[..., 4096:5120]; ...
 
-    Biases (separate after `lift_bias`) are packed too. Members without LoRA or bias get zeros. Leaves linears with
-    computed weights, and groups with LoRA branches on different adapter indices.
+    Biases (separate after `lift_bias`), gains and shifts are packed too. Members without them or LoRA get zeros. Leaves
+    linears with computed weights, and groups with LoRA branches on different adapter indices.
     """
     report = PassReport(0)
     groups: dict[fx.Node, list[fx.Node]] = defaultdict(list)
@@ -60,6 +62,8 @@ def _pack(graph: fx.Graph, x: fx.Node, branches: list[Branch]) -> None:
     first = branches[0].linear
     with graph.inserting_before(first):
         joined = insert_call(graph, aten.linear.default, (x, packed), like=first)
+        if any(branch.adjust is not None for branch in branches):
+            joined = _packed_adjust(graph, branches, joined)
         if any(branch.bias is not None for branch in branches):
             joined = insert_call(graph, aten.add.Tensor, (joined, _packed_bias(graph, branches)), like=first)
         if any(branch.lora is not None for branch in branches):
@@ -69,6 +73,30 @@ def _pack(graph: fx.Graph, x: fx.Node, branches: list[Branch]) -> None:
             part = insert_call(graph, aten.slice.Tensor, (joined, -1, offset, offset + width), like=branch.linear)
             branch.joined.replace_all_uses_with(part)
             offset += width
+
+
+def _packed_adjust(graph: fx.Graph, branches: list[Branch], linear: fx.Node) -> fx.Node:
+    """Insert one adjustment with the gains and shifts of all members; at most one member's columns are rotated."""
+    nodes = [branch.adjust for branch in branches if branch.adjust is not None]
+    stacks: list[fx.Node | None] = []
+    for name in ("gain", "shift"):
+        given = [stack for node in nodes if (stack := getattr(bind(node), name)) is not None]
+        if not given:
+            stacks.append(None)
+            continue
+        parts = [zeros((1, branch.width), torch.float32) for branch in branches]
+        for place, branch in enumerate(branches):
+            stack = None if branch.adjust is None else getattr(bind(branch.adjust), name)
+            parts[place] = parts[place] if stack is None else stack.meta["recipe"]
+        shape = (int(shape_of(given[0])[0]), sum(branch.width for branch in branches))
+        recipe, label = cat(1, parts), _joined_name(given)
+        stacks.append(insert_placeholder(graph, label, "adapter", shape, torch.float32, after=given[0], recipe=recipe))
+    rotated, offset = (0, 0, 0), 0
+    for branch in branches:
+        if branch.adjust is not None and bind(branch.adjust).rotate:
+            rotated = (bind(branch.adjust).rotate, offset, offset + branch.width)
+        offset += branch.width
+    return insert_call(graph, lora_adjust, (linear, *stacks, bind(nodes[0]).adapter_index, *rotated), like=nodes[0])
 
 
 def _packed_bias(graph: fx.Graph, branches: list[Branch]) -> fx.Node:

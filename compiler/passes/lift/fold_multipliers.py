@@ -5,6 +5,7 @@ from typing import Any
 from torch import fx
 
 from ....ops.elementwise.rms_norm import rms_norm
+from ....ops.lora.adjust import lora_adjust
 from ....ops.lora.lora import lora
 from ...graph.nodes import aten, bind, calls, is_call, through_views
 from ...graph.recipe import scale
@@ -35,7 +36,9 @@ def _scales_weights(product: fx.Node) -> bool:
     """Return whether a product multiplies a projection or norm by a number."""
     factors = bind(product)
     source = through_views(factors.self)
-    return isinstance(factors.other, int | float) and is_call(source, aten.linear.default, aten.add.Tensor, rms_norm)
+    return isinstance(factors.other, int | float) and is_call(
+        source, aten.linear.default, aten.add.Tensor, lora_adjust, rms_norm
+    )
 
 
 def _weights(value: Any) -> list[fx.Node]:
@@ -50,6 +53,9 @@ def _weights(value: Any) -> list[fx.Node]:
         return [_loaded(bind(value).weight)]
     if is_call(value, lora):
         return [_loaded(bind(value).b)]
+    if is_call(value, lora_adjust):
+        shift = bind(value).shift
+        return [*_weights(bind(value).y), *([] if shift is None else [_loaded(shift)])]
     return [_loaded(bind(value).weight if is_call(value, rms_norm) else value)]
 
 

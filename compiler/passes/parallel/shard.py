@@ -14,6 +14,7 @@ from ....ops.collectives.all_gather import all_gather
 from ....ops.collectives.all_reduce import all_reduce
 from ....ops.collectives.tensor_parallel_group import tensor_parallel_group
 from ....ops.elementwise.rms_norm import rms_norm
+from ....ops.lora.adjust import lora_adjust
 from ....ops.lora.lora import lora
 from ...graph.nodes import (
     aten,
@@ -30,7 +31,7 @@ from ...graph.nodes import (
     value_of,
 )
 from ...graph.projections import Branch, branch_of
-from ...graph.recipe import Recipe, Share, SliceError, cat, sliced, zeros
+from ...graph.recipe import Recipe, Share, SliceError, cat, scale, sliced, zeros
 from ...options import TENSOR_PARALLEL, OptionError
 from ..base import Context, PassReport, Refused
 
@@ -66,10 +67,10 @@ def shard(graph: fx.Graph, context: Context) -> PassReport:
             all_gather = sidestream.all_gather(logits, "tp2", 128256), unless gather_logits is off
 
     A column-parallel LoRA delta needs all of A. A row-parallel one needs all of B, is a partial sum like the linear's,
-    and is reduced with it. Rank 0 adds a row-parallel bias. With fewer KV heads than ranks, several ranks have the same
-    heads. Recipes slice first, so that a rank reads only its share of the checkpoint. Runs with tensor_parallel above
-    1. The matches are collectives: two per layer, and one for the logits. Leaves the whole graph if it has an unknown
-    projection. Raises OptionError for sizes that `tensor_parallel` does not divide.
+    and is reduced with it. Rank 0 adds a row-parallel bias and an adapter's shift. With fewer KV heads than ranks,
+    several ranks have the same heads. Recipes slice first, so that a rank reads only its share of the checkpoint. Runs
+    with tensor_parallel above 1. The matches are collectives: two per layer, and one for the logits. Leaves the whole
+    graph if it has an unknown projection. Raises OptionError for sizes that `tensor_parallel` does not divide.
     """
     report, options = PassReport(0), context.options
     world = options.tensor_parallel
@@ -178,10 +179,11 @@ class _Parts:
 
     def _logits(self, graph: fx.Graph) -> None:
         returned = next(node for node in graph.nodes if node.op == "output").all_input_nodes
-        if len(returned) != 1 or not is_call(returned[0], aten.linear.default):
+        linear = split_delta(returned[0])[0] if len(returned) == 1 else None
+        if linear is None or not is_call(linear, aten.linear.default):
             raise Refused(f"{', '.join(node.name for node in returned)}: the graph does not return one linear's logits")
         self.head = returned[0]
-        branch = branch_of(self.head)
+        branch = branch_of(linear)
         self.vocabulary = branch.width
         share = Share(self.rank, self.world, self.alignment)
         self.columns[self.head] = branch, [Projection(0, branch.width, share)]
@@ -200,6 +202,7 @@ class _Parts:
     def _column(self, value: fx.Node, share: Share) -> None:
         source, start, end = slice_range(value) or (value, 0, int(shape_of(value)[-1]))
         linear, _ = split_bias(split_delta(source)[0])
+        linear = bind(linear).y if is_call(linear, lora_adjust) else linear
         if not is_call(linear, aten.linear.default) or branch_of(linear).joined is not source:
             raise Refused(f"{source.name} is not a projection with its bias and LoRA (is lift_lora or lift_bias off?)")
         _, projections = self.columns.setdefault(source, (branch_of(linear), []))
@@ -241,9 +244,12 @@ def split_columns(graph: fx.Graph, branch: Branch, projections: list[Projection]
     """Slice a packed linear to a rank's share of each projection: rows of weight, bias and B. Raises SliceError."""
     _exchange(graph, branch.linear, "weight", 0, _own_rows(branch.weight, 0, projections))
     if branch.bias is not None:
-        total = next(user for user in branch.bias.users if branch.linear in user.all_input_nodes)
+        total = next(user for user in branch.bias.users if (branch.adjust or branch.linear) in user.all_input_nodes)
         argument = bind(total).names_of(branch.bias)[0]
         _exchange(graph, total, argument, 0, _own_rows(branch.bias, 0, projections))
+    if branch.adjust is not None:
+        for name, stack in _stacks(branch.adjust):
+            _exchange(graph, branch.adjust, name, 1, _own_rows(stack, 1, projections))
     if branch.lora is not None:
         _exchange(graph, branch.lora, "b", 1, _own_rows(bind(branch.lora).b, 1, projections))
         set_operands(branch.lora, slices=[each.own for each in projections])
@@ -251,6 +257,9 @@ def split_columns(graph: fx.Graph, branch: Branch, projections: list[Projection]
     for each in projections:
         moved[each.start, each.end] = offset, offset + each.own
         offset += each.own
+    if branch.adjust is not None and bind(branch.adjust).rotate:
+        first, end = moved[bind(branch.adjust).first, bind(branch.adjust).end]
+        set_operands(branch.adjust, first=first, end=end)
     for user in list(branch.joined.users):
         cut = slice_range(user)
         if cut is not None:
@@ -259,16 +268,25 @@ def split_columns(graph: fx.Graph, branch: Branch, projections: list[Projection]
 
 
 def split_rows(graph: fx.Graph, branch: Branch, share: Share) -> None:
-    """Slice a linear's weight and A to a rank's columns. Only rank 0 adds the bias. Raises SliceError."""
+    """Slice a linear's weight and A to a rank's columns. Only rank 0 adds the bias and a shift. Raises SliceError."""
     width = int(shape_of(branch.weight)[1])
     weight = sliced(branch.weight.meta["recipe"], 1, share, width), share.of(width)
     _exchange(graph, branch.linear, "weight", 1, weight)
+    shift = None if branch.adjust is None else bind(branch.adjust).shift
     if branch.bias is not None and share.rank:
         value = branch.bias.meta["val"]
         branch.bias.meta["recipe"] = zeros(tuple(int(size) for size in value.shape), value.dtype)
+    if shift is not None and share.rank:
+        shift.meta["recipe"] = scale(shift.meta["recipe"], 0.0)
     if branch.lora is not None:
         a = bind(branch.lora).a
         _exchange(graph, branch.lora, "a", 2, (sliced(a.meta["recipe"], 2, share, width), share.of(width)))
+
+
+def _stacks(adjust: fx.Node) -> list[tuple[str, fx.Node]]:
+    """Return the arguments of an adjustment that are stacks."""
+    stacks = ((name, getattr(bind(adjust), name)) for name in ("gain", "shift"))
+    return [(name, stack) for name, stack in stacks if stack is not None]
 
 
 def split_heads(view: fx.Node, share: Share) -> None:

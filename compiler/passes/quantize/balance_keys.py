@@ -9,6 +9,7 @@ from torch import fx
 from ....ops.attention.rope_append import rope_append
 from ....ops.core.dtypes import QUANTIZED_MAX
 from ....ops.elementwise.rms_norm import add_rms_norm, rms_norm
+from ....ops.lora.adjust import lora_adjust
 from ...graph.nodes import aten, bind, calls, insert_placeholder, is_call, set_operands, shape_of, through_views
 from ...graph.recipe import Recipe, cat, key_balance, multiply, norm_balance
 from ...program.layers import layer_of_name
@@ -59,6 +60,7 @@ def _balance(graph: fx.Graph, append: fx.Node) -> None:
 
 def _weight(packed: fx.Node) -> fx.Node:
     """Return the packed weight of q, k and v."""
+    packed = bind(packed).y if is_call(packed, lora_adjust) else packed
     if not is_call(packed, aten.linear.default):
         raise Refused(f"{packed.name} is not a linear")
     weight: fx.Node = bind(packed).weight
@@ -76,6 +78,7 @@ def _parts(packed: fx.Node, count: int) -> tuple[Recipe, ...]:
 
 def _gain(packed: fx.Node) -> Recipe:
     """Return the recipe of the weight of the norm before the projection."""
+    packed = bind(packed).y if is_call(packed, lora_adjust) else packed
     x = through_views(bind(packed).input)
     norm = bind(x).source if is_call(x, operator.getitem) else x
     gain = bind(norm).weight if is_call(norm, rms_norm, add_rms_norm) else None

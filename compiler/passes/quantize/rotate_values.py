@@ -4,8 +4,8 @@ from torch import fx
 
 from ....ops.attention.append_kv import append_kv
 from ....ops.attention.paged_attention import paged_attention
-from ...graph.nodes import bind, calls, is_call, shape_of, through_views
-from ...graph.projections import producing_weights, reading_weights
+from ...graph.nodes import bind, calls, is_call, set_operands, shape_of, through_views
+from ...graph.projections import adjustment_of, producing_weights, reading_weights
 from ...graph.recipe import hadamard
 from ...program.layers import layer_of_name
 from ..base import Context, PassReport, Refused, rewrite_each
@@ -20,8 +20,9 @@ def rotate_values(graph: fx.Graph, context: Context) -> PassReport:
             by head
 
     Attention mixes tokens, not channels, so the result is the same, but V and attention's output are quantized without
-    outlier channels, at no cost at run time. Matches layers in `rotate_values`. Leaves weights with other readers and
-    computed weights.
+    outlier channels, at no cost at run time. An adapter's gain applies to the values before the rotation: `lora_adjust`
+    rotates them back and forth. Matches layers in `rotate_values`. Leaves weights with other readers and computed
+    weights.
     """
     if context.options.rotate_values is False:
         return PassReport(0)
@@ -42,5 +43,8 @@ def rotate_values(graph: fx.Graph, context: Context) -> PassReport:
             *reading_weights(attentions[0], "rotated"),
         ]:
             weight.meta["recipe"] = hadamard(weight.meta["recipe"], dim, width)
+        adjust = adjustment_of(through_views(value))
+        if adjust is not None and bind(adjust).gain is not None:
+            set_operands(adjust, rotate=width, end=int(shape_of(adjust)[-1]))
 
     return rewrite_each(filter(applies, calls(graph, append_kv)), rotate)

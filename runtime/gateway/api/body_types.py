@@ -2,18 +2,25 @@
 
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
+from ...api.adapter_sum import MAX_PARTS, MAX_WEIGHT
 from ...protocol.messages import MAX_PROMPT_CHARACTERS, MAX_PROMPT_TOKENS
+from ...text.chat_files import MAX_TEMPLATE_CHARACTERS
 
 MAX_PROMPTS = 1024
 """Prompts of one request."""
 
 ModelName = Annotated[str, Meta(min_length=1, max_length=256, description="the base model's name, or an adapter's")]
 AdapterName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9._-]+$")]
+LoraWeights = Annotated[
+    dict[AdapterName, Annotated[float, Meta(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]],
+    Meta(min_length=1, max_length=MAX_PARTS, description="weights of adapters; their weighted sum answers"),
+]
 Text = Annotated[str, Meta(max_length=MAX_PROMPT_CHARACTERS)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_PROMPT_TOKENS)]
+TemplateText = Annotated[str, Meta(max_length=MAX_TEMPLATE_CHARACTERS, description="a Jinja template, or a name")]
 TemplateVariables = Annotated[dict[str, Any], Meta(max_length=64)]
 Ignored = Annotated[Any, Meta(description="accepted and ignored")]
 Refused = Annotated[Any, Meta(description="not supported; values without an effect are accepted")]
@@ -51,13 +58,18 @@ class CompletionTokensDetails(Answer, frozen=True, kw_only=True):
 
 
 class Usage(Answer, frozen=True, kw_only=True):
-    """Token counts of a request, over all prompts and completions."""
+    """Token counts of a request, over all prompts and completions.
+
+    `adapter_active`: False if the base model answered a prompt, since it lacks the aLoRA adapter's invocation; else
+    left out.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails
+    adapter_active: bool | UnsetType = UNSET
 
 
 class StreamOptions(Body, frozen=True, kw_only=True):

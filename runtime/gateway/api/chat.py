@@ -18,7 +18,7 @@ from ...api.structured_outputs import StructuredOutputsParams
 from ...protocol.messages import Chunk
 from ...text.reasoning import has_reasoning, template_variables
 from ..interfaces import GatewayError
-from .body_types import Answer, Part, Refused, TemplateVariables, Text, Usage
+from .body_types import Answer, Part, Refused, TemplateText, TemplateVariables, Text, Usage
 from .completion_session import CompletionSession, Prompt, estimated_tokens, open_session, reserved_tokens
 from .context import GatewayContext, Target, caller_of, errors_as_400, json_response, new_id
 from .event_stream import ChunkEncoder, EventStream, TextChunkEncoder
@@ -104,6 +104,7 @@ class ChatRequest(TokenBody, frozen=True, kw_only=True):
     continue_final_message: bool | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
+    chat_template: TemplateText | None = None
     chat_template_kwargs: TemplateVariables | None = None
     include_reasoning: bool | None = None
     documents: Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)] | None = None
@@ -334,13 +335,13 @@ class OpenChat:
 
 async def open_chat(context: GatewayContext, request: Request, body: ChatRequest) -> OpenChat:
     """Admit a counted request, render its prompt and open its session. Raises GatewayError."""
-    target = await context.target(caller_of(request), body.model, body.lora_path)
+    target = await context.target(request, body.model, body.lora_path, body.lora_weights)
     params = body.sampling(target.model.sampling_defaults)
     conversation, tools, tool_format = body.conversation(), body.offered_tools, None
     template_tools = for_template(tools) if tools else None
     estimate = estimated_tokens([conversation, template_tools])
     with reserved_tokens(context, request, target, estimate, params, params.n) as ticket:
-        templates = await context.templates(target)
+        templates = await context.templates(target, body.chat_template)
         if tools:
             with errors_as_400("tools"):
                 template = templates.select(None, True) if templates.templates else ""

@@ -8,7 +8,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from msgspec import structs
+from msgspec import UNSET, structs
 from starlette.requests import Request
 from starlette.types import Receive
 
@@ -44,6 +44,7 @@ class TokenCounts:
     """Counts over the chunks that arrived.
 
     by_prompt         prompt index -> its number of tokens, once an engine accepted it
+    adapter_active    no prompt lacks the invocation of the aLoRA adapter
     adapter_content   content hash of the adapter version that answers
     finished_prompts  prompts with complete answers
     reasoning         parsers of the answers' reasoning, which count its tokens
@@ -58,6 +59,7 @@ class TokenCounts:
     history_accepted_tokens: int = 0
     trained_draft_tokens: int = 0
     trained_accepted_tokens: int = 0
+    adapter_active: bool = True
     adapter_content: str = ""
     first_token_seconds: float = 0.0
     longest_output_tokens: int = 0
@@ -95,6 +97,7 @@ class TokenCounts:
                 self.by_prompt[prompt_index] = usage.prompt_tokens
                 for name in ("cached_tokens", *_DRAFT_COUNTS):
                     setattr(self, name, getattr(self, name) + getattr(usage, name))
+                self.adapter_active &= usage.adapter_active
                 self.engine_queue_seconds = usage.queue_seconds
                 self.engine_first_token_seconds = usage.first_token_seconds
                 self.engine_total_seconds = max(self.engine_total_seconds, usage.total_seconds)
@@ -106,6 +109,7 @@ class TokenCounts:
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self.output_tokens,
             total_tokens=self.prompt_tokens + self.output_tokens,
+            adapter_active=UNSET if self.adapter_active else False,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=self.cached_tokens),
             completion_tokens_details=CompletionTokensDetails(
                 reasoning_tokens=self.reasoning_tokens,

@@ -223,7 +223,7 @@ async def completions(context: GatewayContext, request: Request) -> Response:
     """Handle one request."""
     context.admission.count(caller_of(request), uses_tokens=True)
     body = await context.read_body(request, CompletionRequest)
-    target = await context.target(caller_of(request), body.model, body.lora_path)
+    target = await context.target(request, body.model, body.lora_path, body.lora_weights)
     params, prompts = body.sampling(target.model.sampling_defaults), body.prompts()
     stream, tokens, choices = bool(body.stream), sum(map(estimated_tokens, prompts)), params.n * len(prompts)
     with reserved_tokens(context, request, target, tokens, params, choices) as ticket:

@@ -19,10 +19,12 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from ...api.adapter_sum import is_sum, sum_name, sum_parts
 from ...api.errors import RequestError, some_of
-from ...text.chat_files import ChatTemplates
+from ...text.chat_files import DEFAULT, ChatTemplates
 from ...text.chat_renderer import ChatRenderer
 from ...text.reasoning import CLOSER, ReasoningParser, reasoning_start
+from ..intake.adapter_resolver import AdapterResolver
 from ..intake.body_decoder import BodyDecoder
 from ..intake.body_memory import BODY, BodyMemory, HeldBody
 from ..intake.fair_queue import FairQueue
@@ -75,6 +77,7 @@ class GatewayContext:
         self._tokenizations = FairQueue(TOKENIZATIONS, TOKENIZATIONS_PER_OWNER)
         self._decoder, self._decodings = BodyDecoder(settings.max_body_bytes), FairQueue(1, 1)
         self._body_memory = BodyMemory(BODIES_PER_OWNER * settings.max_body_bytes)
+        self._resolver = AdapterResolver(settings.resolve_roots, engines)
         self._names: tuple[float, list[str]] | None = None
         self._templates: OrderedDict[tuple[str, str], ChatTemplates] = OrderedDict()
         self._closer: list[int] | None = None  # tokens of </think>
@@ -94,29 +97,65 @@ class GatewayContext:
         async def decode_large(data: bytes) -> T:
             check = functools.partial(self._decoder.check, data, shape)
             body = await self._in_thread(self._decodings, request, check)
-            await self.target(caller_of(request), body.model)
+            await self.target(request, body.model)
             return await body.decode()
 
         return await read_body(request, shape, self.settings, held, decode_large)
 
-    async def target(self, caller: Caller, name: str | None, lora_path: str | None = None) -> Target:
+    async def target(
+        self,
+        request: Request,
+        name: str | None,
+        lora_path: str | None = None,
+        lora_weights: Mapping[str, float] | None = None,
+        *,
+        may_load: bool = True,
+    ) -> Target:
         """Resolve a body's `model`: the base model (also None), an adapter, or MODEL:ADAPTER as in SGLang.
 
-        lora_path   SGLang's field: an adapter if `name` is the base model
+        lora_path     SGLang's field: an adapter if `name` is the base model
+        lora_weights  weights of adapters, if `name` is the base model
+        may_load      load an unknown adapter from `resolve_roots`
 
         Raises GatewayError 404 if it does not exist or the caller may not use it.
         """
-        model = await self.engines.model()
+        model, caller = await self.engines.model(), caller_of(request)
+        if lora_weights is not None:
+            if lora_path is not None or name not in (None, model.name, *self.settings.model_aliases):
+                text = "lora_weights names the adapters; leave lora_path out, and give the base model in model or none"
+                raise GatewayError(400, text, param="lora_weights")
+            with errors_as_400("lora_weights"):
+                name = sum_name(lora_weights.items(), "lora_weights")
+            if is_sum(name):
+                return Target(model, await self.sum_card(request, name, "lora_weights"))
         name = (lora_path if name in (None, model.name) else None) or name
         card = None
         if name not in (None, model.name, *self.settings.model_aliases):
-            card = await self.engines.adapter((name or "").removeprefix(f"{model.name}:"))
+            adapter = (name or "").removeprefix(f"{model.name}:")
+            card = await self.engines.adapter(adapter)
+            if card is None and may_load and self.settings.resolve_roots and self.admission.may_use(caller, adapter):
+                connected = functools.partial(while_connected, request.receive)
+                await self._resolver.resolve(adapter, owner_tag(request), connected)
+                card = await self.engines.adapter(adapter)
             if card is None:
                 raise await self._unknown_model(caller, model, name or "")
         target = Target(model, card)
         if not self.admission.may_use(caller, target.name):
             raise await self._unknown_model(caller, model, target.name)
         return target
+
+    async def sum_card(self, request: Request, name: str, field: str) -> AdapterCard:
+        """Return a sum as an adapter. Raises GatewayError 404 unless the caller may use all its adapters, and 400 that
+        names `field` for an adapter that is a sum or the base model.
+        """
+        rank = 0
+        for part, _ in sum_parts(name):
+            card = (await self.target(request, part)).adapter
+            if card is None or card.is_sum:
+                kind = "the base model" if card is None else "a sum; name its adapters and their weights instead"
+                raise GatewayError(400, f"{field}: {part!r} is {kind}", param=field)
+            rank += card.rank
+        return AdapterCard(name, rank, "")
 
     async def _unknown_model(self, caller: Caller, model: ModelInfo, name: str) -> GatewayError:
         """Return the error, with some of the names that the caller may use; they are up to NAMES_SECONDS old."""
@@ -126,8 +165,15 @@ class GatewayContext:
         known = some_of([each for each in self._names[1] if self.admission.may_use(caller, each)])
         return model_not_found(f"the model {name!r} does not exist (there are: {known}); /v1/models lists all")
 
-    async def templates(self, target: Target) -> ChatTemplates:
-        """Return the chat templates of the model, or those of an adapter with its own."""
+    async def templates(self, target: Target, chosen: str | None = None) -> ChatTemplates:
+        """Return the chat templates of the model, or those of an adapter with its own.
+
+        chosen   the name of one of them, or the text of another, which is then the only one
+        """
+        found = await self._own_templates(target)
+        return ChatTemplates({DEFAULT: found.select(chosen, False)}, found.tokens) if chosen else found
+
+    async def _own_templates(self, target: Target) -> ChatTemplates:
         base, card = target.model.templates, target.adapter
         if card is None or card.chat_template == "":
             return base

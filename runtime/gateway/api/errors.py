@@ -42,17 +42,37 @@ _HTTP_WORDS = {
 _EMBED = "this server only generates text; serve an embedding model with a server for these"
 _SCORE = "no reranker is served; score a text with /v1/completions and echo=true, logprobs=1, max_tokens=0"
 _HIDDEN = "hidden states are not returned; use /v1/completions, for a choice of labels with structured_outputs.choice"
+_TEXT = "this server reads and writes text only; serve a model for these with another server"
 _WEIGHTS = "a base model's weights cannot be replaced; train a LoRA adapter and load it with /v1/load_lora_adapter"
+_GENERATE = (
+    "use /v1/completions, with token ids as prompt and return_token_ids=true for tokens, or /v1/chat/completions for "
+    "messages, as TRL's AsyncGRPO does"
+)
+_LOGPROBS = "score prompt and answer as one prompt of /v1/completions, with prompt_logprobs=0 and max_tokens=1"
+_MEMORY = "the server keeps its GPU memory; /pause stops its work, and only its end frees the memory"
+_CACHE = "cached prefixes belong to the content of an adapter, so that no reset is needed"
+_INFO = "see /version, /v1/models, /health and /metrics"
 UNSERVED = {
-    **dict.fromkeys(("/v1/embeddings", "/embeddings", "/embed"), (404, _EMBED)),
-    **dict.fromkeys(("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"), (404, _SCORE)),
-    **dict.fromkeys(("/pooling", "/classify"), (404, _HIDDEN)),
-    **dict.fromkeys(
-        ("/init_communicator", "/init_weight_transfer_engine", "/start_weight_update", "/update_named_param"),
-        (501, _WEIGHTS),
-    ),
-    **dict.fromkeys(("/update_weights", "/finish_weight_update", "/collective_rpc"), (501, _WEIGHTS)),
-    "/reset_prefix_cache": (501, "cached prefixes belong to the content of an adapter, so that no reset is needed"),
+    f"/{path}": (status, remedy)
+    for status, remedy, paths in (
+        (404, _EMBED, "v1/embeddings embeddings embed"),
+        (404, _SCORE, "score v1/score rerank v1/rerank v2/rerank"),
+        (404, _HIDDEN, "pooling classify"),
+        (404, _TEXT, "v1/audio/transcriptions v1/audio/translations v1/audio/speech v1/images/generations"),
+        (404, _INFO, "server_info get_server_info model_info get_model_info load"),
+        (404, "close the connection of a request to abort it", "abort_request abort_requests"),
+        (404, "use /tokenize with messages", "v1/chat/completions/render v1/completions/render"),
+        (501, _WEIGHTS, "init_communicator close_communicator update_named_param update_flattened_params"),
+        (501, _WEIGHTS, "init_weight_transfer_engine start_weight_update update_weights finish_weight_update"),
+        (501, _WEIGHTS, "init_weights_update_group update_weights_from_disk update_weights_from_distributed"),
+        (501, _WEIGHTS, "update_weights_from_tensor destroy_weights_update_group fetch_weights collective_rpc"),
+        (501, _GENERATE, "generate chat inference/v1/generate skyrl/v1/generate"),
+        (501, _LOGPROBS, "get_sequence_logprobs"),
+        (501, _MEMORY, "sleep wake_up is_sleeping release_memory_occupation resume_memory_occupation"),
+        (501, _CACHE, "reset_prefix_cache flush_cache"),
+        (501, "use /v1/load_lora_adapter", "skyrl/v1/load_lora_adapter"),
+    )
+    for path in paths.split()
 }
 """Paths of other servers: status, and what to do instead."""
 _encoder = msgspec.json.Encoder()

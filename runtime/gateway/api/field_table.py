@@ -1,7 +1,7 @@
 """Table of the fields of OpenAI's, vLLM's and SGLang's bodies that Sidestream does not have.
 
 A field that a body declares is supported. The table holds all others: their values without an effect are accepted, and
-the rest is refused with a remedy. `with_table_fields` adds them to a body. docs/coming_from.md shows the table.
+the rest is refused with a remedy. `with_table_fields` adds them to a body. docs/http_fields.md shows the table.
 """
 
 import functools
@@ -67,10 +67,14 @@ ROWS = (
     _accepted("separate_reasoning stream_reasoning", "--reasoning-parser of the server decides"),
     _refused("spaces_between_special_tokens", "leave it out", (True,)),
     _refused("include_reasoning", "drop the reasoning of the answer", (True,), ("completions", "responses")),
-    _refused("thinking_token_budget", "limit the answer with max_tokens", (-1,)),
+    _refused(
+        "thinking_token_budget",
+        "limit the answer with max_tokens, or switch thinking off with chat_template_kwargs",
+        (-1,),
+    ),
     _refused("reasoning_effort", "use /v1/chat/completions", ("none",), ("completions",)),
     _refused("thinking task", "use chat_template_kwargs", endpoints=("chat",)),
-    _refused("use_beam_search", "use n and choose among its answers"),
+    _refused("use_beam_search", "use n and choose among its answers, or LLM.beam_search in Python"),
     _refused("best_of", "use n and choose among its answers", (1,), ("chat",)),
     _refused("logits_processors custom_logit_processor custom_params vllm_xargs", "use logit_bias or bad_words"),
     _refused(
@@ -110,7 +114,7 @@ ROWS = (
     ),
     _refused("watermark watermarking", "leave it out; answers have no watermark"),
     _refused("moderation", "moderate the answer yourself"),
-    _refused("chat_template", "use chat_template_kwargs, or start the server with --chat-template FILE"),
+    _refused("chat_template", "use /v1/chat/completions", endpoints=("completions",)),
     _refused("functions", "use tools", endpoints=("chat",)),
     _refused("function_call", "use tool_choice", (*EMPTY, "none", "auto"), ("chat",)),
     _refused("audio", "the model writes text only", endpoints=("chat",)),

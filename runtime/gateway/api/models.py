@@ -10,10 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ...api.adapter_sum import SUM_PATH, sum_name
 from ...api.errors import RequestError, ServerError
 from ..interfaces import AdapterCard, Caller, GatewayError, ModelInfo
-from .body_types import AdapterName, Answer, Body, Ignored
-from .context import GatewayContext, admin_only, caller_of, json_response
+from .body_types import AdapterName, Answer, Body, Ignored, LoraWeights
+from .context import GatewayContext, admin_only, caller_of, errors_as_400, json_response
 from .errors import to_gateway_error
 from .event_stream import encode
 from .request_body import read_body
@@ -72,10 +73,14 @@ class AnthropicModelList(Answer, frozen=True, kw_only=True):
 
 
 class LoadAdapter(Body, frozen=True, kw_only=True):
-    """Loads a PEFT adapter from a directory on the engines' machines as `lora_name`."""
+    """Loads a PEFT adapter from a directory on the engines' machines as `lora_name`, or names a sum of adapters.
+
+    Exactly one of `lora_path` and `lora_sum` is given.
+    """
 
     lora_name: AdapterName
-    lora_path: Annotated[str, Meta(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")]
+    lora_path: Annotated[str, Meta(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")] | None = None
+    lora_sum: LoraWeights | None = None
     load_inplace: Annotated[bool, Meta(description="replace an adapter of the same name")] | None = None
     base_model_name: Ignored = None
     lora_id: Ignored = None
@@ -116,7 +121,7 @@ async def list_models(context: GatewayContext, request: Request) -> Response:
 async def get_model(context: GatewayContext, request: Request) -> Response:
     """Return the base model or one adapter."""
     caller, name = caller_of(request), request.path_params["model"]
-    target = await context.target(caller, name)
+    target = await context.target(request, name, may_load=False)
     adapter = target.adapter
     card = _model_card(target.model, name) if adapter is None else _adapter_card(adapter, target.model, caller)
     return json_response(_anthropic_model(card) if ANTHROPIC_VERSION in request.headers else card)
@@ -139,7 +144,19 @@ async def _load(context: GatewayContext, request: Request) -> str:
     body = await read_body(request, LoadAdapter, context.settings)
     if body.lora_name in ((await context.engines.model()).name, *context.settings.model_aliases):
         raise GatewayError(409, "this is the base model's name; choose another", param="lora_name")
-    await context.engines.load_adapter(body.lora_name, body.lora_path, bool(body.load_inplace))
+    path = body.lora_path
+    if body.lora_sum is not None and path is None:
+        with errors_as_400("lora_sum"):
+            name = sum_name(body.lora_sum.items(), "lora_sum")
+        if body.lora_name in body.lora_sum:
+            raise GatewayError(400, f"lora_sum has {body.lora_name!r} itself; leave it out", param="lora_sum")
+        await context.sum_card(request, name, "lora_sum")
+        path = SUM_PATH + name
+    elif path is None or body.lora_sum is not None:
+        raise GatewayError(400, "give exactly one of lora_path and lora_sum", param="lora_path")
+    elif path.startswith(SUM_PATH):
+        raise GatewayError(400, "lora_path is a directory; give the weights of a sum in lora_sum", param="lora_path")
+    await context.engines.load_adapter(body.lora_name, path, bool(body.load_inplace))
     return body.lora_name
 
 

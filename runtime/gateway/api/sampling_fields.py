@@ -20,7 +20,7 @@ from ...api.errors import RequestError
 from ...api.sampling_defaults import SamplingDefaults
 from ...api.sampling_params import MAX_CHOICES, MAX_LOGPROBS, SEED_LIMIT, SamplingParams
 from ..interfaces import GatewayError
-from .body_types import Body, ModelName, StreamOptions, TokenId
+from .body_types import Body, LoraWeights, ModelName, StreamOptions, TokenId
 from .field_table import refuse_unsupported
 from .response_format import ResponseFormat, StructuredOutputsBody, constraint_of
 
@@ -41,6 +41,7 @@ class GenerationBody(Body, frozen=True, kw_only=True):
 
     model: ModelName | None = None
     lora_path: Annotated[ModelName, Meta(description="an adapter, as in SGLang; better name it in model")] | None = None
+    lora_weights: LoraWeights | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Biases | None = None
     presence_penalty: Penalty | None = None

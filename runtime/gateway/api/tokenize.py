@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from ...text.chat_files import DEFAULT
 from ..interfaces import GatewayError
-from .body_types import Answer, Body, ModelName, Text, TokenIds
+from .body_types import Answer, Body, ModelName, TemplateText, TemplateVariables, Text, TokenIds
 from .chat import MAX_MESSAGES, ChatMessage, template_messages
 from .context import GatewayContext, caller_of, errors_as_400, json_response
 from .tools import Tools, for_template, offered_tools
@@ -25,7 +25,8 @@ class TokenizeRequest(Body, frozen=True, kw_only=True):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
+    chat_template: TemplateText | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     tools: Tools | None = None
     return_token_strs: bool | None = None
 
@@ -79,12 +80,12 @@ async def tokenize(context: GatewayContext, request: Request) -> Response:
     headers = context.admission.count(caller_of(request), uses_tokens=False)
     body = await context.read_body(request, TokenizeRequest)
     messages = body.conversation()
-    target = await context.target(caller_of(request), body.model)
+    target = await context.target(request, body.model)
     text = body.prompt or ""
     if messages is not None:
         text = await context.chat_prompt(
             request,
-            await context.templates(target),
+            await context.templates(target, body.chat_template),
             messages,
             body.add_generation_prompt,
             body.continue_final_message,
@@ -108,7 +109,7 @@ async def detokenize(context: GatewayContext, request: Request) -> Response:
     """Return the text of ids."""
     headers = context.admission.count(caller_of(request), uses_tokens=False)
     body = await context.read_body(request, DetokenizeRequest)
-    await context.target(caller_of(request), body.model)
+    await context.target(request, body.model)
     with errors_as_400("tokens"):
         text = await context.in_tokenizing_turn(request, lambda: context.engines.detokenize(body.tokens))
     return json_response(Detokenized(prompt=text), headers)
@@ -116,7 +117,7 @@ async def detokenize(context: GatewayContext, request: Request) -> Response:
 
 async def tokenizer_info(context: GatewayContext, request: Request) -> Response:
     """Return the base model's special tokens and chat template, with which clients can render prompts."""
-    model = (await context.target(caller_of(request), None)).model
+    model = (await context.target(request, None)).model
     if not model.has_tokenizer:
         raise GatewayError(404, "the model has no tokenizer; send token ids as prompts")
     tokens = {name: model.templates.tokens.get(f"{name}_token") or None for name in ("bos", "eos", "pad", "unk")}

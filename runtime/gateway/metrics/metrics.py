@@ -14,6 +14,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from ...api.adapter_sum import part_names
 from ...protocol.messages import Chunk
 from ..interfaces import AdmittedRequest, Engines, HistoryReport, HttpExchange, UsageRecord
 from . import engine_metrics
@@ -191,7 +192,7 @@ class Metrics(BaseObserver):
         self._open.dec()
         if record.status >= 400:
             self._history.add_failed(record)
-        model, owner = self._models(record.adapter or record.model), self._owners(record.owner)
+        model, owner = self._models(part_names(record.adapter or record.model)), self._owners(record.owner)
         self._requests(model, request.endpoint, str(record.status), record.error).inc()
         for name, series in self._by_model.items():
             series(model).inc(getattr(record, name))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
+from ...api.adapter_sum import SUM_PATH, sum_content, sum_parts
 from ...protocol.adapter_map import AdapterEntry, AdapterMap, HybridClock, StampError
 from ...protocol.messages import AdapterInfo
 
@@ -18,7 +19,7 @@ _log = logging.getLogger(__name__)
 class OfferedAdapter:
     """An adapter that an engine loads at its first request.
 
-    path      location, for all engines or for the process that fetches it
+    path      directory on all hosts, or address that engines copy
     version   changes when its files may have changed
     rank      for listings
     """
@@ -76,13 +77,18 @@ class AdapterCatalogue:
         self.offered = offered
 
     def is_unloaded(self, name: str) -> bool:
-        """Return whether requests may no longer name it, even if an engine still has it."""
-        return self.changes.is_unloaded(name) and name not in self.offered
+        """Return whether requests may no longer name it, or an adapter of the sum, even if an engine still has it."""
+        return any(self.changes.is_unloaded(part) and part not in self.offered for part, _ in sum_parts(name))
 
     def required_content(self, name: str | None) -> str:
         """Return the content hash of the version that answers requests; "" for any version."""
         entry = None if name is None else self.changes.loaded(name)
-        return "" if entry is None else entry.content
+        if entry is not None and not is_named_sum(entry):
+            return entry.content
+        name = name if entry is None or entry.path is None else entry.path.removeprefix(SUM_PATH)
+        loaded = [] if name is None else [(self.changes.loaded(part), weight) for part, weight in sum_parts(name)]
+        contents = [("" if part is None else part.content, weight) for part, weight in loaded]
+        return sum_content(contents) if contents and all(content for content, _ in contents) else ""
 
     def missing(self, held: AdapterMap, adapters: Mapping[str, AdapterInfo]) -> list[AdapterEntry]:
         """Return the changes that an engine lacks, given its own changes and its adapters."""
@@ -91,10 +97,16 @@ class AdapterCatalogue:
             if entry.name in self._changing or entry.name in self.offered:
                 continue
             info = adapters.get(entry.name)
-            is_served = info is None if entry.path is None else info is not None and info.content == entry.content
+            has_content = info is not None and (is_named_sum(entry) or info.content == entry.content)
+            is_served = info is None if entry.path is None else has_content
             own = held.entries.get(entry.name)
             # an engine can have the entry without its adapter: the files could not be read after a restart
             is_missing = entry.is_newer(own) if is_served else own is None or entry.stamp >= own.stamp
             if is_missing:
                 found.append(entry)
         return found
+
+
+def is_named_sum(entry: AdapterEntry) -> bool:
+    """Return whether a change gives a name to a sum of adapters. It has no content: that of its adapters counts."""
+    return entry.path is not None and entry.path.startswith(SUM_PATH)

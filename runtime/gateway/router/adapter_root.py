@@ -10,24 +10,22 @@ import hashlib
 import json
 import os
 import re
-import stat
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import fsspec
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
+from ...text.chat_files import CHAT_FILES
 from .adapter_catalogue import OfferedAdapter
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS, MLX_WEIGHTS = "adapter_config.json", "adapter_model.safetensors", "adapters.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
-MAX_WEIGHTS_BYTES = 16 << 30
+MAX_FILE_BYTES = {CONFIG: MAX_CONFIG_BYTES, WEIGHTS: 16 << 30, MLX_WEIGHTS: 16 << 30, **CHAT_FILES}
+"""Files of an adapter, with their largest sizes."""
 MAX_ADAPTERS = 100_000
-COPY_BYTES = 1 << 22
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\Z")
 
 
@@ -44,7 +42,7 @@ class AdapterRoot:
     """
 
     def __init__(self, location: str) -> None:
-        self.location, self.remote = location, is_remote(location)
+        self.location = location
         try:
             self._files, self._root = _open(location)
         except (ImportError, ValueError) as error:
@@ -69,6 +67,27 @@ class AdapterRoot:
         self._scanned = folders
         return {name: folder.adapter for name, folder in folders.items()}
 
+    def find(self, name: str) -> str | None:
+        """Return the location of an adapter's folder; None without one with a config. It may be a link within the root.
+
+        The engine that loads the adapter checks its files. Raises OSError if the root cannot be read.
+        """
+        if not NAME.match(name):
+            return None
+        try:
+            if not self._is_object_store:
+                real = os.path.realpath(self._root)
+                folder = os.path.realpath(os.path.join(real, name))
+                if os.path.commonpath([real, folder]) != real or not os.path.isdir(folder):
+                    return None
+            self._files.invalidate_cache()
+            found = self._files.isfile(f"{self._root}/{name}/{CONFIG}")
+        except OSError:
+            raise
+        except Exception as problem:  # see `scan`
+            raise OSError(f"{self.location}: {type(problem).__name__}: {problem}") from problem
+        return self._path(name) if found else None
+
     def _list_directories(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield (folder name, file name -> file info)."""
         for entry in self._files.ls(self._root, detail=True):
@@ -83,18 +102,21 @@ class AdapterRoot:
         folders: dict[str, dict[str, Any]] = {}
         for path, entry in self._files.find(self._root, detail=True).items():
             name, _, file = str(path).removeprefix(f"{self._root}/").partition("/")
-            if file in (CONFIG, WEIGHTS):
+            if file in MAX_FILE_BYTES:
                 folders.setdefault(name, {})[file] = entry
         yield from folders.items()
 
     def _scan_folder(self, name: str, folder: str, files: dict[str, Any]) -> _ScannedFolder | None:
         try:
+            weights = MLX_WEIGHTS if WEIGHTS not in files and MLX_WEIGHTS in files else WEIGHTS
             if not all(
-                name in files and files[name]["type"] == "file" and 0 < (files[name]["size"] or 0) <= limit
-                for name, limit in ((CONFIG, MAX_CONFIG_BYTES), (WEIGHTS, MAX_WEIGHTS_BYTES))
+                name in files
+                and files[name]["type"] == "file"
+                and 0 < (files[name]["size"] or 0) <= MAX_FILE_BYTES[name]
+                for name in (CONFIG, weights)
             ):
                 return None
-            stamp = "\n".join(str(sorted(files[each].items())) for each in (CONFIG, WEIGHTS))
+            stamp = "\n".join(str(sorted(files[each].items())) for each in MAX_FILE_BYTES if each in files)
             former = self._scanned.get(name)
             if former is not None and former.stamp == stamp:
                 return former
@@ -103,7 +125,11 @@ class AdapterRoot:
         except OSError:  # it is being deleted or written: the next scan finds out
             return None
         version = hashlib.sha256(f"{folder}\n{stamp}".encode()).hexdigest()
-        return _ScannedFolder(stamp, OfferedAdapter(name, folder, version, rank))
+        return _ScannedFolder(stamp, OfferedAdapter(name, self._path(name), version, rank))
+
+    def _path(self, name: str) -> str:
+        """Return the location of a folder for engines, which copy the files of an address."""
+        return self.location + name if self.location.endswith("/") else f"{self.location}/{name}"
 
 
 def _open(location: str) -> tuple[AbstractFileSystem, str]:
@@ -111,54 +137,11 @@ def _open(location: str) -> tuple[AbstractFileSystem, str]:
     return files, str(root).rstrip("/")
 
 
-def is_remote(location: str) -> bool:
-    """Return whether hosts must fetch the files."""
-    return "://" in location
-
-
 def rank_in(config: bytes) -> int:
     """Return the rank in an adapter's config, 0 if it has none. Only for listings; the engine checks the config."""
     try:
-        rank = json.loads(config).get("r", 0)
-    except (ValueError, AttributeError, RecursionError):
+        fields = json.loads(config)
+        rank = fields["r"] if "r" in fields else fields.get("lora_parameters", {}).get("rank")  # PEFT's, or mlx_lm's
+    except (ValueError, AttributeError, TypeError, RecursionError):
         return 0
     return rank if isinstance(rank, int) and 0 < rank < 1 << 16 else 0
-
-
-def fetch(location: str, folder: str, version: str, into: Path) -> Path:
-    """Copy an adapter's two files to this host unless they exist. Returns the directory.
-
-    Raises OSError, or ValueError for a file that is too large or a folder outside the root.
-    """
-    files, root = _open(location)
-    name = folder.rpartition("/")[2]
-    if folder != f"{root}/{name}" or not NAME.match(name) or not re.fullmatch(r"[0-9a-f]{64}", version):
-        raise ValueError(f"adapter {name!r} is not in the adapters' root")
-    target = into / version / name
-    if target.is_dir() and stat.S_ISREG((target / WEIGHTS).lstat().st_mode):
-        return target
-    into.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="fetch-", dir=into) as temporary:
-        copied = Path(temporary, version, name)
-        copied.mkdir(parents=True)
-        for each, limit in ((CONFIG, MAX_CONFIG_BYTES), (WEIGHTS, MAX_WEIGHTS_BYTES)):
-            with files.open(f"{folder}/{each}", "rb") as source, (copied / each).open("wb") as file:
-                if not _copy(source, file, limit):
-                    raise ValueError(f"{each} of adapter {name!r} has more than {limit} bytes")
-        try:
-            os.rename(copied.parent, target.parent)
-        except OSError:
-            if not target.is_dir():  # otherwise another engine of this host was faster
-                raise
-    return target
-
-
-def _copy(source: IO[bytes], target: IO[bytes], limit: int) -> bool:
-    """Copy up to `limit` bytes. Returns False if there are more, even if the store reported fewer."""
-    left = limit
-    while piece := source.read(min(COPY_BYTES, left + 1)):
-        left -= len(piece)
-        if left < 0:
-            return False
-        target.write(piece)
-    return True

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
+from ...api.adapter_sum import is_sum, sum_parts
 from ...api.errors import EngineDeadError, OverloadedError, RequestError, ServerError
 from ..interfaces import EngineRequest
 from .adapter_catalogue import AdapterCatalogue
@@ -49,14 +50,22 @@ class Dispatcher:
         self._changed = asyncio.Event()
 
     async def choose(
-        self, request: EngineRequest, keys: Sequence[bytes], stream: MigratingStream, refusals: Refusals
+        self,
+        request: EngineRequest,
+        keys: Sequence[bytes],
+        stream: MigratingStream,
+        refusals: Refusals,
+        shares_base: bool = False,
     ) -> RoutingDecision:
-        """Return the engine for a request. Waits while there is none but one may become available."""
+        """Return the engine for a request. Waits while there is none but one may become available.
+
+        `shares_base`: see `LoadBalancer.choose`.
+        """
         if self.stopping:
             raise self.no_engine()
         if request.adapter is not None and self._catalogue.is_unloaded(request.adapter):
             raise unknown_adapter(request.adapter)
-        decision = self._balancer.choose(request.adapter, keys, time.monotonic(), refusals)
+        decision = self._balancer.choose(request.adapter, keys, time.monotonic(), refusals, shares_base)
         if decision is not None:
             return decision
         until = time.monotonic() + self._patience
@@ -70,7 +79,7 @@ class Dispatcher:
                     await asyncio.sleep(BUSY_SECONDS)  # changes are frequent in a busy router
                 for name in [name for name in refusals if self._may_retry(name, refusals[name], request, stream)]:
                     del refusals[name]
-                decision = self._balancer.choose(request.adapter, keys, time.monotonic(), refusals)
+                decision = self._balancer.choose(request.adapter, keys, time.monotonic(), refusals, shares_base)
                 if decision is None:
                     self._raise_if_hopeless(request, refusals, stream, until)
         return decision
@@ -130,9 +139,10 @@ class Dispatcher:
 
     def _lacks(self, link: EngineLink, adapter: str, refusals: Refusals) -> bool:
         """Return whether an engine does not have an adapter, or has another version of it."""
-        if link.welcome is None or adapter in self._catalogue.offered:
+        missing = [part for part, _ in sum_parts(adapter) if part not in self._catalogue.offered]
+        if link.welcome is None or not missing:
             return False
-        return not link.serves(adapter) or getattr(refusals.get(link.name), "code", "") in ADAPTER_MISMATCH
+        return not all(map(link.serves, missing)) or getattr(refusals.get(link.name), "code", "") in ADAPTER_MISMATCH
 
     def _is_expected(self, link: EngineLink, now: float) -> bool:
         if link.lost_at is not None:
@@ -176,4 +186,5 @@ class Dispatcher:
 
 def unknown_adapter(name: str) -> ServerError:
     """Return the error for an adapter that does not exist."""
-    return ServerError(f"adapter {name!r} is not known", "unknown_adapter")
+    text = f"an adapter of {name!r}" if is_sum(name) else f"adapter {name!r}"
+    return ServerError(f"{text} is not known", "unknown_adapter")

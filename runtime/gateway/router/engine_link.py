@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
+from ...api.adapter_sum import is_sum, sum_parts
 from ...api.errors import EngineDeadError, RequestError, ServerError
 from ...client.async_client import AsyncClient
 from ...protocol.adapter_map import MAX_AHEAD_SECONDS, AdapterEntry, AdapterMap
 from ...protocol.messages import MAX_ENTRIES, AdapterInfo, Health, Welcome
 from ..interfaces import HealthStatus
-from .adapter_catalogue import AdapterCatalogue, OfferedAdapter
+from .adapter_catalogue import AdapterCatalogue
 from .load_balancer import EngineReport
 
 _log = logging.getLogger(__name__)
@@ -25,8 +26,6 @@ LOAD_SECONDS = 600.0
 RETRY_SECONDS = 30.0
 """Time before a change that an engine has refused is passed on to it again."""
 NOT_SERVING = frozenset({"loading", "draining"})
-Fetch = Callable[[str, OfferedAdapter], Awaitable[str]]
-"""Copies an offered adapter's files to the host of an engine (by name). Returns the directory there."""
 
 T = TypeVar("T")
 
@@ -162,12 +161,17 @@ class EngineLink:
         )
 
     def serves(self, name: str) -> bool:
-        """Return whether the engine has the version of an adapter that answers requests."""
+        """Return whether the engine has the version of an adapter, or of all of a sum, that answers requests."""
+        if is_sum(name):
+            return all(self.serves(part) for part, _ in sum_parts(name))
         info = self.adapters.get(name)
         return info is not None and self._catalogue.required_content(name) in ("", info.content)
 
     def may_get(self, name: str) -> bool:
         """Return whether the engine does not have the required version yet, and has not refused it."""
+        if is_sum(name):
+            missing = [part for part, _ in sum_parts(name) if not self.serves(part)]
+            return bool(missing) and all(map(self.may_get, missing))
         entry = self._catalogue.changes.loaded(name)
         return entry is not None and not self.serves(name) and entry not in self._passed_on
 
@@ -252,14 +256,13 @@ class EngineLink:
                 )
             return replaced
 
-    async def load_offered(self, name: str, fetch: Fetch | None) -> None:
+    async def load_offered(self, name: str) -> None:
         """Load the current version of an offered adapter unless it is loaded. Raises the errors of `load_adapter`."""
         async with self._load_locks.setdefault(name, asyncio.Lock()):
             offered = self._catalogue.offered.get(name)
             if offered is None or (self.loaded_versions.get(name) == offered.version and name in self.adapters):
                 return
-            path = offered.path if fetch is None else await fetch(self.name, offered)
-            await self.apply(self._catalogue.new_entry(name, path), True)
+            await self.apply(self._catalogue.new_entry(name, offered.path), True)
             self.loaded_versions[name] = offered.version
             await self.refresh()
 

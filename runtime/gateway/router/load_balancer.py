@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ...api.adapter_sum import is_sum, sum_parts
 from .least_loaded import LoadHeap, RandomPool
 from .prefix_index import PrefixIndex
 
@@ -232,13 +233,23 @@ class LoadBalancer:
         self._update_rankings(engine, now)
 
     def choose(
-        self, adapter: str | None, keys: Sequence[bytes], now: float, excluded: Collection[str] = ()
+        self,
+        adapter: str | None,
+        keys: Sequence[bytes],
+        now: float,
+        excluded: Collection[str] = (),
+        shares_base: bool = False,
     ) -> RoutingDecision | None:
-        """Return the engine for a request; None if there is none. `excluded`: engines that just refused it."""
+        """Return the engine for a request; None if there is none. `excluded`: engines that just refused it.
+
+        `shares_base`: `keys` are those of the base model, as for aLoRA. A known prefix of `prefix_pages` is then worth
+        more than the adapter's place, because computing it takes longer than loading the adapter.
+        """
         self._end_backoffs(now)
+        parts = () if adapter is None else [part for part, _ in sum_parts(adapter)]
 
         def fits(engine: _Engine) -> bool:
-            return engine.name not in excluded and (adapter is None or engine.known is None or adapter in engine.known)
+            return engine.name not in excluded and (engine.known is None or all(part in engine.known for part in parts))
 
         least = self._by_load.first(fits)
         if least is None:
@@ -248,6 +259,8 @@ class LoadBalancer:
             return self._prefer_prefix(least, "least loaded", keys, fits)
         if len(self._engines) == 1:
             return RoutingDecision(least.name, _SINGLE_ENGINE_REASONS[least.places.get(adapter)])
+        if shares_base and (decision := self._by_prefix(least, keys, fits, self.rules.prefix_pages)) is not None:
+            return decision
         roomy = self._by_room.first(fits) or least
         bound = self._load_bound(least) + self.rules.room_share * roomy.slot_usage
         gpu_holder = self._least_loaded_holder(adapter, "gpu", fits)
@@ -272,14 +285,22 @@ class LoadBalancer:
         self, best: _Engine, reason: Reason, keys: Sequence[bytes], fits: Callable[[_Engine], bool]
     ) -> RoutingDecision:
         """Choose `best`, or an engine with similar load that has seen a longer prefix of the prompt."""
+        return self._by_prefix(best, keys, fits) or RoutingDecision(best.name, reason)
+
+    def _by_prefix(
+        self, best: _Engine, keys: Sequence[bytes], fits: Callable[[_Engine], bool], least_pages: int = 1
+    ) -> RoutingDecision | None:
+        """Choose an engine with similar load as `best` that has seen `least_pages` or more of the prompt, or None."""
         rules = self.rules
         for pages, numbers in self._prefixes.engines(keys):
+            if pages < least_pages:
+                break
             limit = best.load + rules.prefix_share * min(1.0, pages / rules.prefix_pages)
             engines = [self._by_number[number] for number in numbers if number in self._by_number]
             engines = [each for each in engines if each in self._by_load and each.load <= limit and fits(each)]
             if engines:
                 return RoutingDecision(min(engines, key=lambda engine: engine.load).name, "prefix")
-        return RoutingDecision(best.name, reason)
+        return None
 
     def _least_loaded_holder(self, adapter: str, place: str, fits: Callable[[_Engine], bool]) -> _Engine | None:
         pool = self._holders.get((adapter, place))
@@ -296,7 +317,9 @@ class LoadBalancer:
     def _apply_places(self, engine: _Engine, places: Mapping[str, str], queried_at: float) -> None:
         """Apply reported places, except of adapters with requests sent since the query."""
         engine.last_sent = {adapter: sent for adapter, sent in engine.last_sent.items() if sent >= queried_at}
-        gone = [name for name in engine.places if name not in places and name not in engine.last_sent]
+        # engines do not report sums; those that are expected on the GPU stay, and there are few
+        kept = {name for name in engine.gpu_lru if is_sum(name)}
+        gone = [name for name in engine.places if not (name in places or name in engine.last_sent or name in kept)]
         for adapter in gone:
             self._set_place(engine, adapter, "")
         for adapter, place in places.items():

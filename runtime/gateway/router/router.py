@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapp
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ...api.adapter_sum import sum_parts
 from ...api.errors import EngineDeadError, OverloadedError, RequestError, ServerError
 from ...protocol.chat_templates import welcome_templates
 from ...protocol.messages import Chunk
@@ -24,7 +25,7 @@ from .dispatch import (
     Dispatcher,
     Refusals,
 )
-from .engine_link import NOT_SERVING, POLL_SECONDS, EngineLink, Fetch, query_all
+from .engine_link import NOT_SERVING, POLL_SECONDS, EngineLink, query_all
 from .load_balancer import EngineReport, LoadBalancer, RoutingDecision
 from .prefix_index import prefix_keys
 from .stream_migration import MigratingStream
@@ -43,7 +44,6 @@ class Router:
     patience_seconds  time that a request waits for an engine to start or restart
     request_engine    starts an engine, which `add` adds later; called repeatedly while a request waits and there is
                       none. None: no more engines can be started
-    fetch             copies an offered adapter to an engine's host; None: its path is valid on all hosts
 
     If the engine of a stream dies, the stream continues in another engine, or in the same one after its restart. The
     consumer only notices a pause.
@@ -58,11 +58,10 @@ class Router:
         poll_seconds: float = POLL_SECONDS,
         balancer: LoadBalancer | None = None,
         request_engine: Callable[[], None] | None = None,
-        fetch: Fetch | None = None,
     ) -> None:
         if not addresses and request_engine is None:
             raise ValueError("a router needs at least one engine's address")
-        self._keys, self._poll_seconds, self._fetch = keys, poll_seconds, fetch
+        self._keys, self._poll_seconds = keys, poll_seconds
         self._balancer = balancer or LoadBalancer()
         self._catalogue = AdapterCatalogue()
         self._links: dict[str, EngineLink] = {}
@@ -138,14 +137,16 @@ class Router:
         """See `Engines`. Moves the request to another engine if its own dies, stops, or is too busy."""
         stream = MigratingStream(request)
         # prefixes choose between engines, so a single engine needs none
-        keys = prefix_keys(request.prompt, request.adapter) if len(self._links) > 1 else []
+        shares_base = self._shares_base(request.adapter)
+        chain = None if shares_base else request.adapter
+        keys = prefix_keys(request.prompt, chain) if len(self._links) > 1 else []
         refusals: Refusals = {}
         if self._holds_requests:
             with self._dispatch.waiting():
                 while self._holds_requests:
                     await self._dispatch.wait_for_change(stream.seconds_left())
         while not stream.ended:
-            decision = await self._dispatch.choose(request, keys, stream, refusals)
+            decision = await self._dispatch.choose(request, keys, stream, refusals, shares_base)
             link = self._links[decision.engine]
             self._count(link, decision)
             received = False
@@ -153,8 +154,10 @@ class Router:
             link.streams += 1
             self._balancer.start_request(link.name, request.adapter, keys, time.monotonic())
             try:
-                if request.adapter is not None and request.adapter in self._catalogue.offered:
-                    await link.load_offered(request.adapter, self._fetch)
+                for name, _ in () if request.adapter is None else sum_parts(request.adapter):
+                    if name not in self._catalogue.offered:
+                        continue
+                    await link.load_offered(name)
                     required = stream.required_content or self._catalogue.required_content(request.adapter)
                 is_rendered = isinstance(request.prompt, str) and not request.add_special_tokens
                 lists = link.client.stream_lists(
@@ -202,6 +205,12 @@ class Router:
                 if self._is_current(link):
                     self._balancer.finish_request(link.name, stream.ended, time.monotonic())
                 self._dispatch.notify()
+
+    def _shares_base(self, adapter: str | None) -> bool:
+        """Return whether the adapter is an aLoRA: most pages of its prompts are the base model's."""
+        return adapter is not None and any(
+            link.adapters[adapter].invocation for link in self._links.values() if adapter in link.adapters
+        )
 
     async def _has_changed(self, link: EngineLink, adapter: str | None, required: str) -> bool:
         """Return whether another version answers requests, after a look at the changes of the engine that refused."""
@@ -362,7 +371,7 @@ class Router:
         if decision is None:
             raise self._dispatch.no_engine()
         link = self._links[decision.engine]
-        await link.load_offered(name, self._fetch)
+        await link.load_offered(name)
         return await link.client.chat_templates(name)
 
     def set_offered(self, offered: Mapping[str, OfferedAdapter]) -> None:

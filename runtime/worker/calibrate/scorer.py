@@ -12,6 +12,7 @@ from ....compiler.graph.nodes import aten, bind, is_call
 from ....compiler.program.program import Bucket
 from ....compiler.run.bound_program import BoundProgram, OnStep
 from ....ops.core.kv_layout import PAGE_SIZE
+from ...scheduler.sequence import find_activation
 from ..model_loader import Model
 
 LOGIT_ELEMENTS = 1 << 26  # of one step: 256 MiB in fp32
@@ -102,6 +103,13 @@ class Scorer:
                 loader.load(slot, number)
                 self.slots[name] = slot
 
+    def _active_from(self, document: Document) -> int:
+        """Return the first token that the document's adapter computes, as `Scheduler.activation`."""
+        registry = self.model.registry
+        invocation = registry.invocations.get(registry.numbers.get(document.adapter or "", -1))
+        start = 0 if invocation is None else find_activation(list(document.tokens), invocation)
+        return start if start >= 0 else len(document.tokens)
+
     def logits(self, step: Sequence[Chunk], documents: Sequence[Document]) -> torch.Tensor:
         """Return logits [tokens of the step, vocabulary], valid until the next call."""
         counts = [chunk.count for chunk in step]
@@ -113,12 +121,13 @@ class Scorer:
         base = torch.tensor([chunk.first_page for chunk in step])
         blocks = self.inputs["block_table"].shape[1]
         tokens = [documents[chunk.document].tokens[chunk.start : chunk.start + chunk.count] for chunk in step]
+        active_from = torch.tensor([self._active_from(documents[chunk.document]) for chunk in step])
         slots = torch.tensor([self.slots[documents[chunk.document].adapter] for chunk in step])
         values = {
             "input_ids": torch.tensor(list(chain.from_iterable(tokens))),
             "positions": positions,
             "slot_mapping": base[rows] * PAGE_SIZE + positions,
-            "adapter_index": slots[rows],
+            "adapter_index": torch.where(positions < active_from[rows], -1, slots[rows]),
             "block_table": (base[:, None] + torch.arange(blocks)).clamp_max(self._num_pages - 1),
             "context_lens": first + torch.tensor(counts),
             "query_start": starts,

@@ -26,6 +26,7 @@ from ..model_loader import Model, ModelSource, load_model
 from ..sleep import Sleeper, check_level, tags_of
 from .peer_messages import (
     AddAdapter,
+    AddSum,
     ForgetAdapter,
     PeerSettings,
     RemoveAdapter,
@@ -188,6 +189,11 @@ class ParallelModel(Model):
             self._parallel_runner.forget_adapter(adapter.number)
             raise AdapterError(error)
         return adapter
+
+    def add_sum(self, number: int, parts: Sequence[tuple[int, float]]) -> None:
+        """See `Model.add_sum`. Raises RankError too."""
+        super().add_sum(number, parts)
+        self.peers.send_order(AddSum(number, list(parts)))
 
     def remove_adapter(self, name: str) -> int:
         """See `Model.remove_adapter`."""

@@ -40,6 +40,13 @@ class AddAdapter(Struct, frozen=True, tag="add"):
     content_hash: str
 
 
+class AddSum(Struct, frozen=True, tag="add_sum"):
+    """See `Model.add_sum`."""
+
+    number: int
+    parts: list[tuple[int, float]]
+
+
 class RemoveAdapter(Struct, frozen=True, tag="remove"):
     """See `Model.remove_adapter`."""
 
@@ -77,7 +84,7 @@ class WakeUp(Struct, frozen=True, tag="wake"):
     tags: list[str]
 
 
-Order = AddAdapter | RemoveAdapter | RestrictAdapters | StartLoad | ForgetAdapter | Sleep | WakeUp
+Order = AddAdapter | AddSum | RemoveAdapter | RestrictAdapters | StartLoad | ForgetAdapter | Sleep | WakeUp
 encode_order = msgspec.msgpack.Encoder().encode
 decode_order = msgspec.msgpack.Decoder(Order).decode
 

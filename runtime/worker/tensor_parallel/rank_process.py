@@ -23,6 +23,7 @@ from ...scheduler.step_codec import unpack_masks, unpack_plan
 from ...scheduler.step_plan import AHEAD
 from .peer_messages import (
     AddAdapter,
+    AddSum,
     ForgetAdapter,
     PeerSettings,
     RestrictAdapters,
@@ -36,9 +37,9 @@ from .plan_ring import PlanRing
 
 _log = logging.getLogger(__name__)
 POLL_LOADS_SECONDS = 0.001
-IN_ORDER = (StartLoad, ForgetAdapter, Sleep, WakeUp)
+IN_ORDER = (AddSum, StartLoad, ForgetAdapter, Sleep, WakeUp)
 """Orders that are executed after the plans before them."""
-Work = tuple[bytes, bytearray] | StartLoad | ForgetAdapter | Sleep | WakeUp
+Work = tuple[bytes, bytearray] | AddSum | StartLoad | ForgetAdapter | Sleep | WakeUp
 
 
 class _RankProcess:
@@ -102,6 +103,8 @@ class _RankProcess:
         if isinstance(work, StartLoad):
             self._num_loads += 1
             runner.start_load(work.slot, work.number)
+        elif isinstance(work, AddSum):
+            self._model.add_sum(work.number, work.parts)
         elif isinstance(work, ForgetAdapter):
             runner.forget_adapter(work.number)
         elif isinstance(work, (Sleep, WakeUp)):

@@ -268,6 +268,7 @@ def test_every_op_has_constants_of_its_own_kind() -> None:
         "rope",
         "hadamard",
         "append_kv",
+        "lora_adjust",
         "sample",
         "argmax",
         "best_of_part",

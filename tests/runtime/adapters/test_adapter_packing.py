@@ -13,10 +13,11 @@ from sidestream.compiler.api import compile_model
 from sidestream.compiler.graph.materialize import materialize
 from sidestream.compiler.graph.recipe import Recipe, cat, item, param, quantize, zeros
 from sidestream.compiler.options import CompileOptions
-from sidestream.graphs.adapter import WEIGHTS, AdapterError, load_adapter
+from sidestream.graphs.adapter import AdapterError, load_adapter
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora_stacks import lora_shape_for, slot_tensor, slot_tensors
+from sidestream.graphs.model_directory import WEIGHTS
 from sidestream.runtime.adapters.packing import Packer
 from support.tiny import AdapterSpec, tiny_adapters, tiny_llama
 

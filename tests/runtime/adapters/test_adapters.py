@@ -18,8 +18,8 @@ from sidestream.compiler.graph.materialize import quantize_weight
 from sidestream.compiler.graph.recipe import cat, item, param, quantize
 from sidestream.compiler.options import OptionError
 from sidestream.graphs.adapter import AdapterError, load_adapter
-from sidestream.graphs.adapter_file import AdapterFile
 from sidestream.graphs.config import LlamaConfig
+from sidestream.graphs.files.adapter_file import AdapterFile
 from sidestream.graphs.lora import LoraShape
 from sidestream.graphs.lora_stacks import slot_tensors
 from sidestream.runtime.adapters import registry as adapter_registry
@@ -225,6 +225,20 @@ def test_roots_names_and_counts(config, paths, tmp_path):
         registry.by_number(1)
 
 
+def test_the_chat_templates_of_all_adapters_are_bounded(config, paths, tmp_path, monkeypatch):
+    """Copies of one template count once."""
+    monkeypatch.setattr("sidestream.runtime.adapters.registry.MAX_TEMPLATE_BYTES", 250)
+    registry = AdapterRegistry(config, 16)
+    for name, template in (("a", "x" * 100), ("b", "x" * 100), ("c", "y" * 100)):
+        (shutil.copytree(paths[0], tmp_path / name) / "chat_template.jinja").write_text(template)
+        registry.add(name, tmp_path / name)
+    (tmp_path / "c" / "chat_template.jinja").write_text("z" * 100)
+    with pytest.raises(RequestError, match=r"adapter 'd': the chat templates of all adapters need more than"):
+        registry.add("d", tmp_path / "c")
+    registry.drop(registry.remove("c"))
+    assert registry.add("d", tmp_path / "c").chat.digest
+
+
 def test_a_name_that_is_removed_while_it_is_replaced_stays_removed(config, paths, monkeypatch):
     registry = AdapterRegistry(config, 16)
     registry.add("a", paths[0])
@@ -395,7 +409,7 @@ def test_lora_target_modules_make_room_for_other_projections(base, paths):
         )
     with pytest.raises(OptionError, match=r"adapter 'narrow': .* on q_proj .* stacks of rank 16 on o_proj: "):
         LLM(base.path, {"narrow": narrow}, lora_target_modules=["o_proj"], **SMALL)
-    for wrong in ("embed_tokens", [], ["q_proj", 3], 3):
+    for wrong in ("embedding", [], ["q_proj", 3], 3):
         with pytest.raises(OptionError, match=r"lora_target_modules=.* must be 'all' or some of q_proj"):
             LLM(base.path, {"narrow": narrow}, lora_target_modules=wrong, **SMALL)
 

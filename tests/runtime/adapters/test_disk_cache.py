@@ -20,9 +20,10 @@ from sidestream.compiler.graph.recipe import Recipe, cat, item, param, quantize
 from sidestream.compiler.options import OptionError
 from sidestream.compiler.program import cache_folder
 from sidestream.compiler.program.cache_folder import CacheFolder
-from sidestream.graphs.adapter import WEIGHTS, AdapterError
+from sidestream.graphs.adapter import AdapterError
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.lora import LoraShape
+from sidestream.graphs.model_directory import WEIGHTS
 from sidestream.runtime.adapters import disk_cache
 from sidestream.runtime.adapters import registry as adapters
 from sidestream.runtime.adapters.background_jobs import BackgroundJobs, JobCancelled
@@ -113,7 +114,7 @@ def test_a_hit_has_the_bytes_of_a_miss_and_reads_no_tensors(config, paths, tmp_p
         0o600
     }
     monkeypatch.setattr(
-        "sidestream.graphs.adapter_file.in_range", lambda *_: pytest.fail("the values were looked at again")
+        "sidestream.graphs.files.adapter_file.in_range", lambda *_: pytest.fail("the values were looked at again")
     )
     assert start(config, paths[0], tmp_path) == (expected, False)
     registry = AdapterRegistry(config, 16, disk_cache=new_cache(tmp_path))

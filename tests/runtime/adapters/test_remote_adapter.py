@@ -79,7 +79,7 @@ def test_what_cannot_be_read_is_said_without_a_copy(
         copy_adapter("sql", "memory://bucket/none", tmp_path)
     with pytest.raises(RequestError, match="nosuch"):
         copy_adapter("sql", "nosuch://bucket/sql", tmp_path)
-    monkeypatch.setitem(remote_adapter.REQUIRED, WEIGHTS, 2)
+    monkeypatch.setitem(remote_adapter.MAX_FILE_BYTES, WEIGHTS, 2)
     with pytest.raises(RequestError, match=f"{WEIGHTS} has more than 2 bytes"):
         copy_adapter("sql", "memory://bucket/sql", tmp_path)
     assert not list(tmp_path.iterdir())

@@ -21,6 +21,7 @@ from sidestream.runtime.gateway.app import build_app
 from sidestream.runtime.gateway.auth import edit_keys_file
 from sidestream.runtime.gateway.auth.admission import KeyAdmission, NoAuth
 from sidestream.runtime.gateway.auth.key_store import Key, KeyStore
+from sidestream.runtime.gateway.intake.fair_queue import FairQueue
 from sidestream.runtime.gateway.metrics.history import INTERVAL_SECONDS
 from sidestream.runtime.gateway.metrics.metrics import Metrics
 from sidestream.runtime.gateway.metrics.observers import CompositeObserver
@@ -309,11 +310,19 @@ def test_there_is_a_template_process_for_each_core_up_to_four(
 
 
 class Renderings:
-    """Replaces rendering: each one waits until `release` is called."""
+    """Replaces rendering: each one waits until `release` is called. `queued`: owners that waited for a turn."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
         monkeypatch.setattr(ChatRenderer, "prompts", self.render)
+        start = FairQueue.start
+
+        async def counted(queue: FairQueue, owner: str) -> None:
+            self.queued.append(owner)
+            await start(queue, owner)
+
+        monkeypatch.setattr(FairQueue, "start", counted)
+        self.queued: list[str] = []
         self.texts: list[str] = []
         self._released = threading.Semaphore(0)
         self.release: Callable[[int], None] = self._released.release
@@ -326,6 +335,11 @@ class Renderings:
     async def begun(self, count: int) -> None:
         async with asyncio.timeout(60):
             while len(self.texts) < count:
+                await asyncio.sleep(0.001)
+
+    async def waiting(self, count: int) -> None:
+        async with asyncio.timeout(60):
+            while len(self.queued) < count:
                 await asyncio.sleep(0.001)
 
 
@@ -346,9 +360,9 @@ def test_owners_take_turns_with_their_chats(keys: Keys, monkeypatch: pytest.Monk
             for index in range(6):
                 send(f"busy {index}", busy)
             await renderings.begun(1)
-            await asyncio.sleep(0.1)  # all of them wait
+            await renderings.waiting(5)
             send("other", other)
-            await asyncio.sleep(0.1)
+            await renderings.waiting(6)
             renderings.release(7)
         assert len(renderings.texts) == 7 and renderings.texts.index("other") <= 2, renderings.texts
 
@@ -367,7 +381,7 @@ def test_the_chat_of_a_client_that_left_is_not_rendered(monkeypatch: pytest.Monk
         asyncio.run(renderings.begun(1))
         with socket.create_connection(place, timeout=60) as left:
             send(left, "left")
-            time.sleep(0.2)  # it waits for its turn
+            asyncio.run(renderings.waiting(1))
         metrics, until = "", time.monotonic() + 60
         while 'status="499"' not in metrics and time.monotonic() < until:
             metrics = httpx.get(f"http://{place[0]}:{place[1]}/metrics", timeout=60).text

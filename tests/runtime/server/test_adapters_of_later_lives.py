@@ -133,8 +133,8 @@ def test_a_damaged_adapter_of_the_start_ends_nothing(tmp_path: Path, damage: str
             assert names(wire) == {"later"}
             wire.submit("later", SHORT, prompt_token_ids=prompt, adapter="later")
             wire.submit("base", SHORT, prompt_token_ids=prompt)
-            assert wire.answer("later", 60).token_ids[0] == oracle_greedy(base, later, prompt, 6)
-            assert wire.answer("base", 60).token_ids[0] == oracle_greedy(base, None, prompt, 6)
+            answers = [wire.answer(request, 60).token_ids[0] for request in ("later", "base")]
+            assert answers == [oracle_greedy(base, later, prompt, 6), oracle_greedy(base, None, prompt, 6)]
             wire.submit("first", SHORT, prompt_token_ids=prompt, adapter="first")
             error = wire.answer("first").error
             assert error.code == "unknown_adapter" and str(tmp_path) not in error.message

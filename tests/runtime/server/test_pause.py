@@ -125,8 +125,9 @@ def test_a_gateway_can_finish_open_requests_before_a_pause(server):
             assert (await router.stats())["engine-0"]["paused"] == 1 and not second.done()
             await router.resume()
             assert await second == continuation(PROMPT, -1, 4, VOCABULARY)
-            third = asyncio.create_task(answer(router, "third", 4000))
-            await asyncio.sleep(0.05)
+            begun.clear()
+            third = asyncio.create_task(answer(router, "third", 4000, begun))
+            await begun.wait()  # a pause does not abort a request that has not reached the engine
             await router.pause("abort")
             with pytest.raises(ServerError) as problem:
                 await third

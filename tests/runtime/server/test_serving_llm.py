@@ -97,11 +97,10 @@ def test_every_adapter_answers_as_peft_does(server, wire, base, adapters):
     chosen = {request: names[index % 4] for index, request in enumerate(prompts)}
     for request, prompt in prompts.items():
         wire.submit(request, GREEDY, prompt_token_ids=prompt, adapter=chosen[request])
+    answers = {request: wire.answer(request, 60).token_ids[0] for request in prompts}
     for request, prompt in prompts.items():
         name = chosen[request]
-        assert wire.answer(request, 60).token_ids[0] == oracle_greedy(
-            base, None if name is None else adapters[name], prompt, 10
-        )
+        assert answers[request] == oracle_greedy(base, None if name is None else adapters[name], prompt, 10)
     log = server.log.read_text()
     assert "576 KV tokens (9 pages), 3 adapters (2 at once), up to 4 requests at once, 256 tokens each" in log
     assert "serving at ipc://" in log
@@ -109,18 +108,19 @@ def test_every_adapter_answers_as_peft_does(server, wire, base, adapters):
 
 def test_adapters_are_loaded_while_it_serves(wire, base, adapters):
     prompt = [3, 1, 4, 1, 5]
+    # before any request: a client that says nothing for some seconds is dropped
+    lengths = {"first": 60, "later": 10, "second": 10}
+    expected = {name: oracle_greedy(base, adapters[name], prompt, length) for name, length in lengths.items()}
     wire.submit(
         "long", Sampling(temperature=0.0, max_tokens=60, ignore_eos=True), prompt_token_ids=prompt, adapter="first"
     )
     assert type(wire.call(LoadAdapter(1, "late", str(adapters["later"])))).__name__ == "Done"
     wire.submit("late", GREEDY, prompt_token_ids=prompt, adapter="late")
-    assert wire.answer("late", 60).token_ids[0] == oracle_greedy(base, adapters["later"], prompt, 10)
-    assert wire.answer("long", 60).token_ids[0] == oracle_greedy(base, adapters["first"], prompt, 60)
+    assert wire.answer("late", 60).token_ids[0] == expected["later"]
+    assert wire.answer("long", 60).token_ids[0] == expected["first"]
     assert type(wire.call(LoadAdapter(2, "late", str(adapters["second"]), replace=True))).__name__ == "Done"
     wire.submit("again", GREEDY, prompt_token_ids=prompt, adapter="late")
-    assert wire.answer("again", 60).token_ids[0] == oracle_greedy(base, adapters["second"], prompt, 10), (
-        "no key or value of the former one is found"
-    )
+    assert wire.answer("again", 60).token_ids[0] == expected["second"], "no key or value of the former one is found"
     infos = {info.name: info for info in wire.call(ListAdapters(3)).adapters}
     assert set(infos) == {"first", "second", "third", "late"} and infos["late"].content == infos["second"].content
     assert type(wire.call(UnloadAdapter(4, "late"))).__name__ == "Done"

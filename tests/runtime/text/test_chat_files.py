@@ -92,7 +92,7 @@ def test_an_adapters_directory(kept: str, tmp_path: Path) -> None:
         if kept not in ("all", name):
             (tmp_path / name).unlink()
     chat = read_adapter_chat(tmp_path, [tmp_path.resolve()])
-    assert chat.templates.templates == NAMED and "<new>" in chat.added and "</s>" in chat.added
+    assert chat.templates.templates == NAMED and chat.unknown == {}
     tokens = {} if kept == "tokenizer.json" else {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     assert chat.templates.tokens == tokens
     over = chat.templates.over(ChatTemplates({"default": "base"}, {"eos_token": "<end>", "unk_token": "<unk>"}))
@@ -101,7 +101,15 @@ def test_an_adapters_directory(kept: str, tmp_path: Path) -> None:
 
 def test_an_adapter_without_templates_has_those_of_the_base(tmp_path: Path) -> None:
     chat, base = read_adapter_chat(tmp_path), ChatTemplates({"default": "base"})
-    assert chat.digest == "" and chat.added == () and chat.templates.over(base) is base
+    assert chat.digest == "" and chat.unknown == {} and chat.templates.over(base) is base
+
+
+def test_copies_of_one_template_share_their_memory(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "chat_template.jinja").write_text("{{ x }}" * 1000)
+    first, second = (read_adapter_chat(tmp_path / name).templates.templates["default"] for name in ("one", "two"))
+    assert first is second
 
 
 def test_a_hostile_adapter_is_refused(tmp_path: Path) -> None:

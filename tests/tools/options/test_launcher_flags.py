@@ -181,7 +181,7 @@ def test_a_file_of_flags_has_them_too(model: str, tmp_path: Path, capsys: pytest
     assert "--trust-remote-code is not supported; leave it out" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flag", ["--generate", "--enable-everything", "--lora-path"])
+@pytest.mark.parametrize("flag", ["--generate", "--enable-everything"])
 def test_what_is_not_alike_is_not_suggested(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["serve", flag])

@@ -70,6 +70,11 @@ def test_adapters_of_a_directory(model, tmp_path):
         (["--lora-modules-from", "ROOT/nowhere"], "is not a directory"),
         (["--lora-modules-from", "ROOT", "--lora-modules", "b=ROOT/a"], "'b' is in --lora-modules and in"),
         (["--lora-modules-from", "ROOT", "--bind", "tcp://127.0.0.1:5757"], "add --allow-adapter-loading"),
+        (["--resolve-adapters"], "add --adapter-root DIR"),
+        (
+            ["--resolve-adapters", "--adapter-root", "ROOT", "--bind", "tcp://127.0.0.1:5757"],
+            "--resolve-adapters loads adapters while the server runs.* add --allow-adapter-loading",
+        ),
         (["--lora-modules", "a=ROOT/a", "--served-model-name", "m", "a"], "'a' names the model and an adapter"),
     ],
 )
@@ -82,10 +87,17 @@ def test_contradictory_adapters(model, tmp_path, flags, words):
         settings(str(model), *(flag.replace("ROOT", str(root)) for flag in flags))
 
 
-def test_a_followed_directory_needs_http(model, tmp_path, capsys):
-    arguments = [str(model), "--lora-modules-from", str(tmp_path / "adapters"), "--no-http"]
+@pytest.mark.parametrize("flags", [["--lora-modules-from", "ROOT"], ["--resolve-adapters", "--adapter-root", "ROOT"]])
+def test_adapters_that_the_gateway_loads_need_http(model, tmp_path, capsys, flags):
+    arguments = [str(model), "--no-http", *(flag.replace("ROOT", str(tmp_path / "adapters")) for flag in flags)]
     assert cli.main(["serve", *arguments, "--bind", f"ipc://{tmp_path}/e.sock"]) == 2
-    assert "--lora-modules-from needs HTTP" in capsys.readouterr().err
+    assert f"{flags[0]} needs HTTP" in capsys.readouterr().err
+
+
+def test_adapters_that_are_resolved_later_have_slots(model, tmp_path):
+    found = settings(str(model), "--resolve-adapters", "--adapter-root", f"{tmp_path}/adapters", "--max-loras", "3")
+    sizes = {"max_loras": 3, "max_lora_rank": 16, "lora_target_modules": ["all"]}
+    assert found.llm == settings(str(model)).llm | sizes
 
 
 def test_adapters_as_vllm_writes_them(model, tmp_path, monkeypatch):

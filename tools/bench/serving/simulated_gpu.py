@@ -148,12 +148,16 @@ class SimulatedModel:
             sizes.eos_ids,
             adapters,
             "a simulated GPU",
+            lora_rank=64,
         )
 
     def add_adapter(self, name: str, path: str, replace: bool) -> LoadedAdapter:
         """Add an adapter; its path is ignored."""
         self._next += 1
         return LoadedAdapter(name, self._next - 1, 8, hashlib.sha256(path.encode()).hexdigest())
+
+    def add_sum(self, number: int, parts: list[tuple[int, float]]) -> None:
+        """Do nothing."""
 
     def remove_adapter(self, name: str) -> None:
         """Do nothing."""

@@ -1,5 +1,6 @@
 """Benches for developers: `python -m sidestream.tools.dev.bench.NAME`.
 
+activated_lora     first token of a long cached prompt with an adapter as aLoRA and as LoRA
 batcher            the batcher's time per step, with a simulated GPU
 cost_error         the cost model compared with measured times
 estimated_changes  the cost model's estimate for each arm of the ablation

@@ -1,4 +1,4 @@
-"""The table of fields of HTTP bodies in docs/coming_from.md."""
+"""The table of fields of HTTP bodies in docs/http_fields.md."""
 
 import json
 

@@ -13,7 +13,7 @@ from starlette.routing import Route
 from ....api.checks import MAX_STOPS, MAX_TOKENS
 from ....api.sampling_params import SEED_LIMIT
 from ...interfaces import GatewayError
-from ..body_types import Answer, Ignored, ModelName, Part, Refused, Text
+from ..body_types import Answer, Ignored, LoraWeights, ModelName, Part, Refused, Text
 from ..chat import MAX_MESSAGES, ChatMessage, ChatRequest, TextPart, open_chat
 from ..context import GatewayContext, caller_of, errors_as_400, json_response, new_id, renamed_fields
 from ..event_stream import EventStream
@@ -214,7 +214,7 @@ class CountTokensRequest(Part, frozen=True, kw_only=True):
 
 
 class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
-    """A conversation to answer. `seed`, `min_p` and `priority` are not Anthropic's."""
+    """A conversation to answer. `seed`, `min_p`, `priority` and `lora_weights` are not Anthropic's."""
 
     max_tokens: TokenCount
     stream: bool | None = None
@@ -229,6 +229,7 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
     seed: Annotated[int, Meta(ge=-SEED_LIMIT, le=SEED_LIMIT - 1)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
+    lora_weights: LoraWeights | None = None
 
     def as_chat(self) -> ChatRequest:
         """Return the body of the same chat. Raises GatewayError 400 that names the field."""
@@ -243,6 +244,7 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
             seed=self.seed,
             min_p=self.min_p,
             priority=self.priority,
+            lora_weights=self.lora_weights,
             response_format=self.output_schema,
         )
 
@@ -346,7 +348,7 @@ async def count_tokens(context: GatewayContext, request: Request) -> Response:
     """Return the number of tokens of a conversation. An engine counts them, as for its prompts."""
     headers = context.admission.count(caller_of(request), uses_tokens=False)
     body = (await context.read_body(request, CountTokensRequest)).as_chat()
-    target, tools = await context.target(caller_of(request), body.model), body.offered_tools
+    target, tools = await context.target(request, body.model), body.offered_tools
     prompt = await context.chat_prompt(
         request,
         await context.templates(target),

@@ -6,7 +6,7 @@ from msgspec import Meta
 
 from ....text.reasoning import template_variables
 from ...interfaces import GatewayError
-from ..body_types import Body, Ignored, Part, TemplateVariables, Text
+from ..body_types import Body, Ignored, Part, TemplateText, TemplateVariables, Text
 from ..chat import MAX_MESSAGES, ChatMessage, ChatRequest
 from ..field_table import refuse_unsupported, with_table_fields
 from ..response_format import JsonSchemaFormat, ResponseFormat, Schema
@@ -118,6 +118,7 @@ class ResponseRequest(GenerationBody, frozen=True, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | ChosenName | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
+    chat_template: TemplateText | None = None
     chat_template_kwargs: TemplateVariables | None = None
 
     @property

@@ -21,7 +21,7 @@ BODIES: tuple[tuple[str, Any, str | None, tuple[str, ...]], ...] = (
     (COMPLETE, b"", None, ("the body is empty", "`prompt`")),
     (CHAT, b" \n", None, ("the body is empty", "`messages`")),
     (RESPOND, b"", None, ("the body is empty", "`input`")),
-    (LOAD, b"", None, ("the body is empty", "`lora_name` and `lora_path`")),
+    (LOAD, b"", None, ("the body is empty", "`lora_name`")),
     ("/tokenize", b"", None, ("the body is empty",)),
     (CHAT, b'{"messages": [', None, ("ends in the middle",)),
     (CHAT, b"{'messages': 1}", None, ("not JSON",)),

@@ -52,6 +52,9 @@ def test_an_adapters_own_template_is_used_for_it_at_each_endpoint() -> None:
                 assert await prompt(engines, http, {"model": "mine"}) == mine
             await http.post("/v1/responses", json={"model": "mine", "input": "hi"})
             assert engines.asked[-1].prompt == mine
+            body = {"model": "mine", "messages": HELLO["messages"], "max_tokens": 2}
+            assert (await http.post("/v1/messages", json=body)).status_code == 200
+            assert engines.asked[-1].prompt == mine
             ids = (await http.post("/tokenize", json={"model": "mine", "messages": HELLO["messages"]})).json()["tokens"]
             assert "".join(map(chr, ids)) == mine
             assert engines.read == ["offered", "mine"], "what an engine has read is asked for once"
@@ -68,6 +71,38 @@ def test_a_base_model_without_a_template_and_an_adapter_with_one() -> None:
             for name in ("base", "plain"):
                 answer = await http.post("/v1/chat/completions", json=HELLO | {"model": name})
                 assert answer.status_code == 400 and "--chat-template" in answer.json()["error"]["message"]
+
+    asyncio.run(run())
+
+
+def test_a_request_may_have_its_own_template_or_name_one() -> None:
+    named = {"default": SAID, "short": "short" + PARTS}
+    engines = TemplateEngines(named, {"mine": {"default": "mine"}})
+    own = {"chat_template": "{{ eos_token }}own" + PARTS}
+
+    async def run() -> None:
+        async with gateway(engines) as http:
+            assert await prompt(engines, http, own) == "</s>own<user>hi"
+            assert await prompt(engines, http, own | {"model": "mine"}) == "</s>own<user>hi"
+            assert await prompt(engines, http, {"chat_template": "short"}) == "short<user>hi"
+            for nothing in (None, ""):
+                assert await prompt(engines, http, {"chat_template": nothing}) == "<user>hi"
+            await http.post("/v1/responses", json={"input": "hi"} | own)
+            assert engines.asked[-1].prompt == "</s>own<user>hi"
+            ids = (await http.post("/tokenize", json={"messages": HELLO["messages"]} | own)).json()["tokens"]
+            assert "".join(map(chr, ids)) == "</s>own<user>hi"
+            count = len(engines.asked)
+            for hostile, words in (
+                ("{% for i in range(9**9) %}{{ 'x' * 9999 }}{% endfor %}", "chat template failed"),
+                ("{{ ''.__class__.__mro__ }}", "chat template failed"),
+                ("{% if %}", "chat template failed"),
+                ("x" * (1 << 19), "chat_template"),
+            ):
+                answer = await http.post("/v1/chat/completions", json=HELLO | {"chat_template": hostile})
+                assert answer.status_code == 400 and words in answer.json()["error"]["message"], hostile[:50]
+            assert len(engines.asked) == count
+            tools = await http.post("/v1/chat/completions", json=HELLO | own | {"tools": TOOLS})
+            assert tools.json()["error"]["param"] == "tools", "the template has no format for them"
 
     asyncio.run(run())
 

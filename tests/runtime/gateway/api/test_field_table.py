@@ -1,5 +1,5 @@
 """Fields of other projects' bodies: each is supported, accepted without an effect, or refused with a remedy, as
-docs/coming_from.md says.
+docs/http_fields.md says.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from sidestream.tools.dev.pages.field_rows import field_rows
 from support.body_fields import FIELDS
 from support.gateway import FakeEngines, gateway
 
-PAGE = (Path(__file__).parents[4] / "docs" / "coming_from.md").read_text()
+PAGE = (Path(__file__).parents[4] / "docs" / "http_fields.md").read_text()
 BODIES: dict[str, tuple[str, type, dict[str, Any]]] = {
     "completions": ("/v1/completions", CompletionRequest, {"prompt": "x", "max_tokens": 1}),
     "chat": ("/v1/chat/completions", ChatRequest, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}),

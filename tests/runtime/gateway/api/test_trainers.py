@@ -15,7 +15,7 @@ PROMPT = [5, 17, 40, 3, 99]
 def trainer(tmp_path_factory):
     """A server, and a directory that it may load adapters from."""
     root = tmp_path_factory.mktemp("policies")
-    with serving("--allow-adapter-loading", "--adapter-root", str(root)) as server:
+    with serving("--allow-adapter-loading", "--adapter-root", str(root), "--resolve-adapters") as server:
         yield server, root
 
 
@@ -60,8 +60,42 @@ def test_a_new_policy_is_loaded_in_a_pause(trainer):
     assert found == [expected]
 
     assert rollout(server, "policy-v1", **greedy)[0] != expected
+    shutil.rmtree(root / "policy-v0")
     post(server, "/v1/unload_lora_adapter", {"lora_name": "policy-v0"})
     post(server, "/v1/completions", {"model": "policy-v0", "prompt": PROMPT}, status=404)
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/generate/", "/v1/completions"),  # the client of `trl vllm-serve`
+        ("/chat/", "/v1/chat/completions"),
+        ("/get_sequence_logprobs/", "prompt_logprobs=0 and max_tokens=1"),
+        ("/init_communicator/", "/v1/load_lora_adapter"),
+        ("/update_named_param/", "/v1/load_lora_adapter"),
+        ("/close_communicator/", "/v1/load_lora_adapter"),
+        ("/reset_prefix_cache/", "no reset is needed"),
+        ("/init_weight_transfer_engine", "/v1/load_lora_adapter"),  # AsyncGRPO without LoRA
+        ("/start_weight_update", "/v1/load_lora_adapter"),
+        ("/update_weights", "/v1/load_lora_adapter"),
+        ("/finish_weight_update", "/v1/load_lora_adapter"),
+        ("/inference/v1/generate", "/v1/completions"),  # SkyRL's own trainer
+        ("/skyrl/v1/load_lora_adapter", "/v1/load_lora_adapter"),
+        ("/sleep", "/pause"),
+        ("/update_weights_from_tensor", "/v1/load_lora_adapter"),  # SGLang's
+    ],
+)
+def test_paths_of_trainers_that_are_not_served_name_the_alternative(trainer, path, words):
+    server, _ = trainer
+    error = post(server, path, {}, status=501)["error"]
+    assert error["code"] == "unsupported_path" and words in error["message"] and path in error["message"]
+
+
+def test_slashes_at_the_end_of_a_path_are_redirected(trainer):
+    """The client of `trl vllm-serve` waits for /health/; without it, it could not see the errors above."""
+    server, _ = trainer
+    for path in ("/health/", "/get_world_size/"):
+        assert httpx.get(server.url + path, follow_redirects=True).status_code == 200
 
 
 def test_each_token_of_a_rollout_has_its_log_probability(trainer):
@@ -77,10 +111,15 @@ def test_each_token_of_a_rollout_has_its_log_probability(trainer):
 
 
 def test_a_tinker_server_samples_several_sequences(trainer):
-    """SkyRL's request, with `logprobs: true`."""
-    server, _ = trainer
+    """SkyRL's request, with `logprobs: true`. Its model is a checkpoint that SkyRL has just put below the root."""
+    server, root = trainer
     body = {"prompt": PROMPT, "n": 3, "seed": 7, "max_tokens": 12, "temperature": 0.8, "top_p": 0.95, "top_k": -1}
-    answer = post(server, "/v1/completions", body | {"logprobs": True, "stream": False, "return_token_ids": True})
+    body |= {"logprobs": True, "stream": False, "return_token_ids": True, "model": "run1_0001"}
+    assert "run1_0001" in post(server, "/v1/completions", body, status=404)["error"]["message"]
+    (root / "unpacked").mkdir()
+    shutil.copytree(demo_adapters()["shout"], root / "unpacked" / "checkpoint")
+    (root / "unpacked" / "checkpoint").rename(root / "run1_0001")
+    answer = post(server, "/v1/completions", body, headers={"X-Session-ID": "s1", "Authorization": "Bearer tml-dummy"})
     assert len(answer["choices"]) == 3
     for choice in answer["choices"]:
         assert choice["prompt_token_ids"] == PROMPT

@@ -146,7 +146,7 @@ def test_the_gateway_follows_the_directory_while_it_runs(tmp_path: Path, monkeyp
 
     async def scene() -> None:
         engines = Engines()
-        async with gateway(engines, adapters_folder=str(tmp_path / "adapters")) as http, asyncio.timeout(30):
+        async with gateway(engines, adapters_folder=str(tmp_path / "adapters")) as http, asyncio.timeout(120):
             write(tmp_path / "adapters", "sql")  # the directory did not exist when it started
             while "sql" not in (await http.get("/v1/models")).text:
                 await asyncio.sleep(0.01)

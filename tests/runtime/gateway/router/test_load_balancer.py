@@ -11,6 +11,7 @@ from sidestream.runtime.gateway.router.load_balancer import (
     MAX_BACKOFF,
     EngineReport,
     LoadBalancer,
+    RoutingDecision,
     Rules,
 )
 from sidestream.runtime.gateway.router.prefix_index import prefix_keys
@@ -119,6 +120,21 @@ def test_a_known_beginning_breaks_a_tie_and_no_more():
     assert balancer.choose("a0", prefix_keys(list(range(64 * 40)), "a0"), 0.0).reason == "adapter new", (
         "another adapter's pages"
     )
+
+
+def test_an_alora_adapter_is_loaded_where_the_base_has_computed_a_long_beginning():
+    balancer = make_balancer()
+    balancer.report("e0", report(places={"a0": "gpu"}), 1.0)
+    short, long = (prefix_keys(list(range(64 * pages)), None) for pages in (16, 40))
+    balancer.start_request("e1", None, long, 1.0)
+    balancer.start_request("e2", None, [], 1.0)
+    balancer.start_request("e0", None, [], 1.0)
+    assert balancer.choose("a0", long, 1.0, shares_base=True) == RoutingDecision("e1", "prefix")
+    assert balancer.choose("a0", long, 1.0).engine == "e0", "plain LoRA"
+    assert balancer.choose("a0", short, 1.0, shares_base=True).engine == "e0", "loading takes longer than 16 pages"
+    assert balancer.choose("a0", long, 1.0, {"e1"}, shares_base=True).engine == "e0"
+    balancer.report("e1", report(open=12), 1.0)
+    assert balancer.choose("a0", long, 1.0, shares_base=True).engine == "e0", "ten requests outweigh it"
 
 
 def test_the_longer_beginning_wins():

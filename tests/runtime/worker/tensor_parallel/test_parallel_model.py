@@ -32,7 +32,7 @@ SIZES: dict[str, Any] = {
 }
 
 
-def answers(llm: LLM, adapters: list[str | None]) -> list[list[int]]:
+def answers(llm: LLM, adapters: list[Any]) -> list[list[int]]:
     return [
         output.outputs[0].token_ids
         for params in PARAMS
@@ -43,8 +43,10 @@ def answers(llm: LLM, adapters: list[str | None]) -> list[list[int]]:
 @pytest.mark.first
 def test_two_ranks_answer_as_one_process_does_and_end_together(tmp_path: Path) -> None:
     base = tiny_llama(tmp_path, num_hidden_layers=1, num_key_value_heads=1, tokenizer=True)
-    one, two, three = tiny_adapters(base, [AdapterSpec(rank=4), AdapterSpec(rank=7), AdapterSpec(rank=5)])
-    batches: list[list[str | None]] = [["one", None, "two"], ["three", "three", "one"], ["two", "three", "one"]]
+    activated = AdapterSpec(rank=7, extra={"alora_invocation_tokens": list(b"er")})  # aLoRA, not in the first prompt
+    one, two, three = tiny_adapters(base, [AdapterSpec(rank=4), activated, AdapterSpec(rank=5)])
+    batches: list[list[Any]] = [["one", None, "two"], ["three", "three", "one"], ["two", "three", "one"]]
+    batches.append([{"one": 0.7, "three": 0.3}, None, "two"])
     found = []
     for ranks, speculation in ((1, "off"), (2, 3)):
         llm = LLM(

@@ -5,8 +5,9 @@ checking a piece releases the GIL.
 """
 
 import hashlib
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -32,20 +33,28 @@ def readers() -> ThreadPoolExecutor:
 
 
 class AdapterFile:
-    """An open file with the tensors of `layout`; `read` loads its contents.
+    """An open file with the tensors of `layout`; `read` loads its contents, but not the tensors in `left`.
 
-    digest   hash of the whole file (hex), after `read`
+    digest   hash of the loaded bytes (hex), after `read`
 
     `roots`: directories; the file must be inside one of them (None: anywhere). Every failure is raised as `error`, with
     `remedy`.
     """
 
     def __init__(
-        self, path: Path, error: type[ValueError], remedy: str, layout: Layout, roots: Sequence[Path] | None = None
+        self,
+        path: Path,
+        error: type[ValueError],
+        remedy: str,
+        layout: Layout,
+        roots: Sequence[Path] | None = None,
+        left: Collection[str] = (),
     ) -> None:
         self._path, self._error, self._remedy, self._layout = path, error, remedy, layout
         self.digest = ""
         self._memory = np.empty(0, np.uint8)
+        self._pieces = _pieces(layout, left)
+        self._left = left
         self._file = open(open_file(path, error, remedy, roots), "rb", buffering=0)  # noqa: SIM115  see __exit__
         if os.fstat(self._file.fileno()).st_size != layout.size:
             self._file.close()
@@ -60,17 +69,16 @@ class AdapterFile:
         self._file.close()
 
     def read(self) -> None:
-        """Read the whole file and set `digest`. Raises `error` if it cannot be read or has changed."""
-        size = self._layout.size
-        memory = np.empty(size, np.uint8)
+        """Read the file and set `digest`. Raises `error` if it cannot be read or has changed."""
+        # the kernel provides memory for the parts that are written
+        memory = np.empty(self._layout.size, np.uint8)
 
-        def digest(first: int) -> bytes:
-            piece = memory[first : first + PIECE]
-            read_fully(self._file.fileno(), piece, first)
-            return hashlib.sha256(piece.data).digest()
+        def digest(piece: slice) -> bytes:
+            read_fully(self._file.fileno(), memory[piece], piece.start)
+            return hashlib.sha256(memory[piece].data).digest()
 
         try:
-            digests = list(readers().map(digest, range(0, size, PIECE)))
+            digests = list(readers().map(digest, self._pieces))
         except (OSError, EOFError) as problem:
             raise self._damaged(problem) from None
         if hashlib.sha256(memory[: self._layout.header].data).hexdigest() != self._layout.header_sum:
@@ -80,14 +88,15 @@ class AdapterFile:
 
     def check_values(self) -> None:
         """Raise `error` for NaN, infinity and magnitudes of at least LARGEST."""
-        start, places = self._layout.header, self._layout.places
+        start = self._layout.header
+        places = {name: place for name, place in self._layout.places.items() if name not in self._left}
         kinds = {place.dtype for place in places.values()}
-        if len(kinds) == 1 and not start % 4:  # large pieces are faster than tensor by tensor
+        aligned = not start % 4 and not any(piece.start % 4 for piece in self._pieces)
+        if len(kinds) == 1 and aligned:  # large pieces are faster than tensor by tensor
             dtype = FLOATING[kinds.pop()]
             if all(
                 readers().map(
-                    lambda first: in_range(self._memory[max(start, first) : first + PIECE], dtype),
-                    range(0, self._layout.size, PIECE),
+                    lambda piece: in_range(self._memory[max(start, piece.start) : piece.stop], dtype), self._pieces
                 )
             ):
                 return
@@ -104,6 +113,21 @@ class AdapterFile:
         found = self._memory[first:last]
         return found.copy() if first % FLOATING[dtype].itemsize else found
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape."""
+        return self._layout.places[name].shape
+
+    def rows(self, name: str, first: int, end: int) -> torch.Tensor:
+        """Read some rows of a tensor that `read` leaves out. Raises `error`."""
+        dtype, shape, start, _ = self._layout.places[name]
+        row = FLOATING[dtype].itemsize * math.prod(shape[1:])
+        memory = np.empty((end - first) * row, np.uint8)
+        try:
+            read_fully(self._file.fileno(), memory, start + first * row)
+        except (OSError, EOFError) as problem:
+            raise self._damaged(problem) from None
+        return torch.from_numpy(memory).view(FLOATING[dtype]).view(end - first, *shape[1:])
+
     def tensor(self, name: str) -> torch.Tensor:
         """Return one tensor, a view of the contents."""
         dtype, shape, *_ = self._layout.places[name]
@@ -111,3 +135,12 @@ class AdapterFile:
 
     def _damaged(self, problem: object) -> ValueError:
         return damaged(self._path, self._error, self._remedy, problem)
+
+
+def _pieces(layout: Layout, left: Collection[str]) -> list[slice]:
+    """Return the file's bytes in pieces of at most PIECE bytes, without the tensors in `left`."""
+    pieces, begin = [], 0
+    for first, last in (*sorted(layout.places[name][2:] for name in left), (layout.size, layout.size)):
+        pieces += [slice(start, min(start + PIECE, first)) for start in range(begin, first, PIECE)]
+        begin = last
+    return pieces
