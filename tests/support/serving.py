@@ -5,6 +5,7 @@ with serve_fake(tmp_path, step_seconds=0.003) as server, server.connect() as wir
     wire.answer("a")
 """
 
+import asyncio
 import os
 import signal
 import socket
@@ -20,6 +21,7 @@ from typing import Any
 
 import msgspec
 import zmq
+from sidestream.runtime.api.errors import ServerError
 from sidestream.runtime.protocol.framing import decode_from_server, encode
 from sidestream.runtime.protocol.messages import (
     NO_INSTANCE,
@@ -71,6 +73,16 @@ class Answer:
             self.reasons[chunk.index] = chunk.finish_reason
         self.chunks.append(chunk)
         self.usage = chunk.usage
+
+
+async def known_model(router: Any) -> Any:
+    """The model of a router that has just started; a call of its own waits for an engine for about a second."""
+    async with asyncio.timeout(GUARD):
+        while True:
+            try:
+                return await router.model()
+            except ServerError:
+                await asyncio.sleep(0.05)
 
 
 class Wire:

@@ -12,7 +12,7 @@ from sidestream.runtime.gateway.interfaces import EngineRequest
 from sidestream.runtime.gateway.router.router import Router
 from sidestream.runtime.protocol.messages import Done, Error, GetStats, Pause, Resume, Sampling
 from support.fake_runner import continuation
-from support.serving import Server, serve_fake
+from support.serving import Server, known_model, serve_fake
 
 VOCABULARY = 251
 PROMPT = [7, 1, 9]
@@ -112,7 +112,7 @@ def test_a_gateway_can_finish_open_requests_before_a_pause(server):
     async def run():
         router = Router([server.address], poll_seconds=0.05)
         await router.start()
-        await router.model()
+        await known_model(router)
         try:
             begun = asyncio.Event()
             first = asyncio.create_task(answer(router, "first", 200, begun))
@@ -143,7 +143,7 @@ def test_a_resume_ends_the_wait_for_open_requests(server):
     async def run():
         router = Router([server.address], poll_seconds=0.05)
         await router.start()
-        await router.model()
+        await known_model(router)
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=4000)
         stream = router.stream(EngineRequest("long", PROMPT, params))
         try:

@@ -11,7 +11,7 @@ from sidestream import AsyncClient, Client, SamplingParams
 from sidestream.runtime.api.sampling_defaults import SamplingDefaults
 from sidestream.runtime.gateway.router.router import Router
 from support.gateway import FakeEngines, gateway
-from support.serving import serve_fake
+from support.serving import known_model, serve_fake
 from support.wire_server import WireServer
 
 MODELS = SamplingDefaults(temperature=0.6, top_p=0.8, top_k=20, min_p=0.05, repetition_penalty=1.05, max_tokens=7)
@@ -84,8 +84,7 @@ def test_engines_report_them_to_the_router_and_to_clients(tmp_path: Path) -> Non
             router = Router([server.address], poll_seconds=0.05)
             await router.start()
             try:
-                async with asyncio.timeout(60):
-                    return (await router.model()).sampling_defaults
+                return (await known_model(router)).sampling_defaults
             finally:
                 await router.close()
 

@@ -11,7 +11,7 @@ from sidestream.runtime.gateway.router.adapter_catalogue import OfferedAdapter
 from sidestream.runtime.gateway.router.router import Router
 from sidestream.runtime.protocol.addresses import AddressError
 from support.fake_runner import continuation
-from support.serving import serve_fake
+from support.serving import known_model, serve_fake
 from support.wire_server import WireServer
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6)
@@ -151,7 +151,7 @@ def test_a_name_may_be_used_again_while_its_former_engine_finishes(two):
         router = Router([two[0].address], poll_seconds=0.05)
         await router.start()
         try:
-            await router.model()
+            await known_model(router)
             two[0].hold = True
             stream = router.stream(EngineRequest("long", [1, 2, 3], PARAMS))
             await anext(stream)
