@@ -43,6 +43,11 @@ class LlamaConfig:
     full_layers           layers without the window: attention reads all tokens
     stored_head_dim       dimensions of a head in checkpoints and adapters, at most `head_dim` (`head_layout.py`)
     rotary_dim            number of dimensions that RoPE rotates, the first ones
+    num_experts           experts of a sparse layer; 0: all layers are dense
+    num_experts_per_tok   experts that each token uses
+    expert_intermediate_size  intermediate size of an expert
+    norm_topk_prob        the weights of a token's experts add up to 1
+    dense_layers          layers with a dense MLP in a model with experts
     """
 
     vocab_size: int
@@ -74,6 +79,11 @@ class LlamaConfig:
     full_layers: tuple[int, ...] = ()
     stored_head_dim: int = 0
     rotary_dim: int = 0
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    expert_intermediate_size: int = 0
+    norm_topk_prob: bool = True
+    dense_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.head_dim not in HEAD_DIMS:
@@ -182,6 +192,10 @@ class LlamaConfig:
         if self.sliding_window is None or self.sliding_window >= self.max_position_embeddings:
             return 0
         return 0 if layer in self.full_layers else self.sliding_window
+
+    def is_sparse(self, layer: int) -> bool:
+        """Return whether a layer has experts."""
+        return self.num_experts > 0 and layer not in self.dense_layers
 
     def up_to(self, tokens: int) -> Self:
         """Return the config for contexts of at most `tokens`: without a longer window, with longrope's frequencies.

@@ -14,6 +14,8 @@ MLP_MODULES = ("gate_proj", "up_proj", "down_proj")
 VOCABULARY_MODULES = ("model.embed_tokens", "lm_head")
 """Full names of the embedding and the output head."""
 VOCABULARY_TARGETS = ("embed_tokens", "lm_head")
+EXPERT_TARGETS = ("router", "experts_gate_up", "experts_down")
+"""LoRA targets of a sparse layer: its router, and its experts' linears."""
 ADAPTER_PARTS = ("dora", "bias")
 """What an adapter may have besides LoRA: magnitudes of DoRA; biases, of B or trained ones of the base."""
 
