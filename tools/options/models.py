@@ -195,26 +195,27 @@ def shape_fields(shape: str) -> dict[str, Any]:
 
 
 def lora_shape(options: argparse.Namespace, config: Any) -> Any:
-    """Return room for the named adapters, or for --max-loras of --max-lora-rank; None without either."""
+    """Return the shape of stacks for the named adapters, or for --max-loras of --max-lora-rank; None without either."""
     from ...graphs.adapter import load_adapter
     from ...graphs.lora import RANK_MULTIPLE
     from ...graphs.lora_stacks import lora_shape_for
+    from ...runtime.adapters.adapter_limits import model_targets, with_expert_rank
 
-    targets, parts = target_modules(options.lora_target_modules), options.lora_parts
     base = None if getattr(options, "shape", None) else model_directory(options)
     adapters = [
         load_adapter(path, config, options.max_lora_rank or MAX_RANK, options.lora_lenient, base=base)
         for path in adapters_of(options).values()
     ]
-    if adapters:
-        return lora_shape_for(adapters, options.max_loras or len(adapters), options.max_lora_rank, targets, parts)
-    if not options.max_loras:
+    targets = model_targets(config, target_modules(options.lora_target_modules), bool(adapters))
+    slots, rank = options.max_loras or len(adapters), options.max_lora_rank
+    if not slots:
         if options.max_lora_rank:
             raise ValueError(
                 "--max-lora-rank without adapters: add --max-loras N, or name adapters with --lora-modules NAME=DIR"
             )
         return None
-    return lora_shape_for([], options.max_loras, options.max_lora_rank or RANK_MULTIPLE, targets, parts)
+    rank = rank or (None if adapters else RANK_MULTIPLE)
+    return with_expert_rank(lora_shape_for(adapters, slots, rank, targets, options.lora_parts), options.max_expert_rank)
 
 
 def load_model(options: argparse.Namespace, directory: Path, dtype: Any) -> Any:
