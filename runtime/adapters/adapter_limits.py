@@ -94,9 +94,8 @@ def slots_within(memory: int, lora: LoraShape, config: LlamaConfig, element_byte
     """
     columns = {"experts_gate_up": 2 * (config.hidden_size + config.expert_intermediate_size)}
     columns["experts_down"] = config.hidden_size + config.expert_intermediate_size
-    layers = sum(map(config.is_sparse, range(config.num_hidden_layers)))
     per_expert = lora.expert_rank * sum(size for name, size in columns.items() if name in lora.targets)
-    slot = layers * config.num_experts * per_expert * element_bytes
+    slot = config.num_sparse_layers * config.num_experts * per_expert * element_bytes
     return max(1, min(lora.slots, int(EXPERT_MEMORY * memory) // max(1, slot)))
 
 
