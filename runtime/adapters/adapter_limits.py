@@ -88,14 +88,19 @@ def with_expert_rank(shape: LoraShape | None, rank: int | None) -> LoraShape | N
     return replace(shape, expert_rank=-(-rank // RANK_MULTIPLE) * RANK_MULTIPLE)
 
 
+def expert_slot_bytes(lora: LoraShape, config: LlamaConfig, element_bytes: int) -> int:
+    """Return the bytes of a slot's expert stacks, without the scales of eight bits."""
+    columns = {"experts_gate_up": 2 * (config.hidden_size + config.expert_intermediate_size)}
+    columns["experts_down"] = config.hidden_size + config.expert_intermediate_size
+    per_expert = lora.expert_rank * sum(size for name, size in columns.items() if name in lora.targets)
+    return config.num_sparse_layers * config.num_experts * per_expert * element_bytes
+
+
 def slots_within(memory: int, lora: LoraShape, config: LlamaConfig, element_bytes: int) -> int:
     """Return the number of slots whose expert stacks have a share EXPERT_MEMORY of `memory`: `lora.slots` or fewer, at
     least one.
     """
-    columns = {"experts_gate_up": 2 * (config.hidden_size + config.expert_intermediate_size)}
-    columns["experts_down"] = config.hidden_size + config.expert_intermediate_size
-    per_expert = lora.expert_rank * sum(size for name, size in columns.items() if name in lora.targets)
-    slot = config.num_sparse_layers * config.num_experts * per_expert * element_bytes
+    slot = expert_slot_bytes(lora, config, element_bytes)
     return max(1, min(lora.slots, int(EXPERT_MEMORY * memory) // max(1, slot)))
 
 
