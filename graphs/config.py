@@ -233,7 +233,7 @@ class LlamaConfig:
         return ATTENTION_MODULES + MLP_MODULES
 
     def linear_modules(self) -> list[str]:
-        """Return the full names of all projections that may have a LoRA adapter, layer by layer."""
+        """Return the full names of all projections that may have a LoRA adapter, layer by layer, without experts."""
         return self._in_each_layer((*ATTENTION_MODULES, *MLP_MODULES))
 
     def stored_modules(self) -> list[str]:
@@ -266,6 +266,7 @@ class LlamaConfig:
             f"model.layers.{layer}.{parent}.{name}"
             for layer in range(self.num_hidden_layers)
             for parent, name in zip(parents, names, strict=True)
+            if parent != "mlp" or not self.is_sparse(layer)
         ]
 
 
