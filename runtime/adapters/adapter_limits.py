@@ -10,7 +10,7 @@ from ...graphs.adapter_config import MAX_RANK
 from ...graphs.config import LlamaConfig
 from ...graphs.draft.config import read_eagle_config
 from ...graphs.families import EXPERT_TARGETS
-from ...graphs.lora import RANK_MULTIPLE, LoraShape
+from ...graphs.lora import LoraShape
 from ...graphs.lora_stacks import lora_shape_for
 from ..engine.options import DEFAULT_MAX_LORAS, PROJECTIONS, EngineOptions
 from .disk_cache import AdapterDiskCache
@@ -26,7 +26,7 @@ def make_registry(
     """Return an empty registry for an engine. `base`: see AdapterRegistry."""
     return AdapterRegistry(
         config,
-        max(options.max_lora_rank or MAX_RANK, options.max_expert_rank or 0),
+        max_rank(config, options.max_lora_rank),
         keep=options.max_cpu_loras,
         disk_cache=AdapterDiskCache.from_environment(),
         lenient=options.lora_lenient,
@@ -34,6 +34,11 @@ def make_registry(
         draft=None if options.draft is None else read_eagle_config(options.draft).fitted(config),
         base=base,
     )
+
+
+def max_rank(config: LlamaConfig, max_lora_rank: int | None) -> int:
+    """Return the largest rank of an adapter's tensors: on experts it may be above `max_lora_rank`."""
+    return MAX_RANK if config.num_experts else max_lora_rank or MAX_RANK
 
 
 def num_slots(options: EngineOptions, num_adapters: int) -> int:
@@ -53,14 +58,14 @@ def num_slots(options: EngineOptions, num_adapters: int) -> int:
 
 def lora_shape(registry: AdapterRegistry, slots: int, options: EngineOptions) -> LoraShape | None:
     """Return the stacks' shape. Raises OptionError for a registered adapter that does not fit."""
-    rank, parts = options.max_lora_rank, options.lora_parts
     targets = model_targets(registry.config, options.lora_targets, bool(registry.numbers))
+    limits = slots, options.max_lora_rank, targets, options.lora_parts, options.max_expert_rank
     for name, number in registry.numbers.items():
         try:
-            lora_shape_for([registry.by_number(number).adapter], slots, rank, targets, parts)
+            lora_shape_for([registry.by_number(number).adapter], *limits)
         except ValueError as error:
             raise OptionError(f"adapter {name!r}: {error}") from None
-    return with_expert_rank(lora_shape_for(registry.adapters, slots, rank, targets, parts), options.max_expert_rank)
+    return lora_shape_for(registry.adapters, *limits)
 
 
 def model_targets(config: LlamaConfig, named: Sequence[str] | None, has_adapters: bool) -> Sequence[str] | None:
@@ -79,13 +84,6 @@ def model_targets(config: LlamaConfig, named: Sequence[str] | None, has_adapters
         return None
     named = named or PROJECTIONS
     return (*named, *EXPERT_TARGETS) if set(PROJECTIONS) <= set(named) else named
-
-
-def with_expert_rank(shape: LoraShape | None, rank: int | None) -> LoraShape | None:
-    """Return a shape with the value of `max_expert_rank`, if it is given and the shape has experts."""
-    if shape is None or rank is None or not shape.expert_rank:
-        return shape
-    return replace(shape, expert_rank=-(-rank // RANK_MULTIPLE) * RANK_MULTIPLE)
 
 
 def expert_slot_bytes(lora: LoraShape, config: LlamaConfig, element_bytes: int) -> int:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ...graphs.adapter_config import MAX_RANK
 from ...runtime.engine.options import target_modules
 from .engine import adapters_of, add_model, add_value, model_directory
 from .shapes import OTHER_SHAPES
@@ -199,11 +198,11 @@ def lora_shape(options: argparse.Namespace, config: Any) -> Any:
     from ...graphs.adapter import load_adapter
     from ...graphs.lora import RANK_MULTIPLE
     from ...graphs.lora_stacks import lora_shape_for
-    from ...runtime.adapters.adapter_limits import model_targets, with_expert_rank
+    from ...runtime.adapters.adapter_limits import max_rank, model_targets
 
     base = None if getattr(options, "shape", None) else model_directory(options)
     adapters = [
-        load_adapter(path, config, options.max_lora_rank or MAX_RANK, options.lora_lenient, base=base)
+        load_adapter(path, config, max_rank(config, options.max_lora_rank), options.lora_lenient, base=base)
         for path in adapters_of(options).values()
     ]
     targets = model_targets(config, target_modules(options.lora_target_modules), bool(adapters))
@@ -215,7 +214,7 @@ def lora_shape(options: argparse.Namespace, config: Any) -> Any:
             )
         return None
     rank = rank or (None if adapters else RANK_MULTIPLE)
-    return with_expert_rank(lora_shape_for(adapters, slots, rank, targets, options.lora_parts), options.max_expert_rank)
+    return lora_shape_for(adapters, slots, rank, targets, options.lora_parts, options.max_expert_rank)
 
 
 def load_model(options: argparse.Namespace, directory: Path, dtype: Any) -> Any:
@@ -226,6 +225,7 @@ def load_model(options: argparse.Namespace, directory: Path, dtype: Any) -> Any:
     from ...graphs.checkpoint import Checkpoint, checkpoint_config, load_weights
     from ...graphs.llama import Llama
     from ...graphs.lora_stacks import fill_slot, resolved, slot_tensors
+    from ...runtime.adapters.adapter_limits import max_rank
     from ...runtime.worker.cpu_threads import limit_cpu_threads
 
     limit_cpu_threads(torch.device("cpu"))
@@ -237,7 +237,7 @@ def load_model(options: argparse.Namespace, directory: Path, dtype: Any) -> Any:
     load_weights(model, checkpoint)
     for slot, path in enumerate(adapters_of(options).values()):
         if lora is not None:
-            rank = options.max_lora_rank or MAX_RANK
+            rank = max_rank(config, options.max_lora_rank)
             adapter = load_adapter(path, config, rank, options.lora_lenient, base=directory)
             fill_slot(model, slot, slot_tensors(resolved(adapter, checkpoint.tensor), config, lora, dtype))
     return model

@@ -7,7 +7,7 @@ from sidestream.compiler.options import OptionError
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.families import ATTENTION_MODULES, EXPERT_TARGETS
 from sidestream.graphs.lora import LoraShape
-from sidestream.runtime.adapters.adapter_limits import model_targets, slots_within, with_expert_rank
+from sidestream.runtime.adapters.adapter_limits import model_targets, slots_within
 from sidestream.runtime.engine.options import PROJECTIONS, target_modules
 from sidestream.tools.options.models import LLAMA_8B
 
@@ -55,11 +55,3 @@ def test_slots_of_experts_take_at_most_a_fifth_of_the_memory() -> None:
     assert slots_within(GIB, replace(shape, targets=ATTENTION_MODULES), SPARSE, 1) == 8, "attention is small"
     dense = replace(SPARSE, dense_layers=tuple(range(24)))
     assert slots_within(16 * slot, shape, dense, 1) == 6, "dense layers have no experts"
-
-
-def test_experts_have_a_rank_of_their_own() -> None:
-    shape = LoraShape(8, 64, (*ATTENTION_MODULES, *EXPERT_TARGETS))
-    small = with_expert_rank(shape, 8)
-    assert (shape.expert_rank, small.rank, small.expert_rank) == (64, 64, 16)
-    attention = LoraShape(8, 64, ATTENTION_MODULES)
-    assert with_expert_rank(attention, 8) == attention and with_expert_rank(shape, None) == shape
