@@ -43,9 +43,9 @@ def materialize(
 ) -> torch.Tensor:
     """Return the tensor of `recipe`, on any device including meta.
 
-    `lookup(name)` returns the checkpoint's (or an adapter's) tensor. `bring(name, tensor)` is applied to it, or to its
-    slice, before any computation, for example to move it to a device. `memo` stores `quantize` results, so that values
-    and scales are computed once; drop it after both have been read.
+    `lookup(name)` returns the checkpoint's (or an adapter's) tensor, or another object with a `shape` and `narrow`.
+    `bring(name, tensor)` is applied to it, or to its slice, before any computation, for example to move it to a device.
+    `memo` stores `quantize` results, so that values and scales are computed once; drop it after both have been read.
     """
     result = _evaluate(recipe, lookup, {} if memo is None else memo, bring)
     if isinstance(result, tuple):
@@ -59,10 +59,15 @@ def _evaluate(
     memo: dict[Recipe, Any],
     bring: Callable[[str, torch.Tensor], torch.Tensor],
 ) -> Any:
-    if recipe.op == "param":
-        return bring(recipe.attrs["name"], _found(recipe, lookup))
-    if recipe.op == "slice" and recipe.args[0].op == "param":
-        return bring(recipe.args[0].attrs["name"], _slice(_found(recipe.args[0], lookup), **recipe.attrs))
+    leaf, cuts = recipe, []
+    while leaf.op == "slice":
+        cuts.append(leaf.attrs)
+        leaf = leaf.args[0]
+    if leaf.op == "param":
+        stored = _found(leaf, lookup)
+        for cut in reversed(cuts):
+            stored = _slice(stored, **cut)
+        return bring(leaf.attrs["name"], stored)
     if recipe.op == "calibrated":
         try:
             found = bring(recipe.attrs["name"], lookup(recipe.attrs["name"]))
@@ -146,7 +151,7 @@ def _found(recipe: Recipe, lookup: Callable[[str], torch.Tensor]) -> torch.Tenso
 
 def _slice(tensor: torch.Tensor, dim: int, rank: int, world: int, multiple: int) -> torch.Tensor:
     """Return part `rank` of `world` along `dim`: a view, or a zero-padded copy at the end of the tensor."""
-    dim %= tensor.dim()
+    dim %= len(tensor.shape)
     share = share_of(tensor.shape[dim], world, multiple)
     start, end = (min(place * share, tensor.shape[dim]) for place in (rank, rank + 1))
     part = tensor.narrow(dim, start, end - start)
