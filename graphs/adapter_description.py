@@ -30,7 +30,6 @@ from .adapter_layouts import (
     matrix_shapes,
     parameter_name,
     sparse_problem,
-    stored_shape,
     target_of,
 )
 from .adapter_names import MLX, PEFT, AdapterFormat, TensorName, exporter_problem, plain_name, tensor_name
@@ -394,7 +393,7 @@ def _check_shapes(
     layout: Layout, module: str, names: tuple[str, str], config: LlamaConfig, form: AdapterFormat, stacked: str
 ) -> int:
     """Return the module's rank. Raises AdapterError for shapes that do not fit the base, and unsupported dtypes."""
-    outputs, inputs = stored_shape(config, module)
+    outputs, inputs = config.stored_shape(module)
     shape_a, shape_b = _shapes(layout, module, names, config, form, stacked)
     if len(shape_a) != 2 or len(shape_b) != 2 or shape_a[0] != shape_b[1]:
         raise AdapterError(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from .adapter_config import CONFIG, AdapterConfig, AdapterError
 from .adapter_names import PEFT, TensorName
 from .config import LlamaConfig
-from .families import EXPERT_TARGETS
+from .families import EXPERT_SPELLINGS, EXPERT_TARGETS, MLP_MODULES
 from .files.safetensors_header import Layout
 from .files.untrusted_files import name_of
 
@@ -32,11 +32,11 @@ LINEARS = {GATE_UP: ("gate_proj", "up_proj"), DOWN: ("down_proj",)}
 """Stacks -> the projections of an expert in their rows."""
 _TARGETS = {"gate_proj": GATE_UP, "up_proj": GATE_UP, "gate_up_proj": GATE_UP, "down_proj": DOWN}
 _GRANITE = {"input_linear": GATE_UP, "output_linear": DOWN}
-_OURS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+_OURS = {name: ours for _, names in EXPERT_SPELLINGS for name, ours in zip(names, MLP_MODULES, strict=True)}
 _NAMES = re.compile(
     r"(?P<layer>model\.layers\.\d+)\.(?:mlp|block_sparse_moe)\.(?:"
     r"(?P<router>gate|router(?:\.layer)?)"
-    r"|experts\.(?P<expert>\d{1,6})\.(?P<linear>gate_proj|up_proj|down_proj|w[123])"
+    rf"|experts\.(?P<expert>\d{{1,6}})\.(?P<linear>{'|'.join(_OURS)})"
     r"|(?P<stack>experts|experts\.base_layer|input_linear|output_linear))"
 )
 _GRAPH = re.compile(
@@ -85,21 +85,9 @@ def expert_modules(config: LlamaConfig) -> Iterator[str]:
             yield from (f"{home}.{expert}.{linear}" for expert in range(config.num_experts))
 
 
-def stored_shape(config: LlamaConfig, module: str) -> tuple[int, int]:
-    """Return (output, input) features of a module in an adapter; of one expert for a stack."""
-    target = target_of(module)
-    if target not in EXPERT_TARGETS:
-        return config.stored_shape(module)
-    hidden, width = config.hidden_size, config.expert_intermediate_size
-    if target == ROUTER:
-        return config.num_experts, hidden
-    outputs = 2 * width if module.endswith("gate_up_proj") else width
-    return (outputs, hidden) if target == GATE_UP else (hidden, width)
-
-
 def parts_of(config: LlamaConfig, module: str) -> list[tuple[str, int, int]]:
-    """Return `config.parts_of`; routers and experts are one part."""
-    return [(module, 0, stored_shape(config, module)[0])] if is_sparse(module) else config.parts_of(module)
+    """Return `config.parts_of`; stacks of experts are one part."""
+    return [(module, 0, config.stored_shape(module)[0])] if is_stack(module) else config.parts_of(module)
 
 
 def graph_name(name: TensorName) -> TensorName:
@@ -116,8 +104,7 @@ def graph_name(name: TensorName) -> TensorName:
         return name._replace(module=f"{home}.gate")
     if match["stack"]:
         return name._replace(module=f"{home}.{match['stack']}")
-    linear = _OURS.get(match["linear"], match["linear"])
-    return name._replace(module=f"{home}.experts.{int(match['expert'])}.{linear}")
+    return name._replace(module=f"{home}.experts.{int(match['expert'])}.{_OURS[match['linear']]}")
 
 
 def is_stack(module: str) -> bool:
@@ -210,7 +197,7 @@ def _fits(layout: Layout, holder: str, names: tuple[str, str], config: LlamaConf
     only = _GRANITE.get(holder.rpartition(".")[2])
     found: dict[str, str] = {}
     for kind, linear in product((STACKED, TRANSPOSED), ("gate_up_proj", "down_proj")):
-        outputs, inputs = stored_shape(config, f"{home}.{linear}")
+        outputs, inputs = config.stored_shape(f"{home}.{linear}")
         one_a, one_b = matrix_shapes(a, b, experts, kind)
         if one_a[1:] == (inputs,) and one_b[:1] == (outputs,) and _TARGETS[linear] == (only or _TARGETS[linear]):
             found[kind] = f"{home}.{linear}"

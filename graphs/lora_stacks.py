@@ -11,7 +11,7 @@ import torch
 
 from .adapter import Adapter
 from .adapter_config import AdapterError
-from .adapter_layouts import LINEARS, graph_modules, is_stack, stored_shape, target_of
+from .adapter_layouts import LINEARS, graph_modules, is_stack, target_of
 from .config import LlamaConfig
 from .families import EXPERT_TARGETS, VOCABULARY_TARGETS
 from .lora import PROJECTION_STACKS, RANK_MULTIPLE, TARGETS, LoraShape
@@ -191,7 +191,7 @@ def slot_tensor(
     module, _, side = name.rpartition(".")
     if is_stack(module):
         return _expert_slot(adapter, config, lora, module, side, dtype)
-    outputs, inputs = config.module_shape(module) if target_of(module) != "router" else stored_shape(config, module)
+    outputs, inputs = config.module_shape(module)
     if side in PROJECTION_STACKS.values():
         vector = adapter.parts.get(module, {}).get(side)
         return torch.zeros(outputs) if vector is None else vector
@@ -213,7 +213,7 @@ def _expert_slot(
     adapter: Adapter, config: LlamaConfig, lora: LoraShape, stack: str, side: str, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return A [E, n * R, K] or B [E, N, R] of a stack of experts, see `slot_tensors`."""
-    (outputs, inputs), experts, rank = stored_shape(config, stack), config.num_experts, lora.expert_rank
+    (outputs, inputs), experts, rank = config.module_shape(stack), config.num_experts, lora.expert_rank
     linears = LINEARS[target_of(stack)]
     width = outputs // len(linears)
     shape = (experts, len(linears) * rank, inputs) if side == "lora_a" else (experts, outputs, rank)
