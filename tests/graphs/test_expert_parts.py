@@ -233,8 +233,8 @@ def test_the_parts_are_stacked_on_the_device(tmp_path: Path) -> None:
     base = sparse(tmp_path)
     lookup, order = checkpoint_lookup(base.path, Llama(config_of(base)).checkpoint_tensors(), config_of(base))
     name = f"{EXPERTS}.gate_up_proj.weight"
-    halves = [slice_(slice_(param(name), 1, half, 2), 1, 1, 2) for half in (0, 1)]
-    recipes = {"whole": param(name), "share": cat(1, halves), "eight": item(quantize(param(name), torch.int8), 0)}
+    halves = [slice_(param(name), -2, part, 4) for part in (1, 3)]
+    recipes = {"whole": param(name), "share": cat(-2, halves), "eight": item(quantize(param(name), torch.int8), 0)}
     loaded = load_on_device(recipes, lookup, order, {}, CPU, torch.float32)
     parts = [
         [base.model.state_dict()[f"{EXPERTS}.gate_up_proj"][e, 32 * h : 32 * h + 32] for h in (0, 1)] for e in range(3)
