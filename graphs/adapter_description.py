@@ -279,7 +279,7 @@ def _foreign_tensor(key: str, layout: Layout, name: TensorName | None, config: L
     if problem is not None:
         return problem
     module = name.module if name is not None else ""
-    layer = re.match(r"model\.layers\.(\d+)\.", module)
+    layer = re.match(r"model\.layers\.(\d{1,9})\.", module)
     if layer and int(layer[1]) >= config.num_hidden_layers:
         return f"tensor {name_of(key)} is for layer {layer[1]} of {config.num_hidden_layers}: {_OTHER_BASE}"
     projection = module.rpartition(".")[2]

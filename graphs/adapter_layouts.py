@@ -40,7 +40,8 @@ _NAMES = re.compile(
     r"|(?P<stack>experts|experts\.base_layer|input_linear|output_linear))"
 )
 _GRAPH = re.compile(
-    r"model\.layers\.\d+\.mlp\.(?:gate|experts\.(?:\d+\.)?(?P<linear>gate_proj|up_proj|gate_up_proj|down_proj))"
+    r"model\.layers\.(?P<layer>\d{1,6})\.mlp\."
+    r"(?:gate|experts\.(?:(?P<expert>\d{1,6})\.)?(?P<linear>gate_proj|up_proj|gate_up_proj|down_proj))"
 )
 _ALL_AT_ONCE = re.compile(r".+\.experts\.(?:base_layer\.)?(?:gate_up_proj|gate_proj|up_proj|down_proj|w[123]|w13)")
 _PARAMETERS = re.compile(
@@ -135,16 +136,15 @@ def sparse_problem(key: str, name: TensorName | None, shape: tuple[int, ...], co
     match = _GRAPH.fullmatch(module)
     if match is None or not config.num_experts:
         return None
-    layer = int(module.split(".")[2])
+    layer = int(match["layer"])
     if layer < config.num_hidden_layers and not config.is_sparse(layer):
         return (
             f"tensor {name_of(key)} adapts an expert or router, but layer {layer} of the base has none: {_OTHER_BASE}"
         )
-    number = module.split(".")[5] if match["linear"] else "0"
-    if number.isdigit() and int(number) >= config.num_experts:
+    if int(match["expert"] or 0) >= config.num_experts:
         return (
-            f"tensor {name_of(key)} is for expert {number}, but the base has experts 0 to {config.num_experts - 1}: "
-            f"{_OTHER_BASE}"
+            f"tensor {name_of(key)} is for expert {match['expert']}, but the base has experts 0 to "
+            f"{config.num_experts - 1}: {_OTHER_BASE}"
         )
     return None
 
