@@ -4,6 +4,9 @@ route           experts of each token and their weights
 expert_linear   one linear of each pair's expert, the semantic ops (16-bit and eight-bit)
 expert_lora     LoRA of each pair's adapter and expert, the semantic op
 combine         the weighted sum of a token's pairs
+
+grouped_linear                one linear of each pair's group, of pairs sorted by group
+grouped_linear_8bit_silu_mul  gate and up in one launch with SiLU(gate) * up
 """
 
-from . import combine, expert_linear, expert_lora, route
+from . import combine, expert_linear, expert_lora, grouped_linear, grouped_linear_8bit_silu_mul, route
