@@ -14,6 +14,8 @@ PACKED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 RANK_MULTIPLE = 16
 PROJECTION_STACKS = {"dora": "lora_gain", "bias": "lora_shift"}
 """Parts that act on the results of projections -> their stacks, fp32 [S, N]."""
+STORED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""`LlamaConfig.weight_format` -> dtype of stored projections."""
 
 
 @dataclass(frozen=True)
