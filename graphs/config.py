@@ -185,6 +185,7 @@ class LlamaConfig:
             "down_proj": (self.hidden_size, inner),
             "qkv_proj": (queries + 2 * keys, self.hidden_size),
             "gate_up_proj": (2 * inner, self.hidden_size),
+            "gate": (self.num_experts, self.hidden_size),
             "embed_tokens": (self.hidden_size, self.vocab_size),
             "lm_head": (self.vocab_size, self.hidden_size),
         }
