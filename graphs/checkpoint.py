@@ -106,7 +106,7 @@ class Checkpoint:
         for name, tensor in found.items():
             if isinstance(tensor, ExpertStack):
                 self._stacks[name] = tensor
-                self._file_of[name], _ = tensor.parts[0][0]
+                self._file_of[name], _ = tensor.experts[0][0]
                 continue
             self._file_of[name], stored = tensor
             if stored != name:
@@ -193,6 +193,11 @@ class Checkpoint:
         module, _, kind = name.rpartition(".")
         return tensor if self._arrange is None else arranged(self._arrange, module, kind, tensor)
 
+    def parts(self, name: str) -> Iterator[tuple[tuple[int | slice, ...], torch.Tensor]]:
+        """Yield (place in the tensor, values) for each stored part; a tensor that is stored whole is one part."""
+        stored = self.stored(name)
+        yield from stored.parts() if isinstance(stored, ExpertStack) else [((), stored)]
+
     def nbytes(self, names: Iterable[str] | None = None) -> int:
         """Return the bytes of the named tensors (None: all) in the files."""
         total = 0
@@ -260,7 +265,7 @@ class Checkpoint:
     def _stored(self, name: str) -> str:
         """Return the name of the tensor in the file that contains `name`, or its first part."""
         if name in self._stacks:
-            return self._stacks[name].parts[0][0][1]
+            return self._stacks[name].experts[0][0][1]
         return self._parts[name][0] if name in self._parts else name
 
     def _where(self) -> str:
@@ -306,7 +311,5 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name in filter(parameters.__contains__, checkpoint.names()):
-            stored = checkpoint.stored(name)
-            pieces = stored.pieces() if isinstance(stored, ExpertStack) else [((), stored)]
-            for place, tensor in pieces:
-                parameters[name][place].copy_(tensor)
+            for place, part in checkpoint.parts(name):
+                parameters[name][place].copy_(part)

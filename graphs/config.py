@@ -201,6 +201,11 @@ class LlamaConfig:
         """Return whether a layer has experts."""
         return self.num_experts > 0 and layer not in self.dense_layers
 
+    @property
+    def num_sparse_layers(self) -> int:
+        """Number of layers with experts."""
+        return sum(map(self.is_sparse, range(self.num_hidden_layers)))
+
     def up_to(self, tokens: int) -> Self:
         """Return the config for contexts of at most `tokens`: without a longer window, with longrope's frequencies.
 

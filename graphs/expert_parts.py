@@ -41,11 +41,11 @@ Part = tuple[SafetensorsFile, str]
 class ExpertStack:
     """A weight [E, N, K] that is stored in parts. `to` reads one part at a time, so only the result is in memory.
 
-    parts   the stored tensors [N / n, K] of each expert, n for each: gate and up, or one
-    window  (first, end) of each dimension, for `narrow`
+    experts  the n stored tensors [N / n, K] of each expert: gate and up, or one
+    window   (first, end) of each dimension, for `narrow`
     """
 
-    parts: tuple[tuple[Part, ...], ...]
+    experts: tuple[tuple[Part, ...], ...]
     window: tuple[tuple[int, int], ...]
 
     @property
@@ -56,7 +56,7 @@ class ExpertStack:
     @property
     def dtype(self) -> torch.dtype:
         """The stored dtype, the same for all parts."""
-        file, name = self.parts[0][0]
+        file, name = self.experts[0][0]
         return file.tensor(name).dtype
 
     def narrow(self, dim: int, start: int, length: int) -> Self:
@@ -67,16 +67,16 @@ class ExpertStack:
     def to(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return the tensor on `device`; its parts are moved there one by one."""
         result = torch.empty(self.shape, dtype=dtype or self.dtype, device=device)
-        for place, part in self.pieces():
+        for place, part in self.parts():
             result[place].copy_(part)
         return result
 
-    def pieces(self) -> Iterator[tuple[tuple[int, slice], torch.Tensor]]:
-        """Yield (place in the result, stored values) for each part within the window."""
+    def parts(self) -> Iterator[tuple[tuple[int, slice], torch.Tensor]]:
+        """Yield (place in the tensor, values) for each part within the window."""
         (first, end), (top, bottom), columns = self.window
         for expert in range(first, end):
             row = 0
-            for file, name in self.parts[expert]:
+            for file, name in self.experts[expert]:
                 rows = file.shapes[name][0]
                 start, stop = max(row, top), min(row + rows, bottom)
                 if start < stop:
@@ -132,7 +132,7 @@ def _stack(config: LlamaConfig, name: str, held: Mapping[Any, Part], where: str)
     home, _, tail = spelled.partition(".experts.")
     names = next(names for _, names in EXPERT_SPELLINGS if tail.split(".")[1] in names)
     names = names[2:] if len(projections) == 1 else names[:2]
-    experts = []
+    parts = []
     for expert, number in product(range(config.num_experts), range(len(projections))):
         if (expert, number) not in held:
             missing = f"{home}.experts.{expert}.{names[number]}.{kind}"
@@ -148,7 +148,7 @@ def _stack(config: LlamaConfig, name: str, held: Mapping[Any, Part], where: str)
             problem = f"has dtype {file.dtypes[stored]}, but {spelled!r} of the same layer has {dtype}"
         if problem:
             raise file.error(f"{file.path.name}: tensor {stored!r} {problem}: {_OWN_CONFIG}")
-        experts.append(part)
+        parts.append(part)
     count = len(projections)
-    parts = tuple(tuple(experts[first : first + count]) for first in range(0, len(experts), count))
-    return ExpertStack(parts, ((0, config.num_experts), (0, count * rows), (0, shape[1])))
+    experts = tuple(tuple(parts[first : first + count]) for first in range(0, len(parts), count))
+    return ExpertStack(experts, ((0, config.num_experts), (0, count * rows), (0, shape[1])))

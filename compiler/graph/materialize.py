@@ -59,15 +59,10 @@ def _evaluate(
     memo: dict[Recipe, Any],
     bring: Callable[[str, torch.Tensor], torch.Tensor],
 ) -> Any:
-    leaf, cuts = recipe, []
-    while leaf.op == "slice":
-        cuts.append(leaf.attrs)
-        leaf = leaf.args[0]
-    if leaf.op == "param":
-        stored = _found(leaf, lookup)
-        for cut in reversed(cuts):
-            stored = _slice(stored, **cut)
-        return bring(leaf.attrs["name"], stored)
+    if recipe.op == "param":
+        return bring(recipe.attrs["name"], _found(recipe, lookup))
+    if recipe.op == "slice" and recipe.args[0].op == "param":
+        return bring(recipe.args[0].attrs["name"], _slice(_found(recipe.args[0], lookup), **recipe.attrs))
     if recipe.op == "calibrated":
         try:
             found = bring(recipe.attrs["name"], lookup(recipe.attrs["name"]))

@@ -1,5 +1,6 @@
 """config.json of real mixtures of experts, and what is refused of them and of others."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -156,3 +157,18 @@ def test_a_width_is_refused_by_the_name_of_its_field() -> None:
         LlamaConfig.from_dict({**MIXTRAL_8X7B, "intermediate_size": 14340})
     neutral = {"n_group": 1, "scoring_func": "softmax", "moe_num_shared": 0, "shared_expert_intermediate_size": None}
     assert LlamaConfig.from_dict({**MIXTRAL_8X7B, **neutral}) == LlamaConfig.from_dict(MIXTRAL_8X7B)
+
+
+def test_figures_of_the_page() -> None:
+    configs = [LlamaConfig.from_dict(fields) for fields in (QWEN3_30B, MIXTRAL_8X7B, GRANITE_3B)]
+    experts, cache, slot = [], [], []
+    for config in configs:
+        every, layers = config.num_experts * config.num_hidden_layers, config.num_hidden_layers
+        hidden, inner = config.hidden_size, config.expert_intermediate_size
+        experts.append(f"{every * 3 * hidden * inner / 1e9:.1f} GB")
+        cache.append(f"{layers * 2 * config.num_key_value_heads * config.head_dim / 1e3:.0f} kB")
+        slot.append(f"{every * 16 * 3 * (hidden + inner) / 1e6:.0f} MB")
+    page = (Path(__file__).parents[2] / "docs/models.md").read_text()
+    chosen = [f"{config.num_experts}, {config.num_experts_per_tok}" for config in configs]
+    for row in (chosen, experts, cache, slot):
+        assert f"| {' | '.join(row)} |" in page

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from sidestream.graphs.moe import Router
 from support.paged import Chunk, PagedRunner, plain_model
-from support.tiny import TinyBase, oracle_greedy, oracle_logits, tiny_model
+from support.tiny import TinyBase, oracle_logits, tiny_model
 
 TOLERANCE = 1e-4
 SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -56,10 +57,25 @@ def test_greedy_tokens_equal_transformers(tmp_path: Path) -> None:
     base = sparse(tmp_path, "qwen3")
     runner, text = PagedRunner(plain_model(base)[0], 1, padding=2), tokens(11)
     logits, got = runner.step([Chunk(0, text)])[0], []
-    for _ in range(24):
+    for _ in range(64):
         got.append(int(logits[-1].argmax()))
         logits = runner.step([Chunk(0, got[-1:])])[0]
-    assert got == oracle_greedy(base, None, text, 24)
+    theirs = oracle_logits(base, None, text + got)[len(text) - 1 : -1]
+    assert got == theirs.argmax(-1).tolist(), "each token is the most likely one after those before it"
+
+
+def test_padding_chooses_no_expert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen, route = [], Router.route
+
+    def spy(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen.append(route(*args))
+        return chosen[-1]
+
+    monkeypatch.setattr(Router, "route", spy)
+    PagedRunner(plain_model(sparse(tmp_path, "qwen3-dense-layers"))[0], 1, padding=5).step([Chunk(0, tokens(4))])
+    assert len(chosen) == 1, "of four layers, one is sparse"
+    experts, weights = chosen[0]
+    assert (experts[:4] >= 0).all() and (experts[4:] == -1).all() and (weights[4:] == 0).all()
 
 
 @pytest.mark.parametrize("name", SPARSE)
