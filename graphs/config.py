@@ -185,6 +185,7 @@ class LlamaConfig:
             "down_proj": (self.hidden_size, inner),
             "qkv_proj": (queries + 2 * keys, self.hidden_size),
             "gate_up_proj": (2 * inner, self.hidden_size),
+            "gate": (self.num_experts, self.hidden_size),
             "embed_tokens": (self.hidden_size, self.vocab_size),
             "lm_head": (self.vocab_size, self.hidden_size),
         }
@@ -199,6 +200,11 @@ class LlamaConfig:
     def is_sparse(self, layer: int) -> bool:
         """Return whether a layer has experts."""
         return self.num_experts > 0 and layer not in self.dense_layers
+
+    @property
+    def num_sparse_layers(self) -> int:
+        """Number of layers with experts."""
+        return sum(map(self.is_sparse, range(self.num_hidden_layers)))
 
     def up_to(self, tokens: int) -> Self:
         """Return the config for contexts of at most `tokens`: without a longer window, with longrope's frequencies.

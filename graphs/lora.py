@@ -41,10 +41,10 @@ class LoraShape:
         unknown = sorted(set(self.targets) - set(known))
         if unknown:
             raise ValueError(f"LoRA targets {unknown} do not exist in Llama: choose among {', '.join(known)}")
-        if self.slots < 1 or self.rank < 1 or self.rank % RANK_MULTIPLE:
+        if self.slots < 1 or self.rank < 1 or self.rank % RANK_MULTIPLE or self.expert_rank % RANK_MULTIPLE:
             raise ValueError(
                 f"LoRA stacks of {self.slots} slots and rank {self.rank} are not possible: slots must be at least 1, "
-                f"and rank a positive multiple of {RANK_MULTIPLE}"
+                f"and ranks positive multiples of {RANK_MULTIPLE}"
             )
         if not self.expert_rank and set(self.targets) & set(EXPERT_TARGETS):
             object.__setattr__(self, "expert_rank", self.rank)

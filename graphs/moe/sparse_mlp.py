@@ -3,6 +3,8 @@
 The module calls semantic ops, since a loop over experts cannot be captured.
 """
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -85,7 +87,7 @@ class SparseMLP(nn.Module):
         experts, hidden = config.num_experts, config.hidden_size
 
         def stacks(target: str) -> LoraShape | None:
-            return lora if target in targets else None
+            return replace(lora, parts=()) if lora is not None and target in targets else None
 
         def linear(name: str, target: str, inputs: int, slices: tuple[int, ...]) -> ExpertLinear:
             plain = f"model.layers.{layer}.mlp.experts.{name}" in config.plain_projections
