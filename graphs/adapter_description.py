@@ -168,7 +168,8 @@ def describe_adapter(
     check_parameters(settings, config)
     form = settings.form
     layout = read_layout(directory / form.weights, AdapterError, form.again, max_tensors, roots, foreign=_OTHER_BASE)
-    vocabulary = find_vocabulary(layout, {key: plain_name(key) for key in layout.places}, config, settings)
+    names = {key: plain_name(key) for key in layout.places if any(each in key for each in VOCABULARY_TARGETS)}
+    vocabulary = find_vocabulary(layout, names, config, settings)
     taken = set(vocabulary.names)
     pairs, parts, trained = _tensors(layout, [key for key in layout.places if key not in taken], config, form)
     stacks, stacked = find_stacks(layout, pairs, config, settings)

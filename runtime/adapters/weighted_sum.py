@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from ...graphs.adapter import Adapter
+from ...graphs.adapter_layouts import LINEARS
 from ...graphs.families import VOCABULARY_TARGETS
 
 WeightedAdapters = Sequence[tuple[Adapter, float]]
@@ -12,7 +13,7 @@ WeightedAdapters = Sequence[tuple[Adapter, float]]
 
 def sum_obstacle(adapter: Adapter) -> str:
     """Return why an adapter cannot be part of a sum, "" if it can. PEFT defines only sums of LoRA on projections."""
-    kinds = [*adapter.kinds, *(target for target in adapter.targets if target in VOCABULARY_TARGETS)]
+    kinds = [*adapter.kinds, *(target for target in adapter.targets if target in (*VOCABULARY_TARGETS, *LINEARS))]
     kinds += ["an invocation (aLoRA)"] if adapter.invocation else []
     return f"it has {', '.join(kinds)} besides plain LoRA" if kinds else ""
 

@@ -1,0 +1,5 @@
+"""Mixtures of experts.
+
+sparse_mlp    a mixture of experts in place of a layer's MLP
+expert_parts  experts of a checkpoint as the weights of a graph
+"""
