@@ -5,13 +5,15 @@ one operand of one matrix product (`kernel_triton.py`). int8 products are summed
 does not depend on the other pairs of its tile.
 """
 
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 
 from ..core.registry import register
 from ..core.reproducible_sums import product
+from ..core.triton_support import require_contiguous
 from ..linear.linear_8bit import DTYPES, MAX_INT8_K
+from .kernel_triton import TILES, grouped_config, launch_grouped
 
 
 def expert_tile(num_pairs: int, num_experts: int) -> int:
@@ -63,6 +65,38 @@ def check_8bit(op: str, scale: torch.Tensor, q: torch.Tensor, weight: torch.Tens
         )
 
 
+def run_grouped(
+    op: str,
+    x: torch.Tensor,
+    scale: Optional[torch.Tensor],
+    weight: torch.Tensor,
+    weight_scale: Optional[torch.Tensor],
+    delta: Optional[torch.Tensor],
+    order: torch.Tensor,
+    tiles: torch.Tensor,
+    tile: int,
+    pairs_per_row: int,
+    out: torch.Tensor,
+    activate: bool,
+    sm_budget: int | None,
+    pdl: bool,
+) -> None:
+    """Check what only the kernel needs and run it, for every op of this kind. Raises ValueError."""
+    n, k = weight.shape[1:]
+    require_contiguous(op, x=x, scale=scale, weight=weight, weight_scale=weight_scale, delta=delta, order=order)
+    if tile not in TILES:
+        raise ValueError(f"{op}: tile is {tile}; it must be one of {TILES} (see expert_tile)")
+    if x.dtype.itemsize == 1 and k % 16:
+        raise ValueError(f"{op}: K is {k}; it must be a multiple of 16 (pad the activations and the weight with zeros)")
+    if out.numel() == 0:
+        return
+    config = grouped_config(tile, n, k, x.dtype, activate)
+    launch_grouped(
+        x, scale, weight, weight_scale, delta, order, tiles, pairs_per_row, out, config, activate=activate,
+        sm_budget=sm_budget, pdl=pdl,
+    )  # fmt: skip
+
+
 def grouped_linear_reference(
     x: torch.Tensor, weight: torch.Tensor, order: torch.Tensor, tiles: torch.Tensor, tile: int, pairs_per_row: int
 ) -> torch.Tensor:
@@ -90,10 +124,21 @@ def grouped_linear_fake(
 
 
 def grouped_linear_launch(
-    *args: Any, out: tuple[torch.Tensor, ...], sm_budget: int | None = None, pdl: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    order: torch.Tensor,
+    tiles: torch.Tensor,
+    tile: int,
+    pairs_per_row: int,
+    *,
+    out: tuple[torch.Tensor, ...],
+    sm_budget: int | None = None,
+    pdl: bool = False,
 ) -> None:
-    """Fill `out`."""
-    raise NotImplementedError
+    """Fill `out` = (y,), except rows of group -1. `sm_budget` limits the kernel to that many SMs."""
+    run_grouped(
+        "grouped_linear", x, None, weight, None, None, order, tiles, tile, pairs_per_row, out[0], False, sm_budget, pdl
+    )
 
 
 grouped_linear = register(
@@ -153,10 +198,26 @@ def grouped_linear_8bit_fake(
 
 
 def grouped_linear_8bit_launch(
-    *args: Any, out: tuple[torch.Tensor, ...], sm_budget: int | None = None, pdl: bool = False
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    delta: Optional[torch.Tensor],
+    order: torch.Tensor,
+    tiles: torch.Tensor,
+    tile: int,
+    pairs_per_row: int,
+    out_dtype: torch.dtype,
+    *,
+    out: tuple[torch.Tensor, ...],
+    sm_budget: int | None = None,
+    pdl: bool = False,
 ) -> None:
-    """Fill `out`."""
-    raise NotImplementedError
+    """Fill `out` = (y,), except rows of group -1; K must be a multiple of 16. `sm_budget` limits the kernel's SMs."""
+    run_grouped(
+        "grouped_linear_8bit", q, scale, weight, weight_scale, delta, order, tiles, tile, pairs_per_row, out[0], False,
+        sm_budget, pdl,
+    )  # fmt: skip
 
 
 grouped_linear_8bit = register(

@@ -4,13 +4,11 @@ For steps without LoRA. `grouped_linear_8bit` with a packed [gate | up] weight f
 which rounds gate and up to the result's dtype in between.
 """
 
-from typing import Any
-
 import torch
 
 from ..core.registry import register
 from ..core.reproducible_sums import product, silu_in_fp32
-from .grouped_linear import check_8bit, check_shapes, pairs_of_groups
+from .grouped_linear import check_8bit, check_shapes, pairs_of_groups, run_grouped
 
 
 def reference(
@@ -60,9 +58,26 @@ def fake(
     return q.new_empty((order.shape[0], weight.shape[1] // 2), dtype=out_dtype)
 
 
-def launch(*args: Any, out: tuple[torch.Tensor, ...], sm_budget: int | None = None, pdl: bool = False) -> None:
-    """Fill `out`."""
-    raise NotImplementedError
+def launch(
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    order: torch.Tensor,
+    tiles: torch.Tensor,
+    tile: int,
+    pairs_per_row: int,
+    out_dtype: torch.dtype,
+    *,
+    out: tuple[torch.Tensor, ...],
+    sm_budget: int | None = None,
+    pdl: bool = False,
+) -> None:
+    """Fill `out` = (h,), except rows of group -1; K must be a multiple of 16. `sm_budget` limits the kernel's SMs."""
+    run_grouped(
+        "grouped_linear_8bit_silu_mul", q, scale, weight, weight_scale, None, order, tiles, tile, pairs_per_row, out[0],
+        True, sm_budget, pdl,
+    )  # fmt: skip
 
 
 grouped_linear_8bit_silu_mul = register(
