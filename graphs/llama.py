@@ -15,13 +15,11 @@ from torch.export import Dim
 from ..ops import all_ops as _all_ops  # noqa: F401  (registers torch.ops.sidestream.*)
 from ..ops.core.kv_layout import kv_cache_shape
 from .config import LlamaConfig
-from .lora import LoRALinear, LoraShape
+from .lora import STORED_DTYPES, LoRALinear, LoraShape
 from .moe import SparseMLP
 from .rotary import apply_rotary, inverse_frequencies
 
 INV_FREQ = "model.rotary_emb.inv_freq"
-STORED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-"""`weight_format` -> dtype of stored projections."""
 TOKENS, SEQUENCES, PAGES, BLOCKS = Dim("tokens"), Dim("sequences"), Dim("pages"), Dim("blocks")
 STEP_SHAPES: dict[str, Any] = {
     "input_ids": {0: TOKENS},

@@ -14,6 +14,8 @@ PACKED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 RANK_MULTIPLE = 16
 PROJECTION_STACKS = {"dora": "lora_gain", "bias": "lora_shift"}
 """Parts that act on the results of projections -> their stacks, fp32 [S, N]."""
+STORED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""`LlamaConfig.weight_format` -> dtype of stored projections."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,10 @@ class LoraShape:
         unknown = sorted(set(self.targets) - set(known))
         if unknown:
             raise ValueError(f"LoRA targets {unknown} do not exist in Llama: choose among {', '.join(known)}")
-        if self.slots < 1 or self.rank < 1 or self.rank % RANK_MULTIPLE:
+        if self.slots < 1 or self.rank < 1 or self.rank % RANK_MULTIPLE or self.expert_rank % RANK_MULTIPLE:
             raise ValueError(
                 f"LoRA stacks of {self.slots} slots and rank {self.rank} are not possible: slots must be at least 1, "
-                f"and rank a positive multiple of {RANK_MULTIPLE}"
+                f"and ranks positive multiples of {RANK_MULTIPLE}"
             )
         if not self.expert_rank and set(self.targets) & set(EXPERT_TARGETS):
             object.__setattr__(self, "expert_rank", self.rank)

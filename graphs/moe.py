@@ -3,12 +3,14 @@
 The module calls semantic ops, since a loop over experts cannot be captured.
 """
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from .config import LlamaConfig
-from .lora import LoRALinear, LoraShape
+from .lora import STORED_DTYPES, LoRALinear, LoraShape
 
 
 class Router(LoRALinear):
@@ -85,13 +87,18 @@ class SparseMLP(nn.Module):
         experts, hidden = config.num_experts, config.hidden_size
 
         def stacks(target: str) -> LoraShape | None:
-            return lora if target in targets else None
+            return replace(lora, parts=()) if lora is not None and target in targets else None
+
+        def linear(name: str, target: str, inputs: int, slices: tuple[int, ...]) -> ExpertLinear:
+            plain = f"model.layers.{layer}.mlp.experts.{name}" in config.plain_projections
+            stored = None if plain else STORED_DTYPES.get(config.weight_format)
+            return ExpertLinear(experts, inputs, slices, stacks(target), dtype, device, stored)
 
         self.gate = Router(hidden, experts, stacks("router"), dtype, device)
         self.experts = nn.ModuleDict(
             {
-                "gate_up_proj": ExpertLinear(experts, hidden, (width, width), stacks("experts_gate_up"), dtype, device),
-                "down_proj": ExpertLinear(experts, width, (hidden,), stacks("experts_down"), dtype, device),
+                "gate_up_proj": linear("gate_up_proj", "experts_gate_up", hidden, (width, width)),
+                "down_proj": linear("down_proj", "experts_down", width, (hidden,)),
             }
         )
 

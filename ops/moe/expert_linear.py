@@ -1,11 +1,11 @@
 """`expert_linear` and `expert_linear_8bit`: a linear of each pair's expert, as semantic ops that a pass lowers."""
 
-from typing import Any
-
 import torch
 
 from ..core.registry import register
 from ..core.reproducible_sums import product
+from ..lora.plan import lora_plan_fake, lora_plan_launch
+from .grouped_linear import expert_tile, grouped_linear_8bit_launch, grouped_linear_launch
 
 
 def pairs_of_experts(experts: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
@@ -14,33 +14,66 @@ def pairs_of_experts(experts: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
     return [(each, (flat == each).nonzero().squeeze(1)) for each in flat.unique().tolist() if each >= 0]
 
 
-def reference(x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, pairs_per_row: int) -> torch.Tensor:
+def plan_pairs(
+    experts: torch.Tensor, num_experts: int, sm_budget: int | None, pdl: bool
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Run the plan of experts [T, k] for a graph that no pass lowered, and return (order, tiles, tile)."""
+    pairs = experts.reshape(-1)
+    tile = expert_tile(pairs.shape[0], num_experts)
+    order, tiles = lora_plan_fake(pairs, num_experts, tile)
+    lora_plan_launch(pairs, num_experts, tile, out=(order, tiles), sm_budget=sm_budget, pdl=pdl)
+    return order, tiles, tile
+
+
+def expert_linear_reference(
+    x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, pairs_per_row: int
+) -> torch.Tensor:
     """Return y [T * k, N]: row p is weight[expert of pair p] @ x[p // pairs_per_row].
 
     x              [T, K] with pairs_per_row = k (a row for each token), or [T * k, K] with 1 (a row for each pair)
     weight         [E, N, K] in x's dtype
     experts        [T, k] int32; -1: none, and the row of y is unspecified (0 here)
     """
-    y = fake(x, weight, experts, pairs_per_row).zero_()
+    y = expert_linear_fake(x, weight, experts, pairs_per_row).zero_()
     for expert, pairs in pairs_of_experts(experts):
         y[pairs] = product(x[pairs // pairs_per_row], weight[expert], x.dtype)
     return y
 
 
-def fake(x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, pairs_per_row: int) -> torch.Tensor:
+def expert_linear_fake(
+    x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, pairs_per_row: int
+) -> torch.Tensor:
     """Return an empty result."""
     return x.new_empty((experts.shape[0] * experts.shape[1], weight.shape[1]))
 
 
-def launch(*args: Any, out: tuple[torch.Tensor, ...], sm_budget: int | None = None, pdl: bool = False) -> None:
-    """Fill `out`."""
-    raise NotImplementedError
+def expert_linear_launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    experts: torch.Tensor,
+    pairs_per_row: int,
+    *,
+    out: tuple[torch.Tensor, ...],
+    sm_budget: int | None = None,
+    pdl: bool = False,
+) -> None:
+    """Run plan and `grouped_linear`, for graphs that are not lowered by a pass."""
+    plan = plan_pairs(experts, weight.shape[0], sm_budget, pdl)
+    grouped_linear_launch(x, weight, *plan, pairs_per_row, out=out, sm_budget=sm_budget)
 
 
-expert_linear = register("expert_linear", reference, fake, launch, kind="linear", family="moe", gathers="weight")
+expert_linear = register(
+    "expert_linear",
+    expert_linear_reference,
+    expert_linear_fake,
+    expert_linear_launch,
+    kind="linear",
+    family="moe",
+    gathers="weight",
+)
 
 
-def reference_8bit(
+def expert_linear_8bit_reference(
     q: torch.Tensor,
     scale: torch.Tensor,
     weight: torch.Tensor,
@@ -54,7 +87,7 @@ def reference_8bit(
     e is the expert of pair p and r = p // pairs_per_row. q [T or T * k, K] and weight [E, N, K] are both e4m3 or both
     int8, scale [T or T * k] and weight_scale [E, N] fp32. Otherwise as `expert_linear`. int8 sums are exact.
     """
-    y = fake_8bit(q, scale, weight, weight_scale, experts, pairs_per_row, out_dtype).zero_()
+    y = expert_linear_8bit_fake(q, scale, weight, weight_scale, experts, pairs_per_row, out_dtype).zero_()
     for expert, pairs in pairs_of_experts(experts):
         rows = pairs // pairs_per_row
         sums = product(q[rows], weight[expert], torch.float32)
@@ -62,7 +95,7 @@ def reference_8bit(
     return y
 
 
-def fake_8bit(
+def expert_linear_8bit_fake(
     q: torch.Tensor,
     scale: torch.Tensor,
     weight: torch.Tensor,
@@ -75,6 +108,32 @@ def fake_8bit(
     return q.new_empty((experts.shape[0] * experts.shape[1], weight.shape[1]), dtype=out_dtype)
 
 
+def expert_linear_8bit_launch(
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    experts: torch.Tensor,
+    pairs_per_row: int,
+    out_dtype: torch.dtype,
+    *,
+    out: tuple[torch.Tensor, ...],
+    sm_budget: int | None = None,
+    pdl: bool = False,
+) -> None:
+    """Run plan and `grouped_linear_8bit`, for graphs that are not lowered by a pass."""
+    plan = plan_pairs(experts, weight.shape[0], sm_budget, pdl)
+    grouped_linear_8bit_launch(
+        q, scale, weight, weight_scale, None, *plan, pairs_per_row, out_dtype, out=out, sm_budget=sm_budget
+    )
+
+
 expert_linear_8bit = register(
-    "expert_linear_8bit", reference_8bit, fake_8bit, launch, kind="linear", family="moe", gathers="weight"
+    "expert_linear_8bit",
+    expert_linear_8bit_reference,
+    expert_linear_8bit_fake,
+    expert_linear_8bit_launch,
+    kind="linear",
+    family="moe",
+    gathers="weight",
 )

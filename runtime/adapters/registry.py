@@ -172,7 +172,7 @@ class AdapterRegistry:
         check_name(name)
         self._check_capacity(name, replace_name)
         lora = self.lora  # rejects what does not fit before its tensors are read
-        max_rank = self.max_rank if lora is None else min(self.max_rank, lora.rank)
+        max_rank = self.max_rank if lora is None else min(self.max_rank, max(lora.rank, lora.expert_rank))
         try:
             directory = self._resolve(name, path)
             stamp = _file_stamp(directory)
