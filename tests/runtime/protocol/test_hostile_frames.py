@@ -103,7 +103,7 @@ def test_random_messages(value: Any, kind: str) -> None:
 
 
 def test_mutated_frames() -> None:
-    for frame in frames(random.randrange(2**31), COUNT, INSTANCE):
+    for frame in frames(6, COUNT, INSTANCE):
         check(frame)
 
 
