@@ -21,6 +21,7 @@ FEW_PAIRS = 2048  # most pairs of the first form
 MANY_GROUPS = 1024  # fewest groups of the second form, and its most pairs; fewer groups have the first form
 MAX_PAIRS, MAX_GROUPS = 1 << 20, 1 << 20
 _MOST_COUNTS = 1 << 23  # elements of the counting sort's table of blocks and groups
+_BLOCKS = 64  # blocks of pairs that the scan loads at once
 _PAIRS = 32  # pairs whose places a program computes at once
 _ROWS = 128  # rows of `tiles` that a program writes at once
 
@@ -237,7 +238,7 @@ def _counting_sort(
     options = pdl_options(pdl)
     _count_kernel[(blocks,)](groups, counts, pairs, bins, BLOCK=block, CHUNK=1024, num_warps=8, **options)
     _scan_kernel[(cdiv(bins, 32),)](
-        counts, first, tiles_end, arrived, blocks, bins, TILE=tile, BLOCKS=64, BINS=32, CHUNK=2048, num_warps=8,
+        counts, first, tiles_end, arrived, blocks, bins, TILE=tile, BLOCKS=_BLOCKS, BINS=32, CHUNK=2048, num_warps=8,
         **options,
     )  # fmt: skip
     work = cdiv(rows, _ROWS) + cdiv(pairs, _PAIRS)
