@@ -40,7 +40,7 @@ def reference(
 
     planes       [splits, T, n*R] fp32, added in order
     b            [S, N, R] model dtype, or e4m3 or int8 with b_scale [S, N] fp32; includes alpha / rank
-    token_order, tiles, tile   from `lora_plan`
+    token_order, tiles, tile   from `lora_plan`, or of pairs (`expert_lora`): then T counts pairs, S groups
     slices       the n output widths of the packed linears, adding up to N
     returns      [T, N] in b's dtype (bf16 for an 8-bit b); zeros for tokens without an adapter
     """
@@ -304,21 +304,22 @@ def launch(
         raise ValueError(f"lora_expand: b {tuple(b.shape)} has {ranks} ranks; at most {MAX_RANK} are supported")
     if tokens == 0:
         return
-    columns, warps = expand_block(ranks, tile, max(slices), b.element_size())
+    height = max(16, tile)  # rows of a product
+    columns, warps = expand_block(ranks, height, max(slices), b.element_size())
     blocks_per_tile = sum(cdiv(width, columns) for width in slices)
     widths = [*slices, 0, 0][:3]
     block = rank_block(ranks)
     if sm_budget is None and b_scale is not None:
         expand_once_kernel[tiles.shape[0] * blocks_per_tile,](
             planes, b, b_scale, token_order, tiles, out[0], tokens, n, ranks, all_ranks, blocks_per_tile, *widths,
-            SPLITS=splits, TILE=tile, COLUMNS=columns, RANKS=block, BLOCKS=cdiv(ranks, block), num_warps=warps,
+            SPLITS=splits, TILE=height, COLUMNS=columns, RANKS=block, BLOCKS=cdiv(ranks, block), num_warps=warps,
             **pdl_options(pdl),
         )  # fmt: skip
         return
     programs = CTAS_PER_SM * (multiprocessors(b.device) if sm_budget is None else sm_budget)
     expand_kernel[min(programs, tiles.shape[0] * blocks_per_tile),](
         planes, b, b_scale, token_order, tiles, out[0], tokens, n, ranks, all_ranks, tiles.shape[0], blocks_per_tile,
-        *widths, SPLITS=splits, TILE=tile, TILES=min(256, next_power_of_2(tiles.shape[0])), COLUMNS=columns,
+        *widths, SPLITS=splits, TILE=height, TILES=min(256, next_power_of_2(tiles.shape[0])), COLUMNS=columns,
         RANKS=block, BLOCKS=cdiv(ranks, block), num_warps=warps, **pdl_options(pdl),
     )  # fmt: skip
 
