@@ -10,12 +10,16 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from ..ops.core.registry import Op
+from ..ops.moe.route import moe_route
 from .expected_matches import Expectation, model_shape
 from .graph.capture import Captured
-from .graph.nodes import aten, erase_unused
+from .graph.nodes import aten, calls, erase_unused
 from .options import CompileOptions, OptionError
 from .pass_records import PassRecord, graph_lines, op_counts, text_of
 from .passes.base import Context, PassReport
+from .passes.experts.fuse_combine_norm import fuse_combine_norm
+from .passes.experts.lower_experts import lower_experts
 from .passes.fuse.fuse_add_rms_norm import fuse_add_rms_norm
 from .passes.fuse.fuse_decoder_block import fuse_decoder_block
 from .passes.fuse.fuse_quantize import fuse_quantize
@@ -56,10 +60,12 @@ class Pass:
     """A pass and its tier.
 
     "keeps" changes no values, except by the rounding of sums; "quantizes" changes values; "lowers" chooses kernels.
+    A graph without a call of the op `needs` skips the pass.
     """
 
     run: Callable[[fx.Graph, Context], PassReport]
     tier: str
+    needs: Op | None = None
 
     @property
     def name(self) -> str:
@@ -100,9 +106,11 @@ PASSES: tuple[Pass, ...] = (
     Pass(finer_residual, "quantizes"),
     Pass(use_rounded_weights, "quantizes"),
     Pass(quantize_lora, "quantizes"),
+    Pass(fuse_combine_norm, "keeps", moe_route),  # after finer_residual, which follows plain norms
     Pass(fuse_quantize, "keeps"),
     Pass(fuse_all_reduce_norm, "keeps"),
     # Kernels and lanes.
+    Pass(lower_experts, "lowers", moe_route),
     Pass(lower_lora, "lowers"),
 )
 # For the static graph of a decode program: row b is sequence b, and a program without LoRA has no LoRA ops.
@@ -253,7 +261,7 @@ def _run(
     lines, counts = graph_lines(graph) if text else (), op_counts(graph)
     source = text_of(lines) if text else ""
     for each in passes:
-        if each.name in context.options.disable:
+        if each.name in context.options.disable or (each.needs is not None and not any(calls(graph, each.needs))):
             continue
         old_lines, old_counts, old_source, start = lines, counts, source, time.perf_counter()
         report = each.run(graph, context)

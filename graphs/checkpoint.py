@@ -13,9 +13,9 @@ from torch import nn
 
 from .config import LlamaConfig
 from .config_fields import read_json_object
-from .expert_parts import ExpertStack, graph_tensors
 from .files.safetensors_file import SafetensorsFile
 from .head_layout import arranged, arranged_shape
+from .moe.expert_parts import ExpertStack, graph_tensors
 from .quantization_config import FILE_DTYPES
 
 _log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from ..ops import all_ops as _all_ops  # noqa: F401  (registers torch.ops.sidest
 from ..ops.core.kv_layout import kv_cache_shape
 from .config import LlamaConfig
 from .lora import STORED_DTYPES, LoRALinear, LoraShape
-from .moe import SparseMLP
+from .moe.sparse_mlp import SparseMLP
 from .rotary import apply_rotary, inverse_frequencies
 
 INV_FREQ = "model.rotary_emb.inv_freq"

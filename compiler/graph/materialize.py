@@ -116,7 +116,7 @@ def _evaluate(
     if recipe.op == "dequantize":
         return (first.float() * operands[1].to(first.device)).to(getattr(torch, attrs["dtype"]))
     if recipe.op == "row_scales":
-        return first.float().flatten()
+        return first.float().squeeze(-1)
     if recipe.op == "multiply":
         return (first.float() * operands[1].to(first.device).float()).to(first.dtype)
     if recipe.op == "smooth":

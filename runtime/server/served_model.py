@@ -125,7 +125,7 @@ class ServedModel:
         return LoadedAdapter(
             entry.name,
             entry.number,
-            adapter.rank,
+            adapter.rank or adapter.expert_rank,
             entry.content_hash,
             entry.chat,
             adapter.invocation,

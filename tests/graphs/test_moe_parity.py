@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from sidestream.graphs.moe import Router
+from sidestream.graphs.moe.sparse_mlp import Router
 from support.paged import Chunk, PagedRunner, plain_model
 from support.tiny import TinyBase, oracle_logits, tiny_model
 

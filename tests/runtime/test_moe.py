@@ -22,8 +22,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 64,
             "norm_topk_prob": False,
-            "num_hidden_layers": 3,
-            "mlp_only_layers": [1],
+            "mlp_only_layers": [0],
         },
     ),
     "mixtral": (

@@ -82,6 +82,8 @@ def test_a_server_loads_and_serves_an_adapter_with_a_lora_for_each_expert(base: 
         assert loaded.status_code == 200, loaded.text
         body = {"prompt": ids, "temperature": 0, "max_tokens": 6, "ignore_eos": True, "return_token_ids": True}
         answers = [client.post("/v1/completions", json={**body, "model": name}).json() for name in ("each", "base")]
+        (card,) = (each for each in client.get("/v1/models").json()["data"] if each["id"] == "each")
+    assert card["rank"] == 4
     found = [answer["choices"][0]["token_ids"] for answer in answers]
     with started(base, {"each": path}) as llm:
         outputs = llm.generate([ids, ids], GREEDY, adapter=["each", None], use_tqdm=False)

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .config import LlamaConfig
-from .lora import STORED_DTYPES, LoRALinear, LoraShape
+from ..config import LlamaConfig
+from ..lora import STORED_DTYPES, LoRALinear, LoraShape
 
 
 class Router(LoRALinear):

@@ -16,12 +16,12 @@ from collections.abc import Collection, Iterator, Mapping
 from itertools import product
 from typing import TYPE_CHECKING
 
-from .adapter_config import CONFIG, AdapterConfig, AdapterError
-from .adapter_names import PEFT, TensorName
-from .config import LlamaConfig
-from .families import EXPERT_SPELLINGS, EXPERT_TARGETS, MLP_MODULES
-from .files.safetensors_header import Layout
-from .files.untrusted_files import name_of
+from ..adapter_config import CONFIG, AdapterConfig, AdapterError
+from ..adapter_names import PEFT, TensorName
+from ..config import LlamaConfig
+from ..families import EXPERT_SPELLINGS, EXPERT_TARGETS, MLP_MODULES
+from ..files.safetensors_header import Layout
+from ..files.untrusted_files import name_of
 
 if TYPE_CHECKING:
     import torch
@@ -55,15 +55,18 @@ _BARE = "LoRA on bare parameters is not supported{}: use target_modules on the p
 
 def target_of(module: str) -> str:
     """Return the LoRA target of a module of the graph, or of one expert: `q_proj`, ..., or one of EXPERT_TARGETS."""
-    match = _GRAPH.fullmatch(module)
-    if match is None:
-        return module.rpartition(".")[2]
-    return ROUTER if match["linear"] is None else _TARGETS[match["linear"]]
+    name = module.rpartition(".")[2]
+    return _TARGETS.get(name, name) if ".experts." in module else ROUTER if name == "gate" else name
 
 
 def is_expert(module: str) -> bool:
     """Return whether a module is a stack of experts or a projection of one expert."""
     return target_of(module) in LINEARS
+
+
+def is_stack(module: str) -> bool:
+    """Return whether a module of the graph is a stack of all experts of a layer."""
+    return module.endswith((".experts.gate_up_proj", ".experts.down_proj"))
 
 
 def is_sparse(module: str) -> bool:
@@ -106,11 +109,6 @@ def graph_name(name: TensorName) -> TensorName:
     if match["stack"]:
         return name._replace(module=f"{home}.{match['stack']}")
     return name._replace(module=f"{home}.experts.{int(match['expert'])}.{_OURS[match['linear']]}")
-
-
-def is_stack(module: str) -> bool:
-    """Return whether a module of the graph is a stack of all experts of a layer."""
-    return is_expert(module) and module.rpartition(".")[0].endswith(".experts")
 
 
 def matrix_shapes(a: tuple[int, ...], b: tuple[int, ...], experts: int, kind: str) -> tuple[tuple[int, ...], ...]:

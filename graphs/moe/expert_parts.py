@@ -12,9 +12,9 @@ from typing import Any, Self
 
 import torch
 
-from .config import LlamaConfig
-from .families import EXPERT_SPELLINGS, MLP_MODULES
-from .files.safetensors_file import SafetensorsFile
+from ..config import LlamaConfig
+from ..families import EXPERT_SPELLINGS, MLP_MODULES
+from ..files.safetensors_file import SafetensorsFile
 
 _LAYER = r"(model\.layers\.\d+)\."
 _WHOLE = [
@@ -125,15 +125,15 @@ def _placed(name: str, experts: int) -> tuple[str, tuple[int, int] | None]:
 def _stack(config: LlamaConfig, name: str, held: Mapping[Any, Part], where: str) -> ExpertStack:
     """Return a weight from its parts, which are checked."""
     module, _, kind = name.rpartition(".")
-    projections = MLP_MODULES[2:] if module.endswith("down_proj") else MLP_MODULES[:2]
-    rows, columns = config.module_shape(f"{module.rpartition('.')[0]}.{projections[0]}")
+    places = slice(2, 3) if module.endswith("down_proj") else slice(0, 2)
+    rows, columns = config.module_shape(f"{module.rpartition('.')[0]}.{MLP_MODULES[places.start]}")
     shape = rows, 1 if kind == "weight_scale" else columns
     (some, spelled), dtype = next((part, part[0].dtypes[part[1]]) for part in held.values())
     home, _, tail = spelled.partition(".experts.")
-    names = next(names for _, names in EXPERT_SPELLINGS if tail.split(".")[1] in names)
-    names = names[2:] if len(projections) == 1 else names[:2]
+    spelling: tuple[str, ...] = next(each for _, each in EXPERT_SPELLINGS if tail.split(".")[1] in each)
+    names = spelling[places]
     parts = []
-    for expert, number in product(range(config.num_experts), range(len(projections))):
+    for expert, number in product(range(config.num_experts), range(len(names))):
         if (expert, number) not in held:
             missing = f"{home}.experts.{expert}.{names[number]}.{kind}"
             raise some.error(
@@ -149,6 +149,6 @@ def _stack(config: LlamaConfig, name: str, held: Mapping[Any, Part], where: str)
         if problem:
             raise file.error(f"{file.path.name}: tensor {stored!r} {problem}: {_OWN_CONFIG}")
         parts.append(part)
-    count = len(projections)
+    count = len(names)
     experts = tuple(tuple(parts[first : first + count]) for first in range(0, len(parts), count))
     return ExpertStack(experts, ((0, config.num_experts), (0, count * rows), (0, shape[1])))
