@@ -11,6 +11,7 @@ import pytest
 import sidestream
 import torch
 from sidestream.compiler.expected_matches import PassCountError
+from sidestream.compiler.graph.materialize import materialize
 from sidestream.compiler.options import CompileOptions, OptionError
 from sidestream.compiler.passes.base import PassReport
 from sidestream.compiler.pipeline import PASSES, Pass
@@ -197,6 +198,27 @@ def test_multipliers_cost_no_kernel_in_a_layer() -> None:
     records = sidestream.compile(sparse_model("granite", True, torch.bfloat16, "meta")).records
     assert next(record for record in records if record.name == "fold_multipliers").matches == 2 + 1
     assert records[-1].ops_after["aten.mul.Tensor"] == 1  # the embedding's
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_experts_stored_in_eight_bits_are_not_rounded_again(world: int) -> None:
+    """A rank has its columns of gate and of up, and the scales of these."""
+    model = sparse_model("mixtral", False, torch.bfloat16, weight_format="int8")
+    compiled = sidestream.compile(model, CompileOptions(tensor_parallel=world, tensor_parallel_rank=world - 1))
+    state = model.state_dict()
+    for linear, halves, dim in (("gate_up_proj", 2, 1), ("down_proj", 1, 2)):
+        name = f"model.layers.1.mlp.experts.{linear}.weight"
+        values, scales = (
+            materialize(recipe, state.__getitem__)
+            for source in (name, f"{name}_scale")
+            for recipe in compiled.recipes.values()
+            if recipe.sources() == {source}
+        )
+        share = [half.chunk(world, dim)[-1] for half in state[name].chunk(halves, dim)]
+        assert values.dtype == torch.int8 and torch.equal(values, torch.cat(share, dim))
+        whole = state[f"{name}_scale"].squeeze(-1)
+        rows = [half.chunk(world, 1)[-1] for half in whole.chunk(halves, 1)] if dim == 1 else [whole]
+        assert torch.equal(scales, torch.cat(rows, 1))
 
 
 def on_ranks(group: RankGroup) -> dict[str, torch.Tensor]:
