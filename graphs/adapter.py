@@ -12,12 +12,12 @@ import torch
 
 from .adapter_config import AdapterError
 from .adapter_description import Description, describe_adapter
-from .adapter_layouts import is_expert, is_stack, parts_of, target_of, unpacked
 from .config import LlamaConfig
 from .families import EXPERT_TARGETS, VOCABULARY_TARGETS
 from .files.adapter_file import AdapterFile, readers
 from .files.safetensors_file import FLOATING
 from .head_layout import arranged
+from .moe.adapter_layouts import is_expert, is_stack, parts_of, target_of, unpacked
 from .vocabulary_rows import ChangedRows, changed_rows, remedy
 
 MODULES_AT_ONCE = 14

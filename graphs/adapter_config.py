@@ -85,7 +85,7 @@ class AdapterConfig:
 
     invocation  aLoRA's alora_invocation_tokens: the adapter is active from the last place in the prompt where they
                 occur; (): from the first token
-    target_parameters  names of parameters with LoRA; those of routers and experts, see `adapter_layouts`
+    target_parameters  names of parameters with LoRA; those of routers and experts, see `moe.adapter_layouts`
     peft_version       the release of PEFT that wrote the files, which no field says otherwise
     """
 

@@ -13,7 +13,14 @@ from pathlib import Path
 import msgspec
 
 from .adapter_config import CONFIG, MAX_INVOCATION, MAX_RANK, AdapterConfig, AdapterError
-from .adapter_layouts import (
+from .adapter_names import MLX, PEFT, AdapterFormat, TensorName, exporter_problem, plain_name, tensor_name
+from .adapter_vocabulary import MAX_VOCABULARY_TENSORS, VocabularyTensors, find_vocabulary
+from .config import LlamaConfig
+from .families import ADAPTER_PARTS, ATTENTION_MODULES, MLP_MODULES, PACKED_MODULES, VOCABULARY_TARGETS
+from .files.safetensors_header import ITEM_BYTES, Layout, read_layout
+from .files.untrusted_files import name_of, value_of
+from .model_directory import missing_adapter
+from .moe.adapter_layouts import (
     ROUTER,
     STACKED,
     TRANSPOSED,
@@ -32,13 +39,6 @@ from .adapter_layouts import (
     sparse_problem,
     target_of,
 )
-from .adapter_names import MLX, PEFT, AdapterFormat, TensorName, exporter_problem, plain_name, tensor_name
-from .adapter_vocabulary import MAX_VOCABULARY_TENSORS, VocabularyTensors, find_vocabulary
-from .config import LlamaConfig
-from .families import ADAPTER_PARTS, ATTENTION_MODULES, MLP_MODULES, PACKED_MODULES, VOCABULARY_TARGETS
-from .files.safetensors_header import ITEM_BYTES, Layout, read_layout
-from .files.untrusted_files import name_of, value_of
-from .model_directory import missing_adapter
 from .peft_patterns import ALL_LINEAR, LookAroundError
 
 MERGE = "merge the adapter into its base (merge_and_unload) and serve that"

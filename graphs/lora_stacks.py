@@ -11,10 +11,10 @@ import torch
 
 from .adapter import Adapter
 from .adapter_config import AdapterError
-from .adapter_layouts import LINEARS, graph_modules, is_stack, target_of
 from .config import LlamaConfig
 from .families import EXPERT_TARGETS, VOCABULARY_TARGETS
 from .lora import PROJECTION_STACKS, RANK_MULTIPLE, TARGETS, LoraShape
+from .moe.adapter_layouts import LINEARS, graph_modules, is_stack, target_of
 
 _KINDS = {"dora": "the adapter has magnitudes (DoRA)", "bias": "the adapter has trained biases"}
 Lookup = Callable[[str], torch.Tensor]

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 
 from ...graphs.adapter import Adapter
-from ...graphs.adapter_layouts import LINEARS
 from ...graphs.families import VOCABULARY_TARGETS
+from ...graphs.moe.adapter_layouts import LINEARS
 
 WeightedAdapters = Sequence[tuple[Adapter, float]]
 

@@ -1,19 +1,13 @@
 """Linears of experts: the references against loops over pairs, the kernels against the references, machine code."""
 
-import itertools
-
 import pytest
 import torch
-from sidestream.ops.core.registry import OPS, Op
-from sidestream.ops.core.triton_support import INTERPRETED
-from sidestream.ops.linear.kernel_selection import LinearConfig
+from sidestream.ops.core.registry import Op
 from sidestream.ops.moe.expert_linear import expert_linear, expert_linear_8bit
 from sidestream.ops.moe.grouped_linear import expert_tile, grouped_linear, grouped_linear_8bit
 from sidestream.ops.moe.grouped_linear_8bit_silu_mul import grouped_linear_8bit_silu_mul
-from sidestream.ops.moe.kernel_triton import TILES, default_config, launch_grouped
-from support.checks import EXACT, Tolerance, assert_near, bits, poison
-from support.moe_gemm_samples import Experts, experts_case, plan, routing
-from support.sm90 import MachineCode, compile_launch
+from support.checks import Tolerance, assert_near, bits, poison
+from support.moe_gemm_samples import Experts, experts_case, routing
 
 F32, BF16, FP8, INT8 = torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8
 ROUTINGS = ("uniform", "skewed", "single")

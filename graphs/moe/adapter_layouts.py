@@ -16,12 +16,12 @@ from collections.abc import Collection, Iterator, Mapping
 from itertools import product
 from typing import TYPE_CHECKING
 
-from .adapter_config import CONFIG, AdapterConfig, AdapterError
-from .adapter_names import PEFT, TensorName
-from .config import LlamaConfig
-from .families import EXPERT_SPELLINGS, EXPERT_TARGETS, MLP_MODULES
-from .files.safetensors_header import Layout
-from .files.untrusted_files import name_of
+from ..adapter_config import CONFIG, AdapterConfig, AdapterError
+from ..adapter_names import PEFT, TensorName
+from ..config import LlamaConfig
+from ..families import EXPERT_SPELLINGS, EXPERT_TARGETS, MLP_MODULES
+from ..files.safetensors_header import Layout
+from ..files.untrusted_files import name_of
 
 if TYPE_CHECKING:
     import torch
