@@ -17,7 +17,7 @@ from sidestream.compiler.passes.base import PassReport
 from sidestream.compiler.pipeline import PASSES, Pass
 from sidestream.compiler.program.program import Bucket
 from sidestream.graphs.llama import Llama
-from sidestream.graphs.moe import Router
+from sidestream.graphs.moe.sparse_mlp import Router
 from sidestream.ops.collectives.tensor_parallel_group import RankGroup
 from support.compiled import CompiledRunner
 from support.paged import Chunk, PagedRunner
