@@ -2,8 +2,9 @@
 
 A group is an expert, or an adapter's expert (`expert_groups`). `group_plan` has three forms:
 
-- up to 2,048 pairs in few groups: the kernel of `lora_plan`
-- up to 2,048 pairs in tiles of one pair: each pair counts the pairs before it, whatever the number of groups
+- few pairs in few groups: the kernel of `lora_plan`
+- few pairs in many groups: tiles of one pair, since most pairs have a group of their own; a pair's place is the number
+  of pairs before it, and no kernel looks at all groups
 - otherwise a counting sort in three launches: pairs of each block and group, sums over blocks and groups, places
 """
 
@@ -11,21 +12,21 @@ import torch
 import triton
 import triton.language as tl
 
-from ..core.device import workspace
 from ..core.registry import register
 from ..core.triton_support import cdiv, pdl_options, pdl_start, require_contiguous
 from ..lora.plan import lora_plan_launch, num_tiles
 
-FEW_PAIRS, FEW_GROUPS = 2048, 1023  # limits of the forms with one launch
+FEW_PAIRS = 2048  # most pairs of the first form
+MANY_GROUPS = 1024  # fewest groups of the second form, and its most pairs; fewer groups have the first form
 MAX_PAIRS, MAX_GROUPS = 1 << 20, 1 << 20
 _MOST_COUNTS = 1 << 23  # elements of the counting sort's table of blocks and groups
+_BLOCKS = 64  # blocks of pairs that the scan loads at once
 _PAIRS = 32  # pairs whose places a program computes at once
 _ROWS = 128  # rows of `tiles` that a program writes at once
 
 
-def group_tiles(pairs: int, num_groups: int, tile: int) -> int:
-    """Return the rows of `tiles`: enough for the worst distribution of pairs over groups."""
-    return pairs if tile == 1 else num_tiles(pairs, num_groups, tile)
+def _has_single_tiles(pairs: int, num_groups: int) -> bool:
+    return pairs <= MANY_GROUPS <= num_groups
 
 
 def group_plan_reference(groups: torch.Tensor, num_groups: int, tile: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,7 +34,7 @@ def group_plan_reference(groups: torch.Tensor, num_groups: int, tile: int) -> tu
 
     groups  [P] int32, -1 (no group) .. num_groups - 1
     order   [P] int32: pairs in stable order by group, those without one first
-    tiles   [NT, 3] int32: (group, first index in order, count <= tile), NT from `group_tiles`; group -1: pairs without
+    tiles   [NT, 3] int32: (group, first index in order, count <= tile), NT from `num_tiles`; group -1: pairs without
             group; unused rows (-1, 0, 0) come last
 
     Returns (order, tiles). Raises ValueError for a group out of range (the GPU kernels do not check).
@@ -42,14 +43,15 @@ def group_plan_reference(groups: torch.Tensor, num_groups: int, tile: int) -> tu
     if wrong.numel():
         raise ValueError(f"groups holds {wrong[:4].tolist()}, but there are groups 0..{num_groups - 1} (-1 = none)")
     order = torch.sort(groups, stable=True).indices.to(torch.int32)
+    tiles = group_plan_fake(groups, num_groups, tile)[1].zero_()
+    tiles[:, 0] = -1
+    tile = 1 if _has_single_tiles(len(groups), num_groups) else tile
     sizes = torch.bincount(groups.long() + 1, minlength=num_groups + 1)
     own_tiles = (sizes + tile - 1) // tile
     group = torch.arange(num_groups + 1, device=groups.device).repeat_interleave(own_tiles)
     first_tile, first_pair = own_tiles.cumsum(0) - own_tiles, sizes.cumsum(0) - sizes
     skipped = (torch.arange(len(group), device=groups.device) - first_tile[group]) * tile
     count = (sizes[group] - skipped).clamp(max=tile)
-    tiles = group_plan_fake(groups, num_groups, tile)[1].zero_()
-    tiles[:, 0] = -1
     tiles[: len(group)] = torch.stack([group - 1, first_pair[group] + skipped, count], 1).to(torch.int32)
     return order, tiles
 
@@ -57,12 +59,14 @@ def group_plan_reference(groups: torch.Tensor, num_groups: int, tile: int) -> tu
 def group_plan_fake(groups: torch.Tensor, num_groups: int, tile: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return empty results."""
     pairs = groups.shape[0]
-    return groups.new_empty((pairs,)), groups.new_empty((group_tiles(pairs, num_groups, tile), 3))
+    return groups.new_empty((pairs,)), groups.new_empty((num_tiles(pairs, num_groups, tile), 3))
 
 
 @triton.jit
-def _single_kernel(groups, order, tiles, num_pairs, PAIRS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    """Write the places of PAIRS pairs, and a tile for each: the place is the number of pairs that come before it."""
+def _single_kernel(
+    groups, order, tiles, num_pairs, num_rows, PAIRS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
+):
+    """Write the places of PAIRS pairs, a tile for each, and as many of the unused rows, which are not more."""
     pdl_start(PDL)
     pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     inside = pair < num_pairs
@@ -77,12 +81,19 @@ def _single_kernel(groups, order, tiles, num_pairs, PAIRS: tl.constexpr, CHUNK: 
     tl.store(tiles + place * 3, group, mask=inside)
     tl.store(tiles + place * 3 + 1, place, mask=inside)
     tl.store(tiles + place * 3 + 2, 1, mask=inside)
+    row = num_pairs + pair
+    tl.store(tiles + row * 3, -1, mask=row < num_rows)
+    tl.store(tiles + row * 3 + 1, 0, mask=row < num_rows)
+    tl.store(tiles + row * 3 + 2, 0, mask=row < num_rows)
 
 
 @triton.jit
-def _count_kernel(groups, counts, num_pairs, bins, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
+def _count_kernel(
+    groups, counts, arrived, num_pairs, bins, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
+):
     """Count the pairs of each group in one block of pairs, into a row of counts; bin g + 1 is group g."""
     pdl_start(PDL)
+    tl.store(arrived, 0)  # for the next kernel
     row = counts + tl.program_id(0).to(tl.int64) * bins
     place = tl.arange(0, CHUNK)
     for start in range(0, bins, CHUNK):
@@ -125,7 +136,6 @@ def _scan_kernel(
             tl.store(tiles_end + each, tiles_before + tl.cumsum(tiles, 0), mask=each < bins)
             pairs_before += tl.sum(pairs, axis=0)
             tiles_before += tl.sum(tiles, axis=0)
-        tl.store(arrived, 0)  # reset for the next launch
 
 
 @triton.jit
@@ -196,12 +206,12 @@ def group_plan_launch(
         )
     if pairs == 0:
         return
-    if pairs <= FEW_PAIRS and tile == 1:
+    if _has_single_tiles(pairs, num_groups):
         _single_kernel[(cdiv(pairs, _PAIRS),)](
-            groups, order, tiles, pairs, PAIRS=_PAIRS, CHUNK=64 if pairs <= 64 else 256, num_warps=4,
+            groups, order, tiles, pairs, tiles.shape[0], PAIRS=_PAIRS, CHUNK=64 if pairs <= 64 else 256, num_warps=4,
             **pdl_options(pdl),
         )  # fmt: skip
-    elif pairs <= FEW_PAIRS and num_groups <= FEW_GROUPS:
+    elif pairs <= FEW_PAIRS and num_groups < MANY_GROUPS:
         lora_plan_launch(groups, num_groups, tile, out=out, sm_budget=sm_budget, pdl=pdl)
     else:
         _counting_sort(groups, num_groups, tile, order, tiles, sm_budget, pdl)
@@ -220,16 +230,14 @@ def _counting_sort(
     block = 1024
     while cdiv(pairs, block) * bins > _MOST_COUNTS:
         block *= 2
-    blocks, device = cdiv(pairs, block), groups.device
-    # plans of two lanes may run at the same time
-    lane = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    counts = workspace(device, f"group_plan.counts.{lane}", (blocks + 2) * bins * 4).view(torch.int32)
-    first, tiles_end = counts[blocks * bins :], counts[(blocks + 1) * bins :]
-    arrived = workspace(device, f"group_plan.arrived.{lane}", 4, zero=True).view(torch.int32)
+    blocks = cdiv(pairs, block)
+    # no workspace: plans of two lanes may run at the same time
+    scratch = torch.empty((blocks + 2) * bins + 1, dtype=torch.int32, device=groups.device)
+    counts, first, tiles_end, arrived = scratch.split([blocks * bins, bins, bins, 1])
     options = pdl_options(pdl)
-    _count_kernel[(blocks,)](groups, counts, pairs, bins, BLOCK=block, CHUNK=1024, num_warps=8, **options)
+    _count_kernel[(blocks,)](groups, counts, arrived, pairs, bins, BLOCK=block, CHUNK=1024, num_warps=8, **options)
     _scan_kernel[(cdiv(bins, 32),)](
-        counts, first, tiles_end, arrived, blocks, bins, TILE=tile, BLOCKS=64, BINS=32, CHUNK=2048, num_warps=8,
+        counts, first, tiles_end, arrived, blocks, bins, TILE=tile, BLOCKS=_BLOCKS, BINS=32, CHUNK=2048, num_warps=8,
         **options,
     )  # fmt: skip
     work = cdiv(rows, _ROWS) + cdiv(pairs, _PAIRS)

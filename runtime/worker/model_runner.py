@@ -192,6 +192,8 @@ class ModelRunner:
                 raise RuntimeError("a plan loads an adapter, but the engine was started without adapter slots")
             self.slot_loader.load(slot, number)
         if self.slot_loader is not None:
+            if len(plan.adapter_numbers):
+                self.slot_loader.check_slots(plan.adapter_index[plan.query_start[1:] - 1], plan.adapter_numbers)
             self.slot_loader.before_step(plan.adapter_index)
         parts = self.slot_loader is not None and self.slot_loader.has_parts(plan.adapter_index)
         program = self._program(self.buckets.pick(plan, parts))

@@ -91,7 +91,7 @@ def _combine_add_rms_norm_quant() -> list[tuple[Any, ...]]:
 @samples("group_plan")
 def _group_plan() -> list[tuple[Any, ...]]:
     groups = torch.tensor([1, -1, 0, 1, 3], dtype=torch.int32)
-    return [(groups, 4, 16), (groups, 100, 1), (torch.full((40,), 2, dtype=torch.int32), 3, 16)]
+    return [(groups, 4, 16), (groups, 2000, 16), (torch.full((40,), 2, dtype=torch.int32), 3, 16)]
 
 
 @samples("expert_groups")
