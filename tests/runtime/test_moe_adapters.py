@@ -25,7 +25,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> TinyBase:
 def adapters(base: TinyBase) -> dict[str, Path]:
     return {
         "all": on_parameters(base, GATE_UP, DOWN, "mlp.gate.weight", targets=list(ATTENTION)),
-        "down": on_parameters(base, DOWN, rank=20),
+        "down": on_parameters(base, DOWN, rank=20, alpha=600),
         "attention": tiny_adapters(base, [AdapterSpec(rank=24, targets=ATTENTION)])[0],
     }
 
