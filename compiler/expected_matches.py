@@ -111,7 +111,7 @@ def model_shape(names: Iterable[str], paged: bool, negations: int = 0) -> ModelS
     more = [any(module in name and _LORA.search(name) for name in names) for module in ("lm_head", "embed_tokens")]
     if not layers or (sparse and not paged):  # how another library spells experts is unknown
         return None
-    return ModelShape(*counts, "qkv" in projections, unrotated, stored, *more, len(sparse), routers, experts)
+    return ModelShape(*counts, "qkv" in projections, unrotated, stored, more[0], more[1], len(sparse), routers, experts)
 
 
 @dataclass(frozen=True)

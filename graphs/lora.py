@@ -44,7 +44,7 @@ class LoraShape:
         if self.slots < 1 or self.rank < 1 or self.rank % RANK_MULTIPLE or self.expert_rank % RANK_MULTIPLE:
             raise ValueError(
                 f"LoRA stacks of {self.slots} slots and rank {self.rank} are not possible: slots must be at least 1, "
-                f"and ranks positive multiples of {RANK_MULTIPLE}"
+                f"and every rank a positive multiple of {RANK_MULTIPLE}"
             )
         if not self.expert_rank and set(self.targets) & set(EXPERT_TARGETS):
             object.__setattr__(self, "expert_rank", self.rank)

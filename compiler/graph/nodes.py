@@ -312,7 +312,8 @@ def group_plan_of(node: fx.Node) -> fx.Node | None:
     """Return the plan of pairs that a node is or reads."""
     if is_call(node, group_plan):
         return node
-    order = next((getattr(bind(node), name) for name in ("order", "token_order") if has_operand(node, name)), None)
+    names = [name for name in ("order", "token_order") if has_operand(node, name)]
+    order: Any = getattr(bind(node), names[0]) if names else None
     plan = bind(order).source if is_call(order, operator.getitem) else None
     return plan if is_call(plan, group_plan) else None
 

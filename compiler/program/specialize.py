@@ -13,6 +13,7 @@ from torch import fx
 
 from ...ops.core.registry import NAMESPACE, OPS
 from ...ops.lora.plan import lora_splits, lora_tile
+from ...ops.moe.expert_lora import pair_tile
 from ...ops.moe.grouped_linear import expert_tile
 from ...ops.moe.plan import group_plan
 from ..graph.nodes import (
@@ -35,7 +36,6 @@ from .sizes import Spec, SpecializeError, bucket_inputs, placeholders
 
 META = torch.device("meta")
 LORA_OPS = frozenset({"lora", "lora_plan", "lora_shrink", "lora_expand", "expert_lora", "expert_groups"})
-LARGEST_LORA_TILE = 64  # pairs of a token and an expert in a tile of LoRA's kernels
 PART_OPS = {"lora_adjust": "y"}  # ops of adapters' parts besides LoRA -> the operand that they return changed
 SUMS = frozenset({aten.add.Tensor, aten.add_.Tensor, operator.add})
 # ops with a zero result for a zero delta, and the plan of LoRA's pairs
@@ -213,8 +213,7 @@ def fit_tiles(graph: fx.Graph, specs: Mapping[str, Spec], size_independent: bool
             groups = through_views(bind(plan).groups)
             of_lora = own_name(groups) == "expert_groups"
             rows = tokens * int(shape_of(bind(groups).experts if of_lora else groups)[1])
-            tile = expert_tile(rows, bind(plan).num_groups)
-            tile = min(tile, LARGEST_LORA_TILE) if of_lora else tile
+            tile = (pair_tile if of_lora else expert_tile)(rows, bind(plan).num_groups)
         if has_operand(node, "tile"):
             set_operands(node, tile=tile)
         if has_operand(node, "splits"):

@@ -4,8 +4,8 @@ import torch
 
 from ..core.registry import register
 from ..core.reproducible_sums import product
-from ..lora.plan import lora_plan_fake, lora_plan_launch
 from .grouped_linear import expert_tile, grouped_linear_8bit_launch, grouped_linear_launch
+from .plan import group_plan_fake, group_plan_launch
 
 
 def pairs_of_experts(experts: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
@@ -20,8 +20,8 @@ def plan_pairs(
     """Run the plan of experts [T, k] for a graph that no pass lowered, and return (order, tiles, tile)."""
     pairs = experts.reshape(-1)
     tile = expert_tile(pairs.shape[0], num_experts)
-    order, tiles = lora_plan_fake(pairs, num_experts, tile)
-    lora_plan_launch(pairs, num_experts, tile, out=(order, tiles), sm_budget=sm_budget, pdl=pdl)
+    order, tiles = group_plan_fake(pairs, num_experts, tile)
+    group_plan_launch(pairs, num_experts, tile, out=(order, tiles), sm_budget=sm_budget, pdl=pdl)
     return order, tiles, tile
 
 

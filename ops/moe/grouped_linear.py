@@ -90,7 +90,7 @@ def run_grouped(
         raise ValueError(f"{op}: K is {k}; it must be a multiple of 16 (pad the activations and the weight with zeros)")
     if out.numel() == 0:
         return
-    config = grouped_config(tile, n, k, x.dtype, activate)
+    config = grouped_config(order.shape[0], tile, n, k, x.dtype, activate)
     launch_grouped(
         x, scale, weight, weight_scale, delta, order, tiles, pairs_per_row, out, config, activate=activate,
         sm_budget=sm_budget, pdl=pdl,

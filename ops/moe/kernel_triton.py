@@ -8,6 +8,7 @@ there are no partial sums to exchange, and decode steps have enough items withou
 A tile's rows are gathered by pair // PAIRS_PER_ROW, and results are stored by pair.
 """
 
+from itertools import product
 from typing import Optional
 
 import torch
@@ -17,11 +18,12 @@ import triton.language as tl
 from ..core.device import multiprocessors
 from ..core.triton_support import cdiv, dot_f32, dot_ieee, pdl_options, round_to
 from ..elementwise.silu_mul import silu
-from ..linear.kernel_selection import LinearConfig, table_op, tuned_table
+from ..linear.kernel_selection import LinearConfig, padded_tokens, table_op, tuned_table
 from ..linear.kernel_triton import _dot_i32
 
 TILES = (16, 32, 64, 128)  # heights that the kernel supports
 LARGE = 64  # tiles from this height on are bound by arithmetic
+MEMORY = 224 * 1024  # bytes of shared memory of an SM for the rings of its programs
 ROUND = 8  # large tiles whose programs run at the same time: those of one expert read its weights from L2
 
 
@@ -160,14 +162,16 @@ def _grouped_linear(
             item = num_tiles * blocks  # unused tiles are last
 
 
-def grouped_config(tile: int, n: int, k: int, dtype: torch.dtype, activate: bool = False) -> LinearConfig:
-    """Return the measured configuration of weights [E, N, K] and tiles of `tile` pairs, else a default.
+def grouped_config(
+    num_pairs: int, tile: int, n: int, k: int, dtype: torch.dtype, activate: bool = False
+) -> LinearConfig:
+    """Return the measured configuration of a plan with tiles of `tile` pairs and weights [E, N, K], else a default.
 
-    A table's entries have the height of the tile in place of a token count.
+    The table has entries by number of pairs, as those of other linears by tokens.
     """
     op = table_op("grouped_linear_8bit_silu_mul" if activate else "grouped_linear_8bit", dtype == torch.int8)
-    tuned = tuned_table(op).get((n, k, tile)) if dtype.itemsize == 1 else None
-    return tuned or default_config(tile, dtype)
+    tuned = tuned_table(op).get((n, k, padded_tokens(num_pairs))) if dtype.itemsize == 1 else None
+    return tuned if tuned is not None and tuned.block_t == tile else default_config(tile, dtype)
 
 
 def default_config(tile: int, dtype: torch.dtype) -> LinearConfig:
@@ -186,6 +190,24 @@ def default_config(tile: int, dtype: torch.dtype) -> LinearConfig:
     if dtype == torch.float8_e4m3fn:
         return LinearConfig("triton", 128, tile, block_k, stages=5, warps=8)
     return LinearConfig("triton", 128, tile, block_k, stages=3, warps=8, ctas_per_sm=2, max_registers=128)
+
+
+def candidates(tile: int, dtype: torch.dtype) -> list[LinearConfig]:
+    """Return configurations to measure for tiles of `tile` pairs and eight-bit weights of `dtype`."""
+    found = [default_config(tile, dtype)]
+    if tile < LARGE:
+        shapes = [(64, 128, 4), (64, 128, 6), (64, 256, 3), (64, 256, 4), (128, 128, 4), (128, 256, 3)]
+        for (block_n, block_k, stages), ctas in product(shapes, (1, 2, 3, 4)):
+            found.append(LinearConfig("triton", block_n, tile, block_k, stages, ctas_per_sm=ctas))
+    else:
+        for block_n, stages, warps, ctas in (
+            (64, 4, 4, 2), (64, 4, 4, 3), (128, 3, 4, 2), (128, 4, 4, 2), (128, 3, 8, 2), (128, 5, 8, 1),
+            (256, 3, 8, 1), (256, 4, 8, 1),
+        ):  # fmt: skip
+            most = 128 if warps * ctas == 16 else 0
+            found.append(LinearConfig("triton", block_n, tile, 128, stages, warps, ctas, max_registers=most))
+    fits = [each for each in found if each.ctas_per_sm * each.stages * (each.block_n + tile) * each.block_k <= MEMORY]
+    return list(dict.fromkeys(fits))
 
 
 def launch_grouped(

@@ -12,7 +12,6 @@ import torch
 import triton
 import triton.language as tl
 
-from ..core.device import workspace
 from ..core.registry import register
 from ..core.triton_support import cdiv, pdl_options, pdl_start, require_contiguous
 from ..lora.plan import lora_plan_launch, num_tiles
@@ -21,6 +20,7 @@ FEW_PAIRS = 2048  # most pairs of the first form
 MANY_GROUPS = 1024  # fewest groups of the second form, and its most pairs; fewer groups have the first form
 MAX_PAIRS, MAX_GROUPS = 1 << 20, 1 << 20
 _MOST_COUNTS = 1 << 23  # elements of the counting sort's table of blocks and groups
+_BLOCKS = 64  # blocks of pairs that the scan loads at once
 _PAIRS = 32  # pairs whose places a program computes at once
 _ROWS = 128  # rows of `tiles` that a program writes at once
 
@@ -88,9 +88,12 @@ def _single_kernel(
 
 
 @triton.jit
-def _count_kernel(groups, counts, num_pairs, bins, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
+def _count_kernel(
+    groups, counts, arrived, num_pairs, bins, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
+):
     """Count the pairs of each group in one block of pairs, into a row of counts; bin g + 1 is group g."""
     pdl_start(PDL)
+    tl.store(arrived, 0)  # for the next kernel
     row = counts + tl.program_id(0).to(tl.int64) * bins
     place = tl.arange(0, CHUNK)
     for start in range(0, bins, CHUNK):
@@ -133,7 +136,6 @@ def _scan_kernel(
             tl.store(tiles_end + each, tiles_before + tl.cumsum(tiles, 0), mask=each < bins)
             pairs_before += tl.sum(pairs, axis=0)
             tiles_before += tl.sum(tiles, axis=0)
-        tl.store(arrived, 0)  # reset for the next launch
 
 
 @triton.jit
@@ -228,16 +230,14 @@ def _counting_sort(
     block = 1024
     while cdiv(pairs, block) * bins > _MOST_COUNTS:
         block *= 2
-    blocks, device = cdiv(pairs, block), groups.device
-    # plans of two lanes may run at the same time
-    lane = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    counts = workspace(device, f"group_plan.counts.{lane}", (blocks + 2) * bins * 4).view(torch.int32)
-    first, tiles_end = counts[blocks * bins :], counts[(blocks + 1) * bins :]
-    arrived = workspace(device, f"group_plan.arrived.{lane}", 4, zero=True).view(torch.int32)
+    blocks = cdiv(pairs, block)
+    # no workspace: plans of two lanes may run at the same time
+    scratch = torch.empty((blocks + 2) * bins + 1, dtype=torch.int32, device=groups.device)
+    counts, first, tiles_end, arrived = scratch.split([blocks * bins, bins, bins, 1])
     options = pdl_options(pdl)
-    _count_kernel[(blocks,)](groups, counts, pairs, bins, BLOCK=block, CHUNK=1024, num_warps=8, **options)
+    _count_kernel[(blocks,)](groups, counts, arrived, pairs, bins, BLOCK=block, CHUNK=1024, num_warps=8, **options)
     _scan_kernel[(cdiv(bins, 32),)](
-        counts, first, tiles_end, arrived, blocks, bins, TILE=tile, BLOCKS=64, BINS=32, CHUNK=2048, num_warps=8,
+        counts, first, tiles_end, arrived, blocks, bins, TILE=tile, BLOCKS=_BLOCKS, BINS=32, CHUNK=2048, num_warps=8,
         **options,
     )  # fmt: skip
     work = cdiv(rows, _ROWS) + cdiv(pairs, _PAIRS)

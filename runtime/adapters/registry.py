@@ -173,8 +173,8 @@ class AdapterRegistry:
     def _read(self, name: str, path: str | Path, replace_name: bool) -> _Files:
         check_name(name)
         self._check_capacity(name, replace_name)
-        lora = self.lora  # rejects what does not fit before its tensors are read
-        max_rank = self.max_rank if lora is None else min(self.max_rank, max(lora.rank, lora.expert_rank))
+        lora = self.lora  # rejects what does not fit before its tensors are read; with experts there are two ranks
+        max_rank = self.max_rank if lora is None or lora.expert_rank else min(self.max_rank, lora.rank)
         try:
             directory = self._resolve(name, path)
             stamp = _file_stamp(directory)

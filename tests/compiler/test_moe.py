@@ -4,7 +4,6 @@ of every kind, on one rank and on two.
 
 import random
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +11,23 @@ import pytest
 import sidestream
 import torch
 from sidestream.compiler.expected_matches import PassCountError
+from sidestream.compiler.graph.materialize import materialize
 from sidestream.compiler.options import CompileOptions, OptionError
 from sidestream.compiler.passes.base import PassReport
 from sidestream.compiler.pipeline import PASSES, Pass
 from sidestream.compiler.program.program import Bucket
+from sidestream.graphs.families import EXPERT_TARGETS
 from sidestream.graphs.llama import Llama
-from sidestream.graphs.moe import Router
+from sidestream.graphs.lora import TARGETS
 from sidestream.ops.collectives.tensor_parallel_group import RankGroup
+from sidestream.ops.moe import grouped_linear
 from support.compiled import CompiledRunner
 from support.paged import Chunk, PagedRunner
 from support.races import find_races
 from support.ranks import run_on_ranks
-from support.sparse import EXPERTS, KINDS, WIDTH, sparse_model
+from support.sparse import EXPERTS, KINDS, TOP_K, WIDTH, sparse_model
 from torch.nn.functional import kl_div, log_softmax
 
-TWO_KV_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 NEW_PASSES = ("fuse_combine_norm", "lower_experts")
 STEPS = ((7, 40, 5), (3, 1, 1))  # tokens of each sequence
 # kind of a program -> tokens of each sequence in the step that it computes
@@ -109,27 +110,20 @@ def test_programs_of_every_kind(rounded: CompiledRunner, kind: str, lora: bool) 
     assert find_races(program) == []
 
 
-def test_padding_reads_no_expert() -> None:
-    """Experts that no token chooses hold NaN; a padding row would choose some of them."""
-    model, options = sparse_model("mixtral", False), CompileOptions(precision="fp32")
-    chosen: set[int] = set()
+def test_padding_reads_no_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[int] = []
 
-    def remember(router: Any, *args: Any) -> Any:
-        experts, weights = Router.route(router, *args)
-        chosen.update(experts.flatten().tolist())
-        return experts, weights
+    pairs_of_groups = grouped_linear.pairs_of_groups
 
-    layer = model.model.layers[1].mlp
-    runner, tokens = PagedRunner(model, 1), [Chunk(0, [5, 6])]
-    layer.gate.route = partial(remember, layer.gate)
-    want = runner.step(tokens)
-    del layer.gate.route
-    assert 0 < len(chosen) < EXPERTS
-    for linear in layer.experts.values():
-        linear.weight.data[[each for each in range(EXPERTS) if each not in chosen]] = float("nan")
-    padded = CompiledRunner(model, options, 1, padding=30)
-    padded.block_table = runner.block_table
-    torch.testing.assert_close(padded.step(tokens)[0], want[0], atol=1e-4, rtol=0)
+    def counted(*plan: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        found = pairs_of_groups(*plan)
+        computed.append(sum(len(pairs) for _, pairs in found))
+        return found
+
+    monkeypatch.setattr(grouped_linear, "pairs_of_groups", counted)
+    padded = CompiledRunner(sparse_model("mixtral", False), CompileOptions(precision="fp32"), 1, padding=30)
+    padded.step([Chunk(0, [5, 6])])
+    assert computed == [2 * TOP_K] * 2  # gate_up and down
 
 
 @pytest.mark.parametrize("off", [*NEW_PASSES, "fuse_silu_mul", "lower_lora"])
@@ -139,10 +133,6 @@ def test_without_a_pass_the_model_computes_the_same(off: str) -> None:
     torch.testing.assert_close(got, logits_of(model), atol=1e-4, rtol=0)
 
 
-def three_layers(targets: tuple[str, ...]) -> Llama:
-    return sparse_model("mixtral", bool(targets), torch.bfloat16, "meta", targets, {"num_hidden_layers": 3})
-
-
 def counts_of(model: Llama, **options: Any) -> dict[str, int]:
     records = sidestream.compile(model, CompileOptions(**options), text=False).records
     return {record.name: record.matches for record in records}
@@ -150,15 +140,15 @@ def counts_of(model: Llama, **options: Any) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("targets", "branches"),
-    [(("q_proj", "experts_down"), 3 + 2), (("router", "experts_gate_up", "up_proj"), 1 + 2 + 2), ((), 0)],
-    ids=["down", "gate_up", "none"],
+    [((*TARGETS, *EXPERT_TARGETS), 4 + 5), (("router", "experts_gate_up", "up_proj"), 1 + 2), ((), 0)],
+    ids=["all", "gate_up", "none"],
 )
 def test_counts_follow_from_the_config(targets: tuple[str, ...], branches: int) -> None:
-    """Of three layers the first is dense."""
-    counts = counts_of(three_layers(targets))
-    assert counts["quantize_linears"] == 4 * 3 + 1 and counts["pack_projections"] == 3 + 1
-    assert counts["fuse_silu_mul"] == 3 and counts["fuse_quantize"] == 4 * 3
-    assert counts["fuse_combine_norm"] == 2 and counts["lower_experts"] == 2 * 2
+    """Of two layers the first is dense."""
+    counts = counts_of(sparse_model("mixtral", bool(targets), torch.bfloat16, "meta", targets))
+    assert counts["quantize_linears"] == 4 * 2 + 1 and counts["pack_projections"] == 2 + 1
+    assert counts["fuse_silu_mul"] == 2 and counts["fuse_quantize"] == 4 * 2
+    assert counts["fuse_combine_norm"] == 1 and counts["lower_experts"] == 2
     assert counts["lower_lora"] == branches
 
 
@@ -174,8 +164,7 @@ def test_counts_follow_from_the_config(targets: tuple[str, ...], branches: int) 
     ids=str,
 )
 def test_counts_follow_from_the_options(options: dict[str, Any]) -> None:
-    counts = counts_of(three_layers(("q_proj", "router", "experts_gate_up", "experts_down")), **options)
-    assert counts["lower_experts"] == 2 * 2
+    assert counts_of(sparse_model("mixtral", True, torch.bfloat16, "meta"), **options)["lower_experts"] == 2
 
 
 def matches_nothing(name: str) -> Pass:
@@ -190,19 +179,19 @@ def matches_nothing(name: str) -> Pass:
 def test_a_pass_that_matches_nothing_fails_the_compilation(blind: str) -> None:
     passes = tuple(matches_nothing(blind) if each.name == blind else each for each in PASSES)
     with pytest.raises(PassCountError, match=f"pass {blind} matched 0 times(.|\n)*it is blind"):
-        sidestream.compile(sparse_model("qwen3", True, torch.bfloat16, "meta"), passes=passes).records  # noqa: B018
+        sidestream.compile(sparse_model("mixtral", True, torch.bfloat16, "meta"), passes=passes).records  # noqa: B018
 
 
 def test_reasons_of_passes_that_leave_layers_with_experts() -> None:
     options = CompileOptions(smooth_channels=True, rounded_weights=True, whole_layer="on")
-    compiled = sidestream.compile(sparse_model("qwen3", False, torch.bfloat16, "meta"), options)
+    compiled = sidestream.compile(sparse_model("mixtral", False, torch.bfloat16, "meta"), options)
     rejected = {record.name: " ".join(record.rejected) for record in compiled.records}
     assert "moe_route reads it" in rejected["smooth_channels"]
     sources = [str(recipe) for recipe in compiled.recipes.values()]
     assert any("rounded" in each for each in sources)
     assert not any("rounded" in each for each in sources if "experts" in each)
     program = compiled.program(Bucket(3, 3, 13, 4, decode=True, lora=False))
-    assert "fuse_decoder_block: paged_attention_quant: its MLP is a mixture of experts" in program.passes
+    assert "fuse_decoder_block: paged_attention_quant_1: its MLP is a mixture of experts" in program.passes
 
 
 def test_multipliers_cost_no_kernel_in_a_layer() -> None:
@@ -211,18 +200,39 @@ def test_multipliers_cost_no_kernel_in_a_layer() -> None:
     assert records[-1].ops_after["aten.mul.Tensor"] == 1  # the embedding's
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_experts_stored_in_eight_bits_are_not_rounded_again(world: int) -> None:
+    """A rank has its columns of gate and of up, and the scales of these."""
+    model = sparse_model("mixtral", False, torch.bfloat16, weight_format="int8")
+    compiled = sidestream.compile(model, CompileOptions(tensor_parallel=world, tensor_parallel_rank=world - 1))
+    state = model.state_dict()
+    for linear, halves, dim in (("gate_up_proj", 2, 1), ("down_proj", 1, 2)):
+        name = f"model.layers.1.mlp.experts.{linear}.weight"
+        values, scales = (
+            materialize(recipe, state.__getitem__)
+            for source in (name, f"{name}_scale")
+            for recipe in compiled.recipes.values()
+            if recipe.sources() == {source}
+        )
+        share = [half.chunk(world, dim)[-1] for half in state[name].chunk(halves, dim)]
+        assert values.dtype == torch.int8 and torch.equal(values, torch.cat(share, dim))
+        whole = state[f"{name}_scale"].squeeze(-1)
+        rows = [half.chunk(world, 1)[-1] for half in whole.chunk(halves, 1)] if dim == 1 else [whole]
+        assert torch.equal(scales, torch.cat(rows, 1))
+
+
 def on_ranks(group: RankGroup) -> dict[str, torch.Tensor]:
     found = {}
     for precision, dtype in (("fp32", torch.float32), ("int8", torch.bfloat16)):
         options: Any = {"precision": precision, "tensor_parallel": 2, "tensor_parallel_rank": group.rank}
-        model = sparse_model("mixtral", True, dtype, fields=TWO_KV_HEADS)
+        model = sparse_model("mixtral", True, dtype)
         found[precision] = logits_of(model, CompileOptions(**options))
     return found
 
 
 def test_two_ranks_compute_what_one_does(tmp_path: Path) -> None:
     one, other = run_on_ranks(2, on_ranks, tmp_path)
-    want = logits_of(sparse_model("mixtral", fields=TWO_KV_HEADS))
+    want = logits_of(sparse_model("mixtral"))
     assert all(torch.equal(one[precision], other[precision]) for precision in one), "ranks hold the same bits"
     torch.testing.assert_close(one["fp32"], want, atol=1e-4, rtol=0)
     assert 1e-9 < divergence(one["int8"], want) < 2e-2
@@ -230,10 +240,10 @@ def test_two_ranks_compute_what_one_does(tmp_path: Path) -> None:
 
 def test_a_rank_has_its_columns_of_each_expert() -> None:
     options = CompileOptions(tensor_parallel=2, tensor_parallel_rank=1)
-    compiled = sidestream.compile(sparse_model("qwen3", True, torch.bfloat16, "meta", fields=TWO_KV_HEADS), options)
+    compiled = sidestream.compile(sparse_model("mixtral", True, torch.bfloat16, "meta"), options)
     program = compiled.program(Bucket(3, 3, 13, 4, decode=True))
     shapes = {
-        buffer.name.split("experts_")[1]: buffer.shape for buffer in program.buffers if "0_mlp_experts" in buffer.name
+        buffer.name.split("experts_")[1]: buffer.shape for buffer in program.buffers if "1_mlp_experts" in buffer.name
     }
     assert shapes["gate_up_proj_weight_int8"] == (EXPERTS, WIDTH, 128)
     assert shapes["down_proj_weight_int8"] == (EXPERTS, 128, WIDTH // 2)

@@ -56,5 +56,9 @@ def sparse_model(
         if device != "meta" and name != INV_FREQ:
             values = torch.randn(tensor.shape, generator=generator)
             scaled = 1 + 0.1 * values if tensor.dim() == 1 else values * (0.04 if "lora" in name else 0.08)
+            if tensor.dtype == torch.int8:
+                scaled = (values * 40).round().clamp(-127, 127)
+            elif name.endswith("weight_scale"):
+                scaled = 0.002 * (1 + values.abs())
             tensor.data.copy_(scaled)
     return model

@@ -1,5 +1,7 @@
 """Linears of experts -> a plan of the pairs and grouped linears."""
 
+from collections.abc import Callable
+
 from torch import fx
 
 from ....ops.moe.expert_linear import expert_linear, expert_linear_8bit
@@ -37,10 +39,12 @@ def lower_experts(graph: fx.Graph, context: Context) -> PassReport:
     return rewrite_each(calls(graph, expert_linear, expert_linear_8bit), lower)
 
 
-def insert_plan(graph: fx.Graph, groups: fx.Node, count: int, largest: int = 128) -> tuple[fx.Node, fx.Node, int]:
+def insert_plan(
+    graph: fx.Graph, groups: fx.Node, count: int, tile_of: Callable[[int, int], int] = expert_tile
+) -> tuple[fx.Node, fx.Node, int]:
     """Insert the plan of pairs in `count` groups after the node `groups`; return (order, tiles, tile)."""
     pairs = shape_of(groups)[0]
-    tile = min(largest, expert_tile(pairs if isinstance(pairs, int) else REPRESENTATIVE_PAIRS, count))
+    tile = tile_of(pairs if isinstance(pairs, int) else REPRESENTATIVE_PAIRS, count)
     with graph.inserting_after(groups):
         plan = insert_call(graph, group_plan, (groups, count, tile), like=groups)
     with graph.inserting_after(plan):

@@ -6,14 +6,13 @@ from ....ops.lora.expand import lora_expand
 from ....ops.lora.lora import lora
 from ....ops.lora.plan import lora_plan, lora_splits, lora_tile
 from ....ops.lora.shrink import lora_shrink
-from ....ops.moe.expert_lora import expert_lora
+from ....ops.moe.expert_lora import expert_lora, pair_tile
 from ....ops.moe.plan import expert_groups
 from ...graph.nodes import aten, bind, calls, insert_call, insert_picks, shape_of
 from ..base import Context, PassReport, rewrite_each
 from ..experts.lower_experts import REPRESENTATIVE_PAIRS, insert_plan
 
 REPRESENTATIVE_TOKENS = 64
-LARGEST_TILE = 64  # pairs in a tile of the shrink and the expand
 
 
 def lower_lora(graph: fx.Graph, context: Context) -> PassReport:
@@ -77,7 +76,7 @@ def _lower_experts(graph: fx.Graph, context: Context) -> PassReport:
         if key not in plans:
             with graph.inserting_after(branch.experts):
                 groups = insert_call(graph, expert_groups, (*key, experts), like=node)
-            plans[key] = insert_plan(graph, groups, slots * experts, LARGEST_TILE)
+            plans[key] = insert_plan(graph, groups, slots * experts, pair_tile)
             order, tiles, _ = plans[key]
             _mark(context, groups, bind(order).source, order, tiles)
         pairs = shape_of(node)[0]

@@ -90,6 +90,12 @@ def test_the_counting_sort_with_a_share_of_the_device(pairs: int, groups: int, t
 
 
 @pytest.mark.interpret
+def test_the_scan_of_more_blocks_than_it_loads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sidestream.ops.moe.plan._BLOCKS", 2)
+    check_kernel(OPS["group_plan"], distributions(2500, 30)["even"], 30, 16)
+
+
+@pytest.mark.interpret
 def test_larger_blocks_bound_the_table_of_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sidestream.ops.moe.plan._MOST_COUNTS", 1101)
     check_kernel(OPS["group_plan"], distributions(1100, 1100)["even"], 1100, 16)

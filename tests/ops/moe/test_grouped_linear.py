@@ -1,13 +1,18 @@
 """Linears of experts: the references against loops over pairs, the kernels against the references, machine code."""
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 from sidestream.ops.core.registry import Op
 from sidestream.ops.moe.expert_linear import expert_linear, expert_linear_8bit
 from sidestream.ops.moe.grouped_linear import expert_tile, grouped_linear, grouped_linear_8bit
 from sidestream.ops.moe.grouped_linear_8bit_silu_mul import grouped_linear_8bit_silu_mul
-from support.checks import Tolerance, assert_near, bits, poison
+from sidestream.ops.moe.kernel_triton import TILES, default_config, launch_grouped
+from support.checks import Tolerance, assert_near, bits, check_kernel, poison
 from support.moe_gemm_samples import Experts, experts_case, routing
+from support.sm90 import MachineCode, compile_launch
 
 F32, BF16, FP8, INT8 = torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8
 ROUTINGS = ("uniform", "skewed", "single")
@@ -110,13 +115,142 @@ def check(op: Op, case: Experts, tile: int | None, tolerance: Tolerance, *more: 
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("kind", ROUTINGS)
-@pytest.mark.parametrize("dtype", [INT8, FP8, BF16, F32])
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [(INT8, "uniform"), (INT8, "skewed"), (FP8, "single"), (BF16, "uniform"), (F32, "skewed")]
+)
 def test_kernel(dtype: torch.dtype, kind: str) -> None:
     from_pairs = kind == "skewed"
-    case = experts_case(routing(11, 3, 5, kind, padding=3), 5, 80, 208, dtype, from_pairs)
+    case = experts_case(routing(11, 2, 3, kind, padding=3), 3, 80, 272, dtype, from_pairs)
     if dtype in (BF16, F32):
         check(grouped_linear, case, None, NEAR[dtype])
     else:
         check(grouped_linear_8bit, case, None, NEAR[dtype], F32)
         check(grouped_linear_8bit_silu_mul, case, None, NEAR[FP8], F32)
+
+
+@pytest.mark.interpret
+def test_every_token_count(request: pytest.FixtureRequest) -> None:
+    counts = range(1, 301) if request.config.getoption("--exhaustive") else (1, 8, 17, 40)
+    for tokens, kind in itertools.product(counts, ROUTINGS):
+        case = experts_case(routing(tokens, 2, 3, kind, padding=tokens // 5), 3, 24, 32)
+        check(grouped_linear_8bit, case, None, NEAR[INT8], F32)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("activate", [False, True])
+@pytest.mark.parametrize("tile", TILES)
+def test_tiles_and_few_programs(tile: int, activate: bool) -> None:
+    """More tiles than a round has, two of one expert, several blocks of columns, and programs with several items."""
+    count = 8 if tile >= 64 else 2
+    experts = torch.cat([torch.arange(count), torch.ones(tile), torch.tensor([-1, 0, -1])])
+    case = experts_case(experts.to(torch.int32).unsqueeze(1), count, 136, 16, FP8 if tile == 64 else INT8)
+    if activate:
+        check(grouped_linear_8bit_silu_mul, case, tile, NEAR[FP8], F32, sm_budget=1)
+    else:
+        check(grouped_linear_8bit, case, tile, NEAR[FP8], F32, sm_budget=1)
+
+
+@pytest.mark.interpret
+def test_delta_and_rounding() -> None:
+    case = experts_case(routing(9, 2, 4), 4, 40, 64)
+    args = (*case.given, torch.randn(18, 40).to(BF16), *case.plan(), case.pairs_per_row, BF16)
+    check_kernel(grouped_linear_8bit, *args)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(("dtype", "tile"), [(INT8, 16), (FP8, 64), (BF16, 16)])
+def test_a_pair_does_not_depend_on_its_neighbours(dtype: torch.dtype, tile: int) -> None:
+    case = experts_case(routing(20, 2, 3, "skewed"), 3, 40, 96, dtype)
+
+    def run(case: Experts) -> torch.Tensor:
+        operands = case.given if case.scale.numel() else (case.x, case.weight)
+        op, more = (grouped_linear_8bit, (BF16,)) if case.scale.numel() else (grouped_linear, ())
+        between = (None,) if case.scale.numel() else ()
+        args = (*operands, *between, *case.plan(tile), case.pairs_per_row, *more)
+        op.launch(*args, out=(out := op.fake(*args),))
+        return out
+
+    whole = run(case)
+    for token in (0, 19):
+        only = slice(token, token + 1)
+        alone = run(replace(case, x=case.x[only], scale=case.scale[only], experts=case.experts[only]))
+        assert torch.equal(bits(alone), bits(whole[2 * token : 2 * token + 2]))
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("dtype", [INT8, F32])
+def test_launches_of_graphs_that_are_not_lowered(dtype: torch.dtype) -> None:
+    case = experts_case(routing(9, 2, 4), 4, 40, 64, dtype)
+    if dtype == F32:
+        check_kernel(expert_linear, case.x, case.weight, case.experts, 2)
+    else:
+        check_kernel(expert_linear_8bit, *case.given, case.experts, 2, F32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ROUTINGS)
+@pytest.mark.parametrize("tokens", [1, 8, 64, 300, 8192])
+@pytest.mark.parametrize("dtype", [INT8, FP8])
+def test_qwen3_30b_a3b_on_the_gpu(dtype: torch.dtype, tokens: int, kind: str) -> None:
+    experts = routing(tokens, 8, 128, kind, padding=tokens // 4)
+    case = experts_case(experts, 128, 1536, 2048, dtype, device="cuda")
+    check(grouped_linear_8bit, case, None, NEAR[dtype], BF16)
+    check(grouped_linear_8bit_silu_mul, case, None, NEAR[FP8], BF16, pdl=True)
+    check(grouped_linear_8bit, experts_case(experts, 128, 2048, 768, dtype, True, "cuda"), None, NEAR[dtype], BF16)
+
+
+# Machine code
+
+
+def compiled(
+    tile: int, n: int, k: int, experts: int, top_k: int, dtype: torch.dtype, activate: bool = False
+) -> MachineCode:
+    """The kernel of the default configuration, launched as in a lowered graph."""
+
+    def meta(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    pairs = 8 * tile
+    by_row = 1 if top_k == 1 else top_k
+    scales = (meta(pairs // by_row), meta(experts, n)) if dtype in (INT8, FP8) else (None, None)
+    (code,) = compile_launch(
+        launch_grouped,
+        meta(pairs // by_row, k, dtype=dtype),
+        scales[0],
+        meta(experts, n, k, dtype=dtype),
+        scales[1],
+        None,
+        meta(pairs, dtype=torch.int32),
+        meta(9 + experts, 3, dtype=torch.int32),
+        by_row,
+        meta(pairs, n // 2 if activate else n, dtype=BF16),
+        default_config(tile, dtype),
+        activate=activate,
+        pdl=True,
+    )
+    return code
+
+
+QWEN3_30B_A3B = {"gate_up": (1536, 2048, 128, 8), "down": (2048, 768, 128, 1)}
+MIXTRAL = {"gate_up": (28672, 4096, 8, 2), "down": (4096, 14336, 8, 1)}
+
+
+@pytest.mark.machine_code(each="tile")
+@pytest.mark.parametrize("dtype", [INT8, FP8, BF16])
+@pytest.mark.parametrize("activate", [True, False])
+@pytest.mark.parametrize("shape", [*QWEN3_30B_A3B.values(), *MIXTRAL.values()], ids=str)
+@pytest.mark.parametrize("tile", [16, 128, 32, 64])
+def test_default_configurations_use_wgmma_without_spills(
+    tile: int, shape: tuple[int, int, int, int], activate: bool, dtype: torch.dtype
+) -> None:
+    if activate and (dtype == BF16 or shape[3] == 1):
+        pytest.skip("gate and up are one eight-bit linear")
+    code, config = compiled(tile, *shape, dtype, activate), default_config(tile, dtype)
+    assert code.spills == 0
+    assert code.sass[{INT8: "IGMMA", FP8: "QGMMA", BF16: "HGMMA"}[dtype]] > 0
+    assert code.sass["LDGSTS"] > 0, "the loads are not pipelined"
+    assert code.sass["SHFL"] == 0, "gate and up of a column are in different threads"
+    assert code.ptx_count("griddepcontrol.wait") == 1
+    # the programs of an SM are resident together
+    assert config.ctas_per_sm * code.registers * 32 * config.warps <= 65536
+    assert config.ctas_per_sm * (code.shared_bytes + 1024) <= 228 * 1024

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from sidestream.compiler.api import compile_model
 from sidestream.compiler.graph.materialize import materialize
-from sidestream.compiler.graph.recipe import Recipe, item, param, quantize
+from sidestream.compiler.options import CompileOptions
 from sidestream.graphs.adapter import load_adapter
 from sidestream.graphs.adapter_config import CONFIG, AdapterError
 from sidestream.graphs.checkpoint import checkpoint_config
 from sidestream.graphs.config import LlamaConfig
+from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora_stacks import lora_shape_for, slot_tensor, slot_tensors
 from sidestream.graphs.model_directory import WEIGHTS
 from sidestream.runtime.adapters import packing, registry
@@ -82,24 +84,23 @@ def test_stacks_of_experts_are_packed_layer_by_layer(base: TinyBase, monkeypatch
     adapters = [load_adapter(path, config, 64) for path in paths]
     lora = lora_shape_for(adapters, 2)
     assert lora is not None
-    names = list(slot_tensors(adapters[0], config, lora))
-    assert len(names) == 2 * 2 * 3
-    recipes: dict[str, Recipe] = {}
-    for name in names:
-        both = quantize(param(name), torch.int8)
-        recipes |= {f"{name}_int8": item(both, 0), f"{name}_scale": item(both, 1)}
+    recipes = compile_model(Llama(config, lora, torch.bfloat16, "meta"), CompileOptions()).adapter_recipes
     monkeypatch.setattr(packing, "GROUP_ELEMENTS", 6 * 32 * 128)  # gate_up_proj's A: two layers would be twice this
     for adapter in adapters:
         tensors = {name: tensor.unsqueeze(0) for name, tensor in slot_tensors(adapter, config, lora).items()}
+        assert len(tensors) == 2 * 2 * 3
         expected = [materialize(recipe, tensors.__getitem__)[0] for recipe in recipes.values()]
-        packer = Packer(recipes, [tuple(tensor.shape) for tensor in expected])
         targets = [torch.full_like(tensor, 77) for tensor in expected]
-        packer.pack(partial(slot_tensor, adapter, config, lora), targets)
+        Packer(recipes, [tuple(tensor.shape) for tensor in expected]).pack(
+            partial(slot_tensor, adapter, config, lora), targets
+        )
         for name, target, tensor in zip(recipes, targets, expected, strict=True):
-            assert torch.equal(target, tensor) and bool(target.any()) == (tensor.any() != 0), name
-        stack = "model.layers.2.mlp.experts.gate_up_proj.lora_a"
-        place = list(recipes).index(f"{stack}_scale")
-        assert targets[place].shape[:2] == (6, 32), "a scale for each row of each expert"
+            assert torch.equal(target, tensor), name
+            assert bool(tensor.any()) == (adapter.rank > 0 or "mlp_gate_lora" not in name), name
+    shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in zip(recipes, expected, strict=True)}
+    stack = "b_model_layers_2_mlp_experts_gate_up_proj_lora_a"
+    assert shapes[f"{stack}_int8"] == ((6, 32, 128), torch.int8)
+    assert shapes[f"{stack}_scale"] == ((6, 32), torch.float32)
 
 
 def test_sums_leave_experts_out(base: TinyBase) -> None:
