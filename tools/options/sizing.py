@@ -1,6 +1,7 @@
 """Memory and step times of a model by its config, without a GPU: docs/sizing.md has the formulas.
 
-One and two layers are compiled on the meta device; the others are like the second.
+One and two layers are compiled on the meta device; the others are like the second. In a mixture of experts all layers
+count as layers with experts.
 """
 
 from dataclasses import replace
@@ -37,7 +38,8 @@ class SizedModel:
         self.config, self.lora = config, lora
         self._compiled: list[Any] = []
         for depth in DEPTHS:
-            model = Llama(replace(config, num_hidden_layers=depth), lora, options.model_dtype, device="meta")
+            layers = replace(config, num_hidden_layers=depth, dense_layers=())
+            model = Llama(layers, lora, options.model_dtype, device="meta")
             self._compiled.append(compile_model(model, options, text=False))
 
     def _programs(self, bucket: Bucket) -> list[Program]:
