@@ -243,14 +243,17 @@ def test_adapters_come_and_go(server, wire, tmp_path_factory):
     )
     assert type(wire.call(LoadAdapter(2, "fresh", str(directory / "new")))).__name__ == "Done"
     wire.submit("f", prompt_token_ids=[4], adapter="fresh")
-    assert wire.answer("f").token_ids[0] == continuation([4], 4, 8, VOCABULARY)
+    fresh = wire.answer("f").token_ids[0]  # the numbers of adapters depend on what other tests have loaded
+    number = next(number for number in range(4, 30) if fresh == continuation([4], number, 8, VOCABULARY))
     assert wire.call(LoadAdapter(3, "fresh", str(directory / "newer"))).code == "adapter_in_use"
     wire.submit("old", sampling(max_tokens=200), prompt_token_ids=[4], adapter="fresh")
     wire.until(lambda: len(wire.answers["old"].chunks) > 1)
     assert type(wire.call(LoadAdapter(4, "fresh", str(directory / "newer"), replace=True))).__name__ == "Done"
     wire.submit("young", prompt_token_ids=[4], adapter="fresh")
-    assert wire.answer("young").token_ids[0] == continuation([4], 5, 8, VOCABULARY), "the name means the new content"
-    assert wire.answer("old").token_ids[0] == continuation([4], 4, 200, VOCABULARY), (
+    assert wire.answer("young").token_ids[0] == continuation([4], number + 1, 8, VOCABULARY), (
+        "the name means the new content"
+    )
+    assert wire.answer("old").token_ids[0] == continuation([4], number, 200, VOCABULARY), (
         "open requests end with the old connection"
     )
     problems = [
