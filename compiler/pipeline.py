@@ -5,12 +5,11 @@ The driver removes dead code, lints the graph, compares match counts with the mo
 
 import difflib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import fx
 
-from ..ops.core.registry import Op
 from ..ops.moe.route import moe_route
 from .expected_matches import Expectation, model_shape
 from .graph.capture import Captured
@@ -60,12 +59,10 @@ class Pass:
     """A pass and its tier.
 
     "keeps" changes no values, except by the rounding of sums; "quantizes" changes values; "lowers" chooses kernels.
-    A graph without a call of the op `needs` skips the pass.
     """
 
     run: Callable[[fx.Graph, Context], PassReport]
     tier: str
-    needs: Op | None = None
 
     @property
     def name(self) -> str:
@@ -106,13 +103,16 @@ PASSES: tuple[Pass, ...] = (
     Pass(finer_residual, "quantizes"),
     Pass(use_rounded_weights, "quantizes"),
     Pass(quantize_lora, "quantizes"),
-    Pass(fuse_combine_norm, "keeps", moe_route),  # after finer_residual, which follows plain norms
     Pass(fuse_quantize, "keeps"),
     Pass(fuse_all_reduce_norm, "keeps"),
     # Kernels and lanes.
-    Pass(lower_experts, "lowers", moe_route),
     Pass(lower_lora, "lowers"),
 )
+# For graphs with a router: each runs before the pass of this name.
+EXPERT_PASSES: Mapping[str, Pass] = {
+    "fuse_quantize": Pass(fuse_combine_norm, "keeps"),  # after finer_residual, which follows plain norms
+    "lower_lora": Pass(lower_experts, "lowers"),
+}
 # For the static graph of a decode program: row b is sequence b, and a program without LoRA has no LoRA ops.
 DECODE_PASSES: tuple[Pass, ...] = (
     Pass(fuse_quantize, "keeps"),  # again: here no op selects rows between the last norm and its quantization
@@ -152,7 +152,14 @@ def static_passes(bucket: Bucket | None, options: CompileOptions) -> tuple[Pass,
 
 def pass_names() -> tuple[str, ...]:
     """Return the names of all passes in order, each once."""
-    return tuple(dict.fromkeys(each.name for each in (*PASSES, *STATIC_PASSES)))
+    return tuple(dict.fromkeys(each.name for each in (*PASSES, *EXPERT_PASSES.values(), *STATIC_PASSES)))
+
+
+def passes_for(graph: fx.Graph, passes: tuple[Pass, ...]) -> tuple[Pass, ...]:
+    """Return `passes`, with those of EXPERT_PASSES for a graph with a router."""
+    if not any(calls(graph, moe_route)):
+        return passes
+    return tuple(one for each in passes for one in (EXPERT_PASSES.get(each.name), each) if one is not None)
 
 
 def insert_pass(
@@ -183,7 +190,7 @@ def insert_pass(
 
 def check_disabled(options: CompileOptions, passes: tuple[Pass, ...] = PASSES) -> None:
     """Raise OptionError for a name in `options.disable` that is not a pass, or that of a pass which is always on."""
-    names = list(dict.fromkeys(each.name for each in (*passes, *STATIC_PASSES)))
+    names = list(dict.fromkeys(each.name for each in (*passes, *EXPERT_PASSES.values(), *STATIC_PASSES)))
     for name in options.disable:
         if name not in names:
             near = difflib.get_close_matches(name, names, 1)
@@ -236,6 +243,7 @@ def run_passes(
     """Run the passes on `graph_module`, in place, and return one record per enabled pass; see `optimize`."""
     check_disabled(options, passes)
     clean_up(graph_module.graph)
+    passes = passes_for(graph_module.graph, passes)
     records: list[PassRecord] = []
     for record in _run(graph_module.graph, Context(options), passes, clean_up, text):
         records.append(record)
@@ -261,7 +269,7 @@ def _run(
     lines, counts = graph_lines(graph) if text else (), op_counts(graph)
     source = text_of(lines) if text else ""
     for each in passes:
-        if each.name in context.options.disable or (each.needs is not None and not any(calls(graph, each.needs))):
+        if each.name in context.options.disable:
             continue
         old_lines, old_counts, old_source, start = lines, counts, source, time.perf_counter()
         report = each.run(graph, context)

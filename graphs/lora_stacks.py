@@ -76,8 +76,8 @@ def check_fits(adapter: Adapter, lora: LoraShape) -> None:
     missing = [name for name in adapter.targets if name not in lora.targets]
     if adapter.rank > lora.rank or missing:
         raise ValueError(
-            f"an adapter of rank {adapter.rank} on {', '.join(adapter.targets)} does not fit stacks of rank "
-            f"{lora.rank} on {', '.join(lora.targets)}: raise max_lora_rank, add its projections to "
+            f"an adapter of rank {adapter.rank or adapter.expert_rank} on {', '.join(adapter.targets)} does not fit "
+            f"stacks of rank {lora.rank} on {', '.join(lora.targets)}: raise max_lora_rank, add its projections to "
             "lora_target_modules, or pass the adapter when the engine starts"
         )
     if adapter.expert_rank > lora.expert_rank:

@@ -175,16 +175,20 @@ def find_stacks(
             f"{PEFT.weights}: the tensors of experts are in the layouts of two releases of peft: {PEFT.again}"
         )
     kind = common[0] if len(common) == 1 else _layout_of_release(settings.peft_version)
-    stacks: dict[str, str] = {}
-    for holder in pairs:
-        if holder in fits:
-            stack = fits[holder][kind]
-            if stack in stacks.values():
-                raise AdapterError(
-                    f"{PEFT.weights} has LoRA on {stack} twice, and nothing shows which one was trained: {PEFT.again}"
-                )
-            stacks[holder] = stack
+    stacks = {holder: fits[holder][kind] for holder in pairs if holder in fits}
+    found = [*stacks.values(), *{_stack_of(module) for module in pairs if is_expert(module)}]
+    for stack in found:
+        if found.count(stack) > 1:
+            raise AdapterError(
+                f"{PEFT.weights} has LoRA on {stack} twice, and nothing shows which one was trained: {PEFT.again}"
+            )
     return stacks, kind
+
+
+def _stack_of(module: str) -> str:
+    """Return the stack that has the rows of one expert's projection."""
+    home = module.partition(".experts.")[0]
+    return f"{home}.experts.{'gate_up_proj' if target_of(module) == GATE_UP else 'down_proj'}"
 
 
 def _fits(layout: Layout, holder: str, names: tuple[str, str], config: LlamaConfig) -> dict[str, str]:

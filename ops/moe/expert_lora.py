@@ -82,13 +82,11 @@ def launch(
     plan.expert_groups_launch(adapter_index, experts, a.shape[1], out=(groups,), sm_budget=sm_budget, pdl=pdl)
     sorted_pairs = plan.group_plan_fake(groups, count, tile)
     plan.group_plan_launch(groups, count, tile, out=sorted_pairs, sm_budget=sm_budget)
-    flat_a, flat_b, flat_a_scale, flat_b_scale = (
-        None if stack is None else stack.flatten(0, 1) for stack in (a, b, a_scale, b_scale)
-    )
-    shrink = x, flat_a, *sorted_pairs, tile, splits, flat_a_scale, x_scale, pairs_per_row
+    flat_a_scale, flat_b_scale = (None if each is None else each.flatten(0, 1) for each in (a_scale, b_scale))
+    shrink = x, a.flatten(0, 1), *sorted_pairs, tile, splits, flat_a_scale, x_scale, pairs_per_row
     planes = lora_shrink.fake(*shrink)
     lora_shrink.launch(*shrink, out=(planes,), sm_budget=sm_budget)
-    expand = planes, flat_b, *sorted_pairs, tile, slices, flat_b_scale
+    expand = planes, b.flatten(0, 1), *sorted_pairs, tile, slices, flat_b_scale
     lora_expand.launch(*expand, out=out, sm_budget=sm_budget, pdl=True)
 
 

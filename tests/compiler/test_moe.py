@@ -14,7 +14,7 @@ from sidestream.compiler.expected_matches import PassCountError
 from sidestream.compiler.graph.materialize import materialize
 from sidestream.compiler.options import CompileOptions, OptionError
 from sidestream.compiler.passes.base import PassReport
-from sidestream.compiler.pipeline import PASSES, Pass
+from sidestream.compiler.pipeline import EXPERT_PASSES, PASSES
 from sidestream.compiler.program.program import Bucket
 from sidestream.graphs.families import EXPERT_TARGETS
 from sidestream.graphs.llama import Llama
@@ -167,19 +167,18 @@ def test_counts_follow_from_the_options(options: dict[str, Any]) -> None:
     assert counts_of(sparse_model("mixtral", True, torch.bfloat16, "meta"), **options)["lower_experts"] == 2
 
 
-def matches_nothing(name: str) -> Pass:
+@pytest.mark.parametrize("blind", [*NEW_PASSES, "quantize_linears", "fuse_silu_mul", "quantize_lora", "lower_lora"])
+def test_a_pass_that_matches_nothing_fails_the_compilation(blind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(graph: Any, context: Any) -> PassReport:
         return PassReport(0, ["it is blind"])
 
-    run.__name__ = name
-    return replace(next(each for each in PASSES if each.name == name), run=run)
-
-
-@pytest.mark.parametrize("blind", [*NEW_PASSES, "quantize_linears", "fuse_silu_mul", "quantize_lora", "lower_lora"])
-def test_a_pass_that_matches_nothing_fails_the_compilation(blind: str) -> None:
-    passes = tuple(matches_nothing(blind) if each.name == blind else each for each in PASSES)
-    with pytest.raises(PassCountError, match=f"pass {blind} matched 0 times(.|\n)*it is blind"):
-        sidestream.compile(sparse_model("mixtral", True, torch.bfloat16, "meta"), passes=passes).records  # noqa: B018
+    run.__name__ = blind
+    passes = tuple(replace(each, run=run) if each.name == blind else each for each in PASSES)
+    for place, each in EXPERT_PASSES.items():
+        if each.name == blind:
+            monkeypatch.setitem(EXPERT_PASSES, place, replace(each, run=run))
+    with pytest.raises(PassCountError, match=f"pass {blind} matched 0 times(.|\\n)*it is blind"):
+        sidestream.compile(sparse_model("mixtral", True, torch.bfloat16, "meta"), passes=passes)
 
 
 def test_reasons_of_passes_that_leave_layers_with_experts() -> None:
@@ -256,3 +255,13 @@ def test_widths_that_ranks_cannot_share() -> None:
     with pytest.raises(OptionError, match="gives each rank 8 columns of each expert"):
         model = sparse_model("qwen3", False, torch.bfloat16, "meta", expert_intermediate_size=16)
         sidestream.compile(model, CompileOptions(tensor_parallel=2)).records  # noqa: B018
+
+
+def test_dumps_and_estimates_show_experts(tmp_path: Path) -> None:
+    compiled = sidestream.compile(sparse_model("mixtral", True, torch.bfloat16, "meta"))
+    buckets = [Bucket(8, 8, 17, 2, decode=True), Bucket(96, 8, 17, 2)]
+    text = compiled.explain(buckets)
+    compiled.dump(tmp_path, buckets)
+    assert all(name in (tmp_path / "passes.txt").read_text() for name in NEW_PASSES)
+    assert all(name in (tmp_path / "index.html").read_text() for name in (*NEW_PASSES, "grouped_linear_8bit"))
+    assert "grouped_linear_8bit" in text and "moe_route" in text

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from sidestream.compiler.graph.materialize import quantize_weight
 from sidestream.compiler.graph.recipe import cat, item, param, quantize, slice_
+from sidestream.compiler.options import CompileOptions
 from sidestream.graphs.checkpoint import Checkpoint, CheckpointError, load_weights
 from sidestream.graphs.config import ConfigError, LlamaConfig
 from sidestream.graphs.llama import Llama
@@ -17,9 +18,13 @@ from sidestream.graphs.lora import STORED_DTYPES
 from sidestream.runtime.quantization.rounded_weights import checkpoint_digest
 from sidestream.runtime.worker.weight_loader import checkpoint_lookup
 from sidestream.runtime.worker.weight_loader import load_weights as load_on_device
+from support.compiled import CompiledRunner
+from support.paged import Chunk, PagedRunner, plain_model
 from support.tiny import TinyBase, tiny_model
+from torch.nn.functional import kl_div, log_softmax
 
 CPU = torch.device("cpu")
+TOKENS = [3, 14, 15, 92, 65, 35, 89, 79]
 FORMATS = {"int8": ("int-quantized", "int"), "fp8": ("float-quantized", "float")}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"num_experts": 3, "moe_intermediate_size": 32, "num_hidden_layers": 2, "mlp_only_layers": [0]},
@@ -77,7 +82,7 @@ def test_a_part_of_the_experts_is_read_without_the_rest(tmp_path: Path) -> None:
     for start in (16, 48):
         assert torch.equal(stack.narrow(1, start, 16).to(dtype=torch.float64), whole[:, start : start + 16].double())
     assert torch.equal(stack.narrow(1, 24, 16).narrow(2, 4, 8).to(), whole[:, 24:40, 4:12])
-    assert torch.equal(stack.narrow(0, 1, 2).to(), whole[1:])
+    assert torch.equal(stack.narrow(0, 1, 2).narrow(1, 8, 40).narrow(1, 16, 16).to(), whole[1:, 24:40])
 
 
 def edit(base: TinyBase, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
@@ -201,12 +206,17 @@ def test_experts_that_are_stored_in_eight_bits(tmp_path: Path, family: str, prec
         assert torch.equal(parameters[f"{home}.weight{kind}"].float(), torch.stack(parts).float())
     assert checkpoint.stored(f"{home}.weight").dtype == STORED_DTYPES[precision]
     assert "model.layers.0.mlp.experts.down_proj.weight_scale" not in parameters
-    lookup, order = checkpoint_lookup(base.path, Llama(config_of(base)).checkpoint_tensors(), config_of(base))
-    recipes = {name: param(name) for name in parameters}
-    loaded = load_on_device(recipes, lookup, order, {}, CPU, torch.bfloat16)
-    assert loaded[f"{home}.weight"].dtype == STORED_DTYPES[precision]
-    assert loaded[f"{home}.weight_scale"].dtype == torch.float32
-    assert loaded["model.layers.0.mlp.experts.down_proj.weight"].dtype == torch.bfloat16
+    want = PagedRunner(plain_model(base)[0], 1).step([Chunk(0, TOKENS)])[0]
+    model, _ = plain_model(base, dtype=torch.bfloat16)
+    runner = CompiledRunner(model, CompileOptions(precision=precision), 1)
+    got = runner.step([Chunk(0, TOKENS)])[0]
+    assert kl_div(log_softmax(got, -1), log_softmax(want, -1), log_target=True, reduction="batchmean") < 2e-2
+    lookup, order = checkpoint_lookup(base.path, model.checkpoint_tensors(), config_of(base))
+    loaded = load_on_device(runner.compiled.recipes, lookup, order, model.derived_tensors(), CPU, torch.bfloat16)
+    gate_up = {name: value for name, value in loaded.items() if "layers_0_mlp_experts_gate_up" in name}
+    kept, scales = sorted(gate_up.values(), key=lambda value: value.dtype.itemsize)
+    assert torch.equal(kept.float(), parameters[f"{home}.weight"].float())
+    assert torch.equal(scales, parameters[f"{home}.weight_scale"].squeeze(-1))
 
 
 def test_a_layer_with_experts_in_eight_and_in_sixteen_bits(tmp_path: Path) -> None:

@@ -96,6 +96,13 @@ STACKED: dict[str, tuple[Callable[[Tensors], None], str]] = {
         both(replaced(f"{INNER}.lora_A.weight", 24, 48), replaced(f"{INNER}.lora_B.weight", 128, 24)),
         r"LoRA on model\.layers\.0\.mlp\.experts\.down_proj twice",
     ),
+    "a stack and one of its experts": (
+        both(
+            replaced(f"{OUTER}.0.down_proj.lora_A.weight", 4, 48),
+            replaced(f"{OUTER}.0.down_proj.lora_B.weight", 128, 4),
+        ),
+        r"LoRA on model\.layers\.0\.mlp\.experts\.down_proj twice",
+    ),
     "three dimensions": (
         both(replaced(f"{INNER}.lora_A.weight", 6, 4, 128), replaced(f"{INNER}.lora_B.weight", 96, 4, 6)),
         "SkyRL and Megatron.*export one LoRA for each expert",

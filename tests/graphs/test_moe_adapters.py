@@ -35,6 +35,7 @@ from support.tiny import AdapterSpec, TinyBase, oracle_logits, tiny_adapters
 
 TOLERANCE = 1e-4
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+RELEASES = ("0.17.0", "0.19.0", "0.19.1", "0.20.0", "1.0.0.post1")
 ROUTERS = {"Qwen3Moe": "mlp.gate.weight", "Mixtral": "gate.weight", "GraniteMoe": "router.weight"}
 
 
@@ -167,6 +168,25 @@ def test_the_layout_of_old_peft_adds_the_same_to_the_weights(tmp_path: Path, fam
         torch.testing.assert_close(b @ a, after.experts.down_proj - before.experts.down_proj, atol=1e-6, rtol=1e-5)
 
 
+def test_the_modules_of_granite_in_transformers_4(tmp_path: Path) -> None:
+    """The stacks were weights of two modules, and the router a linear with a level of its own."""
+    base = tiny_moe(tmp_path, "GraniteMoe")
+    path = on_parameters(base, GATE_UP, DOWN, "router.weight", alpha_pattern={r".*gate_up_proj": 3})
+    renames = (
+        ("experts.base_layer", "input_linear"),
+        ("block_sparse_moe.experts", "block_sparse_moe.output_linear"),
+        ("router.lora", "router.layer.lora"),
+    )
+    tensors, fields = read(path)
+    for new, old in renames:
+        tensors = {name.replace(new, old): tensor for name, tensor in tensors.items()}
+    parameters = ["input_linear.weight", "output_linear.weight"]
+    older = {**fields, "target_parameters": parameters, "target_modules": ["layer"]}
+    renamed = write(base, tensors, {**older, "alpha_pattern": {"input_linear.weight": 3}})
+    check(base, [of_old_peft(base, renamed, "0.17.1")], [oracle_logits(base, path, tokens(21, 0))])
+    assert load(base, renamed).differences == ()
+
+
 @pytest.mark.parametrize("width", [64, 128])
 def test_peft_version_decides_where_both_layouts_fit(tmp_path: Path, width: int) -> None:
     """With H = 2 I gate_up_proj is square, with H = I down_proj is; a stack that is not decides for the file."""
@@ -177,6 +197,9 @@ def test_peft_version_decides_where_both_layouts_fit(tmp_path: Path, width: int)
     old, old_both = of_old_peft(base, new, "0.19.0"), of_old_peft(base, both, None)
     expected = [oracle_logits(base, path, tokens(21, slot)) for slot, path in enumerate((new, new, both))]
     check(base, [new, old, old_both], expected)
+    tensors, fields = read(new)
+    hashes = {load(base, write(base, tensors, {**fields, "peft_version": each})).content_hash for each in RELEASES}
+    assert len(hashes) == 2, "the same bytes in two layouts are two adapters"
     for version in (None, "0.19.1.dev0@abc", "x" * 9999, ["0.19.1"]):
         ambiguous = of_old_peft(base, new, "")
         fields = json.loads((ambiguous / CONFIG).read_text())
@@ -209,6 +232,9 @@ def test_experts_have_a_rank_of_their_own(qwen: TinyBase) -> None:
     first, second = load(qwen, on_parameters(qwen, DOWN, "gate.weight", rank=20)), load(qwen, wide)
     targets = (*ATTENTION, "router", "experts_down")
     assert lora_shape_for([first, second], 2) == LoraShape(2, 48, targets, (), 32)
+    gate = load(qwen, one_by_one(qwen, left_out=lambda module: not module.endswith("gate_proj")))
+    assert (gate.targets, gate.rank, gate.expert_rank) == (("experts_gate_up",), 0, 4)
+    assert lora_shape_for([gate], 2) == LoraShape(2, 16, ("experts_gate_up",), (), 16)
     assert lora_shape_for([second], 2) == LoraShape(2, 48, ATTENTION)
     assert lora_shape_for([first], 1, 64) == LoraShape(1, 64, ("router", "experts_down"), (), 32)
     assert lora_shape_for([first], 1, 32, max_expert_rank=50) == LoraShape(1, 32, ("router", "experts_down"), (), 64)

@@ -112,7 +112,7 @@ def of_old_peft(base: TinyBase, path: Path, version: str | None = "0.18.1") -> P
     experts = len(next(iter(sparse_blocks(base.model).values())).experts.down_proj)
     old = dict(tensors)
     for name, a in tensors.items():
-        if ".experts." not in name or "lora_A" not in name:
+        if not any(part in name for part in (".experts.", "_linear.")) or "lora_A" not in name:
             continue
         b = tensors[name.replace("lora_A", "lora_B")]
         rank = len(a) // experts

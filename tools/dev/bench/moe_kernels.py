@@ -223,7 +223,7 @@ def print_row(tokens: int, case: Case, gpu: Gpu, us: float | None = None, verdic
     print(f"{tokens:>5}  {case.name:<16}{case.read / 1e6:>9.2f} MB{floor:>9.2f}{share}{rate}  {verdict}", flush=True)
 
 
-def tune(case: Case, tokens: int, repeats: int) -> dict[str, Any]:
+def tune(case: Case, repeats: int) -> dict[str, Any]:
     """Time the configurations of a grouped linear, print the five fastest, and return the fastest."""
     activate = case.op is grouped_linear_8bit_silu_mul
     (out,) = as_outputs(case.op.fake(*case.args[0]))
@@ -251,7 +251,7 @@ def tune(case: Case, tokens: int, repeats: int) -> dict[str, Any]:
         print(f"       {us:>8.2f} us  {config}", flush=True)
     n, k = case.args[0][2].shape[1:]
     best = asdict(min(timed, key=lambda each: each[0])[1]) if timed else {}
-    return {"op": case.op.name, "n": n, "k": k, "tokens": {padded_tokens(tokens * case.args[0][-2]): best}}
+    return {"op": case.op.name, "n": n, "k": k, "tokens": {padded_tokens(case.args[0][-5].shape[0]): best}}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -288,7 +288,7 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"{tokens:>5}  {case.name:<16}{type(problem).__name__}: {problem}", flush=True)
                 continue
             if options.tune and case.operations:
-                tuned.append(tune(case, tokens, options.repeats))
+                tuned.append(tune(case, options.repeats))
             if options.output is not None:
                 options.output.write_text(json.dumps({"gpu": gpu.to_json(), "rows": rows, "tuned": tuned}, indent=1))
     return 0

@@ -12,7 +12,7 @@ from typing import Any
 from sidestream.runtime.client.client import Client
 from sidestream.runtime.gateway.router.router import Router
 from support.gateway import listening
-from support.serving import serve_fake
+from support.serving import GUARD, serve_fake
 
 SIZES: dict[str, Any] = {"num_pages": 64, "max_num_seqs": 8, "max_model_len": 640, "step_seconds": 0.25}
 TRIES = 5
@@ -85,7 +85,9 @@ def test_with_all_engines_down_requests_wait_and_are_then_told_to_come_back(tmp_
     with serve_fake(tmp_path, **SIZES) as engine:
         router = Router([engine.address, f"ipc://{tmp_path}/nobody.sock"], patience_seconds=patience, poll_seconds=0.05)
         with listening(router) as place:  # type: ignore[arg-type]
-            while ready(place) != 200:  # longer than the patience of a request, while the engine starts
+            limit = time.monotonic() + GUARD
+            while ready(place) != 200:  # an engine may take longer to start than a request is patient
+                assert time.monotonic() < limit, engine.log.read_text()
                 time.sleep(0.05)
             _, open_answer = streamed(place, [1])
             killed = time.monotonic()

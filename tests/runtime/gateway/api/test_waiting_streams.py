@@ -21,6 +21,7 @@ from sidestream.runtime.gateway.settings import GatewaySettings
 from sidestream.runtime.protocol.messages import Chunk
 from sidestream.tools.options.gateway import add_gateway_options, gateway_settings
 from support.gateway import FakeEngines, events, listening
+from support.serving import GUARD
 
 COMMENT = ": waiting\n\n"
 REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -56,8 +57,9 @@ class Queued(FakeEngines):
             yield chunks
 
     async def _commented(self, count: int) -> None:
-        while self.sent < count:
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(GUARD):
+            while self.sent < count:
+                await asyncio.sleep(0.01)
 
 
 def streamed(engines: Queued, path: str, body: dict[str, Any], keepalive: float) -> tuple[int, str]:
@@ -194,5 +196,5 @@ def test_an_endpoint_may_send_an_event_instead_of_the_comment() -> None:
         stream = EventStream(session, Formatter(), b"event: ping\n\n")  # type: ignore[arg-type]
         await stream({"type": "http"}, receive, send)
 
-    asyncio.run(scene())
+    asyncio.run(asyncio.wait_for(scene(), GUARD))
     assert sent.startswith(b"event: ping\n\n" * 2) and sent.endswith(b"data: end\n\n") and b": waiting" not in sent
