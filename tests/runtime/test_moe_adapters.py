@@ -24,8 +24,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> TinyBase:
 @pytest.fixture(scope="module")
 def adapters(base: TinyBase) -> dict[str, Path]:
     return {
-        "all": on_parameters(base, GATE_UP, DOWN, "mlp.gate.weight", targets=list(ATTENTION)),
-        "down": on_parameters(base, DOWN, rank=20, alpha=600),
+        "all": on_parameters(base, GATE_UP, DOWN, "mlp.gate.weight", targets=list(ATTENTION), alpha=80),
+        "down": on_parameters(base, DOWN, rank=20, alpha=400),
         "attention": tiny_adapters(base, [AdapterSpec(rank=24, targets=ATTENTION)])[0],
     }
 
@@ -43,7 +43,8 @@ def test_greedy_tokens_are_those_of_transformers_and_peft(base: TinyBase, adapte
     """More adapters than slots, before and after the engine slept."""
     batch, chosen = prompts(5, 60, 30, 1, 20), ["all", "down", None, "attention", "all"]
     expected = [oracle_greedy(base, adapters.get(name or ""), ids, 6) for ids, name in zip(batch, chosen, strict=True)]
-    assert oracle_greedy(base, None, batch[1], 6) != expected[1], "the adapter makes a difference"
+    for index in (0, 1):
+        assert oracle_greedy(base, None, batch[index], 6) != expected[index], "the adapter makes a difference"
     with started(base, adapters, max_loras=2, enable_sleep_mode=True) as llm:
         assert (llm.model.registry.lora.rank, llm.model.registry.lora.expert_rank) == (32, 32)
         for level in (0, 2):
