@@ -62,6 +62,7 @@ KINDS: dict[str, Kind] = {
     # FLOPs: about the share with 256 and 512 tokens (tune_h200.txt)
     "linear": Kind(1.27e-6, 1.00, 0.78, per_rows=0.55e-6, early=1.34e-6, sm_rate=67e9),
     "plan": Kind(0.6e-6, 0.5),  # once per step
+    "moe_route": Kind(2.4e-6, 0.7, early=ROWS_EARLY),  # not measured: a product, then a choice
     "widen_kv": Kind(1.2e-6, 0.8),
     "lora_shrink": Kind(2.64e-6, 0.58),
     "lora_round": Kind(0.4e-6, 0.58, early=ROWS_EARLY),

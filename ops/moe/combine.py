@@ -59,4 +59,4 @@ def launch(
         )  # fmt: skip
 
 
-moe_combine = register("moe_combine", reference, fake, launch, kind="rows", family="moe")
+moe_combine = register("moe_combine", reference, fake, launch, kind="silu_mul", family="moe")

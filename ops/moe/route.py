@@ -178,4 +178,4 @@ def launch(
     )  # fmt: skip
 
 
-moe_route = register("moe_route", reference, fake, launch, kind="rows", family="moe")
+moe_route = register("moe_route", reference, fake, launch, kind="moe_route", family="moe")
