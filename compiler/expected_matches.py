@@ -10,6 +10,8 @@ from .program.layers import LAYER
 _LORA = re.compile(r"lora_a\b|lora_a[._]", re.IGNORECASE)
 _PART = re.compile(r"\.lora_(gain|shift)$")
 _PROJECTION = re.compile(r"(qkv|gate_up|q|k|v|o|gate|up|down)_proj")
+_EXPERTS = re.compile(r"\.experts\.(gate_up|down)_proj\b")
+_ROUTER = re.compile(r"\.mlp\.gate\b")
 _BIAS = re.compile(r"bias\b|bias_?$")
 _HEAD_NORM = re.compile(r"(q|k)_norm")
 _PACKED_WITH = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
@@ -32,6 +34,7 @@ class ModelShape:
     unrotated    layers without RoPE
     stored       projections stored in eight bits
     lora_head, lora_embedding  the output head or the embedding has LoRA
+    sparse       layers with experts; lora_routers, lora_experts: routers and linears of experts with LoRA
     """
 
     layers: int
@@ -45,11 +48,24 @@ class ModelShape:
     stored: int = 0
     lora_head: bool = False
     lora_embedding: bool = False
+    sparse: int = 0
+    lora_routers: int = 0
+    lora_experts: int = 0
+
+    @property
+    def dense(self) -> int:
+        """Layers without experts."""
+        return self.layers - self.sparse
+
+    @property
+    def linears(self) -> int:
+        """Linears of all layers before packing; an expert's gate and up are one."""
+        return 7 * self.dense + 6 * self.sparse
 
     @property
     def mixed(self) -> bool:
         """Whether some projections are stored in eight bits and some in 16."""
-        return 0 < self.stored < 7 * self.layers
+        return 0 < self.stored < self.linears
 
 
 def model_shape(names: Iterable[str], paged: bool, negations: int = 0) -> ModelShape | None:
@@ -59,6 +75,7 @@ def model_shape(names: Iterable[str], paged: bool, negations: int = 0) -> ModelS
     layer; fewer (but not zero) mean that some layers have no RoPE.
     """
     names = list(names)
+    sparse, routers, experts = set(), 0, 0
     layers: set[str] = set()
     projections: set[str] = set()
     adapted: set[tuple[str, str]] = set()
@@ -70,6 +87,12 @@ def model_shape(names: Iterable[str], paged: bool, negations: int = 0) -> ModelS
         if layer is None:
             continue
         layers.add(layer[1])
+        of_experts, first_of_lora = _EXPERTS.search(name), name.endswith("lora_a")
+        routers += first_of_lora and _ROUTER.search(name) is not None
+        if of_experts is not None:
+            sparse.add(layer[1])
+            experts += first_of_lora
+            continue
         projection = _PROJECTION.search(name)
         projections.update(projection.groups() if projection is not None else ())
         if projection is not None and _PART.search(name):
@@ -86,7 +109,9 @@ def model_shape(names: Iterable[str], paged: bool, negations: int = 0) -> ModelS
     counts = len(layers), len(adapted), len(packed), paged, len(biases - adjusted), len(head_norms)
     unrotated = len(layers) - negations // 2 if 0 < negations < 2 * len(layers) else 0
     more = [any(module in name and _LORA.search(name) for name in names) for module in ("lm_head", "embed_tokens")]
-    return ModelShape(*counts, "qkv" in projections, unrotated, stored, *more) if layers else None
+    if not layers or (sparse and not paged):  # how another library spells experts is unknown
+        return None
+    return ModelShape(*counts, "qkv" in projections, unrotated, stored, more[0], more[1], len(sparse), routers, experts)
 
 
 @dataclass(frozen=True)
@@ -132,12 +157,30 @@ def _lora_branches(e: Expectation) -> int:
     return (e.shape.packed_lora if e.on("pack_projections") else e.shape.lora_linears) + e.shape.lora_head
 
 
+def _lora_quantized(e: Expectation) -> int:
+    return _lora_branches(e) + e.shape.lora_experts if e.options.quantizes_lora else 0
+
+
+def _lora_lowered(e: Expectation) -> int:
+    return _lora_branches(e) + e.shape.lora_experts + (e.shape.lora_routers if e.on("lift_lora") else 0)
+
+
 def _linears(e: Expectation) -> int | None:
     if not e.options.quantizes:
         return 0
     if e.shape.lora_linears and not e.on("lift_lora"):
         return None  # peft's A and B are linears too
-    return e.shape.layers * (4 if e.on("pack_projections") or e.shape.packed else 7) + int(e.options.lm_head == "auto")
+    packed = e.on("pack_projections") or e.shape.packed
+    return (4 * e.shape.layers if packed else e.shape.linears) + int(e.options.lm_head == "auto")
+
+
+def _silu_fused(e: Expectation) -> int:
+    return (e.shape.dense if e.clean else 0) + e.shape.sparse
+
+
+def _combined(e: Expectation) -> int:
+    fused = e.options.tensor_parallel == 1 and e.on("lift_rms_norm", "fuse_add_rms_norm")
+    return e.shape.sparse if fused else 0
 
 
 def _quantize_fused(e: Expectation) -> int | None:
@@ -148,7 +191,7 @@ def _quantize_fused(e: Expectation) -> int | None:
         # models differ in attention, and in the selection of rows after the last norm
         return None
     norms = 2 * e.shape.layers if e.on("lift_rms_norm") else 0
-    silu = e.shape.layers if e.on("fuse_silu_mul") and e.clean else 0
+    silu = _silu_fused(e) if e.on("fuse_silu_mul") else 0
     return norms + silu + e.shape.layers
 
 
@@ -193,13 +236,14 @@ def _smoothed(e: Expectation) -> int | None:
         return None
     if e.shape.lora_linears and not e.on("lift_lora"):
         return None
-    return (0 if e.shape.stored else 3 * e.shape.layers) + int(e.options.lm_head == "auto")
+    return (0 if e.shape.stored else 3 * e.shape.dense + e.shape.sparse) + int(e.options.lm_head == "auto")
 
 
 def _rounded(e: Expectation) -> int | None:
     if not e.options.rounded_weights or not e.on("quantize_linears"):
         return 0
-    return None if e.shape.stored else _linears(e)
+    linears = _linears(e)
+    return None if e.shape.stored or linears is None else linears - 2 * e.shape.sparse
 
 
 COUNTS: dict[str, Callable[[Expectation], int | None]] = {
@@ -209,12 +253,12 @@ COUNTS: dict[str, Callable[[Expectation], int | None]] = {
     "lift_rms_norm": lambda e: 2 * e.shape.layers + 1 + e.shape.head_norms,
     "lift_rope_angles": lambda e: 1 if e.shape.paged else None,
     "lift_rope": lambda e: 2 * (e.shape.layers - e.shape.unrotated),
-    "lift_lora": lambda e: e.shape.lora_linears + e.shape.lora_head,
+    "lift_lora": lambda e: e.shape.lora_linears + e.shape.lora_head + e.shape.lora_routers,
     "rotate_values": _values_rotated,
     "smooth_channels": _smoothed,
-    "pack_projections": lambda e: 0 if e.shape.packed else 2 * e.shape.layers,
+    "pack_projections": lambda e: 0 if e.shape.packed else e.shape.layers + e.shape.dense,
     "shard": lambda e: 2 * e.shape.layers + e.options.gather_logits if e.options.tensor_parallel > 1 else 0,
-    "fuse_silu_mul": lambda e: e.shape.layers if e.clean else 0,
+    "fuse_silu_mul": _silu_fused,
     "fuse_add_rms_norm": lambda e: 2 * e.shape.layers if e.on("lift_rms_norm") else 0,
     "quantize_kv": lambda e: e.shape.layers if e.shape.paged and e.options.quantizes_kv else 0,
     "center_keys": lambda e: (
@@ -224,8 +268,10 @@ COUNTS: dict[str, Callable[[Expectation], int | None]] = {
     "balance_keys": _balanced,
     "quantize_linears": _linears,
     "use_rounded_weights": _rounded,
-    "quantize_lora": lambda e: _lora_branches(e) if e.options.quantizes_lora else 0,
+    "quantize_lora": _lora_quantized,
+    "fuse_combine_norm": _combined,
     "fuse_quantize": _quantize_fused,
     "fuse_all_reduce_norm": _reductions_fused,
-    "lower_lora": _lora_branches,
+    "lower_experts": lambda e: 2 * e.shape.sparse,
+    "lower_lora": _lora_lowered,
 }

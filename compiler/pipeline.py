@@ -5,17 +5,20 @@ The driver removes dead code, lints the graph, compares match counts with the mo
 
 import difflib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import fx
 
+from ..ops.moe.route import moe_route
 from .expected_matches import Expectation, model_shape
 from .graph.capture import Captured
-from .graph.nodes import aten, erase_unused
+from .graph.nodes import aten, calls, erase_unused
 from .options import CompileOptions, OptionError
 from .pass_records import PassRecord, graph_lines, op_counts, text_of
 from .passes.base import Context, PassReport
+from .passes.experts.fuse_combine_norm import fuse_combine_norm
+from .passes.experts.lower_experts import lower_experts
 from .passes.fuse.fuse_add_rms_norm import fuse_add_rms_norm
 from .passes.fuse.fuse_decoder_block import fuse_decoder_block
 from .passes.fuse.fuse_quantize import fuse_quantize
@@ -105,6 +108,11 @@ PASSES: tuple[Pass, ...] = (
     # Kernels and lanes.
     Pass(lower_lora, "lowers"),
 )
+# For graphs with a router: each runs before the pass of this name.
+EXPERT_PASSES: Mapping[str, Pass] = {
+    "fuse_quantize": Pass(fuse_combine_norm, "keeps"),  # after finer_residual, which follows plain norms
+    "lower_lora": Pass(lower_experts, "lowers"),
+}
 # For the static graph of a decode program: row b is sequence b, and a program without LoRA has no LoRA ops.
 DECODE_PASSES: tuple[Pass, ...] = (
     Pass(fuse_quantize, "keeps"),  # again: here no op selects rows between the last norm and its quantization
@@ -144,7 +152,14 @@ def static_passes(bucket: Bucket | None, options: CompileOptions) -> tuple[Pass,
 
 def pass_names() -> tuple[str, ...]:
     """Return the names of all passes in order, each once."""
-    return tuple(dict.fromkeys(each.name for each in (*PASSES, *STATIC_PASSES)))
+    return tuple(dict.fromkeys(each.name for each in (*PASSES, *EXPERT_PASSES.values(), *STATIC_PASSES)))
+
+
+def passes_for(graph: fx.Graph, passes: tuple[Pass, ...]) -> tuple[Pass, ...]:
+    """Return `passes`, with those of EXPERT_PASSES for a graph with a router."""
+    if not any(calls(graph, moe_route)):
+        return passes
+    return tuple(one for each in passes for one in (EXPERT_PASSES.get(each.name), each) if one is not None)
 
 
 def insert_pass(
@@ -175,7 +190,7 @@ def insert_pass(
 
 def check_disabled(options: CompileOptions, passes: tuple[Pass, ...] = PASSES) -> None:
     """Raise OptionError for a name in `options.disable` that is not a pass, or that of a pass which is always on."""
-    names = list(dict.fromkeys(each.name for each in (*passes, *STATIC_PASSES)))
+    names = list(dict.fromkeys(each.name for each in (*passes, *EXPERT_PASSES.values(), *STATIC_PASSES)))
     for name in options.disable:
         if name not in names:
             near = difflib.get_close_matches(name, names, 1)
@@ -228,6 +243,7 @@ def run_passes(
     """Run the passes on `graph_module`, in place, and return one record per enabled pass; see `optimize`."""
     check_disabled(options, passes)
     clean_up(graph_module.graph)
+    passes = passes_for(graph_module.graph, passes)
     records: list[PassRecord] = []
     for record in _run(graph_module.graph, Context(options), passes, clean_up, text):
         records.append(record)

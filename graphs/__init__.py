@@ -2,6 +2,7 @@
 
 The model:
 llama               Llama and what other families add, as readable PyTorch with the parameter names of its checkpoints
+moe/                mixtures of experts: the module, and experts in checkpoints
 lora                a linear layer with LoRA stacks, and the stacks' shape
 head_layout         smaller heads of a checkpoint, zero-padded to the kernels' head dimension
 rotary              rotary position embedding: frequencies and rotation

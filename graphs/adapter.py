@@ -13,10 +13,11 @@ import torch
 from .adapter_config import AdapterError
 from .adapter_description import Description, describe_adapter
 from .config import LlamaConfig
-from .families import VOCABULARY_TARGETS
+from .families import EXPERT_TARGETS, VOCABULARY_TARGETS
 from .files.adapter_file import AdapterFile, readers
 from .files.safetensors_file import FLOATING
 from .head_layout import arranged
+from .moe.adapter_layouts import is_expert, is_stack, parts_of, target_of, unpacked
 from .vocabulary_rows import ChangedRows, changed_rows, remedy
 
 MODULES_AT_ONCE = 14
@@ -38,10 +39,13 @@ class Describe(Protocol):
 class Adapter:
     """A LoRA adapter without a name.
 
-    rank          the largest r
+    rank          the largest r, but of experts
+    expert_rank   the largest r of experts; 0: it has none
     scaling       module (`model.layers.0.self_attn.q_proj`) -> factor of B A
-    tensors       module -> A [r, in] and B [out, r] as stored, with the graph's head layout
-    targets       projections that occur (`q_proj`, ...), in Llama's order
+    tensors       module -> A [r, in] and B [out, r] as stored, with the graph's head layout. Experts are modules
+                  (`model.layers.0.mlp.experts.3.up_proj`), or a stack (`...experts.gate_up_proj`) with A [E, r, in] and
+                  B [E, out, r]
+    targets       projections that occur (`q_proj`, ...) and EXPERT_TARGETS, in Llama's order
     content_hash  sha256 (hex) of everything that affects outputs
     differences   contradictions between the tensors and adapter_config.json (the tensors are served)
     source        sha256 (hex) of everything that was read: same source, same content_hash
@@ -63,6 +67,7 @@ class Adapter:
     draft: "Adapter | None" = None
     kinds: tuple[str, ...] = ()
     parts: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    expert_rank: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -110,7 +115,7 @@ def load_adapter(
         rows = changed_rows(file, found.vocabulary, config, base, max_rank)
     changes = "".join(f"\n{module} {changed.digest.hex()}" for module, changed in rows.items())
     source = hashlib.sha256(f"{found.settings_sum}\n{config!r}\n{file.digest}{changes}".encode()).hexdigest()
-    ranks, scaling = {module: found.rank(module) for module in found.pairs}, dict(found.scaling)
+    ranks, scaling = {module: found.rank(module, config) for module in found.pairs}, dict(found.scaling)
     for module, changed in rows.items():
         ranks[module] = ranks.get(module, 0) + len(changed.ids)
         scaling[module] = 1.0
@@ -129,7 +134,10 @@ def load_adapter(
             a, b = file.tensor(first), file.tensor(second)
             if form.transposed:
                 a, b = a.T.contiguous(), b.T.contiguous()
-            for part, row, end in config.parts_of(module):
+            if is_stack(module):
+                tensors[module] = unpacked(a, b, config.num_experts, found.stacked)
+                continue
+            for part, row, end in parts_of(config, module):
                 tensors[part] = arranged(config, part, "lora_a", a), arranged(config, part, "lora_b", b[row:end])
         for module, changed in rows.items():
             a, b = changed.update(module, config.vocab_size)
@@ -145,8 +153,9 @@ def load_adapter(
     for difference in found.differences:
         _log.warning("adapter %r: %s", directory.name, difference)
     return Adapter(
-        rank=max(ranks.values()),
-        scaling={part: scale for module, scale in scaling.items() for part, *_ in config.parts_of(module)},
+        rank=max((rank for module, rank in ranks.items() if not is_expert(module)), default=0),
+        expert_rank=max((rank for module, rank in ranks.items() if is_expert(module)), default=0),
+        scaling={part: scale for module, scale in scaling.items() for part, *_ in parts_of(config, module)},
         tensors=tensors,
         targets=_targets(config, (*ranks, *found.parts)),
         content_hash=content_hash,
@@ -160,8 +169,8 @@ def load_adapter(
 
 def _targets(config: LlamaConfig, modules: Iterable[str]) -> tuple[str, ...]:
     """Return the names of the modules' parts, in the model's order."""
-    names = {part.rpartition(".")[2] for module in modules for part, *_ in config.parts_of(module)}
-    return tuple(name for name in (*config.projections, *VOCABULARY_TARGETS) if name in names)
+    names = {target_of(part) for module in modules for part, *_ in parts_of(config, module)}
+    return tuple(name for name in (*config.projections, *VOCABULARY_TARGETS, *EXPERT_TARGETS) if name in names)
 
 
 def _vector(file: AdapterFile, module: str, weights: str, kind: str, name: str) -> torch.Tensor:
@@ -180,7 +189,8 @@ def _content_hash(file: AdapterFile, found: Description, rows: Mapping[str, Chan
     """Return a sha256 (hex) over the modules' digests; several threads compute these."""
 
     def digest(module: str) -> bytes:
-        digest = hashlib.sha256(f"{module} {found.scaling.get(module)!r}\n{'mlx' if found.mlx else ''}".encode())
+        form = "mlx" if found.mlx else found.stacked if is_stack(module) else ""
+        digest = hashlib.sha256(f"{module} {found.scaling.get(module)!r}\n{form}".encode())
         for name in found.names_of(module):
             place = found.layout.places[name]
             digest.update(f"{FLOATING[place.dtype]} {list(place.shape)}\n".encode())

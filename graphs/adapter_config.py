@@ -34,7 +34,7 @@ _HONOURED = _words(
     """
     r lora_alpha use_rslora rank_pattern alpha_pattern target_modules exclude_modules layers_to_transform
     layers_pattern bias init_lora_weights task_type modules_to_save trainable_token_indices use_dora lora_bias
-    alora_invocation_tokens
+    alora_invocation_tokens target_parameters
     """
 )
 _MERGE = "merge the adapter into its base (merge_and_unload) and serve that, or train plain LoRA"
@@ -43,7 +43,6 @@ _REFUSED = {
     "train on that",
     "fan_in_fan_out": "transposed weights (Conv1D) do not occur in Llama: train with fan_in_fan_out=False",
     "megatron_config": "Megatron's parallel layers are not supported: export the adapter as plain PEFT LoRA",
-    "target_parameters": "LoRA on bare parameters is not supported: use target_modules on the projections",
     "use_qalora": f"QALoRA is not supported: {_MERGE}",
     "use_bdlora": f"BD-LoRA is not supported: {_MERGE}",
     "arrow_config": "Arrow routing is not supported: train one LoRA adapter, or serve this one with peft",
@@ -75,6 +74,7 @@ MAX_RANK = 256
 """Maximum rank of an adapter; `ops.lora.expand` has the same limit."""
 MAX_ALPHA = 1e6
 MAX_INVOCATION = 64
+_MAX_VERSION = 64
 MAX_TRAINED_TOKENS = 256
 """Maximum trained tokens of a module, which need a rank each."""
 
@@ -85,6 +85,8 @@ class AdapterConfig:
 
     invocation  aLoRA's alora_invocation_tokens: the adapter is active from the last place in the prompt where they
                 occur; (): from the first token
+    target_parameters  names of parameters with LoRA; those of routers and experts, see `moe.adapter_layouts`
+    peft_version       the release of PEFT that wrote the files, which no field says otherwise
     """
 
     r: int
@@ -103,6 +105,8 @@ class AdapterConfig:
     lora_bias: bool = field(default=False, repr=False)
     form: AdapterFormat = field(default=PEFT, repr=False)
     invocation: tuple[int, ...] = field(default=(), repr=False)
+    target_parameters: tuple[str, ...] = field(default=(), repr=False)
+    peft_version: str = field(default="", repr=False)
     _patterns: PeftPatterns = field(default_factory=PeftPatterns, repr=False, compare=False)
 
     @classmethod
@@ -150,6 +154,8 @@ class AdapterConfig:
             use_dora=_typed(fields, "use_dora", bool, False),
             lora_bias=_typed(fields, "lora_bias", bool, False),
             invocation=_invocation(fields.get("alora_invocation_tokens")),
+            target_parameters=_parameters(fields),
+            peft_version=str(fields.get("peft_version", ""))[:_MAX_VERSION],
         )
 
     def rank_of(self, module: str) -> int:
@@ -172,6 +178,10 @@ class AdapterConfig:
         except PatternError as problem:
             raise AdapterError(f"{CONFIG}: target_modules, exclude_modules or layers_pattern: {problem}") from None
 
+    def targets_parameter(self, name: str) -> bool:
+        """Return whether `target_parameters` names the parameter `name`, a full name."""
+        return any(name == target or name.endswith(f".{target}") for target in self.target_parameters)
+
     @property
     def identity(self) -> str:
         """Text of all settings that affect outputs. Fields that most adapters do not set are in it only if set."""
@@ -180,6 +190,7 @@ class AdapterConfig:
             repr(self)
             + (more if self.modules_to_save or self.trainable_token_indices else "")
             + (f" {self.invocation}" if self.invocation else "")
+            + (f" parameters {self.target_parameters}" if self.target_parameters else "")
         )
 
     def check_invocation(self, vocabulary: int) -> None:
@@ -300,6 +311,12 @@ def _names(fields: Mapping[str, Any], name: str) -> Any:
         raise AdapterError(f"{CONFIG}: {name} must be a string or a list of strings, not {value_of(value)}: {_AGAIN}")
     _check_length(name, value)
     return tuple(dict.fromkeys(value))
+
+
+def _parameters(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return `target_parameters`, which PEFT saves sorted or not."""
+    names = _names(fields, "target_parameters") or ()
+    return (names,) if isinstance(names, str) else tuple(sorted(names))
 
 
 def _check_length(name: str, value: list[Any]) -> None:

@@ -20,10 +20,30 @@ from .families import ADAPTER_PARTS, ATTENTION_MODULES, MLP_MODULES, PACKED_MODU
 from .files.safetensors_header import ITEM_BYTES, Layout, read_layout
 from .files.untrusted_files import name_of, value_of
 from .model_directory import missing_adapter
+from .moe.adapter_layouts import (
+    ROUTER,
+    STACKED,
+    TRANSPOSED,
+    check_parameters,
+    expert_modules,
+    experts_without,
+    find_stacks,
+    graph_modules,
+    graph_name,
+    holders,
+    is_expert,
+    is_sparse,
+    is_stack,
+    matrix_shapes,
+    parameter_name,
+    sparse_problem,
+    target_of,
+)
 from .peft_patterns import ALL_LINEAR, LookAroundError
 
 MERGE = "merge the adapter into its base (merge_and_unload) and serve that"
 _TENSORS_PER_MODULE = 6  # A, B, parts, and unsupported tensors, so that the error can name them
+_TENSORS_PER_EXPERT_MODULE = 3
 _KINDS = {
     "lora_A.weight": "A",
     "lora_B.weight": "B",
@@ -55,6 +75,7 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     differences   contradictions between the tensors and adapter_config.json (the tensors are served)
     mlx           whether the files are mlx_lm's: A [in, r] and B [r, out]
     vocabulary    tensors of the embedding and the output head that are not LoRA
+    stacked       layout of stacks in `pairs` that hold all experts: STACKED or TRANSPOSED; "": there are none
     """
 
     layout: Layout
@@ -66,6 +87,7 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mlx: bool = False
     invocation: tuple[int, ...] = ()
     vocabulary: VocabularyTensors = VocabularyTensors()
+    stacked: str = ""
 
     @property
     def form(self) -> AdapterFormat:
@@ -87,14 +109,16 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return the names of a module's tensors."""
         return [*self.pairs.get(module, ()), *self.parts.get(module, {}).values()]
 
-    def rank(self, module: str) -> int:
+    def rank(self, module: str, config: LlamaConfig) -> int:
         """Return the module's rank."""
-        return self.layout.places[self.pairs[module][0]].shape[1 if self.mlx else 0]
+        return _shapes(self.layout, module, self.pairs[module], config, self.form, self.stacked)[0][0]
 
     def check(self, config: LlamaConfig, max_rank: int) -> None:
         """Raise ValueError unless this is a valid adapter of the base; call it on descriptions from another process."""
         self.vocabulary.check(self.layout, config)
-        modules, count = {*config.stored_modules(), *config.vocabulary_modules}, len(self.vocabulary)
+        modules, count = {*_lora_modules(config), *graph_modules(config)}, len(self.vocabulary)
+        if self.stacked not in ("", STACKED, TRANSPOSED):
+            raise ValueError("a layout that does not exist")
         for module in self.modules:
             names = self.names_of(module)
             if module not in modules or not all(name in self.layout.places for name in names):
@@ -103,7 +127,7 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError("a tensor outside of the file")
             count += len(names)
         for module, pair in self.pairs.items():
-            if _check_shapes(self.layout, module, pair, config, self.form) > max_rank:
+            if _check_shapes(self.layout, module, pair, config, self.form, self.stacked) > max_rank:
                 raise ValueError("a rank above the limit")
         _check_parts(self.layout, self.parts, config, self.form)
         if not self.pairs or self.scaling.keys() != self.pairs.keys() or count != len(self.layout.places):
@@ -140,13 +164,23 @@ def describe_adapter(
         )
     # unpacked modules also of a packed base: the error names tensors of an unpacked adapter
     max_tensors = _TENSORS_PER_MODULE * len(config.linear_modules()) + MAX_VOCABULARY_TENSORS
+    max_tensors += _TENSORS_PER_EXPERT_MODULE * sum(1 for _ in expert_modules(config))
+    check_parameters(settings, config)
     form = settings.form
     layout = read_layout(directory / form.weights, AdapterError, form.again, max_tensors, roots, foreign=_OTHER_BASE)
-    vocabulary = find_vocabulary(layout, {key: plain_name(key) for key in layout.places}, config, settings)
+    names = {key: plain_name(key) for key in layout.places if any(each in key for each in VOCABULARY_TARGETS)}
+    vocabulary = find_vocabulary(layout, names, config, settings)
     taken = set(vocabulary.names)
-    pairs, parts, trained = _tensors([key for key in layout.places if key not in taken], config, form)
+    pairs, parts, trained = _tensors(layout, [key for key in layout.places if key not in taken], config, form)
+    stacks, stacked = find_stacks(layout, pairs, config, settings)
+    for holder, stack in stacks.items():
+        trained[stack] = parameter_name(trained[holder], stack)
+    pairs = {stacks.get(module, module): names for module, names in pairs.items()}
+    for module in pairs:
+        if target_of(module) == ROUTER and settings.targets_parameter(f"{trained[module]}.weight"):
+            trained[module] += ".weight"
     ranks = {
-        module: _check_rank(layout, module, names, config, settings, max_rank, trained[module])
+        module: _check_rank(layout, module, names, config, settings, max_rank, trained[module], stacked)
         for module, names in pairs.items()
     }
     _check_parts(layout, parts, config, form)
@@ -163,34 +197,48 @@ def describe_adapter(
         layout=layout,
         pairs=pairs,
         scaling={module: settings.scaling(trained[module], rank) for module, rank in ranks.items()},
-        settings_sum=hashlib.sha256(f"{settings.identity}{'mlx' if form is MLX else ''}".encode()).hexdigest(),
+        settings_sum=hashlib.sha256(f"{settings.identity}{'mlx' if form is MLX else ''}{stacked}".encode()).hexdigest(),
         differences=() if form is MLX else _differences(settings, config, {each: trained[each] for each in pairs}),
         parts=parts,
         mlx=form is MLX,
         invocation=settings.invocation,
         vocabulary=vocabulary,
+        stacked=stacked,
     )
 
 
+def _lora_modules(config: LlamaConfig) -> list[str]:
+    """Return the full names of the stored modules that may have LoRA; of experts their projections, not the stacks."""
+    routers = [module for module in graph_modules(config) if target_of(module) == ROUTER]
+    return [*config.stored_modules(), *config.vocabulary_modules, *routers, *expert_modules(config)]
+
+
 def _tensors(
-    keys: Iterable[str], config: LlamaConfig, form: AdapterFormat
+    layout: Layout, keys: Iterable[str], config: LlamaConfig, form: AdapterFormat
 ) -> tuple[dict[str, tuple[str, str]], dict[str, dict[str, str]], dict[str, str]]:
     """Return module -> (key of A, key of B), module -> kind -> key of another tensor, both in the model's order.
 
-    The third is module -> its name in the trained model. Raises AdapterError for a key of another kind and for A or B
-    alone.
+    The third is module -> its name in the trained model. Stacks of experts have the names of `holders`. Raises
+    AdapterError for a key of another kind and for A or B alone.
     """
     sides: dict[tuple[str, str], str] = {}
-    modules = [*config.stored_modules(), *config.vocabulary_modules]
-    known = set(modules)
+    modules = [*_lora_modules(config), *(holders(config) if form is PEFT else ())]
+    known, sparse = set(modules), {*modules} - {*config.stored_modules(), *config.vocabulary_modules}
     trained: dict[str, str] = {}
     adapters: dict[str | None, str] = {}
     for key in keys:
         name = tensor_name(key, form)
+        if name is not None and config.num_experts:
+            name = graph_name(name)
         side = None if name is None else _KINDS.get(name.part)
         if name is None or side is None or name.module not in known:
-            raise AdapterError(f"{form.weights}: {_foreign_tensor(key, name, config, form)}")
+            raise AdapterError(f"{form.weights}: {_foreign_tensor(key, layout, name, config, form)}")
         module = name.module
+        if module in sparse and side not in ("A", "B"):
+            raise AdapterError(
+                f"{form.weights}: tensor {name_of(key)} is of a router or expert, for which only LoRA is served, "
+                f"without magnitudes (DoRA) and biases: {MERGE}, or train without use_dora and lora_bias"
+            )
         if module in config.vocabulary_modules and side not in ("A", "B"):
             raise AdapterError(
                 f"{form.weights}: tensor {name_of(key)} adapts {module}, for which only LoRA and trained rows are "
@@ -226,13 +274,13 @@ def _tensors(
     return pairs, parts, trained
 
 
-def _foreign_tensor(key: str, name: TensorName | None, config: LlamaConfig, form: AdapterFormat) -> str:
+def _foreign_tensor(key: str, layout: Layout, name: TensorName | None, config: LlamaConfig, form: AdapterFormat) -> str:
     """Return the error for a tensor that does not belong to an adapter of this base."""
-    problem = exporter_problem(key, form)
+    problem = exporter_problem(key, form) or sparse_problem(key, name, layout.places[key].shape, config)
     if problem is not None:
         return problem
     module = name.module if name is not None else ""
-    layer = re.match(r"model\.layers\.(\d+)\.", module)
+    layer = re.match(r"model\.layers\.(\d{1,9})\.", module)
     if layer and int(layer[1]) >= config.num_hidden_layers:
         return f"tensor {name_of(key)} is for layer {layer[1]} of {config.num_hidden_layers}: {_OTHER_BASE}"
     projection = module.rpartition(".")[2]
@@ -253,10 +301,11 @@ def _check_rank(
     settings: AdapterConfig,
     max_rank: int,
     trained: str,
+    stacked: str,
 ) -> int:
     """Return the module's rank, checked against the base, the config and the limit. `trained`: as in `TensorName`."""
     form = settings.form
-    rank, stated = _check_shapes(layout, module, names, config, form), settings.rank_of(trained)
+    rank, stated = _check_shapes(layout, module, names, config, form, stacked), settings.rank_of(trained)
     if rank != stated:
         field = "lora_parameters.rank" if form is MLX else "r or rank_pattern"
         raise AdapterError(
@@ -266,7 +315,8 @@ def _check_rank(
     if rank > MAX_RANK:
         raise AdapterError(f"{module} has rank {rank}; at most {MAX_RANK} is supported: {MERGE}")
     if rank > max_rank:
-        raise AdapterError(f"{module} has rank {rank}, above the limit of {max_rank}: start with max_lora_rank={rank}")
+        option = "max_expert_rank" if is_expert(module) else "max_lora_rank"
+        raise AdapterError(f"{module} has rank {rank}, above the limit of {max_rank}: start with {option}={rank}")
     return rank
 
 
@@ -313,7 +363,7 @@ def _check_settings(
     }
     for kind, (setting, modules) in wanted.items():
         present = {module for module, tensors in parts.items() if kind in tensors}
-        for module in (*config.stored_modules(), *config.vocabulary_modules):
+        for module in dict.fromkeys((*config.stored_modules(), *config.vocabulary_modules, *pairs)):
             if (module in modules) != (module in present):
                 raise AdapterError(
                     f"{CONFIG} has {setting}, but {module} has {'a' if module in present else 'no'} {_SPELLED[kind]} "
@@ -330,10 +380,22 @@ def _check_dtype(name: str, dtype: str, form: AdapterFormat) -> None:
         )
 
 
-def _check_shapes(layout: Layout, module: str, names: tuple[str, str], config: LlamaConfig, form: AdapterFormat) -> int:
+def _shapes(
+    layout: Layout, module: str, names: tuple[str, str], config: LlamaConfig, form: AdapterFormat, stacked: str
+) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of A [r, in] and B [out, r]; of one expert for a stack of experts."""
+    a, b = (layout.places[name].shape for name in names)
+    if is_stack(module):
+        return matrix_shapes(a, b, config.num_experts, stacked)
+    return (a[::-1], b[::-1]) if form.transposed else (a, b)
+
+
+def _check_shapes(
+    layout: Layout, module: str, names: tuple[str, str], config: LlamaConfig, form: AdapterFormat, stacked: str
+) -> int:
     """Return the module's rank. Raises AdapterError for shapes that do not fit the base, and unsupported dtypes."""
     outputs, inputs = config.stored_shape(module)
-    shape_a, shape_b = (layout.places[name].shape[:: -1 if form.transposed else 1] for name in names)
+    shape_a, shape_b = _shapes(layout, module, names, config, form, stacked)
     if len(shape_a) != 2 or len(shape_b) != 2 or shape_a[0] != shape_b[1]:
         raise AdapterError(
             f"{form.weights}: {module} has A {list(shape_a)} and B {list(shape_b)}, expected [r, {inputs}] and "
@@ -356,13 +418,15 @@ def _differences(settings: AdapterConfig, config: LlamaConfig, trained: Mapping[
     """
     present = trained.keys()
     try:
-        modules = [*config.stored_modules(), *config.vocabulary_modules]
+        modules = [*config.stored_modules(), *config.vocabulary_modules, *graph_modules(config)]
+        modules = list(dict.fromkeys((*modules, *present)))
         if isinstance(settings.target_modules, str) and settings.target_modules.lower() == ALL_LINEAR:
-            modules = config.stored_modules()  # as in PEFT: it leaves out the output head
-        chosen = {each for each in modules if settings.targets_module(trained.get(each, each))}
+            # as in PEFT: it leaves out the output head, and some releases routers and experts
+            modules = [*config.stored_modules(), *filter(is_sparse, present)]
+        chosen = {each for each in modules if _is_targeted(settings, each, trained.get(each, each))}
     except LookAroundError as problem:
         return (f"the modules that adapter_config.json targets are not compared with the tensors: {problem}",)
-    found = []
+    found = list(experts_without(settings, config, present))
     without = (chosen - present, "targeted by adapter_config.json have no tensors (served without LoRA)")
     beyond = (present - chosen, "have tensors and are not targeted by adapter_config.json (served with LoRA)")
     for surplus, text in (without, beyond):
@@ -372,3 +436,10 @@ def _differences(settings: AdapterConfig, config: LlamaConfig, trained: Mapping[
                 f"{len(ordered)} modules {text}: {', '.join(ordered[:3])}{', ...' if len(ordered) > 3 else ''}"
             )
     return tuple(found)
+
+
+def _is_targeted(settings: AdapterConfig, module: str, name: str) -> bool:
+    """Return whether adapter_config.json applies LoRA to `module`, which is called `name` in the trained model."""
+    if is_sparse(module) and any(map(settings.targets_parameter, (name, f"{name}.weight"))):
+        return True
+    return not is_stack(module) and settings.targets_module(name)

@@ -15,6 +15,7 @@ from .config import LlamaConfig
 from .config_fields import read_json_object
 from .files.safetensors_file import SafetensorsFile
 from .head_layout import arranged, arranged_shape
+from .moe.expert_parts import ExpertStack, graph_tensors
 from .quantization_config import FILE_DTYPES
 
 _log = logging.getLogger(__name__)
@@ -39,8 +40,8 @@ class Checkpoint:
     """The tensors of a checkpoint directory, by name.
 
     The constructor reads headers only, so missing and truncated files are reported before any weight is read. `tensor`
-    reads through a memory map. With a `config`, a packed tensor is split into its projections, and heads have the
-    graph's layout (`head_layout`).
+    reads through a memory map. With a `config`, a packed tensor is split into its projections, experts are put together
+    (`expert_parts`), and heads have the graph's layout (`head_layout`).
     """
 
     def __init__(self, directory: str | Path, config: LlamaConfig | None = None) -> None:
@@ -68,9 +69,12 @@ class Checkpoint:
                 self._file_of[name] = file
         self._format = "" if config is None else config.weight_format
         self._parts: dict[str, tuple[str, int, int]] = {}
+        self._stacks: dict[str, ExpertStack] = {}
         self._arrange = config if config is not None and config.rearranges_heads else None
         if config is not None and config.packed_checkpoint:
             self._split_packed(config)
+        if config is not None and config.num_experts:
+            self._find_experts(config)
         if (
             config is not None
             and config.tie_word_embeddings
@@ -94,6 +98,19 @@ class Checkpoint:
             for part, row, end in parts:
                 self._file_of[f"{part}.{kind}"] = file
                 self._parts[f"{part}.{kind}"] = (name, row, end)
+
+    def _find_experts(self, config: LlamaConfig) -> None:
+        """Replace the entries of experts and routers by those of the graph's weights."""
+        found = graph_tensors(config, self._file_of, self._where())
+        self._file_of = {}
+        for name, tensor in found.items():
+            if isinstance(tensor, ExpertStack):
+                self._stacks[name] = tensor
+                self._file_of[name], _ = tensor.experts[0][0]
+                continue
+            self._file_of[name], stored = tensor
+            if stored != name:
+                self._parts[name] = (stored, 0, (*self._file_of[name].shapes[stored], 0)[0])
 
     def _open_shards(self, index: Path) -> list[SafetensorsFile]:
         """Open the shards of the index, in name order, and check that each contains its tensors."""
@@ -146,6 +163,8 @@ class Checkpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of one tensor, from the header."""
         file = self._file(name)
+        if name in self._stacks:
+            return self._stacks[name].shape
         if name not in self._parts:
             shape = file.shapes[name]
         else:
@@ -156,9 +175,16 @@ class Checkpoint:
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return one tensor as stored (bf16, fp16, fp32 or eight bits): a view of the memory map, unless heads are
-        rearranged.
+        rearranged or experts put together.
         """
+        stored = self.stored(name)
+        return stored.to() if isinstance(stored, ExpertStack) else stored
+
+    def stored(self, name: str) -> torch.Tensor | ExpertStack:
+        """Return the same, but leave the experts of a weight where they are stored."""
         file = self._file(name)
+        if name in self._stacks:
+            return self._stacks[name]
         if name not in self._parts:
             tensor = file.tensor(name)
         else:
@@ -166,6 +192,11 @@ class Checkpoint:
             tensor = file.tensor(packed)[row:end]
         module, _, kind = name.rpartition(".")
         return tensor if self._arrange is None else arranged(self._arrange, module, kind, tensor)
+
+    def parts(self, name: str) -> Iterator[tuple[tuple[int | slice, ...], torch.Tensor]]:
+        """Yield (place in the tensor, values) for each stored part; a tensor that is stored whole is one part."""
+        stored = self.stored(name)
+        yield from stored.parts() if isinstance(stored, ExpertStack) else [((), stored)]
 
     def nbytes(self, names: Iterable[str] | None = None) -> int:
         """Return the bytes of the named tensors (None: all) in the files."""
@@ -227,12 +258,14 @@ class Checkpoint:
                     "equal when the server started: restart it"
                 )
             raise CheckpointError(
-                f"{self._file_of[name].path.name}: unexpected tensor {name!r}: this is not a plain checkpoint of its "
-                "family; use one without it"
+                f"{self._file_of[name].path.name}: unexpected tensor {self._stored(name)!r}: this is not a plain "
+                "checkpoint of its family; use one without it"
             )
 
     def _stored(self, name: str) -> str:
-        """Return the name of the tensor in the file that contains `name`."""
+        """Return the name of the tensor in the file that contains `name`, or its first part."""
+        if name in self._stacks:
+            return self._stacks[name].experts[0][0][1]
         return self._parts[name][0] if name in self._parts else name
 
     def _where(self) -> str:
@@ -277,5 +310,6 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Copy a validated checkpoint into a plain model's parameters (for eager runs)."""
     parameters = dict(model.named_parameters())
     with torch.no_grad():
-        for name, tensor in checkpoint.stream(parameters):
-            parameters[name].copy_(tensor)
+        for name in filter(parameters.__contains__, checkpoint.names()):
+            for place, part in checkpoint.parts(name):
+                parameters[name][place].copy_(part)

@@ -19,7 +19,7 @@ from .config_fields import (
     token_ids,
 )
 from .families import ATTENTION_MODULES, MLP_MODULES, PACKED_MODULES, VOCABULARY_MODULES, family_of
-from .quantization_config import modules_in_16_bits, stored_dtype, stored_format
+from .quantization_config import experts_in_16_bits, modules_in_16_bits, stored_dtype, stored_format
 
 HEAD_DIMS = (64, 128)
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -43,6 +43,11 @@ class LlamaConfig:
     full_layers           layers without the window: attention reads all tokens
     stored_head_dim       dimensions of a head in checkpoints and adapters, at most `head_dim` (`head_layout.py`)
     rotary_dim            number of dimensions that RoPE rotates, the first ones
+    num_experts           experts of a sparse layer; 0: all layers are dense
+    num_experts_per_tok   experts that each token uses
+    expert_intermediate_size  intermediate size of an expert
+    norm_topk_prob        the weights of a token's experts add up to 1
+    dense_layers          layers with a dense MLP in a model with experts
     """
 
     vocab_size: int
@@ -74,6 +79,11 @@ class LlamaConfig:
     full_layers: tuple[int, ...] = ()
     stored_head_dim: int = 0
     rotary_dim: int = 0
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    expert_intermediate_size: int = 0
+    norm_topk_prob: bool = True
+    dense_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.head_dim not in HEAD_DIMS:
@@ -142,7 +152,9 @@ class LlamaConfig:
         if not config.weight_format:
             return config
         stored = modules_in_16_bits(fields, config.stored_modules())
-        return replace(config, plain_projections=tuple(part for name in stored for part, *_ in config.parts_of(name)))
+        plain = [part for name in stored for part, *_ in config.parts_of(name)]
+        sparse = [layer for layer in range(config.num_hidden_layers) if config.is_sparse(layer)]
+        return replace(config, plain_projections=(*plain, *experts_in_16_bits(fields, sparse, config.num_experts)))
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> "LlamaConfig":
@@ -162,16 +174,18 @@ class LlamaConfig:
 
     def _shape(self, module: str, head_dim: int) -> tuple[int, int]:
         queries, keys = self.num_attention_heads * head_dim, self.num_key_value_heads * head_dim
+        inner = self.expert_intermediate_size if ".experts." in module else self.intermediate_size
         shapes = {
             "q_proj": (queries, self.hidden_size),
             "k_proj": (keys, self.hidden_size),
             "v_proj": (keys, self.hidden_size),
             "o_proj": (self.hidden_size, queries),
-            "gate_proj": (self.intermediate_size, self.hidden_size),
-            "up_proj": (self.intermediate_size, self.hidden_size),
-            "down_proj": (self.hidden_size, self.intermediate_size),
+            "gate_proj": (inner, self.hidden_size),
+            "up_proj": (inner, self.hidden_size),
+            "down_proj": (self.hidden_size, inner),
             "qkv_proj": (queries + 2 * keys, self.hidden_size),
-            "gate_up_proj": (2 * self.intermediate_size, self.hidden_size),
+            "gate_up_proj": (2 * inner, self.hidden_size),
+            "gate": (self.num_experts, self.hidden_size),
             "embed_tokens": (self.hidden_size, self.vocab_size),
             "lm_head": (self.vocab_size, self.hidden_size),
         }
@@ -182,6 +196,15 @@ class LlamaConfig:
         if self.sliding_window is None or self.sliding_window >= self.max_position_embeddings:
             return 0
         return 0 if layer in self.full_layers else self.sliding_window
+
+    def is_sparse(self, layer: int) -> bool:
+        """Return whether a layer has experts."""
+        return self.num_experts > 0 and layer not in self.dense_layers
+
+    @property
+    def num_sparse_layers(self) -> int:
+        """Number of layers with experts."""
+        return sum(map(self.is_sparse, range(self.num_hidden_layers)))
 
     def up_to(self, tokens: int) -> Self:
         """Return the config for contexts of at most `tokens`: without a longer window, with longrope's frequencies.
@@ -219,7 +242,7 @@ class LlamaConfig:
         return ATTENTION_MODULES + MLP_MODULES
 
     def linear_modules(self) -> list[str]:
-        """Return the full names of all projections that may have a LoRA adapter, layer by layer."""
+        """Return the full names of all projections that may have a LoRA adapter, layer by layer, without experts."""
         return self._in_each_layer((*ATTENTION_MODULES, *MLP_MODULES))
 
     def stored_modules(self) -> list[str]:
@@ -252,6 +275,7 @@ class LlamaConfig:
             f"model.layers.{layer}.{parent}.{name}"
             for layer in range(self.num_hidden_layers)
             for parent, name in zip(parents, names, strict=True)
+            if parent != "mlp" or not self.is_sparse(layer)
         ]
 
 

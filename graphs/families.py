@@ -14,6 +14,10 @@ MLP_MODULES = ("gate_proj", "up_proj", "down_proj")
 VOCABULARY_MODULES = ("model.embed_tokens", "lm_head")
 """Full names of the embedding and the output head."""
 VOCABULARY_TARGETS = ("embed_tokens", "lm_head")
+EXPERT_TARGETS = ("router", "experts_gate_up", "experts_down")
+"""LoRA targets of a sparse layer: its router, and its experts' linears."""
+EXPERT_SPELLINGS = (("mlp", MLP_MODULES), ("block_sparse_moe", ("w1", "w3", "w2")))
+"""Names of a sparse layer's MLP, and of an expert's gate, up and down, in checkpoints and adapters."""
 ADAPTER_PARTS = ("dora", "bias")
 """What an adapter may have besides LoRA: magnitudes of DoRA; biases, of B or trained ones of the base."""
 
@@ -82,6 +86,29 @@ def _granite(fields: Fields) -> dict[str, Any]:
     return {"biases": _biases(fields), **{name: number(fields, name, 1.0) for name in names}}
 
 
+def _qwen3_moe(fields: Fields) -> dict[str, Any]:
+    layers, dense = integer(fields, "num_hidden_layers"), fields.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(isinstance(each, bool) or not isinstance(each, int) for each in dense):
+        raise ConfigError(f"mlp_only_layers must be a list of layers, not {dense!r}: correct config.json")
+    step = integer(fields, "decoder_sparse_step", 1)
+    return {
+        "biases": _biases(fields),
+        "head_norms": True,
+        "dense_layers": tuple(layer for layer in range(layers) if layer in dense or (layer + 1) % step),
+        "norm_topk_prob": flag(fields, "norm_topk_prob"),
+        **(_window(fields) if flag(fields, "use_sliding_window") else {}),
+        **_experts(fields, "moe_intermediate_size", 128, 8, 768),
+    }
+
+
+def _mixtral(fields: Fields) -> dict[str, Any]:
+    return {**_window(fields), **_experts(fields, "intermediate_size", 8, 2)}
+
+
+def _granite_moe(fields: Fields) -> dict[str, Any]:
+    return {**_granite(fields), **_experts(fields, "intermediate_size", 8, 2)}
+
+
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
         "llama", "Llama 2, 3, 3.1, 3.2, 3.3, SmolLM2, TinyLlama", lambda fields: {"biases": _biases(fields)}
@@ -94,17 +121,41 @@ FAMILIES: dict[str, Family] = {
     ),
     "GraniteForCausalLM": Family("granite", "Granite 3.0 to 3.3", _granite),
     "Phi3ForCausalLM": Family("phi3", "Phi-3, Phi-3.5, Phi-4", _phi3, {"rms_norm_eps": 1e-5}, True),
+    "Qwen3MoeForCausalLM": Family(
+        "qwen3_moe",
+        "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
+        _qwen3_moe,
+        {"sliding_window": 4096, "num_key_value_heads": 4, "max_position_embeddings": 32768},
+    ),
+    "MixtralForCausalLM": Family(
+        "mixtral",
+        "Mixtral 8x7B, 8x22B",
+        _mixtral,
+        {
+            "rope_theta": 1000000.0,
+            "rms_norm_eps": 1e-5,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+        },
+    ),
+    "GraniteMoeForCausalLM": Family("granitemoe", "Granite 3.0 and 3.1 1B-A400M, 3B-A800M", _granite_moe),
 }
 
-_EXPERTS = "its layers are mixtures of experts, and the kernels support dense layers only", "serve a dense model"
+_SPARSE = "serve a model of Qwen3-MoE, Mixtral or Granite-MoE, or a dense model"
+_EXPERTS = "its mixtures of experts are of another kind than those that are supported", _SPARSE
+_SHARED = "its layers have a shared expert besides the chosen ones, which is not supported", _SPARSE
+_SCORES = "its router chooses by sigmoid scores with a correction for each expert, which is not supported", _SPARSE
+_HYBRID = "some of its layers have a recurrent state instead of keys and values"
 _LATENT = "its keys and values are compressed into a latent vector (MLA), which the KV cache does not support"
 _DENSE = "serve a model of another family"
 _MULTIMODAL = "it reads images or sound as well as text", "serve the text model that it was made from"
 REFUSED: dict[str, tuple[str, str]] = {
-    **dict.fromkeys(
-        ("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "granitemoehybrid", "phimoe", "olmoe", "gpt_oss"), _EXPERTS
-    ),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "minicpm3"), (_LATENT, _DENSE)),
+    **dict.fromkeys(("qwen2_moe", "granitemoeshared", "hunyuan_v1_moe", "llama4_text"), _SHARED),
+    **dict.fromkeys(("glm4_moe", "dots1", "ernie4_5_moe", "minimax_m2", "afmoe"), _SCORES),
+    "gpt_oss": ("its experts are stored in mxfp4, which is not supported", _SPARSE),
+    **dict.fromkeys(("olmoe", "flex_olmo"), ("it normalizes all heads of q and k as one vector", _SPARSE)),
+    "phimoe": ("its router chooses by sparse mixing, and its norms subtract the mean", _SPARSE),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "minicpm3"), (_LATENT, _DENSE)),
     **dict.fromkeys(
         ("mllama", "llama4", "llava", "llava_next", "mistral3", "pixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"),
         _MULTIMODAL,
@@ -113,9 +164,9 @@ REFUSED: dict[str, tuple[str, str]] = {
         ("qwen2_audio", "qwen2_5_omni", "phi3_v", "phi4_multimodal", "gemma3", "idefics3", "smolvlm"), _MULTIMODAL
     ),
     **dict.fromkeys(
-        ("mamba", "mamba2", "jamba", "bamba", "qwen3_next", "falcon_mamba"),
-        ("some of its layers have a recurrent state instead of keys and values", _DENSE),
+        ("mamba", "mamba2", "jamba", "bamba", "falcon_mamba", "granitemoehybrid", "minimax"), (_HYBRID, _DENSE)
     ),
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), (_HYBRID, _DENSE)),
 }
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -147,6 +198,40 @@ def family_of(fields: Fields) -> Family:
         reason, remedy = refusal
         raise ConfigError(f"architecture {found} is not supported, because {reason}: {remedy}; supported are {served}")
     raise ConfigError(f"architecture {found} (model_type {kind!r}) is not supported: serve one of {served}")
+
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n_group": (0, 1),
+    "topk_group": (0, 1),
+    "scoring_func": ("softmax",),
+    "routed_scaling_factor": (1,),
+    **dict.fromkeys(("moe_num_shared", "n_shared_experts", "num_shared_experts"), (0,)),
+    **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size"), (0,)),
+}
+"""Fields of other routers and of shared experts -> values that change nothing."""
+_EXPERT_COLUMNS = 16  # the kernels of the experts' linears read columns in multiples of it
+
+
+def _experts(fields: Fields, width: str, experts: int, per_token: int, columns: int | None = None) -> dict[str, Any]:
+    """Return the fields of a mixture of experts; `width` is the field of an expert's intermediate size.
+
+    The others are transformers' values of missing fields. transformers 5 writes `num_local_experts` for all families.
+    """
+    for name, allowed in _NEUTRAL.items():
+        if fields.get(name) is not None and fields[name] not in allowed:
+            raise ConfigError(f"{name} {fields[name]!r} is not supported, only {allowed[-1]!r}: {_SPARSE}")
+    counts = {integer(fields, name) for name in ("num_experts", "num_local_experts") if fields.get(name) is not None}
+    if len(counts) > 1:
+        raise ConfigError(f"num_experts and num_local_experts differ ({sorted(counts)}): correct config.json")
+    count, chosen = counts.pop() if counts else experts, integer(fields, "num_experts_per_tok", per_token)
+    if chosen > count:
+        raise ConfigError(f"num_experts_per_tok {chosen} is above the number of experts {count}: correct config.json")
+    inner = integer(fields, width, columns)
+    if inner % _EXPERT_COLUMNS:
+        raise ConfigError(
+            f"{width} {inner} is not supported: the kernels of experts need a multiple of {_EXPERT_COLUMNS}; {_SPARSE}"
+        )
+    return {"num_experts": count, "num_experts_per_tok": chosen, "expert_intermediate_size": inner}
 
 
 def _window_of_late_layers(fields: Fields) -> dict[str, Any]:

@@ -15,12 +15,11 @@ from torch.export import Dim
 from ..ops import all_ops as _all_ops  # noqa: F401  (registers torch.ops.sidestream.*)
 from ..ops.core.kv_layout import kv_cache_shape
 from .config import LlamaConfig
-from .lora import LoRALinear, LoraShape
+from .lora import STORED_DTYPES, LoRALinear, LoraShape
+from .moe.sparse_mlp import SparseMLP
 from .rotary import apply_rotary, inverse_frequencies
 
 INV_FREQ = "model.rotary_emb.inv_freq"
-STORED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-"""`weight_format` -> dtype of stored projections."""
 TOKENS, SEQUENCES, PAGES, BLOCKS = Dim("tokens"), Dim("sequences"), Dim("pages"), Dim("blocks")
 STEP_SHAPES: dict[str, Any] = {
     "input_ids": {0: TOKENS},
@@ -182,7 +181,8 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.residual_multiplier = config.residual_multiplier
         self.self_attn = Attention(config, layer, lora, dtype, device)
-        self.mlp = MLP(config, layer, lora, dtype, device)
+        self.mlp: nn.Module = (SparseMLP if config.is_sparse(layer) else MLP)(config, layer, lora, dtype, device)
+        self.sparse = config.is_sparse(layer)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
 
@@ -190,7 +190,9 @@ class DecoderLayer(nn.Module):
         """Return the layer's output [T, H] for hidden_states [T, H]; append keys and values to kv_cache."""
         attended = self.self_attn(self.input_layernorm(hidden_states), step, kv_cache)
         hidden_states = hidden_states + times(attended, self.residual_multiplier)
-        update = self.mlp(self.post_attention_layernorm(hidden_states), step.adapter_index)
+        normed = self.post_attention_layernorm(hidden_states)
+        inputs = (step.adapter_index, step.slot_mapping) if self.sparse else (step.adapter_index,)
+        update = self.mlp(normed, *inputs)
         return hidden_states + times(update, self.residual_multiplier)
 
 

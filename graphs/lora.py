@@ -7,13 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .families import ADAPTER_PARTS, ATTENTION_MODULES, MLP_MODULES, VOCABULARY_TARGETS
+from .families import ADAPTER_PARTS, ATTENTION_MODULES, EXPERT_TARGETS, MLP_MODULES, VOCABULARY_TARGETS
 
 TARGETS = ATTENTION_MODULES + MLP_MODULES
 PACKED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 RANK_MULTIPLE = 16
 PROJECTION_STACKS = {"dora": "lora_gain", "bias": "lora_shift"}
 """Parts that act on the results of projections -> their stacks, fp32 [S, N]."""
+STORED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""`LlamaConfig.weight_format` -> dtype of stored projections."""
 
 
 @dataclass(frozen=True)
@@ -23,25 +25,29 @@ class LoraShape:
     slots    number of adapters at the same time
     rank     largest rank of an adapter, a multiple of 16
     targets  projections with LoRA; one of q/k/v adds the other two, one of gate/up the other, since they share a GEMM.
-             Also `embed_tokens` and `lm_head`
+             Also `embed_tokens` and `lm_head`, and EXPERT_TARGETS in a model with experts
     parts    what else the adapters of a step may have, see ADAPTER_PARTS; programs without parts do not compute them
+    expert_rank  largest rank on experts, a multiple of 16; 0: that of `rank`. It is apart since there are many experts
     """
 
     slots: int
     rank: int
     targets: tuple[str, ...] = TARGETS
     parts: tuple[str, ...] = ()
+    expert_rank: int = 0
 
     def __post_init__(self) -> None:
-        known = (*TARGETS, *VOCABULARY_TARGETS)
+        known = (*TARGETS, *VOCABULARY_TARGETS, *EXPERT_TARGETS)
         unknown = sorted(set(self.targets) - set(known))
         if unknown:
             raise ValueError(f"LoRA targets {unknown} do not exist in Llama: choose among {', '.join(known)}")
-        if self.slots < 1 or self.rank < 1 or self.rank % RANK_MULTIPLE:
+        if self.slots < 1 or self.rank < 1 or self.rank % RANK_MULTIPLE or self.expert_rank % RANK_MULTIPLE:
             raise ValueError(
                 f"LoRA stacks of {self.slots} slots and rank {self.rank} are not possible: slots must be at least 1, "
-                f"and rank a positive multiple of {RANK_MULTIPLE}"
+                f"and every rank a positive multiple of {RANK_MULTIPLE}"
             )
+        if not self.expert_rank and set(self.targets) & set(EXPERT_TARGETS):
+            object.__setattr__(self, "expert_rank", self.rank)
         closed = set(self.targets)
         for group in PACKED:
             if closed & set(group):
@@ -51,8 +57,8 @@ class LoraShape:
 
     @property
     def key(self) -> dict[str, Any]:
-        """The fields as plain values, for keys of caches. Without parts, those of stacks that know no parts."""
-        return {name: value for name, value in asdict(self).items() if name != "parts" or value}
+        """The fields as plain values, for keys of caches: without `parts` and `expert_rank` where they say nothing."""
+        return {name: value for name, value in asdict(self).items() if name not in ("parts", "expert_rank") or value}
 
     @property
     def varies(self) -> bool:

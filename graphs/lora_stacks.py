@@ -2,7 +2,7 @@
 gains of DoRA (arXiv 2402.09353) and shifts of biases, which depend on the base's weights.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -12,8 +12,9 @@ import torch
 from .adapter import Adapter
 from .adapter_config import AdapterError
 from .config import LlamaConfig
-from .families import VOCABULARY_TARGETS
+from .families import EXPERT_TARGETS, VOCABULARY_TARGETS
 from .lora import PROJECTION_STACKS, RANK_MULTIPLE, TARGETS, LoraShape
+from .moe.adapter_layouts import LINEARS, graph_modules, is_stack, target_of
 
 _KINDS = {"dora": "the adapter has magnitudes (DoRA)", "bias": "the adapter has trained biases"}
 Lookup = Callable[[str], torch.Tensor]
@@ -27,27 +28,38 @@ def lora_shape_for(
     max_lora_rank: int | None = None,
     target_modules: Sequence[str] | None = None,
     parts: Sequence[str] | None = None,
+    max_expert_rank: int | None = None,
 ) -> LoraShape | None:
     """Return the shape of stacks for `max_loras` adapters at the same time; None without adapters and max_lora_rank.
 
     The rank is `max_lora_rank` or the adapters' largest, padded to a multiple of 16. The targets are `target_modules`
     or those of the adapters (without adapters: all), with q/k/v and gate/up together. All projections in
-    `target_modules` include the embedding and the output head if an adapter changes these. `parts`: default: those of
-    the adapters. Raises ValueError for an adapter that does not fit.
+    `target_modules` include the embedding, the output head, routers and experts if an adapter changes these. `parts`:
+    default: those of the adapters. The rank of experts is `max_expert_rank`, the adapters' largest there, or the rank,
+    padded likewise. Raises ValueError for an adapter that does not fit.
     """
     given = list(adapters)
     if not given and max_lora_rank is None:
         return None
-    rank = max_lora_rank or max(adapter.rank for adapter in given)
+    rank = max_lora_rank or max(adapter.rank for adapter in given) or RANK_MULTIPLE
+    expert_rank = max_expert_rank or max((adapter.expert_rank for adapter in given), default=0)
     changed = {name for adapter in given for name in adapter.targets}
     targets = list(target_modules or [name for name in TARGETS if name in changed])
     if not target_modules or set(TARGETS) <= set(targets):
-        targets += [name for name in VOCABULARY_TARGETS if name in changed]
+        targets += [name for name in (*VOCABULARY_TARGETS, *EXPERT_TARGETS) if name in changed]
     chosen = [part for adapter in given for part in adapter.kinds] if parts is None else parts
-    shape = LoraShape(max_loras, -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE, tuple(targets or TARGETS), tuple(chosen))
+    padded, expert_padded = (-(-each // RANK_MULTIPLE) * RANK_MULTIPLE for each in (rank, expert_rank))
+    if not set(targets) & set(LINEARS):
+        expert_padded = 0
+    shape = LoraShape(max_loras, padded, tuple(targets or TARGETS), tuple(chosen), expert_padded)
     for adapter in given:
         if adapter.rank > rank:
             raise ValueError(f"an adapter has rank {adapter.rank}, above max_lora_rank {rank}: raise max_lora_rank")
+        if adapter.expert_rank > (max_expert_rank or adapter.expert_rank):
+            raise ValueError(
+                f"an adapter has rank {adapter.expert_rank} on experts, above max_expert_rank {max_expert_rank}: raise "
+                "max_expert_rank"
+            )
         check_fits(adapter, shape)
     return shape
 
@@ -64,9 +76,14 @@ def check_fits(adapter: Adapter, lora: LoraShape) -> None:
     missing = [name for name in adapter.targets if name not in lora.targets]
     if adapter.rank > lora.rank or missing:
         raise ValueError(
-            f"an adapter of rank {adapter.rank} on {', '.join(adapter.targets)} does not fit stacks of rank "
-            f"{lora.rank} on {', '.join(lora.targets)}: raise max_lora_rank, add its projections to "
+            f"an adapter of rank {adapter.rank or adapter.expert_rank} on {', '.join(adapter.targets)} does not fit "
+            f"stacks of rank {lora.rank} on {', '.join(lora.targets)}: raise max_lora_rank, add its projections to "
             "lora_target_modules, or pass the adapter when the engine starts"
+        )
+    if adapter.expert_rank > lora.expert_rank:
+        raise ValueError(
+            f"an adapter of rank {adapter.expert_rank} on experts does not fit stacks of experts of rank "
+            f"{lora.expert_rank}: raise max_expert_rank, or pass the adapter when the engine starts"
         )
 
 
@@ -154,15 +171,16 @@ def slot_tensors(
     """Return name -> the adapter's slot of every stack, zero-padded.
 
     Names are `model.layers.0.self_attn.q_proj.lora_a`, with [R, K], `...lora_b`, with [N, R], and for parts
-    `...lora_gain` and `...lora_shift`, with [N] in fp32. A of the embedding is [V, R]: a token reads one row. B is
-    scaled in fp32 before it is rounded to `dtype`. An adapter with parts must be `resolved`. Raises ValueError when the
-    adapter does not fit into `lora`.
+    `...lora_gain` and `...lora_shift`, with [N] in fp32. A of the embedding is [V, R]: a token reads one row. Stacks of
+    experts have [E, n * R, K] and [E, N, R], for n projections with rows of their own in A. B is scaled in fp32 before
+    it is rounded to `dtype`. An adapter with parts must be `resolved`. Raises ValueError when the adapter does not fit
+    into `lora`.
     """
     check_fits(adapter, lora)
     modules = [module for module in config.linear_modules() if module.rpartition(".")[2] in lora.targets]
     names = [f"{module}.{side}" for module in modules for side in lora.stacks]
-    vocabulary = [module for module in config.vocabulary_modules if module.rpartition(".")[2] in lora.targets]
-    names += [f"{module}.{side}" for module in vocabulary for side in ("lora_a", "lora_b")]
+    others = [each for each in (*config.vocabulary_modules, *graph_modules(config)) if target_of(each) in lora.targets]
+    names += [f"{module}.{side}" for module in others for side in ("lora_a", "lora_b")]
     return {name: slot_tensor(adapter, config, lora, name, dtype) for name in names}
 
 
@@ -171,6 +189,8 @@ def slot_tensor(
 ) -> torch.Tensor:
     """Return the entry `name` of `slot_tensors`. It may be the adapter's own tensor, so do not write to it."""
     module, _, side = name.rpartition(".")
+    if is_stack(module):
+        return _expert_slot(adapter, config, lora, module, side, dtype)
     outputs, inputs = config.module_shape(module)
     if side in PROJECTION_STACKS.values():
         vector = adapter.parts.get(module, {}).get(side)
@@ -187,6 +207,45 @@ def slot_tensor(
     padded = torch.zeros(shape, dtype=dtype)
     padded[: tensor.shape[0], : tensor.shape[1]] = tensor
     return padded
+
+
+def _expert_slot(
+    adapter: Adapter, config: LlamaConfig, lora: LoraShape, stack: str, side: str, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return A [E, n * R, K] or B [E, N, R] of a stack of experts, see `slot_tensors`."""
+    (outputs, inputs), experts, rank = config.module_shape(stack), config.num_experts, lora.expert_rank
+    linears = LINEARS[target_of(stack)]
+    width = outputs // len(linears)
+    shape = (experts, len(linears) * rank, inputs) if side == "lora_a" else (experts, outputs, rank)
+    slot = torch.zeros(shape, dtype=dtype)
+    for index, linear in enumerate(linears):
+        rows = slice(index * width, (index + 1) * width)
+        for chosen, a, b, scaling in _expert_tensors(adapter, experts, stack, linear, rows):
+            if side == "lora_a":
+                slot[chosen, index * rank : index * rank + a.shape[1]] = a.to(dtype)
+            else:
+                slot[chosen, rows, : b.shape[2]] = (b.to(torch.float32) * scaling).to(dtype)
+    return slot
+
+
+def _expert_tensors(
+    adapter: Adapter, experts: int, stack: str, linear: str, rows: slice
+) -> Iterator[tuple[Any, torch.Tensor, torch.Tensor, Any]]:
+    """Yield (index of experts, A [e, r, K], B [e, N, r], scaling) of one projection; its `rows` in the stack."""
+    if stack in adapter.tensors:
+        a, b = adapter.tensors[stack]
+        yield slice(None), a, b[:, rows], adapter.scaling[stack]
+    home = stack.rpartition(".")[0]
+    alike: dict[Any, dict[int, str]] = {}  # few large operations: the thread that launches steps needs the GIL
+    for expert in range(experts):
+        module = f"{home}.{expert}.{linear}"
+        if module in adapter.tensors:
+            a, b = adapter.tensors[module]
+            alike.setdefault((a.shape[0], a.dtype, b.dtype), {})[expert] = module
+    for modules in alike.values():
+        pairs = [adapter.tensors[module] for module in modules.values()]
+        scaling = torch.tensor([adapter.scaling[module] for module in modules.values()]).view(-1, 1, 1)
+        yield list(modules), torch.stack([a for a, _ in pairs]), torch.stack([b for _, b in pairs]), scaling
 
 
 def fill_slot(model: torch.nn.Module, slot: int, tensors: dict[str, torch.Tensor] | None) -> None:

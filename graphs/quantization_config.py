@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from .config_fields import ConfigError
-from .families import PACKED_MODULES
+from .families import EXPERT_SPELLINGS, PACKED_MODULES
 from .peft_patterns import PatternError, PeftPatterns
 
 FILE_DTYPES = {"int8": "I8", "fp8": "F8_E4M3"}  # as safetensors spells them
@@ -48,8 +48,10 @@ def stored_format(fields: Mapping[str, Any]) -> str:
         return ""
     method = config.get("quant_method") if isinstance(config, Mapping) else None
     if not isinstance(config, Mapping) or method != "compressed-tensors":
+        blocks = config.get("weight_block_size") if isinstance(config, Mapping) else None
+        name = f"{method!r}" + (f" (one scale for each block of {blocks})" if blocks else "")
         raise ConfigError(
-            f"quantization_config: quant_method {method!r} is not supported, only compressed-tensors: {_REMEDY}"
+            f"quantization_config: quant_method {name} is not supported, only compressed-tensors: {_REMEDY}"
         )
     groups = config.get("config_groups")
     group = next(iter(groups.values())) if isinstance(groups, Mapping) and len(groups) == 1 else None
@@ -90,6 +92,35 @@ def modules_in_16_bits(fields: Mapping[str, Any], modules: Iterable[str]) -> tup
                     f"{', '.join(group)}, which are computed together: {_REMEDY}"
                 )
     return tuple(module for module in modules if module in found)
+
+
+def experts_in_16_bits(fields: Mapping[str, Any], layers: Iterable[int], experts: int) -> tuple[str, ...]:
+    """Return the full names of the experts' weights in the graph that `ignore` leaves in 16 bits, for sparse `layers`.
+
+    Raises ConfigError if `ignore` lists only some of a layer's experts, or only their gate or up.
+    """
+    spelled: dict[str, list[str]] = {}
+    for layer in layers:
+        for home, (*gate_up, down) in EXPERT_SPELLINGS:
+            for weight, names in (("gate_up_proj", gate_up), ("down_proj", [down])):
+                stored = f"model.layers.{layer}.{home}.experts"
+                modules = spelled.setdefault(f"model.layers.{layer}.mlp.experts.{weight}", [])
+                modules += [f"{stored}.{expert}.{name}" for expert in range(experts) for name in names]
+    found = _ignored(fields["quantization_config"], [name for modules in spelled.values() for name in modules])
+    plain = []
+    for weight, modules in spelled.items():
+        halves = modules[: len(modules) // 2], modules[len(modules) // 2 :]  # one for each spelling
+        for half in halves:
+            listed = [name for name in half if name in found]
+            if 0 < len(listed) < len(half):
+                other = next(name for name in half if name not in found)
+                raise ConfigError(
+                    f"quantization_config: ignore leaves {listed[0]} in 16 bits, but not {other}; all experts of a "
+                    f"layer are computed together: {_REMEDY}"
+                )
+        if any(half[0] in found for half in halves):
+            plain.append(weight)
+    return tuple(plain)
 
 
 def _ignored(config: Mapping[str, Any], modules: Iterable[str]) -> frozenset[str]:

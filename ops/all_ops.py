@@ -6,4 +6,5 @@ from . import (  # noqa: F401
     decoder_block,
     linear,
     lora,
+    moe,
 )

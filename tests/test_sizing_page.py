@@ -10,13 +10,16 @@ import pytest
 from sidestream.compiler.cost.hardware import H200
 from sidestream.compiler.options import CompileOptions
 from sidestream.graphs.config import LlamaConfig
+from sidestream.graphs.families import EXPERT_TARGETS
 from sidestream.graphs.lora import LoraShape
 from sidestream.ops.core.kv_layout import PAGE_SIZE
+from sidestream.runtime.adapters.adapter_limits import expert_slot_bytes
 from sidestream.runtime.engine.options import MAX_NUM_SEQS
 from sidestream.runtime.engine.resolve import DEFAULT_MAX_MODEL_LEN, MAX_BATCHED_TOKENS
 from sidestream.runtime.worker.memory_budget import RESERVE_BYTES, MemoryDemand, plan_pages
 from sidestream.tools import cli
-from sidestream.tools.options.models import LLAMA_8B
+from sidestream.tools.bench.floors import weight_bytes
+from sidestream.tools.options.models import LLAMA_8B, SHAPES
 from sidestream.tools.options.sizing import SizedModel
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -94,6 +97,16 @@ def test_tokens_that_fit() -> None:
             fit = tokens(max_loras, memory)
             cells += [f"{fit:,}", f"{fit // CONTEXT:,}"]
         assert_shown(f"| {' | '.join(cells)} |")
+
+
+def test_mixtures_of_experts() -> None:
+    fields = SHAPES["qwen3-30b-a3b"]
+    config = LlamaConfig.from_dict(fields)
+    assert_shown(f"in int8 ({weight_bytes(fields, 'int8') / 1e9:.1f} GB of weights")
+    assert_shown(*(f"| {count} | {weight_bytes(fields, 'int8', tokens=count) / 1e9:.1f} GB |" for count in (1, 8, 64)))
+    for rank in (16, 32, 64):
+        slot = expert_slot_bytes(LoraShape(1, rank, EXPERT_TARGETS), config, 1)
+        assert_shown(f"| {rank} | {slot / 1e6:,.0f} MB |")
 
 
 def test_rates_and_users() -> None:

@@ -20,7 +20,7 @@ def run(place: Path, *arguments: str) -> str:
     """Run Python with `arguments` in `place` and return its stdout."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

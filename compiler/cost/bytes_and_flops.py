@@ -1,7 +1,7 @@
 """Bytes of a step, and its FLOPs by the width of their operands, from its shapes.
 
 Of large tables only the accessed part counts: embedding rows by token, KV pages by context, adapter stacks by active
-adapters. A bucket does not determine contexts and active adapters: see `Assumptions`.
+adapters, experts by routed tokens. A bucket does not determine contexts, active adapters and routes: see `Assumptions`.
 """
 
 from collections import Counter
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 from ...ops.collectives.exchange import bytes_from_peers, is_one_shot
 from ...ops.collectives.tensor_parallel_group import world_of
@@ -28,10 +28,12 @@ class Assumptions:
     context   cached tokens of each sequence, this step's included; None: half of the tokens that the block table
               addresses, but at least the step's own tokens
     adapters  number of different adapters in the batch; None: the minimum of slots and sequences
+    routing   "uniform": each token chooses among all experts at random; "same": all tokens choose the same ones
     """
 
     context: int | None = None
     adapters: int | None = None
+    routing: Literal["uniform", "same"] = "uniform"
 
     def context_of(self, program: Program) -> int:
         """Return the cached tokens of each sequence in `program`; 0 if unknown."""
@@ -49,6 +51,10 @@ class Assumptions:
             return slots if self.adapters is None else min(slots, self.adapters)
         most = min(slots, program.bucket.sequences)
         return most if self.adapters is None else min(most, self.adapters)
+
+    def experts_of(self, experts: int, top_k: int, tokens: float) -> float:
+        """Return the expected number of different experts of `tokens` tokens that have `top_k` of `experts` each."""
+        return top_k if self.routing == "same" else experts * (1 - (1 - top_k / experts) ** tokens)
 
 
 DEFAULT = Assumptions()
@@ -175,6 +181,8 @@ def _touched(program: Program, step: Step, name: str, view: View, assume: Assump
     """Return the part of a tensor that the step accesses."""
     names = _argument_names(step.op)
     rows = max(1, view.shape[0]) if view.shape else 1
+    if name in ("weight", "weight_scale") and is_grouped(step):
+        return assume.experts_of(rows, *_routed(program, step)) / rows
     if name and name == traits_of(step.op).gathers:
         return min(1.0, prod(step.outs[0].shape[:-1]) / rows)
     if name == "wide":
@@ -190,8 +198,35 @@ def _touched(program: Program, step: Step, name: str, view: View, assume: Assump
     if name == "lora_a":  # of the embedding: a row of ranks for each token
         return min(1.0, step.outs[0].shape[0] / (rows * view.shape[1]))
     if program.by_name[view.buffer].kind == "adapter" and len(view.shape) > 1:
-        return assume.adapters_of(program, rows) / rows
+        return active_groups(program, step, view, assume) / rows
     return 1.0
+
+
+def is_grouped(step: Step) -> bool:
+    """Return whether a step computes a linear of experts."""
+    return traits_of(step.op).family == "moe" and traits_of(step.op).gathers == "weight"
+
+
+def active_groups(program: Program, step: Step, view: View, assume: Assumptions) -> float:
+    """Return the number of adapters, or of adapters' experts, of a stack that a LoRA step reads."""
+    slots, experts = _slots_and_experts(program, view)
+    active = assume.adapters_of(program, slots)
+    if not experts or not active:
+        return active
+    top_k, tokens = _routed(program, step)
+    return active * assume.experts_of(experts, top_k, tokens / active)
+
+
+def _slots_and_experts(program: Program, view: View) -> tuple[int, int]:
+    """Return the slots of a stack, and its experts if the view has a group for each expert of a slot; else 0."""
+    slots, *sizes = program.by_name[view.buffer].shape
+    return (slots, sizes[0]) if sizes and view.shape[0] == slots * sizes[0] > slots else (view.shape[0], 0)
+
+
+def _routed(program: Program, step: Step) -> tuple[int, float]:
+    """Return (experts of a token, tokens) of a step that has a row for each pair of a token and an expert."""
+    top_k = next((each.outs[0].shape[1] for each in program.steps if each.op == "sidestream.moe_route"), 1)
+    return top_k, step.outs[0].shape[-2] / top_k
 
 
 def _read_context(program: Program, step: Step, assume: Assumptions) -> float:
@@ -224,6 +259,9 @@ def _flops(program: Program, step: Step, assume: Assumptions) -> dict[int, float
     arguments = dict(named_arguments(step))
     if "block_table" in arguments:
         return _attention_flops(program, step, arguments, assume)
+    if is_grouped(step):
+        weight = arguments["weight"]
+        return {itemsize(program, weight): 2.0 * step.outs[0].shape[0] * prod(weight.shape[1:])}
     if traits_of(step.op).gathers:
         return {}
     counted: dict[int, float] = {}
@@ -234,6 +272,8 @@ def _flops(program: Program, step: Step, assume: Assumptions) -> dict[int, float
             counted[width] = counted.get(width, 0.0) + 2.0 * rows * prod(view.shape)
         elif kind == "adapter" and len(view.shape) == 3:
             tokens = program.bucket.tokens if program.bucket is not None else rows
+            if _slots_and_experts(program, view)[1]:
+                tokens = step.outs[0].shape[-2]
             read = arguments.get("x")
             narrow = "rank_step" in arguments or (read is not None and itemsize(program, read) == 1)
             width = width if narrow else max(2, width)  # an eight-bit stack is widened for 16-bit activations

@@ -7,6 +7,7 @@ Unless a file of docs/measurements is named, constants are fitted to the changes
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import ceil
 from typing import Any, Final
 
 import torch
@@ -27,7 +28,7 @@ from ...ops.lora import expand, shrink
 from ..program.buffers import View
 from ..program.calls import traits_of
 from ..program.program import Program, Step
-from .bytes_and_flops import Assumptions, itemsize, named_arguments, part_and_world
+from .bytes_and_flops import Assumptions, active_groups, itemsize, named_arguments, part_and_world
 from .hardware import Gpu
 
 FULL_ROWS = 64  # costs per row grow up to this number of rows of activations
@@ -61,6 +62,7 @@ KINDS: dict[str, Kind] = {
     # FLOPs: about the share with 256 and 512 tokens (tune_h200.txt)
     "linear": Kind(1.27e-6, 1.00, 0.78, per_rows=0.55e-6, early=1.34e-6, sm_rate=67e9),
     "plan": Kind(0.6e-6, 0.5),  # once per step
+    "moe_route": Kind(2.4e-6, 0.7, early=ROWS_EARLY),  # not measured: a product, then a choice
     "widen_kv": Kind(1.2e-6, 0.8),
     "lora_shrink": Kind(2.64e-6, 0.58),
     "lora_round": Kind(0.4e-6, 0.58, early=ROWS_EARLY),
@@ -170,14 +172,16 @@ def extra_seconds(program: Program, step: Step, rows: int, gpu: Gpu, assume: Ass
 def _rounds(program: Program, step: Step, arguments: Mapping[str, Any], gpu: Gpu, assume: Assumptions) -> int:
     """Return the loop count of a LoRA kernel's programs; 0: the launch has a program for each work item."""
     if step.op == "sidestream.lora_shrink" and step.sm_budget is not None:
-        slots, ranks, k = arguments["a"].shape
+        stack = arguments["a"]
+        _, ranks, k = stack.shape
         splits = arguments["splits"]
         pieces = splits * cdiv(ranks, shrink.once_block(ranks, shrink.split_width(k, splits))[0])
         programs = shrink.CTAS_PER_SM * step.sm_budget
         if arguments["tiles"].shape[0] * pieces <= programs:
             return 0
     elif step.op == "sidestream.lora_expand" and (step.sm_budget is not None or arguments.get("b_scale") is None):
-        slots, _, ranks = arguments["b"].shape
+        stack = arguments["b"]
+        _, _, ranks = stack.shape
         slices = arguments["slices"]
         width = itemsize(program, arguments["b"])
         columns, _ = expand.expand_block(ranks, arguments["tile"], max(slices), width)
@@ -185,7 +189,8 @@ def _rounds(program: Program, step: Step, arguments: Mapping[str, Any], gpu: Gpu
         programs = expand.CTAS_PER_SM * (step.sm_budget or gpu.sms)
     else:
         return 0
-    return cdiv(min(arguments["tiles"].shape[0], assume.adapters_of(program, slots)) * pieces, programs)
+    active = ceil(active_groups(program, step, stack, assume))
+    return cdiv(min(arguments["tiles"].shape[0], active) * pieces, programs)
 
 
 def _split(program: Program, step: Step, rows: int, gpu: Gpu, sms: int) -> WorkSplit:

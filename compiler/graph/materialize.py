@@ -43,9 +43,9 @@ def materialize(
 ) -> torch.Tensor:
     """Return the tensor of `recipe`, on any device including meta.
 
-    `lookup(name)` returns the checkpoint's (or an adapter's) tensor. `bring(name, tensor)` is applied to it, or to its
-    slice, before any computation, for example to move it to a device. `memo` stores `quantize` results, so that values
-    and scales are computed once; drop it after both have been read.
+    `lookup(name)` returns the checkpoint's (or an adapter's) tensor, or another object with a `shape` and `narrow`.
+    `bring(name, tensor)` is applied to it, or to its slice, before any computation, for example to move it to a device.
+    `memo` stores `quantize` results, so that values and scales are computed once; drop it after both have been read.
     """
     result = _evaluate(recipe, lookup, {} if memo is None else memo, bring)
     if isinstance(result, tuple):
@@ -116,7 +116,7 @@ def _evaluate(
     if recipe.op == "dequantize":
         return (first.float() * operands[1].to(first.device)).to(getattr(torch, attrs["dtype"]))
     if recipe.op == "row_scales":
-        return first.float().flatten()
+        return first.float().squeeze(-1)
     if recipe.op == "multiply":
         return (first.float() * operands[1].to(first.device).float()).to(first.dtype)
     if recipe.op == "smooth":
@@ -146,7 +146,7 @@ def _found(recipe: Recipe, lookup: Callable[[str], torch.Tensor]) -> torch.Tenso
 
 def _slice(tensor: torch.Tensor, dim: int, rank: int, world: int, multiple: int) -> torch.Tensor:
     """Return part `rank` of `world` along `dim`: a view, or a zero-padded copy at the end of the tensor."""
-    dim %= tensor.dim()
+    dim %= len(tensor.shape)
     share = share_of(tensor.shape[dim], world, multiple)
     start, end = (min(place * share, tensor.shape[dim]) for place in (rank, rank + 1))
     part = tensor.narrow(dim, start, end - start)

@@ -13,8 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...ops.core.registry import NAMESPACE, OPS, Op
 from ...ops.lora.lora import lora
+from ...ops.moe.expert_lora import expert_lora
+from ...ops.moe.plan import group_plan
 
 aten = torch.ops.aten
+DELTAS = (lora, expert_lora)
+"""Semantic ops of LoRA."""
 
 CASTS: frozenset[Any] = frozenset({aten.to.dtype, aten._to_copy.default, aten.to.dtype_layout, aten.to.device})
 VIEWS: frozenset[Any] = frozenset(
@@ -299,9 +303,19 @@ def split_delta(value: fx.Node) -> tuple[fx.Node, fx.Node | None]:
     if is_call(value, aten.add.Tensor):
         first, second = bind(value).self, bind(value).other
         for base, delta in ((first, second), (second, first)):
-            if is_call(through_views(delta), lora):
+            if is_call(through_views(delta), *DELTAS):
                 return base, delta
     return value, None
+
+
+def group_plan_of(node: fx.Node) -> fx.Node | None:
+    """Return the plan of pairs that a node is or reads."""
+    if is_call(node, group_plan):
+        return node
+    names = [name for name in ("order", "token_order") if has_operand(node, name)]
+    order: Any = getattr(bind(node), names[0]) if names else None
+    plan = bind(order).source if is_call(order, operator.getitem) else None
+    return plan if is_call(plan, group_plan) else None
 
 
 def split_bias(value: fx.Node) -> tuple[fx.Node, fx.Node | None]:

@@ -7,7 +7,8 @@ from torch import fx
 
 from ...ops.lora.adjust import lora_adjust
 from ...ops.lora.lora import lora
-from .nodes import Refused, aten, bind, is_call, shape_of, split_bias, split_delta, through_views
+from ...ops.moe.expert_linear import expert_linear
+from .nodes import DELTAS, Refused, aten, bind, is_call, shape_of, split_bias, split_delta, through_views
 
 
 @dataclass
@@ -29,7 +30,13 @@ class Branch:
     @property
     def width(self) -> int:
         """Output columns."""
-        return int(shape_of(self.weight)[0])
+        return int(shape_of(self.weight)[-2])
+
+
+def input_of(linear: fx.Node) -> fx.Node:
+    """Return the activation that a linear reads, of a layer or of its experts."""
+    read: fx.Node = bind(linear).x if is_call(linear, expert_linear) else bind(linear).input
+    return read
 
 
 def branch_of(linear: fx.Node) -> Branch:
@@ -46,7 +53,7 @@ def branch_of(linear: fx.Node) -> Branch:
     if total is not None:
         added = bind(total)
         delta = through_views(added.other if added.self is joined else added.self)
-        if is_call(delta, lora) and through_views(bind(delta).x) is through_views(bind(linear).input):
+        if is_call(delta, *DELTAS) and through_views(bind(delta).x) is through_views(input_of(linear)):
             return Branch(linear, adjust, bias, delta, total)
     return Branch(linear, adjust, bias, None, joined)
 

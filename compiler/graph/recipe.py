@@ -218,23 +218,24 @@ def cast(recipe: Recipe, dtype: torch.dtype) -> Recipe:
 
 
 def quantize(recipe: Recipe, dtype: torch.dtype = E4M3, rotate: int = 0) -> Recipe:
-    """Quantize the rows of a matrix [N, K] as `ops.quantize_rowwise`: values [N, K] and fp32 scales [N]; see `item`."""
+    """Quantize the rows of [..., K] as `ops.quantize_rowwise`: values [..., K] and fp32 scales [...]; see `item`."""
     return Recipe("quantize", (recipe,), {"dtype": str(dtype).removeprefix("torch."), "rotate": rotate})
 
 
 def dequantize(values: Recipe, scales: Recipe, stored: torch.dtype, dtype: torch.dtype) -> Recipe:
-    """Return values [N, K] of the dtype `stored`, times fp32 scales [N, 1], rounded to `dtype`."""
+    """Return values [..., K] of the dtype `stored`, times fp32 scales [..., 1], rounded to `dtype`."""
     names = {"stored": str(stored).removeprefix("torch."), "dtype": str(dtype).removeprefix("torch.")}
     return Recipe("dequantize", (values, scales), names)
 
 
 def stored_parts(recipe: Recipe, dtype: torch.dtype) -> tuple[Recipe, Recipe] | None:
-    """Return (values, scales [N]) of a weight (or a packed one) that is stored in `dtype`; None for any other."""
-    packed = recipe.op == "cat" and recipe.attrs["dim"] == 0
+    """Return (values, scales [...]) of a weight (or a packed one) that is stored in `dtype`; None for any other."""
+    packed = recipe.op == "cat" and recipe.attrs["dim"] in (0, -2)
     parts = recipe.args if packed else (recipe,)
     if any(part.op != "dequantize" or part.attrs["stored"] != str(dtype).removeprefix("torch.") for part in parts):
         return None
-    values, scales = (cat(0, [part.args[place] for part in parts]) for place in (0, 1))
+    dim = recipe.attrs["dim"] if packed else 0
+    values, scales = (cat(dim, [part.args[place] for part in parts]) for place in (0, 1))
     return values, Recipe("row_scales", (scales,), {})
 
 
@@ -338,6 +339,6 @@ def sliced(recipe: Recipe, dim: int, share: Share, size: int) -> Recipe:
         whole = attrs["dim"] != dim
         exponents = args[1] if whole else slice_(args[1], -1, share.rank, share.world, share.multiple)
         return Recipe(op, (cut(args[0]), exponents), attrs)
-    if op == "dequantize":  # values [N, K], scales [N, 1]
-        return Recipe(op, (cut(args[0]), cut(args[1]) if dim == 0 else args[1]), attrs)
+    if op == "dequantize":  # values [N, K], scales [N, 1]; of experts [E, N, K], whose dimensions count from the last
+        return Recipe(op, (cut(args[0]), cut(args[1]) if dim in (0, -2) else args[1]), attrs)
     return slice_(recipe, dim, share.rank, share.world, share.multiple)

@@ -16,7 +16,7 @@ from ..expected_matches import PassCountError
 from ..graph.capture import Captured
 from ..options import CompileOptions, OptionError
 from ..pass_records import WIDTH, PassRecord, columns, pass_table
-from ..pipeline import ALWAYS_ON, PASSES, STATIC_PASSES, Pass, optimize
+from ..pipeline import ALWAYS_ON, EXPERT_PASSES, PASSES, STATIC_PASSES, Pass, optimize
 from ..program.layers import HEAD, TAIL, step_layers
 from ..program.program import Bucket, Program
 
@@ -148,7 +148,7 @@ def what_ifs(
     seconds: dict[str, float] = {}
     base: Program | None = None
     base_graph: fx.GraphModule | None = None
-    shared = {each.name for each in passes}
+    shared: set[str] = set()  # passes of the graph, which all programs share
     for change, changed, variant in (("", options, bucket), *_variants(options, bucket, passes)):
         added = set(changed.disable) - set(options.disable)
         # passes for static sizes run later and do not need another graph
@@ -157,7 +157,8 @@ def what_ifs(
             graph = base_graph if same_graph else None
             if graph is None:
                 captured, names = capture(changed)
-                graph = optimize(captured, changed, names, passes, text=False).captured.graph_module
+                optimized = optimize(captured, changed, names, passes, text=False)
+                graph, shared = optimized.captured.graph_module, shared or {each.name for each in optimized.records}
             program = build_program(graph, variant, changed)
         except (OptionError, PassCountError, ValueError, RuntimeError):
             if not change:
@@ -187,7 +188,7 @@ def _variants(
                     yield f"{field.name}={value}", replace(options, **{field.name: value}), bucket
                 except OptionError:
                     continue
-    for name in dict.fromkeys(each.name for each in (*passes, *STATIC_PASSES)):
+    for name in dict.fromkeys(each.name for each in (*passes, *EXPERT_PASSES.values(), *STATIC_PASSES)):
         if name not in ALWAYS_ON and name not in options.disable:
             yield f"without {name}", replace(options, disable=(*options.disable, name), check_counts=False), bucket
 

@@ -18,6 +18,7 @@ from ...ops.collectives.all_reduce_add_rms_norm_quant import all_reduce_add_rms_
 from ...ops.core.device import H200_SMS
 from ...ops.core.dtypes import residual_in_fp32
 from ...ops.core.kv_layout import PAGE_SIZE
+from ...ops.elementwise.combine_rms_norm import combine_add_rms_norm, combine_add_rms_norm_quant
 from ...ops.elementwise.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
 from ..build_program import build_program
 from ..graph.capture import Captured
@@ -35,7 +36,10 @@ from ..run.bound_program import BoundProgram
 
 CAPTURE, PROGRAM, DECODE, DECODE_LORA = "(capture)", "(program)", " (decode)", " (decode, adapters)"
 # op -> index of the residual stream in its results
-_STREAM_RESULT = ((add_rms_norm, 1), (add_rms_norm_quant, 3), (all_reduce_add_rms_norm_quant, 3))
+_STREAM_RESULT = (
+    *((add_rms_norm, 1), (add_rms_norm_quant, 3), (all_reduce_add_rms_norm_quant, 3)),
+    *((combine_add_rms_norm, 1), (combine_add_rms_norm_quant, 3)),
+)
 
 
 @dataclass(frozen=True)
@@ -250,7 +254,8 @@ def _norms(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node, int | None]]:
 
 def _dtype_of(norm: fx.Node) -> torch.dtype:
     """Return the model's dtype from a norm's weight; the input of an unlifted norm is never scaled."""
-    return bind(norm).weight.meta["val"].dtype if has_operand(norm, "weight") else torch.float32
+    name = next((each for each in ("weight", "gain") if has_operand(norm, each)), None)
+    return torch.float32 if name is None else getattr(bind(norm), name).meta["val"].dtype
 
 
 def _places(graph: fx.Graph) -> list[str]:

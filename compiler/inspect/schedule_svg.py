@@ -25,6 +25,7 @@ COLOURS = {
     "attention": "#c9b8f0",
     "rope": "#d9ccf5",
     "linear": "#a9cdf2",
+    "moe": "#b5dfe8",
     "norm": "#bfe3c0",
     "silu": "#d5ecb4",
     "quantize": "#e6e3a1",

@@ -13,18 +13,37 @@ from torch import fx
 
 from ...ops.core.registry import NAMESPACE, OPS
 from ...ops.lora.plan import lora_splits, lora_tile
-from ..graph.nodes import CASTS, VIEWS, aten, bind, has_operand, is_call, op_name, picks_of, set_operands, shape_of
+from ...ops.moe.expert_lora import pair_tile
+from ...ops.moe.grouped_linear import expert_tile
+from ...ops.moe.plan import group_plan
+from ..graph.nodes import (
+    CASTS,
+    VIEWS,
+    aten,
+    bind,
+    group_plan_of,
+    has_operand,
+    is_call,
+    op_name,
+    picks_of,
+    set_operands,
+    shape_of,
+    through_views,
+)
 from .buffers import contiguous_strides
 from .program import Bucket
 from .sizes import Spec, SpecializeError, bucket_inputs, placeholders
 
 META = torch.device("meta")
-LORA_OPS = frozenset({"lora", "lora_plan", "lora_shrink", "lora_expand"})
+LORA_OPS = frozenset({"lora", "lora_plan", "lora_shrink", "lora_expand", "expert_lora", "expert_groups"})
 PART_OPS = {"lora_adjust": "y"}  # ops of adapters' parts besides LoRA -> the operand that they return changed
 SUMS = frozenset({aten.add.Tensor, aten.add_.Tensor, operator.add})
-# ops with a zero result for a zero delta
+# ops with a zero result for a zero delta, and the plan of LoRA's pairs
 ZERO_PRESERVING = (
-    VIEWS | CASTS | {aten.mul.Tensor, aten.clone.default, aten.contiguous.default, aten.cat.default, operator.getitem}
+    VIEWS
+    | CASTS
+    | {aten.mul.Tensor, aten.clone.default, aten.contiguous.default, aten.cat.default, operator.getitem}
+    | {group_plan.overload}
 )
 
 
@@ -63,7 +82,7 @@ def specialize(
     if bucket is not None and bucket.verifies:
         mark_rows(graph, bucket.rows)
     sweep(graph)
-    fit_lora_tiles(graph, specs, size_independent)
+    fit_tiles(graph, specs, size_independent)
     _set_inputs(graph, graph_module, specs)
     propagate(graph)
     return graph
@@ -122,7 +141,7 @@ def erase_lora(graph: fx.Graph, module: str = "") -> None:
             if kept:
                 node.replace_all_uses_with(kept[0])
             erased.add(node)
-        elif is_own(node):
+        elif is_own(node) and node.target not in ZERO_PRESERVING:
             _drop_optional(node, erased)
         elif node.target in ZERO_PRESERVING and (
             node.target is not aten.cat.default or len(gone) == len(node.all_input_nodes)
@@ -179,19 +198,26 @@ def take_every_row(graph: fx.Graph) -> None:
                 node.replace_all_uses_with(selection.self)
 
 
-def fit_lora_tiles(graph: fx.Graph, specs: Mapping[str, Spec], size_independent: bool = False) -> None:
-    """Set the tile and the number of splits of LoRA kernels for this token count."""
+def fit_tiles(graph: fx.Graph, specs: Mapping[str, Spec], size_independent: bool = False) -> None:
+    """Set the tiles of plans and the number of splits of LoRA kernels for this token count."""
     spec = specs.get("adapter_index")
     if spec is None or isinstance(spec, int):
         return
     tokens = int(spec.shape[0] if isinstance(spec, torch.Tensor) else spec[0][0])
     for node in graph.nodes:
-        if own_name(node) not in LORA_OPS:
+        name, plan = own_name(node), group_plan_of(node)
+        if name not in LORA_OPS and plan is None:
             continue
+        rows, tile = tokens, lora_tile(tokens)
+        if plan is not None:
+            groups = through_views(bind(plan).groups)
+            of_lora = own_name(groups) == "expert_groups"
+            rows = tokens * int(shape_of(bind(groups).experts if of_lora else groups)[1])
+            tile = (pair_tile if of_lora else expert_tile)(rows, bind(plan).num_groups)
         if has_operand(node, "tile"):
-            set_operands(node, tile=lora_tile(tokens))
+            set_operands(node, tile=tile)
         if has_operand(node, "splits"):
-            set_operands(node, splits=1 if size_independent else lora_splits(int(shape_of(bind(node).x)[-1]), tokens))
+            set_operands(node, splits=1 if size_independent else lora_splits(int(shape_of(bind(node).x)[-1]), rows))
 
 
 def sweep(graph: fx.Graph) -> bool:

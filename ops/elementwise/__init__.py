@@ -1,6 +1,7 @@
 """Ops on one row at a time.
 
 rms_norm               RMSNorm, with residual sum and quantization
+combine_rms_norm       the same after the weighted sum of a token's experts (weighted_rows)
 silu_mul               SiLU(gate) * up, with delta and quantization (silu_mul_blocks: per 128 columns)
 quantize               rows to e4m3 or int8 with one scale per token (quantize_blocks: per 128 columns)
 hadamard               Walsh-Hadamard transform of each head
@@ -14,6 +15,7 @@ token_masks            masks of allowed tokens, one bit per token, for argmax an
 
 from . import (
     argmax,
+    combine_rms_norm,
     embedding,
     hadamard,
     quantize,

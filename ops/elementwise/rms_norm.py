@@ -1,8 +1,8 @@
 """RMSNorm with a residual sum (and LoRA delta) before it and rowwise quantization (e4m3 or int8) after it.
 
-Four ops share one kernel with one CTA per token. The norm is HF's LlamaRMSNorm: statistics in fp32, x * rsqrt(mean(x^2)
-+ eps) rounded to the model's dtype, then multiplied by the weight in that dtype. `keep`: also return the unquantized y
-(for a LoRA shrink).
+Four ops, and two in `combine_rms_norm`, share one kernel with one CTA per token. The norm is HF's LlamaRMSNorm:
+statistics in fp32, x * rsqrt(mean(x^2) + eps) rounded to the model's dtype, then multiplied by the weight in that
+dtype. `keep`: also return the unquantized y (for a LoRA shrink).
 
 The residual stream (x of the ops without a sum, residual and new_residual of the others) may be scaled fp16 in a bf16
 model (`core/dtypes.py`); y is then bf16.
@@ -30,6 +30,7 @@ from .quantize import (
 from .quantize import (
     reference as quantize_rowwise_reference,
 )
+from .weighted_rows import weighted_rows
 
 
 def _normed(stream: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
@@ -116,10 +117,11 @@ def add_rms_norm_quant_fake(
 
 @triton.jit
 def _rms_norm_kernel(
-    x, residual, delta, weight, y, q, scale, new_residual, eps, ADD: tl.constexpr, HAS_DELTA: tl.constexpr,
-    QUANTIZE: tl.constexpr, KEEP: tl.constexpr, ROTATE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    x, residual, delta, weight, y, q, scale, new_residual, expert_weights, eps, ADD: tl.constexpr,
+    HAS_DELTA: tl.constexpr, TOP_K: tl.constexpr, QUANTIZE: tl.constexpr, KEEP: tl.constexpr, ROTATE: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    # TOP_K: rows of x and delta for each token, whose weighted sum is added; 0: one row, added as it is
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -130,9 +132,12 @@ def _rms_norm_kernel(
     pdl_start(PDL)
     at = row * WIDTH + column
     if ADD:
-        values = in_fp32(tl.load(x + at, mask=inside, other=0.0))
-        if HAS_DELTA:
-            values += in_fp32(tl.load(delta + at, mask=inside, other=0.0))
+        if TOP_K:
+            values = weighted_rows(x, delta, expert_weights, row, column, WIDTH, TOP_K, HAS_DELTA)
+        else:
+            values = in_fp32(tl.load(x + at, mask=inside, other=0.0))
+            if HAS_DELTA:
+                values += in_fp32(tl.load(delta + at, mask=inside, other=0.0))
         values += of_residual(tl.load(residual + at, mask=inside, other=0.0), model)
         held, values = as_residual(values, new_residual.dtype.element_ty, model)
         tl.store(new_residual + at, held, mask=inside)
@@ -146,7 +151,7 @@ def _rms_norm_kernel(
         store_quantized_row(result, q, scale, row, column, inside, WIDTH, BLOCK, ROTATE)
 
 
-def _launch(
+def launch_norm(
     name: str,
     x: torch.Tensor,
     residual: Optional[torch.Tensor],
@@ -160,18 +165,21 @@ def _launch(
     scale: Optional[torch.Tensor] = None,
     new_residual: Optional[torch.Tensor] = None,
     rotate: int = 0,
+    expert_weights: Optional[torch.Tensor] = None,
 ) -> None:
-    require_contiguous(name, x=x, residual=residual, delta=delta, weight=weight)
+    """Run the kernel for any of the ops; `expert_weights` [T, k]: x and delta have k rows for each token."""
+    require_contiguous(name, x=x, residual=residual, delta=delta, weight=weight, expert_weights=expert_weights)
     width = x.shape[-1]
+    top_k = 0 if expert_weights is None else expert_weights.shape[1]
     block, warps = row_block(width)
     if width > block:
         raise ValueError(f"{name}: a row of {width} does not fit one CTA; the hidden size must be at most {block}")
     if x.numel() == 0:
         return
-    _rms_norm_kernel[x.numel() // width,](
-        x, residual, delta, weight, y, q, scale, new_residual, eps, ADD=residual is not None,
-        HAS_DELTA=delta is not None, QUANTIZE=q is not None, KEEP=y is not None, ROTATE=rotated_width(width, rotate),
-        WIDTH=width, BLOCK=block, num_warps=warps, **pdl_options(pdl),
+    _rms_norm_kernel[x.numel() // width // max(1, top_k),](
+        x, residual, delta, weight, y, q, scale, new_residual, expert_weights, eps, ADD=residual is not None,
+        HAS_DELTA=delta is not None, TOP_K=top_k, QUANTIZE=q is not None, KEEP=y is not None,
+        ROTATE=rotated_width(width, rotate), WIDTH=width, BLOCK=block, num_warps=warps, **pdl_options(pdl),
     )  # fmt: skip
 
 
@@ -185,7 +193,7 @@ def rms_norm_launch(
     pdl: bool = False,
 ) -> None:
     """Fill `out` = (y,). All four ops ignore `sm_budget`: one small CTA per token."""
-    _launch("rms_norm", x, None, None, weight, eps, pdl, y=out[0])
+    launch_norm("rms_norm", x, None, None, weight, eps, pdl, y=out[0])
 
 
 def add_rms_norm_launch(
@@ -200,7 +208,7 @@ def add_rms_norm_launch(
     pdl: bool = False,
 ) -> None:
     """Fill `out` = (y, new_residual)."""
-    _launch("add_rms_norm", x, residual, delta, weight, eps, pdl, y=out[0], new_residual=out[1])
+    launch_norm("add_rms_norm", x, residual, delta, weight, eps, pdl, y=out[0], new_residual=out[1])
 
 
 def rms_norm_quant_launch(
@@ -217,7 +225,9 @@ def rms_norm_quant_launch(
 ) -> None:
     """Fill `out` = (y, q, scale)."""
     y, q, scale = out
-    _launch("rms_norm_quant", x, None, None, weight, eps, pdl, y=y if keep else None, q=q, scale=scale, rotate=rotate)
+    launch_norm(
+        "rms_norm_quant", x, None, None, weight, eps, pdl, y=y if keep else None, q=q, scale=scale, rotate=rotate
+    )
 
 
 def add_rms_norm_quant_launch(
@@ -236,7 +246,7 @@ def add_rms_norm_quant_launch(
 ) -> None:
     """Fill `out` = (y, q, scale, new_residual)."""
     y, q, scale, new_residual = out
-    _launch(
+    launch_norm(
         "add_rms_norm_quant", x, residual, delta, weight, eps, pdl, y=y if keep else None, q=q, scale=scale,
         new_residual=new_residual, rotate=rotate,
     )  # fmt: skip

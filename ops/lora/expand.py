@@ -40,7 +40,7 @@ def reference(
 
     planes       [splits, T, n*R] fp32, added in order
     b            [S, N, R] model dtype, or e4m3 or int8 with b_scale [S, N] fp32; includes alpha / rank
-    token_order, tiles, tile   from `lora_plan`
+    token_order, tiles, tile   from `lora_plan`, or of pairs (`expert_lora`): then T counts pairs, S groups
     slices       the n output widths of the packed linears, adding up to N
     returns      [T, N] in b's dtype (bf16 for an 8-bit b); zeros for tokens without an adapter
     """
@@ -257,7 +257,7 @@ def expand_kernel(
 
 def expand_block(ranks: int, tile: int, widest: int, itemsize: int) -> tuple[int, int]:
     """Return (output columns of a work item, warps), with the most columns for which registers fit two blocks of B."""
-    limit = 32 if itemsize == 4 else 128 if tile in (16, 64) else 256
+    limit = 32 if itemsize == 4 else 128 if tile in (1, 16, 64) else 256
     block = rank_block(ranks) if itemsize == 1 else next_power_of_2(ranks)  # 16-bit rows are loaded one item ahead
     most = (8192 if tile == 32 else 4096) // block
     return max(16, min(limit, most, next_power_of_2(widest))), 4
@@ -304,6 +304,7 @@ def launch(
         raise ValueError(f"lora_expand: b {tuple(b.shape)} has {ranks} ranks; at most {MAX_RANK} are supported")
     if tokens == 0:
         return
+    height = max(16, tile)  # rows of a product
     columns, warps = expand_block(ranks, tile, max(slices), b.element_size())
     blocks_per_tile = sum(cdiv(width, columns) for width in slices)
     widths = [*slices, 0, 0][:3]
@@ -311,14 +312,14 @@ def launch(
     if sm_budget is None and b_scale is not None:
         expand_once_kernel[tiles.shape[0] * blocks_per_tile,](
             planes, b, b_scale, token_order, tiles, out[0], tokens, n, ranks, all_ranks, blocks_per_tile, *widths,
-            SPLITS=splits, TILE=tile, COLUMNS=columns, RANKS=block, BLOCKS=cdiv(ranks, block), num_warps=warps,
+            SPLITS=splits, TILE=height, COLUMNS=columns, RANKS=block, BLOCKS=cdiv(ranks, block), num_warps=warps,
             **pdl_options(pdl),
         )  # fmt: skip
         return
     programs = CTAS_PER_SM * (multiprocessors(b.device) if sm_budget is None else sm_budget)
     expand_kernel[min(programs, tiles.shape[0] * blocks_per_tile),](
         planes, b, b_scale, token_order, tiles, out[0], tokens, n, ranks, all_ranks, tiles.shape[0], blocks_per_tile,
-        *widths, SPLITS=splits, TILE=tile, TILES=min(256, next_power_of_2(tiles.shape[0])), COLUMNS=columns,
+        *widths, SPLITS=splits, TILE=height, TILES=min(256, next_power_of_2(tiles.shape[0])), COLUMNS=columns,
         RANKS=block, BLOCKS=cdiv(ranks, block), num_warps=warps, **pdl_options(pdl),
     )  # fmt: skip
 

@@ -37,6 +37,7 @@ def reference(
     splits: int,
     a_scale: Optional[torch.Tensor] = None,
     x_scale: Optional[torch.Tensor] = None,
+    pairs_per_row: int = 1,
 ) -> torch.Tensor:
     """Return planes[p, t] = x[t, chunk p] @ a[slot of t, :, chunk p]^T in fp32.
 
@@ -46,35 +47,45 @@ def reference(
                  (then a has x's dtype)
     a            [S, n*R, K] model dtype, or e4m3 or int8 with a_scale [S, n*R] fp32: A matrices of S adapters, those of
                  n packed linears concatenated; n*R a multiple of 16
-    token_order, tiles, tile   from `lora_plan`
+    token_order, tiles, tile   from `lora_plan`; a tile of 1 only from `group_plan`
+    pairs_per_row  the plan is of pairs of a token and an expert, this many for each row of x: pair t reads row
+                 t // pairs_per_row, T counts pairs, and a "slot" is a group (`expert_lora`)
     returns      [splits, T, n*R] fp32; zero for tokens without an adapter. Chunk p is columns p*w .. (p+1)*w with w =
                  split_width(K, splits)
     """
     k, width = x.shape[1], split_width(x.shape[1], splits)
     if x_scale is not None and x_scale.dim() == 2:
         x, x_scale = dequantize_blocks(x, x_scale), None
-    planes = torch.zeros(splits, x.shape[0], a.shape[1], dtype=torch.float32, device=x.device)
+    planes = fake(x, a, token_order, tiles, tile, splits, a_scale, x_scale, pairs_per_row).zero_()
     for slot, first, count in tiles.tolist():
         if slot < 0:
             continue
         tokens = token_order[first : first + count].long()
         for plane in range(splits):
             chunk = slice(min(k, plane * width), min(k, (plane + 1) * width))
-            rows, matrix = x[tokens, chunk], a[slot, :, chunk]
-            result = product(rows, matrix, torch.float32)
+            rows, matrix = tokens // pairs_per_row, a[slot, :, chunk]
+            result = product(x[rows, chunk], matrix, torch.float32)
             if a_scale is not None:
                 result *= a_scale[slot]
             if x_scale is not None:
-                result *= x_scale[tokens].unsqueeze(-1)
+                result *= x_scale[rows].unsqueeze(-1)
             planes[plane, tokens] = result
     return planes
 
 
 def fake(
-    x: torch.Tensor, a: torch.Tensor, token_order: torch.Tensor, tiles: torch.Tensor, tile: int, splits: int, *_: Any
+    x: torch.Tensor,
+    a: torch.Tensor,
+    token_order: torch.Tensor,
+    tiles: torch.Tensor,
+    tile: int,
+    splits: int,
+    a_scale: Any = None,
+    x_scale: Any = None,
+    pairs_per_row: int = 1,
 ) -> torch.Tensor:
     """Return an empty result."""
-    return x.new_empty((splits, x.shape[0], a.shape[1]), dtype=torch.float32)
+    return x.new_empty((splits, x.shape[0] * pairs_per_row, a.shape[1]), dtype=torch.float32)
 
 
 @triton.jit
@@ -108,7 +119,16 @@ def _product(a_part, x_part, acc):
 
 
 @triton.jit
-def _store(planes, result, a_scale, x_scale, slot, split, token, rank, lane, count, num_tokens, ranks):
+def _row_of(token, PAIRS_PER_ROW: tl.constexpr):
+    """Return the rows of x, and of its scales, that tokens or pairs read."""
+    return token if PAIRS_PER_ROW == 1 else token // PAIRS_PER_ROW
+
+
+@triton.jit
+def _store(
+    planes, result, a_scale, x_scale, slot, split, token, rank, lane, count, num_tokens, ranks,
+    PAIRS_PER_ROW: tl.constexpr,
+):  # fmt: skip
     """Store a tile of a plane [RANKS, TILE] fp32 or int32, times its scales; `slot` -1: the result is zero already."""
     result = result.to(tl.float32)
     if a_scale is not None:
@@ -116,7 +136,7 @@ def _store(planes, result, a_scale, x_scale, slot, split, token, rank, lane, cou
             a_scale + slot.to(tl.int64) * ranks + rank, mask=rank < tl.where(slot >= 0, ranks, 0), other=0.0
         )[:, None]
     if x_scale is not None:
-        result *= tl.load(x_scale + token, mask=lane < count, other=0.0)[None, :]
+        result *= tl.load(x_scale + _row_of(token, PAIRS_PER_ROW), mask=lane < count, other=0.0)[None, :]
     target = planes + (split * num_tokens + token[None, :]) * ranks + rank[:, None]
     tl.store(target, result, mask=(lane < count)[None, :] & (rank < ranks)[:, None])
 
@@ -150,7 +170,7 @@ def _shrink_blocks(
 def shrink_once_kernel(
     x, a, a_scale, x_scale, token_order, tiles, planes, num_tokens, k, ranks, width, rank_blocks, splits,
     TILE: tl.constexpr, RANKS: tl.constexpr, BLOCK_K: tl.constexpr, ORDER: tl.constexpr, EVEN: tl.constexpr,
-    SCALES: tl.constexpr, PDL: tl.constexpr,
+    SCALES: tl.constexpr, PDL: tl.constexpr, PAIRS_PER_ROW: tl.constexpr = 1,
 ):  # fmt: skip
     """Compute one work item per program, (tile, split, block of ranks), with all its operands loaded at once.
 
@@ -167,12 +187,13 @@ def shrink_once_kernel(
     rank = tl.program_id(0) % rank_blocks * RANKS + tl.arange(0, RANKS)
     lane = tl.arange(0, TILE)
     token = tl.gather(order, tl.minimum(first + lane, num_tokens - 1), 0)
+    row_of_x = _row_of(token, PAIRS_PER_ROW)
     if SCALES:
         result = _shrink_blocks(
-            x, a, a_scale, x_scale, slot, token, rank, lane, count, split * width, k, ranks, width, BLOCK_K // 128,
+            x, a, a_scale, x_scale, slot, row_of_x, rank, lane, count, split * width, k, ranks, width, BLOCK_K // 128,
             SCALES,
         )  # fmt: skip
-        _store(planes, result, None, None, slot, split, token, rank, lane, count, num_tokens, ranks)
+        _store(planes, result, None, None, slot, split, token, rank, lane, count, num_tokens, ranks, PAIRS_PER_ROW)
     else:
         column = split * width + tl.arange(0, BLOCK_K)
         a_inside = (rank < tl.where((slot >= 0) & (count > 0), ranks, 0))[:, None]
@@ -184,10 +205,12 @@ def shrink_once_kernel(
         a_part = tl.load(
             a + slot.to(tl.int64) * ranks * k + rank[:, None] * k + column[None, :], mask=a_inside, other=0.0
         )
-        x_part = tl.load(x + token[None, :] * k + column[:, None], mask=x_inside, other=0.0)
+        x_part = tl.load(x + row_of_x[None, :] * k + column[:, None], mask=x_inside, other=0.0)
         SUM: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
         result = _product(a_part, x_part, tl.zeros([RANKS, TILE], SUM))
-        _store(planes, result, a_scale, x_scale, slot, split, token, rank, lane, count, num_tokens, ranks)
+        _store(
+            planes, result, a_scale, x_scale, slot, split, token, rank, lane, count, num_tokens, ranks, PAIRS_PER_ROW
+        )
 
 
 @triton.jit
@@ -200,7 +223,7 @@ def _block_scale(x_scale, start, stop, token, lane, count, SCALES: tl.constexpr)
 def shrink_kernel(
     x, a, a_scale, x_scale, token_order, tiles, planes, num_tokens, k, ranks, width, num_tiles, rank_blocks, splits,
     TILE: tl.constexpr, RANKS: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
-    SCALES: tl.constexpr, PDL: tl.constexpr,
+    SCALES: tl.constexpr, PDL: tl.constexpr, PAIRS_PER_ROW: tl.constexpr = 1,
 ):  # fmt: skip
     """Compute the work items of `shrink_once_kernel` in loops, for any number of programs and columns.
 
@@ -225,10 +248,11 @@ def shrink_kernel(
             acc = tl.zeros([RANKS, TILE], SUM)
             if slot >= 0:
                 a_rows = a + slot.to(tl.int64) * ranks * k + rank[:, None] * k
-                x_rows = x + token[None, :] * k
+                row_of_x = _row_of(token, PAIRS_PER_ROW)
+                x_rows = x + row_of_x[None, :] * k
                 stop = tl.minimum(k, split * width + width)
                 if SCALES:
-                    step_scale = _block_scale(x_scale, split * width, stop, token, lane, count, SCALES)
+                    step_scale = _block_scale(x_scale, split * width, stop, row_of_x, lane, count, SCALES)
                 for start in tl.range(split * width, stop, BLOCK_K, num_stages=STAGES):
                     column = start + tl.arange(0, BLOCK_K)
                     if EVEN:
@@ -247,14 +271,14 @@ def shrink_kernel(
                             * step_scale[None, :]
                         )
                         # one step ahead only: loads further ahead would disable the pipeline
-                        step_scale = _block_scale(x_scale, start + BLOCK_K, stop, token, lane, count, SCALES)
+                        step_scale = _block_scale(x_scale, start + BLOCK_K, stop, row_of_x, lane, count, SCALES)
                     elif x_scale is None or x.dtype.element_ty == tl.int8:
                         acc = _product(a_part, x_part, acc)
                     else:  # FP8 tensor cores keep 14 bits of a running sum: sum across steps in fp32
                         acc += _product(a_part, x_part, tl.zeros([RANKS, TILE], tl.float32))
             _store(
                 planes, acc, a_scale, None if SCALES else x_scale, slot, split, token, rank, lane, count, num_tokens,
-                ranks,
+                ranks, PAIRS_PER_ROW,
             )  # fmt: skip
             item += tl.num_programs(0)
 
@@ -287,6 +311,7 @@ def launch(
     splits: int,
     a_scale: Optional[torch.Tensor] = None,
     x_scale: Optional[torch.Tensor] = None,
+    pairs_per_row: int = 1,
     *,
     out: tuple[torch.Tensor, ...],
     sm_budget: int | None = None,
@@ -297,7 +322,7 @@ def launch(
     Raises ValueError unless tensors are contiguous, a's ranks a multiple of 16, and exactly the 8-bit tensors (e4m3,
     int8) have scales of the right shape.
     """
-    tokens, k = x.shape
+    tokens, k = x.shape[0] * pairs_per_row, x.shape[1]
     ranks = a.shape[1]
     require_contiguous("lora_shrink", x=x, a=a, a_scale=a_scale, x_scale=x_scale, planes=out[0])
     if ranks % 16 or a.shape[2] != k or (a.dtype != x.dtype and (a.dtype not in EIGHT_BIT or x.dtype in EIGHT_BIT)):
@@ -318,15 +343,16 @@ def launch(
             )
     scales = 0  # columns of x_scale if it has block scales, else 0
     if x_scale is not None and x_scale.dim() == 2:
-        scales = padded_scales(tokens)
+        scales = padded_scales(x.shape[0])
         if k % BLOCK or x_scale.shape != (k // BLOCK, scales):
             raise ValueError(
                 f"lora_shrink: x {tuple(x.shape)} has scales {tuple(x_scale.shape)}; for scales per block K must be a "
                 f"multiple of {BLOCK}, "
-                f"and the scales [K / {BLOCK}, {scales}] as from quantize_blocks for {tokens} tokens"
+                f"and the scales [K / {BLOCK}, {scales}] as from quantize_blocks for {x.shape[0]} tokens"
             )
     if tokens == 0:
         return
+    height = max(16, tile)  # rows of a product
     width = split_width(k, splits)
     programs = CTAS_PER_SM * (multiprocessors(x.device) if sm_budget is None else sm_budget)
     tensors = (x, a, a_scale, x_scale, token_order, tiles, out[0])
@@ -336,17 +362,17 @@ def launch(
         work = tiles.shape[0] * splits * rank_blocks
         if work <= programs:
             shrink_once_kernel[(work,)](
-                *tensors, tokens, k, ranks, width, rank_blocks, splits, TILE=tile, RANKS=rank_block, BLOCK_K=block_k,
+                *tensors, tokens, k, ranks, width, rank_blocks, splits, TILE=height, RANKS=rank_block, BLOCK_K=block_k,
                 ORDER=max(32, next_power_of_2(tokens)), EVEN=k == splits * width and width == block_k, SCALES=scales,
-                num_warps=warps, **pdl_options(pdl),
+                PAIRS_PER_ROW=pairs_per_row, num_warps=warps, **pdl_options(pdl),
             )  # fmt: skip
             return
     rank_block, block_k = loop_block(ranks, tile, x.element_size())
     rank_blocks = cdiv(ranks, rank_block)
     shrink_kernel[(min(programs, tiles.shape[0] * splits * rank_blocks),)](
-        *tensors, tokens, k, ranks, width, tiles.shape[0], rank_blocks, splits, TILE=tile, RANKS=rank_block,
-        BLOCK_K=block_k, STAGES=4, EVEN=k % block_k == 0 and ranks % rank_block == 0, SCALES=scales, num_warps=4,
-        **pdl_options(pdl),
+        *tensors, tokens, k, ranks, width, tiles.shape[0], rank_blocks, splits, TILE=height, RANKS=rank_block,
+        BLOCK_K=block_k, STAGES=4, EVEN=k % block_k == 0 and ranks % rank_block == 0, SCALES=scales,
+        PAIRS_PER_ROW=pairs_per_row, num_warps=4, **pdl_options(pdl),
     )  # fmt: skip
 
 

@@ -16,7 +16,8 @@ from ..processes.helper_process import HelperProcess
 from ..text.chat_files import AdapterChat, ChatTemplateError
 
 TIMEOUT_SECONDS = 20.0
-MAX_RESPONSE_BYTES = 4 << 20
+MAX_RESPONSE_BYTES = 64 << 20
+"""An adapter with a LoRA for each expert has tens of thousands of tensors, with 300 bytes in a response for each."""
 
 
 class DescribeRequest(msgspec.Struct, forbid_unknown_fields=True):

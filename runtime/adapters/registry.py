@@ -30,6 +30,8 @@ from .weighted_sum import weighted_sum
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 MAX_ADAPTERS = 4096
 MAX_TEMPLATE_BYTES = 64 << 20
+UNREAD_BYTES = 16 << 30
+"""Largest tensors in memory from `add` to the first `read`. An adapter on many experts has gigabytes."""
 """Limit on the different chat templates of all adapters; copies of one template share their memory."""
 READERS = 8  # threads; reading, checking and hashing release the GIL
 FileStamp = tuple[tuple[int, ...], ...]
@@ -171,8 +173,8 @@ class AdapterRegistry:
     def _read(self, name: str, path: str | Path, replace_name: bool) -> _Files:
         check_name(name)
         self._check_capacity(name, replace_name)
-        lora = self.lora  # rejects what does not fit before its tensors are read
-        max_rank = self.max_rank if lora is None else min(self.max_rank, lora.rank)
+        lora = self.lora  # rejects what does not fit before its tensors are read; with experts there are two ranks
+        max_rank = self.max_rank if lora is None or lora.expert_rank else min(self.max_rank, lora.rank)
         try:
             directory = self._resolve(name, path)
             stamp = _file_stamp(directory)
@@ -255,7 +257,8 @@ class AdapterRegistry:
             self._next_number += 1
             registered = RegisteredAdapter(number, name, directory, adapter.bare, self.allowed_roots, chat)
             self._by_number[number] = registered
-            if len(self._unread) < self._keep:
+            unread = sum(each.nbytes for each in self._unread.values())
+            if len(self._unread) < self._keep and unread + adapter.nbytes <= UNREAD_BYTES:
                 self._unread[number] = adapter
             self._stamps[number] = stamp
             self.hashes[number] = adapter.content_hash

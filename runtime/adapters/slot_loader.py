@@ -113,6 +113,7 @@ class SlotLoader:
     ) -> None:
         self.stacks = dict(stacks)
         self._with_parts = np.zeros(lora.slots, bool)
+        self._numbers = np.full(lora.slots, -1, np.int32)  # the adapter in each slot, -1: none, or not loaded yet
         self.lora = lora
         self.device_calls = threading.Lock()
         self.store = HostStore(recipes, stacks, registry, lora, max_cpu_adapters, self.device_calls, constants, base)
@@ -136,6 +137,8 @@ class SlotLoader:
         """Start loading an adapter into a slot, or with slot -1 into host memory only; return at once."""
         self._start_threads()
         self._set_parts(slot, number)
+        if slot >= 0:
+            self._numbers[slot] = -1
         block = self.store.acquire(number) if slot >= 0 else None
         if block is not None:
             self._copies.put((slot, number, block))
@@ -168,8 +171,23 @@ class SlotLoader:
         while True:
             self._poll_copies()
             if self._finished or time.monotonic() >= until:
-                return [self._finished.popleft() for _ in range(len(self._finished))]
+                reports = [self._finished.popleft() for _ in range(len(self._finished))]
+                for slot, number, error in reports:
+                    if slot >= 0 and error is None:
+                        self._numbers[slot] = number
+                return reports
             time.sleep(POLL_SECONDS)
+
+    def check_slots(self, slots: NDArray[np.int32], numbers: NDArray[np.int32]) -> None:
+        """Raise RuntimeError unless each of `slots` (-1: none) holds the adapter in `numbers`.
+
+        The scheduler never lets another adapter into a slot that is in use. A fault there must fail requests instead of
+        answering them with another one's adapter.
+        """
+        wrong = np.flatnonzero((slots >= 0) & (self._numbers[slots] != numbers))
+        if len(wrong):
+            slot, number = int(slots[wrong[0]]), int(numbers[wrong[0]])
+            raise RuntimeError(f"adapter slot {slot} holds adapter {self._numbers[slot]}, but the step needs {number}")
 
     def before_step(self, slots: NDArray[np.int32]) -> None:
         """Make the device's current stream wait for copies into `slots` that were reported before their end."""
@@ -205,6 +223,7 @@ class SlotLoader:
         """Load an adapter into a slot after the current stream's work, and wait for it."""
         block = self.store.prepare(number)
         self._set_parts(slot, number)
+        self._numbers[slot] = -1
         if self._stream is None:
             self._copier.enqueue(slot, block)
         else:
@@ -212,11 +231,13 @@ class SlotLoader:
             with self.device_calls, torch.cuda.stream(self._stream):
                 self._copier.enqueue(slot, block)
             self._stream.synchronize()
+        self._numbers[slot] = number
         self.store.release(block)
 
     def drop(self, number: int) -> None:
         """Free an adapter that is no longer used."""
         self._registry.drop(number)  # first, so that a concurrent read stores nothing
+        self._numbers[self._numbers == number] = -1
         self.store.drop(number)
 
     def _start_threads(self) -> None:

@@ -6,13 +6,14 @@ import torch
 
 from ...graphs.adapter import Adapter
 from ...graphs.families import VOCABULARY_TARGETS
+from ...graphs.moe.adapter_layouts import LINEARS
 
 WeightedAdapters = Sequence[tuple[Adapter, float]]
 
 
 def sum_obstacle(adapter: Adapter) -> str:
     """Return why an adapter cannot be part of a sum, "" if it can. PEFT defines only sums of LoRA on projections."""
-    kinds = [*adapter.kinds, *(target for target in adapter.targets if target in VOCABULARY_TARGETS)]
+    kinds = [*adapter.kinds, *(target for target in adapter.targets if target in (*VOCABULARY_TARGETS, *LINEARS))]
     kinds += ["an invocation (aLoRA)"] if adapter.invocation else []
     return f"it has {', '.join(kinds)} besides plain LoRA" if kinds else ""
 

@@ -52,6 +52,7 @@ class LLMKeywords(TypedDict, total=False):
     max_num_batched_tokens: int | None
     max_loras: int | None
     max_lora_rank: int | None
+    max_expert_rank: int | None
     lora_target_modules: str | Sequence[str] | None
     lora_parts: str | Sequence[str] | None
     max_cpu_loras: int

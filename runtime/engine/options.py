@@ -15,6 +15,7 @@ from ...graphs.adapter_config import MAX_RANK
 from ...graphs.families import (
     ADAPTER_PARTS,
     ATTENTION_MODULES,
+    EXPERT_TARGETS,
     MLP_MODULES,
     PACKED_MODULES,
     VOCABULARY_TARGETS,
@@ -26,7 +27,7 @@ MAX_NUM_SEQS = 256
 DEFAULT_MAX_LORAS = 8
 MAX_ADAPTER_SLOTS = 256
 PROJECTIONS = ATTENTION_MODULES + MLP_MODULES
-TARGET_NAMES = (*PROJECTIONS, *PACKED_MODULES, *VOCABULARY_TARGETS, "all")
+TARGET_NAMES = (*PROJECTIONS, *PACKED_MODULES, *VOCABULARY_TARGETS, *EXPERT_TARGETS, "all")
 
 
 @documented
@@ -85,14 +86,23 @@ class EngineOptions:
         None,
         "maximum number of adapters in a step",
         unset="number of adapters at the start, at most 8",
+        more="with adapters of experts at most as many as a fifth of the GPU's memory holds",
         range=(0, MAX_ADAPTER_SLOTS),
     )
     max_lora_rank: int | None = option(
         None, "maximum rank of adapters", unset="that of the adapters at the start", range=(1, MAX_RANK)
     )
+    max_expert_rank: int | None = option(
+        None,
+        "maximum rank of adapters on experts",
+        unset="that of the adapters at the start; without adapters max_lora_rank",
+        more="a slot has room for it on every expert",
+        range=(1, MAX_RANK),
+    )
     lora_target_modules: Any = option(
         None,
-        "modules that adapters may change: names such as q_proj, all projections (all), embed_tokens or lm_head",
+        "modules that adapters may change: names such as q_proj, all projections (all), embed_tokens or lm_head; of "
+        "experts router, experts_gate_up and experts_down",
         unset="those of the adapters at the start; without adapters all",
         more="one of q, k and v includes all three, and one of gate and up includes both",
     )

@@ -125,13 +125,18 @@ def calibrate(
 
 
 class ChannelSizes:
-    """Records the largest magnitude of every channel after each norm and before each down_proj, until `remove`."""
+    """Records the largest magnitude of every channel after each norm and before each down_proj, until `remove`.
+
+    Channels of experts are not smoothed: all experts of a layer would have to share their exponents.
+    """
 
     def __init__(self, model: Any) -> None:
         self.largest: dict[str, torch.Tensor] = {}
         self._hooks = []
         for name, module in model.named_modules():
-            leaf = name.rpartition(".")[2]
+            owner, _, leaf = name.rpartition(".")
+            if ".experts" in owner or (leaf == "post_attention_layernorm" and model.get_submodule(owner).sparse):
+                continue
             if leaf == "down_proj":
                 self._hooks.append(module.register_forward_pre_hook(partial(self._record_input, name)))
             elif leaf in READERS:

@@ -71,10 +71,11 @@ def checkpoint_digest(checkpoint: Checkpoint) -> str:
     """Return a sha256 over names, shapes and some rows of all tensors; training or merging an adapter changes it."""
     digest = hashlib.sha256()
     for name in sorted(checkpoint.names()):
-        tensor = checkpoint.tensor(name)
-        rows = tensor[:: max(1, math.ceil(len(tensor) / SAMPLED_ROWS))] if tensor.dim() else tensor
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-        digest.update(rows.float().contiguous().numpy().tobytes())
+        for _, tensor in checkpoint.parts(name):
+            rows = tensor.flatten(0, -2) if tensor.dim() > 2 else tensor  # experts are not rows
+            rows = rows[:: max(1, math.ceil(len(rows) / SAMPLED_ROWS))] if rows.dim() else rows
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+            digest.update(rows.float().contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -30,6 +30,7 @@ class RowTable:
         self._free = list(range(num_rows - 1, -1, -1))
         self.pages = np.zeros((num_rows, pages_per_sequence), np.int32)
         self.adapter_slot = np.full(num_rows, -1, np.int32)
+        self.adapter_number = np.full(num_rows, -1, np.int32)
         self.active_from = np.zeros(num_rows, np.int32)
         self.temperature = np.zeros(num_rows, np.float32)
         self.top_k = np.zeros(num_rows, np.int32)
@@ -51,7 +52,7 @@ class RowTable:
         """Assign a row to `sequence` and fill it in, except the pages (`set_pages`)."""
         row, params = self._free.pop(), sequence.params
         sequence.row = row
-        self.adapter_slot[row], self.ring[row] = slot, ring
+        self.adapter_slot[row], self.adapter_number[row], self.ring[row] = slot, sequence.number, ring
         self.active_from[row] = sequence.active_from if slot >= 0 else 0
         self.temperature[row] = params.temperature
         self.top_k[row] = max(params.top_k, 0)
@@ -195,6 +196,7 @@ def build_plan(
         positions=positions,
         slot_mapping=rows.slots(token_rows, positions),
         adapter_index=rows.adapter_slots(token_rows, positions),
+        adapter_numbers=rows.adapter_number[row_of],
         block_table=rows.pages[row_of, :longest],
         context_lens=starts + counts + np.array([sequence.drafted for sequence in sequences], np.int32),
         query_start=query_start,

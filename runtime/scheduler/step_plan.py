@@ -88,6 +88,7 @@ class StepPlan:
     decode              each sequence has exactly one query token
     input_ids [T]       0 for a token that is still on the device
     positions, slot_mapping [T], adapter_index [T]     adapter_index: -1 = base model
+    adapter_numbers [B] each sequence's adapter, -1 = base model: the runner refuses a step whose slot holds another one
     block_table [B, P], context_lens [B], query_start [B + 1]   context_lens includes the query tokens
     logits_indices [R]  rows of each sequence's last query token, then of further scored tokens
     scored_rows, scored_tokens [N]   rows of the logits, and the prompt's next token to score there
@@ -135,6 +136,7 @@ class StepPlan:
     ring_filled: Int32 = field(default_factory=no_rows)
     next_tokens: Int32 = field(default_factory=no_rows)
     kept: Int32 = field(default_factory=lambda: no_rows().reshape(0, 5))
+    adapter_numbers: Int32 = field(default_factory=no_rows)
 
     @property
     def follows(self) -> bool:

@@ -61,7 +61,7 @@ class Ready(Notice, frozen=True, tag="ready"):
     """GPU -> batcher: plans are accepted; the engine's sizes.
 
     masks                     path of its `SharedMasks`; "" if there are none
-    lora_rank, lora_targets, lora_parts
+    lora_rank, expert_rank, lora_targets, lora_parts
                               limits for adapters that are loaded later
     left_out                  adapters that could not be read at a restart: name -> error for clients
     """
@@ -84,6 +84,7 @@ class Ready(Notice, frozen=True, tag="ready"):
     longest_step: float = 0.0
     masks: str = ""
     lora_rank: int = 0
+    expert_rank: int = 0
     lora_targets: list[str] = []
     lora_parts: list[str] = []
     max_adapter_sums: int = 64

@@ -95,6 +95,7 @@ class ServedModel:
             speculation_history=limits.speculation_history,
             longest_step=model.longest_step,
             lora_rank=0 if model.registry.lora is None else model.registry.lora.rank,
+            expert_rank=0 if model.registry.lora is None else model.registry.lora.expert_rank,
             lora_targets=[] if model.registry.lora is None else list(model.registry.lora.targets),
             lora_parts=[] if model.registry.lora is None else list(model.registry.lora.parts),
             max_adapter_sums=options.engine.max_adapter_sums,
@@ -124,7 +125,7 @@ class ServedModel:
         return LoadedAdapter(
             entry.name,
             entry.number,
-            adapter.rank,
+            adapter.rank or adapter.expert_rank,
             entry.content_hash,
             entry.chat,
             adapter.invocation,

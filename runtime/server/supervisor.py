@@ -163,6 +163,7 @@ class Supervisor(SupervisorLoop):
         limits = {
             "max_loras": ready.num_slots,
             "max_lora_rank": ready.lora_rank,
+            "max_expert_rank": ready.expert_rank or None,
             "lora_target_modules": ready.lora_targets,
             "lora_parts": ready.lora_parts,
         }

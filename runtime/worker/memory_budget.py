@@ -33,6 +33,11 @@ def specs_of(program: Program, kind: str) -> Specs:
     return {buffer.name: (buffer.shape, buffer.dtype) for buffer in program.of_kind(kind)}
 
 
+def expert_bytes(stacks: Specs) -> int:
+    """Return the bytes of the experts' adapter stacks."""
+    return nbytes({name: spec for name, spec in stacks.items() if "_experts_" in name})
+
+
 def kv_specs(program: Program, pages: int) -> Specs:
     """Return shape and dtype of every layer's KV cache and scales, with `pages` pages."""
     specs = specs_of(program, "input")
@@ -45,13 +50,18 @@ def kv_specs(program: Program, pages: int) -> Specs:
 
 @dataclass(frozen=True)
 class MemoryDemand:
-    """Bytes of an engine without KV pages, and of one KV page in all layers with its scales."""
+    """Bytes of an engine without KV pages, and of one KV page in all layers with its scales.
+
+    slots, expert_slot  number of adapter slots in `adapters`, and bytes of the experts in each
+    """
 
     weights: int
     adapters: int
     activations: int
     page: int
     reserve: int = RESERVE_BYTES
+    slots: int = 0
+    expert_slot: int = 0
 
     @property
     def fixed(self) -> int:
@@ -86,12 +96,14 @@ def plan_pages(
             remedies.append(f"free the {_gib(others)} that other processes use on this device")
         remedies.append("lower max_num_batched_tokens or max_num_seqs (activations)")
         if demand.adapters:
-            remedies.append("lower max_loras or max_lora_rank (adapters)")
+            rank = "max_expert_rank" if demand.expert_slot else "max_lora_rank"
+            remedies.append(f"lower max_loras or {rank} (adapters)")
         raise CapacityError(
             f"{_gib(missing)} of device memory are missing: weights {_gib(demand.weights)} + adapter stacks "
-            f"{_gib(demand.adapters)} + activations {_gib(demand.activations)} + reserve {_gib(demand.reserve)} + "
-            f"KV cache for one sequence of max_model_len={max_model_len} {_gib(needed * demand.page)} exceed the "
-            f"{_gib(budget)} that may be used of {_gib(total)}; " + ", or ".join(remedies)
+            f"{_gib(demand.adapters)}{_experts(demand)} + activations {_gib(demand.activations)} + reserve "
+            f"{_gib(demand.reserve)} + KV cache for one sequence of max_model_len={max_model_len} "
+            f"{_gib(needed * demand.page)} exceed the {_gib(budget)} that may be used of {_gib(total)}; "
+            + ", or ".join(remedies)
         )
     return min(left // demand.page, needed * max_num_seqs)
 
@@ -130,11 +142,12 @@ def num_kv_pages(
         rows, rings = sizes.max_num_seqs * (sizes.max_model_len + 1), RINGS * options.speculation_history
         activations += 4 * (rows + rings)
     stacks = specs_of(program, "adapter")
-    slots = next((shape[0] for shape, _ in stacks.values()), 1)
     # one slot more for the buffer of `SlotCopier`
-    adapters = (nbytes(stacks) + draft.adapters) * (slots + 1) // slots
+    slots = 1 + next((shape[0] for shape, _ in stacks.values()), 1)
+    adapters = (nbytes(stacks) + draft.adapters) * slots // (slots - 1)
     weights = nbytes(specs_of(program, "weight")) + draft.weights
-    demand = MemoryDemand(weights, adapters, activations + draft.activations, page)
+    expert_slot = expert_bytes(stacks) // (slots - 1)
+    demand = MemoryDemand(weights, adapters, activations + draft.activations, page, RESERVE_BYTES, slots, expert_slot)
     free, total = torch.cuda.mem_get_info(device)
     return plan_pages(demand, free, total, options.gpu_memory_utilization, sizes.max_model_len, sizes.max_num_seqs)
 
@@ -145,6 +158,14 @@ def min_over_ranks(pages: int, options: CompileOptions) -> int:
         return pages
     group = group_named(tensor_parallel_group(options.tensor_parallel))
     return min(int(each) for each in group.gather(torch.tensor([pages])))
+
+
+def _experts(demand: MemoryDemand) -> str:
+    """Return the experts' part of the adapter stacks as text."""
+    if not demand.expert_slot:
+        return ""
+    size = f"{demand.slots - 1} + 1 slots x {demand.expert_slot / (1 << 20):.0f} MiB"
+    return f" (of these expert stacks {_gib(demand.slots * demand.expert_slot)}: {size})"
 
 
 def _gib(count: int) -> str:

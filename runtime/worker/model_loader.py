@@ -26,7 +26,7 @@ from ...graphs.config import LlamaConfig
 from ...graphs.llama import Llama
 from ...graphs.lora import LoraShape
 from ...graphs.model_directory import model_directory
-from ..adapters.adapter_limits import draft_lora_shape, lora_shape, make_registry, num_slots
+from ..adapters.adapter_limits import draft_lora_shape, lora_shape, make_registry, num_slots, slots_within
 from ..adapters.base_weights import BaseWeights
 from ..adapters.registry import AdapterRegistry, RegisteredAdapter
 from ..adapters.slot_loader import SlotLoader
@@ -219,6 +219,11 @@ def load_model(
         pass
     slots = num_slots(engine, len(registry.numbers))
     lora = lora_shape(registry, slots, engine) if slots else None
+    if engine.max_loras is None and lora is not None and lora.expert_rank and options.device.type == "cuda":
+        element_bytes = 1 if compiler_options.quantizes_lora else compiler_options.model_dtype.itemsize
+        _, memory = torch.cuda.mem_get_info(options.device)
+        slots = slots_within(memory, lora, config, element_bytes)
+        lora = replace(lora, slots=slots)
     registry.draft_lora = draft_lora_shape(registry, slots, engine.max_lora_rank) if lora is not None else None
     print_line(precision_line(source, options, calibration, rounding), engine.show_progress)
     with _paused_garbage_collection():

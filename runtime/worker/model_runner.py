@@ -1,7 +1,7 @@
 """Execute step plans: choose the bucket's program, fill its static inputs, replay it, sample, return tokens."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +28,7 @@ from .step_inputs import StepInputs
 from .token_history import TokenHistory
 from .trained_draft import BoundFirstPass
 
+ROUTE = "sidestream.moe_route"
 CAPTURE_TOKENS = 2048  # a larger mixed step runs longer on the GPU than its launch takes
 
 
@@ -83,6 +84,7 @@ class ModelRunner:
         self.captures = device.type == "cuda" and not enforce_eager
         self._tensors = dict(tensors)
         self._arena = torch.empty(arena_bytes, dtype=torch.uint8, device=device)
+        self._vocabulary = vocabulary
         self._tp_size = compiled.options.tensor_parallel
         self._logits: dict[tuple[torch.dtype, int], torch.Tensor] = {}
         self.programs: BoundPrograms[_BucketProgram] = BoundPrograms()
@@ -137,15 +139,26 @@ class ModelRunner:
         """Return (sequences, rows per sequence, seconds) of every captured decode and verify program, with LoRA if
         enabled; empty without captures. Call it after `warm_up` and before the first step, on all ranks together.
 
-        The steps are padding only: they store nothing and read no context.
+        The steps are padding only: they store nothing and read no context. Those of a model with experts have random
+        tokens, since padding reads no expert; they write to the last page.
         """
-        buckets = self.buckets.captured_buckets() if self.captures else []
-        with_lora = [bucket for bucket in buckets if bucket.lora == self.buckets.lora and not bucket.parts]
-        return measure_programs(((bucket, partial(self._replay_all, bucket)) for bucket in with_lora), self.device)
+        return measure_programs(self._timed_programs() if self.captures else (), self.device)
 
-    def _replay_all(self, bucket: Bucket) -> None:
-        """Replay a bucket's program with its drafts."""
-        program = self._program(bucket)
+    def _timed_programs(self) -> Iterator[tuple[Bucket, Callable[[], None]]]:
+        """Yield each bucket and the function that runs its program; its inputs are valid until the next one."""
+        for bucket in self.buckets.captured_buckets():
+            if bucket.lora != self.buckets.lora or bucket.parts:
+                continue
+            program = self._program(bucket)
+            routes = any(step.op == ROUTE for step in program.bound.program.steps)
+            if routes:
+                program.inputs.fill_random(self._vocabulary)
+            yield bucket, partial(self._replay_all, program)
+            if routes:
+                program.inputs.clear()
+
+    def _replay_all(self, program: _BucketProgram) -> None:
+        """Replay a program with its drafts."""
         for bound in program.all_bound:
             bound.replay()
         if program.spec_decode is not None:
@@ -179,6 +192,8 @@ class ModelRunner:
                 raise RuntimeError("a plan loads an adapter, but the engine was started without adapter slots")
             self.slot_loader.load(slot, number)
         if self.slot_loader is not None:
+            if len(plan.adapter_numbers):
+                self.slot_loader.check_slots(plan.adapter_index[plan.query_start[1:] - 1], plan.adapter_numbers)
             self.slot_loader.before_step(plan.adapter_index)
         parts = self.slot_loader is not None and self.slot_loader.has_parts(plan.adapter_index)
         program = self._program(self.buckets.pick(plan, parts))

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from ...compiler.program.program import Program
+from ...ops.core.kv_layout import PAGE_SIZE
 from ..scheduler.step_plan import StepPlan
 from .staging import Staging
 
@@ -66,7 +67,7 @@ class StepInputs:
         if extra and "query_start" not in names:
             self._names.append("query_start")
             fields.append(("query_start", (bucket.sequences + 1,), torch.int32))
-        self._extra = extra
+        self._extra, self._bucket = extra, bucket
         self._staging = Staging(fields, device)
         self.staged: Mapping[str, torch.Tensor] = self._staging.device
         self.tensors = {name: self.staged[name] for name in names}
@@ -74,10 +75,29 @@ class StepInputs:
 
     def clear(self) -> None:
         """Fill in padding only: such a step stores nothing."""
+        self._fill({})
+
+    def fill_random(self, vocabulary: int) -> None:
+        """Fill in random tokens, the same at each call, of short sequences that share the cache's last page."""
+        bucket = self._bucket
+        rows, each = np.arange(bucket.tokens), bucket.tokens // bucket.sequences
+        self._fill(
+            {
+                "input_ids": np.random.default_rng(0).integers(vocabulary, size=bucket.tokens),
+                "positions": rows % each,
+                "slot_mapping": (bucket.pages - 1) * PAGE_SIZE + rows % PAGE_SIZE,
+                "block_table": bucket.pages - 1,
+                "context_lens": each,
+                "query_start": np.arange(bucket.sequences + 1) * each,
+            }
+        )
+
+    def _fill(self, values: Mapping[str, Any]) -> None:
+        host = self._staging.host
         for name in self._names:
-            self._staging.host[name].fill(PADDING.get(name, 0))
+            host[name][:] = values.get(name, PADDING.get(name, 0))
         for name, _, padding, _ in self._extra:
-            self._staging.host[name].fill(padding)
+            host[name].fill(padding)
         self._staging.upload()
 
     def fill(self, plan: StepPlan, last_tokens: torch.Tensor, extra: Mapping[str, Any] = NO_ARRAYS) -> None:

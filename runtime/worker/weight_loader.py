@@ -15,7 +15,8 @@ from ...graphs.checkpoint import Checkpoint
 from ...graphs.config import LlamaConfig
 from .progress import progress
 
-Lookup = Callable[[str], torch.Tensor]
+Lookup = Callable[[str], Any]
+"""Returns a tensor by name, or an `ExpertStack`, which is put together on the device."""
 ReadWeights = Callable[[Mapping[str, torch.Tensor] | None], dict[str, torch.Tensor]]
 """Returns weights by name, in the given tensors or in new ones."""
 DUMMY_STD = 0.02
@@ -27,7 +28,7 @@ def checkpoint_lookup(
     """Return (lookup, names in file order) of a checkpoint with exactly `expected`. Raises CheckpointError."""
     checkpoint = Checkpoint(directory, config)
     checkpoint.validate(expected, config.tie_word_embeddings)
-    return checkpoint.tensor, checkpoint.names()
+    return checkpoint.stored, checkpoint.names()
 
 
 def dummy_lookup(
@@ -63,13 +64,14 @@ def load_weights(
     into       tensors to fill instead of new ones
     """
 
-    def find(name: str) -> torch.Tensor:
+    def find(name: str) -> Any:
         return constants[name] if name in constants else lookup(name)
 
-    def to_device(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if name in constants or tensor.dtype.itemsize == 1:
-            return tensor.to(device)
-        return tensor.to(device=device, dtype=torch.float32 if name.endswith(".weight_scale") else dtype)
+    def to_device(name: str, tensor: Any) -> torch.Tensor:
+        kept = name in constants or tensor.dtype.itemsize == 1
+        wanted = torch.float32 if name.endswith(".weight_scale") else dtype
+        moved: torch.Tensor = tensor.to(device=device, dtype=None if kept else wanted)
+        return moved
 
     position = {name: index for index, name in enumerate(names)}
 

@@ -1,5 +1,6 @@
 """The console in a real browser: it shows the values of /metrics and streams one prompt to two adapters."""
 
+import math
 import time
 from collections.abc import Iterator
 
@@ -31,7 +32,7 @@ def engines(running: tuple[LiveEngines, str]) -> LiveEngines:
     engines, _ = running
     engines.asked.clear()
     engines.left.clear()
-    engines.problem, engines.pause = (lambda request: None), 0.01
+    engines.problem, engines.pause, engines.most = (lambda request: None), 0.01, math.inf
     return engines
 
 
@@ -105,7 +106,7 @@ def test_latencies_and_errors_are_those_of_requests(console: Browser, running: t
     p50, p99 = console.run(
         "return [0.5, 0.99].map((q) => quantile(latest(), samples[0], 'sidestream_inter_token_seconds', q))"
     )
-    assert 0.005 < p50 <= p99 < 5, "eight times that were at least 10 ms"
+    assert 0.005 < p50 <= p99, "eight times that were at least 10 ms"
     errors = " ".join(
         console.run("return [...document.querySelectorAll('#panel-live .card')].at(-1).innerText").split()
     )
@@ -139,11 +140,12 @@ def test_a_counter_that_began_again_is_no_negative_rate(console: Browser) -> Non
 
 
 def test_one_prompt_streams_to_two_adapters_at_once(console: Browser, engines: LiveEngines) -> None:
-    engines.pause = 0.03
+    engines.most = 1
     console.click("#tab-playground")
     console.run("document.getElementById('most').value = 12")
     ask(console, "the same words")
     wait_for(console, "return document.querySelectorAll('.answer.busy').length === 2")
+    engines.most = math.inf
     wait_for(console, "return [...document.querySelectorAll('.answer')].every((each) => each.textContent.length > 3)")
     wait_for(console, "return !document.getElementById('go').disabled")
     assert {(each.adapter, each.prompt, each.params.max_tokens) for each in engines.asked} == {
@@ -158,7 +160,7 @@ def test_one_prompt_streams_to_two_adapters_at_once(console: Browser, engines: L
 
 
 def test_stop_leaves_both_requests(console: Browser, engines: LiveEngines) -> None:
-    engines.pause = 0.05
+    engines.most = 3
     ask(console, "on and on")
     wait_for(console, "return [...document.querySelectorAll('.answer')].every((each) => each.textContent.length > 3)")
     console.click("#stop")

@@ -97,12 +97,14 @@ class Session:
         # any free port: another server may run on this machine
         self.server = self._start(command, *arguments, "--port", "0", "--usage-log", "none", stderr=subprocess.STDOUT)
         assert self.server.stdout is not None
-        said = []
+        said: list[str] = []
+        awaited = {"serving at"} if "--no-http" in arguments else {"serving at", "answering HTTP at"}
         for line in self.server.stdout:
             said.append(line)
             if "answering HTTP at" in line:
                 self.http = line.split()[-1]
-            if "serving at" in line:
+            awaited -= {text for text in awaited if text in line}
+            if not awaited:  # either may come first
                 return
         raise AssertionError(f"sidestream {shlex.join(arguments)}: {''.join(said)}")
 

@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 import sidestream.ops.all_ops  # noqa: F401  registers the ops
+import support.moe_gemm_samples
+import support.moe_samples  # noqa: F401  samples of more ops
 import torch
 from sidestream.ops.core.registry import OPS
 from support.samples import SAMPLES

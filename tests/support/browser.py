@@ -142,7 +142,7 @@ def browser(directory: Path, *switches: str) -> Iterator[Browser]:
         process.wait(20)
 
 
-def _patiently(make: Any, seconds: float = 20.0) -> Browser:
+def _patiently(make: Any, seconds: float = 60.0) -> Browser:
     deadline = time.monotonic() + seconds
     while True:
         try:

@@ -1,7 +1,10 @@
 """A GPU process whose model is `fake_runner`'s hash, which checks every plan: `python -m support.fake_gpu FD`."""
 
+import contextlib
+import errno
 import hashlib
 import json
+import os
 import sys
 import threading
 import time
@@ -24,7 +27,8 @@ class FakeSizes(SimulatedSizes, kw_only=True):
     """`ServeSettings.llm` of a fake server.
 
     `poison`: a step that holds this token thrice in a row raises; `hang`: one that holds this token so never returns;
-    `hold`: while this file exists, no step ends; `fail_start`: what the start-up fails with.
+    `hold`: while this file exists, no step ends that has a sequence of more tokens than the number in it;
+    `fail_start`: what the start-up fails with.
     """
 
     step_seconds: float = 0.0
@@ -53,9 +57,16 @@ class Checked(FakeRunner):
         return super().submit(plan)
 
     def collect(self, handle: StepResult) -> StepResult:
-        while self.hold is not None and self.hold.exists():
+        longest = int(self.plans[handle.step].context_lens.max())
+        while longest > self._held_beyond():
             time.sleep(0.002)
         return super().collect(handle)
+
+    def _held_beyond(self) -> float:
+        if self.hold is not None:
+            with contextlib.suppress(FileNotFoundError):
+                return int(self.hold.read_text() or 0)
+        return float("inf")
 
     def place(self, slot: int, number: int) -> None:
         self.slots[slot] = number
@@ -71,7 +82,8 @@ def _holds_thrice(plan: StepPlan, token: int | None) -> bool:
 
 class FakeServed:
     """See `gpu_process.Servable`. An adapter's path must be a directory, of which the last name counts as its content;
-    while a file `held` is in it, it is being read. A file `invocation` makes it an aLoRA.
+    while a file `held` is in it, it is being read. A file `invocation` makes it an aLoRA; with a file `unreadable` it
+    can't be read once.
     """
 
     def __init__(self, settings: ServeSettings) -> None:
@@ -102,6 +114,9 @@ class FakeServed:
             raise FileNotFoundError(2, "No such file or directory", path)
         while (Path(path) / "held").exists():
             time.sleep(0.005)
+        if (Path(path) / "unreadable").exists():
+            (Path(path) / "unreadable").unlink()
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
         with self._lock:
             number = self._next
             self._next += 1

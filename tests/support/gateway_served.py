@@ -1,6 +1,7 @@
 """A gateway that a browser can reach: engines that answer what the test says, on a socket of the loopback."""
 
 import asyncio
+import math
 import socket
 import threading
 from collections.abc import AsyncGenerator, Iterator, Mapping
@@ -18,11 +19,13 @@ from .gateway import FakeEngines
 
 
 class LiveEngines(FakeEngines):
-    """Two engines with numbers that a test may change; an answer's tokens come `pause` seconds apart."""
+    """Two engines with numbers that a test may change; an answer's tokens come `pause` seconds apart, and no more than
+    `most` of them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.pause = 0.01
+        self.pause, self.most = 0.01, math.inf
         self.info = ModelInfo("base", 256, 4096, True)
         self.status = GatewayHealth("ok", engines={"gpu-0": "ok", "gpu-1": "loading"})
         self.cards = [
@@ -39,9 +42,13 @@ class LiveEngines(FakeEngines):
         return {"gpu-0": dict(self.numbers)}
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[list[Chunk], None]:
+        count = 0
         async for chunks in super().stream(request):
             await asyncio.sleep(self.pause)
+            while count >= self.most:
+                await asyncio.sleep(0.01)
             yield chunks
+            count += 1
 
 
 @contextmanager

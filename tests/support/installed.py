@@ -30,7 +30,7 @@ class Installed:
     others: Path
 
     def run(
-        self, *command: str, cwd: Path, more: bool = False, timeout: float = 300, **variables: str
+        self, *command: str, cwd: Path, more: bool = False, timeout: float = 1200, **variables: str
     ) -> subprocess.CompletedProcess[str]:
         """A command, the environment's `bin` first in its PATH. `more`: with every package that the tests have."""
         return subprocess.run(

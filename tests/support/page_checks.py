@@ -80,7 +80,7 @@ def prefer(window: Browser, scheme: str) -> None:
     wait_for(window, f"return document.documentElement.dataset.theme === '{scheme}'")
 
 
-def wait_for(window: Browser, condition: str, seconds: float = 10.0) -> None:
+def wait_for(window: Browser, condition: str, seconds: float = 60.0) -> None:
     """Waits until a script returns something true. Raises AssertionError when it never does."""
     deadline = time.monotonic() + seconds
     while not window.run(condition):

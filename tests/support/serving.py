@@ -201,6 +201,7 @@ class Server:
     log: Path
     context: "zmq.Context[Any]"
     hold: Path | None = None
+    lives: int = 1
 
     def connect(self, **options: Any) -> Wire:
         """A connection (greeted within `with`)."""
@@ -246,15 +247,32 @@ class Server:
                     return int(entry.name)
         raise LookupError(f"no child runs {module}:\n{self.log.read_text()}")
 
+    def await_text(self, text: str, times: int = 1) -> None:
+        """Wait until the log has a text so many times."""
+        end = time.monotonic() + GUARD
+        while self.log.read_text().count(text) < times:
+            assert time.monotonic() < end and self.process.poll() is None, self.log.read_text()
+            time.sleep(0.02)
+
+    def replace(self, module: str) -> None:
+        """SIGKILL for a child (see `child`); returns when another one serves in its place."""
+        self.await_text("serving at", self.lives)  # clients may be welcomed before that is logged
+        os.kill(self.child(module), signal.SIGKILL)
+        self.lives += 1
+        self.await_text("serving at", self.lives)
+
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Of a server of `serve_fake`: no step ends meanwhile, so what is open stays open."""
+    def held(self, beyond: int = 0) -> Iterator[None]:
+        """Of a server of `serve_fake`: no step ends meanwhile, so what is open stays open.
+
+        beyond   steps end while no sequence has more tokens than this, prompt included
+        """
         assert self.hold is not None
-        self.hold.touch()
+        self.hold.write_text(str(beyond))
         try:
             yield
         finally:
-            self.hold.unlink()
+            self.hold.unlink(missing_ok=True)  # these may be nested
 
     def stop(self, number: int = signal.SIGTERM, timeout: float = GUARD) -> int:
         self.process.send_signal(number)

@@ -22,15 +22,29 @@ def projection_widths(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     return {name: base.stored_shape(name)[::-1] for name in names}
 
 
-def weight_bytes(config: Mapping[str, Any], precision: str, lm_head: str = "auto") -> int:
-    """Return the bytes of the linear layers and the output projection, without norms and embedding rows."""
-    width = ELEMENT_BYTES
-    layer = sum(
-        inputs * outputs * width[precision] + (outputs * SCALE_BYTES if width[precision] == 1 else 0)
-        for inputs, outputs in projection_widths(config).values()
-    )
+def chosen_experts(base: LlamaConfig, tokens: int | None) -> float:
+    """Return the expected number of experts of a layer that independent `tokens` choose (None: all experts)."""
+    if tokens is None or not base.num_experts:
+        return base.num_experts
+    return base.num_experts * (1 - (1 - base.num_experts_per_tok / base.num_experts) ** tokens)
+
+
+def weight_bytes(config: Mapping[str, Any], precision: str, lm_head: str = "auto", tokens: int | None = None) -> float:
+    """Return the bytes of the linear layers and the output projection, without norms and embedding rows.
+
+    tokens  of a step, which choose the experts that it reads; None: all experts
+    """
+    width, base = ELEMENT_BYTES, LlamaConfig.from_dict(config)
+    hidden, inner = base.hidden_size, base.expert_intermediate_size
+
+    def linear(outputs: int, inputs: int) -> int:
+        return inputs * outputs * width[precision] + (outputs * SCALE_BYTES if width[precision] == 1 else 0)
+
+    experts = chosen_experts(base, tokens) * (linear(2 * inner, hidden) + linear(hidden, inner))
+    router = base.num_experts * hidden * (4 if precision == "fp32" else 2)
     return (
-        config["num_hidden_layers"] * layer
+        sum(linear(*base.stored_shape(module)) for module in base.stored_modules())
+        + base.num_sparse_layers * (experts + router)
         + config["vocab_size"]
         * config["hidden_size"]
         * width[lm_head if lm_head != "auto" and width[precision] == 1 else precision]
@@ -51,15 +65,23 @@ def kv_bytes_per_token(config: Mapping[str, Any], element_bytes: int) -> int:
 
 
 def adapter_bytes(
-    config: Mapping[str, Any], rank: int, targets: Sequence[str] | None = None, element_bytes: int = 2
-) -> int:
-    """Return the bytes of one adapter of `rank` on `targets` (None: all projections)."""
-    widths = projection_widths(config)
-    return config["num_hidden_layers"] * sum(
-        rank * (inputs + outputs) * element_bytes
-        for name, (inputs, outputs) in widths.items()
-        if targets is None or name in targets
-    )
+    config: Mapping[str, Any],
+    rank: int,
+    targets: Sequence[str] | None = None,
+    element_bytes: int = 2,
+    tokens: int | None = None,
+) -> float:
+    """Return the bytes of one adapter of `rank` on `targets` (None: all projections and experts) in its slot.
+
+    tokens  that use it in a step, and choose the experts that it reads; None: all experts
+    """
+    base = LlamaConfig.from_dict(config)
+    modules = [name for name in base.stored_modules() if targets is None or name.rpartition(".")[2] in targets]
+    total: float = sum(map(sum, map(base.stored_shape, modules)))
+    if targets is None:  # gate and up have an A each
+        per_expert = 3 * (base.hidden_size + base.expert_intermediate_size)
+        total += base.num_sparse_layers * chosen_experts(base, tokens) * per_expert
+    return rank * total * element_bytes
 
 
 def decode_floor_ms(

@@ -86,6 +86,7 @@ examples:
   sidestream bench latency --concurrency 64 --lora none zipf four
   sidestream bench latency --speculate 3 --structured --concurrency 64      drafts and constraints together
   sidestream bench latency --shape qwen3-8b --concurrency 1 64           another family's shape with random weights
+  sidestream bench latency --shape qwen3-30b-a3b --lora none             a mixture of experts
   sidestream bench latency --shape llama-3.1-70b --tensor-parallel-size 2        one model over two GPUs
   sidestream bench latency --concurrency 64 --lora zipf --disable-pass pack_projections
   sidestream bench latency --speculate 7 --concurrency 1 --acceptance 0 0.5 0.8
@@ -354,10 +355,16 @@ def measure_row(
     step *= tokens
     middle_context = options.input_len + (SHORT_OUTPUT + options.output_len) / 2
     floor = decode_floor_ms(
-        weight_bytes(config, options.precision),
+        weight_bytes(config, options.precision, tokens=concurrency),
         kv_bytes_per_token(config, kv_element_bytes(options.precision, options.kv_cache_dtype)),
         concurrency * middle_context,
-        active * adapter_bytes(config, options.lora_rank, element_bytes=4 if options.precision == "fp32" else 2),
+        active
+        * adapter_bytes(
+            config,
+            options.lora_rank,
+            element_bytes=4 if options.precision == "fp32" else 2,
+            tokens=concurrency // max(1, active),
+        ),
         gpu_under(llm).bytes_per_second(),
         ranks_of(options),
     )

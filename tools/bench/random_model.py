@@ -27,8 +27,11 @@ TINY = LLAMA_8B | {
 }
 
 
+EXPERT_PARAMETERS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+
+
 def write_random_adapter(directory: Path, config: Mapping[str, Any], rank: int, seed: int) -> str:
-    """Write an adapter of `rank` and alpha 2 * rank in bfloat16 and PEFT's format on all projections.
+    """Write an adapter of `rank` and alpha 2 * rank in bfloat16 and PEFT's format on all projections and experts.
 
     Returns the directory; `config` has the fields of the base model's config.json.
     """
@@ -46,6 +49,13 @@ def write_random_adapter(directory: Path, config: Mapping[str, Any], rank: int, 
         outputs, inputs = base.stored_shape(module)
         tensors[f"base_model.model.{module}.lora_A.weight"] = draw(rank, inputs, inputs**-0.5)
         tensors[f"base_model.model.{module}.lora_B.weight"] = draw(outputs, rank, 0.1 * rank**-0.5)
+    hidden, inner = base.hidden_size, base.expert_intermediate_size
+    for layer in filter(base.is_sparse, range(base.num_hidden_layers)):  # PEFT nests its wrappers of two parameters
+        names = (f"base_model.model.model.layers.{layer}.mlp.experts{inside}" for inside in (".base_layer", ""))
+        for name, outputs, inputs in zip(names, (2 * inner, hidden), (hidden, inner), strict=True):
+            columns = rank * base.num_experts
+            tensors[f"{name}.lora_A.weight"] = draw(columns, inputs, inputs**-0.5)
+            tensors[f"{name}.lora_B.weight"] = draw(outputs, columns, 0.1 * rank**-0.5)
     directory.mkdir(parents=True)
     save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     fields = {
@@ -56,6 +66,8 @@ def write_random_adapter(directory: Path, config: Mapping[str, Any], rank: int, 
         "target_modules": sorted({module.rpartition(".")[2] for module in modules}),
         "bias": "none",
     }
+    if base.num_experts:
+        fields |= {"target_parameters": list(EXPERT_PARAMETERS), "peft_version": "0.21.2"}
     (directory / "adapter_config.json").write_text(json.dumps(fields, indent=2) + "\n")
     return str(directory)
 

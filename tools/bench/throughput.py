@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ...graphs.config import LlamaConfig
 from ..options.engine import (
     add_command,
     add_compile_options,
@@ -25,7 +26,7 @@ from ..options.engine import (
 )
 from ..options.environment import write_figures
 from ..options.models import add_bench_model, add_random_adapters, pick_adapters
-from .floors import gpu_under, projection_widths
+from .floors import gpu_under
 from .latency import build, make_adapters, model_fields, ranks_of
 
 BALANCED = (1024, 128)
@@ -195,7 +196,9 @@ def prompt_flops(config: dict[str, Any], count: int, prompt: int) -> float:
 
     Embedding and unused logits are left out.
     """
-    widths, layers = projection_widths(config), config["num_hidden_layers"]
-    weights = layers * sum(inputs * outputs for inputs, outputs in widths.values())
-    attention = layers * 2 * widths["o_proj"][0] * prompt  # QK^T and PV, half of the square each
+    base = LlamaConfig.from_dict(config)
+    weights = sum(outputs * inputs for outputs, inputs in map(base.stored_shape, base.stored_modules()))
+    weights += base.num_sparse_layers * base.num_experts_per_tok * 3 * base.hidden_size * base.expert_intermediate_size
+    # QK^T and PV, half of the square each
+    attention = base.num_hidden_layers * 2 * base.stored_shape("o_proj")[1] * prompt
     return count * prompt * (2.0 * weights + attention)

@@ -164,6 +164,7 @@ def calibrate_model(
         lora_modules=[(name, str(path)) for name, path in adapters.items()],
         max_loras=None,
         max_lora_rank=None,
+        max_expert_rank=None,
         lora_target_modules=None,
     )
     model = load_model(options, directory, torch.bfloat16).to(chosen)

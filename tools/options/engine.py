@@ -229,6 +229,7 @@ def add_lora_options(parser: argparse.ArgumentParser) -> None:
     )
     add_option(group, "max_loras", type=positive)
     add_option(group, "max_lora_rank", metavar="R")
+    add_option(group, "max_expert_rank", metavar="R")
     add_option(group, "lora_lenient")
     add_option(group, "lora_target_modules", nargs="+", action="extend", choices=TARGET_NAMES, metavar="NAME")
     add_option(group, "lora_parts", nargs="+", action="extend", choices=ADAPTER_PARTS, metavar="PART")
@@ -339,6 +340,7 @@ def llm_arguments(options: argparse.Namespace) -> dict[str, Any]:
         "draft",
         "max_loras",
         "max_lora_rank",
+        "max_expert_rank",
         "lora_target_modules",
         "lora_parts",
         "gpu_memory_utilization",

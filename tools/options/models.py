@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ...graphs.adapter_config import MAX_RANK
 from ...runtime.engine.options import target_modules
 from .engine import adapters_of, add_model, add_value, model_directory
 from .shapes import OTHER_SHAPES
@@ -195,26 +194,27 @@ def shape_fields(shape: str) -> dict[str, Any]:
 
 
 def lora_shape(options: argparse.Namespace, config: Any) -> Any:
-    """Return room for the named adapters, or for --max-loras of --max-lora-rank; None without either."""
+    """Return the shape of stacks for the named adapters, or for --max-loras of --max-lora-rank; None without either."""
     from ...graphs.adapter import load_adapter
     from ...graphs.lora import RANK_MULTIPLE
     from ...graphs.lora_stacks import lora_shape_for
+    from ...runtime.adapters.adapter_limits import max_rank, model_targets
 
-    targets, parts = target_modules(options.lora_target_modules), options.lora_parts
     base = None if getattr(options, "shape", None) else model_directory(options)
     adapters = [
-        load_adapter(path, config, options.max_lora_rank or MAX_RANK, options.lora_lenient, base=base)
+        load_adapter(path, config, max_rank(config, options.max_lora_rank), options.lora_lenient, base=base)
         for path in adapters_of(options).values()
     ]
-    if adapters:
-        return lora_shape_for(adapters, options.max_loras or len(adapters), options.max_lora_rank, targets, parts)
-    if not options.max_loras:
+    targets = model_targets(config, target_modules(options.lora_target_modules), bool(adapters))
+    slots, rank = options.max_loras or len(adapters), options.max_lora_rank
+    if not slots:
         if options.max_lora_rank:
             raise ValueError(
                 "--max-lora-rank without adapters: add --max-loras N, or name adapters with --lora-modules NAME=DIR"
             )
         return None
-    return lora_shape_for([], options.max_loras, options.max_lora_rank or RANK_MULTIPLE, targets, parts)
+    rank = rank or (None if adapters else RANK_MULTIPLE)
+    return lora_shape_for(adapters, slots, rank, targets, options.lora_parts, options.max_expert_rank)
 
 
 def load_model(options: argparse.Namespace, directory: Path, dtype: Any) -> Any:
@@ -225,6 +225,7 @@ def load_model(options: argparse.Namespace, directory: Path, dtype: Any) -> Any:
     from ...graphs.checkpoint import Checkpoint, checkpoint_config, load_weights
     from ...graphs.llama import Llama
     from ...graphs.lora_stacks import fill_slot, resolved, slot_tensors
+    from ...runtime.adapters.adapter_limits import max_rank
     from ...runtime.worker.cpu_threads import limit_cpu_threads
 
     limit_cpu_threads(torch.device("cpu"))
@@ -236,7 +237,7 @@ def load_model(options: argparse.Namespace, directory: Path, dtype: Any) -> Any:
     load_weights(model, checkpoint)
     for slot, path in enumerate(adapters_of(options).values()):
         if lora is not None:
-            rank = options.max_lora_rank or MAX_RANK
+            rank = max_rank(config, options.max_lora_rank)
             adapter = load_adapter(path, config, rank, options.lora_lenient, base=directory)
             fill_slot(model, slot, slot_tensors(resolved(adapter, checkpoint.tensor), config, lora, dtype))
     return model

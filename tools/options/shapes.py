@@ -18,6 +18,7 @@ def _fields(
 ) -> dict[str, Any]:
     """Return the fields of a config; `heads` are query and KV heads, `others` fields by their own names."""
     architecture = {"qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3", "phi3": "Phi3"}
+    architecture |= {"qwen3_moe": "Qwen3Moe", "granitemoe": "GraniteMoe"}
     return {
         "hidden_act": "silu",
         "tie_word_embeddings": False,
@@ -90,5 +91,11 @@ OTHER_SHAPES: dict[str, dict[str, Any]] = {
                           positions=4096, theta=1e4, sliding_window=2047, bos_token_id=1, eos_token_id=32000),
     "phi-4": _fields("phi3", vocab=100352, hidden=5120, intermediate=17920, layers=40, heads=(40, 10),
                      positions=16384, theta=250000.0, sliding_window=None, bos_token_id=100257, eos_token_id=100257),
+    "qwen3-30b-a3b": _fields("qwen3_moe", vocab=151936, hidden=2048, intermediate=6144, layers=48, heads=(32, 4),
+                             positions=40960, eps=1e-6, theta=1e6, num_experts=128, num_experts_per_tok=8,
+                             moe_intermediate_size=768, norm_topk_prob=True, **_QWEN_3),
+    "mixtral-8x7b": _fields("mixtral", vocab=32000, hidden=4096, intermediate=14336, layers=32, heads=(32, 8),
+                            positions=32768, theta=1e6, num_local_experts=8, num_experts_per_tok=2,
+                            sliding_window=None, bos_token_id=1, eos_token_id=2),
 }
 # fmt: on

@@ -1,6 +1,7 @@
 """Memory and step times of a model by its config, without a GPU: docs/sizing.md has the formulas.
 
-One and two layers are compiled on the meta device; the others are like the second.
+One and two layers are compiled on the meta device; the others are like the second. In a mixture of experts all layers
+count as layers with experts.
 """
 
 from dataclasses import replace
@@ -16,7 +17,14 @@ from ...graphs.config import LlamaConfig
 from ...graphs.llama import Llama
 from ...graphs.lora import LoraShape
 from ...ops.core.kv_layout import PAGE_SIZE, pages_for
-from ...runtime.worker.memory_budget import SAMPLING_COPIES, MemoryDemand, kv_specs, nbytes, specs_of
+from ...runtime.worker.memory_budget import (
+    SAMPLING_COPIES,
+    MemoryDemand,
+    expert_bytes,
+    kv_specs,
+    nbytes,
+    specs_of,
+)
 
 DEPTHS = (1, 2)
 PROMPT_TOKENS = 2048
@@ -30,7 +38,8 @@ class SizedModel:
         self.config, self.lora = config, lora
         self._compiled: list[Any] = []
         for depth in DEPTHS:
-            model = Llama(replace(config, num_hidden_layers=depth), lora, options.model_dtype, device="meta")
+            layers = replace(config, num_hidden_layers=depth, dense_layers=())
+            model = Llama(layers, lora, options.model_dtype, device="meta")
             self._compiled.append(compile_model(model, options, text=False))
 
     def _programs(self, bucket: Bucket) -> list[Program]:
@@ -46,14 +55,16 @@ class SizedModel:
         programs = self._programs(Bucket(*sizes, lora=self.lora is not None))
         slots = 1 if self.lora is None else self.lora.slots
 
-        def scaled(specs: Any) -> int:
-            return round(self._scaled(*(nbytes(specs(program)) for program in programs)))
+        def scaled(specs: Any, count: Any = nbytes) -> int:
+            return round(self._scaled(*(count(specs(program)) for program in programs)))
 
         return MemoryDemand(
             weights=scaled(lambda program: specs_of(program, "weight")),
             adapters=scaled(lambda program: specs_of(program, "adapter")) * (slots + 1) // slots,
             activations=programs[-1].arena_bytes + SAMPLING_COPIES * max_num_seqs * self.config.vocab_size * 4,
             page=scaled(lambda program: kv_specs(program, 1)),
+            slots=slots + 1,
+            expert_slot=scaled(lambda program: specs_of(program, "adapter"), expert_bytes) // slots,
         )
 
     def decode_seconds(self, sequences: int, context: int, adapters: int, gpu: Gpu) -> float:

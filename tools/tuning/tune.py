@@ -186,7 +186,10 @@ def jobs(config: dict[str, Any], layers: list[str], tokens: list[int], dtype: st
         "down": (c.hidden_size, c.intermediate_size),
         "lm_head": (c.vocab_size, c.hidden_size),
     }
+    experts_only = c.num_sparse_layers == c.num_hidden_layers
     for layer in layers:
+        if experts_only and layer in ("gate_up", "down"):
+            continue
         for count in sorted({padded_tokens(count) for count in tokens}):
             yield Job(layer, *shapes[layer], count, dtype)
 

@@ -15,6 +15,7 @@ from ....ops.elementwise.quantize import SILU_ROTATES
 from ....ops.elementwise.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
 from ....ops.elementwise.silu_mul import silu_mul_quant
 from ....ops.linear.linear_8bit import linear_8bit
+from ....ops.moe.route import moe_route
 from ...graph.nodes import (
     bind,
     calls,
@@ -44,8 +45,8 @@ def fuse_decoder_block(graph: fx.Graph, context: Context) -> PassReport:
 
     After the last layer there is no q/k/v: the block ends with the residual, the final norm stays. Activations have one
     scale per token and 128 columns. Matches attention of one token per sequence, or a few in steps with drafts. Leaves
-    layers with LoRA, results with other readers, sizes that the kernel does not support, and with whole_layer="auto"
-    sizes that are not faster.
+    layers with LoRA or experts, results with other readers, sizes that the kernel does not support, and with
+    whole_layer="auto" sizes that are not faster.
     """
     if context.options.whole_layer == "off":
         return PassReport(0)
@@ -189,6 +190,8 @@ def _projection(end: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
 def _linear(producer: fx.Node) -> fx.Node:
     """Return the only linear that reads a producer's quantized row and scale."""
     found = [user for user in _users(producer, 1) if is_call(user, linear_8bit)]
+    if any(is_call(user, moe_route) for user in _users(producer, 0)):
+        raise Refused("its MLP is a mixture of experts")
     if len(found) != 1:
         raise Refused(f"{producer.name} is read by {len(found)} linears")
     _check_plain(found[0])

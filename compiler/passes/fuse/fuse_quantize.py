@@ -6,6 +6,7 @@ from torch import fx
 
 from ....ops.attention.paged_attention import paged_attention, paged_attention_quant
 from ....ops.core.registry import Op
+from ....ops.elementwise.combine_rms_norm import combine_add_rms_norm, combine_add_rms_norm_quant
 from ....ops.elementwise.quantize import quantize_rowwise
 from ....ops.elementwise.rms_norm import add_rms_norm, add_rms_norm_quant, rms_norm, rms_norm_quant
 from ....ops.elementwise.silu_mul import silu_mul, silu_mul_quant
@@ -16,6 +17,7 @@ from ..base import Context, PassReport, Refused, rewrite_each
 FORMS: dict[str, tuple[Op, Op]] = {
     "norm": (rms_norm, rms_norm_quant),
     "add_norm": (add_rms_norm, add_rms_norm_quant),
+    "combine_norm": (combine_add_rms_norm, combine_add_rms_norm_quant),
     "silu": (silu_mul, silu_mul_quant),
     "attention": (paged_attention, paged_attention_quant),
 }

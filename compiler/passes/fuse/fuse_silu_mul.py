@@ -8,6 +8,8 @@ from ....ops.elementwise.silu_mul import silu_mul, silu_mul_quant
 from ....ops.linear.kernel_selection import activation_config
 from ....ops.linear.linear_8bit import linear_8bit
 from ....ops.linear.linear_8bit_silu_mul import linear_8bit_silu_mul
+from ....ops.moe.grouped_linear import grouped_linear_8bit
+from ....ops.moe.grouped_linear_8bit_silu_mul import grouped_linear_8bit_silu_mul
 from ...graph.matcher import Match, any_, call, find
 from ...graph.nodes import (
     aten,
@@ -16,6 +18,7 @@ from ...graph.nodes import (
     insert_call,
     insert_picks,
     is_call,
+    operands_for,
     replace_picks,
     shape_of,
     slice_range,
@@ -59,32 +62,35 @@ def fuse_linear_silu_mul(graph: fx.Graph, context: Context) -> PassReport:
             h, q, scale = sidestream.silu_mul_quant(gate_up, None, keep, ...)
     after   h = sidestream.linear_8bit_silu_mul(q, scale, weight, ...); q, scale = sidestream.quantize_rowwise(h, ...)
 
-    For static sizes. Leaves sizes without such a launch in the tuned table, and projections with a LoRA delta, since
-    they would wait for the side stream.
+    For static sizes, also of experts (`grouped_linear_8bit_silu_mul`). Leaves sizes without such a launch in the tuned
+    table, and projections with a LoRA delta, since they would wait for the side stream.
     """
 
     def fuse(node: fx.Node) -> None:
         silu, linear = bind(node), bind(node).gate_up
         _check(linear, silu.delta)
-        product = bind(linear)
-        operands = (product.q, product.scale, product.weight, product.weight_scale, None, product.out_dtype)
+        op = grouped_linear_8bit_silu_mul if is_call(linear, grouped_linear_8bit) else linear_8bit_silu_mul
         with graph.inserting_before(node):
-            h = insert_call(graph, linear_8bit_silu_mul, operands, like=linear)
+            h = insert_call(graph, op, operands_for(linear, op), like=linear)
             rounded = insert_call(graph, quantize_rowwise, (h, silu.dtype, silu.rotate), like=node)
             results = (h, *insert_picks(graph, rounded, (0, 1), like=node))
         replace_picks(node, dict(enumerate(results)))
 
     products = calls(graph, silu_mul_quant)
-    return rewrite_each((node for node in products if is_call(bind(node).gate_up, linear_8bit)), fuse)
+    linears = linear_8bit, grouped_linear_8bit
+    return rewrite_each((node for node in products if is_call(bind(node).gate_up, *linears)), fuse)
 
 
 def _check(linear: fx.Node, delta: fx.Node | None) -> None:
     product = bind(linear)
     q, weight = product.q, product.weight
-    if any(addend is not None for addend in (delta, product.delta, product.residual)):
+    added = (product.delta, product.residual) if is_call(linear, linear_8bit) else (product.delta,)
+    if any(addend is not None for addend in (delta, *added)):
         raise Refused(f"another op adds to {linear.name} first")
     if len(linear.users) > 1:
         raise Refused(f"{linear.name} has other readers")
+    if is_call(linear, grouped_linear_8bit):
+        return
     tokens, (n, k) = shape_of(q).numel() // shape_of(q)[-1], shape_of(weight)
     if activation_config(int(tokens), int(n), int(k), int8=weight.meta["val"].dtype == torch.int8) is None:
         raise Refused(f"two launches are as fast for {tokens} tokens")

@@ -6,8 +6,9 @@ from torch import fx
 
 from ....ops.elementwise.rms_norm import rms_norm
 from ....ops.lora.adjust import lora_adjust
-from ....ops.lora.lora import lora
-from ...graph.nodes import aten, bind, calls, is_call, through_views
+from ....ops.moe.combine import moe_combine
+from ....ops.moe.expert_linear import expert_linear
+from ...graph.nodes import DELTAS, aten, bind, calls, is_call, through_views
 from ...graph.recipe import scale
 from ..base import Context, PassReport, Refused, rewrite_each
 
@@ -19,8 +20,8 @@ def fold_multipliers(graph: fx.Graph, context: Context) -> PassReport:
     after   add = aten.linear(x, W_o) + lora(x, a_o, b_o, ...); add_1 = residual + add
             # the recipes of W_o and b_o end in a factor of 0.22
 
-    For later passes the residual stream is then a plain model's. Leaves weights with other readers and computed
-    weights.
+    The factor of a weighted sum of experts moves into the weights of their last linear. For later passes the residual
+    stream is then a plain model's. Leaves weights with other readers and computed weights.
     """
 
     def fold(node: fx.Node) -> None:
@@ -37,7 +38,7 @@ def _scales_weights(product: fx.Node) -> bool:
     factors = bind(product)
     source = through_views(factors.self)
     return isinstance(factors.other, int | float) and is_call(
-        source, aten.linear.default, aten.add.Tensor, lora_adjust, rms_norm
+        source, aten.linear.default, aten.add.Tensor, lora_adjust, rms_norm, moe_combine
     )
 
 
@@ -49,9 +50,11 @@ def _weights(value: Any) -> list[fx.Node]:
         return _weights(bind(value).self)
     if is_call(value, aten.add.Tensor) and bind(value).alpha == 1:
         return [*_weights(bind(value).self), *_weights(bind(value).other)]
-    if is_call(value, aten.linear.default) and bind(value).bias is None:
+    if is_call(value, moe_combine):
+        return _weights(bind(value).z)
+    if is_call(value, expert_linear) or (is_call(value, aten.linear.default) and bind(value).bias is None):
         return [_loaded(bind(value).weight)]
-    if is_call(value, lora):
+    if is_call(value, *DELTAS):
         return [_loaded(bind(value).b)]
     if is_call(value, lora_adjust):
         shift = bind(value).shift

@@ -7,7 +7,7 @@ from torch import fx
 
 from ....ops.lora.lora import lora
 from ...graph.matcher import Match, any_, call, cast, const, find
-from ...graph.nodes import aten, insert_call, insert_placeholder, is_call, shape_of
+from ...graph.nodes import DELTAS, aten, insert_call, insert_placeholder, is_call, shape_of
 from ...graph.recipe import Recipe, pad, scale, unsqueeze
 from ...graph.recipe import cast as cast_recipe
 from ..base import Context, PassReport
@@ -98,7 +98,7 @@ def _near_misses(graph: fx.Graph) -> list[str]:
         f"{user.name}: reads {node.name} in a form without a LoRA pattern"
         for node in stacks
         for user in node.users
-        if not is_call(user, lora) and not _is_dead(user)
+        if not is_call(user, *DELTAS) and not _is_dead(user)
     ]
 
 

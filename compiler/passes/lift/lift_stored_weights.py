@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import fx
 
+from ....ops.moe.expert_linear import expert_linear
 from ...graph.nodes import CASTS, aten, bind, calls, insert_placeholder, is_call, set_operands, shape_of
 from ...graph.recipe import dequantize
 from ..base import Context, PassReport, Refused, rewrite_each
@@ -31,7 +32,7 @@ def lift_stored_weights(graph: fx.Graph, context: Context) -> PassReport:
         whole = insert_placeholder(graph, name, "weight", tuple(shape_of(values)), dtype, after=values, recipe=recipe)
         set_operands(node, weight=whole)
 
-    linears = calls(graph, aten.linear.default)
+    linears = calls(graph, aten.linear.default, expert_linear)
     return rewrite_each((node for node in linears if is_call(_through_casts(bind(node).weight), aten.mul.Tensor)), lift)
 
 

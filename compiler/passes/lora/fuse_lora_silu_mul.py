@@ -8,7 +8,7 @@ from ....ops.elementwise.silu_mul import silu_mul_quant
 from ....ops.lora.expand import lora_expand
 from ....ops.lora.expand_rounded import fits
 from ....ops.lora.silu_mul_lora import silu_mul_lora
-from ...graph.nodes import bind, calls, insert_call, insert_picks, is_call, replace_picks, shape_of
+from ...graph.nodes import bind, calls, group_plan_of, insert_call, insert_picks, is_call, replace_picks, shape_of
 from ..base import Context, PassReport, Refused, rewrite_each
 from .round_lora_ranks import insert_rounded
 
@@ -26,8 +26,8 @@ def fuse_lora_silu_mul(graph: fx.Graph, context: Context) -> PassReport:
 
     The expand would run during the projection, slow it down and end after it; the rounding on its lane is short. For
     static sizes, with adapters in int8. Leaves deltas with several readers, slices other than gate and up, token counts
-    without a measured gain, sizes that the kernel does not support, and all deltas with lora_lowering="serial" or
-    "side_stream".
+    without a measured gain, sizes that the kernel does not support, deltas of experts, and all deltas with
+    lora_lowering="serial" or "side_stream".
     """
 
     def fuse(node: fx.Node) -> None:
@@ -50,6 +50,8 @@ def _check(gate_up: fx.Node, delta: fx.Node, lowering: str) -> None:
     b, slices = bind(delta).b, bind(delta).slices
     if lowering != "auto":
         raise Refused(f"lora_lowering is {lowering}")
+    if group_plan_of(delta) is not None:
+        raise Refused("it is a branch of experts")
     if len(delta.users) != 1:
         raise Refused(f"more than one op reads {delta.name}")
     if b.meta["val"].dtype != torch.int8:

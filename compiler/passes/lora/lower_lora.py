@@ -6,8 +6,11 @@ from ....ops.lora.expand import lora_expand
 from ....ops.lora.lora import lora
 from ....ops.lora.plan import lora_plan, lora_splits, lora_tile
 from ....ops.lora.shrink import lora_shrink
-from ...graph.nodes import bind, calls, insert_call, insert_picks, shape_of
+from ....ops.moe.expert_lora import expert_lora, pair_tile
+from ....ops.moe.plan import expert_groups
+from ...graph.nodes import aten, bind, calls, insert_call, insert_picks, shape_of
 from ..base import Context, PassReport, rewrite_each
+from ..experts.lower_experts import REPRESENTATIVE_PAIRS, insert_plan
 
 REPRESENTATIVE_TOKENS = 64
 
@@ -51,7 +54,46 @@ def lower_lora(graph: fx.Graph, context: Context) -> PassReport:
         _mark(context, planes, delta)
         node.replace_all_uses_with(delta)
 
-    return rewrite_each(calls(graph, lora), lower)
+    report, of_experts = rewrite_each(calls(graph, lora), lower), _lower_experts(graph, context)
+    return PassReport(report.matches + of_experts.matches, [*report.rejected, *of_experts.rejected])
+
+
+def _lower_experts(graph: fx.Graph, context: Context) -> PassReport:
+    """Lower LoRA on experts, with one plan per layer that groups pairs of a token and an expert.
+
+    before  delta = sidestream.expert_lora(x, a, b, adapter_index, experts, [768, 768], 8)
+    after   order, tiles = sidestream.group_plan(expert_groups(adapter_index, experts, 128), 4 * 128, tile)
+            planes = sidestream.lora_shrink(x, a.flatten(0, 1), order, tiles, tile, splits, None, None, 8)
+            delta = sidestream.lora_expand(planes, b.flatten(0, 1), order, tiles, tile, [768, 768])
+
+    A group is an adapter's expert; the stacks [slots, experts, ...] are viewed as those of that many adapters.
+    """
+    plans: dict[tuple[fx.Node, fx.Node], tuple[fx.Node, fx.Node, int]] = {}
+
+    def lower(node: fx.Node) -> None:
+        branch = bind(node)
+        key, (slots, experts) = (branch.adapter_index, branch.experts), map(int, shape_of(branch.a)[:2])
+        if key not in plans:
+            with graph.inserting_after(branch.experts):
+                groups = insert_call(graph, expert_groups, (*key, experts), like=node)
+            plans[key] = insert_plan(graph, groups, slots * experts, pair_tile)
+            order, tiles, _ = plans[key]
+            _mark(context, groups, bind(order).source, order, tiles)
+        pairs = shape_of(node)[0]
+        with graph.inserting_before(node):
+            a, b, a_scale, b_scale = (
+                None if stack is None else insert_call(graph, aten.flatten.using_ints, (stack, 0, 1), like=node)
+                for stack in (branch.a, branch.b, branch.a_scale, branch.b_scale)
+            )
+            splits = lora_splits(int(shape_of(branch.x)[-1]), pairs if isinstance(pairs, int) else REPRESENTATIVE_PAIRS)
+            shrink = (branch.x, a, *plans[key], splits, a_scale, branch.x_scale, branch.pairs_per_row)
+            planes = insert_call(graph, lora_shrink, shrink, like=node)
+            expand = (planes, b, *plans[key], list(branch.slices), b_scale)
+            delta = insert_call(graph, lora_expand, expand, like=node)
+        _mark(context, planes, delta)
+        node.replace_all_uses_with(delta)
+
+    return rewrite_each(calls(graph, expert_lora), lower)
 
 
 def _mark(context: Context, *nodes: fx.Node) -> None:

@@ -6,8 +6,18 @@ import torch
 from torch import fx
 
 from ....ops.elementwise.quantize import quantize_rowwise
-from ....ops.lora.lora import lora
-from ...graph.nodes import bind, calls, insert_call, insert_placeholder, is_call, picks_of, shape_of
+from ....ops.moe.route import moe_route
+from ...graph.nodes import (
+    DELTAS,
+    bind,
+    calls,
+    insert_call,
+    insert_placeholder,
+    is_call,
+    operands_for,
+    picks_of,
+    shape_of,
+)
 from ...graph.recipe import item, quantize
 from ...options import torch_dtype
 from ..base import Context, PassReport, Refused, rewrite_each
@@ -21,7 +31,7 @@ def quantize_lora(graph: fx.Graph, context: Context) -> PassReport:
 
     Rows are quantized when an adapter is loaded: B with alpha / rank, A rotated as the activations. Shrinks read 16-bit
     activations with `lora_input="bf16"`, or if no linear has quantized them. Runs for lora_dtype="int8" and "fp8"
-    (`auto`: int8 in int8 mode). Leaves computed and quantized stacks.
+    (`auto`: int8 in int8 mode). Leaves computed and quantized stacks, and those of routers.
     """
     if not context.options.quantizes_lora:
         return PassReport(0)
@@ -36,6 +46,8 @@ def quantize_lora(graph: fx.Graph, context: Context) -> PassReport:
                 raise Refused(f"{stack.name} is computed in the graph, not loaded")
         if any(scale is not None for scale in (branch.a_scale, branch.b_scale, branch.x_scale)):
             raise Refused("quantized already")
+        if any(is_call(user, moe_route) for user in node.users):
+            raise Refused("it adds to the logits of a router, which are never quantized")
         rounded = _rounded(x) if context.options.quantizes_lora_input else None
         rows = None if rounded is None else _results(rounded)
         for stack, rotate in ((a, 0 if rounded is None else bind(rounded).rotate), (b, 0)):
@@ -44,11 +56,12 @@ def quantize_lora(graph: fx.Graph, context: Context) -> PassReport:
         (a_values, a_scale), (b_values, b_scale) = stacks[a], stacks[b]
         with graph.inserting_before(node if rows is None else _later(graph, node, *rows)):
             read, read_scale = (x, None) if rows is None else rows
-            stacks_of = (a_values, b_values, branch.adapter_index, branch.slices, a_scale, b_scale)
-            new = insert_call(graph, lora, (read, *stacks_of, read_scale), like=node)
+            quantized = {"a": a_values, "b": b_values, "a_scale": a_scale, "b_scale": b_scale, "x_scale": read_scale}
+            op = next(each for each in DELTAS if is_call(node, each))
+            new = insert_call(graph, op, operands_for(node, op, x=read, **quantized), like=node)
         node.replace_all_uses_with(new)
 
-    return rewrite_each(calls(graph, lora), quantize_branch)
+    return rewrite_each(calls(graph, *DELTAS), quantize_branch)
 
 
 def _quantized_stack(graph: fx.Graph, stack: fx.Node, dtype: torch.dtype, rotate: int) -> tuple[fx.Node, fx.Node]:

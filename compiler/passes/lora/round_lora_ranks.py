@@ -7,7 +7,7 @@ from ....ops.lora.expand import lora_expand
 from ....ops.lora.expand_rounded import fits, lora_expand_rounded, lora_round
 from ....ops.lora.plan import rounded_splits
 from ....ops.lora.shrink import lora_shrink
-from ...graph.nodes import bind, calls, copy_marks, insert_call, insert_picks, is_call, shape_of
+from ...graph.nodes import bind, calls, copy_marks, group_plan_of, insert_call, insert_picks, is_call, shape_of
 from ..base import Context, PassReport, Refused, rewrite_each
 
 WIDE = 8192  # a wide branch has more input or output features than this
@@ -24,7 +24,8 @@ def round_lora_ranks(graph: fx.Graph, context: Context) -> PassReport:
 
     The expand then needs few registers, no shared memory and one short load, so it runs next to the projection; the
     shrink may compute more planes. For static sizes, with adapters in int8. Leaves sizes without a measured gain, sizes
-    that the kernel does not support, and all branches with lora_lowering="serial" or "side_stream".
+    that the kernel does not support, branches of experts, and all branches with lora_lowering="serial" or
+    "side_stream".
     """
 
     def rewrite(node: fx.Node) -> None:
@@ -74,6 +75,8 @@ def _check(expand: fx.Node, lowering: str) -> None:
     features = shape_of(bind(planes).x)[1] if is_call(planes, lora_shrink) else 0
     if lowering != "auto":
         raise Refused(f"lora_lowering is {lowering}")
+    if group_plan_of(expand) is not None:
+        raise Refused("it is a branch of experts")
     if b.meta["val"].dtype != torch.int8:
         raise Refused(f"its adapters are {b.meta['val'].dtype}; the kernel supports only torch.int8")
     wide = max(features, columns) > WIDE

@@ -16,7 +16,11 @@ from ....ops.collectives.tensor_parallel_group import tensor_parallel_group
 from ....ops.elementwise.rms_norm import rms_norm
 from ....ops.lora.adjust import lora_adjust
 from ....ops.lora.lora import lora
+from ....ops.moe.combine import moe_combine
+from ....ops.moe.expert_linear import expert_linear
+from ....ops.moe.route import moe_route
 from ...graph.nodes import (
+    DELTAS,
     aten,
     bind,
     fake_mode_of,
@@ -68,9 +72,10 @@ def shard(graph: fx.Graph, context: Context) -> PassReport:
 
     A column-parallel LoRA delta needs all of A. A row-parallel one needs all of B, is a partial sum like the linear's,
     and is reduced with it. Rank 0 adds a row-parallel bias and an adapter's shift. With fewer KV heads than ranks,
-    several ranks have the same heads. Recipes slice first, so that a rank reads only its share of the checkpoint. Runs
-    with tensor_parallel above 1. The matches are collectives: two per layer, and one for the logits. Leaves the whole
-    graph if it has an unknown projection. Raises OptionError for sizes that `tensor_parallel` does not divide.
+    several ranks have the same heads. Each rank has its columns of all experts, whose results are summed over the ranks
+    after `moe_combine`, and whole routers. Recipes slice first, so that a rank reads only its share of the checkpoint.
+    Runs with tensor_parallel above 1. The matches are collectives: two per layer, and one for the logits. Leaves the
+    whole graph if it has an unknown projection. Raises OptionError for sizes that `tensor_parallel` does not divide.
     """
     report, options = PassReport(0), context.options
     world = options.tensor_parallel
@@ -96,7 +101,8 @@ def shard(graph: fx.Graph, context: Context) -> PassReport:
     propagate(graph)
     group = tensor_parallel_group(world)
     for branch in found.rows:
-        _insert_after(graph, branch.joined, all_reduce, group)
+        combine = next((user for user in branch.joined.users if is_call(user, moe_combine)), None)
+        _insert_after(graph, combine or branch.joined, all_reduce, group)
     if options.gather_logits:
         _insert_after(graph, found.head, all_gather, group, found.vocabulary)
     report.matches = len(found.rows) + options.gather_logits
@@ -167,15 +173,17 @@ class _Parts:
         up = pair[1] if pair[0] is gates[0] else pair[0]
         for value in (bind(gates[0]).self, up):
             self._column(value, self.share)
+        self.rows.append(self._row(product))
+        is_sparse = is_call(self.rows[-1].linear, expert_linear)
+        part, size = ("each expert", "intermediate size") if is_sparse else ("the MLP", "intermediate_size")
         width = int(shape_of(product)[-1])
-        self._check("columns of the MLP (intermediate_size)", width)
+        self._check(f"columns of {part} ({size})", width)
         if width // self.world % self.alignment:
             raise OptionError(
-                f"tensor_parallel={self.world} gives each rank {width // self.world} columns of the MLP "
-                f"(intermediate_size {width}), but eight bits need a multiple of {self.alignment}; choose a smaller "
+                f"tensor_parallel={self.world} gives each rank {width // self.world} columns of {part} "
+                f"({size} {width}), but eight bits need a multiple of {self.alignment}; choose a smaller "
                 "tensor_parallel, or precision='bf16'"
             )
-        self.rows.append(self._row(product))
 
     def _logits(self, graph: fx.Graph) -> None:
         returned = next(node for node in graph.nodes if node.op == "output").all_input_nodes
@@ -203,14 +211,14 @@ class _Parts:
         source, start, end = slice_range(value) or (value, 0, int(shape_of(value)[-1]))
         linear, _ = split_bias(split_delta(source)[0])
         linear = bind(linear).y if is_call(linear, lora_adjust) else linear
-        if not is_call(linear, aten.linear.default) or branch_of(linear).joined is not source:
+        if not is_call(linear, aten.linear.default, expert_linear) or branch_of(linear).joined is not source:
             raise Refused(f"{source.name} is not a projection with its bias and LoRA (is lift_lora or lift_bias off?)")
         _, projections = self.columns.setdefault(source, (branch_of(linear), []))
         projections.append(Projection(start, end, share))
 
     def _row(self, source: fx.Node) -> Branch:
         """Return the only projection that reads `source`. Raises Refused."""
-        linears = [user for user in source.users if is_call(user, aten.linear.default)]
+        linears = [user for user in source.users if is_call(user, aten.linear.default, expert_linear)]
         branch = branch_of(linears[0]) if len(linears) == 1 else None
         others = [user.name for user in source.users if branch is None or user not in (branch.linear, branch.lora)]
         if branch is None or others:
@@ -222,7 +230,8 @@ class _Parts:
         found = {node for branch, _ in self.columns.values() for node in (branch.linear, branch.lora)}
         found |= {node for branch in self.rows for node in (branch.linear, branch.lora)}
         for node in calls:
-            if is_call(node, aten.linear.default, lora) and node not in found:
+            routes = is_call(node, lora) and all(is_call(user, moe_route) for user in node.users)
+            if is_call(node, aten.linear.default, expert_linear, *DELTAS) and node not in found and not routes:
                 raise Refused(f"{node.name} is not a projection of attention or of an MLP, and not the last linear")
         for source, (branch, projections) in self.columns.items():
             projections.sort(key=lambda each: each.start)
@@ -242,7 +251,8 @@ class _Parts:
 
 def split_columns(graph: fx.Graph, branch: Branch, projections: list[Projection]) -> None:
     """Slice a packed linear to a rank's share of each projection: rows of weight, bias and B. Raises SliceError."""
-    _exchange(graph, branch.linear, "weight", 0, _own_rows(branch.weight, 0, projections))
+    dim, b_dim = (-2, -2) if is_call(branch.linear, expert_linear) else (0, 1)
+    _exchange(graph, branch.linear, "weight", dim, _own_rows(branch.weight, dim, projections))
     if branch.bias is not None:
         total = next(user for user in branch.bias.users if (branch.adjust or branch.linear) in user.all_input_nodes)
         argument = bind(total).names_of(branch.bias)[0]
@@ -251,7 +261,7 @@ def split_columns(graph: fx.Graph, branch: Branch, projections: list[Projection]
         for name, stack in _stacks(branch.adjust):
             _exchange(graph, branch.adjust, name, 1, _own_rows(stack, 1, projections))
     if branch.lora is not None:
-        _exchange(graph, branch.lora, "b", 1, _own_rows(bind(branch.lora).b, 1, projections))
+        _exchange(graph, branch.lora, "b", b_dim, _own_rows(bind(branch.lora).b, b_dim, projections))
         set_operands(branch.lora, slices=[each.own for each in projections])
     offset, moved = 0, {}
     for each in projections:
@@ -269,9 +279,10 @@ def split_columns(graph: fx.Graph, branch: Branch, projections: list[Projection]
 
 def split_rows(graph: fx.Graph, branch: Branch, share: Share) -> None:
     """Slice a linear's weight and A to a rank's columns. Only rank 0 adds the bias and a shift. Raises SliceError."""
-    width = int(shape_of(branch.weight)[1])
-    weight = sliced(branch.weight.meta["recipe"], 1, share, width), share.of(width)
-    _exchange(graph, branch.linear, "weight", 1, weight)
+    width = int(shape_of(branch.weight)[-1])
+    dim, a_dim = (-1, -1) if is_call(branch.linear, expert_linear) else (1, 2)
+    weight = sliced(branch.weight.meta["recipe"], dim, share, width), share.of(width)
+    _exchange(graph, branch.linear, "weight", dim, weight)
     shift = None if branch.adjust is None else bind(branch.adjust).shift
     if branch.bias is not None and share.rank:
         value = branch.bias.meta["val"]
@@ -280,7 +291,7 @@ def split_rows(graph: fx.Graph, branch: Branch, share: Share) -> None:
         shift.meta["recipe"] = scale(shift.meta["recipe"], 0.0)
     if branch.lora is not None:
         a = bind(branch.lora).a
-        _exchange(graph, branch.lora, "a", 2, (sliced(a.meta["recipe"], 2, share, width), share.of(width)))
+        _exchange(graph, branch.lora, "a", a_dim, (sliced(a.meta["recipe"], a_dim, share, width), share.of(width)))
 
 
 def _stacks(adjust: fx.Node) -> list[tuple[str, fx.Node]]:
@@ -318,6 +329,10 @@ def _own_rows(weight: fx.Node, dim: int, projections: list[Projection]) -> tuple
     """Return the recipe of a rank's share of each packed projection, and its number of rows."""
     recipe = weight.meta["recipe"]
     parts: tuple[Recipe, ...] = (recipe,)
+    if dim < 0:  # parts of one tensor of experts have equal widths: each is `world` shares of it
+        count, (width, share) = len(projections), (projections[0].width, projections[0].share)
+        shares = [Share(place * share.world + share.rank, count * share.world) for place in range(count)]
+        return cat(dim, [sliced(recipe, dim, each, count * width) for each in shares]), count * share.of(width)
     if len(projections) > 1:
         parts = recipe.args if recipe.op == "cat" and recipe.attrs["dim"] == dim else ()
     if len(parts) != len(projections):
@@ -331,7 +346,7 @@ def _exchange(graph: fx.Graph, reader: fx.Node, argument: str, dim: int, part: t
     whole: fx.Node = getattr(bind(reader), argument)
     recipe, size = part
     value = whole.meta["val"]
-    shape = (*value.shape[:dim], size, *value.shape[dim + 1 :])
+    shape = tuple(size if place == dim % value.dim() else each for place, each in enumerate(value.shape))
     if len(whole.users) == 1:
         whole.meta.update(val=value.new_empty(shape), recipe=recipe)
         return

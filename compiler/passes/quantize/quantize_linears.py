@@ -7,6 +7,7 @@ from ....ops.attention.paged_attention import paged_attention
 from ....ops.elementwise.quantize import SILU_ROTATES, quantize_rowwise
 from ....ops.elementwise.silu_mul import silu_mul
 from ....ops.linear.linear_8bit import linear_8bit
+from ....ops.moe.expert_linear import expert_linear, expert_linear_8bit
 from ...graph.nodes import (
     aten,
     bind,
@@ -18,6 +19,7 @@ from ...graph.nodes import (
     shape_of,
     through_views,
 )
+from ...graph.projections import input_of
 from ...graph.recipe import item, quantize, stored_parts
 from ...options import torch_dtype
 from ..base import Context, PassReport, Refused, rewrite_each
@@ -34,20 +36,20 @@ def quantize_linears(graph: fx.Graph, context: Context) -> PassReport:
 
     In int8 mode x and the weight's rows are first rotated in blocks of columns (128 after SiLU, `norm_rotation` after a
     norm). This spreads outliers and does not change the product. There is no rotation after attention: `rotate_values`
-    rotates heads at no cost. Weights that a checkpoint stores in this dtype are used unchanged. Leaves linears with a
-    computed weight, with a bias, or with a number of columns that is not a multiple of 16, and the last linear with
-    `lm_head="bf16"`.
+    rotates heads at no cost. Linears of experts become `expert_linear_8bit`; routers stay. Weights that a checkpoint
+    stores in this dtype are used unchanged. Leaves linears with a computed weight, with a bias, or with a number of
+    columns that is not a multiple of 16, and the last linear with `lm_head="bf16"`.
     """
     options = context.options
     if not options.quantizes:
         return PassReport(0)
     dtype = torch_dtype(options.precision)
     quantized: dict[fx.Node, tuple[fx.Node, ...]] = {}  # linears of one activation share its quantized form
-    linears = list(calls(graph, aten.linear.default))
+    linears = list(calls(graph, aten.linear.default, expert_linear))
 
     def quantize_linear(node: fx.Node) -> None:
         _check(node, is_last=node is linears[-1], context=context)
-        x, weight = bind(node).input, bind(node).weight
+        x, weight = input_of(node), bind(node).weight
         kept = stored_parts(weight.meta["recipe"], dtype)
         rotates = dtype == torch.int8 and options.rotate_activations and kept is None
         rotate = _rotation(x, options.norm_rotation) if rotates else 0
@@ -57,14 +59,17 @@ def quantize_linears(graph: fx.Graph, context: Context) -> PassReport:
         name = f"{weight.name}_{options.precision}"
         values = insert_placeholder(graph, name, "weight", shape, dtype, after=weight, recipe=values_recipe)
         scales = insert_placeholder(
-            graph, f"{weight.name}_scale", "weight", shape[:1], torch.float32, after=values, recipe=scales_recipe
+            graph, f"{weight.name}_scale", "weight", shape[:-1], torch.float32, after=values, recipe=scales_recipe
         )
         with graph.inserting_before(node):
             if x not in quantized:
                 rounded = insert_call(graph, quantize_rowwise, (x, dtype, rotate), like=node)
                 quantized[x] = tuple(insert_picks(graph, rounded, (0, 1), like=node))
-            operands = (*quantized[x], values, scales, None, None, node.meta["val"].dtype)
-            node.replace_all_uses_with(insert_call(graph, linear_8bit, operands, like=node))
+            op, added = linear_8bit, (None, None)
+            if is_call(node, expert_linear):
+                op, added = expert_linear_8bit, (bind(node).experts, bind(node).pairs_per_row)
+            operands = (*quantized[x], values, scales, *added, node.meta["val"].dtype)
+            node.replace_all_uses_with(insert_call(graph, op, operands, like=node))
 
     return rewrite_each(linears, quantize_linear)
 
@@ -79,9 +84,9 @@ def _check(node: fx.Node, is_last: bool, context: Context) -> None:
     weight = bind(node).weight
     if weight.meta.get("kind") != "weight":
         raise Refused(f"{weight.name} is computed in the graph, not loaded")
-    if bind(node).bias is not None:
+    if is_call(node, aten.linear.default) and bind(node).bias is not None:
         raise Refused("it has a bias (is lift_bias off?)")
-    columns = int(shape_of(weight)[1])
+    columns = int(shape_of(weight)[-1])
     if columns % ALIGNMENT:
         raise Refused(f"{weight.name} has {columns} columns: eight bits need a multiple of {ALIGNMENT}")
     if is_last and context.options.lm_head == "bf16":

@@ -50,7 +50,7 @@ def try_constraint(request: dict[str, Any], vocabulary: Any) -> dict[str, str]:
     matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
     chance = random.Random(0)
     for _ in range(request["steps"]):
-        begin = time.monotonic()
+        begin = time.thread_time()  # a process that waits for a processor is not slow
         if matcher.is_error() or matcher.is_stopped():
             break
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
@@ -58,7 +58,7 @@ def try_constraint(request: dict[str, Any], vocabulary: Any) -> dict[str, str]:
         if not allowed:
             break
         matcher.consume_token(chance.choice(allowed))
-        if time.monotonic() - begin > request["seconds"]:
+        if time.thread_time() - begin > request["seconds"]:
             return {"error": f"a step of it takes more than {request['seconds']:g} s"}
     return {"error": matcher.get_error()} if matcher.is_error() else {"grammar": grammar}
 

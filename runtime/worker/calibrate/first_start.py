@@ -92,8 +92,9 @@ def estimate_seconds(config: LlamaConfig) -> float:
     """Return the estimated seconds for calibrating and rounding a model on an H100."""
     queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     hidden, inner = config.hidden_size, config.intermediate_size
-    linears = [(queries + 2 * keys, hidden), (hidden, queries), (2 * inner, hidden), (hidden, inner)]
-    columns = config.num_hidden_layers * sum(map(_column_steps, linears)) + _column_steps((config.vocab_size, hidden))
+    attention, mlp = [(queries + 2 * keys, hidden), (hidden, queries)], [(2 * inner, hidden), (hidden, inner)]
+    columns = config.num_hidden_layers * sum(map(_column_steps, attention)) + _column_steps((config.vocab_size, hidden))
+    columns += (config.num_hidden_layers - config.num_sparse_layers) * sum(map(_column_steps, mlp))
     return START_SECONDS + COLUMN_SECONDS * columns + BYTE_SECONDS * 2 * _weight_bytes(config)
 
 
@@ -103,9 +104,10 @@ def _column_steps(shape: tuple[int, int]) -> int:
 
 
 def _parameters(config: LlamaConfig) -> int:
-    layer = sum(rows * columns for rows, columns in map(config.module_shape, config.projections))
+    linears = sum(rows * columns for rows, columns in map(config.module_shape, config.linear_modules()))
+    experts = config.num_sparse_layers * config.num_experts * 3 * config.hidden_size * config.expert_intermediate_size
     vocabulary = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
-    return config.num_hidden_layers * layer + vocabulary
+    return linears + experts + vocabulary
 
 
 def _weight_bytes(config: LlamaConfig) -> int:

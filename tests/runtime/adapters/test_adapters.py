@@ -470,3 +470,16 @@ def test_a_copy_is_reported_ahead_by_less_than_a_step(config, paths):
         and block.num_users == 0
         and stacks._copy_seconds == pytest.approx(0.003)
     )
+
+
+def test_a_step_whose_slot_holds_another_adapter_is_refused(base, paths):
+    """The scheduler never plans such a step; a fault in it must fail the request and nothing else."""
+    with LLM(base.path, adapters={"a": paths[0], "b": paths[1]}, max_loras=2, **SMALL) as llm:
+        before = {name: llm.generate([[5, 6, 7]], GREEDY, name, use_tqdm=False) for name in ("a", "b")}
+        loader = llm.model.runner.slot_loader
+        wrong = llm.registry.numbers["b"]
+        loader._numbers[loader._numbers == llm.registry.numbers["a"]] = wrong
+        with pytest.raises(RuntimeError, match=f"holds adapter {wrong}, but the step needs"):
+            llm.generate([[5, 6, 7]], GREEDY, "a", use_tqdm=False)
+        again = llm.generate([[5, 6, 7]], GREEDY, "b", use_tqdm=False)
+        assert again[0].outputs[0].token_ids == before["b"][0].outputs[0].token_ids

@@ -103,7 +103,7 @@ def test_random_messages(value: Any, kind: str) -> None:
 
 
 def test_mutated_frames() -> None:
-    for frame in frames(random.randrange(2**31), COUNT, INSTANCE):
+    for frame in frames(6, COUNT, INSTANCE):
         check(frame)
 
 
@@ -246,7 +246,7 @@ def test_a_server_survives_and_keeps_nothing(server: Server) -> None:
         client.generate([[1, 2, 3]], adapter="a0")
     batcher = Process(server.child("server.batcher"))
     gpu = Process(server.child("fake_gpu"))
-    seed = random.randrange(2**31)
+    seed = 7
     attack(server, max(300, COUNT // 10), seed)  # what it keeps for good, it has now
     settled(server)
     files, memory = batcher.files, batcher.memory
@@ -280,7 +280,7 @@ def test_bytes_that_are_not_even_zeromq(server: Server) -> None:
     with Client(server.address, connect_timeout=60) as client:
         batcher = Process(server.child("server.batcher"))
         files = batcher.files
-        source = random.Random()
+        source = random.Random(8)
         greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
         for number in range(60):
             with socket.socket(socket.AF_UNIX) as raw:

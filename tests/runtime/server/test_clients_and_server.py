@@ -92,9 +92,9 @@ def test_death_and_drain_are_told(tmp_path: Path) -> None:
         serve_fake(tmp_path, drain_seconds=GUARD, **SIZES) as server,
         Client(server.address, connect_timeout=GUARD) as client,
     ):
-        stream = client.stream([1, 2], LONG)
-        next(stream)
-        with server.held():
+        with server.held(beyond=20):
+            stream = client.stream([1, 2], LONG)
+            next(stream)
             server.process.send_signal(signal.SIGTERM)
             deadline = time.monotonic() + GUARD
             while client.health().status != "draining":
@@ -108,9 +108,9 @@ def test_death_and_drain_are_told(tmp_path: Path) -> None:
 
     (tmp_path / "second").mkdir()
     with serve_fake(tmp_path / "second", **SIZES) as server, Client(server.address, connect_timeout=GUARD) as client:
-        stream = client.stream([1, 2], LONG)
-        next(stream)
-        with server.held():
+        with server.held(beyond=20):
+            stream = client.stream([1, 2], LONG)
+            next(stream)
             os.kill(server.child("server.batcher"), signal.SIGKILL)
         with pytest.raises(EngineDeadError):
             list(stream)

@@ -1,8 +1,6 @@
 """A paused server plans no steps; what happens to open requests depends on the mode."""
 
 import asyncio
-import os
-import signal
 import time
 
 import pytest
@@ -39,10 +37,12 @@ def steps(wire) -> int:
     return wire.call(GetStats(5)).values["steps_total"]
 
 
-def test_open_and_new_requests_wait_for_the_end_of_a_pause(wire):
-    wire.submit("open", sampling(400), prompt_token_ids=PROMPT)
-    wire.until(lambda: len(wire.answers["open"].token_ids.get(0, ())) > 5)
-    assert isinstance(wire.call(Pause(1)), Done)
+def test_open_and_new_requests_wait_for_the_end_of_a_pause(server, wire):
+    with server.held(beyond=20):
+        wire.submit("open", sampling(400), prompt_token_ids=PROMPT)
+        wire.until(lambda: len(wire.answers["open"].token_ids.get(0, ())) > 5)
+        assert isinstance(wire.call(Pause(1)), Done)
+    wire.until(lambda: wire.call(GetStats(6)).values["steps_in_flight"] == 0)
     before = steps(wire)
     wire.submit("new", sampling(5), prompt_token_ids=PROMPT, adapter="a1")
     wire.until(lambda: wire.answers["new"].accepted is not None)
@@ -55,10 +55,11 @@ def test_open_and_new_requests_wait_for_the_end_of_a_pause(wire):
     assert wire.call(GetStats(4)).values["paused"] == 0
 
 
-def test_a_pause_that_aborts_ends_open_requests(wire):
-    wire.submit("open", sampling(4000), prompt_token_ids=PROMPT)
-    wire.until(lambda: bool(wire.answers["open"].chunks))
-    assert isinstance(wire.call(Pause(1, abort=True)), Done)
+def test_a_pause_that_aborts_ends_open_requests(server, wire):
+    with server.held(beyond=20):
+        wire.submit("open", sampling(400), prompt_token_ids=PROMPT)
+        wire.until(lambda: bool(wire.answers["open"].chunks))
+        assert isinstance(wire.call(Pause(1, abort=True)), Done)
     assert wire.answer("open").error.code == "aborted"
     wire.submit("new", sampling(5), prompt_token_ids=PROMPT)
     wire.call(Resume(2))
@@ -78,9 +79,8 @@ def test_deadlines_pass_and_requests_can_be_left_in_a_pause(server, wire):
 def test_a_new_gpu_process_is_paused_too(server):
     with server.connect() as wire:
         wire.call(Pause(1))
-        os.kill(server.child("fake_gpu"), signal.SIGKILL)
-        wire.until(lambda: server.health().status == "loading")
-    with server.connect() as wire:  # welcomed when the model is loaded
+        server.replace("fake_gpu")
+    with server.connect() as wire:
         wire.submit("new", sampling(3), prompt_token_ids=PROMPT)
         wire.until(lambda: wire.answers["new"].accepted is not None)
         assert steps(wire) == 0 and not wire.answers["new"].chunks
@@ -126,9 +126,10 @@ def test_a_gateway_can_finish_open_requests_before_a_pause(server):
             await router.resume()
             assert await second == continuation(PROMPT, -1, 4, VOCABULARY)
             begun.clear()
-            third = asyncio.create_task(answer(router, "third", 4000, begun))
-            await begun.wait()  # a pause does not abort a request that has not reached the engine
-            await router.pause("abort")
+            with server.held(beyond=20):
+                third = asyncio.create_task(answer(router, "third", 400, begun))
+                await begun.wait()  # a pause does not abort a request that has not reached the engine
+                await router.pause("abort")
             with pytest.raises(ServerError) as problem:
                 await third
             assert problem.value.code == "aborted"
@@ -144,15 +145,16 @@ def test_a_resume_ends_the_wait_for_open_requests(server):
         router = Router([server.address], poll_seconds=0.05)
         await router.start()
         await known_model(router)
-        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=4000)
+        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=400)
         stream = router.stream(EngineRequest("long", PROMPT, params))
         try:
-            await anext(stream)
-            pausing = asyncio.create_task(router.pause("wait"))
-            await asyncio.sleep(0.01)
-            await router.resume()
-            await pausing
-            assert (await router.stats())["engine-0"]["paused"] == 0
+            with server.held(beyond=20):
+                await anext(stream)
+                pausing = asyncio.create_task(router.pause("wait"))
+                await asyncio.sleep(0.01)
+                await router.resume()
+                await pausing
+                assert (await router.stats())["engine-0"]["paused"] == 0
             await anext(stream)
         finally:
             await stream.aclose()

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import time
 
 import pytest
 from sidestream.runtime.protocol.framing import encode
@@ -171,10 +170,10 @@ def test_a_prompt_that_was_seen_is_not_computed_again(wire):
 
 
 def test_an_abort_ends_a_request_and_frees_its_pages(server, wire):
-    wire.submit("gone", sampling(max_tokens=400), prompt_token_ids=[1] * 100)
-    wire.submit("stays", sampling(max_tokens=30), prompt_token_ids=[2])
-    wire.until(lambda: len(wire.answers["gone"].chunks) > 3)
-    with server.held():
+    with server.held(beyond=120):
+        wire.submit("gone", sampling(max_tokens=400), prompt_token_ids=[1] * 100)
+        wire.submit("stays", sampling(max_tokens=30), prompt_token_ids=[2])
+        wire.until(lambda: len(wire.answers["gone"].chunks) > 3)
         wire.send(Abort(["gone", "unknown"]))
         wire.call(GetStats(1))  # what was sent before it has been read
     answer = wire.answer("gone")
@@ -244,14 +243,17 @@ def test_adapters_come_and_go(server, wire, tmp_path_factory):
     )
     assert type(wire.call(LoadAdapter(2, "fresh", str(directory / "new")))).__name__ == "Done"
     wire.submit("f", prompt_token_ids=[4], adapter="fresh")
-    assert wire.answer("f").token_ids[0] == continuation([4], 4, 8, VOCABULARY)
+    fresh = wire.answer("f").token_ids[0]  # the numbers of adapters depend on what other tests have loaded
+    number = next(number for number in range(4, 30) if fresh == continuation([4], number, 8, VOCABULARY))
     assert wire.call(LoadAdapter(3, "fresh", str(directory / "newer"))).code == "adapter_in_use"
     wire.submit("old", sampling(max_tokens=200), prompt_token_ids=[4], adapter="fresh")
     wire.until(lambda: len(wire.answers["old"].chunks) > 1)
     assert type(wire.call(LoadAdapter(4, "fresh", str(directory / "newer"), replace=True))).__name__ == "Done"
     wire.submit("young", prompt_token_ids=[4], adapter="fresh")
-    assert wire.answer("young").token_ids[0] == continuation([4], 5, 8, VOCABULARY), "the name means the new content"
-    assert wire.answer("old").token_ids[0] == continuation([4], 4, 200, VOCABULARY), (
+    assert wire.answer("young").token_ids[0] == continuation([4], number + 1, 8, VOCABULARY), (
+        "the name means the new content"
+    )
+    assert wire.answer("old").token_ids[0] == continuation([4], number, 200, VOCABULARY), (
         "open requests end with the old connection"
     )
     problems = [
@@ -261,9 +263,9 @@ def test_adapters_come_and_go(server, wire, tmp_path_factory):
     ]
     assert [problem.code for problem in problems] == ["forbidden", "forbidden", "adapter_error"]
     assert not any(str(directory) in problem.message for problem in problems)
-    wire.submit("open", sampling(max_tokens=400), prompt_token_ids=[4], adapter="fresh")
-    wire.until(lambda: len(wire.answers["open"].chunks) > 1)
-    with server.held():
+    with server.held(beyond=20):
+        wire.submit("open", sampling(max_tokens=400), prompt_token_ids=[4], adapter="fresh")
+        wire.until(lambda: len(wire.answers["open"].chunks) > 1)
         assert wire.call(UnloadAdapter(10, "fresh")).code == "adapter_in_use"
         wire.send(Abort(["open"]))
         wire.call(GetStats(12))
@@ -328,10 +330,7 @@ def test_sigterm_for_all_processes_at_once_ends_the_server(tmp_path):
     """As a terminal, a container or pkill may send it."""
     with serve_fake(tmp_path) as server:
         server.connect().hello().socket.close(0)
-        deadline = time.monotonic() + GUARD
-        while "serving at" not in server.log.read_text():  # before that, a death is a start that failed
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        server.await_text("serving at")  # before that, a death is a start that failed
         for pid in (server.child("server.batcher"), server.child("fake_gpu"), server.process.pid):
             os.kill(pid, signal.SIGTERM)
         # 1 if a process was seen to die first, 2 if it was being started again by then
@@ -340,18 +339,20 @@ def test_sigterm_for_all_processes_at_once_ends_the_server(tmp_path):
 
 
 def test_sigterm_drains(tmp_path):
-    with serve_fake(tmp_path, step_seconds=0.02, drain_seconds=4.0) as server, server.connect() as wire:
-        wire.submit("short", sampling(max_tokens=30), prompt_token_ids=[1])
-        wire.submit("endless", sampling(max_tokens=400), prompt_token_ids=[2])
-        wire.until(lambda: len(wire.answers["endless"].chunks) > 2)
-        server.process.send_signal(signal.SIGTERM)
-        wire.until(lambda: server.health().status == "draining")
-        wire.submit("late", prompt_token_ids=[3])
-        assert wire.answer("late").error.code == "draining"
-        assert wire.answer("short").token_ids[0] == continuation([1], -1, 30, VOCABULARY)
-        assert wire.answer("endless").reasons == {0: "abort"}
+    with serve_fake(tmp_path, drain_seconds=8.0) as server, server.connect() as wire:
+        with server.held(beyond=10):
+            wire.submit("short", sampling(max_tokens=30), prompt_token_ids=[1])
+            wire.submit("endless", sampling(max_tokens=400), prompt_token_ids=[2])
+            wire.until(lambda: len(wire.answers["endless"].chunks) > 2)
+            server.process.send_signal(signal.SIGTERM)
+            wire.until(lambda: server.health().status == "draining")
+            wire.submit("late", prompt_token_ids=[3])
+            assert wire.answer("late").error.code == "draining"
+            with server.held(beyond=100):
+                assert wire.answer("short").token_ids[0] == continuation([1], -1, 30, VOCABULARY)
+                assert wire.answer("endless").reasons == {0: "abort"}
         assert server.process.wait(GUARD) == 0
-        assert "draining for up to 4 s" in server.log.read_text()
+        assert "draining for up to 8 s" in server.log.read_text()
 
 
 def test_a_start_that_fails_says_why(tmp_path):
@@ -406,16 +407,18 @@ def test_an_adapters_own_chat_template_is_served(tmp_path):
 
 def test_one_connections_long_streams_make_way_for_another(tmp_path):
     with (
-        serve_fake(tmp_path, step_seconds=0.01, max_num_seqs=2, num_pages=64) as server,
+        serve_fake(tmp_path, step_seconds=0.01, max_num_seqs=2, num_pages=256, max_model_len=8192) as server,
         server.connect() as greedy,
         server.connect() as other,
     ):
         for index in range(6):
-            greedy.submit(f"g{index}", sampling(max_tokens=400), prompt_token_ids=[index])
+            greedy.submit(f"g{index}", sampling(max_tokens=8000), prompt_token_ids=[index])
         greedy.until(lambda: len(greedy.answers["g0"].chunks) > 1)
         other.submit("o", sampling(max_tokens=4), prompt_token_ids=[9])
         assert other.answer("o").token_ids[0] == continuation([9], -1, 4, VOCABULARY)
         while greedy.receive():
             pass
         assert not any(answer.over for answer in greedy.answers.values()), "it waited for none of them"
-        assert greedy.answer("g1").token_ids[0] == continuation([1], -1, 400, VOCABULARY), "put back, and nothing lost"
+        greedy.until(lambda: len(greedy.answers["g1"].token_ids[0]) >= 100)
+        found = greedy.answers["g1"].token_ids[0]
+        assert found == continuation([1], -1, len(found), VOCABULARY), "put back, and nothing lost"

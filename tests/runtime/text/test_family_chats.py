@@ -75,7 +75,8 @@ def renderer() -> Iterator[ChatRenderer]:
 
 
 def test_no_family_is_left_out() -> None:
-    assert {chat.architecture for chat in CHATS.values()} == set(FAMILIES)
+    sparse = {"Qwen3MoeForCausalLM", "MixtralForCausalLM", "GraniteMoeForCausalLM"}  # talk as Qwen3, Mistral, Granite
+    assert {chat.architecture for chat in CHATS.values()} == set(FAMILIES) - sparse
 
 
 @pytest.mark.parametrize("name", CHATS)

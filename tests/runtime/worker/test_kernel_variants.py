@@ -16,8 +16,9 @@ from sidestream.compiler.program.calls import own_op
 from sidestream.compiler.program.program import Bucket, Program, Step
 from sidestream.compiler.run.kernel_compilation import Compilations, CompiledInStep
 from sidestream.graphs.config import LlamaConfig
+from sidestream.graphs.families import EXPERT_TARGETS
 from sidestream.graphs.llama import Llama
-from sidestream.graphs.lora import LoraShape
+from sidestream.graphs.lora import TARGETS, LoraShape
 from sidestream.ops.core.triton_support import INTERPRETED
 from sidestream.runtime.worker.buckets import Buckets
 from triton import knobs
@@ -29,6 +30,19 @@ SHAPES: dict[str, tuple[dict[str, Any], str]] = {
     "mistral's window, fp8": (
         {"sliding_window": 4096, "model_type": "mistral", "architectures": ["MistralForCausalLM"]},
         "fp8",
+    ),
+    "experts as in qwen3-30b-a3b, int8": (
+        {
+            "model_type": "qwen3_moe",
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "hidden_size": 2048,
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+        },
+        "int8",
     ),
     "narrow heads, bf16": ({"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 64}, "bf16"),
 }
@@ -53,7 +67,9 @@ def compiled(changes: dict[str, Any], precision: str) -> CompiledModel:
         **changes,
     }
     options = CompileOptions(precision=precision)
-    model = Llama(LlamaConfig.from_dict(fields), LoraShape(slots=8, rank=32), dtype=options.model_dtype, device="meta")
+    config = LlamaConfig.from_dict(fields)
+    targets = TARGETS + EXPERT_TARGETS if config.num_experts else TARGETS
+    model = Llama(config, LoraShape(8, 32, targets), dtype=options.model_dtype, device="meta")
     return compile_model(model, options, text=False)
 
 

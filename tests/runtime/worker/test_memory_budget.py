@@ -33,6 +33,15 @@ def test_what_is_missing_and_what_would_help():
         assert remedy in text
 
 
+def test_stacks_of_experts_are_named():
+    demand = MemoryDemand(GIB, 9 * GIB, GIB, 4 << 20, GIB, slots=9, expert_slot=830 << 20)
+    with pytest.raises(CapacityError) as caught:
+        plan_pages(demand, 10 * GIB, 16 * GIB, 0.8, 8192, 16)
+    text = str(caught.value)
+    assert "adapter stacks 9.00 GiB (of these expert stacks 7.29 GiB: 8 + 1 slots x 830 MiB)" in text
+    assert "lower max_loras or max_expert_rank (adapters)" in text and "max_lora_rank" not in text
+
+
 def test_others_on_the_device_are_named():
     with pytest.raises(CapacityError, match=r"free the 70\.00 GiB that other processes use"):
         plan_pages(DEMAND, 10 * GIB, 80 * GIB, 0.9, 8192, 16)

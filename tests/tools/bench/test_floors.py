@@ -43,6 +43,20 @@ def test_llama_70b_is_as_large_as_it_is_called_and_two_gpus_read_a_half_each() -
     assert decode_floor_ms(weights, 0, 0, 0, 1e12, 2) == decode_floor_ms(weights, 0, 0, 0, 1e12) / 2
 
 
+def test_a_mixture_of_experts_reads_the_experts_that_its_tokens_choose() -> None:
+    qwen = SHAPES["qwen3-30b-a3b"]
+    read = [weight_bytes(qwen, "int8", tokens=count) / 1e9 for count in (1, 8, 64, 256)]
+    assert read == pytest.approx([3.05, 12.9, 29.8, 30.2], rel=0.01)
+    assert weight_bytes(qwen, "int8") / 1e9 == pytest.approx(30.2, rel=0.01)
+    experts = [adapter_bytes(qwen, 16, element_bytes=1, tokens=count) for count in (1, 8, None)]
+    attention = adapter_bytes(qwen, 16, ("q_proj", "k_proj", "v_proj", "o_proj"), element_bytes=1)
+    assert [each - attention for each in experts] == pytest.approx(
+        [830e6 * 8 / 128, 830e6 * 51.6 / 128, 830e6], rel=0.01
+    )
+    dense = SHAPES["qwen3-8b"]
+    assert weight_bytes(dense, "int8", tokens=1) == weight_bytes(dense, "int8"), "all tokens read the same weights"
+
+
 def test_adapter_mixes() -> None:
     names = [f"adapter-{index}" for index in range(8)]
     assert pick_adapters("none", names, 5, 0) == [None] * 5

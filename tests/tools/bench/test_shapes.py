@@ -28,9 +28,15 @@ DISTINCT = [  # others differ from one of these in sizes only
     "granite-3.3-8b",
     "phi-3-mini",
     "phi-4",
+    "qwen3-30b-a3b",
+    "mixtral-8x7b",
 ]
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+EXPERTS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 IGNORED = (*SIZES, "vocab_size", "max_position_embeddings", "rope_theta", "rms_norm_eps", "eos_token_id")
+
+
+STACKS = ("gate_up_proj", "down_proj")
 
 
 def small(name: str, layers: int = 1) -> dict[str, Any]:
@@ -49,6 +55,7 @@ def small(name: str, layers: int = 1) -> dict[str, Any]:
         "vocab_size": 256,
         "bos_token_id": 0,
         "eos_token_id": 1,
+        **{name: value for name, value in EXPERTS.items() if name in fields},
         **unrotated,
     }
 
@@ -69,17 +76,20 @@ def test_random_adapters_fit_the_shape(tmp_path: Path, name: str) -> None:
     fields = small(name)
     path = write_random_adapter(tmp_path / "adapter", fields, 8, seed=1)
     adapter = load_adapter(path, LlamaConfig.from_dict(fields), 8)
-    layers = fields["num_hidden_layers"]
-    assert set(adapter.tensors) == set(LlamaConfig.from_dict(fields).linear_modules())
-    assert adapter.differences == () and len(adapter.tensors) == 7 * layers
+    base, layers = LlamaConfig.from_dict(fields), fields["num_hidden_layers"]
+    stacks = [f"model.layers.{layer}.mlp.experts.{name}" for layer in range(layers) for name in STACKS]
+    sparse = base.num_experts > 0
+    assert set(adapter.tensors) == set(base.linear_modules() + (stacks if sparse else []))
+    assert adapter.differences == () and len(adapter.tensors) == (6 if sparse else 7) * layers
     stored = json.loads((Path(path) / "adapter_config.json").read_text())["target_modules"]
     packed = fields["model_type"] == "phi3"
     assert stored == sorted(projection_widths(fields)) and ("qkv_proj" in stored) == packed
     sizes = (Path(path) / "adapter_model.safetensors").stat().st_size
-    assert 0 < sizes - adapter_bytes(fields, 8) < 10_000, "the file has a header besides"
+    shared = 2 * 8 * layers * base.num_experts * base.hidden_size  # gate and up have one A in the file
+    assert 0 < sizes - adapter_bytes(fields, 8) + shared < 10_000, "the file has a header besides"
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-7b", "smollm3-3b", "phi-3-mini"])
+@pytest.mark.parametrize("name", ["qwen2.5-7b", "smollm3-3b", "phi-3-mini", "qwen3-30b-a3b"])
 def test_peft_takes_the_random_adapters(tmp_path: Path, name: str) -> None:
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     fields = {**small(name), "pad_token_id": 0}

@@ -193,7 +193,7 @@ def test_the_end_comes_once_whatever_is_waited_for(number: signal.Signals) -> No
 
 
 def test_a_deadline_interrupts() -> None:
-    with Ending(time.monotonic() + 0.05), pytest.raises(Ended, match="time is over"):
+    with pytest.raises(Ended, match="time is over"), Ending(time.monotonic() + 0.05):
         threading.Event().wait(3600.0)
 
 

@@ -84,6 +84,7 @@ class Load:
         self.socket.connect(address)
         self.tokens = self.issued = self.finished = 0
         self.gaps: list[float] = []
+        self.last = 0.0
         self.adapters: list[str | None] = [None]
 
     def greet(self) -> None:
@@ -122,32 +123,35 @@ class Load:
 
     def run(self, seconds: float) -> None:
         """Read chunks and refill for so long."""
-        last, until = time.monotonic(), time.monotonic() + seconds
+        self.last = time.monotonic()
+        until = self.last + seconds
         beat_at = 0.0
         while (now := time.monotonic()) < until:
             if now >= beat_at:
                 self.socket.send(encode(Beat()))
                 beat_at = now + HEARTBEAT_SECONDS
-            message = self.receive(HEARTBEAT_SECONDS)
-            if isinstance(message, Error):
-                raise RuntimeError(f"{message.code}: {message.message}")
-            if not isinstance(message, Chunks):
-                continue
-            now = time.monotonic()
-            self.gaps.append(now - last)
-            last = now
-            for chunk in message.chunks:
-                self.tokens += len(chunk.token_ids)
-                if chunk.usage is not None:
-                    self.finished += 1
-                    self.submit()
+            self._count(self.receive(HEARTBEAT_SECONDS))
+
+    def _count(self, message: Any) -> None:
+        """Count the tokens of a message, and refill."""
+        if isinstance(message, Error):
+            raise RuntimeError(f"{message.code}: {message.message}")
+        if not isinstance(message, Chunks):
+            return
+        now = time.monotonic()
+        self.gaps.append(now - self.last)
+        self.last = now
+        for chunk in message.chunks:
+            self.tokens += len(chunk.token_ids)
+            if chunk.usage is not None:
+                self.finished += 1
+                self.submit()
 
     def stats(self) -> dict[str, float]:
-        """Return the server's counters."""
+        """Return the server's counters. Tokens that arrived before them are counted."""
         self.socket.send(encode(GetStats(0)))
         while not isinstance(message := self.receive(10.0), Stats):
-            if isinstance(message, Error):
-                raise RuntimeError(f"{message.code}: {message.message}")
+            self._count(message)
         return message.values
 
 

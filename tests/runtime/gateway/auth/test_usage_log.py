@@ -37,7 +37,7 @@ def logging_to(path: Path, **options: Any) -> Iterator[UsageLog]:
     try:
         yield log
     finally:
-        log.close()
+        log.close(60)
 
 
 def rows(path: Path, query: str = "SELECT * FROM usage ORDER BY id") -> list[tuple[object, ...]]:

@@ -152,12 +152,17 @@ def drafts_by_adapter(path: Path) -> tuple[int, dict[Any, tuple[int, int]]]:
     }
 
 
+def is_written(path: Path, request_id: str) -> bool:
+    with closing(sqlite3.connect(path)) as connection:
+        return bool(connection.execute("SELECT 1 FROM usage WHERE request_id = ?", (request_id,)).fetchall())
+
+
 def test_sums_by_adapter_are_what_the_answers_said(served: Any) -> None:
     path = served.directory / "usage.db"
-    settled = -1
-    while settled != drafts_by_adapter(path)[0]:  # requests of other tests may still be on their way into the log
-        settled = drafts_by_adapter(path)[0]
-        time.sleep(0.2)
+    last = {"prompt": "x", "max_tokens": 1}
+    httpx.post(f"{served.url}/v1/completions", json=last, headers={"X-Request-Id": "last"}, timeout=60)
+    while not is_written(path, "last"):  # after those of other tests
+        time.sleep(0.05)
     requests, before = drafts_by_adapter(path)
     asked = {"prompt": "one two three one two three one two", "max_tokens": 30, "temperature": 0, "ignore_eos": True}
     said: dict[str | None, tuple[int, int]] = {}

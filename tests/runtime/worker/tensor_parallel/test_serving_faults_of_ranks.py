@@ -17,13 +17,13 @@ from support.serving import GREEDY, Wire
 pytestmark = pytest.mark.first
 GUARD = 300.0
 """Seconds after which a test gives up; nothing is measured against them."""
-LONG = Sampling(temperature=0.0, ignore_eos=True, max_tokens=200)
+LONG = Sampling(temperature=0.0, ignore_eos=True, max_tokens=2000)
 PROMPT = [1, 2, 3]
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    with serving("--tensor-parallel-size", "2") as served:
+    with serving("--tensor-parallel-size", "2", "--max-model-len", "2048") as served:
         yield served
 
 
