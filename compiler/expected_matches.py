@@ -35,6 +35,7 @@ class ModelShape:
     stored       projections stored in eight bits
     lora_head, lora_embedding  the output head or the embedding has LoRA
     sparse       layers with experts; lora_routers, lora_experts: routers and linears of experts with LoRA
+    lora_qkv, lora_gate_up  layers with LoRA on q/k/v, and on gate/up
     """
 
     layers: int
@@ -51,6 +52,8 @@ class ModelShape:
     sparse: int = 0
     lora_routers: int = 0
     lora_experts: int = 0
+    lora_qkv: int = 0
+    lora_gate_up: int = 0
 
     @property
     def dense(self) -> int:
@@ -111,7 +114,9 @@ def model_shape(names: Iterable[str], paged: bool, negations: int = 0) -> ModelS
     more = [any(module in name and _LORA.search(name) for name in names) for module in ("lm_head", "embed_tokens")]
     if not layers or (sparse and not paged):  # how another library spells experts is unknown
         return None
-    return ModelShape(*counts, "qkv" in projections, unrotated, stored, more[0], more[1], len(sparse), routers, experts)
+    lora_layers = [sum(module == name for _, module in packed) for name in ("qkv", "gate_up")]
+    experts_and_lora = len(sparse), routers, experts, *lora_layers
+    return ModelShape(*counts, "qkv" in projections, unrotated, stored, more[0], more[1], *experts_and_lora)
 
 
 @dataclass(frozen=True)
@@ -126,10 +131,13 @@ class Expectation:
         return not set(passes) & set(self.options.disable)
 
     @property
-    def clean(self) -> bool:
-        """Whether projections are packed and LoRA, if any, is lifted: fuse passes match only semantic ops."""
-        lifted = self.on("lift_lora") or not self.shape.lora_linears
-        return (self.on("pack_projections") or self.shape.packed) and lifted
+    def packs(self) -> bool:
+        """Whether projections that share their input are packed: fuse passes match only these."""
+        return self.on("pack_projections") or self.shape.packed
+
+    def unlifted(self, layers: int) -> int:
+        """Return the layers, of `layers` with LoRA on some projections, in which it is no semantic op."""
+        return 0 if self.on("lift_lora") else layers
 
     def count(self, name: str) -> int | None:
         """Return the expected number of matches of pass `name`; None if the model's shape does not determine it."""
@@ -170,12 +178,11 @@ def _linears(e: Expectation) -> int | None:
         return 0
     if e.shape.lora_linears and not e.on("lift_lora"):
         return None  # peft's A and B are linears too
-    packed = e.on("pack_projections") or e.shape.packed
-    return (4 * e.shape.layers if packed else e.shape.linears) + int(e.options.lm_head == "auto")
+    return (4 * e.shape.layers if e.packs else e.shape.linears) + int(e.options.lm_head == "auto")
 
 
 def _silu_fused(e: Expectation) -> int:
-    return (e.shape.dense if e.clean else 0) + e.shape.sparse
+    return (e.shape.dense - e.unlifted(e.shape.lora_gate_up) if e.packs else 0) + e.shape.sparse
 
 
 def _combined(e: Expectation) -> int:
@@ -217,8 +224,12 @@ def _values_rotated(e: Expectation) -> int | None:
     return 0 if e.shape.stored else _layers(e, "rotate_values")
 
 
+def _attention_matches(e: Expectation) -> bool:
+    return e.packs and not e.unlifted(e.shape.lora_qkv)
+
+
 def _rope_appended(e: Expectation) -> int:
-    if not e.shape.paged or not e.clean or (e.shape.head_norms and not e.on("lift_rms_norm")):
+    if not e.shape.paged or not _attention_matches(e) or (e.shape.head_norms and not e.on("lift_rms_norm")):
         return 0
     return e.shape.layers if e.on("lift_rope") else e.shape.unrotated
 
@@ -226,7 +237,8 @@ def _rope_appended(e: Expectation) -> int:
 def _balanced(e: Expectation) -> int | None:
     if not (e.shape.paged and e.options.quantizes_kv and e.on("quantize_kv")):
         return 0
-    return _layers(e, "balance_keys") if e.on("fuse_rope_append", "lift_rope", "lift_rms_norm") and e.clean else 0
+    matches = e.on("fuse_rope_append", "lift_rope", "lift_rms_norm") and _attention_matches(e)
+    return _layers(e, "balance_keys") if matches else 0
 
 
 def _smoothed(e: Expectation) -> int | None:

@@ -39,6 +39,13 @@ def test_counts_follow_from_the_config(layers: int, targets: tuple[str, ...] | N
     assert (counts["lift_lora"], counts["lower_lora"]) == (lora[0] * layers, lora[1] * layers)
 
 
+@pytest.mark.parametrize("targets", [("q_proj",), ("o_proj",), ("gate_proj",), ("down_proj",), ("q_proj", "up_proj")])
+def test_lora_that_is_not_lifted_leaves_the_other_projections_fused(targets: tuple[str, ...]) -> None:
+    counts = matches(model(targets), disable=("lift_lora",))
+    assert counts["fuse_rope_append"] == int("q_proj" not in targets)
+    assert counts["fuse_silu_mul"] == int(not {"gate_proj", "up_proj"} & set(targets))
+
+
 def test_a_layer_is_nine_kernels_on_the_main_lane_and_eight_next_to_it() -> None:
     one, two = (
         sidestream.compile(model(num_hidden_layers=layers), text=False).records[-1].ops_after for layers in (1, 2)
