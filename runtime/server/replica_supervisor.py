@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +45,16 @@ def devices_of(
 ) -> list[dict[str, str]]:
     """Return environment variables for each of `count` engines: `ranks` GPUs of its own, or nothing on a CPU.
 
-    Raises ValueError if the host has too few GPUs.
+    Engines run on a CPU, too, if `device` is None and the environment hides all GPUs, with "" or "-1". Raises
+    ValueError if the host has too few GPUs.
     """
     found = len(list(GPUS.iterdir())) if GPUS.is_dir() else 0
-    if device == "cpu" or not found:
-        return [{} for _ in range(count)]
     named = environment.get(VISIBLE)
-    visible = [str(index) for index in range(found)] if named is None else [each for each in named.split(",") if each]
+    visible = [str(index) for index in range(found)]
+    if named is not None:  # CUDA ignores what follows "-1"
+        visible = [each for each in takewhile(lambda each: each.strip() != "-1", named.split(",")) if each.strip()]
+    if device == "cpu" or not found or (device is None and not visible):
+        return [{} for _ in range(count)]
     if len(visible) < count * ranks:
         each = "" if ranks == 1 else f" of {ranks} ranks each"
         raise ValueError(

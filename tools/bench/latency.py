@@ -140,6 +140,9 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add_bench_model(parser)
     add_value(parser, "--concurrency", [1, 8, 64], "requests at once, measured in turn", metavar="C", nargs="+")
     add_random_adapters(parser)
+    parser.add_argument(
+        "--num-dora", type=int, default=0, metavar="N", help="random adapters that are DoRA, from the first on"
+    )
     add_value(parser, "--input-len", 128, "prompt tokens")
     parser.add_argument("--output-len", type=positive, default=256, metavar="N", help="output tokens (default: 256)")
     add_value(parser, "--num-iters", 3, "measurements of each line; the median counts")
@@ -181,6 +184,8 @@ def check(options: argparse.Namespace) -> None:
             f"{'--speculate' if options.speculate else '--ablate'} is measured in one process; leave out "
             "--tensor-parallel-size"
         )
+    if not 0 <= options.num_dora <= options.num_adapters:
+        raise ValueError(f"--num-dora {options.num_dora} must be from 0 to --num-adapters {options.num_adapters}")
     check_output("--output-json", options.output_json)
     check_output("--profile", options.profile)
 
@@ -215,7 +220,7 @@ def run(options: argparse.Namespace) -> int:
         )
     config, directory = model_fields(options)
     with tempfile.TemporaryDirectory(prefix="sidestream-bench-") as scratch:
-        adapters = make_adapters(options, config, Path(scratch))
+        adapters = make_adapters(options, config, Path(scratch), options.num_dora)
         started = time.perf_counter()
         if options.structured and directory is None:
             write_model(Path(scratch) / "model", config, 0, options.lora_rank)  # constraints need a tokenizer
@@ -255,11 +260,16 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def make_adapters(options: argparse.Namespace, config: dict[str, Any], directory: Path) -> dict[str, str]:
-    """Write random adapters below `directory` and return name -> path; none if no line uses adapters."""
+def make_adapters(
+    options: argparse.Namespace, config: dict[str, Any], directory: Path, num_dora: int = 0
+) -> dict[str, str]:
+    """Write random adapters below `directory` and return name -> path; none if no line uses adapters.
+
+    The first `num_dora` are DoRA.
+    """
     names = [f"random-{index}" for index in range(options.num_adapters)] if set(options.lora) - {"none"} else []
     return {
-        name: write_random_adapter(directory / name, config, options.lora_rank, options.seed + index)
+        name: write_random_adapter(directory / name, config, options.lora_rank, options.seed + index, index < num_dora)
         for index, name in enumerate(names)
     }
 

@@ -30,10 +30,13 @@ TINY = LLAMA_8B | {
 EXPERT_PARAMETERS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
-def write_random_adapter(directory: Path, config: Mapping[str, Any], rank: int, seed: int) -> str:
+def write_random_adapter(
+    directory: Path, config: Mapping[str, Any], rank: int, seed: int, use_dora: bool = False
+) -> str:
     """Write an adapter of `rank` and alpha 2 * rank in bfloat16 and PEFT's format on all projections and experts.
 
-    Returns the directory; `config` has the fields of the base model's config.json.
+    With `use_dora` projections have magnitudes, too. Returns the directory; `config` has the fields of the base model's
+    config.json.
     """
     import torch
     from safetensors.torch import save_file
@@ -49,6 +52,8 @@ def write_random_adapter(directory: Path, config: Mapping[str, Any], rank: int, 
         outputs, inputs = base.stored_shape(module)
         tensors[f"base_model.model.{module}.lora_A.weight"] = draw(rank, inputs, inputs**-0.5)
         tensors[f"base_model.model.{module}.lora_B.weight"] = draw(outputs, rank, 0.1 * rank**-0.5)
+        if use_dora:
+            tensors[f"base_model.model.{module}.lora_magnitude_vector"] = torch.rand(outputs, generator=source) + 0.5
     hidden, inner = base.hidden_size, base.expert_intermediate_size
     for layer in filter(base.is_sparse, range(base.num_hidden_layers)):  # PEFT nests its wrappers of two parameters
         names = (f"base_model.model.model.layers.{layer}.mlp.experts{inside}" for inside in (".base_layer", ""))
@@ -65,6 +70,7 @@ def write_random_adapter(directory: Path, config: Mapping[str, Any], rank: int, 
         "lora_alpha": 2 * rank,
         "target_modules": sorted({module.rpartition(".")[2] for module in modules}),
         "bias": "none",
+        "use_dora": use_dora,
     }
     if base.num_experts:
         fields |= {"target_parameters": list(EXPERT_PARAMETERS), "peft_version": "0.21.2"}

@@ -10,6 +10,7 @@ from sidestream.ops.moe.expert_linear import expert_linear, expert_linear_8bit
 from sidestream.ops.moe.grouped_linear import expert_tile, grouped_linear, grouped_linear_8bit
 from sidestream.ops.moe.grouped_linear_8bit_silu_mul import grouped_linear_8bit_silu_mul
 from sidestream.ops.moe.kernel_triton import TILES, default_config, launch_grouped
+from support import linears
 from support.checks import Tolerance, assert_near, bits, check_kernel, poison
 from support.moe_gemm_samples import Experts, experts_case, routing
 from support.sm90 import MachineCode, compile_launch
@@ -194,9 +195,10 @@ def test_launches_of_graphs_that_are_not_lowered(dtype: torch.dtype) -> None:
 def test_qwen3_30b_a3b_on_the_gpu(dtype: torch.dtype, tokens: int, kind: str) -> None:
     experts = routing(tokens, 8, 128, kind, padding=tokens // 4)
     case = experts_case(experts, 128, 1536, 2048, dtype, device="cuda")
-    check(grouped_linear_8bit, case, None, NEAR[dtype], BF16)
-    check(grouped_linear_8bit_silu_mul, case, None, NEAR[FP8], BF16, pdl=True)
-    check(grouped_linear_8bit, experts_case(experts, 128, 2048, 768, dtype, True, "cuda"), None, NEAR[dtype], BF16)
+    near = linears.NEAR if dtype == FP8 else NEAR[INT8]
+    check(grouped_linear_8bit, case, None, near, BF16)
+    check(grouped_linear_8bit_silu_mul, case, None, linears.NEAR, BF16, pdl=True)
+    check(grouped_linear_8bit, experts_case(experts, 128, 2048, 768, dtype, True, "cuda"), None, near, BF16)
 
 
 # Machine code

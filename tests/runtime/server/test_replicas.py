@@ -42,6 +42,10 @@ def test_each_engine_has_a_gpu_of_its_own(tmp_path, monkeypatch):
         devices_of(4, None, {})
     with pytest.raises(ValueError, match=r"there are 1; .* or name more in CUDA_VISIBLE_DEVICES"):
         devices_of(2, None, {"CUDA_VISIBLE_DEVICES": "1"})
+    for hidden in ("", "-1", "-1,0"):
+        assert devices_of(2, None, {"CUDA_VISIBLE_DEVICES": hidden}) == [{}, {}], "all GPUs are hidden"
+        with pytest.raises(ValueError, match=r"2 engines need 2 GPUs, and there are 0; .* CUDA_VISIBLE_DEVICES"):
+            devices_of(2, "cuda", {"CUDA_VISIBLE_DEVICES": hidden})
 
 
 def children_of(pid: int) -> dict[int, str]:

@@ -68,7 +68,7 @@ def test_latency_of_a_shape_over_two_ranks(
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
     shape.write_text(json.dumps({**LLAMA_8B, **small, **heads, "bos_token_id": 0, "eos_token_id": 1}))
     sizes = ["--concurrency", "2", "--input-len", "8", "--output-len", "34", "--num-iters", "1", "--device", "cpu"]
-    adapters = ["--num-adapters", "2", "--lora-rank", "8"]
+    adapters = ["--num-adapters", "2", "--num-dora", "1", "--lora-rank", "8"]
     command = ["bench", "latency", "--shape", str(shape), *sizes, *adapters, "--output-json", str(target)]
     assert cli.main([*command, "--tensor-parallel-size", "2"]) == 0
     found = json.loads(target.read_text())

@@ -1,0 +1,67 @@
+"""On a GPU: mixtures of experts with adapters of every kind in one batch, next to the same engine on a CPU."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sidestream
+from support.expert_adapters import DOWN, GATE_UP, SIZES, on_parameters, one_by_one, tiny_moe
+from support.tiny import AdapterSpec, tiny_adapters
+
+pytestmark = pytest.mark.gpu
+
+OPTIONS: dict[str, Any] = {
+    "max_model_len": 192,
+    "max_num_seqs": 12,
+    "num_kv_pages": 60,
+    "max_num_batched_tokens": 64,
+    "max_lora_rank": 16,
+    "show_progress": False,
+    "gpu_memory_utilization": 0.3,
+}
+GREEDY = sidestream.SamplingParams(
+    temperature=0, max_tokens=12, ignore_eos=True, logprobs=0, prompt_logprobs=0, detokenize=False
+)
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-3), ("int8", 0.1)])
+@pytest.mark.parametrize("family", SIZES)
+def test_answers_are_those_of_a_cpu(tmp_path: Path, family: str, precision: str, tolerance: float) -> None:
+    base = tiny_moe(tmp_path, family)
+    paths = {
+        "stacks": on_parameters(base, GATE_UP, DOWN, targets=["q_proj", "o_proj"]),
+        "down": on_parameters(base, DOWN, rank=12),
+        "attention": tiny_adapters(base, [AdapterSpec(rank=16, targets=("q_proj", "k_proj", "v_proj", "o_proj"))])[0],
+    }
+    if family == "Qwen3Moe":
+        paths["each-expert"] = one_by_one(base)
+    dice = random.Random(2)
+    chosen = [None, *paths, *dice.choices([None, *paths], k=5)]
+    prompts = [[dice.randrange(320) for _ in range(dice.randrange(3, 90))] for _ in chosen]
+    prompts[: 1 + len(paths)] = [prompts[0]] * (1 + len(paths))
+    found: dict[str, list[Any]] = {}
+    for device in ("cuda", "cpu"):
+        adapters = {name: str(path) for name, path in paths.items()}
+        with sidestream.LLM(str(base.path), adapters, precision=precision, device=device, **OPTIONS) as llm:
+            found[device] = llm.generate(prompts, GREEDY, adapter=chosen, use_tqdm=False)
+            if device == "cuda":
+                alone = [
+                    llm.generate([prompt], GREEDY, adapter=name, use_tqdm=False)[0].outputs[0].token_ids
+                    for prompt, name in zip(prompts, chosen, strict=True)
+                ]
+    for name, prompt, on_gpu, on_cpu in zip(chosen, prompts, found["cuda"], found["cpu"], strict=True):
+        differences = [
+            abs(gpu[token].logprob - cpu[token].logprob)
+            for token, gpu, cpu in zip(prompt[1:], on_gpu.prompt_logprobs[1:], on_cpu.prompt_logprobs[1:], strict=True)
+        ]
+        assert max(differences) < tolerance, (name, max(differences))
+        if precision == "fp32":
+            assert on_gpu.outputs[0].token_ids == on_cpu.outputs[0].token_ids, name
+    if precision == "fp32":
+        assert alone == [output.outputs[0].token_ids for output in found["cuda"]]
+    sums = {
+        sum(each[token].logprob for token, each in zip(prompts[0][1:], output.prompt_logprobs[1:], strict=True))
+        for output in found["cuda"][: 1 + len(paths)]
+    }
+    assert len(sums) == 1 + len(paths), "an adapter changes nothing"
