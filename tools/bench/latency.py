@@ -48,7 +48,7 @@ from .floors import (
     weight_bytes,
 )
 from .profile_run import write_profile
-from .random_model import write_model, write_random_adapter
+from .random_model import write_model, write_random_adapters
 
 if TYPE_CHECKING:
     from ...compiler.cost.hardware import Gpu
@@ -267,11 +267,8 @@ def make_adapters(
 
     The first `num_dora` are DoRA.
     """
-    names = [f"random-{index}" for index in range(options.num_adapters)] if set(options.lora) - {"none"} else []
-    return {
-        name: write_random_adapter(directory / name, config, options.lora_rank, options.seed + index, index < num_dora)
-        for index, name in enumerate(names)
-    }
+    count = options.num_adapters if set(options.lora) - {"none"} else 0
+    return write_random_adapters(directory, config, options.lora_rank, count, options.seed, num_dora)
 
 
 def build(

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +79,22 @@ def write_random_adapter(
     return str(directory)
 
 
+def write_random_adapters(
+    directory: Path, config: Mapping[str, Any], rank: int, count: int, seed: int = 0, num_dora: int = 0
+) -> dict[str, str]:
+    """Write `count` random adapters below `directory`, several at a time, and return name -> path.
+
+    The first `num_dora` are DoRA.
+    """
+
+    def write(index: int) -> tuple[str, str]:
+        name = f"random-{index}"
+        return name, write_random_adapter(directory / name, config, rank, seed + index, index < num_dora)
+
+    with ThreadPoolExecutor() as pool:
+        return dict(pool.map(write, range(count)))
+
+
 def write_tokenizer(file: Path, vocabulary: int) -> None:
     """Return a byte-level tokenizer.json of `vocabulary` tokens: the 256 bytes, then pairs and triples of letters.
 
@@ -109,10 +126,7 @@ def write_model(directory: Path, config: Mapping[str, Any], adapters: int, rank:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
     write_tokenizer(directory / "tokenizer.json", config["vocab_size"])
-    return {
-        f"random-{index}": write_random_adapter(directory / "adapters" / f"random-{index}", config, rank, index)
-        for index in range(adapters)
-    }
+    return write_random_adapters(directory / "adapters", config, rank, adapters)
 
 
 def random_tensors(

@@ -197,7 +197,7 @@ def test_qwen3_30b_a3b_on_the_gpu(dtype: torch.dtype, tokens: int, kind: str) ->
     case = experts_case(experts, 128, 1536, 2048, dtype, device="cuda")
     near = linears.NEAR if dtype == FP8 else NEAR[INT8]
     check(grouped_linear_8bit, case, None, near, BF16)
-    check(grouped_linear_8bit_silu_mul, case, None, linears.NEAR, BF16, pdl=True)
+    check(grouped_linear_8bit_silu_mul, case, None, Tolerance(linears.NEAR.rtol, 4 * linears.NEAR.atol), BF16, pdl=True)
     check(grouped_linear_8bit, experts_case(experts, 128, 2048, 768, dtype, True, "cuda"), None, near, BF16)
 
 

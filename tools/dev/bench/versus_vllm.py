@@ -17,7 +17,7 @@ from typing import Any
 from ...bench import engine_run
 from ...bench.engine_run import RESULT, SHORT_OUTPUT
 from ...bench.latency import model_fields
-from ...bench.random_model import write_model, write_random_adapter
+from ...bench.random_model import write_model, write_random_adapters
 from ...bench.throughput import PREFILL
 from ...options.engine import add_value, check_output, positive, share
 from ...options.environment import write_figures
@@ -225,10 +225,9 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         config, directory = model_fields(options)
         if directory is None:
             write_model(scratch / "model", config, adapters=0, rank=0)
-        adapters = [
-            write_random_adapter(scratch / "adapters" / str(index), config, options.lora_rank, options.seed + index)
-            for index in range(options.num_adapters if set(options.lora) - {"none"} else 0)
-        ]
+        count = options.num_adapters if set(options.lora) - {"none"} else 0
+        written = write_random_adapters(scratch / "adapters", config, options.lora_rank, count, options.seed)
+        adapters = list(written.values())
         for kind in options.lora:
             its = [
                 {"lora": kind, **{name: load[name] for name in ("workload", "concurrency", "input_len", "output_len")}}
