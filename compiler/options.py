@@ -210,10 +210,10 @@ class CompileOptions:
     )
     size_independent: bool = option(
         False,
-        "compute a token with the same bits in programs of every size",
+        "compute a token on a CPU with the same bits in programs of every size",
         keyword=None,
         more="disables the passes, LoRA's partial sums and the fp8 queries that are used at some sizes only and round "
-        "differently there",
+        "differently there; the kernels of a GPU still choose tiles and splits by size",
     )
     pdl: bool = option(True, "programmatic dependent launch between neighbours of a stream", keyword=None)
     check_counts: bool = option(

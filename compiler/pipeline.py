@@ -157,8 +157,11 @@ def pass_names() -> tuple[str, ...]:
 
 def passes_for(graph: fx.Graph, passes: tuple[Pass, ...]) -> tuple[Pass, ...]:
     """Return `passes`, with those of EXPERT_PASSES for a graph with a router."""
-    if not any(calls(graph, moe_route)):
-        return passes
+    return with_expert_passes(passes) if any(calls(graph, moe_route)) else passes
+
+
+def with_expert_passes(passes: tuple[Pass, ...]) -> tuple[Pass, ...]:
+    """Return `passes` with those of EXPERT_PASSES in their places."""
     return tuple(one for each in passes for one in (EXPERT_PASSES.get(each.name), each) if one is not None)
 
 

@@ -193,6 +193,12 @@ def describe_adapter(
             f"but this one also has other tensors of {name_of(others[0])}: train it without DoRA, biases and the "
             "embedding"
         )
+    if settings.invocation and (parameters := [*settings.target_parameters, *stacks.values()]):
+        raise AdapterError(
+            f"{CONFIG}: alora_invocation_tokens is not supported with LoRA on the parameter {name_of(parameters[0])}, "
+            "which PEFT applies to all tokens or refuses: train it without target_parameters, or without "
+            "alora_invocation_tokens"
+        )
     return Description(
         layout=layout,
         pairs=pairs,

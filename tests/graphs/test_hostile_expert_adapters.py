@@ -189,6 +189,11 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"use_dora": True}, "use_dora = True, but model.* has no lora_magnitude_vector"),
     ({"lora_bias": True}, r"lora_bias = True, but model.* has no lora_B\.bias"),
     ({"modules_to_save": ["gate"]}, "modules_to_save names 'gate'"),
+    (
+        {"alora_invocation_tokens": [5, 6]},
+        "alora_invocation_tokens is not supported with LoRA on the parameter 'experts.down_proj'.*train it without",
+    ),
+    ({"alora_invocation_tokens": [5], "target_parameters": None}, "LoRA on the parameter 'model.layers.0.mlp.experts"),
     ({"r": 8}, "rank 4, but adapter_config.json has 8"),
 ]
 

@@ -1,5 +1,6 @@
 """Adapters on experts in a running engine: in `LLM`, where they share steps and slots, and over HTTP."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,17 @@ import httpx
 import pytest
 import torch
 from sidestream import LLM, OptionError, RequestError, SamplingParams
-from support.expert_adapters import DOWN, GATE_UP, merged_one_by_one, on_parameters, one_by_one, tiny_moe
+from support.expert_adapters import (
+    DOWN,
+    GATE_UP,
+    merged_one_by_one,
+    of_old_peft,
+    on_parameters,
+    one_by_one,
+    tiny_moe,
+)
 from support.live_server import serving
-from support.tiny import AdapterSpec, TinyBase, oracle_greedy, tiny_adapters
+from support.tiny import AdapterSpec, TinyBase, oracle_greedy, oracle_logits, tiny_adapters
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 SIZES: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 48, "num_kv_pages": 6}
@@ -30,8 +39,8 @@ def adapters(base: TinyBase) -> dict[str, Path]:
     }
 
 
-def started(base: TinyBase, adapters: dict[str, Path], **options: Any) -> LLM:
-    return LLM(base.path, adapters, device="cpu", precision="fp32", show_progress=False, **{**SIZES, **options})
+def started(base: TinyBase, adapters: dict[str, Path], precision: str = "fp32", **options: Any) -> LLM:
+    return LLM(base.path, adapters, device="cpu", precision=precision, show_progress=False, **{**SIZES, **options})
 
 
 def prompts(*lengths: int) -> list[list[int]]:
@@ -53,6 +62,59 @@ def test_greedy_tokens_are_those_of_transformers_and_peft(base: TinyBase, adapte
                 llm.wake_up()
             outputs = llm.generate(batch, GREEDY, adapter=chosen, use_tqdm=False)
             assert [output.outputs[0].token_ids for output in outputs] == expected
+
+
+def test_int8_stays_as_near_to_peft_as_with_dense_adapters(base: TinyBase, adapters: dict[str, Path]) -> None:
+    """Every layout of a file in one batch, with the tolerance of `test_lower_precision_stays_near_transformers`."""
+    layouts = {"each": one_by_one(base), "stacked": on_parameters(base, GATE_UP, DOWN, targets=list(ATTENTION))}
+    layouts["transposed"] = of_old_peft(base, layouts["stacked"])
+    oracles = {**layouts, "transposed": layouts["stacked"]}  # PEFT no longer reads its old layout
+    batch, chosen = prompts(5, 60, 30, 12), ["each", "stacked", "transposed", None]
+    with started(base, layouts, precision="int8") as llm:
+        outputs = llm.generate(batch, replace(GREEDY, logprobs=0), adapter=chosen, use_tqdm=False)
+    for ids, name, output in zip(batch, chosen, outputs, strict=True):
+        (completion,) = output.outputs
+        tokens = completion.token_ids
+        rows = oracle_logits(base, oracles.get(name or ""), ids + tokens).log_softmax(-1)[len(ids) - 1 : -1]
+        found = torch.tensor([entry[token].logprob for entry, token in zip(completion.logprobs, tokens, strict=True)])
+        own = rows[range(len(tokens)), tokens]
+        assert (found - own).abs().mean() < 0.12 and (rows.amax(-1) - own).mean() < 0.12
+        plain = oracle_logits(base, None, ids + tokens).log_softmax(-1)[len(ids) - 1 : -1]
+        assert name is None or (rows - plain).abs().max() > 0.5, "the adapter makes a difference"
+
+
+@torch.no_grad()
+def activated(base: TinyBase, adapter: Path, ids: list[int], start: int) -> torch.Tensor:
+    """Log-probabilities of tokens `start` to the end, where the adapter is active: its model continues the base's KV
+    cache.
+    """
+    cache = base.model(input_ids=torch.tensor([ids[:start]]), use_cache=True).past_key_values if start else None
+    found = base.adapted(adapter)(input_ids=torch.tensor([ids[start:]]), past_key_values=cache, use_cache=True)
+    rows: torch.Tensor = found.logits[0].log_softmax(-1)
+    return rows
+
+
+def test_alora_on_experts_begins_at_its_invocation(base: TinyBase) -> None:
+    always = one_by_one(base, lora_alpha=64)
+    path = one_by_one(base, lora_alpha=64, alora_invocation_tokens=[7, 8, 9])
+    (before,) = prompts(40)
+    with started(base, {"each": path}) as llm:
+        for ids, start in (([*before, 7, 8, 9, *before[:9]], 40), ([7, 8, 9, *before], 0), (before, None)):
+            (output,) = llm.generate(ids, replace(GREEDY, logprobs=0), adapter="each", use_tqdm=False)
+            (completion,) = output.outputs
+            tokens = completion.token_ids
+            entries = zip(completion.logprobs, tokens, strict=True)
+            found = torch.tensor([entry[token].logprob for entry, token in entries])
+            if start is None:
+                rows = oracle_logits(base, None, ids + tokens).log_softmax(-1)
+            else:
+                rows = activated(base, always, ids + tokens, start)
+            chosen = rows[-len(tokens) - 1 : -1]
+            assert chosen.argmax(-1).tolist() == tokens
+            torch.testing.assert_close(found, chosen.amax(-1), atol=1e-4, rtol=0)
+            if start == 40:
+                plain = oracle_logits(base, always, ids + tokens).log_softmax(-1)[-len(tokens) - 1 : -1]
+                assert (plain.amax(-1) - found).abs().max() > 1e-3, "tokens before the invocation have no adapter"
 
 
 def test_stacks_limit_the_adapters_that_are_added(base: TinyBase, adapters: dict[str, Path]) -> None:

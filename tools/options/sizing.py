@@ -1,7 +1,7 @@
 """Memory and step times of a model by its config, without a GPU: docs/sizing.md has the formulas.
 
-One and two layers are compiled on the meta device; the others are like the second. In a mixture of experts all layers
-count as layers with experts.
+One and two layers are compiled on the meta device; the others are like the second. If a mixture of experts has dense
+layers, a model whose second layer is dense is compiled too.
 """
 
 from dataclasses import replace
@@ -26,7 +26,6 @@ from ...runtime.worker.memory_budget import (
     specs_of,
 )
 
-DEPTHS = (1, 2)
 PROMPT_TOKENS = 2048
 """Tokens of the step whose time gives the rate of prompts."""
 
@@ -36,17 +35,20 @@ class SizedModel:
 
     def __init__(self, config: LlamaConfig, lora: LoraShape | None, options: CompileOptions) -> None:
         self.config, self.lora = config, lora
+        self._dense = config.num_hidden_layers - config.num_sparse_layers if config.num_experts else 0
         self._compiled: list[Any] = []
-        for depth in DEPTHS:
-            layers = replace(config, num_hidden_layers=depth, dense_layers=())
+        for depth, dense in ((1, ()), (2, ()), (2, (1,)))[: 3 if self._dense else 2]:
+            layers = replace(config, num_hidden_layers=depth, dense_layers=dense)
             model = Llama(layers, lora, options.model_dtype, device="meta")
             self._compiled.append(compile_model(model, options, text=False))
 
     def _programs(self, bucket: Bucket) -> list[Program]:
         return [compiled.program(bucket) for compiled in self._compiled]
 
-    def _scaled(self, one: float, two: float) -> float:
-        return one + (self.config.num_hidden_layers - 1) * (two - one)
+    def _scaled(self, one: float, two: float, dense: float = 0) -> float:
+        """Return the figure of all layers from those of the compiled models."""
+        alike = self.config.num_hidden_layers - self._dense
+        return one + (alike - 1) * (two - one) + self._dense * (dense - one)
 
     def demand(self, max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int) -> MemoryDemand:
         """Return the bytes of an engine. Temporaries of layers share memory, so activations are those of two layers."""
@@ -61,7 +63,8 @@ class SizedModel:
         return MemoryDemand(
             weights=scaled(lambda program: specs_of(program, "weight")),
             adapters=scaled(lambda program: specs_of(program, "adapter")) * (slots + 1) // slots,
-            activations=programs[-1].arena_bytes + SAMPLING_COPIES * max_num_seqs * self.config.vocab_size * 4,
+            activations=max(program.arena_bytes for program in programs)
+            + SAMPLING_COPIES * max_num_seqs * self.config.vocab_size * 4,
             page=scaled(lambda program: kv_specs(program, 1)),
             slots=slots + 1,
             expert_slot=scaled(lambda program: specs_of(program, "adapter"), expert_bytes) // slots,

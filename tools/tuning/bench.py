@@ -116,7 +116,7 @@ class Bench:
     ) -> list[tuple[LinearConfig, float, torch.cuda.CUDAGraph]]:
         """Yield (configuration, error, graph of it and `after`) of those with right results."""
         configs = list(configs)
-        self._compile(configs, run)
+        compile_together([partial(run, config, *self.weights[0]) for config in configs])
 
         def launches(config: LinearConfig) -> Run:
             def both(weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
@@ -146,18 +146,6 @@ class Bench:
     def _timings(self, right: Sequence[tuple[LinearConfig, float, Any]], times: Sequence[float]) -> list[Timing]:
         return [Timing(config, us, error) for (config, error, _), us in zip(right, times, strict=True)]
 
-    def _compile(self, configs: list[LinearConfig], run: RunConfig) -> None:
-        """Compile several kernels at a time; failures are reported later."""
-
-        def attempt(config: LinearConfig) -> None:
-            torch.cuda.set_device(0)
-            with suppress(Exception):
-                run(config, *self.weights[0])
-
-        with ThreadPoolExecutor(min(12, os.cpu_count() or 1)) as pool:
-            list(pool.map(attempt, configs))
-        torch.cuda.synchronize()
-
     def _check(self, config: LinearConfig, run: RunConfig, out: torch.Tensor, exact: torch.Tensor) -> float | None:
         """Return the error relative to `exact`, starting from a NaN output; None if a second launch differs."""
         results = []
@@ -184,6 +172,19 @@ class Bench:
         alone = self._capture(lambda weight, weight_scale: None)
         first, *others = take_turns([partial(elapsed_us, graph.replay) for graph in (alone, *graphs)], self.repeats)
         return [(us - first) / (self.rounds * len(self.weights)) for us in others]
+
+
+def compile_together(launches: Sequence[Callable[[], Any]]) -> None:
+    """Compile several kernels at a time by launching each once; failures are reported later."""
+
+    def attempt(launch: Callable[[], Any]) -> None:
+        torch.cuda.set_device(0)
+        with suppress(Exception):
+            launch()
+
+    with ThreadPoolExecutor(min(12, os.cpu_count() or 1)) as pool:
+        list(pool.map(attempt, launches))
+    torch.cuda.synchronize()
 
 
 def take_turns(replays: Sequence[Callable[[], float]], repeats: int) -> list[float]:

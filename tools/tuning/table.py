@@ -13,18 +13,40 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """One entry of the table: a linear's weight [N, K], a token count, and the operands' dtype (`int8` or `fp8`)."""
+    """One entry of the table: a linear's weight [N, K], a token count, and the operands' dtype (`int8` or `fp8`).
+
+    experts, top_k  experts of the layer with a weight each, and those of a token; 0: no experts
+    """
 
     layer: str
     n: int
     k: int
     tokens: int
     dtype: str = DEFAULT_PRECISION
+    experts: int = 0
+    top_k: int = 0
 
     @property
     def int8(self) -> bool:
         """Return whether the operands are integers."""
         return self.dtype == "int8"
+
+    @property
+    def op(self) -> str:
+        """Return the op whose section has the entry."""
+        return "grouped_linear_8bit" if self.experts else "linear_8bit"
+
+    @property
+    def pairs(self) -> int:
+        """Return the number of pairs of a token and one of its experts."""
+        return self.tokens * self.top_k
+
+    @property
+    def rows(self) -> int:
+        """Return the rows under which the table has the entry: tokens, or pairs."""
+        from ...ops.linear.kernel_selection import padded_tokens
+
+        return padded_tokens(self.pairs) if self.experts else self.tokens
 
 
 @dataclass(frozen=True)
@@ -57,7 +79,7 @@ def sparse(config: "LinearConfig") -> dict[str, Any]:
 
 def sections(table: dict[str, Any]) -> dict[str, Any]:
     """Return the entries of a table, without its description."""
-    return {op: shapes for op, shapes in table.items() if op.startswith("linear_")}
+    return {op: shapes for op, shapes in table.items() if op.startswith(("linear_", "grouped_linear_"))}
 
 
 def has_entry(table: dict[str, Any], job: Job) -> bool:
@@ -65,8 +87,8 @@ def has_entry(table: dict[str, Any], job: Job) -> bool:
     from ...ops.linear.kernel_selection import table_op
 
     return any(
-        (shape["n"], shape["k"]) == (job.n, job.k) and str(job.tokens) in shape["tokens"]
-        for shape in table.get(table_op("linear_8bit", job.int8), ())
+        (shape["n"], shape["k"]) == (job.n, job.k) and str(job.rows) in shape["tokens"]
+        for shape in table.get(table_op(job.op, job.int8), ())
     )
 
 
@@ -79,9 +101,9 @@ def set_entry(table: dict[str, Any], op: str, job: Job, config: "LinearConfig | 
     if shape is None:
         shape = {"layer": job.layer, "n": job.n, "k": job.k, "tokens": {}}
         shapes.append(shape)
-    shape["tokens"].pop(str(job.tokens), None)
+    shape["tokens"].pop(str(job.rows), None)
     if config is not None:
-        shape["tokens"][str(job.tokens)] = sparse(config)
+        shape["tokens"][str(job.rows)] = sparse(config)
     shape["tokens"] = dict(sorted(shape["tokens"].items(), key=lambda entry: int(entry[0])))
 
 

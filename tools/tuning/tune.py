@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 TOKENS = (16, 32, 64, 128, 256, 512)
 DEFAULT_SHAPE = "llama-3.1-8b"
-LAYERS = ("qkv", "o", "gate_up", "down", "lm_head")
+LAYERS = ("qkv", "o", "gate_up", "down", "lm_head", "experts_gate_up", "experts_down")
+FEW_TOKENS = (1, 2, 4, 8)
+"""Tokens of further entries of experts, which have an entry for 16 pairs and not for 16 tokens."""
 DTYPES = ("int8", "fp8")
 AS_FAST = 1.03  # this much slower than the fastest counts as equal
 GAIN = 0.98  # largest share of the time of two launches for one launch instead of them
@@ -32,7 +34,8 @@ turns with the others. Of those within 3% of the fastest the most exact one is k
 
 The table is readable JSON, to edit and to commit. Shapes without an entry use a heuristic. Entries for other shapes and
 for the other dtype are kept; with --missing all existing entries. A linear that was measured in FP8 only runs in int8
-like that, if int8 has the kernel. Token counts are powers of two: a step of 100 tokens uses the entry for 128."""
+like that, if int8 has the kernel. Token counts are powers of two: a step of 100 tokens uses the entry for 128. The
+entries of experts are for powers of two of pairs, of a token and one of its experts."""
 
 EXAMPLES = """\
 examples:
@@ -126,18 +129,18 @@ def run(options: argparse.Namespace) -> int:
         dynamic_ncols=True,
     ) as bar:
         for job, config in work:
-            bar.set_postfix_str(f"{job.layer} x {job.tokens}")
+            bar.set_postfix_str(f"{job.layer} x {job.rows}")
             best, fused, measured = measure(job, sms, options.repeats, bar.update, bar.write)
-            if options.in_layers and job.layer != "lm_head":
+            if options.in_layers and job.layer != "lm_head" and not job.experts:
                 kept = in_layers(config, job, measured, sms, bar.write)
-                set_entry(table, "linear_8bit", job, kept)
-                bar.write(f"{job.layer:>8} [{job.n}, {job.k}] x {job.tokens:<4} kept: {show(kept)}")
+                set_entry(table, job.op, job, kept)
+                bar.write(f"{job.layer:>8} [{job.n}, {job.k}] x {job.rows:<4} kept: {show(kept)}")
                 write(output, table)
                 continue
-            set_entry(table, "linear_8bit", job, best.config)
-            line = f"{job.layer:>8} [{job.n}, {job.k}] x {job.tokens:<4} {best.us:8.2f} us  {show(best.config)}"
-            if job.layer == "gate_up":
-                set_entry(table, "linear_8bit_silu_mul", job, fused.config if fused is not None else None)
+            set_entry(table, job.op, job, best.config)
+            line = f"{job.layer:>8} [{job.n}, {job.k}] x {job.rows:<4} {best.us:8.2f} us  {show(best.config)}"
+            if job.layer in ("gate_up", "experts_gate_up"):
+                set_entry(table, f"{job.op}_silu_mul", job, fused.config if fused is not None else None)
                 line += "" if fused is None else f"; with SiLU {fused.us:.2f} us  {show(fused.config)}"
             bar.write(line)
             write(output, table)
@@ -163,17 +166,17 @@ def jobs_of(
     models: dict[str, dict[str, Any]], layers: list[str], tokens: list[int], dtype: str
 ) -> Iterator[tuple[Job, dict[str, Any]]]:
     """Return the entries of several models, each shape once, with the fields of the first model that has it."""
-    seen: set[tuple[int, int, int]] = set()
+    seen: set[tuple[str, int, int, int]] = set()
     for config in models.values():
         for job in jobs(config, layers, tokens, dtype):
-            place = job.n, job.k, job.tokens
+            place = job.op, job.n, job.k, job.rows
             if place not in seen:
                 seen.add(place)
                 yield job, config
 
 
 def jobs(config: dict[str, Any], layers: list[str], tokens: list[int], dtype: str = DEFAULT_PRECISION) -> Iterator[Job]:
-    """Return the entries of a model; token counts are rounded up to those of the table."""
+    """Return the entries of a model; counts of tokens and pairs are rounded up to those of the table."""
     from ...graphs.config import LlamaConfig
     from ...ops.linear.kernel_selection import padded_tokens
 
@@ -185,13 +188,20 @@ def jobs(config: dict[str, Any], layers: list[str], tokens: list[int], dtype: st
         "gate_up": (2 * c.intermediate_size, c.hidden_size),
         "down": (c.hidden_size, c.intermediate_size),
         "lm_head": (c.vocab_size, c.hidden_size),
+        "experts_gate_up": (2 * c.expert_intermediate_size, c.hidden_size),
+        "experts_down": (c.hidden_size, c.expert_intermediate_size),
     }
-    experts_only = c.num_sparse_layers == c.num_hidden_layers
+    experts_only, top_k = c.num_sparse_layers == c.num_hidden_layers, c.num_experts_per_tok
+    counts = sorted({padded_tokens(count) for count in tokens})
+    few = FEW_TOKENS if counts[:1] == [padded_tokens(1)] else ()
     for layer in layers:
-        if experts_only and layer in ("gate_up", "down"):
-            continue
-        for count in sorted({padded_tokens(count) for count in tokens}):
-            yield Job(layer, *shapes[layer], count, dtype)
+        if layer.startswith("experts_"):
+            if c.num_sparse_layers:
+                for rows in sorted({padded_tokens(count * top_k) for count in (*few, *counts)}):
+                    yield Job(layer, *shapes[layer], max(1, rows // top_k), dtype, c.num_experts, top_k)
+        elif not (experts_only and layer in ("gate_up", "down")):
+            for count in counts:
+                yield Job(layer, *shapes[layer], count, dtype)
 
 
 def linear_configs(job: Job, sms: int) -> "list[LinearConfig]":
@@ -212,6 +222,10 @@ def activation_configs(job: Job, sms: int) -> "list[LinearConfig]":
 
 
 def _configs(job: Job, sms: int) -> "list[LinearConfig]":
+    if job.experts:
+        from .grouped import grouped_configs
+
+        return grouped_configs(job) * (2 if job.layer == "experts_gate_up" else 1)
     return [*linear_configs(job, sms), *activation_configs(job, sms)]
 
 
@@ -219,7 +233,7 @@ def plan(work: list[Job], sms: int) -> str:
     """Return one line for each entry to measure."""
     counts = [len(_configs(job, sms)) for job in work]
     lines = [
-        f"{job.layer:>8}  [{job.n}, {job.k}] x {job.tokens:<4} {count:>3} configurations"
+        f"{job.layer:>8}  [{job.n}, {job.k}] x {job.rows:<4} {count:>3} configurations"
         for job, count in zip(work, counts, strict=True)
     ]
     minutes = max(1, round(sum(counts) * SECONDS_EACH / 60))
@@ -254,22 +268,30 @@ def in_layers(
 def measure(
     job: Job, sms: int, repeats: int, advance: Callable[[], Any], report: Callable[[str], Any]
 ) -> tuple[Timing, Timing | None, list[Timing]]:
-    """Return (best configuration of `linear_8bit`, that of `linear_8bit_silu_mul`, all right ones of `linear_8bit`).
+    """Return (best configuration of the linear, that of the linear with SiLU * mul, all right ones of the linear).
 
-    The second is None unless it is faster than the linear and `silu_mul_quant`. Raises ValueError if no configuration
-    gave right results.
+    The second is None unless it is faster than the linear and `silu_mul_quant`; for experts it is always used. Raises
+    ValueError if no configuration gave right results.
     """
     from ...compiler.options import torch_dtype
     from .bench import Bench
+    from .grouped import GroupedBench, grouped_configs
 
-    bench = Bench(job.n, job.k, job.tokens, repeats, torch_dtype(job.dtype))
-    measured = bench.linear(linear_configs(job, sms), sms, advance, report)
+    if job.experts:
+        grouped = GroupedBench(job, repeats)
+        measured = grouped.timings(grouped_configs(job), False, advance, report)
+    else:
+        bench = Bench(job.n, job.k, job.tokens, repeats, torch_dtype(job.dtype))
+        measured = bench.linear(linear_configs(job, sms), sms, advance, report)
     if not measured:
         raise ValueError(
             f"no configuration of {job.layer} [{job.n}, {job.k}] in {job.dtype} gave right results for {job.tokens} "
             "tokens"
         )
     best, fused = choose(measured), activation_configs(job, sms)
+    if job.layer == "experts_gate_up":
+        activated = grouped.timings(grouped_configs(job), True, advance, report)
+        return best, choose(activated) if activated else None, measured
     if not fused:
         return best, None, measured
     activations, separate = bench.activation(fused, best.config, sms, advance, report)

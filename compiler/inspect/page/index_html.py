@@ -17,7 +17,7 @@ from ...cost.kernel_resources import launched_kernels
 from ...cost.timings import Timings, TimingsError
 from ...options import DEFAULT_LORA_DTYPE, LAYERED, CompileOptions
 from ...pass_records import GraphLine, PassRecord
-from ...pipeline import PASSES
+from ...pipeline import PASSES, with_expert_passes
 from ...program.buffers import View, describe_view, short_dtype, views_in
 from ...program.calls import FOREIGN, describe, overload_of, traits_of
 from ...program.layers import HEAD, TAIL, step_layers
@@ -139,8 +139,10 @@ def _passes(
     for entry in shown:
         reason = "" if entry["matches"] or entry["rejected"] else disabling_option(entry["name"], options)
         entry |= {"off": reason} if reason else {}
-    order = [each.name for each in PASSES]
-    for number, each in enumerate(PASSES):
+    routed = any("sidestream.moe_route" in record.ops_before for record in records)
+    passes = with_expert_passes(PASSES) if routed else PASSES
+    order = [each.name for each in passes]
+    for number, each in enumerate(passes):
         if each.name not in options.disable or not shown:
             continue
         earlier = [place for place, entry in enumerate(shown) if entry["name"] in order[:number]]

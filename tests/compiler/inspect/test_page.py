@@ -19,13 +19,14 @@ from sidestream.compiler.inspect.page.index_html import SCRIPTS, page_data, part
 from sidestream.compiler.inspect.page.kernel_sources import kernel_sources
 from sidestream.compiler.inspect.schedule_svg import COLOURS
 from sidestream.compiler.options import CompileOptions
-from sidestream.compiler.pipeline import PASSES
+from sidestream.compiler.pipeline import EXPERT_PASSES, PASSES, with_expert_passes
 from sidestream.graphs.lora import LoraShape
 from sidestream.ops.core.registry import OPS
 from sidestream.tools import cli
 from support.dumped import DECODE, MIXED, compiled_on_meta, data_of, dumped_8b
 from support.meta import FIELDS, compiled_without_weights
 from support.meta_model import meta_llama
+from support.sparse import sparse_model
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +99,16 @@ def test_passes_that_an_option_switches_off_say_so(options: CompileOptions, off:
     assert all(each["kernels"][0] == each["kernels"][1] and not each["changes"] for each in shown if "off" in each)
     for earlier, later in pairwise(shown):
         assert earlier["after"] == later["before"]
+
+
+@pytest.mark.parametrize("off", [(), tuple(each.name for each in EXPERT_PASSES.values())], ids=["on", "off"])
+def test_passes_on_experts_are_shown_for_models_with_experts(off: tuple[str, ...]) -> None:
+    options = CompileOptions(disable=off)
+    compiled = compile_model(sparse_model("mixtral", device="meta"), options, text=True)
+    shown = page_data(compiled.records, [], title="", version="", options=options)["passes"]
+    assert [each["name"] for each in shown] == [each.name for each in with_expert_passes(PASSES)]
+    disabled = {each["name"]: each["off"] for each in shown if each.get("off", "").startswith("disable_passes")}
+    assert disabled == {name: f"disable_passes={name}" for name in off}
 
 
 def test_a_model_that_was_compiled_without_the_graphs_text_is_dumped_all_the_same(tmp_path: Path) -> None:

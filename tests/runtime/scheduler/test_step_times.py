@@ -3,6 +3,10 @@
 from collections.abc import Mapping
 
 import pytest
+from sidestream.compiler.cost.hardware import H200
+from sidestream.compiler.options import CompileOptions
+from sidestream.compiler.program.program import Bucket
+from sidestream.graphs.config import LlamaConfig
 from sidestream.runtime.api.request import Request
 from sidestream.runtime.scheduler.speculation import (
     MAX_AGE,
@@ -12,6 +16,8 @@ from sidestream.runtime.scheduler.speculation import (
     Speculation,
     StepTimes,
 )
+from sidestream.tools.options.models import SHAPES
+from sidestream.tools.options.sizing import SizedModel
 from support.engines import Clock, greedy, make_engine, prompt, run
 
 HOST_BOUND = ((1, 1, 0.20e-3), (1, 2, 0.21e-3), (1, 4, 0.22e-3), (1, 8, 0.25e-3))
@@ -85,6 +91,23 @@ def test_first_steps_that_take_long_are_forgotten():
 def test_short_requests_pay_little_for_drafts_that_never_hold(measured, takes, length):
     speed, _ = simulate(measured, takes, 1.0, requests=1800 // length, length=length)
     assert speed > 0.95
+
+
+@pytest.fixture(scope="module")
+def routed() -> tuple[tuple[int, int, float], ...]:
+    """Estimated steps of one sequence of Qwen3-30B-A3B on an H200. Each row of a step chooses experts of its own."""
+    model = SizedModel(LlamaConfig.from_dict(SHAPES["qwen3-30b-a3b"]), None, CompileOptions())
+    buckets = [Bucket(rows, 1, 17, 17, decode=rows == 1, lora=False, rows=rows) for rows in (1, 2, 4, 8)]
+    return tuple((1, bucket.rows, model.seconds(bucket, 1024, 0, H200)) for bucket in buckets)
+
+
+@pytest.mark.parametrize(("requests", "length"), [(2, 2000), (45, 40), (300, 6)])
+def test_drafts_that_read_experts_of_their_own_cost_two_percent_at_most(routed, requests, length):
+    """Also where none of them holds, as on random text; drafts that hold still pay."""
+    takes = {rows - 1: seconds for _, rows, seconds in routed}
+    assert takes[7] > 1.8 * takes[0], "the rows of a step are priced with the experts that they read"
+    speeds = {made: simulate(routed, takes, made, requests, length)[0] for made in HELD}
+    assert min(speeds.values()) > 0.98 and speeds[3.0] > 1.5
 
 
 def see(times: StepTimes, first: int, sequences: int, drafts: int, seconds: float, count: int = MIN_SAMPLES + 1) -> int:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from sidestream.runtime.demo_model import DEMO_MODEL
 from sidestream.tools import cli
 from sidestream.tools.commands.plan import gpu_and_memory
@@ -58,3 +59,19 @@ def test_names_of_gpus() -> None:
     for name, gigabytes in (("h100", 80), ("H200-141", 141), ("h100-94GB", 94), ("NVIDIA H100 80GB HBM3", 80)):
         gpu, memory = gpu_and_memory(name)
         assert (gpu.name, memory) == (name.upper().replace("NVIDIA ", "")[:4], gigabytes * 10**9)
+
+
+def test_dense_layers_of_a_mixture_of_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Layers with experts and dense ones, in any order, have the weights of transformers' model."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "intermediate_size": 512}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "hidden_size": 128, "vocab_size": 320}
+    for dense in ([], [0, 3], [0, 1, 2, 3, 4]):
+        config = Qwen3MoeConfig(**sizes, **heads, num_hidden_layers=5, mlp_only_layers=dense)
+        config.save_pretrained(tmp_path)
+        with torch.device("meta"):
+            expected = 2 * sum(each.numel() for each in Qwen3MoeForCausalLM(config).parameters())
+        arguments = [str(tmp_path), *SMALL, "--gpu", "h100", "--precision", "bf16", "--json"]
+        assert cli.main(["plan", *arguments]) == 0
+        assert json.loads(capsys.readouterr().out)["memory"]["weights"] == pytest.approx(expected, abs=2048)

@@ -10,13 +10,15 @@ import torch
 from sidestream.ops.core.device import H200_SMS
 from sidestream.ops.linear import kernel_selection as tuning
 from sidestream.ops.linear.kernel_selection import LinearConfig
+from sidestream.ops.moe.kernel_triton import candidates, default_config, grouped_config
 from sidestream.runtime.demo_model import DEMO_MODEL
 from sidestream.tools import cli
 from sidestream.tools.options.engine import DEFAULT_PRECISION
 from sidestream.tools.tuning import bench as tune_bench
+from sidestream.tools.tuning import grouped as tune_grouped
 from sidestream.tools.tuning import layers as tune_layers
 from sidestream.tools.tuning.table import Job, Timing, has_entry, set_entry, write
-from sidestream.tools.tuning.tune import DTYPES, activation_configs, choose, linear_configs
+from sidestream.tools.tuning.tune import DTYPES, LAYERS, activation_configs, choose, linear_configs
 
 
 def test_a_dry_run_lists_the_shapes_of_the_model(capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,6 +122,59 @@ def test_each_dtype_has_its_sections(
         assert table[other] == kept and f"{other}_silu_mul" not in table and table["device"] == "NVIDIA H200"
         assert table["models"] == ["a model", "llama-3.1-8b"]
     assert "with SiLU" in capsys.readouterr().out
+
+
+def test_experts_have_entries_for_pairs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of Qwen3-30B-A3B: eight experts of a token, so an entry for 16 pairs and no more for the dense MLP."""
+    assert cli.main(["tune", "qwen3-30b-a3b", "--dry-run", "--tokens", "16", "--layers", *LAYERS[2:]]) == 0
+    lines = [line.split(" configurations")[0].split() for line in capsys.readouterr().out.splitlines()[:-1]]
+    linears = ("experts_gate_up [1536, 2048]", "experts_down [2048, 768]")
+    expected = [f"{linear} x {pairs}" for linear in linears for pairs in (16, 32, 64, 128)]
+    assert [" ".join(line[:-1]) for line in lines] == ["lm_head [151936, 2048] x 16", *expected]
+    assert cli.main(["tune", "llama-3.1-8b", "--dry-run", "--layers", "experts_down"]) == 0
+    assert capsys.readouterr().out.startswith("0 configurations in 0 entries")
+
+
+class FakeGroupedBench:
+    """Says that the last configuration is the fastest, with SiLU * mul the last but one."""
+
+    def __init__(self, job: Job, repeats: int) -> None:
+        assert (job.experts, job.top_k, job.tokens) == (8, 2, 32)
+
+    def timings(self, configs: list[LinearConfig], activate: bool, *rest: Any) -> list[Timing]:
+        fastest = configs[-2 if activate else -1]
+        return [Timing(config, 1.0 if config is fastest else 2.0, 1.7e-3) for config in configs]
+
+
+def test_measured_experts_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune_grouped, "GroupedBench", FakeGroupedBench)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "NVIDIA H200")
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=H200_SMS)
+    )
+    path, (n, k) = tmp_path / "table.json", (28672, 4096)
+    asked = ["tune", "mixtral-8x7b", "--layers", "experts_gate_up", "--tokens", "32", "-o", str(path)]
+    for dtype in DTYPES:  # the second keeps the entries of the first
+        assert cli.main([*asked, "--dtype", dtype]) == 0
+    assert cli.main([*asked, "--missing"]) == 0, "all are there"
+    monkeypatch.setattr(tuning, "TUNED", path)
+    tuning.read_table.cache_clear()
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        found = candidates(16, dtype)
+        assert found[-1] == grouped_config(64, 16, n, k, dtype) != default_config(16, dtype)
+        assert found[-2] == grouped_config(64, 16, n, k, dtype, activate=True)
+        assert grouped_config(65, 16, n, k, dtype) == default_config(16, dtype), "another number of pairs"
+    tuning.read_table.cache_clear()
+
+
+@pytest.mark.parametrize(("layer", "n", "k"), [("experts_gate_up", 96, 64), ("experts_down", 64, 48)])
+def test_experts_are_measured_with_operands_of_their_ops(layer: str, n: int, k: int) -> None:
+    bench = tune_grouped.GroupedBench(Job(layer, n, k, 5, "int8", experts=6, top_k=3), 1, "cpu")
+    for activate in (False, True)[: 2 if layer == "experts_gate_up" else 1]:
+        (out,), (expected,) = bench.outputs(activate)
+        assert out.shape == expected.shape == (15, n // 2 if activate else n)
+        assert expected.isfinite().all() and 0.1 < float(expected.float().std()) < 3
 
 
 class FakeLayers:

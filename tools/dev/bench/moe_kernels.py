@@ -1,18 +1,19 @@
-"""Check and time every kernel of a mixture of experts, next to the time for its bytes; `--tune`: its configurations.
+"""Check and time every kernel of a mixture of experts, next to the time for its bytes.
 
     python -m sidestream.tools.dev.bench.moe_kernels                     # Qwen3-30B-A3B, int8, 8 adapters of rank 16
-    python -m sidestream.tools.dev.bench.moe_kernels --tune --tokens 1 64 -o moe.json
+    python -m sidestream.tools.dev.bench.moe_kernels --tokens 1 64 -o moe.json
     python -m sidestream.tools.dev.bench.moe_kernels --dry-run           # cases and bytes, without a GPU
 
 Rows are printed as soon as they are measured. Experts and adapters of the tokens are random. Launches of several
 routings take turns in a CUDA graph, so that weights come from memory and not from the L2 cache; launches do not overlap
 (no programmatic dependent launch). A kernel is checked against its reference and must give the same bits twice.
+`sidestream tune` measures configurations of the linears.
 """
 
 import argparse
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ from ....compiler.cost.hardware import H200, Gpu, gpu_of
 from ....ops.core.registry import Op, as_outputs
 from ....ops.elementwise.combine_rms_norm import combine_add_rms_norm_quant
 from ....ops.elementwise.silu_mul import silu_mul_quant
-from ....ops.linear.kernel_selection import LinearConfig, padded_tokens
 from ....ops.lora.expand import lora_expand
 from ....ops.lora.plan import lora_splits
 from ....ops.lora.shrink import lora_shrink
@@ -31,15 +31,11 @@ from ....ops.moe.combine import moe_combine
 from ....ops.moe.expert_lora import pair_tile
 from ....ops.moe.grouped_linear import expert_tile, grouped_linear_8bit
 from ....ops.moe.grouped_linear_8bit_silu_mul import grouped_linear_8bit_silu_mul
-from ....ops.moe.kernel_triton import candidates, launch_grouped
 from ....ops.moe.plan import expert_groups, group_plan
 from ....ops.moe.route import moe_route
-from ...bench.layer import launch_us
+from ...tuning.grouped import MAX_ERROR, ROUTINGS, distinct_experts, launch_error, random_experts, random_rows, time_us
 
 BF16, INT32, FP32 = torch.bfloat16, torch.int32, torch.float32
-MAX_ERROR = 1e-2  # relative, of floats; fraction of different integers
-COLD_BYTES = 240e6  # bytes that the launches of a graph read before they read the same again
-ROUTINGS = 24
 
 
 @dataclass(frozen=True)
@@ -92,12 +88,8 @@ class Layer:
         return torch.randn(*shape, dtype=BF16, device=self.device)
 
     def rows(self, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return rows in eight bits whose values have a variance of about 1 / K, and their scales."""
-        values = torch.empty(*shape, dtype=self.dtype, device=self.device)
-        step = 36.0 if self.dtype == torch.int8 else 1.0
-        for part in values.view(-1, shape[-1]).split(1 << 16):
-            part.copy_((torch.randn(part.shape, device=self.device) * step).round().clamp(-127, 127))
-        return values, torch.full(shape[:-1], shape[-1] ** -0.5 / step, dtype=FP32, device=self.device)
+        """Return rows in eight bits and their scales."""
+        return random_rows(shape, self.dtype, self.device)
 
     def cases(self, tokens: int) -> Iterator[Case]:
         """Yield the kernels of a layer in the order of a step, for `tokens` tokens."""
@@ -112,7 +104,7 @@ class Layer:
         weights = torch.full((tokens, top_k), 1 / top_k, dtype=FP32, device=self.device)
         (q, scale), (h, h_scale) = self.rows(tokens, hidden), self.rows(pairs, width)
         scale, h_scale = scale * hidden**0.5, h_scale * width**0.5
-        used = self.distinct(experts, top_k, tokens)
+        used = distinct_experts(experts, top_k, tokens)
         yield Case("route", moe_route, [(x, self.router, None, slots, top_k, True)], x.nbytes + self.router.nbytes)
         yield Case("plan", group_plan, [(each.view(-1), experts, tile) for each in routings], 8.0 * pairs)
         plans = [(*self.plan(each.view(-1), experts, tile), tile) for each in routings]
@@ -137,7 +129,7 @@ class Layer:
         yield Case("LoRA plan", group_plan, [(each, groups, lora_tile) for each in sorted_pairs], 8.0 * pairs)
         lora_plans = [(*self.plan(each, groups, lora_tile), lora_tile) for each in sorted_pairs]
         active = min(shape.slots, tokens)
-        stacks = active * self.distinct(experts, top_k, tokens / active)
+        stacks = active * distinct_experts(experts, top_k, tokens / active)
         for name, (a, b, slices), x_rows, by_row in (
             ("gate_up", self.stacks[0], (q, scale), top_k),
             ("down", self.stacks[1], (h, h_scale), 1),
@@ -154,18 +146,12 @@ class Layer:
 
     def experts_of(self, tokens: int) -> torch.Tensor:
         """Return random experts [T, k], different ones of a token."""
-        chosen = torch.rand(tokens, self.shape.experts, device=self.device).topk(self.shape.top_k).indices
-        return chosen.to(INT32)
+        return random_experts(tokens, self.shape.experts, self.shape.top_k, self.device)
 
     def plan(self, groups: torch.Tensor, count: int, tile: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (order, tiles) of pairs."""
         plan: tuple[torch.Tensor, torch.Tensor] = group_plan.overload(groups, count, tile)
         return plan
-
-    @staticmethod
-    def distinct(experts: int, top_k: int, tokens: float) -> float:
-        """Return the expected number of experts that `tokens` tokens use."""
-        return experts * (1 - (1 - top_k / experts) ** tokens)
 
 
 def launches_of(case: Case) -> tuple[list[Callable[[], Any]], list[tuple[torch.Tensor, ...]]]:
@@ -176,34 +162,10 @@ def launches_of(case: Case) -> tuple[list[Callable[[], Any]], list[tuple[torch.T
 
 def check(launch: Callable[[], Any], out: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> str:
     """Return "ok", or how far the results of a launch are from the reference's."""
-    results = []
-    for _ in range(2):
-        for each in out:
-            each.view(torch.uint8).fill_(0x7F)
-        launch()
-        torch.cuda.synchronize()
-        results.append([each.clone() for each in out])
-    if any(not torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(*results, strict=True)):
+    error = launch_error(launch, out, expected)
+    if error is None:
         return "OTHER BITS AT A SECOND LAUNCH"
-    error = max(
-        (error_of(got, want) for got, want in zip(results[0], expected, strict=True) if want.numel()), default=0.0
-    )
     return "ok" if error <= MAX_ERROR else f"WRONG BY {error:.1e}"
-
-
-def error_of(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Return the relative error of floats, or the fraction of integers that differ by more than one step."""
-    want = want.to(got.device)
-    if not got.dtype.is_floating_point:
-        return float(((got.int() - want.int()).abs() > (1 if got.dtype == torch.int8 else 0)).float().mean())
-    error = float((got.float() - want.float()).norm() / want.float().norm().clamp(min=1e-9))
-    return error if error == error else float("inf")
-
-
-def time_us(launches: list[Callable[[], Any]], read: float, repeats: int) -> float:
-    """Return microseconds per launch; fewer than two launches would always read the same from L2."""
-    rounds = max(1, min(8, int(COLD_BYTES / max(1.0, read * len(launches)))))
-    return launch_us(launches, rounds, repeats)
 
 
 def bench(case: Case, tokens: int, gpu: Gpu, repeats: int) -> dict[str, Any]:
@@ -223,37 +185,6 @@ def print_row(tokens: int, case: Case, gpu: Gpu, us: float | None = None, verdic
     print(f"{tokens:>5}  {case.name:<16}{case.read / 1e6:>9.2f} MB{floor:>9.2f}{share}{rate}  {verdict}", flush=True)
 
 
-def tune(case: Case, repeats: int) -> dict[str, Any]:
-    """Time the configurations of a grouped linear, print the five fastest, and return the fastest."""
-    activate = case.op is grouped_linear_8bit_silu_mul
-    (out,) = as_outputs(case.op.fake(*case.args[0]))
-    expected = as_outputs(case.op.reference(*case.args[0]))
-    tile, timed = case.args[0][-3], list[tuple[float, LinearConfig]]()
-
-    def launch(config: LinearConfig, args: tuple[Any, ...]) -> None:
-        x, scale, weight, weight_scale, *_, order, tiles, _, by_row, _ = args
-        given = x, scale, weight, weight_scale, None, order, tiles, by_row, out, config
-        launch_grouped(*given, activate=activate)
-
-    for config in candidates(tile, case.args[0][0].dtype):
-        try:
-            verdict = check(partial(launch, config, case.args[0]), (out,), expected)
-            if verdict == "ok":
-                timed.append(
-                    (time_us([partial(launch, config, args) for args in case.args], case.read, repeats), config)
-                )
-                continue
-        # a tile that this GPU or Triton does not support: compiler and driver raise various types
-        except Exception as problem:
-            verdict = f"{type(problem).__name__}: {problem}".splitlines()[0][:80]
-        print(f"       left out, {verdict}: {config}", flush=True)
-    for us, config in sorted(timed, key=lambda each: each[0])[:5]:
-        print(f"       {us:>8.2f} us  {config}", flush=True)
-    n, k = case.args[0][2].shape[1:]
-    best = asdict(min(timed, key=lambda each: each[0])[1]) if timed else {}
-    return {"op": case.op.name, "n": n, "k": k, "tokens": {padded_tokens(case.args[0][-5].shape[0]): best}}
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run the bench."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -261,7 +192,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 256, 8192], help="tokens of a step")
     parser.add_argument("--precision", choices=("int8", "fp8"), default="int8", help="weights (default: %(default)s)")
     parser.add_argument("--only", nargs="+", metavar="CASE", help="names of cases, such as gate_up")
-    parser.add_argument("--tune", action="store_true", help="also time the configurations of grouped linears")
     parser.add_argument("--repeats", type=int, default=9, help="timed replays, for the median (default: %(default)s)")
     parser.add_argument("--dry-run", action="store_true", help="print cases and floors only")
     parser.add_argument("-o", "--output", type=Path, help="JSON file of the figures")
@@ -273,7 +203,6 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{options.model}, {options.precision}; floor and share: at {gpu.describe_bandwidth()}")
     print(f"{'T':>5}  {'kernel':<16}{'bytes':>12}{'floor us':>9}{'us':>9}{'share':>7}")
     rows: list[dict[str, Any]] = []
-    tuned: list[dict[str, Any]] = []
     layer = Layer(SHAPES[options.model], dtype, "meta" if options.dry_run else "cuda")
     for tokens in options.tokens:
         for case in layer.cases(tokens):
@@ -287,10 +216,8 @@ def main(arguments: list[str] | None = None) -> int:
             except Exception as problem:  # the other kernels are still worth their time
                 print(f"{tokens:>5}  {case.name:<16}{type(problem).__name__}: {problem}", flush=True)
                 continue
-            if options.tune and case.operations:
-                tuned.append(tune(case, options.repeats))
             if options.output is not None:
-                options.output.write_text(json.dumps({"gpu": gpu.to_json(), "rows": rows, "tuned": tuned}, indent=1))
+                options.output.write_text(json.dumps({"gpu": gpu.to_json(), "rows": rows}, indent=1))
     return 0
 
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from sidestream.ops.core.registry import as_outputs
-from sidestream.tools.dev.bench.moe_kernels import MAX_ERROR, Layer, Shape, error_of, main
+from sidestream.tools.dev.bench.moe_kernels import Layer, Shape, main
+from sidestream.tools.tuning.grouped import MAX_ERROR, error_of
 
 
 def test_dry_run_lists_every_kernel(capsys: pytest.CaptureFixture[str]) -> None:
