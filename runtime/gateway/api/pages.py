@@ -25,6 +25,7 @@ from .models import AdaptersChanged, LoadAdapter, ModelCard, ModelList, UnloadAd
 from .responses.output import Response as ModelResponse
 from .responses.output import ResponseEvent
 from .responses.request import ResponseRequest
+from .score import ScoreBody, Scores
 from .tokenize import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest, TokenizerInfo
 
 PACKAGE = __name__.partition(".runtime.")[0]
@@ -134,6 +135,7 @@ class Endpoint(NamedTuple):
 ENDPOINTS = (
     Endpoint("post", "/v1/chat/completions", "Answer a conversation", ChatRequest, ChatCompletion, ChatChunk),
     Endpoint("post", "/v1/completions", "Continue prompts", CompletionRequest, Completion, Completion),
+    Endpoint("post", "/v1/score", "Log-probabilities of sampled tokens", ScoreBody, Scores),
     Endpoint("post", "/v1/responses", "Answer a conversation", ResponseRequest, ModelResponse, ResponseEvent),
     Endpoint(
         "post", "/v1/messages", "Anthropic's Messages", MessagesRequest, Message, MessageEvent, AnthropicErrorBody
