@@ -54,12 +54,12 @@ def test_scores_are_the_log_probabilities_of_the_rollout(adapters, precision):
     """From an engine that drafts, caches and decodes many at once; by engines with other chunks, few pages, no cache,
     one sequence at a time, and by the engine itself.
     """
-    prompts, chosen = prompts_and_adapters(adapters, 9, seed=3)
+    prompts, chosen = prompts_and_adapters(adapters, 7, seed=3)
     params = [dataclasses.replace(ROLLOUT, seed=index) for index in range(len(prompts))]
     # an answer of one token, and one that ends with the last token that the model can have
     params[0] = dataclasses.replace(ROLLOUT, max_tokens=1)
     params[1] = dataclasses.replace(ROLLOUT, max_tokens=None, ignore_eos=True)
-    engine = LLM(TINY, adapters, precision=precision, speculation=3, max_num_seqs=9, **OPTIONS)
+    engine = LLM(TINY, adapters, precision=precision, speculation=3, max_num_seqs=7, **OPTIONS)
     responses, expected = rollout(engine, prompts, chosen, params)
     assert len(responses[0]) == 1 and len(prompts[1]) + len(responses[1]) == MAX_LEN
     assert_same_bits(engine.score(prompts, responses, chosen), expected)
@@ -67,7 +67,7 @@ def test_scores_are_the_log_probabilities_of_the_rollout(adapters, precision):
         TINY, adapters, precision=precision, max_num_seqs=1, max_num_batched_tokens=33, enable_prefix_caching=False,
         **OPTIONS,
     )  # fmt: skip
-    assert_same_bits(alone.score(prompts[:5], responses[:5], chosen[:5]), expected[:5])
+    assert_same_bits(alone.score(prompts[:4], responses[:4], chosen[:4]), expected[:4])
     preempted = LLM(TINY, adapters, precision=precision, max_num_seqs=4, max_num_batched_tokens=30, **OPTIONS)
     scheduler, step = preempted.engine.scheduler, preempted.engine.step
 
@@ -79,7 +79,7 @@ def test_scores_are_the_log_probabilities_of_the_rollout(adapters, precision):
 
     preempted.engine.step = step_after_preemption
     assert_same_bits(preempted.score(prompts, responses, chosen), expected)
-    assert scheduler.states.preemptions > 5
+    assert scheduler.states.preemptions > 3
 
 
 def test_the_given_part_comes_from_the_cache_and_costs_no_logits(adapters):
