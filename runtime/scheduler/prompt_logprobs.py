@@ -58,7 +58,8 @@ def rows_to_score(work: list[tuple[Sequence, int]], query_start: Int32) -> Score
     scored: list[int] = []
     most = -1
     for index, (sequence, count) in enumerate(work):
-        due = _due(sequence, count) if sequence.scores_prompt else []
+        # hot loop: most sequences decode
+        due = _due(sequence, count) if sequence.computed < sequence.prompt_length and sequence.scores_prompt else []
         if not due:
             continue
         most = max(most, sequence.params.prompt_logprobs or 0)
