@@ -17,6 +17,7 @@ _HOME = {
     "BeamSearchSequence": "runtime.api.beam_search",
     "RequestOutput": "runtime.api.outputs",
     "CompletionOutput": "runtime.api.outputs",
+    "ScoreOutput": "runtime.api.outputs",
     "Logprob": "runtime.api.outputs",
     "RequestMetrics": "runtime.api.outputs",
     "LoRARequest": "runtime.api.lora_request",
@@ -33,6 +34,7 @@ _HOME = {
     "CompiledModel": "compiler.api",
     "CompileOptions": "compiler.options",
     "OptionError": "compiler.options",
+    "straight_through": "runtime.straight_through",
 }
 __all__ = [  # noqa: RUF022  in the order of _HOME
     "__version__",
@@ -44,6 +46,7 @@ __all__ = [  # noqa: RUF022  in the order of _HOME
     "BeamSearchSequence",
     "RequestOutput",
     "CompletionOutput",
+    "ScoreOutput",
     "Logprob",
     "RequestMetrics",
     "LoRARequest",
@@ -60,6 +63,7 @@ __all__ = [  # noqa: RUF022  in the order of _HOME
     "CompiledModel",
     "CompileOptions",
     "OptionError",
+    "straight_through",
 ]
 
 if TYPE_CHECKING:
@@ -76,13 +80,14 @@ if TYPE_CHECKING:
         ServerError,
     )
     from .runtime.api.lora_request import LoRARequest
-    from .runtime.api.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from .runtime.api.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, ScoreOutput
     from .runtime.api.sampling_params import SamplingParams
     from .runtime.api.structured_outputs import StructuredOutputsParams
     from .runtime.client.async_client import AsyncClient
     from .runtime.client.client import Client
     from .runtime.engine.options import EngineOptions
     from .runtime.llm import LLM
+    from .runtime.straight_through import straight_through
 else:  # a type checker reports names that there are not
 
     def __getattr__(name: str) -> Any:

@@ -10,6 +10,7 @@ adapters       adapters from disk to host memory to a GPU slot
 protocol       messages between a server and its clients
 worker         tensors, CUDA graphs, sampling: executes step plans; tensor parallelism
 demo_model     location of the embedded demo model
+straight_through  exact values with the gradient of an approximation
 llm            `LLM`: an engine in the caller's process
 server         supervisor, batcher process, GPU process
 client         `Client` and `AsyncClient`

@@ -1,9 +1,13 @@
 """Outputs of requests, with vLLM's names."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from .lora_request import LoRARequest
+
+if TYPE_CHECKING:  # clients start without numpy
+    import numpy as np
+    from numpy.typing import NDArray
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 
@@ -53,6 +57,24 @@ class CompletionOutput:
     def finished(self) -> bool:
         """Whether it has ended."""
         return self.finish_reason is not None
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreOutput:
+    """Log-probabilities of the tokens of one response.
+
+    logprobs            [n] fp32: natural logarithms of the tokens' probabilities under the raw logits
+    top_token_ids       [n, top] int32: the likeliest tokens at each position, the likeliest first
+    top_logprobs        [n, top] fp32: their log-probabilities
+    num_cached_tokens   number of prompt tokens found in the prefix cache
+    adapter_active      False: the base model computed them, since the prompt lacks the aLoRA adapter's invocation
+    """
+
+    logprobs: "NDArray[np.float32]"
+    top_token_ids: "NDArray[np.int32]"
+    top_logprobs: "NDArray[np.float32]"
+    num_cached_tokens: int = 0
+    adapter_active: bool = True
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ class Request:
     bad_words  token sequences that the output must not hold
     grammar    compiled constraint on the output
     given      number of prompt tokens that are the caller's, in which an aLoRA's invocation is searched; None: all
+    scored     (begin, end) of prompt tokens that earlier answers sampled: `prompt_logprobs` are of these only. (): all
     """
 
     request_id: str
@@ -52,6 +53,7 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()
     grammar: Constraint | None = None
     given: int | None = None
+    scored: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 from ..api.adapter_sum import AdapterChoice, is_sum, with_sum_names
 from ..api.errors import EngineDeadError
 from ..api.lora_request import LoRARequest
-from ..api.outputs import RequestOutput
+from ..api.outputs import RequestOutput, ScoreOutput
 from ..api.request import Continuation
 from ..api.sampling_params import SamplingParams
 from ..protocol import messages as protocol
@@ -22,7 +22,15 @@ from ..protocol.messages import AdapterInfo, Adapters, Chunk, Health, Message, W
 from ..text.chat_files import ChatTemplates
 from ..text.chat_messages import as_conversations
 from ..text.chat_renderer import ChatRenderer
-from ..text.prompts import Prompt, as_list, one_for_each, without_special_tokens
+from ..text.prompts import (
+    Prompt,
+    adds_special_tokens,
+    as_list,
+    one_for_each,
+    text_or_ids,
+    without_special_tokens,
+)
+from ..text.scoring import pair_requests, prompts_and_responses, score_output
 from .connection import Connection
 from .lora_requests import LoraRequests
 from .requests import OutputAssembler, continuation_field, submission
@@ -164,6 +172,7 @@ class AsyncClient:
         owner: str = "",
         adapter_content: str = "",
         direct: Callable[[Chunk], bool] | None = None,
+        scored: Sequence[tuple[int, int]] = (),
     ) -> AsyncGenerator[list[Chunk], None]:
         """Generate as `stream` does, in non-empty lists of the chunks that arrived together.
 
@@ -175,6 +184,7 @@ class AsyncClient:
         direct           called within the loop with each chunk from the middle of the answer that arrives while the
                          next list is awaited. If it returns True, the chunk is not put into a list, and no task is
                          woken. An exception ends the stream. `timeout` applies to the time between lists
+        scored           ranges of prompt tokens that earlier answers sampled, see `protocol.Submit`
         """
         message = submission(
             request_id or f"r{next(self._request_numbers)}",
@@ -187,6 +197,7 @@ class AsyncClient:
             continues=[continuation_field(so_far) for so_far in continues],
             owner=owner,
             adapter_content=adapter_content,
+            scored=list(scored),
         )
         for attempt in range(2):
             await self.connect()
@@ -233,30 +244,87 @@ class AsyncClient:
         default = SamplingParams() if given else await self.get_default_sampling_params()
         params = one_for_each("sampling_params", sampling_params, SamplingParams, len(items), default)
         adapters = one_for_each("adapter", adapter, str, len(items), None)
+        outputs = await self._complete(
+            items, params, adapters, timeout, priority=priority, deadline_seconds=deadline_seconds
+        )
+        for output, lora in zip(outputs, lora_requests, strict=True):
+            output.lora_request = lora
+        return outputs
+
+    async def score(
+        self,
+        prompts: Any,
+        responses: Any,
+        adapter: AdapterChoice | Sequence[AdapterChoice | None] | None = None,
+        top: int = 0,
+        *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        priority: int = 0,
+        deadline_seconds: float | None = None,
+        timeout: float | None = None,
+    ) -> list[ScoreOutput]:
+        """Return the log-probabilities of responses to prompts, in the same order, as `LLM.score` does.
+
+        Other arguments and errors are those of `generate`.
+        """
+        given, answers = prompts_and_responses(prompts, responses, top)
+        welcome = await self.connect()
+        requests = pair_requests(
+            [await self._token_ids(prompt, "prompt", index) for index, prompt in enumerate(given)],
+            [await self._token_ids(response, "response", index) for index, response in enumerate(answers)],
+            top,
+            welcome.vocabulary,
+            welcome.max_model_len,
+        )
+        adapter = await self._lora_requests.resolve(adapter, lora_request)
+        adapters = one_for_each("adapter", adapter, str, len(requests), None)
+        ids, scored, params = zip(*requests, strict=True) if requests else ((), (), ())
+        outputs = await self._complete(
+            ids, params, adapters, timeout, scored, priority=priority, deadline_seconds=deadline_seconds
+        )
+        return [score_output(output, top) for output in outputs]
+
+    async def _token_ids(self, prompt: Prompt, noun: str, index: int) -> list[int]:
+        """Return the token ids of a prompt, or of a response, which gets no special tokens."""
+        text, ids = text_or_ids(prompt, f"{noun} {index}: ", noun)
+        if text is None:
+            return ids or []
+        return await self.tokenize(text, noun == "prompt" and adds_special_tokens(prompt))
+
+    async def _complete(
+        self,
+        items: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        adapters: Sequence[str | None],
+        timeout: float | None,
+        scored: Sequence[Sequence[tuple[int, int]]] | None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Return the whole outputs of requests, see `generate`. `options`: of `stream_lists`."""
         limit = asyncio.Semaphore(MAX_CONCURRENT_REQUESTS)
 
-        async def generate_one(index: int) -> RequestOutput:
+        async def complete_one(index: int) -> RequestOutput:
             async with limit:
                 request_id = f"r{next(self._request_numbers)}"
                 assembler = OutputAssembler(request_id, items[index], params[index], adapters[index])
-                chunks = self.stream(
+                lists = self.stream_lists(
                     items[index],
                     params[index],
                     adapters[index],
-                    priority=priority,
-                    deadline_seconds=deadline_seconds,
                     request_id=request_id,
                     stream=False,
+                    scored=() if scored is None else scored[index],
+                    **options,
                 )
-                async with contextlib.aclosing(chunks):
-                    async for chunk in chunks:
-                        assembler.add(chunk)
-                assembler.output.lora_request = lora_requests[index]
+                async with contextlib.aclosing(lists):
+                    async for chunks in lists:
+                        for chunk in chunks:
+                            assembler.add(chunk)
                 return assembler.output
 
         try:
             async with asyncio.timeout(timeout), asyncio.TaskGroup() as group:
-                tasks = [group.create_task(generate_one(index)) for index in range(len(items))]
+                tasks = [group.create_task(complete_one(index)) for index in range(len(items))]
         except* Exception as problems:
             failure: BaseException = problems
             while isinstance(failure, BaseExceptionGroup):

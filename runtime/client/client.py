@@ -102,6 +102,7 @@ class Client:
     connect = _blocking(AsyncClient.connect)
     get_default_sampling_params = _blocking(AsyncClient.get_default_sampling_params)
     generate = _blocking(AsyncClient.generate)
+    score = _blocking(AsyncClient.score)
     chat = _blocking(AsyncClient.chat)
     chat_prompts = _blocking(AsyncClient.chat_prompts)
     chat_templates = _blocking(AsyncClient.chat_templates)

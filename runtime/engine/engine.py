@@ -12,8 +12,9 @@ from ..api.outputs import FinishReason, RequestMetrics, RequestOutput
 from ..api.request import Continuation, Delta, Request
 from ..api.sampling_params import SEED_LIMIT, SamplingParams
 from ..scheduler.logit_edits import BadWords
+from ..scheduler.prompt_logprobs import positions_to_score
 from ..scheduler.scheduler import SampledToken, Scheduler
-from ..scheduler.sequence import Sequence, Status
+from ..scheduler.sequence import NO_POSITIONS, Sequence, Status
 from ..scheduler.speculation import DraftCounts, Speculation, make_speculation, max_drafts
 from ..scheduler.step_plan import Runner, StepMasks, StepPlan, StepResult
 from ..text.tokenizer import Tokenizer
@@ -86,8 +87,10 @@ class Engine:
         limit = prompt_length + (room if params.max_tokens is None else min(params.max_tokens, room))
         deadline = None if request.timeout is None else self.scheduler.clock() + request.timeout
         bad_words = BadWords(request.bad_words) if request.bad_words else None
-        active_from = self.scheduler.activation(request.adapter, request.prompt_ids[: request.given])
-        completions = []
+        active_from = self._activation(request)
+        scores, completions = NO_POSITIONS, []
+        if params.prompt_logprobs is not None:
+            scores = positions_to_score(request.scored, prompt_length)
         for index in range(params.n):
             earlier = request.continues[index] if request.continues else NO_OUTPUT
             sequence = Sequence(
@@ -107,7 +110,7 @@ class Engine:
                 owner=request.owner,
                 deadline=deadline,
                 # once per prompt: for the first completion, and not again for a continued one
-                scores_prompt=params.prompt_logprobs is not None and index == 0 and not earlier.token_ids,
+                score_positions=scores if index == 0 and not earlier.token_ids else NO_POSITIONS,
                 bad_words=bad_words,
                 matcher=None if request.grammar is None else request.grammar.matcher(),
                 speculation=self._speculation(params),
@@ -327,6 +330,24 @@ class Engine:
         sequence.finish_reason, sequence.stop_reason = "error", FAULT
         open_request.open.clear()
         return Delta(sequence.request_id, sequence.index, "", [], "error", FAULT) if open_request.stream else None
+
+    def _activation(self, request: Request) -> int:
+        """Return the first token that the request's adapter computes, see `Scheduler.activation`.
+
+        Raises RequestError if answers in the prompt were sampled with different activations.
+        """
+        adapter, ids, scored = request.adapter, request.prompt_ids, request.scored
+        if not scored:
+            return self.scheduler.activation(adapter, ids[: request.given])
+        begin, end = scored[-1]
+        first = self.scheduler.activation(adapter, ids[: scored[0][0]])
+        # a scored token is perhaps sampled after the prompt, as its only choice
+        if first != self.scheduler.activation(adapter, ids[:begin] if end == len(ids) else ids):
+            raise RequestError(
+                f"the invocation of adapter {adapter!r} occurs again after token {scored[0][0]}, where scored tokens "
+                "begin, so that their answers do not share keys and values; score each answer in a request of its own"
+            )
+        return first
 
     def _speculation(self, params: SamplingParams) -> Speculation | None:
         """Return the request's speculation. Raises RequestError if the engine was started without it."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.routing import Router as RouteTable
 
-from .api import chat, completions, health, models, pages, tokenize
+from .api import chat, completions, health, models, pages, score, tokenize
 from .api.anthropic import messages
 from .api.context import GatewayContext
 from .api.responses import endpoint as responses
@@ -28,7 +28,7 @@ from .router.adapter_folder import AdapterFolder
 from .router.router import Router
 from .settings import GatewaySettings
 
-_ENDPOINTS = (chat, completions, responses, messages, models, tokenize, health, pages)
+_ENDPOINTS = (chat, completions, score, responses, messages, models, tokenize, health, pages)
 
 
 def build_app(

@@ -5,7 +5,7 @@ these protocols, not the implementations.
 """
 
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -14,6 +14,7 @@ from ..api.sampling_defaults import SamplingDefaults
 from ..api.sampling_params import SamplingParams
 from ..protocol.messages import Chunk
 from ..text.chat_files import ChatTemplates
+from ..text.scoring import ScoreRequest
 
 KEY_HEADERS = (b"authorization", b"x-api-key", b"api-key")
 """Headers that may have the API key: OpenAI's, Anthropic's and Azure's. The first of them counts."""
@@ -121,6 +122,7 @@ class EngineRequest:
                         template, which contains them
     direct              called with chunks from the middle of the answer as they arrive, while the consumer awaits the
                         next list. If it returns True, the chunk is not put into a list, and no task is woken for it
+    scored              ranges of prompt tokens that earlier answers sampled; `prompt_logprobs` are of these only
     """
 
     request_id: str
@@ -134,6 +136,7 @@ class EngineRequest:
     when_accepted: Callable[[int, str], None] | None = None
     add_special_tokens: bool = True
     direct: Callable[[Chunk], bool] | None = None
+    scored: Sequence[tuple[int, int]] = ()
 
 
 class Engines(Protocol):
@@ -335,6 +338,7 @@ class AdmittedRequest:
 
     headers             of the HTTP request, with lower-case names, without those with keys
     add_special_tokens  see EngineRequest
+    scores              for scores: the request of each prompt, with parameters of its own
     """
 
     request_id: str
@@ -349,6 +353,7 @@ class AdmittedRequest:
     headers: Mapping[str, str] = field(default_factory=dict)
     started: float = field(default_factory=time.time)
     add_special_tokens: bool = True
+    scores: Sequence[ScoreRequest] = ()
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ MAX_OPEN_REQUESTS = 4096
 MAX_ENTRIES = 512
 """Limit on the entries of one `adapters` message."""
 MAX_CHUNK_TOKENS = 256
+MAX_SCORED_RANGES = 4096
 MAX_FRAME_CHUNKS = 1024
 MAX_ERROR_CHARACTERS = 4096
 HEARTBEAT_SECONDS = 0.5
@@ -162,6 +163,8 @@ class Submit(Message, tag="submit", frozen=True):
     owner               user of the request, if the client serves several users; owners share steps fairly
     adapter_content     required version of the adapter, as in `accepted` and `adapters`; "": any
     adapters            in place of `adapter`: a weighted sum of adapters
+    scored              with `prompt_token_ids`: ascending ranges [begin, end) of tokens that earlier answers sampled;
+                        `prompt_logprobs` are of these only, and tokens before them may come from the prefix cache
     """
 
     request_id: RequestId
@@ -177,6 +180,7 @@ class Submit(Message, tag="submit", frozen=True):
     owner: Short = ""
     adapter_content: Short = ""
     adapters: Annotated[list[AdapterWeight], Meta(max_length=MAX_PARTS)] = []
+    scored: Annotated[list[tuple[Count, Count]], Meta(max_length=MAX_SCORED_RANGES)] = []
 
 
 class Abort(Message, tag="abort", frozen=True):

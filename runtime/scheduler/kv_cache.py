@@ -165,9 +165,9 @@ class PrefixCache:
 
     def match(self, sequence: Sequence) -> list[int]:
         """Return the cached pages of the sequence's prefix, leaving at least one token to compute."""
-        if not self.enabled or not sequence.reads_cache:
+        count = sequence.cacheable // PAGE_SIZE
+        if not self.enabled or not count:
             return []
-        count = (len(sequence.tokens) - 1) // PAGE_SIZE
         self._extend_keys(sequence, count)
         return self.pages.find(sequence.page_keys[:count])
 

@@ -1,6 +1,6 @@
 """Log-probabilities of prompts: the rows of logits that a step needs for them, and its results."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -31,15 +31,24 @@ class ScoredTokens(NamedTuple):
     ranks: Int32
 
 
+def positions_to_score(ranges: Collection[tuple[int, int]], prompt_length: int) -> Int32:
+    """Return the positions [N] whose logits score the prompt's tokens in `ranges`; no ranges: all but the first token.
+
+    ranges   (begin, end) of tokens, ascending, from 1 to `prompt_length`
+    """
+    spans = ranges or [(1, prompt_length)]
+    return np.concatenate([np.arange(begin - 1, end - 1, dtype=np.int32) for begin, end in spans])
+
+
 def limit_chunk(sequence: Sequence, count: int, extra: int) -> tuple[int, int]:
     """Return how many of the next `count` tokens fit if `extra` rows of logits are left, and how many of these rows
     they use. The last token of a chunk has a row anyway.
     """
-    begin, end = _span(sequence, count)
-    needed = end - begin - (end == sequence.computed + count)
-    if begin >= end or needed <= extra:
-        return count, max(0, needed)
-    return begin + extra + 1 - sequence.computed, extra
+    due = _due(sequence, count)
+    needed = len(due) - (sequence.computed + count - 1 in due[-1:])
+    if needed <= extra:
+        return count, needed
+    return due[extra] + 1 - sequence.computed, extra
 
 
 def rows_to_score(work: list[tuple[Sequence, int]], query_start: Int32) -> ScoredRows:
@@ -49,16 +58,17 @@ def rows_to_score(work: list[tuple[Sequence, int]], query_start: Int32) -> Score
     scored: list[int] = []
     most = -1
     for index, (sequence, count) in enumerate(work):
-        begin, end = _span(sequence, count) if sequence.scores_prompt else (0, 0)
-        if begin >= end:
+        # hot loop: most sequences decode
+        due = _due(sequence, count) if sequence.computed < sequence.prompt_length and sequence.scores_prompt else []
+        if not due:
             continue
         most = max(most, sequence.params.prompt_logprobs or 0)
         offset, last = int(query_start[index]) - sequence.computed, sequence.computed + count - 1
-        for position in range(begin, end):
+        for position in due:
             rows.append(index if position == last else len(work) + len(extra))
             if position != last:
                 extra.append(offset + position)
-        scored.extend(sequence.tokens[begin + 1 : end + 1])
+            scored.append(sequence.tokens[position + 1])
     return ScoredRows(extra, rows, scored, most)
 
 
@@ -70,14 +80,18 @@ def scored_tokens(plan: StepPlan, sequences: list[Sequence], result: StepResult)
     owners = np.searchsorted(plan.query_start, places, side="right") - 1
     for owner in np.unique(owners).tolist():
         sequence, own = sequences[owner], np.flatnonzero(owners == owner)
-        own = own[plan.positions[places[own]] >= sequence.scored]
-        if len(own) and not sequence.finished:
+        if sequence.finished or not sequence.scores_prompt:
+            continue
+        own = own[plan.positions[places[own]] >= sequence.next_scored]
+        if len(own):
             yield ScoredTokens(
                 sequence, result.prompt_tokens[own], result.prompt_logprobs[own], result.prompt_ranks[own]
             )
 
 
-def _span(sequence: Sequence, count: int) -> tuple[int, int]:
-    """Return the range of the next `count` positions that score their next token."""
-    begin = max(sequence.computed, sequence.scored)
-    return begin, min(sequence.computed + count, sequence.prompt_length - 1)
+def _due(sequence: Sequence, count: int) -> list[int]:
+    """Return those of the next `count` positions that score their next token."""
+    left = sequence.score_positions[sequence.scored :]
+    begin, end = np.searchsorted(left, (sequence.computed, sequence.computed + count))
+    found: list[int] = left[begin:end].tolist()
+    return found

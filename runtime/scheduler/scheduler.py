@@ -111,9 +111,10 @@ class Scheduler:
                 "shorten the prompt or raise max_model_len"
             )
         states = self.states
-        if states.prefix_cache.enabled and sequence.reads_cache:
+        if states.prefix_cache.enabled:
             # whole pages of the base, which others find too; the last token is always computed with the slot
-            sequence.ahead = max(0, min(sequence.active_from, len(sequence.tokens) - 2) // PAGE_SIZE * PAGE_SIZE)
+            most = min(sequence.active_from, len(sequence.tokens) - 2, sequence.cacheable)
+            sequence.ahead = max(0, most // PAGE_SIZE * PAGE_SIZE)
         if not states.waiting.active(sequence.number):
             states.residency.prefetch(sequence.number)
         states.waiting.enter(sequence, queued=not alone)

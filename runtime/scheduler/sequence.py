@@ -12,6 +12,8 @@ from .logit_edits import BadWords
 from .speculation import Speculation
 from .step_plan import Int32
 
+NO_POSITIONS: Int32 = np.empty(0, np.int32)
+
 
 class Status(Enum):
     """State of a sequence."""
@@ -46,7 +48,8 @@ class Sequence:
     started        time when it first left the queue, in seconds since the epoch; 0: it has not
     charged        tokens that its owner's and adapter's shares were charged for
     chunked_at     last step with a chunk of its prompt
-    scores_prompt  report log-probabilities of its prompt; `scored`: number of those reported
+    score_positions  ascending positions of its prompt whose logits score the next token; `scored`: number of those
+                   reported
     matcher        state of its grammar, or None
     allowed        the only tokens that may be sampled, or None
     edits_logits   some steps change its logits; `needs_history`: how depends on its former tokens
@@ -88,7 +91,7 @@ class Sequence:
     started: float = 0.0
     charged: int = 0
     chunked_at: int = -1
-    scores_prompt: bool = False
+    score_positions: Int32 = field(default_factory=lambda: NO_POSITIONS)
     scored: int = 0
     bad_words: BadWords | None = None
     matcher: Matcher | None = None
@@ -114,10 +117,21 @@ class Sequence:
             self.speculation = None
 
     @property
-    def reads_cache(self) -> bool:
-        """Whether it may use cached pages instead of computing them."""
-        unscored = self.scores_prompt and self.scored < self.prompt_length - 1
-        return not unscored and not self.params.skip_reading_prefix_cache
+    def scores_prompt(self) -> bool:
+        """Whether tokens of its prompt are left to score."""
+        return self.scored < len(self.score_positions)
+
+    @property
+    def next_scored(self) -> int:
+        """The position of the next logits that score a token of its prompt."""
+        return int(self.score_positions[self.scored])
+
+    @property
+    def cacheable(self) -> int:
+        """Number of its first tokens that may come from cached pages: those before the next position to score."""
+        if self.params.skip_reading_prefix_cache:
+            return 0
+        return self.next_scored if self.scores_prompt else len(self.tokens) - 1
 
     @property
     def computable(self) -> int:

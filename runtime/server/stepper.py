@@ -259,6 +259,7 @@ class Stepper:
             "adapters": len(self.adapters),
             "prefix_caching": int(scheduler.limits.prefix_caching),
             "on_gpu": int(self.ready.device != "cpu"),
+            "max_lora_rank": self.ready.lora_rank,
         }
         values |= {
             f"steps_up_to_{bound}_tokens_total": count

@@ -15,7 +15,7 @@ from ..api.sampling_params import SamplingParams
 from ..api.structured_outputs import StructuredOutputsParams
 from ..protocol.messages import MAX_OPEN_REQUESTS, Accepted, Error, ErrorCode, Submit
 from ..text.encoder_thread import INLINE_CHARACTERS, Encoder, TextThread
-from ..text.prompts import bad_word_ids, check_continues, check_request, too_long
+from ..text.prompts import bad_word_ids, check_continues, check_request, check_scored, too_long
 from ..text.structured.grammar_compiler import GrammarCompiler
 from ..text.tokenizer import Tokenizer, TooManyTokens
 from .connections import ClientConnection, Connections
@@ -178,6 +178,8 @@ class Submissions:
             return error("overloaded", "too much text waits to be tokenized", OVERLOAD_RETRY)
         if (message.prompt is None) == (message.prompt_token_ids is None):
             return error("invalid_request", "give exactly one of prompt and prompt_token_ids")
+        if message.scored and message.prompt_token_ids is None:
+            return error("invalid_request", "scored needs prompt_token_ids, whose tokens it names")
         if message.continues and not message.stream:
             return error("invalid_request", "continues needs stream=true; without it, request the whole answer again")
         missing = missing_adapter(stepper, message.adapter, message.adapter_content)
@@ -288,6 +290,8 @@ class Submissions:
             if continues:
                 check_continues(continues, len(ids), params, vocabulary, longest)
                 request.sent = {index: len(so_far.token_ids) for index, so_far in enumerate(continues)}
+            if message.scored:
+                check_scored(message.scored, len(ids), params)
             banned = bad_word_ids(params.banned_words, self._tokenizer, vocabulary)
             stepper.engine.add(
                 Request(
@@ -302,6 +306,7 @@ class Submissions:
                     continues,
                     bad_words=banned,
                     grammar=grammar,
+                    scored=tuple(message.scored),
                 ),
                 request.stream,
             )

@@ -9,6 +9,7 @@ generation_config      end-of-text tokens, and a model's sampling defaults
 reasoning              splits generated text into reasoning and content
 detokenizer            streams tokens as text, without incomplete characters; stop strings
 prompts                checks prompts and bad_words, and makes requests of them
+scoring                requests for the log-probabilities of known tokens, and their outputs
 encoder_thread         tokenizes on a thread of its own
 chat_messages          checks and normalizes messages
 chat_files             reads chat templates of a model's or an adapter's directory

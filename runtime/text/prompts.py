@@ -20,16 +20,17 @@ _KEYS = ("prompt", "prompt_token_ids")
 _SPECIAL = "add_special_tokens"
 
 
-def as_list(prompts: Any) -> list[Prompt]:
+def as_list(prompts: Any, name: str = "prompts") -> list[Prompt]:
     """Return one or several prompts as a list: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
 
-    "add_special_tokens": False omits BOS from a text, for example from a rendered chat. Raises RequestError otherwise.
+    "add_special_tokens": False omits BOS from a text, for example from a rendered chat. Raises RequestError otherwise,
+    which calls them `name`.
     """
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     values = prompts.tolist() if hasattr(prompts, "tolist") and not isinstance(prompts, memoryview) else prompts
     if not isinstance(values, Sequence) or isinstance(values, (bytes, bytearray, memoryview)):
-        raise RequestError(f"prompts must be text, token ids or a list of these, not {type(prompts).__name__}")
+        raise RequestError(f"{name} must be text, token ids or a list of these, not {type(prompts).__name__}")
     ids = [plain(value) for value in values] if values and not isinstance(values[0], (str, list)) else []
     return [ids] if ids and all(map(_is_id, ids)) else list(values)
 
@@ -56,8 +57,8 @@ def one_for_each(name: str, value: Any, kind: type, count: int, default: Any) ->
     return [default if entry is None else entry for entry in value]
 
 
-def text_or_ids(prompt: Any, where: str = "") -> tuple[str | None, list[int] | None]:
-    """Return one prompt as (text, None) or (None, token ids). `where`: prefix of errors.
+def text_or_ids(prompt: Any, where: str = "", noun: str = "prompt") -> tuple[str | None, list[int] | None]:
+    """Return one prompt as (text, None) or (None, token ids). `where`: prefix of errors, which call it `noun`.
 
     Raises RequestError for other prompts.
     """
@@ -66,7 +67,7 @@ def text_or_ids(prompt: Any, where: str = "") -> tuple[str | None, list[int] | N
         unknown = set(prompt) - {*_KEYS, _SPECIAL}
         if unknown or len(given) != 1:
             raise RequestError(
-                f"{where}a prompt as a dict must have exactly one of the keys {' and '.join(_KEYS)}; this one has "
+                f"{where}a {noun} as a dict must have exactly one of the keys {' and '.join(_KEYS)}; this one has "
                 f"{sorted(map(str, prompt))}"
             )
         if not isinstance(prompt.get(_SPECIAL, True), bool):
@@ -75,19 +76,19 @@ def text_or_ids(prompt: Any, where: str = "") -> tuple[str | None, list[int] | N
         if given[0] == "prompt" and not isinstance(prompt, str):
             raise RequestError(f"{where}the value of 'prompt' must be text; use 'prompt_token_ids' for token ids")
     if isinstance(prompt, str):
-        check_text(f"{where}the prompt", prompt)
+        check_text(f"{where}the {noun}", prompt)
         return prompt, None
     values = prompt.tolist() if hasattr(prompt, "tolist") and not isinstance(prompt, memoryview) else prompt
     if not isinstance(values, Sequence) or isinstance(values, (bytes, bytearray, memoryview)):
-        raise RequestError(f"{where}a prompt is text or a list of token ids, not {type(prompt).__name__}")
+        raise RequestError(f"{where}a {noun} is text or a list of token ids, not {type(prompt).__name__}")
     if type(values) is list and set(map(type, values)) == {int}:  # the usual case, checked fast
         return None, values.copy()
     values = [plain(value) for value in values]
     wrong = next((value for value in values if not _is_id(value)), None)
     if wrong is not None:
-        raise RequestError(f"{where}a prompt is text or a list of token ids; this list holds a {type(wrong).__name__}")
+        raise RequestError(f"{where}a {noun} is text or a list of token ids; this list holds a {type(wrong).__name__}")
     if not values:
-        raise RequestError(f"{where}the prompt is empty; give at least one token")
+        raise RequestError(f"{where}the {noun} is empty; give at least one token")
     return None, [int(value) for value in values]
 
 
@@ -126,6 +127,20 @@ def check_request(
             )
 
 
+def check_scored(scored: Sequence[tuple[int, int]], prompt_length: int, params: SamplingParams) -> None:
+    """Raise RequestError for `scored` ranges that are not ascending ranges of the prompt's tokens after the first."""
+    if params.prompt_logprobs is None:
+        raise RequestError("scored needs prompt_logprobs, the number of likeliest tokens to report; give 0 for none")
+    last = 1
+    for index, (begin, end) in enumerate(scored):
+        if not last <= begin < end <= prompt_length:
+            raise RequestError(
+                f"scored[{index}]={[begin, end]} must be a range [begin, end) of prompt tokens from {last} to "
+                f"{prompt_length}, after the ranges before it"
+            )
+        last = end
+
+
 def check_continues(
     continues: Sequence[Continuation], prompt_length: int, params: SamplingParams, vocabulary: int, max_model_len: int
 ) -> None:
@@ -161,6 +176,11 @@ def _check_ids(ids: list[int], vocabulary: int, max_model_len: int, where: str) 
         raise RequestError(f"{where}the prompt is empty; give at least one token")
     if len(ids) >= max_model_len:
         raise too_long(len(ids), max_model_len, where)
+    check_vocabulary(ids, vocabulary, where)
+
+
+def check_vocabulary(ids: list[int], vocabulary: int, where: str = "") -> None:
+    """Raise RequestError for token ids outside the vocabulary."""
     low, high = min(ids), max(ids)
     if low < 0 or high >= vocabulary:
         raise RequestError(
@@ -233,7 +253,7 @@ def make_requests(
         where = f"prompt {index}: " if len(items) > 1 else ""
         text, ids = text_or_ids(item, where)
         if text is not None:
-            ids = _encode(text, tokenizer, adds_special_tokens(item), where)
+            ids = encode(text, tokenizer, adds_special_tokens(item), where)
         check_request(ids or [], params[index], tokenizer, vocabulary, max_model_len, where)
         missing = next((part for part, _ in sum_parts(chosen[index] or "") if part and part not in adapters), None)
         if missing is not None:
@@ -259,7 +279,8 @@ def make_requests(
     return requests
 
 
-def _encode(text: str, tokenizer: Tokenizer | None, add_special_tokens: bool, where: str) -> list[int]:
+def encode(text: str, tokenizer: Tokenizer | None, add_special_tokens: bool, where: str = "") -> list[int]:
+    """Return a text's token ids. Raises RequestError without a tokenizer. `where`: prefix of errors."""
     if tokenizer is None:
         raise RequestError(
             f"{where}text needs a tokenizer, and the model's directory has neither tokenizer.json nor "

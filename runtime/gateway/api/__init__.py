@@ -5,8 +5,9 @@ completions         /v1/completions, with echo
 responses           /v1/responses (a folder)
 anthropic           /v1/messages (a folder)
 models              /v1/models, and loading and unloading of adapters
+score               /v1/score
 tokenize            /tokenize, /detokenize, /tokenizer_info
-health              /health, /ready, /version, /metrics, /pause, /resume, /is_paused, /get_world_size
+health              /health, /ready, /version, /metrics, /pause, /resume, /is_paused, /get_world_size, /server_info
 pages               /openapi.json with the OpenAPI document, /docs, / (the console)
 context             what handlers share: engines, admission, observer; resolves `model`; applies chat templates
 completion_session  a request from admission through its chunks to its usage record

@@ -15,6 +15,7 @@ from starlette.types import Receive
 from ...api.sampling_params import SamplingParams
 from ...protocol.messages import Chunk, TokenLogprob
 from ...text.reasoning import ReasoningParser
+from ...text.scoring import ScoreRequest
 from ..intake.body_memory import BODY
 from ..interfaces import KEY_HEADERS, AdmittedRequest, EngineRequest, GatewayError, Ticket, UsageRecord
 from .body_types import CompletionTokensDetails, PromptTokensDetails, Usage
@@ -278,7 +279,7 @@ class CompletionSession:
             EngineRequest(
                 f"{request.request_id[:32]}-{number}-{prompt_index}",
                 prompt,
-                request.params,
+                request.scores[prompt_index].params if request.scores else request.params,
                 request.adapter,
                 self._owner,
                 self._priority,
@@ -287,6 +288,7 @@ class CompletionSession:
                 functools.partial(self.counts.accept, prompt_index),
                 request.add_special_tokens,
                 None if direct is None else functools.partial(self._count_direct, direct),
+                request.scores[prompt_index].scored if request.scores else (),
             )
             for prompt_index, prompt in enumerate(request.prompts)
         ]
@@ -375,8 +377,11 @@ def open_session(
     priority: int | None = None,
     deadline_seconds: float | None = None,
     add_special_tokens: bool = True,
+    scores: Sequence[ScoreRequest] = (),
 ) -> CompletionSession:
-    """Return the session of a request with reserved tokens. `add_special_tokens` applies to text prompts."""
+    """Return the session of a request with reserved tokens. `add_special_tokens` applies to text prompts; `scores` are
+    the requests of the prompts for scores.
+    """
     if ticket.max_tokens is not None and ticket.max_tokens != params.max_tokens:
         params = replace(params, max_tokens=ticket.max_tokens, min_tokens=min(params.min_tokens, ticket.max_tokens))
     admitted = AdmittedRequest(
@@ -395,6 +400,7 @@ def open_session(
             if name not in KEY_HEADERS
         },
         add_special_tokens=add_special_tokens,
+        scores=scores,
     )
     context.observer.on_admitted(admitted)
     request.scope[BODY].release()

@@ -56,10 +56,10 @@ UNSERVED = {
     f"/{path}": (status, remedy)
     for status, remedy, paths in (
         (404, _EMBED, "v1/embeddings embeddings embed"),
-        (404, _SCORE, "score v1/score rerank v1/rerank v2/rerank"),
+        (404, _SCORE, "score rerank v1/rerank v2/rerank"),
         (404, _HIDDEN, "pooling classify"),
         (404, _TEXT, "v1/audio/transcriptions v1/audio/translations v1/audio/speech v1/images/generations"),
-        (404, _INFO, "server_info get_server_info model_info get_model_info load"),
+        (404, _INFO, "get_server_info model_info get_model_info load"),
         (404, "close the connection of a request to abort it", "abort_request abort_requests"),
         (404, "use /tokenize with messages", "v1/chat/completions/render v1/completions/render"),
         (501, _WEIGHTS, "init_communicator close_communicator update_named_param update_flattened_params"),

@@ -1,6 +1,6 @@
 """/health, /ready, /ping, /version, /metrics, /console/history.
 
-For trainers, as in vLLM: /pause, /resume, /is_paused, /get_world_size.
+For trainers, as in vLLM: /pause, /resume, /is_paused, /get_world_size, /server_info.
 """
 
 import functools
@@ -52,6 +52,42 @@ class WorldSize(Answer, frozen=True, kw_only=True):
     """Number of processes that compute the model."""
 
     world_size: int
+
+
+class ModelConfig(Answer, frozen=True, kw_only=True):
+    """The base model. `logprobs_mode`: log-probabilities are of the raw logits."""
+
+    model: str
+    max_model_len: int
+    logprobs_mode: Literal["raw_logprobs"] = "raw_logprobs"
+
+
+class LoraConfig(Answer, frozen=True, kw_only=True):
+    """The largest rank of an adapter that can be loaded, and the adapter slots on the device of an engine."""
+
+    max_lora_rank: int
+    max_loras: int
+
+
+class ParallelConfig(Answer, frozen=True, kw_only=True):
+    """Processes of an engine. `data_parallel_size` is 1 for several engines too: a loaded adapter is on all of them."""
+
+    tensor_parallel_size: int
+    data_parallel_size: Literal[1] = 1
+
+
+class ServerConfig(Answer, frozen=True, kw_only=True):
+    """Part of vLLM's config. `lora_config`: null without adapter slots."""
+
+    model_config: ModelConfig
+    lora_config: LoraConfig | None
+    parallel_config: ParallelConfig
+
+
+class ServerInfo(Answer, frozen=True, kw_only=True):
+    """The configuration, with which TRL checks whether it can load adapters."""
+
+    vllm_config: ServerConfig
 
 
 async def health(context: GatewayContext, request: Request) -> Response:
@@ -132,12 +168,32 @@ async def is_paused(context: GatewayContext, request: Request) -> Response:
 async def world_size(context: GatewayContext, request: Request) -> Response:
     """Return the number of processes of all engines, or with `include_dp=false` of one."""
     admin_only(caller_of(request))
-    stats = await context.engines.stats()
-    sizes = [int(values.get("tensor_parallel_size", 1)) for values in stats.values()]
-    if not sizes:
-        raise GatewayError(503, "no engine answers at the moment", "server_error", "engine_dead", retry_after=1.0)
+    sizes = await _values_of_engines(context, "tensor_parallel_size", 1)
     one = request.query_params.get("include_dp", "true").lower() in ("false", "0")
     return json_response(WorldSize(world_size=sizes[0] if one else sum(sizes)))
+
+
+async def server_info(context: GatewayContext, request: Request) -> Response:
+    """Return the model's name and length, and the limits for adapters, as vLLM does with `config_format=json`."""
+    admin_only(caller_of(request))
+    model = await context.engines.model()
+    rank = min(await _values_of_engines(context, "max_lora_rank", 0))
+    config = ServerConfig(
+        model_config=ModelConfig(model=model.name, max_model_len=model.max_model_len),
+        lora_config=LoraConfig(max_lora_rank=rank, max_loras=model.max_adapters) if model.max_adapters else None,
+        parallel_config=ParallelConfig(
+            tensor_parallel_size=max(await _values_of_engines(context, "tensor_parallel_size", 1))
+        ),
+    )
+    return json_response(ServerInfo(vllm_config=config))
+
+
+async def _values_of_engines(context: GatewayContext, name: str, default: int) -> list[int]:
+    """Return one of the engines' stats. Raises GatewayError 503 without an engine."""
+    stats = await context.engines.stats()
+    if not stats:
+        raise GatewayError(503, "no engine answers at the moment", "server_error", "engine_dead", retry_after=1.0)
+    return [int(values.get(name, default)) for values in stats.values()]
 
 
 def _status_response(health: GatewayHealth, good: bool) -> Response:
@@ -159,4 +215,5 @@ def routes(context: GatewayContext) -> list[Route]:
         Route("/resume", functools.partial(resume, context), methods=["POST"]),
         Route("/is_paused", functools.partial(is_paused, context), methods=["GET"]),
         Route("/get_world_size", functools.partial(world_size, context), methods=["GET"]),
+        Route("/server_info", functools.partial(server_info, context), methods=["GET"]),
     ]

@@ -20,11 +20,12 @@ from .chat import ChatChunk, ChatCompletion, ChatRequest
 from .completions import Completion, CompletionRequest
 from .context import GatewayContext
 from .errors import AnthropicErrorBody, ErrorBody
-from .health import PauseChanged, Paused, Status, Version, WorldSize
+from .health import PauseChanged, Paused, ServerInfo, Status, Version, WorldSize
 from .models import AdaptersChanged, LoadAdapter, ModelCard, ModelList, UnloadAdapter
 from .responses.output import Response as ModelResponse
 from .responses.output import ResponseEvent
 from .responses.request import ResponseRequest
+from .score import ScoreBody, Scores
 from .tokenize import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest, TokenizerInfo
 
 PACKAGE = __name__.partition(".runtime.")[0]
@@ -134,6 +135,7 @@ class Endpoint(NamedTuple):
 ENDPOINTS = (
     Endpoint("post", "/v1/chat/completions", "Answer a conversation", ChatRequest, ChatCompletion, ChatChunk),
     Endpoint("post", "/v1/completions", "Continue prompts", CompletionRequest, Completion, Completion),
+    Endpoint("post", "/v1/score", "Log-probabilities of sampled tokens", ScoreBody, Scores),
     Endpoint("post", "/v1/responses", "Answer a conversation", ResponseRequest, ModelResponse, ResponseEvent),
     Endpoint(
         "post", "/v1/messages", "Anthropic's Messages", MessagesRequest, Message, MessageEvent, AnthropicErrorBody
@@ -156,6 +158,7 @@ ENDPOINTS = (
     Endpoint("post", "/resume", "Compute again after a pause (admin)", None, PauseChanged),
     Endpoint("get", "/is_paused", "Whether an engine is paused (admin)", None, Paused),
     Endpoint("get", "/get_world_size", "Number of processes that compute the model (admin)", None, WorldSize),
+    Endpoint("get", "/server_info", "The model and the limits for adapters (admin)", None, ServerInfo),
     Endpoint("get", "/health", "Whether an engine is alive", None, Status, open=True),
     Endpoint("get", "/ready", "Whether requests are accepted", None, Status, open=True),
     Endpoint("get", "/ping", "The status of /ready without a body", open=True, text="text/plain"),

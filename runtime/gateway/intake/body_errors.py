@@ -37,6 +37,15 @@ _REMEDIES = {
     **{("type", kind): _TEXT_ONLY for kind in _MEDIA},
 }
 """(field name, invalid value) -> what to do instead."""
+_PAIRS = (
+    "text_1", "text_2", "data_1", "data_2", "queries", "query", "documents", "items", "label_token_ids", "activation",
+    "use_activation", "apply_softmax", "item_first", "encoding_format", "truncate_prompt_tokens",
+)  # fmt: skip
+"""Fields of bodies for cross-encoders, whose servers have /v1/score too."""
+_NO_PAIRS = (
+    "no reranker is served here: /v1/score returns log-probabilities of token ids; for pairs of texts use a server of "
+    "a cross-encoder"
+)
 _PATTERNS = {
     "^[A-Za-z0-9_.-]+$": "must have letters, digits, '.', '_' and '-' only",
     "^[A-Za-z0-9._-]+$": "must have letters, digits, '.', '_' and '-' only",
@@ -75,7 +84,8 @@ def malformed(problem: Exception, data: bytes, shape: type) -> GatewayError:
     unknown = re.search(r"unknown field `([^`]{1,200})`", text)
     if unknown is not None:
         where = f"{path}.{unknown[1]}" if path else unknown[1]
-        advice = _advice(unknown[1], shape, path)
+        scores = not path and unknown[1] in _PAIRS and any(each.name == "sequences" for each in _root(shape).fields)
+        advice = _NO_PAIRS if scores else _advice(unknown[1], shape, path)
         return GatewayError(400, _printable(f"there is no field `{where}`; {advice}"), param=_printable(where)[:128])
     if not path:
         return GatewayError(400, f"the body must be a JSON object{_example(shape)}, not {_kind(data)}")

@@ -173,6 +173,7 @@ class Router:
                     owner=request.owner,
                     adapter_content=required,
                     direct=None if request.direct is None else stream.offer_direct,
+                    scored=request.scored,
                 )
                 async with contextlib.aclosing(lists):
                     async for chunks in lists:

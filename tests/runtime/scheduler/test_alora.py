@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sidestream.ops.core.kv_layout import PAGE_SIZE
+from sidestream.runtime.api.errors import RequestError
 from sidestream.runtime.api.request import Continuation, Request
 from sidestream.runtime.scheduler.sequence import find_activation
 from support.engines import VOCABULARY, ask, assert_idle, greedy, make_engine, prompt, random_prompt, run, tokens
@@ -225,3 +226,33 @@ def test_plain_adapters_keep_their_keys_and_plans():
         run(engine)
         plans.append(([plan.adapter_index.tolist() for plan in engine.runner.plans], sequence.page_keys))
     assert plans[0] == plans[1]
+
+
+@pytest.mark.parametrize(
+    ("turns", "is_refused"),
+    [
+        ([[*clean(9), *INVOCATION], [5, 6], clean(4), [*INVOCATION, 7]], False),  # not searched in the last answer
+        ([[*clean(9), *INVOCATION], [*INVOCATION, 5], clean(4), [6, 7]], True),
+        ([[*clean(9), *INVOCATION], [5, 6], [*INVOCATION], [6, 7]], True),
+        ([clean(9), [5, 6], [*INVOCATION], [6]], True),
+        ([clean(9), [5, 6], clean(3), [6]], False),
+    ],
+)
+def test_answers_with_different_activations_are_not_scored_together(turns, is_refused):
+    """The first and third turn are given; the last token of the fourth is sampled, and not in the prompt."""
+    engine = make_engine(slots=1, adapters=1, invocations={0: INVOCATION})
+    first, second, third, fourth = turns
+    ids, start = first + second + third + fourth[:-1], len(first)
+    scored = [(start, start + len(second)), (len(ids) - len(fourth) + 1, len(ids))]
+    scored = tuple(span for span in scored if span[0] < span[1])
+    given = Request("0", None, ids, greedy(1, prompt_logprobs=0), "adapter0", scored=scored)
+    if is_refused:
+        with pytest.raises(RequestError, match=f"occurs again after token {start}, where scored tokens begin"):
+            engine.add(given)
+        assert_idle(engine)
+    else:
+        engine.add(given)
+        expected = place_of(first)
+        (sequence,) = engine._requests["0"].completions
+        assert sequence.sequence.active_from == expected
+        run(engine)

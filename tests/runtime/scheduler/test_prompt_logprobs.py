@@ -58,18 +58,21 @@ def test_every_token_of_a_prompt_is_scored_once(seed):
         overlap=bool(ahead),
     )
     beginning = random_prompt(source, 130)
-    asked: dict[str, tuple[list[int], int | None, int]] = {}
+    asked: dict[str, tuple[list[int], int | None, list[int]]] = {}
     for index in range(source.randrange(2, 9)):
         ids = (beginning if source.random() < 0.6 else []) + random_prompt(source, source.randrange(1, 180))
         count, choices = source.choice((None, 0, 2, 5)), source.choice((1, 1, 3))
-        asked[str(index)] = ids, count, choices
+        ends = sorted(source.sample(range(1, len(ids) + 1), 2 * source.randrange(min(4, len(ids)) // 2 + 1)))
+        scored = tuple(zip(ends[::2], ends[1::2], strict=True)) if count is not None else ()
+        places = [place for begin, end in scored or [(1, len(ids))] for place in range(begin, end)]
+        asked[str(index)] = ids, count, places
         params = SamplingParams(temperature=0, max_tokens=source.randrange(1, 40), n=choices, prompt_logprobs=count)
-        engine.add(Request(str(index), None, ids, params, owner=str(index % 2)))
+        engine.add(Request(str(index), None, ids, params, owner=str(index % 2), scored=scored))
     failing = set(source.sample(range(3, 40), source.choice((0, 0, 3))))
     outputs, scores = drive(engine, ahead, failing)
     assert set(outputs) == set(asked)
     assert_idle(engine)
-    for name, (ids, count, _) in asked.items():
+    for name, (ids, count, places) in asked.items():
         answers = outputs[name].outputs
         if any(answer.finish_reason == "error" for answer in answers):
             assert failing
@@ -80,9 +83,9 @@ def test_every_token_of_a_prompt_is_scored_once(seed):
             assert name not in scores
             continue
         found = scores.get(name, [])
-        said = [next_token(ids[:place], -1, VOCABULARY) for place in range(1, len(ids))]
+        said = [next_token(ids[:place], -1, VOCABULARY) for place in places]
         assert [(token, logprob, rank) for token, logprob, rank, _ in found] == [
-            (token, -1.0 - guess, guess) for token, guess in zip(ids[1:], said, strict=True)
+            (ids[place], -1.0 - guess, guess) for place, guess in zip(places, said, strict=True)
         ]
         assert all(reported in (count, count + 1) for *_, reported in found)
 
@@ -110,3 +113,15 @@ def test_what_is_cached_is_computed_again_and_then_shared():
         outputs, scores = drive(engine, 0, set())
         assert outputs[name].num_cached_tokens == cached
         assert len(scores.get(name, ())) == (149 if fields else 0)
+
+
+@pytest.mark.parametrize(("first", "cached"), [(1, 0), (64, 0), (65, 64), (129, 128), (149, 128)])
+def test_tokens_before_the_first_scored_one_may_come_from_the_cache(first, cached):
+    """The logits that score a token are those of the token before it, which is computed."""
+    engine, ids = make_engine(pages=40, budget=200), [7] * 150
+    engine.add(Request("first", None, ids, greedy(1)))
+    drive(engine, 0, set())
+    engine.add(Request("second", None, ids, greedy(1, prompt_logprobs=0), scored=((first, 150),)))
+    outputs, scores = drive(engine, 0, set())
+    assert outputs["second"].num_cached_tokens == cached and len(scores["second"]) == 150 - first
+    assert sum(len(plan.scored_rows) for plan in engine.runner.plans) == 150 - first

@@ -1,6 +1,7 @@
 """Pauses over HTTP, with vLLM's spelling."""
 
 import asyncio
+import dataclasses
 
 import pytest
 from sidestream.runtime.gateway.auth.admission import NoAuth
@@ -11,7 +12,8 @@ class Two(FakeEngines):
     """Two engines of two GPUs each; the second one is paused."""
 
     async def stats(self):
-        return {f"engine-{index}": {"paused": index, "tensor_parallel_size": 2} for index in range(2)}
+        shared = {"tensor_parallel_size": 2}
+        return {f"engine-{index}": shared | {"paused": index, "max_lora_rank": 16 << index} for index in range(2)}
 
 
 def ask(method, path, key="boss", engines=None):
@@ -47,8 +49,37 @@ def test_the_state_and_the_size_are_those_of_all_engines():
     assert ask("GET", "/get_world_size?include_dp=false")[1] == {"world_size": 2}
 
 
+def test_the_config_is_that_of_the_engines():
+    status, answer, _ = ask("GET", "/server_info?config_format=json")
+    config = answer["vllm_config"]
+    assert status == 200 and config["lora_config"] is None, "no slots"
+    assert config["parallel_config"] == {"tensor_parallel_size": 2, "data_parallel_size": 1}
+    assert config["model_config"] == {"model": "base", "max_model_len": 4096, "logprobs_mode": "raw_logprobs"}
+    engines = Two()
+    engines.info = dataclasses.replace(engines.info, max_adapters=6)
+    config = ask("GET", "/server_info", engines=engines)[1]["vllm_config"]
+    assert config["lora_config"] == {"max_lora_rank": 16, "max_loras": 6}, "what all engines can load"
+
+
+@pytest.mark.parametrize("path", ["/server_info", "/get_world_size"])
+def test_without_an_engine_there_is_nothing_to_report(monkeypatch, path):
+    async def no_stats(self):
+        return {}
+
+    monkeypatch.setattr(Two, "stats", no_stats)
+    status, answer, _ = ask("GET", path)
+    assert status == 503 and answer["error"]["code"] == "engine_dead"
+
+
 @pytest.mark.parametrize(
-    ("method", "path"), [("POST", "/pause"), ("POST", "/resume"), ("GET", "/is_paused"), ("GET", "/get_world_size")]
+    ("method", "path"),
+    [
+        ("POST", "/pause"),
+        ("POST", "/resume"),
+        ("GET", "/is_paused"),
+        ("GET", "/get_world_size"),
+        ("GET", "/server_info?config_format=json"),
+    ],
 )
 def test_a_users_key_may_do_none_of_it(method, path):
     status, answer, calls = ask(method, path, key="user")

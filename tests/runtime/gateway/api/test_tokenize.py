@@ -88,7 +88,7 @@ def test_the_info_is_for_those_who_may_use_the_base_model():
     ("path", "status", "remedy"),
     [
         ("/v1/embeddings", 404, "embedding model"),
-        ("/v1/score", 404, "echo=true"),
+        ("/score", 404, "echo=true"),
         ("/v2/rerank/", 404, "echo=true"),
         ("/pooling", 404, "structured_outputs"),
         ("/classify", 404, "structured_outputs"),

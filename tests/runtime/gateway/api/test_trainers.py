@@ -27,14 +27,17 @@ def post(server, path, body=None, status=200, **options):
 
 def rollout(server, model, **fields):
     """TRL's request of one turn: ids and their log-probabilities."""
-    body = {"model": model, "prompt": PROMPT, "max_tokens": 40, "temperature": 1.0, "n": 1}
+    body = {"model": model, "prompt": PROMPT, "max_tokens": 40, "temperature": 1.0, "n": 1, "seed": (1 << 63) - 1}
+    body |= {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
     answer = post(server, "/v1/completions", body | {"return_token_ids": True, "logprobs": 0} | fields)
     choice = answer["choices"][0]
     return choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"]
 
 
 def test_a_new_policy_is_loaded_in_a_pause(trainer):
-    """AsyncGRPO's order of calls; a rollout that is under way continues with its own policy."""
+    """The order of calls of TRL 1.16's AsyncGRPO, which reads /server_info before it trains; a rollout that is under
+    way continues with its own policy.
+    """
     server, root = trainer
     names = sorted(demo_adapters())[:2]
     for version, name in enumerate(names):
@@ -43,6 +46,10 @@ def test_a_new_policy_is_loaded_in_a_pause(trainer):
     models = httpx.get(server.url + "/v1/models").json()["data"]
     assert models[0]["max_model_len"] == 256
     assert httpx.get(server.url + "/get_world_size").json() == {"world_size": 1}
+    info = httpx.get(server.url + "/server_info", params={"config_format": "json"}).json()["vllm_config"]
+    assert info["lora_config"]["max_lora_rank"] >= 8 and info["lora_config"]["max_loras"] >= 1
+    assert info["parallel_config"]["data_parallel_size"] == 1
+    assert info["model_config"]["logprobs_mode"] == "raw_logprobs"
     lora = {"lora_name": "policy-v0", "lora_path": str(root / "policy-v0"), "load_inplace": False}
     post(server, "/v1/load_lora_adapter", lora)
     greedy = {"temperature": 0.0, "max_tokens": 30, "ignore_eos": True}

@@ -22,6 +22,7 @@ PARAMS = [
     SamplingParams(temperature=1.0, top_p=0.9, seed=3, max_tokens=8, ignore_eos=True, frequency_penalty=0.5),
     SamplingParams(temperature=0.0, max_tokens=12, structured_outputs={"regex": "[a-c]+"}),  # masks after drafts
 ]
+ROLLOUT = SamplingParams(temperature=1.0, seed=2, max_tokens=8, ignore_eos=True, logprobs=0)
 SIZES: dict[str, Any] = {
     "precision": "fp32",
     "device": "cpu",
@@ -64,6 +65,11 @@ def test_two_ranks_answer_as_one_process_does_and_end_together(tmp_path: Path) -
     assert [one.outputs[0].token_ids for one in llm.generate(PROMPTS, mixed, use_tqdm=False)] == [
         llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids
         for prompt, params in zip(PROMPTS, mixed, strict=True)
+    ]
+    rollouts = [output.outputs[0] for output in llm.generate(PROMPTS, ROLLOUT, batches[1], use_tqdm=False)]
+    scores = llm.score(PROMPTS, [each.token_ids for each in rollouts], batches[1])
+    assert [score.logprobs.tolist() for score in scores] == [
+        [next(iter(entry.values())).logprob for entry in each.logprobs] for each in rollouts
     ]
     parallel = llm.model
     assert isinstance(parallel, ParallelModel)
