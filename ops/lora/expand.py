@@ -257,7 +257,7 @@ def expand_kernel(
 
 def expand_block(ranks: int, tile: int, widest: int, itemsize: int) -> tuple[int, int]:
     """Return (output columns of a work item, warps), with the most columns for which registers fit two blocks of B."""
-    limit = 32 if itemsize == 4 else 128 if tile in (1, 16, 64) else 256
+    limit = 32 if itemsize == 4 else 128 if tile in (16, 64) else 256
     block = rank_block(ranks) if itemsize == 1 else next_power_of_2(ranks)  # 16-bit rows are loaded one item ahead
     most = (8192 if tile == 32 else 4096) // block
     return max(16, min(limit, most, next_power_of_2(widest))), 4
@@ -304,7 +304,7 @@ def launch(
         raise ValueError(f"lora_expand: b {tuple(b.shape)} has {ranks} ranks; at most {MAX_RANK} are supported")
     if tokens == 0:
         return
-    height = max(16, tile)  # rows of a product
+    height = max(8, tile)  # rows of a product
     columns, warps = expand_block(ranks, tile, max(slices), b.element_size())
     blocks_per_tile = sum(cdiv(width, columns) for width in slices)
     widths = [*slices, 0, 0][:3]

@@ -12,7 +12,7 @@ from ..lora import shrink as lora_shrink
 from ..lora.plan import lora_splits
 from . import plan
 from .grouped_linear import expert_tile
-from .plan import FEW_PAIRS
+from .plan import MANY_GROUPS, has_single_tiles
 
 
 def reference(
@@ -55,8 +55,10 @@ def fake(
 
 
 def pair_tile(num_pairs: int, num_groups: int) -> int:
-    """Return the tile height of LoRA's plan of pairs: 1 for few pairs, which rarely share a group, up to 64."""
-    return 1 if num_pairs <= FEW_PAIRS else min(64, expert_tile(num_pairs, num_groups))
+    """Return the tile height of LoRA's plan of pairs, up to 64: 1 or 8 if few pairs or hardly any share a group."""
+    if has_single_tiles(num_pairs, num_groups) or num_pairs <= min(num_groups, MANY_GROUPS):
+        return 1
+    return 8 if num_pairs <= 4 * num_groups else min(64, expert_tile(num_pairs, num_groups))
 
 
 def launch(

@@ -25,7 +25,8 @@ _PAIRS = 32  # pairs whose places a program computes at once
 _ROWS = 128  # rows of `tiles` that a program writes at once
 
 
-def _has_single_tiles(pairs: int, num_groups: int) -> bool:
+def has_single_tiles(pairs: int, num_groups: int) -> bool:
+    """Return whether a plan has the second form."""
     return pairs <= MANY_GROUPS <= num_groups
 
 
@@ -45,7 +46,7 @@ def group_plan_reference(groups: torch.Tensor, num_groups: int, tile: int) -> tu
     order = torch.sort(groups, stable=True).indices.to(torch.int32)
     tiles = group_plan_fake(groups, num_groups, tile)[1].zero_()
     tiles[:, 0] = -1
-    tile = 1 if _has_single_tiles(len(groups), num_groups) else tile
+    tile = 1 if has_single_tiles(len(groups), num_groups) else tile
     sizes = torch.bincount(groups.long() + 1, minlength=num_groups + 1)
     own_tiles = (sizes + tile - 1) // tile
     group = torch.arange(num_groups + 1, device=groups.device).repeat_interleave(own_tiles)
@@ -206,7 +207,7 @@ def group_plan_launch(
         )
     if pairs == 0:
         return
-    if _has_single_tiles(pairs, num_groups):
+    if has_single_tiles(pairs, num_groups):
         _single_kernel[(cdiv(pairs, _PAIRS),)](
             groups, order, tiles, pairs, tiles.shape[0], PAIRS=_PAIRS, CHUNK=64 if pairs <= 64 else 256, num_warps=4,
             **pdl_options(pdl),

@@ -72,7 +72,7 @@ def test_reference_against_loops(by_pair: bool) -> None:
     assert exact.any()
 
 
-@pytest.mark.parametrize("tile", [1, 16])
+@pytest.mark.parametrize("tile", [1, 8, 16])
 @pytest.mark.parametrize("by_pair", [False, True])
 def test_plan_shrink_expand_is_expert_lora(by_pair: bool, tile: int) -> None:
     case, adapters, experts, pairs_per_row = pairs_case(13, 2, by_pair, tile, F32)
@@ -83,13 +83,29 @@ def test_plan_shrink_expand_is_expert_lora(by_pair: bool, tile: int) -> None:
 
 
 def test_few_pairs_have_tiles_of_their_own() -> None:
-    assert [pair_tile(pairs, 1024) for pairs in (8, 2048, 4096, 1 << 15, 1 << 17)] == [1, 1, 16, 32, 64]
+    assert [pair_tile(pairs, 1024) for pairs in (8, 1024, 2048, 4096, 4097, 1 << 15, 1 << 17)] == [
+        1,
+        1,
+        8,
+        8,
+        16,
+        32,
+        64,
+    ]
+    assert [pair_tile(pairs, 128) for pairs in (8, 128, 129, 512, 513, 1 << 13)] == [1, 1, 8, 8, 16, 64]
 
 
 @pytest.mark.interpret
 @pytest.mark.parametrize(
     ("tile", "by_pair", "k", "stored"),
-    [(1, False, 96, None), (1, True, 640, INT8), (16, False, 640, INT8), (64, False, 160, INT8), (32, True, 96, None)],
+    [
+        (1, False, 96, None),
+        (1, True, 640, INT8),
+        (8, False, 640, INT8),
+        (16, False, 640, INT8),
+        (64, False, 160, INT8),
+        (32, True, 96, None),
+    ],
 )
 def test_kernels(tile: int, by_pair: bool, k: int, stored: torch.dtype | None) -> None:
     case, adapters, experts, pairs_per_row = pairs_case(9, 2, by_pair, tile, k=k)
@@ -130,7 +146,7 @@ def test_a_pair_does_not_depend_on_its_neighbours() -> None:
 
 @pytest.mark.machine_code(each="tokens")
 @pytest.mark.parametrize("pdl", [True, False])
-@pytest.mark.parametrize("tokens", [8, 512])
+@pytest.mark.parametrize("tokens", [8, 256, 512])
 def test_qwen3_30b_a3b_without_spills(tokens: int, pdl: bool) -> None:
     """Gate and up of rank 16 in eight bits, with 8 adapters of 128 experts."""
 
