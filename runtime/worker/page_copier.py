@@ -1,0 +1,182 @@
+"""Copies KV pages to page-locked host memory and back while steps run. `scheduler.host_pages` has the directory."""
+
+import contextlib
+import ctypes
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from ..adapters.host_memory import host_bytes, page_lock
+from ..scheduler.failed_steps import written_pages
+from ..scheduler.step_plan import PageCopies, StepPlan
+from .memory_budget import Specs
+from .sleep_memory import call_driver, cuda_driver
+
+LOCK_BYTES = 1 << 30
+POLL_SECONDS = 0.0002
+HOST, DEVICE = 1, 2  # CU_MEMORYTYPE_HOST and _DEVICE
+_log = logging.getLogger(__name__)
+
+
+def stacked_specs(caches: Specs) -> Specs:
+    """Return the specs of the caches of all layers (name -> [pages, ...]) as one [L, pages, ...] for each kind.
+
+    Then one copy moves a page of all layers.
+    """
+    kinds: dict[Any, list[str]] = {}
+    for name, spec in caches.items():
+        kinds.setdefault(spec, []).append(name)
+    return {names[0]: ((len(names), *shape), dtype) for (shape, dtype), names in kinds.items()}
+
+
+def unstacked(caches: Specs, stacks: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the cache of each layer as a view of tensors of `stacked_specs`."""
+    layers = {spec: iter(stacks[name]) for name, spec in caches.items() if name in stacks}
+    return {name: next(layers[spec]) for name, spec in caches.items()}
+
+
+@dataclass
+class _InFlight:
+    """Copies that have started: the saved pages, the host pages that are read, and the events at their ends."""
+
+    ticket: int
+    saved: set[int]
+    read: set[int]
+    after_saves: Any
+    end: Any
+
+
+class PageCopier:
+    """Copies pages between `stacks` (see `stacked_specs`) and `num_pages` pages of host memory.
+
+    On a GPU saves and loads have a stream each. Both wait for the steps that were launched before. A load waits for all
+    earlier saves, a save for loads that read its host page, and a step for saves of pages that it writes
+    (`before_step`).
+
+    Raises MemoryError if the host memory cannot be page-locked.
+    """
+
+    def __init__(self, stacks: list[torch.Tensor], num_pages: int, device: torch.device) -> None:
+        self._device = device
+        self._stacks = [stack.view(torch.uint8).flatten(2) for stack in stacks]  # [L, pages, bytes]
+        sizes = [stack[:, 0].numel() for stack in self._stacks]
+        *offsets, size = accumulate(sizes, initial=0)
+        memory = host_bytes(num_pages * size)
+        pages = memory.view(num_pages, size)
+        self._host = [
+            pages[:, first : first + count].unflatten(1, (len(stack), -1))
+            for first, count, stack in zip(offsets, sizes, self._stacks, strict=True)
+        ]
+        self._in_flight: deque[_InFlight] = deque()
+        self._finished: list[tuple[int, str | None]] = []
+        if device.type == "cuda":
+            memory.zero_()  # allocates all pages before they are locked
+            page_lock(self, memory.split(LOCK_BYTES), contextlib.nullcontext(), remedy="lower kv_host_gb")
+            self._save_stream, self._load_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def start(self, copies: PageCopies) -> None:
+        """Start copies after the steps launched so far; return at once. An error is reported by `finished`."""
+        try:
+            if self._device.type == "cuda":
+                self._enqueue(copies)
+                return
+            for page, place in copies.saves:
+                for host, stack in zip(self._host, self._stacks, strict=True):
+                    host[place].copy_(stack[:, page])
+            for place, page in copies.loads:
+                for host, stack in zip(self._host, self._stacks, strict=True):
+                    stack[:, page].copy_(host[place])
+            problem = None
+        except Exception as error:
+            _log.exception("KV pages could not be copied")
+            problem = str(error) or type(error).__name__
+            if self._device.type == "cuda":  # copies that have started end before their pages are used again
+                for stream in (self._save_stream, self._load_stream):
+                    torch.cuda.current_stream(self._device).wait_stream(stream)
+        self._finished.append((copies.ticket, problem))
+
+    def _enqueue(self, copies: PageCopies) -> None:
+        steps, saving, loading = torch.cuda.current_stream(self._device), self._save_stream, self._load_stream
+        places = {place for _, place in copies.saves}
+        end = after_saves = torch.cuda.Event()
+        if copies.saves:
+            saving.wait_stream(steps)
+            for earlier in self._in_flight:
+                if not places.isdisjoint(earlier.read):
+                    saving.wait_event(earlier.end)
+            for page, place in copies.saves:
+                self._copy(page, place, saving, to_host=True)
+        after_saves.record(saving)
+        if copies.loads:
+            loading.wait_stream(steps)
+            loading.wait_event(after_saves)
+            for place, page in copies.loads:
+                self._copy(page, place, loading, to_host=False)
+            end = torch.cuda.Event()
+            end.record(loading)
+        saved, read = {page for page, _ in copies.saves}, {place for place, _ in copies.loads}
+        self._in_flight.append(_InFlight(copies.ticket, saved, read, after_saves, end))
+
+    def _copy(self, page: int, place: int, stream: Any, to_host: bool) -> None:
+        """Enqueue the copy of one page: for each kind of cache one copy of a row in every layer.
+
+        torch would gather the rows in a buffer on the device first.
+        """
+        for host, stack in zip(self._host, self._stacks, strict=True):
+            layers, num_pages, row = stack.shape
+            there = (0, page, 0, 0, DEVICE, None, stack.data_ptr(), None, None, row, num_pages)
+            here = (0, 0, 0, 0, HOST, host[place].data_ptr(), 0, None, None, row, 1)
+            source, target = (there, here) if to_host else (here, there)
+            copy = _Copy3D(_Side(*source), _Side(*target), row, 1, layers)
+            call_driver(cuda_driver(), "cuMemcpy3DAsync_v2", ctypes.byref(copy), ctypes.c_void_p(stream.cuda_stream))
+
+    def before_step(self, plan: StepPlan) -> None:
+        """Make the device's current stream wait for saves of pages that a step writes."""
+        if not any(copies.saved for copies in self._in_flight):
+            return
+        pages = written_pages(plan)
+        for copies in self._in_flight:
+            if not pages.isdisjoint(copies.saved):
+                torch.cuda.current_stream(self._device).wait_event(copies.after_saves)
+
+    def finished(self, timeout: float = 0.0) -> list[tuple[int, str | None]]:
+        """Return (ticket, error or None) of copies that ended since the last call. Wait up to `timeout` seconds for the
+        first.
+        """
+        until = time.monotonic() + timeout
+        while True:
+            for copies in tuple(self._in_flight):
+                if copies.end.query():
+                    self._in_flight.remove(copies)
+                    self._finished.append((copies.ticket, None))
+            if self._finished or time.monotonic() >= until:
+                finished, self._finished = self._finished, []
+                return finished
+            time.sleep(POLL_SECONDS)
+
+
+class _Side(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_size_t) for name in ("x_in_bytes", "y", "z", "lod")),
+        ("memory_type", ctypes.c_int),
+        ("host", ctypes.c_void_p),
+        ("device", ctypes.c_uint64),
+        ("array", ctypes.c_void_p),
+        ("reserved", ctypes.c_void_p),
+        ("pitch", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    )
+
+
+class _Copy3D(ctypes.Structure):  # CUDA_MEMCPY3D: address = start + (z * height + y) * pitch + x
+    _fields_ = (
+        ("source", _Side),
+        ("target", _Side),
+        *((name, ctypes.c_size_t) for name in ("width_in_bytes", "height", "depth")),
+    )
