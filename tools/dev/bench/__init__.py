@@ -5,6 +5,7 @@ batcher            the batcher's time per step, with a simulated GPU
 cost_error         the cost model compared with measured times
 estimated_changes  the cost model's estimate for each arm of the ablation
 first_traffic      first tokens after a cold start, and pauses under changing load
+host_kv            first token of a long prompt from host memory, and decoding of others meanwhile
 moe_kernels        every kernel of a mixture of experts: check, time, tune
 refused_key        latencies of one key while another key's requests are refused
 structured         CPU time of token masks
