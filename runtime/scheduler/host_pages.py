@@ -19,7 +19,7 @@ from .step_plan import PageCopies
 MAX_LOADS = 2
 """Loads that a sequence waits for before it computes: its pages may be evicted again before it is admitted."""
 SAVES_AHEAD = 16
-"""Most idle pages that one step saves before they are evicted."""
+"""Most idle pages that one step saves before they are evicted, besides as many as were evicted since the last step."""
 
 
 @dataclass
@@ -63,6 +63,7 @@ class HostPages:
         self._pages: OrderedDict[bytes, _HostPage] = OrderedDict()
         self._free = list(range(num_pages - 1, -1, -1))
         self._offered: dict[int, bytes] = {}  # device page -> key under which it was saved ahead
+        self._evictions = 0  # of the device, at the last `save_ahead`
         self._saves: list[tuple[int, int]] = []
         self._copies: list[PageCopies] = []
         self._ticket = 0
@@ -99,15 +100,16 @@ class HostPages:
 
     def save_ahead(self) -> None:
         """Save idle pages that are next to be evicted, so that a step need not wait until they are saved."""
-        count = 0
+        count = SAVES_AHEAD + self._device.evictions - self._evictions
+        self._evictions = self._device.evictions
         for page, key in self._device.next_evicted(self._window):
             if self._offered.get(page) == key:
                 continue
             self._offered[page] = key
             if key not in self._pages:
                 self._save(page, key)
-                count += 1
-                if count == SAVES_AHEAD:
+                count -= 1
+                if not count:
                     return
 
     def _save(self, page: int, key: bytes) -> None:

@@ -43,21 +43,24 @@ def unstacked(caches: Specs, stacks: Mapping[str, torch.Tensor]) -> dict[str, to
 
 @dataclass
 class _InFlight:
-    """Copies that have started: the saved pages, the host pages that are read, and the events at their ends."""
+    """Copies that have started: the pages that their saves read and write, the host pages that their loads read, and
+    the events at their ends.
+    """
 
     ticket: int
     saved: set[int]
+    written: set[int]
     read: set[int]
-    after_saves: Any
-    end: Any
+    after_saves: Any = None
+    end: Any = None
 
 
 class PageCopier:
     """Copies pages between `stacks` (see `stacked_specs`) and `num_pages` pages of host memory.
 
-    On a GPU saves and loads have a stream each. Both wait for the steps that were launched before. A load waits for all
-    earlier saves, a save for loads that read its host page, and a step for saves of pages that it writes
-    (`before_step`).
+    On a GPU saves and loads have a stream each. Both wait for the steps that were launched before. Loads wait for saves
+    of the pages that they write and read, saves for loads that read their host pages, and a step for saves of pages
+    that it writes (`before_step`).
 
     Raises MemoryError if the host memory cannot be page-locked.
     """
@@ -79,6 +82,9 @@ class PageCopier:
             memory.zero_()  # allocates all pages before they are locked
             page_lock(self, memory.split(LOCK_BYTES), contextlib.nullcontext(), remedy="lower kv_host_gb")
             self._save_stream, self._load_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            kinds = list(zip(self._host, self._stacks, strict=True))
+            self._to_host = [_prepare(host, stack, to_host=True) for host, stack in kinds]
+            self._to_device = [_prepare(host, stack, to_host=False) for host, stack in kinds]
 
     def start(self, copies: PageCopies) -> None:
         """Start copies after the steps launched so far; return at once. An error is reported by `finished`."""
@@ -103,38 +109,40 @@ class PageCopier:
 
     def _enqueue(self, copies: PageCopies) -> None:
         steps, saving, loading = torch.cuda.current_stream(self._device), self._save_stream, self._load_stream
-        places = {place for _, place in copies.saves}
-        end = after_saves = torch.cuda.Event()
+        found = _InFlight(
+            copies.ticket,
+            {page for page, _ in copies.saves},
+            {place for _, place in copies.saves},
+            {place for place, _ in copies.loads},
+        )
+        found.end = found.after_saves = torch.cuda.Event()
         if copies.saves:
             saving.wait_stream(steps)
             for earlier in self._in_flight:
-                if not places.isdisjoint(earlier.read):
+                if not found.written.isdisjoint(earlier.read):
                     saving.wait_event(earlier.end)
             for page, place in copies.saves:
-                self._copy(page, place, saving, to_host=True)
-        after_saves.record(saving)
+                self._copy(self._to_host, page, place, saving)
+        found.after_saves.record(saving)
         if copies.loads:
             loading.wait_stream(steps)
-            loading.wait_event(after_saves)
+            pages = {page for _, page in copies.loads}
+            for each in (*self._in_flight, found):
+                if not (found.read.isdisjoint(each.written) and pages.isdisjoint(each.saved)):
+                    loading.wait_event(each.after_saves)
             for place, page in copies.loads:
-                self._copy(page, place, loading, to_host=False)
-            end = torch.cuda.Event()
-            end.record(loading)
-        saved, read = {page for page, _ in copies.saves}, {place for place, _ in copies.loads}
-        self._in_flight.append(_InFlight(copies.ticket, saved, read, after_saves, end))
+                self._copy(self._to_device, page, place, loading)
+            found.end = torch.cuda.Event()
+            found.end.record(loading)
+        self._in_flight.append(found)
 
-    def _copy(self, page: int, place: int, stream: Any, to_host: bool) -> None:
-        """Enqueue the copy of one page: for each kind of cache one copy of a row in every layer.
-
-        torch would gather the rows in a buffer on the device first.
-        """
-        for host, stack in zip(self._host, self._stacks, strict=True):
-            layers, num_pages, row = stack.shape
-            there = (0, page, 0, 0, DEVICE, None, stack.data_ptr(), None, None, row, num_pages)
-            here = (0, 0, 0, 0, HOST, host[place].data_ptr(), 0, None, None, row, 1)
-            source, target = (there, here) if to_host else (here, there)
-            copy = _Copy3D(_Side(*source), _Side(*target), row, 1, layers)
-            call_driver(cuda_driver(), "cuMemcpy3DAsync_v2", ctypes.byref(copy), ctypes.c_void_p(stream.cuda_stream))
+    def _copy(self, kinds: "list[_PageCopy]", page: int, place: int, stream: Any) -> None:
+        """Enqueue the copies of one page."""
+        driver, handle = cuda_driver(), ctypes.c_void_p(stream.cuda_stream)
+        for kind in kinds:
+            kind.device.y = page
+            kind.memory.host = kind.start + place * kind.stride
+            call_driver(driver, "cuMemcpy3DAsync_v2", ctypes.byref(kind.copy), handle)
 
     def before_step(self, plan: StepPlan) -> None:
         """Make the device's current stream wait for saves of pages that a step writes."""
@@ -152,7 +160,7 @@ class PageCopier:
         until = time.monotonic() + timeout
         while True:
             for copies in tuple(self._in_flight):
-                if copies.end.query():
+                if copies.after_saves.query() and copies.end.query():
                     self._in_flight.remove(copies)
                     self._finished.append((copies.ticket, None))
             if self._finished or time.monotonic() >= until:
@@ -180,3 +188,26 @@ class _Copy3D(ctypes.Structure):  # CUDA_MEMCPY3D: address = start + (z * height
         ("target", _Side),
         *((name, ctypes.c_size_t) for name in ("width_in_bytes", "height", "depth")),
     )
+
+
+@dataclass
+class _PageCopy:
+    """A prepared copy, its two sides, and the address of the first host page and bytes between two."""
+
+    copy: _Copy3D
+    device: _Side
+    memory: _Side
+    start: int
+    stride: int
+
+
+def _prepare(host: torch.Tensor, stack: torch.Tensor, to_host: bool) -> _PageCopy:
+    """Return the copy of a page of one kind of cache, a row in every layer. torch's own copy would first gather the
+    rows in a buffer.
+    """
+    layers, num_pages, row = stack.shape
+    copy = _Copy3D(width_in_bytes=row, height=1, depth=layers)
+    device, memory = (copy.source, copy.target) if to_host else (copy.target, copy.source)
+    device.memory_type, device.device, device.pitch, device.height = DEVICE, stack.data_ptr(), row, num_pages
+    memory.memory_type, memory.pitch, memory.height = HOST, row, 1
+    return _PageCopy(copy, device, memory, host.data_ptr(), host.stride(0))

@@ -52,9 +52,10 @@ def test_pages_return_as_they_were(device: str) -> None:
     caches, copier = make(device)
     before = {name: cache.clone() for name, cache in caches.items()}
     copier.start(PageCopies(1, [(3, 0), (7, 11), (39, 5)], []))
-    copier.start(PageCopies(2, [(8, 4)], [(11, 20), (5, 3), (4, 0)]))
-    assert finished(copier, 2) == [(1, None), (2, None)]
-    changed = {20: 7, 3: 39, 0: 8}
+    copier.start(PageCopies(2, [(8, 4), (20, 6)], [(11, 20), (5, 3), (4, 0)]))
+    copier.start(PageCopies(3, [], [(6, 30)]))
+    assert finished(copier, 3) == [(1, None), (2, None), (3, None)]
+    changed = {20: 7, 3: 39, 0: 8, 30: 20}
     for name, cache in caches.items():
         for page in range(PAGES):
             assert torch.equal(cache[page], before[name][changed.get(page, page)]), (name, page)
