@@ -171,10 +171,7 @@ class EngineOptions:
                 f"draft={str(self.draft)!r} has no effect while speculation is off; add speculation='auto' or a number"
             )
         if self.kv_host_gb and not self.enable_prefix_caching:
-            raise OptionError(
-                f"kv_host_gb={self.kv_host_gb:g} has no effect while enable_prefix_caching is False; leave one of them "
-                "out"
-            )
+            raise OptionError(f"kv_host_gb={self.kv_host_gb:g} contradicts enable_prefix_caching=False; leave one out")
         if not isinstance(self.gpu_memory_utilization, (int, float)) or not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise OptionError(
                 f"gpu_memory_utilization={self.gpu_memory_utilization!r} must be above 0 and at most 1; try 0.9"

@@ -31,20 +31,6 @@ class _Load:
     held: list[int]
 
 
-@dataclass
-class _Wait:
-    """A waiting sequence: the tickets of its loads, and the pages that it needs besides those of its prefix."""
-
-    tickets: set[int]
-    pages: int
-
-
-@dataclass
-class _HostPage:
-    page: int
-    step: int  # whose plan was made after the save
-
-
 class HostPages:
     """Directory of `num_pages` pages of host memory: key -> page, least recently used first.
 
@@ -60,7 +46,7 @@ class HostPages:
         self.saved = self.loaded = self.evicted = 0
         self._device = device
         self._window = window
-        self._pages: OrderedDict[bytes, _HostPage] = OrderedDict()
+        self._pages: OrderedDict[bytes, tuple[int, int]] = OrderedDict()  # page, and the plan made after its save
         self._free = list(range(num_pages - 1, -1, -1))
         self._offered: dict[int, bytes] = {}  # device page -> key under which it was saved ahead
         self._evictions = 0  # of the device, at the last `save_ahead`
@@ -70,7 +56,8 @@ class HostPages:
         self._void = 0  # loads up to this ticket read invalid pages
         self._loads: dict[int, _Load] = {}
         self._loading: dict[bytes, int] = {}  # key -> ticket of its load
-        self._waiting: dict[Sequence, _Wait] = {}
+        # the tickets of a sequence's loads, and pages of the device that it needs besides those of its prefix
+        self._waiting: dict[Sequence, tuple[set[int], int]] = {}
         device.before_eviction = self._save
 
     def stats(self) -> dict[str, int]:
@@ -91,7 +78,7 @@ class HostPages:
     @property
     def reserved(self) -> int:
         """Pages of the device that waiting sequences need besides those of their prefixes."""
-        return sum(wait.pages for wait in self._waiting.values())
+        return sum(pages for _, pages in self._waiting.values())
 
     @property
     def is_loading(self) -> bool:
@@ -120,11 +107,12 @@ class HostPages:
         if not self._free:
             if not self._pages:
                 return  # all are being loaded
-            _, oldest = self._pages.popitem(last=False)
-            self._free.append(oldest.page)
+            _, (oldest, _) = self._pages.popitem(last=False)
+            self._free.append(oldest)
             self.evicted += 1
-        self._pages[key] = _HostPage(self._free.pop(), self.step)
-        self._saves.append((page, self._pages[key].page))
+        place = self._free.pop()
+        self._pages[key] = place, self.step
+        self._saves.append((page, place))
         self.saved += 1
 
     def start_load(self, sequence: Sequence, cached: list[int], keys: list[bytes]) -> bool:
@@ -155,15 +143,14 @@ class HostPages:
             if pages is None:
                 self._device.free(held)
                 return False
-            loads = [(source.page, page) for source, page in zip(sources, pages, strict=True)]
-            ticket = self._add_copies(loads)
+            ticket = self._add_copies([(place, page) for (place, _), page in zip(sources, pages, strict=True)])
             self._loads[ticket] = _Load(missing, pages, held)
             self._loading |= dict.fromkeys(missing, ticket)
             tickets.add(ticket)
             self.loaded += len(pages)
         sequence.loads += 1
         sequence.pages_loaded = sum(key in self._loading for key in keys)
-        self._waiting[sequence] = _Wait(tickets, pages_for(sequence.length) - len(held) - sequence.pages_loaded)
+        self._waiting[sequence] = tickets, pages_for(sequence.length) - len(held) - sequence.pages_loaded
         return True
 
     def _add_copies(self, loads: list[tuple[int, int]]) -> int:
@@ -194,9 +181,9 @@ class HostPages:
             if ticket > self._void:
                 self._device.publish(page, key)
         self._device.free(load.held + load.pages)
-        for wait in self._waiting.values():
-            wait.tickets.discard(ticket)
-        ready = [sequence for sequence, wait in self._waiting.items() if not wait.tickets]
+        for tickets, _ in self._waiting.values():
+            tickets.discard(ticket)
+        ready = [sequence for sequence, (tickets, _) in self._waiting.items() if not tickets]
         for sequence in ready:
             del self._waiting[sequence]
         return ready
@@ -214,9 +201,9 @@ class HostPages:
 
     def forget_since(self, step: int) -> None:
         """Forget pages that were saved after the plan of `step` was made: that step has failed."""
-        for key, entry in list(self._pages.items()):
-            if entry.step > step:
+        for key, (page, saved_before) in list(self._pages.items()):
+            if saved_before > step:
                 del self._pages[key]
-                self._free.append(entry.page)
+                self._free.append(page)
         self._offered.clear()
         self._void = self._ticket

@@ -7,12 +7,11 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
 
-from ..adapters.host_memory import host_bytes, page_lock
+from ..adapters.host_memory import block_offsets, host_bytes, page_lock
 from ..scheduler.failed_steps import written_pages
 from ..scheduler.step_plan import PageCopies, StepPlan
 from .memory_budget import Specs
@@ -69,7 +68,7 @@ class PageCopier:
         self._device = device
         self._stacks = [stack.view(torch.uint8).flatten(2) for stack in stacks]  # [L, pages, bytes]
         sizes = [stack[:, 0].numel() for stack in self._stacks]
-        *offsets, size = accumulate(sizes, initial=0)
+        *offsets, size = block_offsets(sizes)
         memory = host_bytes(num_pages * size)
         pages = memory.view(num_pages, size)
         self._host = [
@@ -80,7 +79,8 @@ class PageCopier:
         self._finished: list[tuple[int, str | None]] = []
         if device.type == "cuda":
             memory.zero_()  # allocates all pages before they are locked
-            page_lock(self, memory.split(LOCK_BYTES), contextlib.nullcontext(), remedy="lower kv_host_gb")
+            chunks = memory.split(max(1, LOCK_BYTES // size) * size)  # a copy must not cross two of them
+            page_lock(self, chunks, contextlib.nullcontext(), remedy="lower kv_host_gb")
             self._save_stream, self._load_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
             kinds = list(zip(self._host, self._stacks, strict=True))
             self._to_host = [_prepare(host, stack, to_host=True) for host, stack in kinds]
@@ -123,7 +123,7 @@ class PageCopier:
                     saving.wait_event(earlier.end)
             for page, place in copies.saves:
                 self._copy(self._to_host, page, place, saving)
-        found.after_saves.record(saving)
+            found.after_saves.record(saving)
         if copies.loads:
             loading.wait_stream(steps)
             pages = {page for _, page in copies.loads}
@@ -173,12 +173,8 @@ class _Side(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_size_t) for name in ("x_in_bytes", "y", "z", "lod")),
         ("memory_type", ctypes.c_int),
-        ("host", ctypes.c_void_p),
-        ("device", ctypes.c_uint64),
-        ("array", ctypes.c_void_p),
-        ("reserved", ctypes.c_void_p),
-        ("pitch", ctypes.c_size_t),
-        ("height", ctypes.c_size_t),
+        *((name, ctypes.c_void_p) for name in ("host", "device", "array", "reserved")),
+        *((name, ctypes.c_size_t) for name in ("pitch", "height")),
     )
 
 

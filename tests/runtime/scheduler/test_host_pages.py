@@ -3,8 +3,6 @@
 import random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from sidestream.ops.core.kv_layout import PAGE_SIZE
 from sidestream.runtime.engine.engine import Engine
 from sidestream.runtime.scheduler.sequence import Status
@@ -12,66 +10,61 @@ from sidestream.runtime.scheduler.step_plan import StepPlan
 from support.engines import VOCABULARY, ask, assert_idle, make_engine, prompt, random_prompt, run, tokens
 from support.fake_runner import continuation
 
-# which of four beginnings, how much of it, own tokens after it, output, adapter, step of arrival, step of abort (0 =
-# none)
-shared_requests = st.lists(
-    st.tuples(
-        st.integers(0, 3),
-        st.integers(0, 260),
-        st.integers(1, 80),
-        st.integers(1, 90),
-        st.integers(-1, 2),
-        st.integers(0, 60),
-        st.integers(0, 30),
-    ),
-    min_size=2,
-    max_size=16,
-)
 
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    shared_requests,
-    st.integers(8, 20),
-    st.integers(1, 40),
-    st.integers(1, 6),
-    st.sampled_from([8, 200, 1000]),
-    st.booleans(),
-    st.integers(1, 9),
-    st.sets(st.integers(1, 12), max_size=3),
-    st.sets(st.integers(0, 80), max_size=2),
-    st.integers(0, 99),
-)
-def test_outputs_are_those_of_each_request_alone(
-    requests, pages, host_pages, max_num_seqs, budget, overlap, delay, failing_copies, failing_steps, seed
-):
+@pytest.mark.parametrize("seed", range(3))
+def test_outputs_are_those_of_each_request_alone(seed: int) -> None:
     """Few pages in both tiers, slow and failing copies, failing steps, aborts, adapters that come and go"""
     source = random.Random(seed)
-    beginnings = [random_prompt(source, 260) for _ in range(4)]
+    for _ in range(20):
+        serve_prefixes(source)
+
+
+def serve_prefixes(source: random.Random) -> None:
+    """Requests with few different beginnings, one after the other or together, of an engine of random sizes."""
     engine = make_engine(
-        pages, 450, max_num_seqs, budget, 2, 3, overlap, asynchronous=True, patience=9, host_pages=host_pages
+        pages=source.randint(8, 14),
+        max_model_len=450,
+        max_num_seqs=source.randint(1, 4),
+        budget=source.choice((8, 200, 1000)),
+        slots=2,
+        adapters=2,
+        overlap=source.random() < 0.5,
+        asynchronous=True,
+        patience=9,
+        host_pages=source.randint(2, 24),
     )
-    engine.runner.copy_delay, engine.runner.failing_copies = delay, failing_copies
-    fail_steps(engine, failing_steps)
-    prompts = [beginnings[which][:shared] + random_prompt(source, own) for which, shared, own, *_ in requests]
-    outputs, pending, step = {}, list(enumerate(requests)), 0
-    aborted = set()
-    while pending or engine.has_work:
-        for index, (*_, count, adapter, _, _) in [entry for entry in pending if entry[1][5] <= step]:
-            ask(engine, f"r{index}", prompts[index], count, None if adapter < 0 else f"adapter{adapter}")
-        pending = [entry for entry in pending if entry[1][5] > step]
-        for output in engine.step()[1]:
-            outputs[output.request_id] = output
-        for index, (*_, arrival, abort) in enumerate(requests):
-            if abort and arrival + abort == step and f"r{index}" not in outputs:
-                engine.abort(f"r{index}")
-                aborted.add(f"r{index}")
-        step += 1
-        assert step < 20000
-    assert outputs.keys() | aborted == {f"r{index}" for index in range(len(requests))}
-    for index, (_, _, _, count, adapter, _, _) in enumerate(requests):
-        if f"r{index}" in outputs and outputs[f"r{index}"].outputs[0].finish_reason != "error":
-            assert outputs[f"r{index}"].outputs[0].token_ids == continuation(prompts[index], adapter, count, VOCABULARY)
+    engine.runner.copy_delay = source.randint(1, 6)
+    rates = source.choice(((0, 0), (0, 0), (0.1, 0), (0, 0.1)))
+    engine.runner.failing_copies = {ticket for ticket in range(200) if source.random() < rates[0]}
+    fail_steps(engine, {step for step in range(1000) if source.random() < rates[1]})
+    beginnings = [random_prompt(source, 260) for _ in range(3)]
+    requests, ended, aborts = {}, {}, {}
+
+    def step() -> None:
+        ended.update({output.request_id: output.outputs[0] for output in engine.step()[1]})
+        for name in [name for name, steps in aborts.items() if steps == 0]:
+            engine.abort(name)
+        for name in aborts:
+            aborts[name] -= 1
+
+    for index in range(14):
+        prompt = source.choice(beginnings)[: source.choice((130, 200, 260))] + random_prompt(
+            source, source.randint(1, 9)
+        )
+        requests[f"r{index}"] = prompt, source.choice((-1, -1, 0, 1)), source.randint(1, 70)
+        adapter, count = requests[f"r{index}"][1:]
+        ask(engine, f"r{index}", prompt, count, None if adapter < 0 else f"adapter{adapter}")
+        if source.random() < 0.2:
+            aborts[f"r{index}"] = source.randint(0, 9)
+        for _ in range(source.choice((0, 3, 1000))):
+            if engine.has_work:
+                step()
+    while engine.has_work:
+        step()
+    assert ended.keys() | aborts.keys() == requests.keys()
+    for name, (prompt, adapter, count) in requests.items():
+        if name in ended and ended[name].finish_reason != "error":
+            assert ended[name].token_ids == continuation(prompt, adapter, count, VOCABULARY)
     while engine.scheduler.is_loading:
         engine.take_loads_in()
     assert_idle(engine)
@@ -179,6 +172,21 @@ def test_a_failed_copy_empties_the_directory_and_the_prompt_is_computed():
     left = engine.scheduler.stats()
     assert left.host_pages_loaded - held.host_pages_loaded == 3 and left.host_pages_used < held.host_pages_used - 3
     assert engine.runner.computed - before == 201 and left.prefix_host_hits == 0
+
+
+def test_pages_of_a_failed_step_are_not_read_from_host_memory():
+    """They are saved before the failure is known."""
+    engine = make_engine(pages=7, max_model_len=400, budget=256, overlap=True, host_pages=10)
+    fail_steps(engine, {0})
+    ask(engine, "first", prompt(200), 1)
+    engine.step()
+    engine.abort("first")
+    ask(engine, "other", prompt(300, 9), 1)
+    engine.step()
+    assert engine.scheduler.stats().host_pages_saved >= 3
+    run(engine)
+    ask(engine, "again", prompt(200), 3)
+    assert tokens(run(engine)) == {"again": continuation(prompt(200), -1, 3, VOCABULARY)}
 
 
 def test_an_aborted_request_leaves_its_load_to_others():

@@ -21,7 +21,6 @@ from typing import Any
 from ....ops.core.kv_layout import PAGE_SIZE, pages_for
 from ....runtime.api.request import Request
 from ....runtime.api.sampling_params import SamplingParams
-from ....runtime.scheduler.step_plan import PageCopies, StepPlan, StepResult
 from ...options.engine import positive
 from ...options.environment import collect
 from ...options.models import shape_fields
@@ -31,48 +30,47 @@ TAIL = 32
 """Tokens of each prompt after its last full page."""
 OTHER_TOKENS = 64
 """Tokens of the prompts of other requests."""
-PAUSE = 4
-"""Steps between two long prompts."""
-STEPS = 10
-"""Steps from a long prompt to the next, at most; KV pages are reserved for them."""
+PAUSE, STEPS = 4, 10
+"""Steps between two long prompts, and those from one to the next for which others have KV pages."""
 
 
 class StepTimer:
-    """A runner that notes for each step: its milliseconds after the step before, whether it is a decode step, and
-    whether copies of pages were in flight.
+    """A runner that measures decode steps: `times[False]` has milliseconds after the step before, `times[True]` those
+    of steps that were submitted while copies of pages were in flight.
     """
 
     def __init__(self, runner: Any) -> None:
-        self._runner = runner
-        self._planned: deque[tuple[bool, bool]] = deque()
+        self.runner = runner
+        self.times: dict[bool, list[float]] = {False: [], True: []}
+        self._submitted: deque[tuple[bool, bool]] = deque()
         self._num_copies = 0
-        self._last = 0.0
-        self.steps: list[tuple[float, bool, bool]] = []
+        self._last = time.perf_counter()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
+        return getattr(self.runner, name)
 
-    def submit(self, plan: StepPlan) -> Any:
+    def submit(self, plan: Any) -> Any:
         """Submit a step."""
-        self._planned.append((plan.decode, self._num_copies > 0))
-        return self._runner.submit(plan)
+        self._submitted.append((plan.decode, self._num_copies > 0))
+        return self.runner.submit(plan)
 
-    def collect(self, handle: Any) -> StepResult:
+    def collect(self, handle: Any) -> Any:
         """Wait for a step."""
-        result: StepResult = self._runner.collect(handle)
-        now = time.perf_counter()
-        self.steps.append((1e3 * (now - self._last), *self._planned.popleft()))
+        result, now = self.runner.collect(handle), time.perf_counter()
+        decode, copying = self._submitted.popleft()
+        if decode:
+            self.times[copying].append(1e3 * (now - self._last))
         self._last = now
         return result
 
-    def copy_pages(self, copies: PageCopies) -> None:
+    def copy_pages(self, copies: Any) -> None:
         """Start copies."""
         self._num_copies += 1
-        self._runner.copy_pages(copies)
+        self.runner.copy_pages(copies)
 
-    def copied(self, timeout: float = 0.0) -> list[tuple[int, str | None]]:
+    def copied(self, timeout: float = 0.0) -> Any:
         """Return ended copies."""
-        ended: list[tuple[int, str | None]] = self._runner.copied(timeout)
+        ended = self.runner.copied(timeout)
         self._num_copies -= len(ended)
         return ended
 
@@ -113,40 +111,26 @@ def decode_times(llm: Any, length: int, count: int, others: int, arrivals: int) 
     prompts = random_prompts(llm, count, length, 99)
     for prompt in prompts:
         llm.generate([prompt], FIRST_TOKEN, use_tqdm=False)
-    tokens = llm.max_model_len - OTHER_TOKENS
-    decoding = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-    engine.runner = timer
-    before = engine.scheduler.stats()
-    try:
-        for index, prompt in enumerate(random_prompts(llm, others, OTHER_TOKENS, 7)):
-            engine.add(Request(f"other-{index}", None, prompt, decoding))
-        for index in range(arrivals):
-            for _ in range(PAUSE):
-                engine.step()
-            engine.add(Request(f"long-{index}", None, prompts[index % count], FIRST_TOKEN))
-            finished: list[str] = []
-            while f"long-{index}" not in finished:
-                finished = [output.request_id for output in engine.step()[1]]
-    finally:
-        for index in range(others):
-            engine.abort(f"other-{index}")
-        while engine.has_work:
+    decoding = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True, detokenize=False)
+    engine.runner, before = timer, engine.scheduler.stats()
+    for index, prompt in enumerate(random_prompts(llm, others, OTHER_TOKENS, 7)):
+        engine.add(Request(f"other-{index}", None, prompt, decoding))
+    for index in range(arrivals):
+        for _ in range(PAUSE):
             engine.step()
-        engine.runner = timer._runner
-    after = engine.scheduler.stats()
-    kinds = {
-        copying: [ms for ms, decode, copies in timer.steps[2:] if decode and copies == copying]
-        for copying in (False, True)
-    }
-    return {
-        "ms_without": statistics.median(kinds[False]),
-        "ms_with": statistics.median(kinds[True]) if kinds[True] else float("nan"),
-        "steps_without": len(kinds[False]),
-        "steps_with": len(kinds[True]),
-        "arrivals": arrivals,
-        "pages_loaded": after.host_pages_loaded - before.host_pages_loaded,
-        "pages_saved": after.host_pages_saved - before.host_pages_saved,
-    }
+        engine.add(Request(f"long-{index}", None, prompts[index % count], FIRST_TOKEN))
+        while f"long-{index}" not in [output.request_id for output in engine.step()[1]]:
+            pass
+    for index in range(others):
+        engine.abort(f"other-{index}")
+    while engine.has_work:
+        engine.step()
+    engine.runner, after = timer.runner, engine.scheduler.stats()
+    found: dict[str, float] = {"arrivals": arrivals, "pages_loaded": after.host_pages_loaded - before.host_pages_loaded}
+    for copying, name in ((False, "without"), (True, "with")):
+        times = timer.times[copying]
+        found |= {f"ms_{name}": statistics.median(times) if times else float("nan"), f"steps_{name}": len(times)}
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -169,8 +153,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     pages = 2 * pages_for(max_model_len) + options.others * pages_for(growth)
     count = pages // pages_for(length) + 2
     sizes = {"max_model_len": max_model_len, "max_num_seqs": options.others + 4, "num_kv_pages": pages}
-    kind = {"device": options.device, "load_format": "dummy", "show_progress": False}
-    with LLM(shape_fields(options.shape), kv_host_gb=options.kv_host_gb, **sizes, **kind) as llm:
+    sizes |= {"device": options.device, "load_format": "dummy", "show_progress": False}
+    with LLM(shape_fields(options.shape), kv_host_gb=options.kv_host_gb, **sizes) as llm:
         first = first_tokens(llm, length, count, options.rounds)
         for place, found in first.items():
             print(f"{length} tokens, {place}: {found['ms']:.2f} ms, {found['cached']} cached", flush=True)
