@@ -1,5 +1,6 @@
 """Copies of KV pages: content and order, on a CPU and on a GPU, where steps run meanwhile."""
 
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 import torch
 from sidestream.ops.core.kv_layout import PAGE_SIZE
 from sidestream.runtime.scheduler.step_plan import PageCopies
-from sidestream.runtime.worker.page_copier import PageCopier, stacked_specs, unstacked
+from sidestream.runtime.worker.page_copier import PageCopier, _prepare, stacked_specs, unstacked
 from support.sampling_plans import plan, sampling
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -59,6 +60,23 @@ def test_pages_return_as_they_were(device: str) -> None:
     for name, cache in caches.items():
         for page in range(PAGES):
             assert torch.equal(cache[page], before[name][changed.get(page, page)]), (name, page)
+
+
+@pytest.mark.parametrize("to_host", [True, False])
+def test_a_copy_of_the_driver_has_the_page_s_row_of_every_layer(to_host: bool) -> None:
+    """The arithmetic of cuMemcpy3D on tensors of this process."""
+    stack = torch.randint(0, 99, (LAYERS, PAGES, 48), dtype=torch.uint8)
+    host = torch.randint(100, 200, (PLACES, LAYERS, 48), dtype=torch.uint8)
+    expected = (stack if to_host else host).clone()
+    kind = _prepare(host, stack, to_host)
+    kind.device.y, kind.memory.host = 7, kind.start + 4 * kind.stride
+    copy, sides = kind.copy, (kind.copy.source, kind.copy.target)
+    assert ctypes.sizeof(copy) == 200 and [side.memory_type for side in sides] == ([2, 1] if to_host else [1, 2])
+    for layer in range(copy.depth):
+        source, target = ((side.host or side.device) + (layer * side.height + side.y) * side.pitch for side in sides)
+        ctypes.memmove(target, source, copy.width_in_bytes)
+    assert torch.equal(host[4], stack[:, 7])
+    assert torch.equal(expected, stack if to_host else host)
 
 
 @pytest.mark.parametrize("device", DEVICES)
