@@ -243,12 +243,13 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Discard the cached keys and values of prompts. Return False, without effect, while a stream is open."""
         self._check_open()
-        return self.engine.scheduler.states.prefix_cache.reset()
+        return self.engine.scheduler.reset_prefix_cache()
 
     def sleep(self, level: int = 1) -> None:
         """Free the device memory of weights, adapter slots and KV cache until `wake_up`. Needs enable_sleep_mode=True.
 
-        Programs, CUDA graphs, their buffers, and the adapters in host memory are kept. The prefix cache is discarded.
+        Programs, CUDA graphs, their buffers, and the adapters in host memory are kept. The prefix cache is discarded,
+        but at level 1 not its pages in host memory.
 
         level   1: move the weights to page-locked host memory; 2: discard them and read the model's directory again at
                 `wake_up`, which uses new files there
@@ -258,7 +259,7 @@ class LLM:
         self._check_idle()
         sleeper = self._sleeper()
         if not sleeper.asleep:
-            self.engine.forget_device()
+            self.engine.forget_device(keep_host_pages=level == 1)
         sleeper.sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:

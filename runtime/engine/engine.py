@@ -198,6 +198,8 @@ class Engine:
     def plan(self) -> StepPlan | None:
         """Return the next step and start the loads of its adapters."""
         plan = self.scheduler.schedule()
+        for copies in self.scheduler.take_copies():
+            self.runner.copy_pages(copies)
         self._start_loads()
         return plan
 
@@ -209,20 +211,27 @@ class Engine:
                 self.runner.forget_adapter(number)
 
     def take_loads_in(self, timeout: float = 0.0) -> None:
-        """Report finished adapter loads to the scheduler. Wait up to `timeout` seconds for the first."""
+        """Report finished loads of adapters and KV pages to the scheduler. Wait up to `timeout` seconds for the first:
+        one of KV pages while some are loading.
+        """
+        if self.scheduler.limits.host_pages:
+            wait = timeout if self.scheduler.states.num_loading else 0.0
+            for ticket, problem in self.runner.copied(wait):
+                self.scheduler.copies_done(ticket, problem)
+            timeout -= wait
         if self.scheduler.asynchronous_loads:
             for slot, number, problem in self.runner.loaded(timeout):
                 self.scheduler.load_done(slot, number, problem)
 
-    def forget_device(self) -> None:
-        """Mark all KV pages and adapter slots as empty before their memory is freed. Waits for running adapter loads.
+    def forget_device(self, keep_host_pages: bool = False) -> None:
+        """Mark all KV pages and adapter slots as empty before their memory is freed. Waits for running loads.
 
         Call it only without open requests.
         """
         self._start_loads()
-        while self.scheduler.states.slots.num_loading:
+        while self.scheduler.is_loading:
             self.take_loads_in(WAIT_FOR_LOADS)
-        self.scheduler.forget_device()
+        self.scheduler.forget_device(keep_host_pages)
 
     def take_ended(self) -> Progress:
         """Return the output of sequences that the scheduler itself ended, for a deadline or an error."""

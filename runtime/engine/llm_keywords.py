@@ -59,6 +59,7 @@ class LLMKeywords(TypedDict, total=False):
     max_adapter_sums: int
     lora_lenient: bool
     num_kv_pages: int | None
+    kv_host_gb: float
     gpu_memory_utilization: float
     enforce_eager: bool
     fail_on_compilation: bool

@@ -121,6 +121,12 @@ class EngineOptions:
     )
     lora_lenient: bool = option(False, "ignore unknown fields of an adapter's adapter_config.json")
     num_kv_pages: int | None = option(None, "KV pages of 64 tokens", unset="as many as fit", range=(1, 1 << 24))
+    kv_host_gb: float = option(
+        0.0,
+        "GiB of host memory for KV pages of common prompt prefixes that leave the GPU; 0: none",
+        more="with tensor_parallel_size shared by all GPUs; page-locked at the start",
+        range=(0, 1 << 16),
+    )
     gpu_memory_utilization: float = option(0.9, "share of the GPU's memory to use")
     enforce_eager: bool = option(False, "launch each kernel instead of replaying CUDA graphs")
     fail_on_compilation: bool = option(
@@ -164,6 +170,8 @@ class EngineOptions:
             raise OptionError(
                 f"draft={str(self.draft)!r} has no effect while speculation is off; add speculation='auto' or a number"
             )
+        if self.kv_host_gb and not self.enable_prefix_caching:
+            raise OptionError(f"kv_host_gb={self.kv_host_gb:g} contradicts enable_prefix_caching=False; leave one out")
         if not isinstance(self.gpu_memory_utilization, (int, float)) or not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise OptionError(
                 f"gpu_memory_utilization={self.gpu_memory_utilization!r} must be above 0 and at most 1; try 0.9"
@@ -219,8 +227,9 @@ def check_speculation(value: Any) -> None:
 
 def _check_range(option: "Field[Any]", value: Any) -> None:
     low, high = option.metadata["range"]
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high):
-        raise OptionError(f"{option.name}={value!r} must be an integer from {low} to {high}")
+    kinds, words = ((int, float), "a number") if option.type is float else (int, "an integer")
+    if value is not None and (not isinstance(value, kinds) or isinstance(value, bool) or not low <= value <= high):
+        raise OptionError(f"{option.name}={value!r} must be {words} from {low} to {high}")
 
 
 def keywords(private: bool = False) -> dict[str, "Field[Any]"]:

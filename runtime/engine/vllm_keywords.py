@@ -16,7 +16,7 @@ _ONE_GPU = "use tensor_parallel_size to spread a model over GPUs, or one engine 
 _TEXT_ONLY = "leave it out; the model reads text only"
 _TOKENIZER = "put tokenizer.json or tokenizer.model into the model's directory; it is read from there"
 _LOCAL = "download the model first and name its directory"
-_WEIGHTS_STAY = "choose a smaller precision or fewer num_kv_pages; weights and KV cache stay on the GPU"
+_WEIGHTS_STAY = "choose a smaller precision or fewer num_kv_pages; weights stay on the GPU"
 
 UNSUPPORTED_KEYWORDS: dict[str, Unsupported] = {
     "runner": Unsupported(("auto", "generate"), "leave it out; this LLM generates text"),

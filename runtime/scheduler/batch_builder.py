@@ -204,7 +204,7 @@ class BatchBuilder:
             *_, key = heappop(turns)
             number = key[1]
             self.current = sequence = states.waiting.head(key)
-            full = preempted or not states.rows.num_free
+            full = preempted or states.rows.num_free <= states.num_loading
             # without further loads only the first sequence that could run with more room is searched
             if (full or budget <= 0) and not states.residency.can_load:
                 if blocked is not None or not (full and shared):
@@ -233,8 +233,9 @@ class BatchBuilder:
                 blocked = sequence
                 continue
             states.waiting.pop(key)
-            states.start(sequence, cached, ahead)
-            budget -= self._add_chunk(work, sequence, min(budget, sequence.computable - sequence.computed))
+            if not states.start_load(sequence, cached):
+                states.start(sequence, cached, ahead)
+                budget -= self._add_chunk(work, sequence, min(budget, sequence.computable - sequence.computed))
             turn = states.waiting.turn(key)
             if turn is not None:
                 heappush(turns, turn)

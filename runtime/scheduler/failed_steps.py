@@ -4,6 +4,7 @@ The failed step's sequences are computed again in smaller and smaller groups unt
 """
 
 from collections import deque
+from collections.abc import Iterable
 
 from ...ops.core.kv_layout import PAGE_SIZE
 from .sequence import Sequence, Status
@@ -102,19 +103,22 @@ def find_lost(failed: IssuedStep, later: list[IssuedStep], running: list[Sequenc
     """
     lost = set(failed[1])
     while True:
-        pages = {page for plan, sequences in (failed, *later) for page in _written_pages(plan, sequences, lost)}
+        pages = {
+            page
+            for plan, sequences in (failed, *later)
+            for page in written_pages(plan, [row for row, sequence in enumerate(sequences) if sequence in lost])
+        }
         readers = {sequence for sequence in running if not pages.isdisjoint(sequence.pages)}
         if readers <= lost:
             return sorted(lost, key=lambda sequence: sequence.order), pages
         lost |= readers
 
 
-def _written_pages(plan: StepPlan, sequences: list[Sequence], writers: set[Sequence]) -> set[int]:
-    """Return the pages that a plan may write for `writers`."""
+def written_pages(plan: StepPlan, rows: Iterable[int] | None = None) -> set[int]:
+    """Return the pages that a plan may write for the sequences in `rows`; None: for all."""
     starts, ends = plan.positions[plan.query_start[:-1]] // PAGE_SIZE, -(-plan.context_lens // PAGE_SIZE)
     return {
         page
-        for row, sequence in enumerate(sequences)
-        if sequence in writers
+        for row in (range(plan.num_sequences) if rows is None else rows)
         for page in plan.block_table[row, starts[row] : ends[row]].tolist()
     }

@@ -8,8 +8,9 @@ no prompt can be crafted to read another one's pages.
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from hashlib import blake2b
+from itertools import islice
 
 from ...ops.core.kv_layout import PAGE_SIZE
 from .sequence import Sequence
@@ -24,6 +25,8 @@ class PageAllocator:
     without references is idle. Idle pages are evicted when memory is needed, in the order in which they were freed. The
     last page of a prefix is evicted first, because a page is useless without those before it. Other free pages are
     reused last in, first out, so that an engine with little load uses few pages.
+
+    before_eviction  called with an idle page and its key before the page is reused
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -31,6 +34,7 @@ class PageAllocator:
             raise ValueError(f"num_pages={num_pages} must be at least 1")
         self.num_pages = num_pages
         self.evictions = 0
+        self.before_eviction: Callable[[int, bytes], None] | None = None
         self._free = list(range(num_pages - 1, -1, -1))
         self._references = [0] * num_pages
         self._key: list[bytes | None] = [None] * num_pages
@@ -118,6 +122,13 @@ class PageAllocator:
                 del self._idle[page]
                 self._free.append(page)
 
+    def next_evicted(self, count: int) -> Iterator[tuple[int, bytes]]:
+        """Yield the idle pages that the next `count` allocated pages evict, with their keys, in order."""
+        for page in islice(self._idle, max(0, count - len(self._free))):
+            key = self._key[page]
+            if key is not None:
+                yield page, key
+
     def forget_idle(self) -> None:
         """Remove the keys of all idle pages."""
         self.unpublish(list(self._idle))
@@ -127,6 +138,8 @@ class PageAllocator:
         key, self._key[page] = self._key[page], None
         if key is not None:
             del self._page[key]
+            if self.before_eviction is not None:
+                self.before_eviction(page, key)
         self.evictions += 1
         return page
 
@@ -150,7 +163,7 @@ class PrefixCache:
     """Finds and publishes the pages of sequences.
 
     hashes         adapter number -> content hash; an adapter without one shares with itself only
-    queries, hits  prompt tokens at first admission, and those found
+    queries, hits  prompt tokens at first admission, and those found; `host_hits`: those of them from host memory
 
     A page is published when a plan that fills it is made: plans run in order, and each layer stores all new keys and
     values of a step before it reads any, so that a later sequence of the same plan may use the page.
@@ -161,15 +174,20 @@ class PrefixCache:
         self.enabled = enabled
         self.queries = 0
         self.hits = 0
+        self.host_hits = 0
         self._hashes = hashes
 
     def match(self, sequence: Sequence) -> list[int]:
         """Return the cached pages of the sequence's prefix, leaving at least one token to compute."""
+        return self.pages.find(self.keys(sequence))
+
+    def keys(self, sequence: Sequence) -> list[bytes]:
+        """Return the keys of the pages of the sequence's prefix that it may read."""
         count = sequence.cacheable // PAGE_SIZE
         if not self.enabled or not count:
             return []
         self._extend_keys(sequence, count)
-        return self.pages.find(sequence.page_keys[:count])
+        return sequence.page_keys[:count]
 
     def count_hits(self, sequence: Sequence) -> None:
         """Count the cached tokens of a sequence that was just admitted."""
@@ -177,6 +195,7 @@ class PrefixCache:
             self.queries += sequence.prompt_length
             sequence.cached_tokens = min(sequence.computed, sequence.prompt_length)
             self.hits += sequence.cached_tokens
+            self.host_hits += min(sequence.pages_loaded * PAGE_SIZE, sequence.cached_tokens)
 
     def publish(self, sequence: Sequence, computed: int) -> None:
         """Publish the sequence's pages that are full of known tokens once `computed` tokens are stored."""

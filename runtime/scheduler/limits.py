@@ -23,6 +23,7 @@ class SchedulerLimits:
     speculation             drafts of requests that do not set it: "off" (also off for all others), "auto" or a number
     step_times              (sequences, rows per sequence, seconds) of timed programs, for "auto"
     speculation_history     tokens of former answers that the device keeps for each adapter content
+    host_pages              KV pages in host memory
     """
 
     num_pages: int
@@ -36,6 +37,7 @@ class SchedulerLimits:
     speculation: str | int = "off"
     step_times: tuple[tuple[int, int, float], ...] = ()
     speculation_history: int = 0
+    host_pages: int = 0
 
     @property
     def speculates(self) -> bool:
@@ -85,3 +87,9 @@ class SchedulerStats(DraftCounts):
     adapter_loads: int
     adapter_evictions: int
     adapter_failures: int
+    host_pages: int = 0
+    host_pages_used: int = 0
+    host_pages_saved: int = 0
+    host_pages_loaded: int = 0
+    host_page_evictions: int = 0
+    prefix_host_hits: int = 0

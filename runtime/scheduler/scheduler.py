@@ -28,7 +28,7 @@ from .prompt_logprobs import ScoredTokens, scored_tokens
 from .sequence import Sequence, Status, find_activation
 from .sequence_states import SequenceStates
 from .speculation import DraftCounts
-from .step_plan import OWN_TOKENS, StepDrafts, StepMasks, StepPlan, StepResult
+from .step_plan import OWN_TOKENS, PageCopies, StepDrafts, StepMasks, StepPlan, StepResult
 from .token_masks import StepMaskBuilder
 
 _log = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Number of waiting sequences."""
-        return len(self.states.waiting)
+        return len(self.states.waiting) + self.states.num_loading
 
     @property
     def has_work(self) -> bool:
@@ -165,10 +165,10 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """Return the current statistics."""
         states = self.states
-        slots, pages, cache = states.slots, states.pages, states.prefix_cache
+        slots, pages, cache, host = states.slots, states.pages, states.prefix_cache, states.host
         return SchedulerStats(
             running=len(states.running),
-            waiting=len(states.waiting),
+            waiting=self.num_waiting,
             pages=pages.num_pages,
             pages_used=pages.num_used,
             pages_cached=pages.num_cached,
@@ -183,6 +183,8 @@ class Scheduler:
             adapter_loads=slots.loads,
             adapter_evictions=slots.evictions,
             adapter_failures=states.residency.failures,
+            **({} if host is None else host.stats()),
+            prefix_host_hits=cache.host_hits,
             **asdict(self.draft_counts),
         )
 
@@ -190,6 +192,12 @@ class Scheduler:
     def asynchronous_loads(self) -> bool:
         """Whether adapters are loaded while steps run (see the class)."""
         return self.states.residency.asynchronous
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a load of an adapter or of KV pages is in flight."""
+        host = self.states.host
+        return self.states.slots.num_loading > 0 or (host is not None and host.is_loading)
 
     def take_loads(self) -> list[tuple[int, int]]:
         """Return (slot, adapter number) of loads to start now; slot -1: into host memory only.
@@ -212,12 +220,39 @@ class Scheduler:
             self._end(sequence, "error", problem)
         self.states.residency.fail_load(number)
 
-    def forget_device(self) -> None:
+    def take_copies(self) -> list[PageCopies]:
+        """Return the copies between KV pages and host memory to start now, in order. Call it after `schedule`, and
+        start them before the plan.
+        """
+        return [] if self.states.host is None else self.states.host.take_copies()
+
+    def copies_done(self, ticket: int, problem: str | None = None) -> None:
+        """Report the end of copies from `take_copies`. `problem`: why they failed; sequences then compute."""
+        if self.states.host is None:
+            return
+        if problem is not None:
+            _log.error("the copies of KV pages in host memory are discarded: %s", problem)
+        for sequence in self.states.host.finish(ticket, problem):
+            sequence.status = Status.WAITING
+            self.states.waiting.push(sequence)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached page, those in host memory too; return False, without effect, while pages are in use."""
+        if not self.states.prefix_cache.reset():
+            return False
+        if self.states.host is not None:
+            self.states.host.clear()
+        return True
+
+    def forget_device(self, keep_host_pages: bool = False) -> None:
         """Mark KV pages, adapter slots and former answers as empty before their memory is freed.
 
-        Call it only without unfinished sequences and loads.
+        Call it only without unfinished sequences, loads and copies.
         """
-        self.states.prefix_cache.reset()
+        if keep_host_pages:
+            self.states.prefix_cache.reset()
+        else:
+            self.reset_prefix_cache()
         self.states.residency.forget_resident()
         self.states.answers.clear_all()
 
@@ -242,6 +277,9 @@ class Scheduler:
         Other exceptions are raised.
         """
         states, builder = self.states, self.batch_builder
+        if states.host is not None:
+            states.host.step = states.step
+            states.host.save_ahead()
         while True:
             work: Work = []
             builder.current = None
@@ -460,6 +498,8 @@ class Scheduler:
         self.states.answers.clear_all()
         lost, pages = find_lost(failed, list(self._issued.values()), self.states.running)
         self.states.pages.unpublish(pages)
+        if self.states.host is not None:
+            self.states.host.forget_since(step)
         for later, (_, sequences) in self._issued.items():
             self._void.setdefault(later, set()).update(set(lost).intersection(sequences))
         plan, sequences = failed

@@ -20,6 +20,8 @@ class Status(Enum):
 
     WAITING = "waiting"
     RUNNING = "running"
+    LOADING = "loading"
+    """Not queued: pages of its prefix are being copied from host memory (`host_pages`)."""
     HELD = "held"
     """Not queued: it may have caused a failed step (`failed_steps`)."""
     FINISHED = "finished"
@@ -45,6 +47,7 @@ class Sequence:
     page_keys      content keys of its first full pages
     published      number of its pages in the prefix cache; `publish_at`: number of tokens that fill the next one
     cached_tokens  prompt tokens that the prefix cache had
+    loads          loads of its prefix from host memory since it last ran; `pages_loaded`: pages of the last one
     started        time when it first left the queue, in seconds since the epoch; 0: it has not
     charged        tokens that its owner's and adapter's shares were charged for
     chunked_at     last step with a chunk of its prompt
@@ -88,6 +91,8 @@ class Sequence:
     published: int = 0
     publish_at: int = 0
     cached_tokens: int = 0
+    loads: int = 0
+    pages_loaded: int = 0
     started: float = 0.0
     charged: int = 0
     chunked_at: int = -1

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from ...ops.core.kv_layout import PAGE_SIZE, pages_for
 from .adapter_slots import AdapterResidency
 from .answer_history import AnswerHistory
+from .host_pages import HostPages
 from .kv_cache import PageAllocator, PrefixCache
 from .limits import SchedulerLimits
 from .plan_builder import RowTable
@@ -20,6 +21,7 @@ class SequenceStates:
 
     running             sequences that compute, by priority, then arrival
     waiting             sequences to admit, by owner and adapter
+    host                KV pages in host memory, and the sequences that wait for some; None: there are none
     step                number of the next plan
     preemptions         number of preempted sequences
     adapter_acceptance  expected draft acceptance of new sequences; None without step times
@@ -33,6 +35,9 @@ class SequenceStates:
         self.prefix_cache = PrefixCache(
             self.pages, {} if adapter_hashes is None else adapter_hashes, limits.prefix_caching
         )
+        # pages of the largest step
+        window = min(limits.host_pages, limits.max_num_batched_tokens // PAGE_SIZE + limits.max_num_seqs)
+        self.host = HostPages(limits.host_pages, self.pages, window) if limits.host_pages else None
         self.answers = AnswerHistory(limits.ring_tokens, self.prefix_cache.content_of)
         self.rows = RowTable(limits.max_num_seqs, pages_for(limits.max_model_len))
         self.waiting = WaitingQueues()
@@ -43,6 +48,11 @@ class SequenceStates:
         self.adapter_acceptance = AdapterAcceptance() if limits.step_times else None
         self.step = 0
 
+    @property
+    def num_loading(self) -> int:
+        """Number of sequences that wait for pages of their prefix; each gets a row afterwards."""
+        return 0 if self.host is None else self.host.num_waiting
+
     def finish(self, sequence: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """End a sequence now (also to abort it): its pages, row and adapter slot are free for the next plan."""
         if sequence.finished:
@@ -52,10 +62,21 @@ class SequenceStates:
             if sequence.on_device and reason != "error":
                 self.answers.keep(sequence, int(self.rows.ring[sequence.row]))
             self.release(sequence)
+        if sequence.status is Status.LOADING and self.host is not None:
+            self.host.leave(sequence)
         sequence.status = Status.FINISHED
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
         if self.waiting.leave(sequence, waiting):
             self.residency.note_unused(sequence.number)
+
+    def start_load(self, sequence: Sequence, cached: list[int]) -> bool:
+        """Let a sequence, which is not queued, wait for pages of its prefix in host memory; return False if there are
+        none. `cached`: pages of the prefix on the device.
+        """
+        if self.host is None or not self.host.start_load(sequence, cached, self.prefix_cache.keys(sequence)):
+            return False
+        sequence.status = Status.LOADING
+        return True
 
     def start(self, sequence: Sequence, cached: list[int], ahead: bool = False) -> None:
         """Let a sequence run; `cached`: pages that hold its prefix already. `ahead`: without its adapter's slot."""
@@ -77,6 +98,7 @@ class SequenceStates:
         self.waiting.charge(sequence, sequence.computable - sequence.computed)
         sequence.charged = len(sequence.tokens)
         self.prefix_cache.count_hits(sequence)
+        sequence.loads = sequence.pages_loaded = 0
         self.rows.claim(sequence, slot, self.answers.acquire(sequence))
         self.rows.set_pages(sequence, 0)
         insort(self.running, sequence, key=lambda other: other.order)
@@ -107,4 +129,6 @@ class SequenceStates:
         """Return whether there are pages for a sequence, given its `cached` ones."""
         # running sequences need pages to grow; without a reserve they would preempt the new one at once
         reserve = self.limits.num_pages // 100 if self.running else 0
+        if self.host is not None:
+            reserve += self.host.reserved
         return pages_for(sequence.length) - len(cached) + self.pages.count_idle(cached) + reserve <= self.pages.num_free

@@ -5,7 +5,7 @@ Arrays are NumPy's, without a tensor or a device, so that a plan can cross a pro
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -207,6 +207,19 @@ class StepMasks:
         return left
 
 
+class PageCopies(NamedTuple):
+    """Copies between KV pages on the device and in host memory.
+
+    ticket   their number, in ascending order
+    saves    (device page, host page), to make before the loads
+    loads    (host page, device page); no step uses these pages of the device until the copies are reported
+    """
+
+    ticket: int
+    saves: list[tuple[int, int]]
+    loads: list[tuple[int, int]]
+
+
 @dataclass(frozen=True)
 class StepResult:
     """Tokens that a step sampled.
@@ -260,3 +273,13 @@ class Runner(Protocol):
 
     def forget_adapter(self, number: int) -> None:
         """Drop an unused adapter."""
+
+    def copy_pages(self, copies: PageCopies) -> None:
+        """Start copies between KV pages and host memory, after the submitted steps. Later steps that write a saved page
+        wait for its copy.
+        """
+
+    def copied(self, timeout: float = 0.0) -> list[tuple[int, str | None]]:
+        """Return (ticket, error or None) of copies that ended since the last call. Wait up to `timeout` seconds for the
+        first.
+        """

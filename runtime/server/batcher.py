@@ -36,7 +36,7 @@ from ..text.generation_config import AUTO, describe, sampling_defaults
 from ..text.tokenizer import load_tokenizer
 from .adapter_requests import AdapterRequests
 from .connections import Connections
-from .gpu_link import BatcherLink, InHostMemory, LoadDone, Loading, LoadReply, Ready, StepFailed
+from .gpu_link import BatcherLink, InHostMemory, LoadDone, Loading, LoadReply, PagesCopied, Ready, StepFailed
 from .listener import MAX_PEERS, CurveListener, Listener, OpenListener
 from .message_router import MessageRouter, PauseRequests, TokenizeRequests
 from .open_requests import OpenRequests
@@ -191,6 +191,8 @@ class Batcher:
                 stepper.fail_step(message.step)
             elif isinstance(message, LoadDone):
                 stepper.finish_load(message)
+            elif isinstance(message, PagesCopied):
+                stepper.pages_copied(message)
             elif isinstance(message, InHostMemory):
                 stepper.in_host_memory = set(message.numbers)
             elif isinstance(message, LoadReply):

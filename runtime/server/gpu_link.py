@@ -17,7 +17,7 @@ import zmq
 from msgspec import Struct
 
 from ..scheduler import step_codec as codec
-from ..scheduler.step_plan import StepDrafts, StepMasks, StepPlan, StepResult
+from ..scheduler.step_plan import PageCopies, StepDrafts, StepMasks, StepPlan, StepResult
 from ..text.chat_files import NO_CHAT, AdapterChat
 from .shared_masks import SharedMasks
 
@@ -63,6 +63,7 @@ class Ready(Notice, frozen=True, tag="ready"):
     masks                     path of its `SharedMasks`; "" if there are none
     lora_rank, expert_rank, lora_targets, lora_parts
                               limits for adapters that are loaded later
+    host_pages                KV pages in host memory
     left_out                  adapters that could not be read at a restart: name -> error for clients
     """
 
@@ -89,6 +90,7 @@ class Ready(Notice, frozen=True, tag="ready"):
     lora_parts: list[str] = []
     max_adapter_sums: int = 64
     left_out: dict[str, str] = {}
+    host_pages: int = 0
 
 
 class Alive(Notice, frozen=True, tag="alive"):
@@ -136,6 +138,19 @@ class Retire(Notice, frozen=True, tag="retire"):
     number: int
 
 
+class CopyPages(Notice, frozen=True, tag="copy_pages"):
+    """Batcher -> GPU: start copies of KV pages, after the plans sent before."""
+
+    copies: PageCopies
+
+
+class PagesCopied(Notice, frozen=True, tag="pages_copied"):
+    """GPU -> batcher: the copies of a CopyPages have ended."""
+
+    ticket: int
+    problem: str | None = None
+
+
 class Load(Notice, frozen=True, tag="load"):
     """Batcher -> GPU: read an adapter."""
 
@@ -170,6 +185,8 @@ _decode = msgspec.msgpack.Decoder(
     | InHostMemory
     | Compose
     | Retire
+    | CopyPages
+    | PagesCopied
     | Load
     | Unload
     | LoadReply

@@ -34,6 +34,7 @@ from ..scheduler.step_plan import StepDrafts, StepMasks, StepPlan, no_rows
 from .gpu_link import (
     Alive,
     Compose,
+    CopyPages,
     GpuLink,
     InHostMemory,
     Load,
@@ -41,6 +42,7 @@ from .gpu_link import (
     Loading,
     LoadReply,
     Notice,
+    PagesCopied,
     Ready,
     ResultSender,
     Retire,
@@ -85,10 +87,10 @@ class _Loop:
         self._runner = served.runner
         self._sender = link.sender()
         self._steps: queue.SimpleQueue[_Step | None] = queue.SimpleQueue()
-        self._plans: deque[tuple[StepPlan, int]] = deque()
+        self._plans: deque[tuple[StepPlan, int] | CopyPages] = deque()  # in the order of their execution
         self._unsampled: _Step | None = None  # launched, waits for masks
         self._adapter_work: queue.SimpleQueue[Load | Unload | None] = queue.SimpleQueue()
-        self._loads = 0
+        self._loads = self._copies = 0
         self._in_host_memory: set[int] = set()
         self._next_host_memory_report = 0.0
         self._device_lost, self._ending = threading.Event(), threading.Event()
@@ -108,11 +110,13 @@ class _Loop:
             poller.register(source, zmq.POLLIN)
         try:
             while not self._device_lost.is_set():
-                arrived = dict(poller.poll(POLL_LOADS_MS if self._loads else 500))
+                arrived = dict(poller.poll(POLL_LOADS_MS if self._loads or self._copies else 500))
                 while (message := self._link.receive()) is not None:
                     self._receive(message)
                 if self._loads:
                     self._report_loads()
+                if self._copies:
+                    self._report_copies()
                 if time.monotonic() >= self._next_host_memory_report:
                     self._report_host_memory()
                 if self._link.disconnected in arrived:
@@ -147,6 +151,8 @@ class _Loop:
             self._served.add_sum(message.number, message.parts)
         elif isinstance(message, Retire):
             self._runner.forget_adapter(message.number)
+        elif isinstance(message, CopyPages):
+            self._plans.append(message)
         elif isinstance(message, Notice):
             self._adapter_work.put(message)  # type: ignore[arg-type]
         elif isinstance(message, StepMasks):
@@ -154,7 +160,12 @@ class _Loop:
         else:
             self._plans.append(message)
         while self._plans and self._unsampled is None:
-            plan, received = self._plans.popleft()
+            work = self._plans.popleft()
+            if isinstance(work, CopyPages):
+                self._copies += 1
+                self._runner.copy_pages(work.copies)
+                continue
+            plan, received = work
             step = self._launch(plan.step, received, partial(self._runner.submit, plan))
             if step.problem is None and len(plan.masked_rows):
                 self._unsampled = step
@@ -192,6 +203,11 @@ class _Loop:
         for slot, number, problem in self._runner.loaded():
             self._loads -= 1
             self._sender.send(LoadDone(slot, number, None if problem is None else without_directories(problem)))
+
+    def _report_copies(self) -> None:
+        for ticket, problem in self._runner.copied():
+            self._copies -= 1
+            self._sender.send(PagesCopied(ticket, problem))
 
     def _report_host_memory(self) -> None:
         self._next_host_memory_report = time.monotonic() + HOST_MEMORY_SECONDS

@@ -15,9 +15,20 @@ from ..api.request import Delta
 from ..engine.engine import Engine
 from ..processes.watchdog import AwakeClock, StepWatchdog
 from ..scheduler.scheduler import Scheduler, SchedulerLimits
-from ..scheduler.step_plan import AHEAD, StepDrafts, StepMasks, StepPlan, StepResult
+from ..scheduler.step_plan import AHEAD, PageCopies, StepDrafts, StepMasks, StepPlan, StepResult
 from ..text.tokenizer import Tokenizer
-from .gpu_link import BatcherLink, Compose, LoadDone, LoadedAdapter, Ready, Retire, StartLoad, Timing
+from .gpu_link import (
+    BatcherLink,
+    Compose,
+    CopyPages,
+    LoadDone,
+    LoadedAdapter,
+    PagesCopied,
+    Ready,
+    Retire,
+    StartLoad,
+    Timing,
+)
 from .shared_masks import SharedMasks
 
 SHORT_STEP_TOKENS = 1024
@@ -55,6 +66,13 @@ class RemoteRunner:
         """Return (slot, number, error) of the loads that ended since the last call. Never waits."""
         loads, self._finished_loads = self._finished_loads, []
         return loads
+
+    def copy_pages(self, copies: PageCopies) -> None:
+        self._link.send(CopyPages(copies))
+
+    def copied(self, timeout: float = 0.0) -> list[tuple[int, str | None]]:
+        """Return nothing: `Stepper.pages_copied` reports to the scheduler."""
+        return []
 
     def submit(self, plan: StepPlan) -> None:
         self._link.submit(plan)
@@ -111,6 +129,7 @@ class Stepper:
             speculation=ready.speculation,
             step_times=tuple(ready.step_times),
             speculation_history=ready.speculation_history,
+            host_pages=ready.host_pages,
         )
         self.adapter_numbers = AdapterNumbers(
             self.numbers,
@@ -207,6 +226,9 @@ class Stepper:
         self._remote.finish_load(done)
         self.engine.take_loads_in()
 
+    def pages_copied(self, done: PagesCopied) -> None:
+        self.scheduler.copies_done(done.ticket, done.problem)
+
     def add_adapter(self, adapter: LoadedAdapter) -> None:
         """Add an adapter that the GPU process has read. Requests of a replaced one keep it until they end."""
         self.remove_adapter(adapter.name)
@@ -296,7 +318,8 @@ def published(counted: dict[str, int]) -> dict[str, int | float]:
         "trained_draft_tokens_total": counted["trained_drafted"],
         "trained_accepted_tokens_total": counted["trained_accepted"],
     }
-    values |= {name: counted[name] for name in ("pages_cached", "adapters_resident", "adapters_loading")}
+    gauges = ("pages_cached", "adapters_resident", "adapters_loading", "host_pages", "host_pages_used")
+    values |= {name: counted[name] for name in gauges}
     totals = (
         "preemptions",
         "timeouts",
@@ -305,5 +328,9 @@ def published(counted: dict[str, int]) -> dict[str, int | float]:
         "page_evictions",
         "adapter_evictions",
         "adapter_failures",
+        "prefix_host_hits",
+        "host_pages_saved",
+        "host_pages_loaded",
+        "host_page_evictions",
     )
     return values | {f"{name}_total": counted[name] for name in totals}

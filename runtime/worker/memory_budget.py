@@ -3,10 +3,11 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from ...compiler.options import CompileOptions
+from ...compiler.options import CompileOptions, OptionError
 from ...compiler.program.program import Program
 from ...graphs.config import LlamaConfig
 from ...ops.collectives.tensor_parallel_group import group_named, tensor_parallel_group
@@ -150,6 +151,29 @@ def num_kv_pages(
     demand = MemoryDemand(weights, adapters, activations + draft.activations, page, RESERVE_BYTES, slots, expert_slot)
     free, total = torch.cuda.mem_get_info(device)
     return plan_pages(demand, free, total, options.gpu_memory_utilization, sizes.max_model_len, sizes.max_num_seqs)
+
+
+def num_host_pages(kv_host_gb: float, page: int, tp_size: int) -> int:
+    """Return the number of KV pages in host memory. `page`: bytes of a KV page of this rank.
+
+    Raises OptionError if there is none, and CapacityError if the host has too little free memory.
+    """
+    budget = int(kv_host_gb * GIB / tp_size)
+    if budget < page:
+        raise OptionError(
+            f"kv_host_gb={kv_host_gb:g} does not hold one KV page of {page * tp_size} bytes; raise it, or leave it out"
+        )
+    available = _available_host_bytes()
+    if budget > available:
+        raise CapacityError(
+            f"kv_host_gb={kv_host_gb:g} needs {_gib(budget)} of host memory, and {_gib(available)} are free; lower it"
+        )
+    return budget // page
+
+
+def _available_host_bytes() -> int:
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
 
 
 def min_over_ranks(pages: int, options: CompileOptions) -> int:

@@ -42,8 +42,9 @@ from ..text.generation_config import eos_token_ids
 from .bound_programs import estimate_longest_step
 from .buckets import Buckets
 from .cpu_threads import limit_cpu_threads
-from .memory_budget import NO_DEMAND, Specs, kv_specs, min_over_ranks, num_kv_pages, specs_of
+from .memory_budget import NO_DEMAND, Specs, kv_specs, min_over_ranks, nbytes, num_host_pages, num_kv_pages, specs_of
 from .model_runner import ModelRunner
+from .page_copier import PageCopier, stacked_specs, unstacked
 from .progress import print_line, progress, stage
 from .sleep import SleepControl, Sleeper
 from .token_history import TokenHistory
@@ -310,6 +311,11 @@ def _build(
     own_pages = num_kv_pages(largest, config, engine, sizes, device, buckets.sampled_rows, draft_demand)
     num_pages = min_over_ranks(own_pages, compiler_options)
     buckets = replace(buckets, pages=num_pages)
+    host_pages = 0
+    if engine.kv_host_gb:
+        page = nbytes(kv_specs(largest, 1)) + draft_demand.page
+        own_pages = num_host_pages(engine.kv_host_gb, page, compiler_options.tensor_parallel)
+        host_pages = min_over_ranks(own_pages, compiler_options)
     sleeper = Sleeper(device) if engine.enable_sleep_mode else None
     constants = {} if calibration is None else calibration.tensors()
     with _timed(seconds, "load"):
@@ -341,7 +347,13 @@ def _build(
         base = BaseWeights(source.directory, lambda: read_base()[0], device, engine.seed)
         slot_loader = SlotLoader(stack_recipes, stacks, registry, lora, engine.max_cpu_loras, constants, base)
     tensors.update(stacks)
-    tensors.update(sleeper.make_cache(cache_specs) if sleeper else _zeros(cache_specs, device))
+    allocated = stacked_specs(cache_specs) if host_pages else cache_specs
+    caches = sleeper.make_cache(allocated) if sleeper else _zeros(allocated, device)
+    tensors.update(unstacked(cache_specs, caches) if host_pages else caches)
+    page_copier = None
+    if host_pages:
+        with _timed(seconds, "host_memory"), stage("page-locking host memory for the KV cache", engine.show_progress):
+            page_copier = PageCopier(list(caches.values()), host_pages, device)
     trained = None if draft is None else draft.bind(tensors, largest, buckets, device)
     history, ring_tokens = None, engine.speculation_history
     if engine.speculation != "off":
@@ -357,6 +369,7 @@ def _build(
         fail_on_compilation=engine.fail_on_compilation,
         arena_bytes=largest.arena_bytes,
         token_history=history,
+        page_copier=page_copier,
     )
     if slot_loader is not None:
         registry.lora = lora
@@ -377,6 +390,7 @@ def _build(
         speculation=engine.speculation,
         step_times=step_times,
         speculation_history=ring_tokens,
+        host_pages=host_pages,
     )
     gpu = gpu_of(device) if device.type == "cuda" else None
     longest_step = estimate_longest_step(largest, sizes.max_model_len, gpu)

@@ -16,9 +16,10 @@ from ...compiler.run.collectives import check_same_order
 from ...compiler.run.kernel_compilation import Compilations, KernelsAhead
 from ...ops.collectives.tensor_parallel_group import group_named, tensor_parallel_group
 from ..adapters.slot_loader import LoadReport, SlotLoader
-from ..scheduler.step_plan import StepDrafts, StepMasks, StepPlan, StepResult
+from ..scheduler.step_plan import PageCopies, StepDrafts, StepMasks, StepPlan, StepResult
 from .bound_programs import BoundPrograms, measure_programs
 from .buckets import Buckets
+from .page_copier import PageCopier
 from .progress import progress, stage
 from .sampler import Sampler, edits_logits, needs_logprobs
 from .sharded_sampler import ShardedSampler
@@ -72,6 +73,7 @@ class ModelRunner:
         fail_on_compilation: bool = False,
         arena_bytes: int = 0,
         token_history: TokenHistory | None = None,
+        page_copier: PageCopier | None = None,
     ) -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -80,6 +82,7 @@ class ModelRunner:
         self.device = device
         self.slot_loader = slot_loader
         self.token_history = token_history
+        self.page_copier = page_copier
         self.trained_draft = None if token_history is None else token_history.trained
         self.captures = device.type == "cuda" and not enforce_eager
         self._tensors = dict(tensors)
@@ -195,6 +198,8 @@ class ModelRunner:
             if len(plan.adapter_numbers):
                 self.slot_loader.check_slots(plan.adapter_index[plan.query_start[1:] - 1], plan.adapter_numbers)
             self.slot_loader.before_step(plan.adapter_index)
+        if self.page_copier is not None:
+            self.page_copier.before_step(plan)
         parts = self.slot_loader is not None and self.slot_loader.has_parts(plan.adapter_index)
         program = self._program(self.buckets.pick(plan, parts))
         program.uses += 1
@@ -289,6 +294,16 @@ class ModelRunner:
         """Free an adapter that is no longer used."""
         if self.slot_loader is not None:
             self.slot_loader.drop(number)
+
+    def copy_pages(self, copies: PageCopies) -> None:
+        """Start copies between KV pages and host memory; return at once."""
+        if self.page_copier is None:
+            raise RuntimeError("KV pages are to be copied, but the engine was started without kv_host_gb")
+        self.page_copier.start(copies)
+
+    def copied(self, timeout: float = 0.0) -> list[tuple[int, str | None]]:
+        """Return (ticket, error or None) of ended copies; wait up to `timeout` seconds for the first."""
+        return [] if self.page_copier is None else self.page_copier.finished(timeout)
 
     def in_host_memory(self) -> list[int]:
         """Return the numbers of the adapters in host memory."""

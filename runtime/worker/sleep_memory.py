@@ -105,11 +105,11 @@ class CudaMemory:
         unit, zero = ctypes.c_size_t(), ctypes.c_uint64(0)
         properties = ctypes.byref(self._properties)
         recommended = ctypes.c_int(RECOMMENDED)
-        _call(self._driver, "cuMemGetAllocationGranularity", ctypes.byref(unit), properties, recommended)
+        call_driver(self._driver, "cuMemGetAllocationGranularity", ctypes.byref(unit), properties, recommended)
         self._size = ctypes.c_size_t(max(1, -(-nbytes // unit.value)) * unit.value)
         self._address = ctypes.c_uint64()
         address = ctypes.byref(self._address)
-        _call(self._driver, "cuMemAddressReserve", address, self._size, ctypes.c_size_t(0), zero, zero)
+        call_driver(self._driver, "cuMemAddressReserve", address, self._size, ctypes.c_size_t(0), zero, zero)
         self._handles: list[ctypes.c_uint64] = []
         finalizer = weakref.finalize(self, _free, self._driver, self._address, self._size, self._handles)
         finalizer.atexit = False  # the end of the process frees all
@@ -141,9 +141,9 @@ class CudaMemory:
         self._handles.append(handle)
         try:
             offset, flags = ctypes.c_size_t(0), ctypes.c_uint64(0)
-            _call(self._driver, "cuMemMap", self._address, self._size, offset, handle, flags)
+            call_driver(self._driver, "cuMemMap", self._address, self._size, offset, handle, flags)
             access = ctypes.byref(self._access)
-            _call(self._driver, "cuMemSetAccess", self._address, self._size, access, ctypes.c_size_t(1))
+            call_driver(self._driver, "cuMemSetAccess", self._address, self._size, access, ctypes.c_size_t(1))
         except RuntimeError:
             self._driver.cuMemUnmap(self._address, self._size)
             self._driver.cuMemRelease(self._handles.pop())
@@ -176,17 +176,18 @@ def cuda_driver() -> Any:
 
 def _unmap(driver: Any, address: ctypes.c_uint64, size: ctypes.c_size_t, handles: list[ctypes.c_uint64]) -> None:
     while handles:
-        _call(driver, "cuMemUnmap", address, size)
-        _call(driver, "cuMemRelease", handles.pop())
+        call_driver(driver, "cuMemUnmap", address, size)
+        call_driver(driver, "cuMemRelease", handles.pop())
 
 
 def _free(driver: Any, address: ctypes.c_uint64, size: ctypes.c_size_t, handles: list[ctypes.c_uint64]) -> None:
     driver.cuCtxSynchronize()
     _unmap(driver, address, size, handles)
-    _call(driver, "cuMemAddressFree", address, size)
+    call_driver(driver, "cuMemAddressFree", address, size)
 
 
-def _call(driver: Any, name: str, *arguments: Any) -> None:
+def call_driver(driver: Any, name: str, *arguments: Any) -> None:
+    """Call a function of the driver. Raises RuntimeError for an error code."""
     _check(name, getattr(driver, name)(*arguments))
 
 

@@ -43,6 +43,7 @@ def make_engine(
     step_times=(),
     history=40,
     invocations=None,
+    host_pages=0,
     **loading,
 ) -> Engine:
     """`adapters` many adapters, adapter0 with number 0 and so on; `asynchronous` copies them while steps run
@@ -61,6 +62,7 @@ def make_engine(
         speculation=speculation,
         step_times=step_times,
         speculation_history=history,
+        host_pages=host_pages,
     )
     scheduler = Scheduler(limits, numbers, hashes, invocations, asynchronous_loads=asynchronous, clock=clock or Clock())
     runner: FakeRunner

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 from sidestream.ops.core.kv_layout import PAGE_SIZE
-from sidestream.runtime.scheduler.step_plan import AHEAD, StepPlan, StepResult
+from sidestream.runtime.scheduler.step_plan import AHEAD, PageCopies, StepPlan, StepResult
 
 EMPTY = (-1, -1, -2)
 
@@ -44,6 +44,33 @@ class FakeRunner:
         self._flying: deque[int] = deque()
         self.computed = 0
         self._failed = -AHEAD
+        self.host: dict[int, list[tuple[int, int, int]]] = {}
+        self.copy_delay = 2
+        self.failing_copies: set[int] = set()
+        self._page_copies: list[list[int]] = []  # ticket, looks left
+        self._arriving: list[tuple[int, int, list[tuple[int, int, int]]]] = []  # ticket, page, content
+
+    def copy_pages(self, copies: PageCopies) -> None:
+        """Saves read what the steps before have written; a loaded page holds rubbish until it is reported."""
+        fails = copies.ticket in self.failing_copies
+        for page, place in copies.saves:
+            kept = self.store[page * PAGE_SIZE : (page + 1) * PAGE_SIZE]
+            self.host[place] = [EMPTY] * PAGE_SIZE if fails else kept
+        for place, page in copies.loads:
+            self._arriving.append((copies.ticket, page, [EMPTY] * PAGE_SIZE if fails else self.host[place]))
+            self.store[page * PAGE_SIZE : (page + 1) * PAGE_SIZE] = [EMPTY] * PAGE_SIZE
+        self._page_copies.append([copies.ticket, self.copy_delay])
+
+    def copied(self, timeout: float = 0.0) -> list[tuple[int, str | None]]:
+        for copy in self._page_copies:
+            copy[1] -= 1
+        ended = [ticket for ticket, looks in self._page_copies if looks <= 0]
+        self._page_copies = [copy for copy in self._page_copies if copy[1] > 0]
+        for ticket, page, content in self._arriving:
+            if ticket in ended:
+                self.store[page * PAGE_SIZE : (page + 1) * PAGE_SIZE] = content
+        self._arriving = [each for each in self._arriving if each[0] not in ended]
+        return [(ticket, "no memory" if ticket in self.failing_copies else None) for ticket in ended]
 
     def submit(self, plan: StepPlan) -> StepResult:
         assert plan.step == len(self.plans), "steps come in order"

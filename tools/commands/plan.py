@@ -65,7 +65,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add_value(parser, "--output-tokens", 128, "tokens of an answer")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     group = parser.add_argument_group("engine")
-    for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization"):
+    for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "kv_host_gb"):
         add_option(group, name)
     add_compile_options(parser)
     add_lora_options(parser)
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
     from ...ops.core.kv_layout import PAGE_SIZE
     from ...runtime.engine.options import MAX_NUM_SEQS, EngineOptions
     from ...runtime.engine.resolve import DEFAULT_MAX_MODEL_LEN, MAX_BATCHED_TOKENS
-    from ...runtime.worker.memory_budget import plan_pages
+    from ...runtime.worker.memory_budget import GIB, plan_pages
     from ..options.sizing import SizedModel
 
     gpu, total = gpu_and_memory(options.gpu)
@@ -127,6 +127,7 @@ def run(options: argparse.Namespace) -> int:
         "rank": 0 if lora is None else lora.rank,
         "memory": memory,
         "kv_tokens": tokens,
+        "kv_host_tokens": int((options.kv_host_gb or 0) * GIB) // demand.page * PAGE_SIZE,
         "requests_at_once": at_once,
         "prompt_tokens_per_second": 1 / prompt_seconds,
         "loads": [asdict(load) for load in loads],
@@ -171,6 +172,8 @@ def as_text(facts: dict[str, Any], loads: list[Load], options: argparse.Namespac
         ("KV cache", f"{facts['kv_tokens']:,} tokens of {memory['kv_token'] / 1e3:.1f} kB"),
         ("requests at once", f"{facts['requests_at_once']}"),
     ]
+    if facts["kv_host_tokens"]:
+        rows.insert(-1, ("prefixes in host memory", f"{facts['kv_host_tokens']:,} tokens"))
     width = max(len(title) for title, _ in rows)
     unit = "GPU-hours" if price is None else "price"
     head = f"requests  ms a step  tokens/s each  output tokens/s  requests/s  {unit} per million tokens"

@@ -130,6 +130,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     group = parser.add_argument_group("capacity")
     add_option(group, "num_kv_pages")
+    add_option(group, "kv_host_gb")
     add_option(group, "max_cpu_loras")
     add_option(group, "max_adapter_sums")
     add_option(group, "enable_prefix_caching", "--no-prefix-caching")
@@ -161,7 +162,7 @@ def settings_of(options: argparse.Namespace) -> Any:
     folder = options.lora_modules_from and str(Path(options.lora_modules_from).resolve())
     if folder is not None:
         _add_folder(options, folder)
-    own = ("num_kv_pages", "max_cpu_loras", "max_adapter_sums", "load_format", "generation_config")
+    own = ("num_kv_pages", "kv_host_gb", "max_cpu_loras", "max_adapter_sums", "load_format", "generation_config")
     llm = llm_arguments(options) | given(options, *own)
     if options.fail_on_compilation:
         llm["fail_on_compilation"] = True

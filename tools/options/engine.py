@@ -166,7 +166,7 @@ def add_option(group: Any, name: str, flag: str = "", **changes: Any) -> None:
     A flag that is not given is None (a switch: False), so that the option's own default applies.
     """
     option = keywords()[name]
-    low = option.metadata.get("range", (None,))[0]
+    low, high = option.metadata.get("range", (None, None))
     kind = next((kind for kind in (bool, int, float) if kind in (option.type, *get_args(option.type))), None)
     doc, default = option.metadata["doc"], option.metadata["unset"] or option.default
     arguments: dict[str, Any] = {"help": f"{doc} (default: {default})" if default is not None else doc}
@@ -179,6 +179,8 @@ def add_option(group: Any, name: str, flag: str = "", **changes: Any) -> None:
         arguments = {"action": "store_true", "help": doc if not option.default else f"do not {doc}"}
     elif kind is int:
         arguments |= {"type": at_least(low), "metavar": "N"}
+    elif kind is float and low is not None:
+        arguments |= {"type": number("number", low, high), "metavar": "N"}
     elif kind is float:
         arguments |= {"type": share, "metavar": "SHARE"}
     group.add_argument(flag or f"--{name.replace('_', '-')}", **arguments | changes)

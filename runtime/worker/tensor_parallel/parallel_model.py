@@ -16,17 +16,19 @@ from ....graphs.adapter_description import describe_adapter
 from ....graphs.checkpoint import CheckpointError
 from ....ops.collectives.tensor_parallel_group import RankGroup
 from ...adapters.registry import RegisteredAdapter
+from ...adapters.slot_loader import LoadReport
 from ...api.errors import CapacityError
 from ...engine.resolve import LoadOptions
 from ...quantization.rounded_weights import RoundingError
 from ...scheduler.step_codec import pack_masks, pack_plan
-from ...scheduler.step_plan import Runner, StepDrafts, StepMasks, StepPlan, StepResult
+from ...scheduler.step_plan import PageCopies, Runner, StepDrafts, StepMasks, StepPlan, StepResult
 from ..calibrate.first_start import calibrate_at_first_start
 from ..model_loader import Model, ModelSource, load_model
 from ..sleep import Sleeper, check_level, tags_of
 from .peer_messages import (
     AddAdapter,
     AddSum,
+    CopyPages,
     ForgetAdapter,
     PeerSettings,
     RemoveAdapter,
@@ -36,7 +38,7 @@ from .peer_messages import (
     WakeUp,
     as_builtins,
 )
-from .peers import MASKS, PLAN, Peers, RankError
+from .peers import MASKS, PAGES, PLAN, Peers, RankError
 from .process_group import join_group, leave_group
 
 POLL_SECONDS = 0.0005
@@ -51,6 +53,7 @@ class ParallelRunner:
         self._runner, self._peers = runner, peers
         self._num_reports: Counter[tuple[int, int]] = Counter()
         self._errors: dict[tuple[int, int], str] = {}
+        self._ended: list[LoadReport] = []
 
     def submit(self, plan: StepPlan) -> Any:
         """See `Runner`. Raises RankError."""
@@ -79,12 +82,28 @@ class ParallelRunner:
 
     def loaded(self, timeout: float = 0.0) -> list[tuple[int, int, str | None]]:
         """See `Runner`; a load has ended when it has ended on all ranks."""
+        return self._take_ended(lambda slot: slot != PAGES, timeout)
+
+    def copy_pages(self, copies: PageCopies) -> None:
+        """See `Runner`; each rank copies its part of the pages."""
+        self._peers.send_order(CopyPages(copies))
+        self._runner.copy_pages(copies)
+
+    def copied(self, timeout: float = 0.0) -> list[tuple[int, str | None]]:
+        """See `Runner`; copies have ended when they have ended on all ranks."""
+        return [(ticket, error) for _, ticket, error in self._take_ended(lambda slot: slot == PAGES, timeout)]
+
+    def _take_ended(self, wanted: Callable[[int], bool], timeout: float) -> list[LoadReport]:
+        """Return what ended on all ranks in `wanted` slots. Wait up to `timeout` seconds for the first."""
         until = time.monotonic() + timeout
         while True:
             reports = self._runner.loaded()
+            reports += [(PAGES, ticket, error) for ticket, error in self._runner.copied()]
             reports += [(each["slot"], each["number"], each["error"]) for each in self._peers.finished_loads()]
-            ended = [(*load, self._errors.pop(load, None)) for load in map(self._count, reports) if load]
+            self._ended += [(*load, self._errors.pop(load, None)) for load in map(self._count, reports) if load]
+            ended = [report for report in self._ended if wanted(report[0])]
             if ended or time.monotonic() >= until:
+                self._ended = [report for report in self._ended if not wanted(report[0])]
                 return ended
             time.sleep(POLL_SECONDS)
 

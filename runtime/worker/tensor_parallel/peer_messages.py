@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from ....compiler.options import OptionError
 from ...quantization.defaults import AUTO, OFF
+from ...scheduler.step_plan import PageCopies
 
 ONE_PROCESS_OPTIONS = ("passes",)
 
@@ -66,6 +67,12 @@ class StartLoad(Struct, frozen=True, tag="load"):
     number: int
 
 
+class CopyPages(Struct, frozen=True, tag="copy"):
+    """See `Runner.copy_pages`."""
+
+    copies: PageCopies
+
+
 class ForgetAdapter(Struct, frozen=True, tag="forget"):
     """See `Runner.forget_adapter`."""
 
@@ -84,7 +91,7 @@ class WakeUp(Struct, frozen=True, tag="wake"):
     tags: list[str]
 
 
-Order = AddAdapter | AddSum | RemoveAdapter | RestrictAdapters | StartLoad | ForgetAdapter | Sleep | WakeUp
+Order = AddAdapter | AddSum | RemoveAdapter | RestrictAdapters | StartLoad | CopyPages | ForgetAdapter | Sleep | WakeUp
 encode_order = msgspec.msgpack.Encoder().encode
 decode_order = msgspec.msgpack.Decoder(Order).decode
 

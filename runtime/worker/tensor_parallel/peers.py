@@ -27,6 +27,8 @@ from .plan_ring import PlanRing
 from .process_group import create_store_file
 
 PLAN, MASKS, ORDER = b"P", b"K", b"O"
+PAGES = -2
+"""In place of an adapter slot in the report of copied KV pages; the number is their ticket."""
 COMMAND = "sidestream.runtime.worker.tensor_parallel.rank_process"
 
 
@@ -103,7 +105,7 @@ class Peers:
         return [messages[tp_rank] for tp_rank in sorted(messages)]
 
     def finished_loads(self) -> list[dict[str, Any]]:
-        """Return the messages of loads that have ended on a peer since the last call. Raises RankError."""
+        """Return the messages of loads and copies that ended on a peer since the last call. Raises RankError."""
         self.check()
         messages = []
         while not self._loads.empty():

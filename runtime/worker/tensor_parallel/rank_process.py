@@ -24,6 +24,7 @@ from ...scheduler.step_plan import AHEAD
 from .peer_messages import (
     AddAdapter,
     AddSum,
+    CopyPages,
     ForgetAdapter,
     PeerSettings,
     RestrictAdapters,
@@ -32,14 +33,14 @@ from .peer_messages import (
     WakeUp,
     decode_order,
 )
-from .peers import MASKS, PLAN
+from .peers import MASKS, PAGES, PLAN
 from .plan_ring import PlanRing
 
 _log = logging.getLogger(__name__)
 POLL_LOADS_SECONDS = 0.001
-IN_ORDER = (AddSum, StartLoad, ForgetAdapter, Sleep, WakeUp)
+IN_ORDER = (AddSum, StartLoad, CopyPages, ForgetAdapter, Sleep, WakeUp)
 """Orders that are executed after the plans before them."""
-Work = tuple[bytes, bytearray] | AddSum | StartLoad | ForgetAdapter | Sleep | WakeUp
+Work = tuple[bytes, bytearray] | AddSum | StartLoad | CopyPages | ForgetAdapter | Sleep | WakeUp
 
 
 class _RankProcess:
@@ -103,6 +104,9 @@ class _RankProcess:
         if isinstance(work, StartLoad):
             self._num_loads += 1
             runner.start_load(work.slot, work.number)
+        elif isinstance(work, CopyPages):
+            self._num_loads += 1
+            runner.copy_pages(work.copies)
         elif isinstance(work, AddSum):
             self._model.add_sum(work.number, work.parts)
         elif isinstance(work, ForgetAdapter):
@@ -134,6 +138,9 @@ class _RankProcess:
         for slot, number, error in self._model.runner.loaded():
             self._num_loads -= 1
             self._channel.send({"event": "loaded", "slot": slot, "number": number, "error": error})
+        for ticket, error in self._model.runner.copied():
+            self._num_loads -= 1
+            self._channel.send({"event": "loaded", "slot": PAGES, "number": ticket, "error": error})
 
     def _read_adapters(self) -> None:
         """The thread that reads adapters from disk."""

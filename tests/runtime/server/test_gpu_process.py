@@ -12,9 +12,17 @@ import numpy as np
 import pytest
 import zmq
 from sidestream.runtime.processes.channel import Channel, ChannelClosed
-from sidestream.runtime.scheduler.step_plan import StepDrafts, StepMasks, StepPlan, StepResult
+from sidestream.runtime.scheduler.step_plan import PageCopies, StepDrafts, StepMasks, StepPlan, StepResult
 from sidestream.runtime.server import gpu_process
-from sidestream.runtime.server.gpu_link import BatcherLink, Load, LoadedAdapter, LoadReply, Ready
+from sidestream.runtime.server.gpu_link import (
+    BatcherLink,
+    CopyPages,
+    Load,
+    LoadedAdapter,
+    LoadReply,
+    PagesCopied,
+    Ready,
+)
 from sidestream.runtime.server.gpu_process import run
 from sidestream.runtime.server.settings import ServeSettings
 from support.sampling_plans import plan, sampling
@@ -160,3 +168,40 @@ gpu_process.main()
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (3, "served 7\n"), ended.stderr
+
+
+class Copying(Forgetful):
+    """A runner that copies pages at once."""
+
+    def copy_pages(self, copies):
+        self.done.append(("copy", copies.ticket))
+
+    def copied(self):
+        return [(copies, "no memory") for what, copies in self.done if what == "copy"]
+
+
+def test_pages_are_copied_between_the_plans_before_and_after(tmp_path):
+    """also while a plan waits for the masks of the step before it"""
+    served, (channel, theirs) = Copying(), Channel.pair()
+    process = threading.Thread(target=lambda: run(theirs.detach(), lambda settings: served))
+    process.start()
+    channel.send({"settings": msgspec.to_builtins(ServeSettings(model="none", directory=str(tmp_path)))})
+    with zmq.Context() as context:
+        batcher = BatcherLink(context, tmp_path, 0)
+        batcher.submit(replace(drafting_plan(0), drafts=np.zeros(1, np.int32)))
+        batcher.send(CopyPages(PageCopies(7, [(1, 2)], [(3, 4)])))
+        batcher.submit(replace(plan(sampling(2)), step=1))
+        batcher.constrain(StepMasks(0, *[np.zeros(0, np.int32)] * 2, np.zeros((0, 1), np.int32)))
+        received, deadline = [], time.monotonic() + GUARD
+        while not received and time.monotonic() < deadline:
+            batcher.flush()
+            message = batcher.receive()
+            if isinstance(message, PagesCopied):
+                received.append((message.ticket, message.problem))
+            time.sleep(0.002)
+        channel.close()
+        process.join(GUARD)
+        batcher.close()
+        context.destroy(linger=0)
+    assert served.done == [("submit", 0), ("constrain", 0), ("copy", 7), ("submit", 1)]
+    assert received == [(7, "no memory")]

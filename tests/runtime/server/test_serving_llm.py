@@ -68,6 +68,8 @@ def server(base, adapters, tmp_path_factory) -> Iterator[Server]:
             "9",
             "--max-lora-rank",
             "8",
+            "--kv-host-gb",
+            "0.02",
         ]
         with log.open("w") as output:
             process = subprocess.Popen(
@@ -104,6 +106,18 @@ def test_every_adapter_answers_as_peft_does(server, wire, base, adapters):
     server.await_text("serving at ipc://")
     log = server.log.read_text()
     assert "576 KV tokens (9 pages), 3 adapters (2 at once), up to 4 requests at once, 256 tokens each" in log
+
+
+def test_prompts_that_have_left_the_device_come_from_host_memory(server, wire, base, adapters):
+    prompts = [[(index * 13 + place * 5) % 256 for place in range(140)] for index in range(6)]
+    expected = [oracle_greedy(base, adapters["first"], prompt, 10) for prompt in prompts]
+    for turn in range(2):
+        for index, prompt in enumerate(prompts):
+            wire.submit(f"{turn}-{index}", GREEDY, prompt_token_ids=prompt, adapter="first")
+        assert [wire.answer(f"{turn}-{index}", 60).token_ids[0] for index in range(len(prompts))] == expected
+    with Client(server.address) as client:
+        stats = client.stats()
+    assert stats["prefix_host_hits_total"] >= 4 * 128 and stats["host_pages_used"] >= 12
 
 
 def test_adapters_are_loaded_while_it_serves(wire, base, adapters):

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from ....ops.core.kv_layout import PAGE_SIZE
-from ....runtime.scheduler.step_plan import StepDrafts, StepMasks, StepPlan, StepResult, no_rows
+from ....runtime.scheduler.step_plan import PageCopies, StepDrafts, StepMasks, StepPlan, StepResult, no_rows
 from ....runtime.server import gpu_process
 from ....runtime.server.gpu_link import LoadedAdapter, Ready
 from ....runtime.server.settings import ServeSettings
@@ -123,6 +123,13 @@ class TimedRunner:
     def forget_adapter(self, number: int) -> None:
         """Remove an adapter from host memory."""
         self._near.discard(number)
+
+    def copy_pages(self, copies: PageCopies) -> None:
+        """Do nothing: without host pages there are no copies."""
+
+    def copied(self, timeout: float = 0.0) -> list[tuple[int, str | None]]:
+        """Return nothing."""
+        return []
 
     def in_host_memory(self) -> list[int]:
         """Return the adapters in host memory."""

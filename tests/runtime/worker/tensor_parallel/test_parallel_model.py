@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from sidestream import LLM, SamplingParams
 from sidestream.compiler.options import OptionError
+from sidestream.ops.core.kv_layout import PAGE_SIZE
 from sidestream.runtime.worker.tensor_parallel.parallel_model import ParallelModel
 from sidestream.runtime.worker.tensor_parallel.peers import RankError
 from support.tiny import AdapterSpec, tiny_adapters, tiny_llama
@@ -29,6 +30,8 @@ SIZES: dict[str, Any] = {
     "max_model_len": 128,
     "max_num_seqs": 4,
     "max_loras": 2,
+    "num_kv_pages": 4,
+    "kv_host_gb": 0.01,
     "show_progress": False,
 }
 
@@ -38,6 +41,16 @@ def answers(llm: LLM, adapters: list[Any]) -> list[list[int]]:
         output.outputs[0].token_ids
         for params in PARAMS
         for output in llm.generate(PROMPTS, params, adapters, use_tqdm=False)
+    ]
+
+
+def cached(llm: LLM) -> list[list[int]]:
+    """Prompts of more pages than the device has; at the second time their first pages are in host memory."""
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    return [
+        llm.generate([[start, *range(100)]], params, use_tqdm=False)[0].outputs[0].token_ids
+        for _ in range(2)
+        for start in range(5)
     ]
 
 
@@ -57,7 +70,8 @@ def test_two_ranks_answer_as_one_process_does_and_end_together(tmp_path: Path) -
         results = [answers(llm, batch) for batch in batches]
         llm.remove_adapter("one")
         llm.add_adapter("one", two)
-        found.append([*results, answers(llm, ["one", None, "three"])])
+        found.append([*results, answers(llm, ["one", None, "three"]), cached(llm)])
+        assert llm.engine.scheduler.stats().prefix_host_hits >= 4 * PAGE_SIZE
         if ranks == 1:
             llm.close()
     assert found[0] == found[1] and llm.engine.scheduler.stats().history_accepted > 0
