@@ -4,6 +4,7 @@ activated_lora     first token of a long cached prompt with an adapter as aLoRA 
 batcher            the batcher's time per step, with a simulated GPU
 cost_error         the cost model compared with measured times
 estimated_changes  the cost model's estimate for each arm of the ablation
+exactness_lab      which kernels give a token the same bits in every batch
 first_traffic      first tokens after a cold start, and pauses under changing load
 moe_kernels        every kernel of a mixture of experts: check, time, tune
 refused_key        latencies of one key while another key's requests are refused
