@@ -85,3 +85,4 @@ class SchedulerStats(DraftCounts):
     adapter_loads: int
     adapter_evictions: int
     adapter_failures: int
+    slot_audit_failures: int

@@ -304,5 +304,6 @@ def published(counted: dict[str, int]) -> dict[str, int | float]:
         "page_evictions",
         "adapter_evictions",
         "adapter_failures",
+        "slot_audit_failures",
     )
     return values | {f"{name}_total": counted[name] for name in totals}

@@ -340,6 +340,8 @@ def _build(
     if lora is not None:
         base = BaseWeights(source.directory, lambda: read_base()[0], device, engine.seed)
         slot_loader = SlotLoader(stack_recipes, stacks, registry, lora, engine.max_cpu_loras, constants, base)
+        if sleeper:
+            sleeper.before_sleep = slot_loader.forget_slots
     tensors.update(stacks)
     tensors.update(sleeper.make_cache(cache_specs) if sleeper else _zeros(cache_specs, device))
     trained = None if draft is None else draft.bind(tensors, largest, buckets, device)

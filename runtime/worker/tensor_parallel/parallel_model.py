@@ -20,7 +20,7 @@ from ...api.errors import CapacityError
 from ...engine.resolve import LoadOptions
 from ...quantization.rounded_weights import RoundingError
 from ...scheduler.step_codec import pack_masks, pack_plan
-from ...scheduler.step_plan import Runner, StepDrafts, StepMasks, StepPlan, StepResult
+from ...scheduler.step_plan import SLOT_DAMAGED, Runner, StepDrafts, StepMasks, StepPlan, StepResult
 from ..calibrate.first_start import calibrate_at_first_start
 from ..model_loader import Model, ModelSource, load_model
 from ..sleep import Sleeper, check_level, tags_of
@@ -83,7 +83,9 @@ class ParallelRunner:
         while True:
             reports = self._runner.loaded()
             reports += [(each["slot"], each["number"], each["error"]) for each in self._peers.finished_loads()]
-            ended = [(*load, self._errors.pop(load, None)) for load in map(self._count, reports) if load]
+            damaged = [report for report in reports if report[2] == SLOT_DAMAGED]  # by one rank, without a load
+            loads = [self._count(report) for report in reports if report not in damaged]
+            ended = damaged + [(*load, self._errors.pop(load, None)) for load in loads if load]
             if ended or time.monotonic() >= until:
                 return ended
             time.sleep(POLL_SECONDS)
