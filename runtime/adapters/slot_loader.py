@@ -129,7 +129,8 @@ class SlotLoader:
         self.stacks = dict(stacks)
         self._with_parts = np.zeros(lora.slots, bool)
         self._numbers = np.full(lora.slots, -1, np.int32)  # the adapter in each slot, -1: none, or not loaded yet
-        self._copied = np.full(lora.slots, -1, np.int32)  # the adapter of the last copy into it; under device_calls
+        # adapter and block of the last copy into each slot, under device_calls; a block read again may be rounded anew
+        self._copied: dict[int, tuple[int, weakref.ref[Block]]] = {}
         self.lora = lora
         self.device_calls = threading.Lock()
         self.store = HostStore(recipes, stacks, registry, lora, max_cpu_adapters, self.device_calls, constants, base)
@@ -206,19 +207,22 @@ class SlotLoader:
             raise RuntimeError(f"adapter slot {slot} holds adapter {self._numbers[slot]}, but the step needs {number}")
 
     def audit(self, slot: int) -> bool:
-        """Compare a slot with its adapter's block; return whether the block is in host memory.
+        """Compare a slot with the block that it was copied from; return whether that is still in host memory.
 
         `finished_loads` reports a difference as SLOT_DAMAGED. Steps run meanwhile.
         """
-        number = int(self._copied[slot])
-        block = self.store.acquire(number) if number >= 0 else None
-        if block is None:
+        copied = self._copied.get(slot)
+        block = None if copied is None else self.store.acquire(copied[0])
+        if copied is None or block is None:
             return False
+        number, source = copied
         try:
+            if source() is not block:
+                return False
             expected = page_sums(block.memory)
             with self.device_calls, nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-                if self._copied[slot] == number and not torch.equal(self._copier.sums(slot), expected):
-                    self._copied[slot] = -1
+                if self._copied.get(slot) is copied and not torch.equal(self._copier.sums(slot), expected):
+                    del self._copied[slot]
                     self._finished.append((slot, number, SLOT_DAMAGED))
                     _log.error("adapter slot %d differs from its adapter in host memory", slot)
         finally:
@@ -226,9 +230,9 @@ class SlotLoader:
         return True
 
     def forget_slots(self) -> None:
-        """Stop to audit the slots' present contents, before their memory is released."""
+        """Stop auditing the slots' present contents, before their memory is released."""
         with self.device_calls:
-            self._copied[:] = -1
+            self._copied.clear()
 
     def before_step(self, slots: NDArray[np.int32]) -> None:
         """Make the device's current stream wait for copies into `slots` that were reported before their end."""
@@ -276,9 +280,9 @@ class SlotLoader:
         self.store.release(block)
 
     def _enqueue(self, slot: int, number: int, block: Block) -> None:
-        self._copied[slot] = -1
+        self._copied.pop(slot, None)
         self._copier.enqueue(slot, block)
-        self._copied[slot] = number
+        self._copied[slot] = number, weakref.ref(block)
 
     def drop(self, number: int) -> None:
         """Free an adapter that is no longer used."""

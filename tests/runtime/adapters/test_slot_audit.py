@@ -1,5 +1,6 @@
 """The audit of adapter slots: a changed byte is found and mended, and answers are right afterwards."""
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from sidestream.runtime.adapters.host_memory import Block
 from sidestream.runtime.adapters.slot_audit import page_sums
 from sidestream.runtime.api.request import Request
 from sidestream.runtime.api.sampling_params import SamplingParams
@@ -112,6 +114,10 @@ def test_slots_without_a_block_or_memory_are_not_compared(llm: LLM) -> None:
     assert slot_of(llm, "a") == slot, "a report of a slot that has been given away frees nothing"
     loader.store.drop(number)
     assert not loader.audit(slot)
+    other = loader.store.prepare(number)  # read again, into the same memory or not
+    loader._copied[slot] = number, weakref.ref(Block([]))
+    assert not loader.audit(slot), "only the block that was copied tells what the slot must hold"
+    loader.store.release(other)
 
 
 def test_a_changed_word_changes_a_sum() -> None:
