@@ -64,6 +64,7 @@ class Ready(Notice, frozen=True, tag="ready"):
     lora_rank, expert_rank, lora_targets, lora_parts
                               limits for adapters that are loaded later
     left_out                  adapters that could not be read at a restart: name -> error for clients
+    numerics                  see `Receipt`
     """
 
     vocabulary: int
@@ -89,6 +90,7 @@ class Ready(Notice, frozen=True, tag="ready"):
     lora_parts: list[str] = []
     max_adapter_sums: int = 64
     left_out: dict[str, str] = {}
+    numerics: str = ""
 
 
 class Alive(Notice, frozen=True, tag="alive"):
