@@ -8,6 +8,7 @@ quantization   calibration results and rounded weights
 engine         the loop scheduler -> worker -> text, and its options
 adapters       adapters from disk to host memory to a GPU slot
 protocol       messages between a server and its clients
+receipts       signed receipts of answers
 worker         tensors, CUDA graphs, sampling: executes step plans; tensor parallelism
 demo_model     location of the embedded demo model
 straight_through  exact values with the gradient of an approximation

@@ -533,6 +533,10 @@ class LLM:
             priority=priority,
             compile_grammar=self._grammars.compile,
         )
+        if any(request.params.receipt for request in requests):
+            raise RequestError(
+                "receipt=True needs a server and its client; start one: sidestream serve --receipt-key FILE"
+            )
         for chosen in {request.adapter for request in requests if request.adapter is not None}:
             self._adapter_numbers.check(chosen)
         self._requests += len(requests)

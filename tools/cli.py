@@ -34,6 +34,7 @@ from .commands import (
     keys,
     ledger,
     plan,
+    replay,
     run_batch,
     serve,
     usage,
@@ -121,7 +122,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the versions of sidestream, torch and triton")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, prog="sidestream")
-    for module in (demo, generate, chat, run_batch, serve, gateway, keys, usage):
+    for module in (demo, generate, chat, run_batch, serve, gateway, keys, usage, replay):
         module.add_parser(commands)
     _add_group(commands, "fleet", "run a fleet of engines on Ray Serve", fleet)
     _add_group(commands, "inspect", "inspect compiled programs and passes", dump, diff, explain, ledger)

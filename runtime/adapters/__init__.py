@@ -11,6 +11,7 @@ weighted_sum       the weighted sum of adapters as one adapter
 packing            an adapter's tensors -> the layout of its slot
 host_store         cache of packed adapters in host memory
 host_memory        page-locked blocks of host memory
+slot_audit         compare slots with their adapters in host memory, one a minute
 slot_loader        load adapters into GPU slots while steps run
 disk_cache         cache of packed adapters on disk
 background_jobs    run jobs of low priority on one background thread

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, pairwise
@@ -21,12 +22,14 @@ from ...compiler.graph.recipe import Recipe
 from ...graphs.adapter_config import AdapterError
 from ...graphs.lora import LoraShape
 from ..processes.threads import start_thread
+from ..scheduler.step_plan import SLOT_DAMAGED
 from .background_jobs import stop_threads
 from .base_weights import BaseWeights
-from .host_memory import CHUNK_BYTES, Block, block_offsets
+from .host_memory import CHUNK_BYTES, Block, block_offsets, host_bytes
 from .host_store import HostStore
 from .packing import limit_torch_threads
 from .registry import AdapterRegistry
+from .slot_audit import page_sums, start_audit
 
 STOP_SECONDS = 30.0
 POLL_SECONDS = 0.0002
@@ -77,6 +80,18 @@ class SlotCopier:
             target.copy_(source, non_blocking=True)
         torch._foreach_copy_(self._targets[slot], self._sources)
 
+    def sums(self, slot: int) -> torch.Tensor:
+        """Return `page_sums` of a slot that has received a block, computed on the current stream, on the CPU."""
+        if self._buffer is not None:
+            torch._foreach_copy_(self._sources, self._targets[slot])
+            return page_sums(self._buffer).cpu()
+        parts = [tensor.view(-1).view(torch.uint8) for tensor in self._slots[slot]]
+        offsets = block_offsets([part.numel() for part in parts])
+        memory = host_bytes(offsets[-1])
+        for first, part in zip(offsets, parts, strict=False):
+            memory[first : first + part.numel()] = part
+        return page_sums(memory)
+
 
 @dataclass
 class InFlightCopy:
@@ -114,6 +129,8 @@ class SlotLoader:
         self.stacks = dict(stacks)
         self._with_parts = np.zeros(lora.slots, bool)
         self._numbers = np.full(lora.slots, -1, np.int32)  # the adapter in each slot, -1: none, or not loaded yet
+        # adapter and block of the last copy into each slot, under device_calls; a block read again may be rounded anew
+        self._copied: dict[int, tuple[int, weakref.ref[Block]]] = {}
         self.lora = lora
         self.device_calls = threading.Lock()
         self.store = HostStore(recipes, stacks, registry, lora, max_cpu_adapters, self.device_calls, constants, base)
@@ -189,6 +206,34 @@ class SlotLoader:
             slot, number = int(slots[wrong[0]]), int(numbers[wrong[0]])
             raise RuntimeError(f"adapter slot {slot} holds adapter {self._numbers[slot]}, but the step needs {number}")
 
+    def audit(self, slot: int) -> bool:
+        """Compare a slot with the block that it was copied from; return whether that is still in host memory.
+
+        `finished_loads` reports a difference as SLOT_DAMAGED. Steps run meanwhile.
+        """
+        copied = self._copied.get(slot)
+        block = None if copied is None else self.store.acquire(copied[0])
+        if copied is None or block is None:
+            return False
+        number, source = copied
+        try:
+            if source() is not block:
+                return False
+            expected = page_sums(block.memory)
+            with self.device_calls, nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                if self._copied.get(slot) is copied and not torch.equal(self._copier.sums(slot), expected):
+                    del self._copied[slot]
+                    self._finished.append((slot, number, SLOT_DAMAGED))
+                    _log.error("adapter slot %d differs from its adapter in host memory", slot)
+        finally:
+            self.store.release(block)
+        return True
+
+    def forget_slots(self) -> None:
+        """Stop auditing the slots' present contents, before their memory is released."""
+        with self.device_calls:
+            self._copied.clear()
+
     def before_step(self, slots: NDArray[np.int32]) -> None:
         """Make the device's current stream wait for copies into `slots` that were reported before their end."""
         for copy in tuple(self._in_flight):
@@ -225,14 +270,19 @@ class SlotLoader:
         self._set_parts(slot, number)
         self._numbers[slot] = -1
         if self._stream is None:
-            self._copier.enqueue(slot, block)
+            self._enqueue(slot, number, block)
         else:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with self.device_calls, torch.cuda.stream(self._stream):
-                self._copier.enqueue(slot, block)
+                self._enqueue(slot, number, block)
             self._stream.synchronize()
         self._numbers[slot] = number
         self.store.release(block)
+
+    def _enqueue(self, slot: int, number: int, block: Block) -> None:
+        self._copied.pop(slot, None)
+        self._copier.enqueue(slot, block)
+        self._copied[slot] = number, weakref.ref(block)
 
     def drop(self, number: int) -> None:
         """Free an adapter that is no longer used."""
@@ -251,6 +301,8 @@ class SlotLoader:
             for name, jobs in (("_read", self._reads), ("_copy", self._copies))
         ]
         weakref.finalize(self, stop_threads, stop, threads, STOP_SECONDS).atexit = False
+        stopped = threading.Event()
+        weakref.finalize(self, stop_threads, stopped.set, [start_audit(self, stopped)], STOP_SECONDS).atexit = False
 
     def _read(self, job: Read) -> None:
         *_, slot, number = job
@@ -275,13 +327,14 @@ class SlotLoader:
                 begin = max(time.monotonic(), self._busy_until)
                 with self.device_calls, torch.cuda.stream(self._stream):
                     first.record(self._stream)
-                    self._copier.enqueue(slot, block)
+                    self._enqueue(slot, number, block)
                     last.record(self._stream)
                 due = None if self._copy_seconds is None else begin + self._copy_seconds
                 self._busy_until = begin if due is None else due
                 self._in_flight.append(InFlightCopy(slot, number, block, first, last, due))
                 return
-            self._copier.enqueue(slot, block)
+            with self.device_calls:
+                self._enqueue(slot, number, block)
             error_text = None
         except Exception as error:
             error_text = self._error_text(number, error)

@@ -1,7 +1,7 @@
 """Outputs of requests, with vLLM's names."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from .lora_request import LoRARequest
 
@@ -42,6 +42,7 @@ class CompletionOutput:
                         a message
     text_offsets        for each token of `logprobs` the character of `text` at which it begins; a token inside a
                         character has that character's offset
+    seed                of its random numbers; None for answers of a server, and for several seeds (`Continuation`)
     """
 
     index: int
@@ -52,6 +53,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     text_offsets: list[int] | None = None
+    seed: int | None = None
 
     @property
     def finished(self) -> bool:
@@ -102,6 +104,7 @@ class RequestOutput:
     num_history_*       the same for drafts from earlier answers of the adapter
     num_trained_*       the same for drafts from a trained draft model
     adapter_active      False: the base model answered, since the prompt lacks the aLoRA adapter's invocation
+    receipt             of a server's answer, if it was requested
     """
 
     request_id: str
@@ -121,3 +124,4 @@ class RequestOutput:
     num_trained_draft_tokens: int = 0
     num_trained_accepted_tokens: int = 0
     adapter_active: bool = True
+    receipt: dict[str, Any] | None = None

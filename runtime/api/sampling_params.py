@@ -68,6 +68,7 @@ class SamplingParams:
     structured_outputs   constraint on the answer: StructuredOutputsParams, or its fields as a dict
     speculation          drafts per step if the engine has speculation: "off", "auto" or 1 to 7, at most the engine's
                          number; None = the engine's. It does not change the tokens
+    receipt              True = a server that has a key for it answers with a signed receipt
     detokenize           False = token ids only, without text
     output_kind          vLLM's RequestOutputKind; `generate` always returns whole answers, DELTA is refused
 
@@ -108,6 +109,7 @@ class SamplingParams:
     extra_args: Mapping[str, Any] | None = None
     skip_reading_prefix_cache: bool | None = None
     speculation: str | int | None = None
+    receipt: bool = False
 
     def __post_init__(self) -> None:
         make_plain(self)
@@ -149,7 +151,7 @@ class SamplingParams:
         check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         check_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, "1 switches it off", low_open=True)
-        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
+        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output", "receipt"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name}={getattr(self, name)!r} must be True or False")
         if self.speculation is not None and not is_speculation(self.speculation):

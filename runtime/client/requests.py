@@ -208,6 +208,7 @@ class OutputAssembler:
             self.output.num_trained_draft_tokens = chunk.usage.trained_draft_tokens
             self.output.num_trained_accepted_tokens = chunk.usage.trained_accepted_tokens
             self.output.adapter_active = chunk.usage.adapter_active
+            self.output.receipt = chunk.receipt
             self.output.metrics = RequestMetrics(arrival, arrival + first if first else None, now)
 
 

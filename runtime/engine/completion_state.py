@@ -32,13 +32,14 @@ class CompletionState:
         self.shown = 0
         self._detokenizer: Detokenizer | ByteDetokenizer | None = None
         self._pending: list[int] = []
-        self._ended = False
+        self._ended = self._resumed = False
 
     def resume(self, characters: int) -> None:
         """Continue the output of an earlier engine after the first `characters` characters of its text.
 
         Raises RequestError if the text is shorter.
         """
+        self._resumed = True
         if self._tokenizer is not None:
             self._pending += self.sequence.output_ids
             self._decode_pending(self._tokenizer)
@@ -151,4 +152,5 @@ class CompletionState:
             reason,
             sequence.stop_reason,
             None if logprobs is None else self._text_offsets(),
+            None if self._resumed and sequence.params.seed is None else sequence.seed,
         )

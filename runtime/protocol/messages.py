@@ -4,7 +4,7 @@ A frame is a 20-byte header (magic, protocol version, engine-instance id) and on
 message.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
@@ -116,6 +116,7 @@ class Sampling(Struct, frozen=True, omit_defaults=True):
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     speculation: Literal["off", "auto"] | Annotated[int, Meta(ge=1, le=7)] | None = None
+    receipt: bool = False
 
 
 class Message(Struct, frozen=True, tag_field="type", omit_defaults=True):
@@ -338,6 +339,7 @@ class Chunk(Struct, frozen=True, array_like=True, gc=False):
     usage            only in the request's last chunk
     prompt_logprobs  for the next prompt tokens (from the second on): the prompt's own first, then the most likely ones
     text_offsets     with logprobs: for each token, the index of its first character in the completion's text
+    receipt          only in the request's last chunk, if it was requested
     """
 
     request_id: str
@@ -351,6 +353,7 @@ class Chunk(Struct, frozen=True, array_like=True, gc=False):
     usage: Usage | None = None
     prompt_logprobs: list[list[TokenLogprob]] | None = None
     text_offsets: list[int] | None = None
+    receipt: dict[str, Any] | None = None
 
 
 class Chunks(Message, tag="chunks", frozen=True):

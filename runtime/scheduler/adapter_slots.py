@@ -150,7 +150,7 @@ class AdapterResidency:
     def __init__(self, num_slots: int, patience: int, asynchronous: bool, waiting: WaitingQueues) -> None:
         self.slots = AdapterSlots(num_slots)
         self.asynchronous = asynchronous
-        self.failures = 0
+        self.failures = self.audit_failures = 0
         self.committed = -1
         self._patience = patience
         self._waiting = waiting
@@ -293,6 +293,13 @@ class AdapterResidency:
         self.failures += 1
         self.slots.remove(number)
         self.note_unused(number)
+
+    def evict_damaged(self, slot: int, number: int) -> None:
+        """Free a damaged slot, unless it has been given away. Call it without running sequences of the adapter."""
+        self.audit_failures += 1
+        if self.slots.resident.get(number) == slot:
+            self.slots.remove(number)
+            self._unused.discard(number)
 
     def forget_resident(self) -> None:
         """Free all slots. Call it only without running sequences and loads."""

@@ -87,6 +87,7 @@ class SchedulerStats(DraftCounts):
     adapter_loads: int
     adapter_evictions: int
     adapter_failures: int
+    slot_audit_failures: int
     host_pages: int = 0
     host_pages_used: int = 0
     host_pages_saved: int = 0

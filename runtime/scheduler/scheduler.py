@@ -28,7 +28,7 @@ from .prompt_logprobs import ScoredTokens, scored_tokens
 from .sequence import Sequence, Status, find_activation
 from .sequence_states import SequenceStates
 from .speculation import DraftCounts
-from .step_plan import OWN_TOKENS, PageCopies, StepDrafts, StepMasks, StepPlan, StepResult
+from .step_plan import OWN_TOKENS, SLOT_DAMAGED, PageCopies, StepDrafts, StepMasks, StepPlan, StepResult
 from .token_masks import StepMaskBuilder
 
 _log = logging.getLogger(__name__)
@@ -183,6 +183,7 @@ class Scheduler:
             adapter_loads=slots.loads,
             adapter_evictions=slots.evictions,
             adapter_failures=states.residency.failures,
+            slot_audit_failures=states.residency.audit_failures,
             **({} if host is None else host.stats()),
             prefix_host_hits=cache.host_hits,
             **asdict(self.draft_counts),
@@ -212,6 +213,9 @@ class Scheduler:
         """
         if slot < 0:
             return
+        if problem == SLOT_DAMAGED:
+            self._evict_damaged(slot, number)
+            return
         if problem is None:
             self.states.residency.finish_load(number)
             return
@@ -219,6 +223,21 @@ class Scheduler:
         for sequence in [*self.states.waiting.of(number), *self.batch_builder.suspects.held(number), *ahead]:
             self._end(sequence, "error", problem)
         self.states.residency.fail_load(number)
+
+    def _evict_damaged(self, slot: int, number: int) -> None:
+        """Free a damaged slot. Requests with output of it end, and no page or former answer of it is used again."""
+        states = self.states
+        content = states.prefix_cache.content_of(number)  # other names of the content share its pages
+        suspects = self.batch_builder.suspects.held(number)
+        begun = [each for each in (*states.waiting.of(number), *suspects) if len(each.tokens) > each.prompt_length]
+        running = [each for each in states.running if states.prefix_cache.content_of(each.number) == content]
+        for sequence in (*begun, *running):
+            self._end(sequence, "error", SLOT_DAMAGED)
+        states.pages.forget_idle()
+        if states.host is not None:
+            states.host.clear()
+        states.answers.clear(number)
+        states.residency.evict_damaged(slot, number)
 
     def take_copies(self) -> list[PageCopies]:
         """Return the copies between KV pages and host memory to start now, in order. Call it after `schedule`, and

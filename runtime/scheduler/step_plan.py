@@ -245,6 +245,10 @@ class StepResult:
     compiled: int = 0
 
 
+SLOT_DAMAGED = "the adapter's copy on the device was damaged, and is loaded again; send the request again"
+"""Error that `Runner.loaded` reports for a slot which no longer holds its adapter's bytes."""
+
+
 class Runner(Protocol):
     """Executes plans in the order of `submit`, and loads adapters meanwhile, identified by their registry numbers.
 
@@ -267,8 +271,8 @@ class Runner(Protocol):
         """Start to load an adapter into a slot that no step in flight uses; slot -1: into host memory only."""
 
     def loaded(self, timeout: float = 0.0) -> list[tuple[int, int, str | None]]:
-        """Return (slot, number, error or None) of loads that ended since the last call. Wait up to `timeout` seconds
-        for the first.
+        """Return (slot, number, error or None) of loads that ended since the last call, and of slots that were found
+        to be damaged. Wait up to `timeout` seconds for the first.
         """
 
     def forget_adapter(self, number: int) -> None:

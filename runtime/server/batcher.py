@@ -15,12 +15,14 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
 
+from ... import __version__
 from ..api.sampling_defaults import SamplingDefaults
 from ..processes.channel import Channel, ChannelClosed
 from ..processes.garbage_collection import PeriodicCollection, raise_gc_thresholds
@@ -29,6 +31,8 @@ from ..processes.watchdog import HEARTBEAT_SECONDS, STALL_SECONDS, AwakeClock
 from ..protocol.addresses import make_private_directory, parse
 from ..protocol.curve_keys import load_server_keys
 from ..protocol.messages import INSTANCE_BYTES
+from ..receipts.base_hash import start_base_hash
+from ..receipts.receipt import ReceiptMaker, read_key
 from ..scheduler.step_plan import StepDrafts
 from ..text.chat_files import read_chat_templates
 from ..text.encoder_thread import Encoder, keep_large_blocks_apart
@@ -66,6 +70,10 @@ class Batcher:
         self._connections = connections = Connections(self._listener, os.urandom(INSTANCE_BYTES))
         self._requests = requests = OpenRequests(connections)
         self._grammars = GrammarQueue(self._tokenizer)
+        if settings.receipt_key:
+            key = read_key(settings.receipt_key)
+            state.receipts = ReceiptMaker(key, __version__, lambda: connections.instance, settings.receipts)
+            start_base_hash(model, partial(setattr, state.receipts, "base"))
         self._submissions = Submissions(
             state, connections, requests, self._tokenizer, self._encoder, self._grammars, settings.max_waiting
         )
@@ -281,6 +289,8 @@ class Batcher:
             self._state.named_sums,
         )
         stepper.paused = self._state.paused
+        if self._state.receipts is not None:
+            self._state.receipts.device, self._state.receipts.numerics = ready.device.partition(":")[0], ready.numerics
         self._grammars.prepare(ready)
         self._state.phase, self._state.progress = "ready", 1.0
         self._channel.send({"event": "serving"})

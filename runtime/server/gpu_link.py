@@ -65,6 +65,7 @@ class Ready(Notice, frozen=True, tag="ready"):
                               limits for adapters that are loaded later
     host_pages                KV pages in host memory
     left_out                  adapters that could not be read at a restart: name -> error for clients
+    numerics                  see `Receipt`
     """
 
     vocabulary: int
@@ -91,6 +92,7 @@ class Ready(Notice, frozen=True, tag="ready"):
     max_adapter_sums: int = 64
     left_out: dict[str, str] = {}
     host_pages: int = 0
+    numerics: str = ""
 
 
 class Alive(Notice, frozen=True, tag="alive"):

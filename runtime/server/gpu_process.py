@@ -30,7 +30,7 @@ from ..processes.garbage_collection import raise_gc_thresholds
 from ..processes.logs import configure_logging
 from ..processes.out_of_memory import out_of_memory
 from ..processes.watchdog import HeartbeatThread
-from ..scheduler.step_plan import StepDrafts, StepMasks, StepPlan, no_rows
+from ..scheduler.step_plan import SLOT_DAMAGED, StepDrafts, StepMasks, StepPlan, no_rows
 from .gpu_link import (
     Alive,
     Compose,
@@ -113,8 +113,7 @@ class _Loop:
                 arrived = dict(poller.poll(POLL_LOADS_MS if self._loads or self._copies else 500))
                 while (message := self._link.receive()) is not None:
                     self._receive(message)
-                if self._loads:
-                    self._report_loads()
+                self._report_loads()
                 if self._copies:
                     self._report_copies()
                 if time.monotonic() >= self._next_host_memory_report:
@@ -201,7 +200,7 @@ class _Loop:
 
     def _report_loads(self) -> None:
         for slot, number, problem in self._runner.loaded():
-            self._loads -= 1
+            self._loads -= problem != SLOT_DAMAGED
             self._sender.send(LoadDone(slot, number, None if problem is None else without_directories(problem)))
 
     def _report_copies(self) -> None:

@@ -1,7 +1,9 @@
 """Unfinished requests, and the chunks that report their progress to clients."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from msgspec import structs
 
@@ -25,6 +27,7 @@ class OpenRequest:
     admitted         it was added to the engine
     sent             completion index -> number of tokens sent
     scored           number of prompt log-probabilities sent; `scored_here`: those of the current GPU process
+    make_receipt     makes the receipt of its output, if it gets one
     """
 
     key: str
@@ -40,6 +43,7 @@ class OpenRequest:
     sent: dict[int, int] = field(default_factory=dict)
     scored: int = 0
     scored_here: int = 0
+    make_receipt: Callable[[RequestOutput], dict[str, Any]] | None = None
 
     def usage(self, output_tokens: int, output: RequestOutput | None = None) -> Usage:
         first = self.first_token - self.arrived if self.first_token else 0.0
@@ -172,7 +176,8 @@ class OpenRequests:
             chunks = [_chunk(request.request_id, request.sent[delta.index] - len(delta.token_ids), delta)]
         else:
             chunks = [chunk for completion in output.outputs for chunk in _whole(request.request_id, completion)]
-        chunks[-1] = structs.replace(chunks[-1], usage=usage)
+        receipt = None if request.make_receipt is None else request.make_receipt(output)
+        chunks[-1] = structs.replace(chunks[-1], usage=usage, receipt=receipt)
         self.close(request, "finished")
         for chunk in chunks:
             self._connections.add_chunk(request.client, chunk)

@@ -100,6 +100,7 @@ class ServedModel:
             lora_targets=[] if model.registry.lora is None else list(model.registry.lora.targets),
             lora_parts=[] if model.registry.lora is None else list(model.registry.lora.parts),
             max_adapter_sums=options.engine.max_adapter_sums,
+            numerics=model.numerics,
             left_out={name: _log_left_out(problem, name) for name, problem in refused.items()},
         )
 

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 from ..api.errors import RequestError
 from ..api.request import Request
 from ..protocol.messages import Health
+from ..receipts.receipt import ReceiptMaker
 from .stepper import Stepper
 
 
@@ -20,6 +21,7 @@ class ServerState:
     dead             the GPU process will not be restarted
     stalled          the GPU process sends no heartbeats, or a step is late
     paused           no steps are planned
+    receipts         makes receipts; None without a key
     named_sums       names that clients have given to sums of adapters -> names of the sums
     """
 
@@ -30,6 +32,7 @@ class ServerState:
     dead: bool = False
     stalled: bool = False
     paused: bool = False
+    receipts: ReceiptMaker | None = None
     named_sums: dict[str, str] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
 

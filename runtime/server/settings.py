@@ -33,6 +33,8 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
     max_waiting       limit on waiting requests; above it new ones get `overloaded`
     served_model_name model name for clients
     chat_template     a Jinja template instead of the model's
+    receipt_key       file with the key of receipts; "": there are none
+    receipts          make a receipt for each request, not only where it is requested
     gpu_command       command of the GPU process, without the channel's descriptor
     directory, generation   directory of the processes' sockets, and number of the GPU process's restarts; set by the
                             supervisor
@@ -55,6 +57,8 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
     max_waiting: int = MAX_WAITING
     served_model_name: str = ""
     chat_template: str | None = None
+    receipt_key: str = ""
+    receipts: bool = False
     gpu_command: list[str] = field(default_factory=list)
     directory: str = ""
     generation: int = 0

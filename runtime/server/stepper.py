@@ -328,6 +328,7 @@ def published(counted: dict[str, int]) -> dict[str, int | float]:
         "page_evictions",
         "adapter_evictions",
         "adapter_failures",
+        "slot_audit_failures",
         "prefix_host_hits",
         "host_pages_saved",
         "host_pages_loaded",

@@ -213,6 +213,8 @@ class Submissions:
         structured = changed.get("structured_outputs")
         if structured is not None:
             changed["structured_outputs"] = StructuredOutputsParams(**structs.asdict(structured))
+        if message.sampling.receipt and self._state.receipts is None:
+            raise RequestError("receipt=true needs a server with a key for it; start it with --receipt-key FILE")
         return SamplingParams(**changed) if changed else self._default_params
 
     def _compile_or_add(self, request: OpenRequest, message: Submit, params: SamplingParams, ids: list[int]) -> None:
@@ -317,6 +319,9 @@ class Submissions:
         request.prompt_tokens = len(ids)
         if message.adapter is not None:
             request.adapter_content = stepper.adapter_numbers.content(message.adapter)
+        receipts = self._state.receipts
+        if receipts is not None and (params.receipt or receipts.for_all):
+            request.make_receipt = partial(receipts.make, params, request.adapter_content)
         self._connections.send(request.client, Accepted(request.request_id, len(ids), request.adapter_content))
 
     def abort(self, request: OpenRequest | None) -> None:

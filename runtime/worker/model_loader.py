@@ -1,6 +1,8 @@
 """Load a model: read its adapters, compile it, plan the memory, load the weights, bind the programs."""
 
 import gc
+import hashlib
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,13 +12,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import triton
 
 from ...compiler.api import CompiledModel, compile_model
 from ...compiler.cost.hardware import gpu_of
 from ...compiler.graph.recipe import Recipe
 from ...compiler.options import CompileOptions, OptionError
 from ...compiler.pipeline import PASSES, pass_names
-from ...compiler.program.cache import ProgramCache, ProgramStore
+from ...compiler.program.cache import ProgramCache, ProgramStore, source_hash
 from ...compiler.program.cache_folder import cache_directory
 from ...compiler.program.program import Program
 from ...graphs.adapter import Describe
@@ -140,6 +143,23 @@ class Model:
     def precision(self) -> str:
         """See `precision_line`."""
         return precision_line(self.source, self.options, self.calibration, self.rounding)
+
+    @property
+    def numerics(self) -> str:
+        """Hash of what roundings depend on: sources, versions, GPU, options, calibration and rounded weights."""
+        device = self.options.device
+        parts = [
+            (source_hash(), torch.__version__, triton.__version__),
+            device.type if device.type != "cuda" else torch.cuda.get_device_name(device),
+            asdict(self.compiled.options),
+            [each.name for each in self.options.passes],
+            self.options.engine.seed if self.options.dummy else None,
+            None if self.rounding is None else repr(self.rounding.origin),
+        ]
+        digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode())
+        for name, tensor in sorted(self.calibration.tensors().items()) if self.calibration is not None else ():
+            digest.update(name.encode() + tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
 
     def close(self) -> None:
         """End the model's other processes. This model has one process."""
@@ -346,6 +366,8 @@ def _build(
     if lora is not None:
         base = BaseWeights(source.directory, lambda: read_base()[0], device, engine.seed)
         slot_loader = SlotLoader(stack_recipes, stacks, registry, lora, engine.max_cpu_loras, constants, base)
+        if sleeper:
+            sleeper.before_sleep = slot_loader.forget_slots
     tensors.update(stacks)
     allocated = stacked_specs(cache_specs) if host_pages else cache_specs
     caches = sleeper.make_cache(allocated) if sleeper else _zeros(allocated, device)

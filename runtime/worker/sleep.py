@@ -2,7 +2,7 @@
 stay valid.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Protocol
 
@@ -52,11 +52,13 @@ def tags_of(tags: Iterable[str] | None) -> tuple[str, ...]:
 class Sleeper:
     """Allocates weights, adapter stacks and KV cache; releases and restores their memory.
 
-    asleep   the tags, of TAGS, whose memory is released; the stacks belong to the weights
+    asleep         the tags, of TAGS, whose memory is released; the stacks belong to the weights
+    before_sleep   called before memory is released: no other thread may use it from then on
     """
 
     def __init__(self, device: torch.device) -> None:
         self.asleep: frozenset[str] = frozenset()
+        self.before_sleep: Callable[[], None] = lambda: None
         self._device = device
         self._level = 0
 
@@ -87,6 +89,7 @@ class Sleeper:
         check_level(level)
         if self.asleep:
             return
+        self.before_sleep()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._level = level

@@ -121,6 +121,14 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         help="load the adapters that clients have loaded again when the server starts at the same address (default: "
         "on; saved below $XDG_STATE_HOME/sidestream)",
     )
+    group.add_argument(
+        "--receipt-key",
+        metavar="FILE",
+        help="a secret of at least 16 bytes with which receipts of answers are signed (receipt: true of a request)",
+    )
+    group.add_argument(
+        "--receipts", action="store_true", help="answer all requests with a receipt; needs --receipt-key"
+    )
     add_gateway_options(parser, ["--api-keys"])
     add_engine_options(parser)
     next(each for each in parser._action_groups if each.title == "adapters").add_argument(
@@ -211,6 +219,8 @@ def settings_of(options: argparse.Namespace) -> Any:
         adapter_roots=sorted({*roots, folder}) if folder is not None else roots,
         saved_adapters=str(default_path().parent / "adapters") if options.save_adapters else "",
         max_waiting=options.max_waiting,
+        receipt_key="" if options.receipt_key is None else str(Path(options.receipt_key).resolve()),
+        receipts=options.receipts,
         served_model_name=names[0],
         chat_template=None if options.chat_template is None else read_template_file(options.chat_template),
         gpu_command=[sys.executable, "-m", "sidestream.tools.bench.serving.traced_gpu"]
@@ -301,10 +311,15 @@ def front_of(options: argparse.Namespace, settings: Any) -> Any:
 def run(options: argparse.Namespace) -> int:
     """Serve; return 0 after SIGTERM, 1 when a process died, 2 when the start failed."""
     from ...runtime.adapters.remote_adapter import is_remote
+    from ...runtime.receipts.receipt import read_key
     from ...runtime.server.replica_supervisor import ReplicaSupervisor, addresses_of, devices_of
     from ...runtime.server.supervisor import Supervisor
 
     start_logging(options, "supervisor")
+    if options.receipt_key is not None:
+        read_key(options.receipt_key)
+    elif options.receipts:
+        raise ValueError("--receipts needs a key that signs them; add --receipt-key FILE")
     settings, count = settings_of(options), options.data_parallel_size
     for address in [settings.bind] if count == 1 else addresses_of(settings.bind, count):
         check_place(address, settings.keys)

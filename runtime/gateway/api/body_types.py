@@ -26,6 +26,10 @@ Ignored = Annotated[Any, Meta(description="accepted and ignored")]
 Refused = Annotated[Any, Meta(description="not supported; values without an effect are accepted")]
 
 
+ReceiptField = dict[str, Any] | list[dict[str, Any]] | UnsetType
+"""With `receipt`: that of the answer; in a response to several prompts a list."""
+
+
 class Body(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A request body. Unknown fields are refused, since they would have no effect."""
 

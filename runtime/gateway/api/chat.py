@@ -18,7 +18,7 @@ from ...api.structured_outputs import StructuredOutputsParams
 from ...protocol.messages import Chunk
 from ...text.reasoning import has_reasoning, template_variables
 from ..interfaces import GatewayError
-from .body_types import Answer, Part, Refused, TemplateText, TemplateVariables, Text, Usage
+from .body_types import Answer, Part, ReceiptField, Refused, TemplateText, TemplateVariables, Text, Usage
 from .completion_session import CompletionSession, Prompt, estimated_tokens, open_session, reserved_tokens
 from .context import GatewayContext, Target, caller_of, errors_as_400, json_response, new_id
 from .event_stream import ChunkEncoder, EventStream, TextChunkEncoder
@@ -224,6 +224,7 @@ class ChatCompletion(Answer, frozen=True, kw_only=True):
     object: Literal["chat.completion"] = "chat.completion"
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | UnsetType = UNSET
+    sidestream_receipt: ReceiptField = UNSET
 
 
 class ChatDelta(Answer, frozen=True, kw_only=True):
@@ -248,7 +249,9 @@ class ChatChunkChoice(Answer, frozen=True, kw_only=True):
 
 
 class ChatChunk(Answer, frozen=True, kw_only=True):
-    """One event of a stream. `prompt_token_ids`: in the first one, with `return_token_ids`."""
+    """One event of a stream. `prompt_token_ids`: in the first one, with `return_token_ids`. `sidestream_receipt`: in
+    the last one with a choice, with `receipt`.
+    """
 
     id: str
     created: int
@@ -257,6 +260,7 @@ class ChatChunk(Answer, frozen=True, kw_only=True):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     usage: Usage | None = None
     prompt_token_ids: list[int] | UnsetType = UNSET
+    sidestream_receipt: ReceiptField = UNSET
 
 
 class AssistantMessage:
@@ -393,7 +397,7 @@ async def chat_completions(context: GatewayContext, request: Request) -> Respons
     if body.stream:
         encoder = ChunkEncoder("chat.completion.chunk", answer_id, created, chat.target.name, body.stream_options)
         formatter = _ChatFormatter(encoder, body, messages, prompt_ids)
-        return EventStream(session, encoder.with_usage(formatter, session.counts))
+        return EventStream(session, encoder.with_usage(formatter, session.counts), receipts=True)
     results = await session.results(request.receive)
     choices = [
         ChatChoice(
@@ -415,6 +419,7 @@ async def chat_completions(context: GatewayContext, request: Request) -> Respons
         if body.prompt_logprobs is None
         else prompt_logprobs(results[0].prompt_logprobs, body.prompt_logprobs),
         prompt_token_ids=UNSET if prompt_ids is None else prompt_ids,
+        sidestream_receipt=session.counts.receipt,
         choices=choices,
     )
     return json_response(answer, session.headers)

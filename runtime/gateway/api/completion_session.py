@@ -18,7 +18,7 @@ from ...text.reasoning import ReasoningParser
 from ...text.scoring import ScoreRequest
 from ..intake.body_memory import BODY
 from ..interfaces import KEY_HEADERS, AdmittedRequest, EngineRequest, GatewayError, Ticket, UsageRecord
-from .body_types import CompletionTokensDetails, PromptTokensDetails, Usage
+from .body_types import CompletionTokensDetails, PromptTokensDetails, ReceiptField, Usage
 from .context import MODEL, GatewayContext, Target, caller_of, owner_tag, request_id_of
 from .errors import CLIENT_GONE, to_gateway_error
 from .request_body import while_connected
@@ -49,6 +49,7 @@ class TokenCounts:
     adapter_content   content hash of the adapter version that answers
     finished_prompts  prompts with complete answers
     reasoning         parsers of the answers' reasoning, which count its tokens
+    receipts          prompt index -> receipt of its answer
     """
 
     by_prompt: dict[int, int] = field(default_factory=dict)
@@ -69,6 +70,7 @@ class TokenCounts:
     engine_total_seconds: float = 0.0
     finished_prompts: int = 0
     reasoning: list[ReasoningParser] = field(default_factory=list)
+    receipts: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def reasoning_tokens(self) -> int:
@@ -95,6 +97,8 @@ class TokenCounts:
             usage = chunk.usage
             if usage is not None:
                 self.finished_prompts += 1
+                if chunk.receipt is not None:
+                    self.receipts[prompt_index] = chunk.receipt
                 self.by_prompt[prompt_index] = usage.prompt_tokens
                 for name in ("cached_tokens", *_DRAFT_COUNTS):
                     setattr(self, name, getattr(self, name) + getattr(usage, name))
@@ -103,6 +107,12 @@ class TokenCounts:
                 self.engine_first_token_seconds = usage.first_token_seconds
                 self.engine_total_seconds = max(self.engine_total_seconds, usage.total_seconds)
         return aborted
+
+    @property
+    def receipt(self) -> ReceiptField:
+        """The receipt of the answer, or the list of those of several prompts, if there are any."""
+        receipts = [self.receipts[index] for index in sorted(self.receipts)]
+        return UNSET if not receipts else receipts[0] if len(receipts) == 1 else receipts
 
     def usage(self) -> Usage:
         """Return the counts as a response reports them."""

@@ -19,7 +19,7 @@ from ...api.sampling_defaults import SamplingDefaults
 from ...api.sampling_params import SamplingParams
 from ...protocol.messages import MAX_PROMPT_TOKENS, Chunk, TokenLogprob
 from ..interfaces import Engines, GatewayError
-from .body_types import MAX_PROMPTS, Answer, Text, TokenId, TokenIds, Usage
+from .body_types import MAX_PROMPTS, Answer, ReceiptField, Text, TokenId, TokenIds, Usage
 from .completion_session import CompletionResult, estimated_tokens, open_session, reserved_tokens
 from .context import GatewayContext, caller_of, json_response, new_id
 from .event_stream import ChunkEncoder, EventStream, TextChunkEncoder
@@ -117,6 +117,7 @@ class Completion(Answer, frozen=True, kw_only=True):
     choices: list[CompletionChoice]
     object: Literal["text_completion"] = "text_completion"
     usage: Usage | None = None
+    sidestream_receipt: ReceiptField = UNSET
 
 
 @dataclass
@@ -255,7 +256,7 @@ async def completions(context: GatewayContext, request: Request) -> Response:
     if stream:
         encoder = ChunkEncoder("text_completion", answer_id, created, target.name, body.stream_options)
         formatter = _CompletionFormatter(encoder, body, echoes, ids, params.n)
-        return EventStream(session, encoder.with_usage(formatter, session.counts))
+        return EventStream(session, encoder.with_usage(formatter, session.counts), receipts=True)
     results = await session.results(request.receive)
     for echo, result in zip(echoes, results[:: params.n], strict=False):
         echo.add_scores(result.prompt_logprobs)
@@ -264,6 +265,7 @@ async def completions(context: GatewayContext, request: Request) -> Response:
         created=created,
         model=target.name,
         usage=session.counts.usage(),
+        sidestream_receipt=session.counts.receipt,
         choices=[
             _choice(
                 body,

@@ -30,6 +30,7 @@ DIRECT_BODY = "sidestream.direct_body"
 """Key of the connection's `DirectBody` in a request's scope. Absent without a connection."""
 DONE = b"data: [DONE]\n\n"
 WAITING = b": waiting\n\n"
+END = b"}\n\n"
 HEAD_SECONDS = 0.25
 """Time for the first event. A stream that waits longer sends its head; most do not, and save the write."""
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -70,15 +71,19 @@ class EventStream(Response):
 
     Closes the session at the end, also if the client disconnects before the first event.
 
-    waiting   sent while the request waits: a comment, or an event that clients ignore
+    waiting    sent while the request waits: a comment, or an event that clients ignore
+    receipts   send the receipt of each prompt's answer with its last event
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, session: CompletionSession, formatter: StreamFormatter, waiting: bytes = WAITING) -> None:
+    def __init__(
+        self, session: CompletionSession, formatter: StreamFormatter, waiting: bytes = WAITING, receipts: bool = False
+    ) -> None:
         self.status_code, self.background = 200, None
         self.init_headers(_HEADERS | session.headers)
         self._session, self._formatter, self._waiting = session, formatter, waiting
+        self._receipts = receipts
         self._body: DirectBody | None = None
         self._started = self._active = False
         self._keepalive_timer: asyncio.TimerHandle | None = None
@@ -127,6 +132,9 @@ class EventStream(Response):
         try:
             async for prompt_index, chunks in session.stream(None if self._body is None else self._write_directly):
                 events = formatter.format(prompt_index, chunks)
+                receipt = chunks[-1].receipt
+                if self._receipts and receipt is not None and events:
+                    events[-1] = events[-1].removesuffix(END) + b',"sidestream_receipt":' + encode(receipt) + END
                 last = session.complete
                 if last:
                     events += formatter.format_end(session.counts)

@@ -68,13 +68,14 @@ class GenerationBody(Body, frozen=True, kw_only=True):
 
 
 class SamplingBody(GenerationBody, frozen=True, kw_only=True):
-    """Common fields of completions and chats."""
+    """Common fields of completions and chats. `receipt`: return a signed receipt, if the server has a key for it."""
 
     max_tokens: TokenCount | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     prompt_logprobs: Annotated[LogprobCount, Meta(description="without stream only")] | None = None
+    receipt: bool | None = None
 
     @property
     def constraint_field(self) -> str:

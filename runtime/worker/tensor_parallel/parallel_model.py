@@ -21,7 +21,7 @@ from ...api.errors import CapacityError
 from ...engine.resolve import LoadOptions
 from ...quantization.rounded_weights import RoundingError
 from ...scheduler.step_codec import pack_masks, pack_plan
-from ...scheduler.step_plan import PageCopies, Runner, StepDrafts, StepMasks, StepPlan, StepResult
+from ...scheduler.step_plan import SLOT_DAMAGED, PageCopies, Runner, StepDrafts, StepMasks, StepPlan, StepResult
 from ..calibrate.first_start import calibrate_at_first_start
 from ..model_loader import Model, ModelSource, load_model
 from ..sleep import Sleeper, check_level, tags_of
@@ -100,7 +100,9 @@ class ParallelRunner:
             reports = self._runner.loaded()
             reports += [(PAGES, ticket, error) for ticket, error in self._runner.copied()]
             reports += [(each["slot"], each["number"], each["error"]) for each in self._peers.finished_loads()]
-            self._ended += [(*load, self._errors.pop(load, None)) for load in map(self._count, reports) if load]
+            damaged = [report for report in reports if report[2] == SLOT_DAMAGED]  # by one rank, without a load
+            loads = [self._count(report) for report in reports if report not in damaged]
+            self._ended += damaged + [(*load, self._errors.pop(load, None)) for load in loads if load]
             ended = [report for report in self._ended if wanted(report[0])]
             if ended or time.monotonic() >= until:
                 self._ended = [report for report in self._ended if not wanted(report[0])]

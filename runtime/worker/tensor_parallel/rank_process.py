@@ -20,7 +20,7 @@ from ...processes.garbage_collection import raise_gc_thresholds
 from ...processes.logs import configure_logging
 from ...processes.watchdog import HeartbeatThread
 from ...scheduler.step_codec import unpack_masks, unpack_plan
-from ...scheduler.step_plan import AHEAD
+from ...scheduler.step_plan import AHEAD, SLOT_DAMAGED
 from .peer_messages import (
     AddAdapter,
     AddSum,
@@ -136,7 +136,7 @@ class _RankProcess:
 
     def _report_loads(self) -> None:
         for slot, number, error in self._model.runner.loaded():
-            self._num_loads -= 1
+            self._num_loads -= error != SLOT_DAMAGED
             self._channel.send({"event": "loaded", "slot": slot, "number": number, "error": error})
         for ticket, error in self._model.runner.copied():
             self._num_loads -= 1

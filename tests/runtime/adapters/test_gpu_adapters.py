@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import sidestream
 import torch
+from sidestream.runtime.scheduler.step_plan import SLOT_DAMAGED
 from sidestream.tools.bench.random_model import write_random_adapter
 
 pytestmark = pytest.mark.gpu
@@ -92,3 +93,7 @@ def test_starting_a_copy_does_not_wait_for_it(tmp_path: Path) -> None:
     block = runner.slot_loader.store.acquire(0)
     for stack, tensor in zip(runner.slot_loader.stacks.values(), block.tensors, strict=True):
         assert (stack[1].cpu() == tensor).all()
+    loader = runner.slot_loader
+    assert loader.audit(0) and loader.audit(1) and runner.loaded() == []
+    next(iter(loader.stacks.values()))[1].view(-1)[:1].view(torch.uint8)[0] ^= 1
+    assert loader.audit(0) and loader.audit(1) and runner.loaded() == [(1, 0, SLOT_DAMAGED)]
