@@ -26,7 +26,7 @@ def tables() -> list[list[list[str]]]:
     return [[[cell.strip() for cell in row.split("|")[1:-1]] for row in each.splitlines()[2:]] for each in found]
 
 
-READERS, SERVED, PARTS, QUESTIONS, CONDITIONS = tables()
+READERS, SERVED, PARTS, QUESTIONS, MIXTURE, CONDITIONS = tables()
 
 
 def test_tables_are_short() -> None:
@@ -82,6 +82,15 @@ def test_an_arm_of_the_questions_has_its_raw_figures(row: list[str]) -> None:
     raw = raw_rows(ROOT / "docs" / link)[arm]
     for cell in (each.replace(",", "") for each in row[1:-1] if each):
         assert f"  {cell}  " in raw, cell
+
+
+@pytest.mark.parametrize("row", MIXTURE, ids=lambda row: row[0])
+def test_a_mixture_and_its_dense_twin_have_their_raw_figures(row: list[str]) -> None:
+    arm = row[0].replace("`", "").removesuffix(" (control)")
+    conditions = (MEASUREMENTS / "quality_mixture_cpu.txt").read_text().split(f"\n{arm}:\n")[1].splitlines()
+    names = ("mean KL at its upper bound", "top-1 agreement", "perplexity ratio", "tokens with other experts")
+    for name, cell, raw in zip(names, filter(None, row[1:]), conditions, strict=False):
+        assert re.match(rf"    {name}.*: \w+, {re.escape(cell)}[ ;]", raw), raw
 
 
 def test_the_conditions_have_the_default_s_raw_figures() -> None:

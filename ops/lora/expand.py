@@ -11,6 +11,7 @@ from ..core.device import multiprocessors
 from ..core.registry import register
 from ..core.reproducible_sums import product
 from ..core.triton_support import cdiv, dot_ieee, next_power_of_2, pdl_options, pdl_start, require_contiguous
+from .plan import pairs_of_groups
 from .shrink import EIGHT_BIT, dequantized, widened
 
 # programs per SM of a limited launch: next to a base GEMM an expand is bound by the number of loads in flight
@@ -50,10 +51,7 @@ def reference(
     for plane in planes[1:]:
         shrunk = shrunk + plane
     shrunk = shrunk.to(delta.dtype).float()
-    for slot, first, count in tiles.tolist():
-        if slot < 0:
-            continue
-        tokens = token_order[first : first + count].long()
+    for slot, tokens in pairs_of_groups(token_order, tiles):
         rows = dequantized(b[slot], None if b_scale is None else b_scale[slot])
         start = 0
         for i, width in enumerate(slices):

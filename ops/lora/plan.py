@@ -37,6 +37,15 @@ def lora_splits(k: int, num_tokens: int) -> int:
     return max(1, min(32, cdiv(k, chunk)))
 
 
+def pairs_of_groups(order: torch.Tensor, tiles: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+    """Return (group, its tokens or pairs) for the groups of a plan, without group -1."""
+    found: dict[int, list[torch.Tensor]] = {}
+    for group, first, count in tiles.tolist():
+        if group >= 0:
+            found.setdefault(group, []).append(order[first : first + count])
+    return [(group, torch.cat(parts).long()) for group, parts in found.items()]
+
+
 def rounded_splits(k: int, n: int, num_tokens: int) -> int:
     """Return the number of planes for `lora_round`, with n output features: more planes take little time there.
 

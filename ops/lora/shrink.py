@@ -12,6 +12,7 @@ from ..core.registry import register
 from ..core.reproducible_sums import product
 from ..core.triton_support import INTERP, cdiv, dot_ieee, next_power_of_2, pdl_options, require_contiguous
 from ..elementwise.quantize_blocks import BLOCK, dequantize_blocks, padded_scales
+from .plan import pairs_of_groups
 
 EIGHT_BIT = tuple(QUANTIZED_MAX)  # quantized dtypes
 CTAS_PER_SM = 16  # maximum programs per SM
@@ -57,10 +58,7 @@ def reference(
     if x_scale is not None and x_scale.dim() == 2:
         x, x_scale = dequantize_blocks(x, x_scale), None
     planes = fake(x, a, token_order, tiles, tile, splits, a_scale, x_scale, pairs_per_row).zero_()
-    for slot, first, count in tiles.tolist():
-        if slot < 0:
-            continue
-        tokens = token_order[first : first + count].long()
+    for slot, tokens in pairs_of_groups(token_order, tiles):
         for plane in range(splits):
             chunk = slice(min(k, plane * width), min(k, (plane + 1) * width))
             rows, matrix = tokens // pairs_per_row, a[slot, :, chunk]

@@ -13,6 +13,7 @@ from ..core.registry import register
 from ..core.reproducible_sums import product
 from ..core.triton_support import require_contiguous
 from ..linear.linear_8bit import DTYPES, MAX_INT8_K
+from ..lora.plan import pairs_of_groups
 from .kernel_triton import TILES, grouped_config, launch_grouped
 
 
@@ -22,15 +23,6 @@ def expert_tile(num_pairs: int, num_experts: int) -> int:
         if num_pairs <= tile * num_experts:
             return tile
     return 128
-
-
-def pairs_of_groups(order: torch.Tensor, tiles: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-    """Return (group, its pairs) for the groups of a plan, without group -1."""
-    found: dict[int, list[torch.Tensor]] = {}
-    for group, first, count in tiles.tolist():
-        if group >= 0:
-            found.setdefault(group, []).append(order[first : first + count])
-    return [(group, torch.cat(parts).long()) for group, parts in found.items()]
 
 
 def check_shapes(

@@ -8,7 +8,8 @@ import torch
 
 from ..core.registry import register
 from ..core.reproducible_sums import product, silu_in_fp32
-from .grouped_linear import check_8bit, check_shapes, pairs_of_groups, run_grouped
+from ..lora.plan import pairs_of_groups
+from .grouped_linear import check_8bit, check_shapes, run_grouped
 
 
 def reference(

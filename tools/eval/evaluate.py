@@ -166,6 +166,8 @@ def calibrate_model(
         max_lora_rank=None,
         max_expert_rank=None,
         lora_target_modules=None,
+        lora_parts=None,
+        lora_lenient=False,
     )
     model = load_model(options, directory, torch.bfloat16).to(chosen)
     jobs = [(list(text), slot) for slot in range(-1, len(adapters)) for text in (texts if slot < 0 else texts[:2])]

@@ -59,8 +59,9 @@ class GroupedBench:
         out, expected = self.outputs(activate)
 
         def launch(config: LinearConfig, args: tuple[Any, ...]) -> None:
-            *operands, order, tiles, _, by_row, _ = args
-            launch_grouped(*operands, None, order, tiles, by_row, out[0], config, activate=activate)
+            x, scale, weight, weight_scale, order, tiles, _, by_row, _ = args
+            given = x, scale, weight, weight_scale, None, order, tiles, by_row, out[0], config
+            launch_grouped(*given, activate=activate)
 
         compile_together([partial(launch, config, self.args[0]) for config in configs])
         found = []

@@ -32,7 +32,7 @@ MODELS = {"dense": TINY, "sparse": SPARSE}
 PRECISIONS = ("int8", "fp8", "bf16", "fp32")
 
 
-@pytest.mark.parametrize(("kind", "precision"), product(MODELS, PRECISIONS))
+@pytest.mark.parametrize(("kind", "precision"), list(product(MODELS, PRECISIONS)))
 def test_an_answer_does_not_depend_on_the_batch(tmp_path, pytestconfig, kind, precision):
     """Greedy tokens and their log-probabilities, to the bit, also while the libraries add in another order for each
     number of rows; they multiply in fp64 only.

@@ -73,6 +73,17 @@ def task_suite(directory: Path, tasks: int, documents: int, needles: int, longes
     return suite
 
 
+def adapter_documents(directory: Path, adapters: Sequence[str], texts: int, tasks: int, longest: int) -> list[Document]:
+    """Return `texts` held-out library sources for the base model and for each adapter, and `tasks` questions with their
+    answers for each adapter. Documents have at most `longest` tokens.
+    """
+    _start(directory)
+    sources = [each[:longest] for each in _texts(texts)]
+    documents = [Document(text, adapter) for adapter in (None, *adapters) for text in sources]
+    asked = [each.document for name in adapters for each in _items(name, tasks, SEED)]
+    return documents + [document for document in asked if len(document.tokens) <= longest]
+
+
 def _start(directory: Path) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     own = Tokenizer.from_file(str(directory / "tokenizer.json"))

@@ -157,7 +157,7 @@ def fit(
     steps: int,
     label: str,
 ) -> dict[str, float]:
-    """Train for `steps` steps with rate rates(i) in step i.
+    """Train for `steps` steps with rate rates(i) in step i; adds the loss that balances a mixture's experts.
 
     Returns the mean loss of the last tenth, tokens, and tokens per second.
     """
@@ -169,9 +169,12 @@ def fit(
         for group in optimizer.param_groups:
             group["lr"] = rates(step)
         with torch.autocast(ids.device.type, dtype=torch.bfloat16):
-            logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+            outputs = model(input_ids=ids[:, :-1], use_cache=False)
+        logits, balance = outputs.logits, getattr(outputs, "aux_loss", None)
         each = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
         loss = (each * weights[:, 1:].flatten()).sum() / weights[:, 1:].sum()
+        if balance is not None:
+            loss = loss + model.config.router_aux_loss_coef * balance
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
