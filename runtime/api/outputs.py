@@ -38,6 +38,8 @@ class CompletionOutput:
                         a message
     text_offsets        for each token of `logprobs` the character of `text` at which it begins; a token inside a
                         character has that character's offset
+    versions            (first token, version) of each version of its adapter, if the adapter was updated with
+                        inflight="switch" while it ran
     """
 
     index: int
@@ -48,6 +50,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     text_offsets: list[int] | None = None
+    versions: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def finished(self) -> bool:

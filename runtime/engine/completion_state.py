@@ -151,4 +151,5 @@ class CompletionState:
             reason,
             sequence.stop_reason,
             None if logprobs is None else self._text_offsets(),
+            list(sequence.versions),
         )

@@ -17,6 +17,7 @@ from ..scheduler.sequence import Sequence, Status
 from ..scheduler.speculation import DraftCounts, Speculation, make_speculation, max_drafts
 from ..scheduler.step_plan import Runner, StepMasks, StepPlan, StepResult
 from ..text.tokenizer import Tokenizer
+from .adapter_switch import AdapterSwitches
 from .completion_state import CompletionState
 
 _log = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class Engine:
         overlap: bool = False,
     ) -> None:
         self.scheduler = scheduler
+        self.switches = AdapterSwitches(scheduler)
         self.runner = runner
         self.tokenizer = tokenizer
         self.eos_ids = frozenset(eos_ids)
@@ -194,6 +196,7 @@ class Engine:
 
     def plan(self) -> StepPlan | None:
         """Return the next step and start the loads of its adapters."""
+        self.switches.apply()
         plan = self.scheduler.schedule()
         self._start_loads()
         return plan
@@ -203,6 +206,7 @@ class Engine:
             for slot, number in self.scheduler.take_loads():
                 self.runner.start_load(slot, number)
             for number in self.scheduler.take_retired():
+                self.switches.forget(number)
                 self.runner.forget_adapter(number)
 
     def take_loads_in(self, timeout: float = 0.0) -> None:
@@ -314,6 +318,7 @@ class Engine:
                 reason,
                 sequence.stop_reason if ended else None,
                 *completion.last_logprobs(),
+                versions=sequence.versions if ended and sequence.versions else None,
             )
         if ended:
             open_request.open.discard(sequence.index)

@@ -211,6 +211,10 @@ class Scheduler:
             self._end(sequence, "error", problem)
         self.states.residency.fail_load(number)
 
+    def load_with_plan(self, slot: int, number: int) -> None:
+        """Load an adapter with the next plan, in place of one whose sequences it takes over."""
+        self._loads.append((slot, number))
+
     def forget_device(self) -> None:
         """Mark KV pages, adapter slots and former answers as empty before their memory is freed.
 
@@ -423,6 +427,7 @@ class Scheduler:
                 if sequence.finished:
                     break
             used = min(accepted[index], len(taken))
+            sequence.note_accepted(plan.step, used)
             self.draft_counts.add(drafts[index], used, sources[index])
             if drafts[index] and sequence.speculation is not None:
                 sequence.speculation.add(drafts[index], used, sources[index])
@@ -459,6 +464,10 @@ class Scheduler:
         self.states.answers.clear_all()
         lost, pages = find_lost(failed, list(self._issued.values()), self.states.running)
         self.states.pages.unpublish(pages)
+        again = [
+            (slot, number) for slot, number in failed[0].slot_loads.tolist() if self.states.slots.holds(slot, number)
+        ]
+        self._loads = [*again, *self._loads]  # its loads may not have run
         for later, (_, sequences) in self._issued.items():
             self._void.setdefault(later, set()).update(set(lost).intersection(sequences))
         plan, sequences = failed

@@ -44,6 +44,9 @@ class Sequence:
     published      number of its pages in the prefix cache; `publish_at`: number of tokens that fill the next one
     cached_tokens  prompt tokens that the prefix cache had
     started        time when it first left the queue, in seconds since the epoch; 0: it has not
+    versions       (first output token, version) of its adapter, after a switch (`engine.adapter_switch`); the prefix
+                   cache gets none of its further pages
+    switched_at    first step with the last of them
     charged        tokens that its owner's and adapter's shares were charged for
     chunked_at     last step with a chunk of its prompt
     scores_prompt  report log-probabilities of its prompt; `scored`: number of those reported
@@ -86,6 +89,8 @@ class Sequence:
     publish_at: int = 0
     cached_tokens: int = 0
     started: float = 0.0
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    switched_at: int = -1
     charged: int = 0
     chunked_at: int = -1
     scores_prompt: bool = False
@@ -117,7 +122,7 @@ class Sequence:
     def reads_cache(self) -> bool:
         """Whether it may use cached pages instead of computing them."""
         unscored = self.scores_prompt and self.scored < self.prompt_length - 1
-        return not unscored and not self.params.skip_reading_prefix_cache
+        return not unscored and not self.versions and not self.params.skip_reading_prefix_cache
 
     @property
     def computable(self) -> int:
@@ -148,6 +153,12 @@ class Sequence:
     def finished(self) -> bool:
         """Whether it has ended."""
         return self.status is Status.FINISHED
+
+    def note_accepted(self, step: int, count: int) -> None:
+        """Count accepted drafts of a step that may have been planned before the last switch."""
+        if step < self.switched_at:
+            begin, version = self.versions[-1]
+            self.versions[-1] = begin + count, version
 
     def history(self) -> Counter[int]:
         """Return each distinct known token -> its count in the output (0 = in the prompt only)."""
