@@ -8,8 +8,9 @@ class AdapterSwitches:
     """Versions of updated adapters, and the switches to them that are in progress.
 
     A request that named an adapter without a version goes on with the new one: its KV cache stays, and the prefix cache
-    gets none of its further pages. Without an output token, its prompt is computed again. The new version takes the slot of an old one in the next plan. If another request
-    pins the old version, the new one gets a slot of its own as soon as there is one.
+    gets none of its further pages. Without an output token, its prompt is computed again. The new version takes the
+    slot of an old one in the next plan. If another request pins the old version, the new one gets a slot of its own as
+    soon as there is one.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:

@@ -24,12 +24,14 @@ from typing import Any, NamedTuple, NoReturn
 import msgspec
 import zmq
 
+from ..api.adapter_versions import VersionConflictError
 from ..engine.flag_spelling import with_server_flags
 from ..processes.channel import Channel, ChannelClosed
 from ..processes.garbage_collection import raise_gc_thresholds
 from ..processes.logs import configure_logging
 from ..processes.out_of_memory import out_of_memory
 from ..processes.watchdog import HeartbeatThread
+from ..protocol.messages import ErrorCode
 from ..scheduler.step_plan import StepDrafts, StepMasks, StepPlan, no_rows
 from .gpu_link import (
     Alive,
@@ -47,6 +49,8 @@ from .gpu_link import (
     StartLoad,
     StepFailed,
     Unload,
+    Update,
+    UpdateReply,
 )
 from .served_model import (
     EXIT_DEVICE_LOST,
@@ -87,7 +91,7 @@ class _Loop:
         self._steps: queue.SimpleQueue[_Step | None] = queue.SimpleQueue()
         self._plans: deque[tuple[StepPlan, int]] = deque()
         self._unsampled: _Step | None = None  # launched, waits for masks
-        self._adapter_work: queue.SimpleQueue[Load | Unload | None] = queue.SimpleQueue()
+        self._adapter_work: queue.SimpleQueue[Load | Unload | Update | None] = queue.SimpleQueue()
         self._loads = 0
         self._in_host_memory: set[int] = set()
         self._next_host_memory_report = 0.0
@@ -229,6 +233,9 @@ class _Loop:
     def _read_adapters(self, sender: ResultSender) -> None:
         """Run the thread that reads adapters from disk."""
         while (work := self._adapter_work.get()) is not None and not self._ending.is_set():
+            if isinstance(work, Update):
+                sender.send(self._update(work))
+                continue
             try:
                 if isinstance(work, Load):
                     reply = LoadReply(work.ticket, self._served.add_adapter(work.name, work.path, work.replace))
@@ -238,6 +245,13 @@ class _Loop:
             except Exception as error:
                 reply = LoadReply(work.ticket, problem=text_for_client(error, work.name))
             sender.send(reply)
+
+    def _update(self, work: Update) -> UpdateReply:
+        try:
+            return UpdateReply(work.ticket, *self._served.update_adapter(work))
+        except Exception as error:
+            code: ErrorCode = "version_conflict" if isinstance(error, VersionConflictError) else "adapter_error"
+            return UpdateReply(work.ticket, problem=text_for_client(error, work.name), code=code)
 
 
 def run(fd: int, build: Callable[[ServeSettings], Servable] = ServedModel) -> int:
@@ -260,7 +274,7 @@ def _serve(channel: Channel, build: Callable[[ServeSettings], Servable]) -> int:
                 link.sender().send(Loading("loading"))
                 try:
                     served = build(settings)
-                    ready = load_again(served, settings.loaded_adapters)
+                    ready = load_again(served, settings.loaded_adapters, settings.updates)
                 except Exception as error:
                     memory = out_of_memory(error)
                     ours = isinstance(error, (ValueError, OSError)) or type(error).__module__.startswith("sidestream.")

@@ -100,6 +100,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "they listen at engine-0.sock, engine-1.sock ..., or at ports in a row",
     )
     add_value(group, "--max-waiting", 4096, "waiting requests before others are refused")
+    add_value(group, "--max-update-bytes", 1 << 30, "limit on an update of an adapter from a client's memory")
     group.add_argument(
         "--allow-adapter-loading",
         action=argparse.BooleanOptionalAction,
@@ -132,6 +133,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add_option(group, "num_kv_pages")
     add_option(group, "max_cpu_loras")
     add_option(group, "max_adapter_sums")
+    add_option(group, "adapter_versions")
     add_option(group, "enable_prefix_caching", "--no-prefix-caching")
     group.add_argument(
         "--trace-steps", metavar="FILE", help="profile a hundred decode steps, for idle time between them"
@@ -161,7 +163,7 @@ def settings_of(options: argparse.Namespace) -> Any:
     folder = options.lora_modules_from and str(Path(options.lora_modules_from).resolve())
     if folder is not None:
         _add_folder(options, folder)
-    own = ("num_kv_pages", "max_cpu_loras", "max_adapter_sums", "load_format", "generation_config")
+    own = ("num_kv_pages", "max_cpu_loras", "max_adapter_sums", "adapter_versions", "load_format", "generation_config")
     llm = llm_arguments(options) | given(options, *own)
     if options.fail_on_compilation:
         llm["fail_on_compilation"] = True
@@ -210,6 +212,7 @@ def settings_of(options: argparse.Namespace) -> Any:
         adapter_roots=sorted({*roots, folder}) if folder is not None else roots,
         saved_adapters=str(default_path().parent / "adapters") if options.save_adapters else "",
         max_waiting=options.max_waiting,
+        max_update_bytes=options.max_update_bytes,
         served_model_name=names[0],
         chat_template=None if options.chat_template is None else read_template_file(options.chat_template),
         gpu_command=[sys.executable, "-m", "sidestream.tools.bench.serving.traced_gpu"]
