@@ -5,10 +5,12 @@ import os
 import re
 import stat
 import struct
+import urllib.request
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 from sidestream.runtime.api.adapter_update import AdapterUpdate
 from sidestream.runtime.api.adapter_versions import VersionConflictError
 from sidestream.runtime.api.errors import RequestError, ServerError
@@ -18,6 +20,7 @@ from sidestream.runtime.protocol.messages import (
     Buffer,
     Done,
     Error,
+    ListAdapters,
     OpenBuffer,
     UnloadAdapter,
     UpdateAdapter,
@@ -63,7 +66,7 @@ def settings(base, adapters, **fields):
 
 @pytest.fixture(scope="module")
 def server(base, adapters, tmp_path_factory):
-    with serve(settings(base, adapters), tmp_path_factory.mktemp("log") / "log") as server:
+    with serve(settings(base, adapters), tmp_path_factory.mktemp("log") / "log", http=True) as server:
         yield server
 
 
@@ -201,7 +204,8 @@ def test_what_a_message_may_not_say(server, client, adapters, expected):
         os.unlink(own.path)
         assert wire.call(UpdateAdapter(9, "policy", own.token, 64)).code == "adapter_error"
         assert Path(foreign.path).exists()
-    assert not Path(foreign.path).exists() or _gone(client, foreign.path), "a buffer goes with its connection"
+    with server.connect() as wire:  # a buffer goes with its connection
+        wire.until(lambda: not Path(foreign.path).exists())
     with pytest.raises(ServerError, match=r"rank 20, above the limit of 16: start with --max-lora-rank 20"):
         client.update_adapter("policy", *stored(adapters[2]))
     tensors, config = stored(adapters[1])
@@ -210,11 +214,6 @@ def test_what_a_message_may_not_say(server, client, adapters, expected):
     with pytest.raises(RequestError, match="max-update-bytes"):
         client.update_adapter("policy", tensors | {"large": torch.zeros(1 << 19)}, config)
     assert answer(client, "policy") == expected[0]
-
-
-def _gone(client, path):
-    """Whether a file goes, while other calls are answered."""
-    return any(not Path(path).exists() or client.stats() is None for _ in range(200))
 
 
 def test_two_updates_at_once(server, client, adapters):
@@ -246,39 +245,57 @@ def test_rights_and_addresses(tmp_path, adapters):
             client.update_adapter("a0", *stored(adapters[0]))
 
 
-@pytest.mark.parametrize("moment", ["after", "during", "lost"])
-@pytest.mark.parametrize("role", ["gpu_process", "server.batcher"])
-def test_later_processes_have_the_kept_versions(tmp_path, base, adapters, expected, role, moment):
+def test_versions_over_http(server, client, adapters, expected):
+    client.update_adapter("policy", *stored(adapters[0]))
+    client.update_adapter("policy", *stored(adapters[1]))
+    address = re.search(r"answering HTTP at (\S+)", server.log.read_text())[1]
+    for name, tokens in (("policy@1", expected[0]), ("policy@2", expected[1]), ("policy", expected[1])):
+        body = {"model": name, "prompt": PROMPT, "max_tokens": GREEDY.max_tokens, "temperature": 0}
+        body |= {"ignore_eos": True, "return_token_ids": True}
+        request = urllib.request.Request(
+            f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=GUARD) as reply:
+            assert json.load(reply)["choices"][0]["token_ids"] == tokens
+
+
+def test_later_processes_have_the_kept_versions(tmp_path, base, adapters, expected, pytestconfig):
     """Killed after an update, during one, and with the copies lost: every version as it was, or `adapter_changed`."""
-    with serve(settings(base, adapters), tmp_path / "log") as server:
+    data, versions = content(adapters[0]), [expected[0], expected[1]]
+    kills = ["gpu_process", "server.batcher"] * (4 if pytestconfig.getoption("--exhaustive") else 1)
+    chosen = settings(base, adapters)
+    with serve(structs.replace(chosen, llm=chosen.llm | {"adapter_versions": 100}), tmp_path / "log") as server:
         with Client(server.address, connect_timeout=GUARD) as client:
             client.update_adapter("policy", *stored(adapters[0]))
             client.update_adapter("policy", *stored(adapters[1]))
-        if moment == "lost":
-            (copied,) = Path(server.address.removeprefix("ipc://")).parent.glob("sidestream-*/updates/policy@2")
-            copied.unlink()
-        if moment == "during":
+        for turn, role in enumerate(kills):
             with server.connect() as wire:
-                data = content(adapters[0])
                 buffer = wire.call(OpenBuffer(1, len(data)))
                 Path(buffer.path).write_bytes(data)
                 wire.send(UpdateAdapter(2, "policy", buffer.token, len(data)))
+                for _ in range(turn):  # so many more messages are handled before the kill
+                    wire.call(ListAdapters(3))
                 server.replace(role)
-        else:
-            server.replace(role)
+            with Client(server.address, connect_timeout=GUARD) as client:
+                names = {each.name for each in client.list_adapters()}
+                if f"policy@{len(versions) + 1}" in names:
+                    versions.append(expected[0])
+                wanted = [f"policy@{version}" for version in range(1, len(versions) + 1)]
+                assert names == {"policy", *wanted}
+                assert [answer(client, name) for name in ("policy", *wanted)] == [versions[-1], *versions]
+                made = client.update_adapter("policy", *stored(adapters[1]))
+                versions.append(expected[1])
+                assert made.version == len(versions)
+        folder = Path(server.address.removeprefix("ipc://")).parent
+        (copied,) = folder.glob(f"sidestream-*/updates/policy@{len(versions)}")
+        copied.unlink()
+        server.replace("gpu_process")
         with Client(server.address, connect_timeout=GUARD) as client:
-            if moment == "lost":
-                for name in ("policy", "policy@1", "policy@2"):
-                    with pytest.raises(RequestError, match="update it again") as error:
-                        answer(client, name)
-                    assert error.value.code == "adapter_changed"
-                assert client.update_adapter("policy", *stored(adapters[0])).version == 1
-                assert answer(client, "policy") == expected[0]
-                return
-            names = {each.name for each in client.list_adapters()}
-            newest = 3 if "policy@3" in names else 2
-            assert {"policy", "policy@1", "policy@2"} <= names and (newest == 2 or moment == "during")
-            wanted = [expected[0], expected[1], *([expected[0]] if newest == 3 else [])]
-            assert [answer(client, f"policy@{version}") for version in range(1, newest + 1)] == wanted
-            assert answer(client, "policy") == wanted[-1]
-            assert client.update_adapter("policy", *stored(adapters[0])).version == newest + 1
+            for name in ("policy", "policy@1", f"policy@{len(versions)}"):
+                with pytest.raises(RequestError, match="update it again") as error:
+                    answer(client, name)
+                assert error.value.code == "adapter_changed"
+            assert client.update_adapter("policy", *stored(adapters[0])).version == 1
+            assert answer(client, "policy") == expected[0]
+        with server.connect() as wire:  # a buffer goes with its connection
+            wire.until(lambda: not list(folder.glob("*.update-*")))
