@@ -252,7 +252,9 @@ class Scheduler:
                 self.expire()
                 if not builder.fill(work, idle=not self._issued):
                     return None
-                self._loads += states.residency.loads_of_plan()
+                # a slot of `load_with_plan` may have another adapter by now
+                loads = [load for load in self._loads if states.slots.holds(*load)]
+                self._loads = loads + states.residency.loads_of_plan()
                 answers = states.answers if self.limits.speculates else None
                 plan = build_plan(states.step, work, states.rows, self._loads, answers)
             except Exception as error:
@@ -464,10 +466,7 @@ class Scheduler:
         self.states.answers.clear_all()
         lost, pages = find_lost(failed, list(self._issued.values()), self.states.running)
         self.states.pages.unpublish(pages)
-        again = [
-            (slot, number) for slot, number in failed[0].slot_loads.tolist() if self.states.slots.holds(slot, number)
-        ]
-        self._loads = [*again, *self._loads]  # its loads may not have run
+        self._loads = [*map(tuple, failed[0].slot_loads.tolist()), *self._loads]  # they may not have run
         for later, (_, sequences) in self._issued.items():
             self._void.setdefault(later, set()).update(set(lost).intersection(sequences))
         plan, sequences = failed
