@@ -200,8 +200,6 @@ class AdapterResidency:
         if slot is not None:
             self._since.pop(number, None)
             self._loads.append((slot, number))
-            if not self.asynchronous:
-                self._mark_loaded(number)
 
     def replace(self, old: int, number: int) -> int:
         """Give the slot of a resident adapter, with its users, to another one; return the slot."""

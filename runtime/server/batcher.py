@@ -82,13 +82,9 @@ class Batcher:
             settings.loaded_adapters,
             lambda entry: channel.send({"event": "adapter", "entry": msgspec.to_builtins(entry)}),
         )
+        self._buffers = UpdateBuffers(parse(settings.bind), settings.max_update_bytes)
         self._updates = UpdateRequests(
-            state,
-            connections,
-            self._adapters,
-            UpdateBuffers(parse(settings.bind), settings.max_update_bytes),
-            settings.admin,
-            self._report_update,
+            state, connections, self._adapters, self._buffers, settings.admin, self._report_update
         )
         self._tokenize = TokenizeRequests(connections, self._tokenizer, self._encoder)
         self._pauses = PauseRequests(state, connections, requests, self._submissions, settings.admin)
@@ -248,7 +244,7 @@ class Batcher:
         for client in self._connections.take_lost():
             self._submissions.abort_all(client)
             if client.closed:
-                self._updates.disconnected(client)
+                self._buffers.close(client)
 
     # -- the GPU process ---------------------------------------------------------------------------------------------
 
@@ -370,7 +366,7 @@ class Batcher:
         if self._encoder is not None:
             self._encoder.close()
         self._grammars.close()
-        self._updates.close()
+        self._buffers.close_all()
         if self._state.stepper is not None:
             self._state.stepper.close()
         self._listener.close(0)

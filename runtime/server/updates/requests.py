@@ -122,7 +122,7 @@ class UpdateRequests:
     def receive_reply(self, reply: UpdateReply) -> None:
         """Apply an update that the GPU process has packed, and send the client its reply."""
         client, message = self._pending.pop(reply.ticket)
-        self._count_down(message.name)
+        self._state.updating -= Counter([message.name])
         adapter, stepper = reply.adapter, self._state.stepper
         if adapter is None or stepper is None:
             self._connections.send_error(client, reply.code, reply.problem, call=message.call)
@@ -133,9 +133,6 @@ class UpdateRequests:
         self._on_change(entry, list(_versions(stepper)))
         self._connections.send(client, Updated(message.call, message.name, version, adapter.content))
 
-    def _count_down(self, name: str) -> None:
-        self._state.updating -= Counter([name])
-
     def engine_died(self, retry_after: float | None) -> None:
         """Send an error to the clients that wait for a reply of the GPU process."""
         for client, message in self._pending.values():
@@ -143,14 +140,6 @@ class UpdateRequests:
             self._connections.send_error(client, "engine_dead", text, call=message.call, retry_after=retry_after)
         self._pending.clear()
         self._state.updating.clear()
-
-    def disconnected(self, client: ClientConnection) -> None:
-        """Delete the buffer of a client that has disconnected."""
-        self._buffers.close(client)
-
-    def close(self) -> None:
-        """Delete all buffers."""
-        self._buffers.close_all()
 
 
 def _versions(stepper: Stepper) -> Iterator[AdapterVersion]:
