@@ -91,6 +91,7 @@ class _Loop:
         self._steps: queue.SimpleQueue[_Step | None] = queue.SimpleQueue()
         self._plans: deque[tuple[StepPlan, int]] = deque()
         self._unsampled: _Step | None = None  # launched, waits for masks
+        self._retired: deque[int] = deque()
         self._adapter_work: queue.SimpleQueue[Load | Unload | Update | None] = queue.SimpleQueue()
         self._loads = 0
         self._in_host_memory: set[int] = set()
@@ -150,7 +151,7 @@ class _Loop:
         elif isinstance(message, Compose):
             self._served.add_sum(message.number, message.parts)
         elif isinstance(message, Retire):
-            self._runner.forget_adapter(message.number)
+            self._retired.append(message.number)
         elif isinstance(message, Notice):
             self._adapter_work.put(message)  # type: ignore[arg-type]
         elif isinstance(message, StepMasks):
@@ -166,6 +167,8 @@ class _Loop:
                     self._steps.put(step._replace(drafts_only=True))
             else:
                 self._steps.put(step)
+        while self._retired and not self._plans:  # an earlier plan that waits for masks may name them
+            self._runner.forget_adapter(self._retired.popleft())
 
     def _sample(self, masks: StepMasks) -> None:
         """Sample the step that waits for these masks. Masks of a step that has failed are ignored."""
