@@ -118,7 +118,10 @@ class ServedModel:
         address = remote_address(path, self._roots)
         if address is not None:
             path = str(copy_adapter(name, address, copies_folder()))
-        return self._loaded(self._model.add_adapter(name, path, replace).number)
+        before = list(self._model.registry.numbers)
+        adapter = self._model.add_adapter(name, path, replace)
+        self._updates.remove(names_to_remove(name, before))
+        return self._loaded(adapter.number)
 
     def update_adapter(self, update: Update) -> tuple[LoadedAdapter, list[str]]:
         registry = self._model.registry
@@ -127,10 +130,11 @@ class ServedModel:
             made, _ = self._model.update_adapter(update.name, handle, update.version, update.switch)
             try:
                 self._updates.keep(made.name)
-                self._updates.remove_others(registry.numbers)
             except OSError as problem:  # it is served, but not by the next process
                 _log.warning("adapter %r: its update is lost if this process ends: %s", made.name, problem)
-        return self._loaded(made.number), [name for name in before if name not in registry.numbers]
+        removed = [name for name in before if name not in registry.numbers]
+        self._updates.remove(removed)
+        return self._loaded(made.number), removed
 
     def restore_update(self, update: AdapterVersion) -> LoadedAdapter:
         with self._updates.opened(version_name(update.name, update.version)) as handle:
@@ -141,9 +145,10 @@ class ServedModel:
         self._model.add_sum(number, parts)
 
     def remove_adapter(self, name: str) -> None:
-        for each in names_to_remove(name, self._model.registry.numbers):
+        names = names_to_remove(name, self._model.registry.numbers)
+        for each in names:
             self._model.remove_adapter(each)
-        self._updates.remove_others(self._model.registry.numbers)
+        self._updates.remove(names)
 
     def in_host_memory(self) -> list[int]:
         return self._model.runner.in_host_memory()

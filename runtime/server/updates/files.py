@@ -5,9 +5,10 @@ client still writes into its buffer, and the next GPU process reads it again.
 import contextlib
 import os
 import stat
-from collections.abc import Collection, Generator
+from collections.abc import Generator, Iterable
 from pathlib import Path
 
+from ...api.adapter_versions import version_of
 from ...api.errors import RequestError
 
 COPY_BYTES = 1 << 24
@@ -50,11 +51,10 @@ class UpdateFiles:
         finally:
             os.close(handle)
 
-    def remove_others(self, names: Collection[str]) -> None:
-        """Delete the files of versions that are not in `names`."""
-        for path in self._folder.glob("*@*"):
-            if path.name not in names:
-                path.unlink(missing_ok=True)
+    def remove(self, names: Iterable[str]) -> None:
+        """Delete the files of the versions in `names`, if there are any."""
+        for name in filter(version_of, names):  # others may be `..`
+            (self._folder / name).unlink(missing_ok=True)
 
 
 def _copy(source: str, target: int, nbytes: int) -> None:

@@ -109,6 +109,11 @@ def test_updates_answer_like_peft(client, adapters, expected):
     assert answer(client, {"policy@1": 1.0}) == expected[0]
     with pytest.raises(VersionConflictError, match="has version 2, and version=2"):
         client.update_adapter("policy", *stored(adapters[0]), version=2)
+    client.load_adapter("..", adapters[0])  # an odd name, but one of an adapter
+    assert answer(client, "..") == expected[0]
+    client.update_adapter("..", *stored(adapters[1]))
+    assert answer(client, "..@1") == expected[1]
+    client.unload_adapter("..")
     with pytest.raises(ServerError, match="newest version"):
         client.unload_adapter("policy@2")
     client.unload_adapter("policy@1")
@@ -286,6 +291,8 @@ def test_later_processes_have_the_kept_versions(tmp_path, base, adapters, expect
                 made = client.update_adapter("policy", *stored(adapters[1]))
                 versions.append(expected[1])
                 assert made.version == len(versions)
+        with Client(server.address, connect_timeout=GUARD) as client:
+            client.update_adapter("other", *stored(adapters[1]))
         folder = Path(server.address.removeprefix("ipc://")).parent
         (copied,) = folder.glob(f"sidestream-*/updates/policy@{len(versions)}")
         copied.unlink()
@@ -295,6 +302,7 @@ def test_later_processes_have_the_kept_versions(tmp_path, base, adapters, expect
                 with pytest.raises(RequestError, match="update it again") as error:
                     answer(client, name)
                 assert error.value.code == "adapter_changed"
+            assert answer(client, "other") == answer(client, "other@1") == expected[1]
             assert client.update_adapter("policy", *stored(adapters[0])).version == 1
             assert answer(client, "policy") == expected[0]
         with server.connect() as wire:  # a buffer goes with its connection
