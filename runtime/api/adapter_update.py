@@ -16,22 +16,7 @@ from .errors import RequestError
 
 INFLIGHT = ("pin", "switch")
 MAX_TENSORS = 1 << 16
-_DTYPES = {
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "float32": "F32",
-    "float64": "F64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "int16": "I16",
-    "int32": "I32",
-    "int64": "I64",
-}
-"""torch's names -> spellings in a header. Dtypes that adapters cannot have are included: the reader's error names them.
-"""
+_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # torch's names -> spellings in a header
 
 
 class AdapterUpdate:

@@ -275,9 +275,8 @@ def changed(tensors, **values):
 
 
 BAD = [
-    (lambda t, c: (changed(t, make=lambda a: a.double()), c), AdapterError, "F64.*expected one of BF16"),
-    (lambda t, c: (changed(t, make=lambda a: a.to(torch.int8)), c), AdapterError, "dtype"),
-    (lambda t, c: (changed(t, make=lambda a: a.to(torch.complex64)), c), RequestError, "complex64, expected bfloat16"),
+    (lambda t, c: (changed(t, make=lambda a: a.double()), c), RequestError, "has dtype float64, expected bfloat16"),
+    (lambda t, c: (changed(t, make=lambda a: a.to(torch.int8)), c), RequestError, "has dtype int8, expected bfloat16"),
     (lambda t, c: (changed(t, make=lambda a: a * float("nan")), c), AdapterError, "tensors: tensor .* has NaN"),
     (lambda t, c: (changed(t, make=lambda a: a * 0 + 70000), c), AdapterError, "magnitudes of 65536 or more"),
     (lambda t, c: (changed(t, make=lambda a: a[:, :-1]), c), AdapterError, "another base"),
