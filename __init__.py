@@ -21,6 +21,8 @@ _HOME = {
     "Logprob": "runtime.api.outputs",
     "RequestMetrics": "runtime.api.outputs",
     "LoRARequest": "runtime.api.lora_request",
+    "AdapterVersion": "runtime.api.adapter_versions",
+    "VersionConflictError": "runtime.api.adapter_versions",
     "RequestError": "runtime.api.errors",
     "CapacityError": "runtime.api.errors",
     "ServerError": "runtime.api.errors",
@@ -50,6 +52,8 @@ __all__ = [  # noqa: RUF022  in the order of _HOME
     "Logprob",
     "RequestMetrics",
     "LoRARequest",
+    "AdapterVersion",
+    "VersionConflictError",
     "RequestError",
     "CapacityError",
     "ServerError",
@@ -70,6 +74,7 @@ if TYPE_CHECKING:
     from .compiler.api import CompiledModel
     from .compiler.api import compile_model as compile
     from .compiler.options import CompileOptions, OptionError
+    from .runtime.api.adapter_versions import AdapterVersion, VersionConflictError
     from .runtime.api.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from .runtime.api.errors import (
         CapacityError,

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from .adapter_config import AdapterError
-from .adapter_description import Description, describe_adapter
+from .adapter_description import AGAIN_FROM_MEMORY, UPDATE, Description, describe_adapter, describe_update
 from .config import LlamaConfig
 from .families import EXPERT_TARGETS, VOCABULARY_TARGETS
 from .files.adapter_file import AdapterFile, readers
@@ -33,6 +33,10 @@ class Describe(Protocol):
     ) -> Description:
         """See `describe_adapter`."""
         ...
+
+
+DescribeUpdate = Callable[[int, LlamaConfig, int, bool], Description]
+"""Signature of `describe_update`, which may run in another process."""
 
 
 @dataclass(frozen=True)
@@ -108,11 +112,43 @@ def load_adapter(
     """
     directory = Path(path)
     found = describe(directory, config, max_rank, lenient, roots)
+    weights, copies = directory / found.form.weights, found.vocabulary.copies
+    with AdapterFile(weights, AdapterError, found.form.again, found.layout, roots, copies) as file:
+        adapter = _read(file, found, config, max_rank, recall, base)
+    for difference in found.differences:
+        _log.warning("adapter %r: %s", directory.name, difference)
+    return adapter
+
+
+def load_update(
+    handle: int,
+    config: LlamaConfig,
+    max_rank: int,
+    lenient: bool = False,
+    describe: DescribeUpdate = describe_update,
+    base: Path | None = None,
+) -> Adapter:
+    """Read an adapter from an open update file, as `load_adapter` reads one from a directory: the same tensors and
+    config have the same content_hash.
+    """
+    found = describe(handle, config, max_rank, lenient)
+    copies = found.vocabulary.copies
+    with AdapterFile(UPDATE, AdapterError, AGAIN_FROM_MEMORY, found.layout, left=copies, opened=handle) as file:
+        return _read(file, found, config, max_rank, None, base)
+
+
+def _read(
+    file: AdapterFile,
+    found: Description,
+    config: LlamaConfig,
+    max_rank: int,
+    recall: Recall | None,
+    base: Path | None,
+) -> Adapter:
+    """Read and check the tensors of a described adapter; see `load_adapter`."""
     form = found.form
-    weights, copies = directory / form.weights, found.vocabulary.copies
-    with AdapterFile(weights, AdapterError, form.again, found.layout, roots, copies) as file:
-        file.read()
-        rows = changed_rows(file, found.vocabulary, config, base, max_rank)
+    file.read()
+    rows = changed_rows(file, found.vocabulary, config, base, max_rank)
     changes = "".join(f"\n{module} {changed.digest.hex()}" for module, changed in rows.items())
     source = hashlib.sha256(f"{found.settings_sum}\n{config!r}\n{file.digest}{changes}".encode()).hexdigest()
     ranks, scaling = {module: found.rank(module, config) for module in found.pairs}, dict(found.scaling)
@@ -150,8 +186,6 @@ def load_adapter(
             vectors = {kind: _vector(file, module, form.weights, kind, name) for kind, name in names.items()}
             for part, row, end in config.parts_of(module):
                 parts[part] = {kind: arranged(config, part, "bias", value[row:end]) for kind, value in vectors.items()}
-    for difference in found.differences:
-        _log.warning("adapter %r: %s", directory.name, difference)
     return Adapter(
         rank=max((rank for module, rank in ranks.items() if not is_expert(module)), default=0),
         expert_rank=max((rank for module, rank in ranks.items() if is_expert(module)), default=0),

@@ -17,7 +17,7 @@ from .adapter_names import MLX, PEFT, AdapterFormat, TensorName, exporter_proble
 from .adapter_vocabulary import MAX_VOCABULARY_TENSORS, VocabularyTensors, find_vocabulary
 from .config import LlamaConfig
 from .families import ADAPTER_PARTS, ATTENTION_MODULES, MLP_MODULES, PACKED_MODULES, VOCABULARY_TARGETS
-from .files.safetensors_header import ITEM_BYTES, Layout, read_layout
+from .files.safetensors_header import ITEM_BYTES, Layout, read_config, read_layout
 from .files.untrusted_files import name_of, value_of
 from .model_directory import missing_adapter
 from .moe.adapter_layouts import (
@@ -41,6 +41,9 @@ from .moe.adapter_layouts import (
 )
 from .peft_patterns import ALL_LINEAR, LookAroundError
 
+UPDATE = Path("tensors")
+"""Name of an update's tensors in errors, in place of a file's."""
+AGAIN_FROM_MEMORY = "give tensors as peft's get_peft_model_state_dict returns them, and the adapter's config"
 MERGE = "merge the adapter into its base (merge_and_unload) and serve that"
 _TENSORS_PER_MODULE = 6  # A, B, parts, and unsupported tensors, so that the error can name them
 _TENSORS_PER_EXPERT_MODULE = 3
@@ -162,12 +165,39 @@ def describe_adapter(
             "adapter_model.bin is a pickle, which can run code and is never loaded: save the adapter again with "
             "save_pretrained(safe_serialization=True)"
         )
-    # unpacked modules also of a packed base: the error names tensors of an unpacked adapter
-    max_tensors = _TENSORS_PER_MODULE * len(config.linear_modules()) + MAX_VOCABULARY_TENSORS
-    max_tensors += _TENSORS_PER_EXPERT_MODULE * sum(1 for _ in expert_modules(config))
     check_parameters(settings, config)
+    weights, form = directory / settings.form.weights, settings.form
+    layout = read_layout(weights, AdapterError, form.again, _max_tensors(config), roots, foreign=_OTHER_BASE)
+    return _describe(settings, layout, config, max_rank)
+
+
+def describe_update(handle: int, config: LlamaConfig, max_rank: int, lenient: bool = False) -> Description:
+    """Describe an adapter in an open file with tensors and config (`read_config`), as `describe_adapter` does."""
+    layout = read_layout(
+        UPDATE, AdapterError, AGAIN_FROM_MEMORY, _max_tensors(config), foreign=_OTHER_BASE, opened=handle
+    )
+    try:
+        fields = read_config(handle, layout)
+    except ValueError as problem:
+        raise AdapterError(f"{UPDATE.name}: {problem}: {AGAIN_FROM_MEMORY}") from None
+    settings = AdapterConfig.from_dict(fields, lenient)
+    if settings.form is not PEFT:
+        raise AdapterError(f"config is not PEFT's: {AGAIN_FROM_MEMORY}")
+    settings.check_invocation(config.vocab_size)
+    check_parameters(settings, config)
+    return _describe(settings, layout, config, max_rank)
+
+
+def _max_tensors(config: LlamaConfig) -> int:
+    """Return the largest number of tensors of an adapter."""
+    # unpacked modules also of a packed base: the error names tensors of an unpacked adapter
+    most = _TENSORS_PER_MODULE * len(config.linear_modules()) + MAX_VOCABULARY_TENSORS
+    return most + _TENSORS_PER_EXPERT_MODULE * sum(1 for _ in expert_modules(config))
+
+
+def _describe(settings: AdapterConfig, layout: Layout, config: LlamaConfig, max_rank: int) -> Description:
+    """Return the description of an adapter with a checked config."""
     form = settings.form
-    layout = read_layout(directory / form.weights, AdapterError, form.again, max_tensors, roots, foreign=_OTHER_BASE)
     names = {key: plain_name(key) for key in layout.places if any(each in key for each in VOCABULARY_TARGETS)}
     vocabulary = find_vocabulary(layout, names, config, settings)
     taken = set(vocabulary.names)

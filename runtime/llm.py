@@ -4,11 +4,11 @@ import contextlib
 import gc
 import inspect
 import weakref
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Self, Unpack
+from typing import Any, Literal, NamedTuple, Self, Unpack
 
 import torch
 from tqdm import tqdm
@@ -18,6 +18,8 @@ from .adapters.lora_requests import adapter_names
 from .adapters.registry import AdapterRegistry
 from .adapters.weighted_sum import sum_obstacle
 from .api.adapter_sum import AdapterChoice, with_sum_names
+from .api.adapter_update import AdapterUpdate
+from .api.adapter_versions import AdapterVersion, names_to_remove, version_of
 from .api.beam_search import BeamSearchOutput, BeamSearchParams
 from .api.errors import RequestError
 from .api.lora_request import LoRARequest
@@ -54,6 +56,8 @@ class StreamChunk(NamedTuple):
     completion       index of the completion, for n > 1
     logprobs         of the new token, if requested
     prompt_logprobs  of the next prompt tokens, from the second one on, if requested; sent before the first new token
+    versions         in the last chunk of a completion whose adapter was switched to another version: see
+                     CompletionOutput
     """
 
     prompt_index: int
@@ -64,6 +68,7 @@ class StreamChunk(NamedTuple):
     completion: int = 0
     logprobs: dict[int, Logprob] | None = None
     prompt_logprobs: list[dict[int, Logprob]] | None = None
+    versions: list[tuple[int, int]] | None = None
 
 
 class LLM:
@@ -230,15 +235,52 @@ class LLM:
         Raises RequestError or AdapterError if the adapter exceeds the engine's limits; the adapters are then unchanged.
         """
         self._check_open()
-        former = self.registry.numbers.get(name)
+        named = set(self.registry.numbers.values())
         self.model.add_adapter(name, path, replace)
-        if former is not None:
-            self.engine.scheduler.forget_adapter(former)
+        self._forget_adapters(named - set(self.registry.numbers.values()))
+
+    def update_adapter(
+        self,
+        name: str,
+        tensors: Mapping[str, torch.Tensor],
+        config: Any,
+        version: int | None = None,
+        inflight: Literal["pin", "switch"] = "pin",
+    ) -> AdapterVersion:
+        """Make tensors in memory the newest version of an adapter, which need not exist yet. No file is written.
+
+        tensors   name -> tensor in bf16, fp16 or fp32 on any device, as peft's get_peft_model_state_dict returns them
+        config    the fields of adapter_config.json, or peft's LoraConfig
+        version   a number above the last version; None: the last one + 1
+        inflight  pin: running requests finish with their version. switch: at the next step, running requests that named
+                  the adapter without a version go on with this one; their KV cache stays, and `versions` of their
+                  outputs has the change
+
+        Requests name the newest version `name`, and version 7 `name@7`. The option `adapter_versions` is the number of
+        versions to keep. May be called while a stream is open.
+
+        Raises RequestError or AdapterError if the adapter exceeds the engine's limits, and VersionConflictError (a
+        RequestError) for a version that is not above the last one; the adapters are then unchanged.
+        """
+        self._check_open()
+        with AdapterUpdate(tensors, config, inflight).in_memory() as handle:
+            update, gone = self.model.update_adapter(name, handle, version, inflight == "switch")
+        self._forget_adapters(gone)
+        made = version_of(update.name)
+        self.engine.switches.add(name, update.number, made, inflight == "switch")
+        return AdapterVersion(name, made, update.content_hash)
+
+    def _forget_adapters(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self.engine.scheduler.forget_adapter(number)
 
     def remove_adapter(self, name: str) -> None:
-        """Remove an adapter. New requests cannot use it; its memory is freed when running requests have finished."""
+        """Remove an adapter with all its versions, or an old version of it, such as `policy@3`. New requests cannot use
+        it; its memory is freed when running requests have finished.
+        """
         self._check_open()
-        self.engine.scheduler.forget_adapter(self.model.remove_adapter(name))
+        removed = {self.model.remove_adapter(each) for each in names_to_remove(name, self.registry.numbers)}
+        self._forget_adapters(removed)
 
     def reset_prefix_cache(self) -> bool:
         """Discard the cached keys and values of prompts. Return False, without effect, while a stream is open."""
@@ -513,6 +555,7 @@ class LLM:
                             delta.index,
                             delta.logprobs,
                             delta.prompt_logprobs,
+                            delta.versions,
                         )
             self._check_open()  # `close` ended the steps
 

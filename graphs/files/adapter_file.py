@@ -37,8 +37,8 @@ class AdapterFile:
 
     digest   hash of the loaded bytes (hex), after `read`
 
-    `roots`: directories; the file must be inside one of them (None: anywhere). Every failure is raised as `error`, with
-    `remedy`.
+    `roots`: directories; the file must be inside one of them (None: anywhere). `opened`: descriptor of an open file,
+    which is read in place of `path`. Every failure is raised as `error`, with `remedy`.
     """
 
     def __init__(
@@ -49,13 +49,14 @@ class AdapterFile:
         layout: Layout,
         roots: Sequence[Path] | None = None,
         left: Collection[str] = (),
+        opened: int | None = None,
     ) -> None:
         self._path, self._error, self._remedy, self._layout = path, error, remedy, layout
         self.digest = ""
         self._memory = np.empty(0, np.uint8)
         self._pieces = _pieces(layout, left)
         self._left = left
-        self._file = open(open_file(path, error, remedy, roots), "rb", buffering=0)  # noqa: SIM115  see __exit__
+        self._file = open(open_file(path, error, remedy, roots, opened), "rb", buffering=0)  # noqa: SIM115  see __exit__
         if os.fstat(self._file.fileno()).st_size != layout.size:
             self._file.close()
             raise self._damaged(_CHANGED)

@@ -57,11 +57,20 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
 
-def open_file(path: Path, error: type[ValueError], remedy: str, roots: Sequence[Path] | None = None) -> int:
+def open_file(
+    path: Path,
+    error: type[ValueError],
+    remedy: str,
+    roots: Sequence[Path] | None = None,
+    opened: int | None = None,
+) -> int:
     """Return a file descriptor for reading. `roots`: directories; the file must be inside one of them (None: anywhere).
 
-    Every failure is raised as `error`, with `remedy`.
+    `opened`: descriptor of an open file, which is read in place of `path`. Every failure is raised as `error`, with
+    `remedy`.
     """
+    if opened is not None:
+        return os.dup(opened)
     try:
         return open_regular(path, roots)
     except FileNotFoundError:
@@ -89,22 +98,38 @@ def read_layout(
     roots: Sequence[Path] | None = None,
     *,
     foreign: str,
+    opened: int | None = None,
 ) -> Layout:
-    """Read and validate the header. `max_tensors` also limits the header's size.
+    """Read and validate the header. `max_tensors` also limits the header's size. `opened`: see `open_file`.
 
     Failures are raised as `error`: too many tensors with the remedy `foreign`, all others with `remedy`.
     """
-    handle = open_file(path, error, remedy, roots)
+    handle = open_file(path, error, remedy, roots, opened)
     try:
         return _parse(handle, os.fstat(handle).st_size, max_tensors)
     except _TooManyTensorsError as problem:
         raise error(f"{path.name} has {problem}: {foreign}") from None
     except (OSError, EOFError, ValueError) as problem:
-        if is_lfs_pointer(path, roots):
+        if opened is None and is_lfs_pointer(path, roots):
             raise error(f"{path.name} {LFS_POINTER}") from None
         raise damaged(path, error, remedy, problem) from None
     finally:
         os.close(handle)
+
+
+def read_config(handle: int, layout: Layout) -> dict[str, Any]:
+    """Return the fields of an adapter's config in an open file with this layout. Raises ValueError.
+
+    The config is JSON in the header's `__metadata__`, under `adapter_config`.
+    """
+    try:
+        entries = json.loads(_read(handle, layout.header - 8, 8))
+        fields = json.loads(entries["__metadata__"]["adapter_config"])
+    except (EOFError, KeyError, TypeError, ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict):
+        raise ValueError("__metadata__ of its header has no adapter_config with a JSON object")
+    return fields
 
 
 def _parse(handle: int, size: int, max_tensors: int) -> Layout:

@@ -2,6 +2,7 @@
 GPU process nor reach its memory.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +23,8 @@ MAX_RESPONSE_BYTES = 64 << 20
 
 class DescribeRequest(msgspec.Struct, forbid_unknown_fields=True):
     """Arguments of `describe_adapter`. `draft` replaces `config` for the LoRA of a trained draft; with `chat` only the
-    chat templates and tokens are read, and compared with the tokenizer of the model in `base`.
+    chat templates and tokens are read, and compared with the tokenizer of the model in `base`. With `update`,
+    `directory` is an update's file.
     """
 
     directory: str
@@ -33,6 +35,7 @@ class DescribeRequest(msgspec.Struct, forbid_unknown_fields=True):
     draft: EagleConfig | None = None
     chat: bool = False
     base: str | None = None
+    update: bool = False
 
 
 class DescribeResponse(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -59,12 +62,19 @@ class AdapterDescriber:
         """See `describe_adapter`. Raises AdapterError, also when the child times out or dies."""
         draft = config if isinstance(config, EagleConfig) else None
         model = config if draft is None else None
+        request = DescribeRequest(str(directory.absolute()), model, max_rank, lenient, _as_text(roots), draft)
+        return self._describe(request, config)
+
+    def describe_update(self, handle: int, config: LlamaConfig, max_rank: int, lenient: bool) -> Description:
+        """See `describe_update`. Raises AdapterError, also when the child times out or dies."""
+        file = f"/proc/{os.getpid()}/fd/{handle}"
+        return self._describe(DescribeRequest(file, config, max_rank, lenient, None, update=True), config)
+
+    def _describe(self, request: DescribeRequest, config: LlamaConfig) -> Description:
         try:
-            response = self._send(
-                DescribeRequest(str(directory.absolute()), model, max_rank, lenient, _as_text(roots), draft)
-            )
+            response = self._send(request)
             if response.description is not None:
-                response.description.check(config, max_rank)
+                response.description.check(config, request.max_rank)
         except TimeoutError:
             raise AdapterError(
                 f"its adapter_config.json and the header of its weights took more than {self._seconds:g} s to read: "

@@ -2,6 +2,7 @@
 runs without torch.
 """
 
+import os
 import resource
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from ...graphs.adapter_config import AdapterError
-from ...graphs.adapter_description import describe_adapter
+from ...graphs.adapter_description import describe_adapter, describe_update
 from ..text.chat_files import ChatTemplateError, read_adapter_chat
 from .describer import DescribeRequest, DescribeResponse
 
@@ -28,6 +29,12 @@ def describe(line: bytes) -> DescribeResponse:
         config = request.config if request.draft is None else request.draft
         if config is None:
             return DescribeResponse(error="no model is named for it")
+        if request.update:
+            handle = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                return DescribeResponse(describe_update(handle, config, request.max_rank, request.lenient))
+            finally:
+                os.close(handle)
         return DescribeResponse(describe_adapter(directory, config, request.max_rank, request.lenient, roots))
     except (AdapterError, ChatTemplateError) as error:
         return DescribeResponse(error=str(error))

@@ -120,7 +120,8 @@ class HostStore:
                     self._blocks[number] = block
                 else:
                     self._num_blocks -= 1  # dropped meanwhile: freed after its copies
-            if self.disk_cache is not None and adapter is not None:
+            # updates replace each other within seconds
+            if self.disk_cache is not None and adapter is not None and not self._registry.is_update(number):
                 store, content_hash = weakref.ref(self), adapter.content_hash
                 self.disk_cache.jobs.submit(lambda stopped: _write_to_disk(store, number, content_hash, stopped))
             return block

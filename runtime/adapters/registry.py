@@ -11,9 +11,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ...graphs.adapter import Adapter, Describe, load_adapter
+from ...graphs.adapter import Adapter, Describe, load_adapter, load_update
 from ...graphs.adapter_config import CONFIG, AdapterError
-from ...graphs.adapter_description import describe_adapter
+from ...graphs.adapter_description import AGAIN_FROM_MEMORY, UPDATE, describe_adapter, describe_update
 from ...graphs.adapter_names import MLX, PEFT
 from ...graphs.config import LlamaConfig
 from ...graphs.draft.config import LORA_DIRECTORY, EagleConfig
@@ -21,6 +21,7 @@ from ...graphs.lora import LoraShape
 from ...graphs.lora_stacks import check_fits
 from ...graphs.model_directory import adapter_directory, without_file_name
 from ..api.adapter_sum import sum_content, sum_name
+from ..api.adapter_versions import next_version, split_version, version_name, versions_of
 from ..api.errors import RequestError
 from ..text.chat_files import NO_CHAT, AdapterChat, ChatTemplateError, read_adapter_chat
 from .describer import AdapterDescriber
@@ -48,6 +49,7 @@ class RegisteredAdapter:
     roots    directories that must contain its files when they are read again; None: any directory
     chat     its own chat templates and tokens
     parts    adapters and their weights, if it is a sum; `path` is then the first one's
+    memory   the adapter with its tensors, if it is an update and has no files
     """
 
     number: int
@@ -57,6 +59,7 @@ class RegisteredAdapter:
     roots: tuple[Path, ...] | None = None
     chat: AdapterChat = NO_CHAT
     parts: tuple[tuple["RegisteredAdapter", float], ...] = ()
+    memory: Adapter | None = None
 
     @property
     def content_hash(self) -> str:
@@ -170,24 +173,32 @@ class AdapterRegistry:
                 else:
                     yield registered
 
+    @property
+    def _fitting_rank(self) -> int:
+        """Largest rank that fits, with which others are rejected before their tensors are read."""
+        lora = self.lora  # with experts there are two ranks
+        return self.max_rank if lora is None or lora.expert_rank else min(self.max_rank, lora.rank)
+
     def _read(self, name: str, path: str | Path, replace_name: bool) -> _Files:
         check_name(name)
         self._check_capacity(name, replace_name)
-        lora = self.lora  # rejects what does not fit before its tensors are read; with experts there are two ranks
-        max_rank = self.max_rank if lora is None or lora.expert_rank else min(self.max_rank, lora.rank)
         try:
             directory = self._resolve(name, path)
             stamp = _file_stamp(directory)
-            adapter = self._load(directory, max_rank, self.allowed_roots, use_cache=True)
+            adapter = self._load(directory, self._fitting_rank, self.allowed_roots, use_cache=True)
         except AdapterError as error:
             raise AdapterError(f"adapter {name!r}: {error}") from None
-        if lora is not None:
+        self._check_fits(name, adapter)
+        return directory, adapter, stamp, self._chat(name, directory)
+
+    def _check_fits(self, name: str, adapter: Adapter) -> None:
+        """Raise RequestError for an adapter that does not fit into the stacks, once these are allocated."""
+        if self.lora is not None:
             try:
-                check_fits(adapter, lora)
+                check_fits(adapter, self.lora)
             except ValueError as error:
                 raise RequestError(f"adapter {name!r}: {error}") from error
             self._check_draft(name, adapter.draft)
-        return directory, adapter, stamp, self._chat(name, directory)
 
     def _chat(self, name: str, directory: Path) -> AdapterChat:
         describer = self._describe
@@ -265,9 +276,58 @@ class AdapterRegistry:
             if adapter.invocation:
                 self.invocations[number] = adapter.invocation
             self.numbers[name] = number
+            self._remove_names(version_name(name, version) for version in versions_of(name, self.numbers))
             if previous is not None and previous in self._unused:
                 self._delete(previous)
         return registered
+
+    def add_version(self, name: str, handle: int, version: int | None = None) -> RegisteredAdapter:
+        """Read, check and register an update from an open update file, without a name yet: `publish` gives it one,
+        `drop` deletes it. `version`: see `next_version`.
+
+        Raises RequestError and AdapterError as `add` does, and VersionConflictError.
+        """
+        check_name(name)
+        self._check_capacity(name, replace_name=True)
+        version = next_version(name, version, self.numbers)
+        describer, lenient = self._describe, self._lenient
+        describe = describer.describe_update if isinstance(describer, AdapterDescriber) else describe_update
+        try:
+            adapter = load_update(handle, self.config, self._fitting_rank, lenient, describe, self._base)
+        except AdapterError as error:
+            text = str(error).replace(CONFIG, "config").replace(PEFT.weights, UPDATE.name)
+            raise AdapterError(f"adapter {name!r}: {text.replace(PEFT.again, AGAIN_FROM_MEMORY)}") from None
+        self._check_fits(name, adapter)
+        with self._lock:
+            number, former = self._next_number, self._by_number.get(self.numbers.get(name, -1))
+            self._next_number += 1
+            chat = NO_CHAT if former is None else former.chat
+            update = RegisteredAdapter(
+                number, version_name(name, version), Path(), adapter.bare, None, chat, memory=adapter
+            )
+            self._by_number[number], self._stamps[number] = update, ()
+            self.hashes[number] = adapter.content_hash
+            if adapter.invocation:
+                self.invocations[number] = adapter.invocation
+        return update
+
+    def publish(self, update: RegisteredAdapter, keep: int) -> list[int]:
+        """Make an update the newest version of its name, and keep the `keep` newest ones.
+
+        Return the numbers that have no name any more. Raises VersionConflictError for a version that has become old.
+        """
+        name, version = split_version(update.name)
+        with self._lock:
+            next_version(name, version, self.numbers)
+            named = set(self.numbers.values())
+            self.numbers[update.name] = self.numbers[name] = update.number
+            self._remove_names(version_name(name, old) for old in versions_of(name, self.numbers)[:-keep])
+            return sorted(named - set(self.numbers.values()))
+
+    def _remove_names(self, names: Iterable[str]) -> None:
+        for number in [self.numbers.pop(name) for name in names]:
+            if number in self._unused and number not in self.numbers.values():
+                self._delete(number)
 
     def add_sum(self, number: int, parts: Sequence[tuple[int, float]]) -> None:
         """Register the sum of adapters, given by numbers and weights, without a name. Its parts are read when it is.
@@ -288,9 +348,8 @@ class AdapterRegistry:
         """Remove a name and return its number, which active requests may use until `drop`."""
         self.require(name)
         with self._lock:
-            number = self.numbers.pop(name)
-            if number in self._unused:
-                self._delete(number)
+            number = self.numbers[name]
+            self._remove_names([name])
             return number
 
     def drop(self, number: int) -> None:
@@ -336,6 +395,8 @@ class AdapterRegistry:
             raise AdapterError(f"{part.name!r}: {error}".replace(str(part.path), repr(part.name))) from None
 
     def _read_again(self, registered: RegisteredAdapter) -> Adapter:
+        if registered.memory is not None:
+            return registered.memory
         adapter = self._load(registered.path, self.max_rank, registered.roots)
         if adapter.content_hash != registered.content_hash:
             if self.disk_cache is not None:
@@ -355,6 +416,11 @@ class AdapterRegistry:
         with self._lock:
             unread, stamp = number in self._unread, self._stamps.get(number)
         return unread or (stamp is not None and stamp == _stamp(registered))
+
+    def is_update(self, number: int) -> bool:
+        """Return whether the adapter is an update, which has no files."""
+        registered = self._by_number.get(number)
+        return registered is not None and registered.memory is not None
 
     def discard_tensors(self, number: int) -> None:
         """Discard the tensors that are held for the first `read`."""
@@ -415,7 +481,8 @@ class AdapterRegistry:
 
 def _stamp(registered: RegisteredAdapter) -> FileStamp | None:
     """Return the stamp of an adapter's files, or of those of a sum's parts."""
-    return _joined(_file_stamp(part.path) for part, _ in registered.parts or ((registered, 1.0),))
+    parts = registered.parts or ((registered, 1.0),)
+    return _joined(() if part.memory is not None else _file_stamp(part.path) for part, _ in parts)
 
 
 def _joined(stamps: Iterable[FileStamp | None]) -> FileStamp | None:

@@ -266,7 +266,9 @@ class SlotLoader:
 
     def load(self, slot: int, number: int) -> None:
         """Load an adapter into a slot after the current stream's work, and wait for it."""
-        block = self.store.prepare(number)
+        block = self.store.acquire(number)
+        if block is None:  # else a step would wait while another adapter is packed
+            block = self.store.prepare(number)
         self._set_parts(slot, number)
         self._numbers[slot] = -1
         if self._stream is None:

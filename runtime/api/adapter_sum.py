@@ -18,7 +18,7 @@ SUM_PATH = "sum:"
 """Start of the location of a named sum, in place of a directory; its name follows."""
 AdapterChoice = str | Mapping[str, float]
 """An adapter's name, or weights by the names of adapters."""
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}(@[1-9][0-9]{0,9})?")
 
 
 def sum_name(weights: Iterable[tuple[Any, Any]], field: str) -> str:

@@ -43,6 +43,8 @@ class CompletionOutput:
     text_offsets        for each token of `logprobs` the character of `text` at which it begins; a token inside a
                         character has that character's offset
     seed                of its random numbers; None for answers of a server, and for several seeds (`Continuation`)
+    versions            (first token, version) of each version of its adapter, if the adapter was updated with
+                        inflight="switch" while it ran
     """
 
     index: int
@@ -54,6 +56,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     text_offsets: list[int] | None = None
     seed: int | None = None
+    versions: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def finished(self) -> bool:

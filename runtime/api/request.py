@@ -63,6 +63,7 @@ class Delta:
     text_offset      character of the completion's text at which the token of `logprobs` begins
     prompt_logprobs  of the next prompt tokens, from the second one on; sent before the first token without other
                      fields, also for requests that do not stream
+    versions         with the finish_reason: see CompletionOutput
     """
 
     request_id: str
@@ -74,3 +75,4 @@ class Delta:
     logprobs: dict[int, Logprob] | None = None
     text_offset: int = 0
     prompt_logprobs: list[dict[int, Logprob]] | None = None
+    versions: list[tuple[int, int]] | None = None

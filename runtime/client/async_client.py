@@ -5,9 +5,11 @@ import contextlib
 import itertools
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from ..api.adapter_sum import AdapterChoice, is_sum, with_sum_names
+from ..api.adapter_update import AdapterUpdate
+from ..api.adapter_versions import AdapterVersion
 from ..api.errors import EngineDeadError
 from ..api.lora_request import LoRARequest
 from ..api.outputs import RequestOutput, ScoreOutput
@@ -34,6 +36,7 @@ from ..text.scoring import pair_requests, prompts_and_responses, score_output
 from .connection import Connection
 from .lora_requests import LoraRequests
 from .requests import OutputAssembler, continuation_field, submission
+from .update import check_shared, write_update
 
 CONNECT_SECONDS = 10.0
 CALL_SECONDS = 60.0
@@ -85,6 +88,7 @@ class AsyncClient:
         self.connect_timeout, self.call_timeout = connect_timeout, call_timeout
         self._request_numbers = itertools.count(1)
         self._renderer = ChatRenderer()
+        self._updates = asyncio.Lock()  # they share the connection's buffer
         self._lora_requests = LoraRequests(self.list_adapters, self.load_adapter)
         self._connection = Connection(self.address, client_keys, connect_timeout, silence_seconds, name)
         self._connection.on_lost = on_lost
@@ -402,8 +406,31 @@ class AsyncClient:
         """Load a PEFT adapter from a directory on the server's machine; `replace`: also if the name exists."""
         await self._call(protocol.LoadAdapter, protocol.Done, timeout, name=name, path=str(path), replace=replace)
 
+    async def update_adapter(
+        self,
+        name: str,
+        tensors: Mapping[str, Any],
+        config: Any,
+        version: int | None = None,
+        inflight: Literal["pin", "switch"] = "pin",
+        timeout: float | None = None,
+    ) -> AdapterVersion:
+        """Make tensors in memory the newest version of an adapter, as `LLM.update_adapter` does; see there.
+
+        The tensors go through memory that is shared with the server, so the address must be ipc. Raises ServerError if
+        the server refuses them.
+        """
+        check_shared(self.address)
+        update = AdapterUpdate(tensors, config, inflight)
+        async with self._updates:
+            buffer = await self._call(protocol.OpenBuffer, protocol.Buffer, timeout, bytes=update.nbytes)
+            await asyncio.to_thread(write_update, update, self.address, buffer.path)
+            fields = {"name": name, "token": buffer.token, "bytes": update.nbytes, "version": version}
+            made = await self._call(protocol.UpdateAdapter, protocol.Updated, timeout, **fields, inflight=inflight)
+        return AdapterVersion(made.name, made.version, made.content)
+
     async def unload_adapter(self, name: str, timeout: float | None = None) -> None:
-        """Unload an adapter."""
+        """Unload an adapter with all its versions, or an old version of it, such as `policy@3`."""
         await self._call(protocol.UnloadAdapter, protocol.Done, timeout, name=name)
 
     async def list_adapters(self, timeout: float | None = None) -> list[AdapterInfo]:

@@ -108,6 +108,7 @@ class Client:
     chat_templates = _blocking(AsyncClient.chat_templates)
     abort = _blocking(AsyncClient.abort)
     load_adapter = _blocking(AsyncClient.load_adapter)
+    update_adapter = _blocking(AsyncClient.update_adapter)
     unload_adapter = _blocking(AsyncClient.unload_adapter)
     list_adapters = _blocking(AsyncClient.list_adapters)
     tokenize = _blocking(AsyncClient.tokenize)

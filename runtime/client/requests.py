@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from ..api.adapter_sum import is_sum, sum_parts
+from ..api.adapter_versions import VersionConflictError
 from ..api.checks import check_text
 from ..api.errors import DeadlineError, EngineDeadError, OverloadedError, RequestError, ServerError
 from ..api.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -27,7 +28,9 @@ from ..protocol.messages import (
 from ..text.prompts import Prompt, adds_special_tokens, text_or_ids
 from ..text.token_bytes import as_text
 
-_REQUEST_ERRORS = frozenset({"invalid_request", "unknown_adapter", "adapter_changed", "duplicate_id", "bad_frame"})
+_REQUEST_ERRORS = frozenset(
+    {"invalid_request", "unknown_adapter", "adapter_changed", "duplicate_id", "bad_frame", "version_conflict"}
+)
 _DEAD_ERRORS = frozenset({"engine_dead", "wrong_instance", "hello_first"})
 _RETRY_ERRORS = frozenset({"loading", "draining", "overloaded", "too_many_requests", "slow_reader"})
 
@@ -71,7 +74,8 @@ def sampling_of(params: SamplingParams) -> Sampling:
 
 def exception_of(error: Error) -> Exception:
     if error.code in _REQUEST_ERRORS:
-        refused = RequestError(error.message)
+        kind_of_refusal = VersionConflictError if error.code == "version_conflict" else RequestError
+        refused = kind_of_refusal(error.message)
         refused.code = error.code
         return refused
     kind: type[ServerError] = ServerError
@@ -197,6 +201,7 @@ class OutputAssembler:
             completion.text_offsets = (completion.text_offsets or []) + (chunk.text_offsets or [])
         if chunk.finish_reason is not None:
             completion.finish_reason, completion.stop_reason = chunk.finish_reason, chunk.stop_reason
+            completion.versions = list(chunk.versions or ())
         if chunk.usage is not None:
             now, first = time.time(), chunk.usage.first_token_seconds
             arrival = now - chunk.usage.total_seconds

@@ -1,6 +1,7 @@
 """The loop scheduler -> runner -> text, and the options of `LLM`.
 
 engine            run requests to their end
+adapter_switch    running requests -> the new version of their adapter
 completion_state  text and stop strings of one completion
 logprobs          log-probabilities of outputs and prompts
 beam_search       one token at a time for every beam

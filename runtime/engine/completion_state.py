@@ -153,4 +153,5 @@ class CompletionState:
             sequence.stop_reason,
             None if logprobs is None else self._text_offsets(),
             None if self._resumed and sequence.params.seed is None else sequence.seed,
+            list(sequence.versions),
         )

@@ -18,6 +18,7 @@ from ..scheduler.sequence import NO_POSITIONS, Sequence, Status
 from ..scheduler.speculation import DraftCounts, Speculation, make_speculation, max_drafts
 from ..scheduler.step_plan import Runner, StepMasks, StepPlan, StepResult
 from ..text.tokenizer import Tokenizer
+from .adapter_switch import AdapterSwitches
 from .completion_state import CompletionState
 
 _log = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class Engine:
         overlap: bool = False,
     ) -> None:
         self.scheduler = scheduler
+        self.switches = AdapterSwitches(scheduler)
         self.runner = runner
         self.tokenizer = tokenizer
         self.eos_ids = frozenset(eos_ids)
@@ -197,6 +199,7 @@ class Engine:
 
     def plan(self) -> StepPlan | None:
         """Return the next step and start the loads of its adapters."""
+        self.switches.apply()
         plan = self.scheduler.schedule()
         for copies in self.scheduler.take_copies():
             self.runner.copy_pages(copies)
@@ -208,6 +211,7 @@ class Engine:
             for slot, number in self.scheduler.take_loads():
                 self.runner.start_load(slot, number)
             for number in self.scheduler.take_retired():
+                self.switches.forget(number)
                 self.runner.forget_adapter(number)
 
     def take_loads_in(self, timeout: float = 0.0) -> None:
@@ -326,6 +330,7 @@ class Engine:
                 reason,
                 sequence.stop_reason if ended else None,
                 *completion.last_logprobs(),
+                versions=sequence.versions if ended and sequence.versions else None,
             )
         if ended:
             open_request.open.discard(sequence.index)

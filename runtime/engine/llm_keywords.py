@@ -57,6 +57,7 @@ class LLMKeywords(TypedDict, total=False):
     lora_parts: str | Sequence[str] | None
     max_cpu_loras: int
     max_adapter_sums: int
+    adapter_versions: int
     lora_lenient: bool
     num_kv_pages: int | None
     kv_host_gb: float

@@ -119,6 +119,12 @@ class EngineOptions:
         more="of different adapters or weights; the least recently used sum is made again at its next request",
         range=(1, 1 << 16),
     )
+    adapter_versions: int = option(
+        4,
+        "number of newest versions to keep of each adapter that is updated from memory",
+        more="requests that run keep older ones until they end",
+        range=(1, 1 << 10),
+    )
     lora_lenient: bool = option(False, "ignore unknown fields of an adapter's adapter_config.json")
     num_kv_pages: int | None = option(None, "KV pages of 64 tokens", unset="as many as fit", range=(1, 1 << 24))
     kv_host_gb: float = option(

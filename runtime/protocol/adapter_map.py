@@ -17,6 +17,10 @@ MAX_TOMBSTONES = 1024
 """Number of unloaded names that a map remembers. A server that was not reachable while more names were unloaded can
 bring the first ones back.
 """
+UPDATE_PATH = "update:"
+"""Start of the location of an adapter that a client has updated from its memory; its version follows. Only the server
+that was updated has it.
+"""
 MAX_COUNTER = (1 << 31) - 1
 
 
@@ -47,6 +51,11 @@ class AdapterEntry(Struct, frozen=True, omit_defaults=True):
     def _order(self) -> tuple[Stamp, str, str]:
         """Entries of one stamp differ only if servers read different files."""
         return self.stamp, self.content, self.path or ""
+
+    @property
+    def is_update(self) -> bool:
+        """Whether the adapter was updated from a client's memory."""
+        return self.path is not None and self.path.startswith(UPDATE_PATH)
 
     def is_newer(self, other: "AdapterEntry | None") -> bool:
         """Return whether this entry replaces `other`."""

@@ -37,6 +37,10 @@ SILENCE_SECONDS = 10.0
 
 RequestId = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[!-~]+\Z")]
 AdapterName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9._-]+\Z")]
+RequestAdapter = Annotated[
+    str, Meta(min_length=1, max_length=139, pattern=r"^[A-Za-z0-9._-]{1,128}(@[1-9][0-9]{0,9})?\Z")
+]
+"""An adapter, or a version of it, such as `policy@7`."""
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 CallId = Annotated[int, Meta(ge=0, lt=1 << 53)]
 MAX_SHORT = 256
@@ -65,6 +69,7 @@ ErrorCode = Literal[
     "adapter_changed",
     "adapter_error",
     "adapter_in_use",
+    "version_conflict",
     "forbidden",
     "deadline_exceeded",
     "aborted",
@@ -149,7 +154,7 @@ class Continued(Struct, frozen=True, omit_defaults=True):
 class AdapterWeight(Struct, frozen=True):
     """An adapter of a sum, and its weight."""
 
-    name: AdapterName
+    name: RequestAdapter
     weight: Annotated[float, Meta(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]
 
 
@@ -171,7 +176,7 @@ class Submit(Message, tag="submit", frozen=True):
     request_id: RequestId
     prompt: Annotated[str, Meta(max_length=MAX_PROMPT_CHARACTERS)] | None = None
     prompt_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_PROMPT_TOKENS)] | None = None
-    adapter: AdapterName | None = None
+    adapter: RequestAdapter | None = None
     sampling: Sampling = Sampling()
     add_special_tokens: bool = True
     stream: bool = True
@@ -206,11 +211,32 @@ class LoadAdapter(Call, tag="load_adapter", frozen=True):
 
 class UnloadAdapter(Call, tag="unload_adapter", frozen=True):
     """Unload an adapter without open requests. With `stamp` (see `LoadAdapter`) open requests do not matter; they end
-    as usual.
+    as usual. Those of an old version, such as `policy@3`, do not matter either.
+    """
+
+    name: RequestAdapter
+    stamp: Stamp | None = None
+
+
+class OpenBuffer(Call, tag="open_buffer", frozen=True):
+    """Request a file of `bytes` in the socket's directory, for updates; one for each connection."""
+
+    bytes: Annotated[int, Meta(ge=1, lt=1 << 53)]
+
+
+class UpdateAdapter(Call, tag="update_adapter", frozen=True):
+    """Make the tensors in the first `bytes` of a buffer the newest version of an adapter.
+
+    token     of the buffer, which has a safetensors file with the config in its `__metadata__`
+    version   above the last one; None: the last one + 1
+    inflight  running requests finish with their version (pin), or go on with this one (switch)
     """
 
     name: AdapterName
-    stamp: Stamp | None = None
+    token: Short
+    bytes: Annotated[int, Meta(ge=1, lt=1 << 53)]
+    version: Annotated[int, Meta(ge=1, lt=1 << 31)] | None = None
+    inflight: Literal["pin", "switch"] = "pin"
 
 
 class ListAdapters(Call, tag="list_adapters", frozen=True):
@@ -234,7 +260,7 @@ class Detokenize(Call, tag="detokenize", frozen=True):
 
 
 class GetChatTemplates(Call, tag="get_chat_templates", frozen=True):
-    adapter: AdapterName
+    adapter: RequestAdapter
 
 
 class Pause(Call, tag="pause", frozen=True):
@@ -340,6 +366,7 @@ class Chunk(Struct, frozen=True, array_like=True, gc=False):
     prompt_logprobs  for the next prompt tokens (from the second on): the prompt's own first, then the most likely ones
     text_offsets     with logprobs: for each token, the index of its first character in the completion's text
     receipt          only in the request's last chunk, if it was requested
+    versions         with the finish_reason: (first token, version) of each version of its adapter, if it was switched
     """
 
     request_id: str
@@ -354,6 +381,7 @@ class Chunk(Struct, frozen=True, array_like=True, gc=False):
     prompt_logprobs: list[list[TokenLogprob]] | None = None
     text_offsets: list[int] | None = None
     receipt: dict[str, Any] | None = None
+    versions: list[tuple[int, int]] | None = None
 
 
 class Chunks(Message, tag="chunks", frozen=True):
@@ -364,6 +392,21 @@ class Done(Call, tag="done", frozen=True):
     """A call succeeded. `replaced`: former change of the adapter that was loaded or unloaded."""
 
     replaced: AdapterEntry | None = None
+
+
+class Buffer(Call, tag="buffer", frozen=True):
+    """Answer to `open_buffer`: an existing file to write to, and its token for `update_adapter`."""
+
+    path: Path
+    token: Short
+
+
+class Updated(Call, tag="updated", frozen=True):
+    """Answer to `update_adapter`. `content`: hash of its config and tensors."""
+
+    name: AdapterName
+    version: Count
+    content: Short
 
 
 class AdapterInfo(Struct, frozen=True):
@@ -444,6 +487,8 @@ ClientMessage = (
     | Abort
     | LoadAdapter
     | UnloadAdapter
+    | OpenBuffer
+    | UpdateAdapter
     | ListAdapters
     | Tokenize
     | Detokenize
@@ -455,5 +500,18 @@ ClientMessage = (
     | Beat
 )
 ServerMessage = (
-    Welcome | Accepted | Chunks | Done | Adapters | Tokens | Text | ChatTemplatesFound | Stats | Health | Error | Beat
+    Welcome
+    | Accepted
+    | Chunks
+    | Done
+    | Buffer
+    | Updated
+    | Adapters
+    | Tokens
+    | Text
+    | ChatTemplatesFound
+    | Stats
+    | Health
+    | Error
+    | Beat
 )

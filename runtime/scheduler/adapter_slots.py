@@ -120,6 +120,18 @@ class AdapterSlots:
             del self._users[number]
         self._used_until[number] = issued
 
+    def replace(self, old: int, number: int) -> int:
+        """Give the slot of a resident adapter, with its users, to another one, which the next plan loads; return it."""
+        self._slot[number] = slot = self._slot.pop(old)
+        self._users[number] = self._users.pop(old)
+        self._used_until[number] = self._used_until.pop(old, -1)
+        self.loads += 1
+        return slot
+
+    def holds(self, slot: int, number: int) -> bool:
+        """Return whether an adapter is resident in a slot."""
+        return self.is_resident(number) and self._slot[number] == slot
+
     def draining_order(self) -> list[int]:
         """Return the adapters in use, least recently admitted first: those to drain when another waits."""
         return [number for number in self._slot if self.users(number)]
@@ -181,6 +193,18 @@ class AdapterResidency:
         slot = self.slots.start_load(number, self.committed, spared) if not self._since else None
         self._overtaking_loads += slot is not None
         self._loads.append((-1 if slot is None else slot, number))
+
+    def load_now(self, number: int) -> None:
+        """Start to load an adapter if a slot is available."""
+        slot = self.slots.start_load(number, self.committed, self._spared)
+        if slot is not None:
+            self._since.pop(number, None)
+            self._loads.append((slot, number))
+
+    def replace(self, old: int, number: int) -> int:
+        """Give the slot of a resident adapter, with its users, to another one; return the slot."""
+        self._since.pop(number, None)
+        return self.slots.replace(old, number)
 
     def start_pass(self, step: int) -> Sequence | None:
         """Start to visit the waiting adapters in the order of their turns; `step`: the plan that is being made.
@@ -311,6 +335,10 @@ class AdapterResidency:
         self._retiring.add(number)
         if not self._waiting.active(number):
             self.note_unused(number)
+
+    def is_retiring(self, number: int) -> bool:
+        """Return whether the adapter gets no new requests, although the runner may still have it."""
+        return number in self._retiring or number in self._retired
 
     def note_unused(self, number: int) -> None:
         """Note that the adapter's last request has ended."""

@@ -202,7 +202,7 @@ class PrefixCache:
         count = min(computed, len(sequence.tokens)) // PAGE_SIZE
         if count <= sequence.published:
             return
-        if self.enabled:
+        if self.enabled and not sequence.versions:
             self._extend_keys(sequence, count)
             for index in range(sequence.published, count):
                 self.pages.publish(sequence.pages[index], sequence.page_keys[index])

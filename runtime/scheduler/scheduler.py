@@ -263,6 +263,10 @@ class Scheduler:
             self.states.host.clear()
         return True
 
+    def load_with_plan(self, slot: int, number: int) -> None:
+        """Load an adapter with the next plan, in place of one whose sequences it takes over."""
+        self._loads.append((slot, number))
+
     def forget_device(self, keep_host_pages: bool = False) -> None:
         """Mark KV pages, adapter slots and former answers as empty before their memory is freed.
 
@@ -306,7 +310,9 @@ class Scheduler:
                 self.expire()
                 if not builder.fill(work, idle=not self._issued):
                     return None
-                self._loads += states.residency.loads_of_plan()
+                # a slot of `load_with_plan` may have another adapter by now
+                loads = [load for load in self._loads if states.slots.holds(*load)]
+                self._loads = loads + states.residency.loads_of_plan()
                 answers = states.answers if self.limits.speculates else None
                 plan = build_plan(states.step, work, states.rows, self._loads, answers)
             except Exception as error:
@@ -481,6 +487,7 @@ class Scheduler:
                 if sequence.finished:
                     break
             used = min(accepted[index], len(taken))
+            sequence.note_accepted(plan.step, used)
             self.draft_counts.add(drafts[index], used, sources[index])
             if drafts[index] and sequence.speculation is not None:
                 sequence.speculation.add(drafts[index], used, sources[index])
@@ -519,6 +526,7 @@ class Scheduler:
         self.states.pages.unpublish(pages)
         if self.states.host is not None:
             self.states.host.forget_since(step)
+        self._loads = [*map(tuple, failed[0].slot_loads.tolist()), *self._loads]  # they may not have run
         for later, (_, sequences) in self._issued.items():
             self._void.setdefault(later, set()).update(set(lost).intersection(sequences))
         plan, sequences = failed

@@ -49,6 +49,9 @@ class Sequence:
     cached_tokens  prompt tokens that the prefix cache had
     loads          loads of its prefix from host memory since it last ran; `pages_loaded`: pages of the last one
     started        time when it first left the queue, in seconds since the epoch; 0: it has not
+    versions       (first output token, version) of its adapter, after a switch (`engine.adapter_switch`); the prefix
+                   cache gets none of its further pages
+    switched_at    first step with the last of them
     charged        tokens that its owner's and adapter's shares were charged for
     chunked_at     last step with a chunk of its prompt
     score_positions  ascending positions of its prompt whose logits score the next token; `scored`: number of those
@@ -94,6 +97,8 @@ class Sequence:
     loads: int = 0
     pages_loaded: int = 0
     started: float = 0.0
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    switched_at: int = -1
     charged: int = 0
     chunked_at: int = -1
     score_positions: Int32 = field(default_factory=lambda: NO_POSITIONS)
@@ -134,7 +139,7 @@ class Sequence:
     @property
     def cacheable(self) -> int:
         """Number of its first tokens that may come from cached pages: those before the next position to score."""
-        if self.params.skip_reading_prefix_cache:
+        if self.versions or self.params.skip_reading_prefix_cache:
             return 0
         return self.next_scored if self.scores_prompt else len(self.tokens) - 1
 
@@ -167,6 +172,12 @@ class Sequence:
     def finished(self) -> bool:
         """Whether it has ended."""
         return self.status is Status.FINISHED
+
+    def note_accepted(self, step: int, count: int) -> None:
+        """Count accepted drafts of a step that may have been planned before the last switch."""
+        if step < self.switched_at:
+            begin, version = self.versions[-1]
+            self.versions[-1] = begin + count, version
 
     def history(self) -> Counter[int]:
         """Return each distinct known token -> its count in the output (0 = in the prompt only)."""

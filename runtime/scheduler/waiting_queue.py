@@ -119,6 +119,18 @@ class WaitingQueues:
         self._uncount(owner)
         return sequence
 
+    def take(self, sequence: Sequence) -> None:
+        """Remove a waiting sequence from its queue, for another one."""
+        queue = self._queues[sequence.number][sequence.owner]
+        queue[:] = [entry for entry in queue if entry[-1] is not sequence]
+        heapify(queue)
+        self._uncount(sequence.owner)
+
+    def change_adapter(self, old: int, number: int) -> bool:
+        """Count an unfinished sequence for another adapter; return whether it was the last one of `old`."""
+        self._adapters.add(number)
+        return self._adapters.remove(old)
+
     def _uncount(self, owner: str) -> None:
         self._count -= 1
         self._waiting[owner] -= 1
@@ -184,6 +196,11 @@ class WaitingQueues:
         """Return all sequences that wait for an adapter, in order."""
         waiting = [entry[-1] for queue in self._queues.get(number, {}).values() for entry in queue]
         return sorted((sequence for sequence in waiting if not sequence.finished), key=lambda sequence: sequence.order)
+
+    def named(self, adapter: str) -> list[Sequence]:
+        """Return all sequences that wait and name this adapter."""
+        waiting = [entry[-1] for queues in self._queues.values() for queue in queues.values() for entry in queue]
+        return [sequence for sequence in waiting if sequence.adapter == adapter and not sequence.finished]
 
     def active(self, number: int) -> bool:
         """Return whether the adapter has an unfinished sequence."""

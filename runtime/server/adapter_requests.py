@@ -10,7 +10,7 @@ from msgspec import structs
 from ..adapters.remote_adapter import is_remote, remote_address
 from ..api.adapter_sum import SUM_PATH, is_sum, sum_parts
 from ..api.errors import RequestError, some_of
-from ..protocol.adapter_map import AdapterEntry, AdapterMap, HybridClock, Stamp, StampError
+from ..protocol.adapter_map import UPDATE_PATH, AdapterEntry, AdapterMap, HybridClock, Stamp, StampError
 from ..protocol.chat_templates import within_limits
 from ..protocol.messages import (
     MAX_ENTRIES,
@@ -103,6 +103,16 @@ class AdapterRequests:
         else:
             stepper.link.send(Unload(self._next_ticket, message.name))
 
+    def is_changing(self, name: str) -> bool:
+        """Return whether an adapter is being loaded or unloaded."""
+        return any(pending.name == name for _, pending, _ in self._pending.values())
+
+    def merge_update(self, name: str, version: int, content: str) -> AdapterEntry:
+        """Keep an update as the last change of an adapter, and return it."""
+        entry = AdapterEntry(name, self._clock.tick(), f"{UPDATE_PATH}{version}", content)
+        self._map.merge(entry)
+        return entry
+
     def _merge(self, entry: AdapterEntry) -> AdapterEntry | None:
         """Keep an entry if it is newer. Return the one that it replaced."""
         former = self._map.entries.get(entry.name)
@@ -128,7 +138,7 @@ class AdapterRequests:
             return "loading", "the model is being loaded"
         if self._state.draining:
             return "draining", "the server is about to stop"
-        if any(pending.name == name for _, pending, _ in self._pending.values()):
+        if self.is_changing(name) or self._state.updating[name]:
             return "adapter_in_use", f"adapter {name!r} is being loaded or unloaded at this moment"
         if message.stamp is not None:
             try:
@@ -190,7 +200,9 @@ class AdapterRequests:
         return None
 
     def receive_reply(self, reply: LoadReply) -> None:
-        """Send the GPU process's reply to the client."""
+        """Send the GPU process's reply to the client, if one waits for it."""
+        if reply.ticket not in self._pending:
+            return
         client, message, stamp = self._pending.pop(reply.ticket)
         replaced = self._replaced.pop(reply.ticket, None)
         problem, adapter, stepper = reply.problem, reply.adapter, self._state.stepper

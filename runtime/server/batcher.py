@@ -23,11 +23,13 @@ import msgspec
 import zmq
 
 from ... import __version__
+from ..api.adapter_versions import AdapterVersion
 from ..api.sampling_defaults import SamplingDefaults
 from ..processes.channel import Channel, ChannelClosed
 from ..processes.garbage_collection import PeriodicCollection, raise_gc_thresholds
 from ..processes.logs import configure_logging
 from ..processes.watchdog import HEARTBEAT_SECONDS, STALL_SECONDS, AwakeClock
+from ..protocol.adapter_map import AdapterEntry
 from ..protocol.addresses import make_private_directory, parse
 from ..protocol.curve_keys import load_server_keys
 from ..protocol.messages import INSTANCE_BYTES
@@ -40,7 +42,17 @@ from ..text.generation_config import AUTO, describe, sampling_defaults
 from ..text.tokenizer import load_tokenizer
 from .adapter_requests import AdapterRequests
 from .connections import Connections
-from .gpu_link import BatcherLink, InHostMemory, LoadDone, Loading, LoadReply, PagesCopied, Ready, StepFailed
+from .gpu_link import (
+    BatcherLink,
+    InHostMemory,
+    LoadDone,
+    Loading,
+    LoadReply,
+    PagesCopied,
+    Ready,
+    StepFailed,
+    UpdateReply,
+)
 from .listener import MAX_PEERS, CurveListener, Listener, OpenListener
 from .message_router import MessageRouter, PauseRequests, TokenizeRequests
 from .open_requests import OpenRequests
@@ -48,6 +60,8 @@ from .server_state import RetryQueue, ServerState
 from .settings import ServeSettings
 from .stepper import Stepper
 from .submissions import GrammarQueue, Submissions, missing_adapter
+from .updates.buffers import UpdateBuffers
+from .updates.requests import UpdateRequests
 
 _log = logging.getLogger(__name__)
 TICK_SECONDS = 0.1
@@ -86,6 +100,10 @@ class Batcher:
             settings.loaded_adapters,
             lambda entry: channel.send({"event": "adapter", "entry": msgspec.to_builtins(entry)}),
         )
+        self._buffers = UpdateBuffers(parse(settings.bind), settings.max_update_bytes)
+        self._updates = UpdateRequests(
+            state, connections, self._adapters, self._buffers, settings.admin, self._report_update
+        )
         self._tokenize = TokenizeRequests(connections, self._tokenizer, self._encoder)
         self._pauses = PauseRequests(state, connections, requests, self._submissions, settings.admin)
         self._router = MessageRouter(
@@ -95,6 +113,7 @@ class Batcher:
             requests,
             self._submissions,
             self._adapters,
+            self._updates,
             self._tokenize,
             self._pauses,
             read_chat_templates(model, settings.chat_template),
@@ -205,6 +224,8 @@ class Batcher:
                 stepper.in_host_memory = set(message.numbers)
             elif isinstance(message, LoadReply):
                 self._adapters.receive_reply(message)
+            elif isinstance(message, UpdateReply):
+                self._updates.receive_reply(message)
 
     def _take_encoded(self, encoder: Encoder) -> None:
         """Handle tokenized texts. A function of its own, so that the loop keeps no reference to the last one."""
@@ -242,6 +263,8 @@ class Batcher:
             self._connections.disconnected(identity)
         for client in self._connections.take_lost():
             self._submissions.abort_all(client)
+            if client.closed:
+                self._buffers.close(client)
 
     # -- the GPU process ---------------------------------------------------------------------------------------------
 
@@ -262,6 +285,11 @@ class Batcher:
         if request is not None:
             self._submissions.fail(request, HUNG_STEP.format(limit))
         self._channel.send({"event": "overdue", "generation": self._generation, "seconds": limit})
+
+    def _report_update(self, entry: AdapterEntry | None, updates: list[AdapterVersion]) -> None:
+        """Report the versions of updated adapters to the supervisor, for restarted processes."""
+        fields = {"entry": msgspec.to_builtins(entry), "updates": msgspec.to_builtins(updates)}
+        self._channel.send({"event": "updated", **fields})
 
     def _report_finished(self) -> None:
         """Report finished requests to the supervisor, which then resets its count of deaths."""
@@ -318,6 +346,7 @@ class Batcher:
         self._state.stepper, self._state.stalled = None, False
         self._submissions.engine_died(retry_after, resubmitted)
         self._adapters.engine_died(retry_after)
+        self._updates.engine_died(retry_after)
         self._connections.flush()
         if not resubmitted:
             self._connections.instance = os.urandom(INSTANCE_BYTES)
@@ -359,6 +388,7 @@ class Batcher:
         if self._encoder is not None:
             self._encoder.close()
         self._grammars.close()
+        self._buffers.close_all()
         if self._state.stepper is not None:
             self._state.stepper.close()
         self._listener.close(0)

@@ -298,4 +298,5 @@ def _joined(first: Chunk, second: Chunk) -> Chunk:
         [*(first.logprobs or []), *(second.logprobs or [])] if scored else None,
         second.usage,
         text_offsets=[*(first.text_offsets or []), *(second.text_offsets or [])] if scored else None,
+        versions=second.versions,
     )

@@ -16,6 +16,7 @@ import numpy as np
 import zmq
 from msgspec import Struct
 
+from ..protocol.messages import ErrorCode
 from ..scheduler import step_codec as codec
 from ..scheduler.step_plan import PageCopies, StepDrafts, StepMasks, StepPlan, StepResult
 from ..text.chat_files import NO_CHAT, AdapterChat
@@ -43,6 +44,9 @@ class LoadedAdapter(Struct, frozen=True):
     chat: AdapterChat = NO_CHAT
     invocation: tuple[int, ...] = ()
     obstacle: str = ""
+
+
+LOST_UPDATE = "its last update was in the memory of a server that has ended; update it again"
 
 
 def changed_files(name: str) -> str:
@@ -163,10 +167,31 @@ class Load(Notice, frozen=True, tag="load"):
 
 
 class Unload(Notice, frozen=True, tag="unload"):
-    """Batcher -> GPU: remove an adapter's name."""
+    """Batcher -> GPU: remove an adapter's name. No reply to ticket 0 is expected."""
 
     ticket: int
     name: str
+
+
+class Update(Notice, frozen=True, tag="update"):
+    """Batcher -> GPU: copy, check and pack the first bytes of a file, as the newest version of an adapter."""
+
+    ticket: int
+    name: str
+    path: str
+    nbytes: int
+    version: int | None
+    switch: bool
+
+
+class UpdateReply(Notice, frozen=True, tag="update_reply"):
+    """GPU -> batcher: the version that an Update has made, and names that are gone; or an error for the client."""
+
+    ticket: int
+    adapter: LoadedAdapter | None = None
+    removed: list[str] = []
+    problem: str = ""
+    code: ErrorCode = "adapter_error"
 
 
 class LoadReply(Notice, frozen=True, tag="load_reply"):
@@ -192,6 +217,8 @@ _decode = msgspec.msgpack.Decoder(
     | Load
     | Unload
     | LoadReply
+    | Update
+    | UpdateReply
 ).decode
 _encode = msgspec.msgpack.Encoder().encode
 

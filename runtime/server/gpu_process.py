@@ -24,12 +24,14 @@ from typing import Any, NamedTuple, NoReturn
 import msgspec
 import zmq
 
+from ..api.adapter_versions import VersionConflictError
 from ..engine.flag_spelling import with_server_flags
 from ..processes.channel import Channel, ChannelClosed
 from ..processes.garbage_collection import raise_gc_thresholds
 from ..processes.logs import configure_logging
 from ..processes.out_of_memory import out_of_memory
 from ..processes.watchdog import HeartbeatThread
+from ..protocol.messages import ErrorCode
 from ..scheduler.step_plan import SLOT_DAMAGED, StepDrafts, StepMasks, StepPlan, no_rows
 from .gpu_link import (
     Alive,
@@ -49,6 +51,8 @@ from .gpu_link import (
     StartLoad,
     StepFailed,
     Unload,
+    Update,
+    UpdateReply,
 )
 from .served_model import (
     EXIT_DEVICE_LOST,
@@ -89,7 +93,8 @@ class _Loop:
         self._steps: queue.SimpleQueue[_Step | None] = queue.SimpleQueue()
         self._plans: deque[tuple[StepPlan, int] | CopyPages] = deque()  # in the order of their execution
         self._unsampled: _Step | None = None  # launched, waits for masks
-        self._adapter_work: queue.SimpleQueue[Load | Unload | None] = queue.SimpleQueue()
+        self._retired: deque[int] = deque()
+        self._adapter_work: queue.SimpleQueue[Load | Unload | Update | None] = queue.SimpleQueue()
         self._loads = self._copies = 0
         self._in_host_memory: set[int] = set()
         self._next_host_memory_report = 0.0
@@ -149,7 +154,7 @@ class _Loop:
         elif isinstance(message, Compose):
             self._served.add_sum(message.number, message.parts)
         elif isinstance(message, Retire):
-            self._runner.forget_adapter(message.number)
+            self._retired.append(message.number)
         elif isinstance(message, CopyPages):
             self._plans.append(message)
         elif isinstance(message, Notice):
@@ -172,6 +177,8 @@ class _Loop:
                     self._steps.put(step._replace(drafts_only=True))
             else:
                 self._steps.put(step)
+        while self._retired and not self._plans:  # an earlier plan that waits for masks may name them
+            self._runner.forget_adapter(self._retired.popleft())
 
     def _sample(self, masks: StepMasks) -> None:
         """Sample the step that waits for these masks. Masks of a step that has failed are ignored."""
@@ -244,6 +251,9 @@ class _Loop:
     def _read_adapters(self, sender: ResultSender) -> None:
         """Run the thread that reads adapters from disk."""
         while (work := self._adapter_work.get()) is not None and not self._ending.is_set():
+            if isinstance(work, Update):
+                sender.send(self._update(work))
+                continue
             try:
                 if isinstance(work, Load):
                     reply = LoadReply(work.ticket, self._served.add_adapter(work.name, work.path, work.replace))
@@ -253,6 +263,13 @@ class _Loop:
             except Exception as error:
                 reply = LoadReply(work.ticket, problem=text_for_client(error, work.name))
             sender.send(reply)
+
+    def _update(self, work: Update) -> UpdateReply:
+        try:
+            return UpdateReply(work.ticket, *self._served.update_adapter(work))
+        except Exception as error:
+            code: ErrorCode = "version_conflict" if isinstance(error, VersionConflictError) else "adapter_error"
+            return UpdateReply(work.ticket, problem=text_for_client(error, work.name), code=code)
 
 
 def run(fd: int, build: Callable[[ServeSettings], Servable] = ServedModel) -> int:
@@ -275,7 +292,7 @@ def _serve(channel: Channel, build: Callable[[ServeSettings], Servable]) -> int:
                 link.sender().send(Loading("loading"))
                 try:
                     served = build(settings)
-                    ready = load_again(served, settings.loaded_adapters)
+                    ready = load_again(served, settings.loaded_adapters, settings.updates)
                 except Exception as error:
                     memory = out_of_memory(error)
                     ours = isinstance(error, (ValueError, OSError)) or type(error).__module__.startswith("sidestream.")

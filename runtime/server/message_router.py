@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from ... import __version__
+from ..api.adapter_versions import version_of
 from ..api.sampling_defaults import SamplingDefaults
 from ..protocol import messages as protocol
 from ..protocol.chat_templates import within_limits
@@ -22,6 +23,7 @@ from .server_state import ServerState
 from .settings import ServeSettings
 from .stepper import Stepper
 from .submissions import LOADING_RETRY, OVERLOAD_RETRY, SERVER_ERROR, Submissions
+from .updates.requests import UpdateRequests
 
 _log = logging.getLogger(__name__)
 CHARACTERS_PER_TOKEN = 8
@@ -134,6 +136,7 @@ class MessageRouter:
         requests: OpenRequests,
         submissions: Submissions,
         adapters: AdapterRequests,
+        updates: UpdateRequests,
         tokenize: TokenizeRequests,
         pauses: PauseRequests,
         templates: ChatTemplates,
@@ -142,7 +145,8 @@ class MessageRouter:
     ) -> None:
         self._settings, self._state = settings, state
         self._connections, self._requests = connections, requests
-        self._submissions, self._adapters, self._tokenize, self._pauses = submissions, adapters, tokenize, pauses
+        self._submissions, self._adapters, self._updates = submissions, adapters, updates
+        self._tokenize, self._pauses = tokenize, pauses
         self._templates, self._has_tokenizer = within_limits(templates), has_tokenizer
         self._defaults = sampling_defaults
         self._bad_frames = 0
@@ -188,6 +192,12 @@ class MessageRouter:
             elif isinstance(message, protocol.Abort):
                 for each in message.request_ids:
                     self._submissions.abort(self._requests.get(client.open.get(each, "")))
+            elif isinstance(message, protocol.UnloadAdapter) and version_of(message.name):
+                self._updates.unload(client, message)
+            elif isinstance(message, protocol.OpenBuffer):
+                self._updates.open_buffer(client, message)
+            elif isinstance(message, protocol.UpdateAdapter):
+                self._updates.update(client, message)
             elif isinstance(message, (protocol.LoadAdapter, protocol.UnloadAdapter)):
                 self._adapters.change(client, message)
             elif isinstance(message, protocol.ListAdapters):

@@ -205,6 +205,7 @@ def _whole(request_id: str, completion: CompletionOutput) -> list[Chunk]:
         chunks[-1],
         finish_reason=completion.finish_reason,
         stop_reason=completion.stop_reason,
+        versions=completion.versions or None,
     )
     return chunks
 
@@ -221,6 +222,7 @@ def _chunk(request_id: str, first: int, delta: Delta) -> Chunk:
         delta.stop_reason,
         [_logprobs(delta.logprobs or {})] if scored else None,
         text_offsets=[delta.text_offset] if scored else None,
+        versions=delta.versions,
     )
 
 

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import NoReturn, Protocol
 
 from msgspec import structs
@@ -14,10 +15,12 @@ from msgspec import structs
 from ...ops.core.kv_layout import PAGE_SIZE
 from ..adapters.remote_adapter import copies_folder, copy_adapter, is_remote, remote_address
 from ..api.adapter_sum import SUM_PATH
+from ..api.adapter_versions import AdapterVersion, names_to_remove, version_name
 from ..protocol.adapter_map import AdapterEntry
 from ..scheduler.step_plan import Runner
-from .gpu_link import LoadedAdapter, Ready, changed_files
+from .gpu_link import LOST_UPDATE, LoadedAdapter, Ready, Update, changed_files
 from .settings import ServeSettings
+from .updates.files import UpdateFiles
 
 _log = logging.getLogger(__name__)
 EXIT_DEVICE_LOST = 70
@@ -34,6 +37,14 @@ class Servable(Protocol):
 
     def add_adapter(self, name: str, path: str, replace: bool) -> LoadedAdapter:
         """Read an adapter's directory."""
+        ...
+
+    def update_adapter(self, update: Update) -> tuple[LoadedAdapter, list[str]]:
+        """Copy, check and pack an update. Return its version, and the names that are gone."""
+        ...
+
+    def restore_update(self, update: AdapterVersion) -> LoadedAdapter:
+        """Read a version again that a former process has copied."""
         ...
 
     def add_sum(self, number: int, parts: list[tuple[int, float]]) -> None:
@@ -76,6 +87,7 @@ class ServedModel:
         local = [root for root in settings.adapter_roots if not is_remote(root)]
         model.restrict_adapters([*local, str(copies_folder())] if len(local) < len(settings.adapter_roots) else local)
         self._roots = settings.adapter_roots
+        self._updates = UpdateFiles(Path(settings.directory, "updates"))
         limits = model.limits
         self.ready = Ready(
             vocabulary=model.source.config.vocab_size,
@@ -108,13 +120,37 @@ class ServedModel:
         address = remote_address(path, self._roots)
         if address is not None:
             path = str(copy_adapter(name, address, copies_folder()))
-        return self._loaded(self._model.add_adapter(name, path, replace).number)
+        before = list(self._model.registry.numbers)
+        adapter = self._model.add_adapter(name, path, replace)
+        self._updates.remove(names_to_remove(name, before))
+        return self._loaded(adapter.number)
+
+    def update_adapter(self, update: Update) -> tuple[LoadedAdapter, list[str]]:
+        registry = self._model.registry
+        before = list(registry.numbers)
+        with self._updates.copied(update.path, update.nbytes) as handle:
+            made, _ = self._model.update_adapter(update.name, handle, update.version, update.switch)
+            try:
+                self._updates.keep(made.name)
+            except OSError as problem:  # it is served, but not by the next process
+                _log.warning("adapter %r: its update is lost if this process ends: %s", made.name, problem)
+        removed = [name for name in before if name not in registry.numbers]
+        self._updates.remove(removed)
+        return self._loaded(made.number), removed
+
+    def restore_update(self, update: AdapterVersion) -> LoadedAdapter:
+        with self._updates.opened(version_name(update.name, update.version)) as handle:
+            made, _ = self._model.update_adapter(update.name, handle, update.version)
+        return self._loaded(made.number)
 
     def add_sum(self, number: int, parts: list[tuple[int, float]]) -> None:
         self._model.add_sum(number, parts)
 
     def remove_adapter(self, name: str) -> None:
-        self._model.remove_adapter(name)
+        names = names_to_remove(name, self._model.registry.numbers)
+        for each in names:
+            self._model.remove_adapter(each)
+        self._updates.remove(names)
 
     def in_host_memory(self) -> list[int]:
         return self._model.runner.in_host_memory()
@@ -135,12 +171,14 @@ class ServedModel:
         )
 
 
-def load_again(served: Servable, loaded: Iterable[AdapterEntry]) -> Ready:
-    """Read the adapters that clients loaded into a former process. Returns the extended `Ready`.
+def load_again(served: Servable, loaded: Iterable[AdapterEntry], updates: Iterable[AdapterVersion] = ()) -> Ready:
+    """Read the adapters that clients loaded into a former process, and the versions of those that they updated there,
+    oldest first. Returns the extended `Ready`.
 
     Raises errors that lose the device or another tensor-parallel process. Other errors, and files that have changed,
     leave the adapter out.
     """
+    loaded = list(loaded)
     adapters = {adapter.name: adapter for adapter in served.ready.adapters}
     left_out = dict(served.ready.left_out)
     for entry in loaded:
@@ -149,7 +187,7 @@ def load_again(served: Servable, loaded: Iterable[AdapterEntry]) -> Ready:
         try:
             if adapters.pop(entry.name, None) is not None:  # the version of the command line
                 served.remove_adapter(entry.name)
-            if entry.path.startswith(SUM_PATH):  # the batcher has it
+            if entry.path.startswith(SUM_PATH) or entry.is_update:  # the batcher has it, or it follows
                 continue
             adapter = served.add_adapter(entry.name, entry.path, False)
             if adapter.content != entry.content:
@@ -160,7 +198,38 @@ def load_again(served: Servable, loaded: Iterable[AdapterEntry]) -> Ready:
             if is_fatal(problem):
                 raise
             left_out[entry.name] = _log_left_out(problem, entry.name)
+    _restore_updates(served, [entry for entry in loaded if entry.is_update], list(updates), adapters, left_out)
     return structs.replace(served.ready, adapters=list(adapters.values()), left_out=left_out)
+
+
+def _restore_updates(
+    served: Servable,
+    newest: list[AdapterEntry],
+    updates: list[AdapterVersion],
+    adapters: dict[str, LoadedAdapter],
+    left_out: dict[str, str],
+) -> None:
+    """Add the versions of updated adapters to `adapters`; all versions of an adapter, or none."""
+    for entry in newest:
+        own = [update for update in updates if update.name == entry.name]
+        restored: dict[str, LoadedAdapter] = {}
+        try:
+            for update in own:
+                version = served.restore_update(update)
+                restored |= {version.name: version, entry.name: structs.replace(version, name=entry.name)}
+                if version.content != update.content:
+                    raise ValueError(LOST_UPDATE)
+            if not own or own[-1].content != entry.content:
+                raise ValueError(LOST_UPDATE)
+            adapters |= restored
+        except Exception as problem:
+            if is_fatal(problem):
+                raise
+            if restored:
+                served.remove_adapter(entry.name)
+            _log_left_out(problem, entry.name)
+            names = [version_name(update.name, update.version) for update in own]
+            left_out |= dict.fromkeys([entry.name, *names], LOST_UPDATE)
 
 
 def _log_left_out(problem: Exception, adapter: str) -> str:

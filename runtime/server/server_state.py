@@ -1,6 +1,7 @@
 """State that the batcher's parts share: the server's status, and requests to resubmit to the next GPU process."""
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -22,6 +23,7 @@ class ServerState:
     stalled          the GPU process sends no heartbeats, or a step is late
     paused           no steps are planned
     receipts         makes receipts; None without a key
+    updating         adapter -> number of its updates in progress
     named_sums       names that clients have given to sums of adapters -> names of the sums
     """
 
@@ -33,6 +35,7 @@ class ServerState:
     stalled: bool = False
     paused: bool = False
     receipts: ReceiptMaker | None = None
+    updating: Counter[str] = field(default_factory=Counter)
     named_sums: dict[str, str] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
 

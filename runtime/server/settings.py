@@ -5,11 +5,13 @@ from typing import Any
 
 from msgspec import Struct, field
 
+from ..api.adapter_versions import AdapterVersion
 from ..processes.watchdog import SILENCE_SECONDS
 from ..protocol.adapter_map import AdapterEntry
 
 DRAIN_SECONDS = 30.0
 MAX_WAITING = 4096
+MAX_UPDATE_BYTES = 1 << 30
 
 
 class ServeSettings(Struct, frozen=True, kw_only=True):
@@ -19,6 +21,8 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
     llm               further arguments of `LLM`
     adapters          name -> directory, anywhere on the machine
     loaded_adapters   changes by clients, which have priority; set by the supervisor for restarted processes
+    updates           versions of adapters that clients have updated, the oldest of each first; set by the supervisor
+                      for restarted processes
     saved_adapters    directory in which the supervisor saves them; "": they are lost when the server ends
     bind              address for clients
     keys              directory of CURVE keys
@@ -30,6 +34,7 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
     admin             clients may load and unload adapters
     adapters_folder   directory whose folders are adapters; those in `adapters` are left out if they cannot be read
     adapter_roots     directories, and addresses for fsspec, from which clients may load adapters
+    max_update_bytes  limit on an update of an adapter from a client's memory
     max_waiting       limit on waiting requests; above it new ones get `overloaded`
     served_model_name model name for clients
     chat_template     a Jinja template instead of the model's
@@ -44,6 +49,7 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
     llm: dict[str, Any] = field(default_factory=dict)
     adapters: dict[str, str] = field(default_factory=dict)
     loaded_adapters: list[AdapterEntry] = field(default_factory=list)
+    updates: list[AdapterVersion] = field(default_factory=list)
     saved_adapters: str = ""
     bind: str = ""
     keys: str | None = None
@@ -54,6 +60,7 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
     admin: bool = True
     adapters_folder: str = ""
     adapter_roots: list[str] = field(default_factory=list)
+    max_update_bytes: int = MAX_UPDATE_BYTES
     max_waiting: int = MAX_WAITING
     served_model_name: str = ""
     chat_template: str | None = None

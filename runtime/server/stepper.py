@@ -7,8 +7,11 @@ from dataclasses import asdict
 from itertools import accumulate
 from typing import Any
 
+from msgspec import structs
+
 from ...ops.core.kv_layout import PAGE_SIZE
 from ..adapters.adapter_sums import AdapterNumbers, SumPart
+from ..api.adapter_versions import names_to_remove, split_version, version_of
 from ..api.errors import RequestError
 from ..api.outputs import RequestOutput
 from ..api.request import Delta
@@ -146,6 +149,9 @@ class Stepper:
             self.scheduler.place_masks(masks.allocate)
         self._remote = RemoteRunner(link, self.hashes, self.invocations)
         self.engine = Engine(self.scheduler, self._remote, tokenizer, ready.eos_ids, seed, overlap=True)
+        for adapter in ready.adapters:
+            if version := version_of(adapter.name):
+                self.engine.switches.add(adapter.name, adapter.number, version, switch=False)
         self.in_host_memory: set[int] = set()
         self.in_flight = 0
         self.paused = False
@@ -239,11 +245,33 @@ class Stepper:
         self.numbers[adapter.name] = adapter.number
 
     def remove_adapter(self, name: str) -> None:
-        """Remove an adapter's name, if it exists."""
-        former = self.adapters.pop(name, None)
-        if former is not None:
-            del self.numbers[name]
+        """Remove an adapter's name with all its versions, or an old version, if it exists."""
+        if name in self.adapters:
+            self._remove_names(names_to_remove(name, self.adapters))
+
+    def update_adapter(self, update: LoadedAdapter, removed: Sequence[str], switch: bool) -> None:
+        """Add a version that the GPU process has packed, as the newest one of its adapter. `removed`: names that are
+        gone; `switch`: running requests go on with it.
+        """
+        name, number = split_version(update.name)[0], update.number
+        former = self.adapters.get(name)
+        self.hashes[number] = update.content
+        if update.invocation:
+            self.invocations[number] = update.invocation
+        self.adapters |= {update.name: update, name: structs.replace(update, name=name)}
+        self.numbers |= {update.name: number, name: number}
+        self._remove_names(removed)
+        if former is not None and former.number not in self.numbers.values():
             self.scheduler.forget_adapter(former.number)
+        self.engine.switches.add(name, number, version_of(update.name), switch)
+
+    def _remove_names(self, names: Sequence[str]) -> None:
+        """Remove names, and the adapters that have no other one."""
+        removed = {self.adapters.pop(name).number for name in names if name in self.adapters}
+        for name in names:
+            self.numbers.pop(name, None)
+        for number in removed - set(self.numbers.values()):
+            self.scheduler.forget_adapter(number)
 
     def _find_part(self, name: str) -> SumPart:
         adapter = self.adapters.get(name)

@@ -19,7 +19,7 @@ from ..text.prompts import bad_word_ids, check_continues, check_request, check_s
 from ..text.structured.grammar_compiler import GrammarCompiler
 from ..text.tokenizer import Tokenizer, TooManyTokens
 from .connections import ClientConnection, Connections
-from .gpu_link import Ready
+from .gpu_link import LOST_UPDATE, Ready
 from .open_requests import OpenRequest, OpenRequests
 from .server_state import ServerState
 from .stepper import Stepper
@@ -43,6 +43,8 @@ def missing_adapter(stepper: Stepper, name: str | None, content: str) -> tuple[E
             continue
         if part in stepper.ready.left_out:
             problem = stepper.ready.left_out[part]
+            if problem == LOST_UPDATE:
+                return "adapter_changed", f"adapter {part!r}: {problem}"
             return "unknown_adapter", (
                 f"adapter {part!r} could not be read when the engine started ({problem}); repair its directory and "
                 "load it"

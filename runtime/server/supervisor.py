@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
+from ..api.adapter_versions import AdapterVersion
 from ..processes.channel import ChannelClosed
 from ..processes.child import STOP_SECONDS, Child, status_text
 from ..processes.watchdog import POLL_SECONDS, STOPPED_POLL_SECONDS, StoppedProcesses
@@ -137,6 +138,12 @@ class Supervisor(SupervisorLoop):
             self._keep_adapter_limits(msgspec.convert(message["ready"], Ready))
         elif event == "adapter":
             self._keep_adapter(msgspec.convert(message["entry"], AdapterEntry))
+        elif event == "updated":
+            entry = message["entry"]
+            if entry is not None:
+                self._keep_adapter(msgspec.convert(entry, AdapterEntry))
+            updates = msgspec.convert(message["updates"], list[AdapterVersion])
+            self._settings = structs.replace(self._settings, updates=updates)
         elif event == "gpu_awaited":  # after the changes of adapters that the former process made
             self._print_line("starting the GPU process again")
             self._gpu = self._start_gpu()
@@ -176,7 +183,12 @@ class Supervisor(SupervisorLoop):
         changes = AdapterMap(self._settings.loaded_adapters)
         changes.merge(entry)
         given = {name: path for name, path in self._settings.adapters.items() if name != entry.name}
-        self._settings = structs.replace(self._settings, adapters=given, loaded_adapters=list(changes.entries.values()))
+        self._settings = structs.replace(
+            self._settings,
+            adapters=given,
+            loaded_adapters=list(changes.entries.values()),
+            updates=[each for each in self._settings.updates if each.name != entry.name],
+        )
 
     def _kill_overdue(self, message: dict[str, Any]) -> None:
         """Kill the GPU process after the batcher reported an overdue step, unless the process has been replaced."""

@@ -114,6 +114,32 @@ class Model:
         self.runner.slot_loader.prefetch_later([adapter.number])
         return adapter
 
+    def update_adapter(
+        self, name: str, handle: int, version: int | None = None, switch: bool = False
+    ) -> tuple[RegisteredAdapter, list[int]]:
+        """Make an update in an open update file the newest version of an adapter. Return it, and the numbers of
+        adapters that have no name any more. `switch`: running requests are to go on with it.
+
+        Raises errors as `add_adapter` does, and VersionConflictError; the adapters are then unchanged.
+        """
+        if self.runner.slot_loader is None:
+            raise RequestError(
+                "the engine was started without adapters; give at least one in adapters={name: path}, or "
+                "max_loras and max_lora_rank"
+            )
+        update = self.registry.add_version(name, handle, version)
+        try:
+            if switch and update.adapter.invocation:
+                raise RequestError(
+                    f"adapter {name!r} is an aLoRA adapter, which is active from a token of the prompt on, so running "
+                    "requests cannot switch to it; give inflight='pin'"
+                )
+            self.runner.slot_loader.prefetch([update.number])
+            return update, self.registry.publish(update, self.options.engine.adapter_versions)
+        except BaseException:
+            self.runner.slot_loader.drop(update.number)
+            raise
+
     def add_sum(self, number: int, parts: Sequence[tuple[int, float]]) -> None:
         """See `AdapterRegistry.add_sum`; `runner.forget_adapter` deletes the sum."""
         self.registry.add_sum(number, parts)

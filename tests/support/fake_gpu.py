@@ -13,9 +13,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 from sidestream.ops.core.kv_layout import PAGE_SIZE
+from sidestream.runtime.api.adapter_versions import AdapterVersion
+from sidestream.runtime.api.errors import RequestError
 from sidestream.runtime.scheduler.step_plan import AHEAD, StepPlan, StepResult
 from sidestream.runtime.server import gpu_process
-from sidestream.runtime.server.gpu_link import LoadedAdapter, Ready
+from sidestream.runtime.server.gpu_link import LoadedAdapter, Ready, Update
 from sidestream.runtime.server.settings import ServeSettings
 from sidestream.runtime.text.chat_files import read_adapter_chat
 from sidestream.tools.bench.serving.simulated_gpu import SimulatedSizes, TimedRunner
@@ -124,6 +126,12 @@ class FakeServed:
         file = Path(path) / "invocation"
         invocation = tuple(json.loads(file.read_text())) if file.exists() else ()
         return LoadedAdapter(name, number, 8, content, read_adapter_chat(Path(path)), invocation)
+
+    def update_adapter(self, update: Update) -> tuple[LoadedAdapter, list[str]]:
+        raise RequestError("the fake has no tensors")
+
+    def restore_update(self, update: AdapterVersion) -> LoadedAdapter:
+        raise RequestError("the fake has no tensors")
 
     def add_sum(self, number: int, parts: list[tuple[int, float]]) -> None:
         pass

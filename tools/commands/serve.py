@@ -100,6 +100,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "they listen at engine-0.sock, engine-1.sock ..., or at ports in a row",
     )
     add_value(group, "--max-waiting", 4096, "waiting requests before others are refused")
+    add_value(group, "--max-update-bytes", 1 << 30, "limit on an update of an adapter from a client's memory")
     group.add_argument(
         "--allow-adapter-loading",
         action=argparse.BooleanOptionalAction,
@@ -141,6 +142,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add_option(group, "kv_host_gb")
     add_option(group, "max_cpu_loras")
     add_option(group, "max_adapter_sums")
+    add_option(group, "adapter_versions")
     add_option(group, "enable_prefix_caching", "--no-prefix-caching")
     group.add_argument(
         "--trace-steps", metavar="FILE", help="profile a hundred decode steps, for idle time between them"
@@ -170,7 +172,15 @@ def settings_of(options: argparse.Namespace) -> Any:
     folder = options.lora_modules_from and str(Path(options.lora_modules_from).resolve())
     if folder is not None:
         _add_folder(options, folder)
-    own = ("num_kv_pages", "kv_host_gb", "max_cpu_loras", "max_adapter_sums", "load_format", "generation_config")
+    own = (
+        "num_kv_pages",
+        "kv_host_gb",
+        "max_cpu_loras",
+        "max_adapter_sums",
+        "adapter_versions",
+        "load_format",
+        "generation_config",
+    )
     llm = llm_arguments(options) | given(options, *own)
     if options.fail_on_compilation:
         llm["fail_on_compilation"] = True
@@ -221,6 +231,7 @@ def settings_of(options: argparse.Namespace) -> Any:
         max_waiting=options.max_waiting,
         receipt_key="" if options.receipt_key is None else str(Path(options.receipt_key).resolve()),
         receipts=options.receipts,
+        max_update_bytes=options.max_update_bytes,
         served_model_name=names[0],
         chat_template=None if options.chat_template is None else read_template_file(options.chat_template),
         gpu_command=[sys.executable, "-m", "sidestream.tools.bench.serving.traced_gpu"]

@@ -30,6 +30,7 @@ _STATUS = {
     "adapter_changed": 409,
     "adapter_error": 400,
     "adapter_in_use": 409,
+    "version_conflict": 409,
     "forbidden": 403,
     "deadline_exceeded": 504,
     "aborted": 503,

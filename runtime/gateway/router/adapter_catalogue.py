@@ -94,7 +94,8 @@ class AdapterCatalogue:
         """Return the changes that an engine lacks, given its own changes and its adapters."""
         found = []
         for entry in self.changes.entries.values():
-            if entry.name in self._changing or entry.name in self.offered:
+            # no other engine can read an update
+            if entry.name in self._changing or entry.name in self.offered or entry.is_update:
                 continue
             info = adapters.get(entry.name)
             has_content = info is not None and (is_named_sum(entry) or info.content == entry.content)

@@ -17,7 +17,7 @@ from ....graphs.checkpoint import CheckpointError
 from ....ops.collectives.tensor_parallel_group import RankGroup
 from ...adapters.registry import RegisteredAdapter
 from ...adapters.slot_loader import LoadReport
-from ...api.errors import CapacityError
+from ...api.errors import CapacityError, RequestError
 from ...engine.resolve import LoadOptions
 from ...quantization.rounded_weights import RoundingError
 from ...scheduler.step_codec import pack_masks, pack_plan
@@ -210,6 +210,15 @@ class ParallelModel(Model):
             self._parallel_runner.forget_adapter(adapter.number)
             raise AdapterError(error)
         return adapter
+
+    def update_adapter(
+        self, name: str, handle: int, version: int | None = None, switch: bool = False
+    ) -> tuple[RegisteredAdapter, list[int]]:
+        """Raise RequestError: see `Model.update_adapter`."""
+        raise RequestError(
+            f"adapter {name!r} cannot be updated from memory with tensor_parallel_size above 1; save it with peft's "
+            "save_pretrained and add it with replace=True"
+        )
 
     def add_sum(self, number: int, parts: Sequence[tuple[int, float]]) -> None:
         """See `Model.add_sum`. Raises RankError too."""

@@ -22,6 +22,7 @@ from sidestream.runtime.server.gpu_link import (
     LoadReply,
     PagesCopied,
     Ready,
+    Retire,
 )
 from sidestream.runtime.server.gpu_process import run
 from sidestream.runtime.server.settings import ServeSettings
@@ -141,6 +142,31 @@ def test_a_step_whose_drafts_cannot_be_read_is_sampled_without_them(tmp_path):
         context.destroy(linger=0)
     assert received == [0, 0, 1, 1]
     assert served.done == [("submit", 0), ("constrain", 0), ("submit", 1), ("constrain", 1)]
+
+
+def test_an_adapter_is_kept_while_an_earlier_plan_waits_for_masks(tmp_path):
+    served = Forgetful()
+    served.forget_adapter = lambda number: served.done.append(("forget", number))
+    channel, theirs = Channel.pair()
+    process = threading.Thread(target=lambda: run(theirs.detach(), lambda settings: served))
+    process.start()
+    channel.send({"settings": msgspec.to_builtins(ServeSettings(model="none", directory=str(tmp_path)))})
+    with zmq.Context() as context:
+        batcher = BatcherLink(context, tmp_path, 0)
+        masked = replace(plan(sampling(2)), step=0, masked_rows=np.zeros(1, np.int32))
+        batcher.submit(masked)
+        batcher.submit(replace(masked, step=1, masked_rows=np.zeros(0, np.int32)))
+        batcher.send(Retire(7))
+        batcher.constrain(StepMasks(0, np.zeros(1, np.int32), np.zeros(1, np.int32), np.ones((1, 4), np.int32)))
+        deadline = time.monotonic() + GUARD
+        while len(served.done) < 4 and time.monotonic() < deadline:
+            batcher.flush()
+            time.sleep(0.01)
+        channel.close()
+        process.join(GUARD)
+        batcher.close()
+        context.destroy(linger=0)
+    assert served.done == [("submit", 0), ("constrain", 0), ("submit", 1), ("forget", 7)]
 
 
 def test_the_end_of_the_supervisor_is_no_error(tmp_path):

@@ -13,9 +13,11 @@ import msgspec
 import numpy as np
 
 from ....ops.core.kv_layout import PAGE_SIZE
+from ....runtime.api.adapter_versions import AdapterVersion
+from ....runtime.api.errors import RequestError
 from ....runtime.scheduler.step_plan import PageCopies, StepDrafts, StepMasks, StepPlan, StepResult, no_rows
 from ....runtime.server import gpu_process
-from ....runtime.server.gpu_link import LoadedAdapter, Ready
+from ....runtime.server.gpu_link import LoadedAdapter, Ready, Update
 from ....runtime.server.settings import ServeSettings
 
 PROBES = 8
@@ -162,6 +164,12 @@ class SimulatedModel:
         """Add an adapter; its path is ignored."""
         self._next += 1
         return LoadedAdapter(name, self._next - 1, 8, hashlib.sha256(path.encode()).hexdigest())
+
+    def update_adapter(self, update: Update) -> tuple[LoadedAdapter, list[str]]:
+        raise RequestError("a simulated GPU cannot update adapters")
+
+    def restore_update(self, update: AdapterVersion) -> LoadedAdapter:
+        raise RequestError("a simulated GPU cannot update adapters")
 
     def add_sum(self, number: int, parts: list[tuple[int, float]]) -> None:
         """Do nothing."""

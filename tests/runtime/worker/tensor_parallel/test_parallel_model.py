@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from sidestream import LLM, SamplingParams
 from sidestream.compiler.options import OptionError
 from sidestream.ops.core.kv_layout import PAGE_SIZE
+from sidestream.runtime.api.errors import RequestError
 from sidestream.runtime.worker.tensor_parallel.parallel_model import ParallelModel
 from sidestream.runtime.worker.tensor_parallel.peers import RankError
 from support.tiny import AdapterSpec, tiny_adapters, tiny_llama
@@ -85,6 +87,8 @@ def test_two_ranks_answer_as_one_process_does_and_end_together(tmp_path: Path) -
     assert [score.logprobs.tolist() for score in scores] == [
         [next(iter(entry.values())).logprob for entry in each.logprobs] for each in rollouts
     ]
+    with pytest.raises(RequestError, match="save_pretrained"):
+        llm.update_adapter("one", {"a": torch.zeros(1)}, {})
     parallel = llm.model
     assert isinstance(parallel, ParallelModel)
     with pytest.raises(OptionError, match="has a process group of torch"):
