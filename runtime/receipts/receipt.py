@@ -33,7 +33,7 @@ Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 class Output(Struct, frozen=True, forbid_unknown_fields=True):
     """One completion: number and hash of its tokens, and a hash of their log-probabilities, "" without any.
 
-    seed   null if the answer was continued in another engine, which had another seed
+    seed   null if the answer was continued in another engine, which had another seed, or changed its adapter's version
     """
 
     tokens: Count
@@ -158,4 +158,5 @@ class ReceiptMaker:
 
 def _output(completion: CompletionOutput) -> Output:
     ids, reason = completion.token_ids, completion.finish_reason
-    return Output(len(ids), hash_of_ids(ids), completion.seed, reason, hash_of_logprobs(completion))  # type: ignore[arg-type]
+    seed = None if completion.versions else completion.seed
+    return Output(len(ids), hash_of_ids(ids), seed, reason, hash_of_logprobs(completion))  # type: ignore[arg-type]

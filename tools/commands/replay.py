@@ -119,7 +119,7 @@ def answer_again(receipt: "Receipt", llm: "LLM", ids: list[int], answer: str | N
     if receipt.hidden:
         return [*findings, ("outputs", UNKNOWN, f"the request had {' or '.join(HIDDEN)}, and receipts do not")]
     if any(output.seed is None for output in receipt.outputs):
-        return [*findings, ("outputs", UNKNOWN, "another engine with another seed had begun the answer")]
+        return [*findings, ("outputs", UNKNOWN, "it was continued in another engine, or its adapter was updated")]
     known = llm.model.numerics == receipt.numerics
     if not known:
         findings.append(("numerics", NOTE, "give the server's engine options, on its version and device"))
