@@ -9,7 +9,7 @@ from support.engines import ask, assert_idle, make_engine, random_prompt
 from support.fake_runner import next_token
 
 NAME = "adapter0"
-SEEDS = 40
+SEEDS = 25
 
 
 def continued(prompt, numbers, vocabulary):
@@ -94,7 +94,7 @@ def check(seed):
 def test_tokens_are_those_of_the_versions_of_an_answer(pytestconfig):
     count = 50 * SEEDS if pytestconfig.getoption("--exhaustive") else SEEDS
     results = [check(seed) for seed in range(count)]
-    assert sum(switched for switched, _ in results) > SEEDS and sum(preempted for _, preempted in results) > 5
+    assert sum(switched for switched, _ in results) > SEEDS and sum(preempted for _, preempted in results) > 2
 
 
 def test_a_slot_that_has_another_adapter_by_now_is_not_loaded():
