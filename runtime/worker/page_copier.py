@@ -115,6 +115,9 @@ class PageCopier:
             {place for _, place in copies.saves},
             {place for place, _ in copies.loads},
         )
+        targets = {page for _, page in copies.loads}
+        self._check(found.saved | targets, self._stacks[0].shape[1])
+        self._check(found.written | found.read, self._host[0].shape[0])
         found.end = found.after_saves = torch.cuda.Event()
         if copies.saves:
             saving.wait_stream(steps)
@@ -126,15 +129,20 @@ class PageCopier:
             found.after_saves.record(saving)
         if copies.loads:
             loading.wait_stream(steps)
-            pages = {page for _, page in copies.loads}
             for each in (*self._in_flight, found):
-                if not (found.read.isdisjoint(each.written) and pages.isdisjoint(each.saved)):
+                if not (found.read.isdisjoint(each.written) and targets.isdisjoint(each.saved)):
                     loading.wait_event(each.after_saves)
             for place, page in copies.loads:
                 self._copy(self._to_device, page, place, loading)
             found.end = torch.cuda.Event()
             found.end.record(loading)
         self._in_flight.append(found)
+
+    @staticmethod
+    def _check(pages: set[int], count: int) -> None:
+        """Raise IndexError unless all pages are among `count`: the driver does not check the addresses of a copy."""
+        if pages and not 0 <= min(pages) <= max(pages) < count:
+            raise IndexError(f"there is no page {max(pages) if max(pages) >= count else min(pages)} of {count}")
 
     def _copy(self, kinds: "list[_PageCopy]", page: int, place: int, stream: Any) -> None:
         """Enqueue the copies of one page."""

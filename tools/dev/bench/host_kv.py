@@ -43,7 +43,7 @@ class StepTimer:
         self.runner = runner
         self.times: dict[bool, list[float]] = {False: [], True: []}
         self._submitted: deque[tuple[bool, bool]] = deque()
-        self._num_copies = 0
+        self._in_flight: set[int] = set()
         self._last = time.perf_counter()
 
     def __getattr__(self, name: str) -> Any:
@@ -51,7 +51,7 @@ class StepTimer:
 
     def submit(self, plan: Any) -> Any:
         """Submit a step."""
-        self._submitted.append((plan.decode, self._num_copies > 0))
+        self._submitted.append((plan.decode, bool(self._in_flight)))
         return self.runner.submit(plan)
 
     def collect(self, handle: Any) -> Any:
@@ -65,13 +65,13 @@ class StepTimer:
 
     def copy_pages(self, copies: Any) -> None:
         """Start copies."""
-        self._num_copies += 1
+        self._in_flight.add(copies.ticket)
         self.runner.copy_pages(copies)
 
     def copied(self, timeout: float = 0.0) -> Any:
         """Return ended copies."""
         ended = self.runner.copied(timeout)
-        self._num_copies -= len(ended)
+        self._in_flight.difference_update(ticket for ticket, _ in ended)
         return ended
 
 
