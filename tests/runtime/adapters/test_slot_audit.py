@@ -132,5 +132,5 @@ def test_a_changed_word_changes_a_sum() -> None:
 def test_one_rank_suffices_to_report_a_damaged_slot() -> None:
     reports = [{"slot": 1, "number": 7, "error": SLOT_DAMAGED}, {"slot": 0, "number": 4, "error": None}]
     peers = SimpleNamespace(finished_loads=lambda: reports, tp_size=2)
-    runner = ParallelRunner(SimpleNamespace(loaded=lambda: []), peers)  # type: ignore[arg-type]
+    runner = ParallelRunner(SimpleNamespace(loaded=list, copied=list), peers)  # type: ignore[arg-type]
     assert runner.loaded() == [(1, 7, SLOT_DAMAGED)], "the load has not ended on both ranks"
