@@ -13,6 +13,9 @@ import triton.language as tl
 from ..core.registry import register
 from ..core.triton_support import butterflies, cdiv, pdl_options, pdl_start, require_contiguous, round_to
 
+PART = 1 << 18
+"""Values that the reference transforms at a time: they stay in a processor's cache, which is faster."""
+
 
 def check_width(width: int) -> None:
     """Raise ValueError unless rows of this width have a Walsh-Hadamard transform."""
@@ -24,14 +27,17 @@ def reference(x: torch.Tensor) -> torch.Tensor:
     """Return H x / sqrt(D) of x [..., D], D a power of two, in fp32, rounded once to x's dtype."""
     width = x.shape[-1]
     check_width(width)
-    values = x.float()
-    step = 1
-    while step < width:
-        pairs = values.reshape(*x.shape[:-1], width // (2 * step), 2, step)
-        first, second = pairs.unbind(-2)
-        values = torch.stack((first + second, first - second), dim=-2).reshape(x.shape)
-        step *= 2
-    return (values * width**-0.5).to(x.dtype)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    rows = max(1, PART // width)
+    for part, target in zip(x.reshape(-1, width).split(rows), out.view(-1, width).split(rows), strict=True):
+        values = part.float()
+        step = 1
+        while step < width:
+            first, second = values.reshape(-1, width // (2 * step), 2, step).unbind(2)
+            values = torch.stack((first + second, first - second), dim=2)
+            step *= 2
+        target.copy_(values.reshape(-1, width) * width**-0.5)
+    return out
 
 
 def fake(x: torch.Tensor) -> torch.Tensor:
