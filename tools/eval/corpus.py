@@ -46,11 +46,15 @@ def library_files() -> tuple[str, ...]:
 def documents(split: Split, limit: int | None = None) -> Iterator[str]:
     """Yield texts of at most about 1024 tokens, each from one file and cut between lines.
 
-    The first documents of all files are yielded before the second ones, so that a small `limit` covers many files.
+    Copies of held-out texts in other files, which some distributions have, are left out of training. The first documents
+    of all files are yielded before the second ones, so that a small `limit` covers many files.
     """
     if split not in ("train", "held_out"):
         raise ValueError(f"split is {split!r}, and must be 'train' or 'held_out'")
     pieces = [_pieces(name) for name in library_files() if is_held_out(name) == (split == "held_out")]
+    if split == "train":
+        held_out = {text for name in library_files() if is_held_out(name) for text in _pieces(name)}
+        pieces = [tuple(text for text in texts if text not in held_out) for texts in pieces]
     given = 0
     for index in range(max(map(len, pieces), default=0)):
         for texts in pieces:
