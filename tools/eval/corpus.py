@@ -46,7 +46,7 @@ def library_files() -> tuple[str, ...]:
 def documents(split: Split, limit: int | None = None) -> Iterator[str]:
     """Yield texts of at most about 1024 tokens, each from one file and cut between lines.
 
-    Copies of held-out texts in other files, which some distributions have, are left out of training. The first documents
+    Copies of held-out texts in other files, which some distributions have, are not in training. The first documents
     of all files are yielded before the second ones, so that a small `limit` covers many files.
     """
     if split not in ("train", "held_out"):

@@ -132,8 +132,8 @@ class EventStream(Response):
         try:
             async for prompt_index, chunks in session.stream(None if self._body is None else self._write_directly):
                 events = formatter.format(prompt_index, chunks)
-                receipt = chunks[-1].receipt
-                if self._receipts and receipt is not None and events:
+                receipt = chunks[-1].receipt if self._receipts and events else None
+                if receipt is not None:
                     events[-1] = events[-1].removesuffix(END) + b',"sidestream_receipt":' + encode(receipt) + END
                 last = session.complete
                 if last:
