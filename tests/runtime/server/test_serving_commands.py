@@ -164,8 +164,8 @@ def test_nothing_goes_by_the_clock_on_the_wall():
         if re.search(r"\btime\.time(_ns)?\(|\bdatetime\b(?! import timedelta)", path.read_text())
         and "gateway" not in path.relative_to(folder).parts  # which tells dates to its clients and logs
     }
-    allowed = {"chat_template_process.py", "engine.py", "logs.py", "requests.py", "saved_adapters.py"}
+    allowed = {"chat_template_process.py", "engine.py", "logs.py", "receipt.py", "requests.py", "saved_adapters.py"}
     assert users == allowed | {"sequence_states.py"}, (
-        "a chat template may ask for today's date, results say by the clock when their request came and started, files "
-        "and logs have its times, and stamps of adapters outlive the host's start"
+        "a chat template may ask for today's date, results say by the clock when their request came and started, files, "
+        "logs and receipts have its times, and stamps of adapters outlive the host's start"
     )
