@@ -166,6 +166,6 @@ def test_nothing_goes_by_the_clock_on_the_wall():
     }
     allowed = {"chat_template_process.py", "engine.py", "logs.py", "receipt.py", "requests.py", "saved_adapters.py"}
     assert users == allowed | {"sequence_states.py"}, (
-        "a chat template may ask for today's date, results say by the clock when their request came and started, files, "
-        "logs and receipts have its times, and stamps of adapters outlive the host's start"
+        "a chat template may ask for today's date, results say when their request came and started, files, logs "
+        "and receipts have its times, and stamps of adapters outlive the host's start"
     )
