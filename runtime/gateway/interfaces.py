@@ -57,6 +57,7 @@ class ModelInfo:
     sampling_defaults  values of fields that a request does not set
     created            seconds since the epoch
     max_adapters       adapter slots on the device
+    dtype              of hidden states, such as `torch.bfloat16`
     """
 
     name: str
@@ -68,6 +69,7 @@ class ModelInfo:
     admin: bool = False
     created: int = 0
     max_adapters: int = 0
+    dtype: str = ""
 
 
 @dataclass(frozen=True)

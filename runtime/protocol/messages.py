@@ -294,6 +294,7 @@ class Welcome(Message, tag="welcome", frozen=True):
     chat_template    the template without tools
     chat_templates   all templates by name, if there are others
     special_tokens   tokens that a template may insert, by name, such as `eos_token`
+    dtype            of hidden states, such as `torch.bfloat16`
     """
 
     server_version: Short
@@ -313,6 +314,7 @@ class Welcome(Message, tag="welcome", frozen=True):
     max_open_requests: Count = MAX_OPEN_REQUESTS
     heartbeat_seconds: float = HEARTBEAT_SECONDS
     silence_seconds: float = SILENCE_SECONDS
+    dtype: Short = ""
 
 
 class Accepted(Message, tag="accepted", frozen=True):

@@ -70,6 +70,7 @@ class Ready(Notice, frozen=True, tag="ready"):
     host_pages                KV pages in host memory
     left_out                  adapters that could not be read at a restart: name -> error for clients
     numerics                  see `Receipt`
+    dtype                     of hidden states, such as `torch.bfloat16`
     """
 
     vocabulary: int
@@ -97,6 +98,7 @@ class Ready(Notice, frozen=True, tag="ready"):
     left_out: dict[str, str] = {}
     host_pages: int = 0
     numerics: str = ""
+    dtype: str = ""
 
 
 class Alive(Notice, frozen=True, tag="alive"):

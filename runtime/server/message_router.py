@@ -245,6 +245,7 @@ class MessageRouter:
             chat_templates={} if templates.keys() <= {DEFAULT} else dict(templates),
             special_tokens=dict(tokens),
             sampling_defaults=self._defaults,
+            dtype=ready.dtype,
         )
 
     def _stats(self) -> dict[str, int | float]:

@@ -113,6 +113,7 @@ class ServedModel:
             lora_parts=[] if model.registry.lora is None else list(model.registry.lora.parts),
             max_adapter_sums=options.engine.max_adapter_sums,
             numerics=model.numerics,
+            dtype=str(model.compiled.options.model_dtype),
             left_out={name: _log_left_out(problem, name) for name, problem in refused.items()},
         )
 

@@ -60,7 +60,7 @@ class FakeEngines:
         self.gate.set()
         self.cards = [AdapterCard("pirate", 8, "aa"), AdapterCard("shout", 4, "bb")]
         self.status = GatewayHealth("ok")
-        self.info = ModelInfo("base", 256, 4096, True, ChatTemplates({"default": TEMPLATE}))
+        self.info = ModelInfo("base", 256, 4096, True, ChatTemplates({"default": TEMPLATE}), dtype="torch.bfloat16")
         self.calls: list[tuple[Any, ...]] = []
 
     async def start(self) -> None: ...

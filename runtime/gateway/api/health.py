@@ -55,9 +55,10 @@ class WorldSize(Answer, frozen=True, kw_only=True):
 
 
 class ModelConfig(Answer, frozen=True, kw_only=True):
-    """The base model. `logprobs_mode`: log-probabilities are of the raw logits."""
+    """The base model. `dtype`: of hidden states; `logprobs_mode`: log-probabilities are of the raw logits."""
 
     model: str
+    dtype: str
     max_model_len: int
     logprobs_mode: Literal["raw_logprobs"] = "raw_logprobs"
 
@@ -77,11 +78,12 @@ class ParallelConfig(Answer, frozen=True, kw_only=True):
 
 
 class ServerConfig(Answer, frozen=True, kw_only=True):
-    """Part of vLLM's config. `lora_config`: null without adapter slots."""
+    """Part of vLLM's config. `lora_config`: null without adapter slots; weights of the base model are not replaced."""
 
     model_config: ModelConfig
     lora_config: LoraConfig | None
     parallel_config: ParallelConfig
+    weight_transfer_config: None = None
 
 
 class ServerInfo(Answer, frozen=True, kw_only=True):
@@ -179,7 +181,7 @@ async def server_info(context: GatewayContext, request: Request) -> Response:
     model = await context.engines.model()
     rank = min(await _values_of_engines(context, "max_lora_rank", 0))
     config = ServerConfig(
-        model_config=ModelConfig(model=model.name, max_model_len=model.max_model_len),
+        model_config=ModelConfig(model=model.name, dtype=model.dtype, max_model_len=model.max_model_len),
         lora_config=LoraConfig(max_lora_rank=rank, max_loras=model.max_adapters) if model.max_adapters else None,
         parallel_config=ParallelConfig(
             tensor_parallel_size=max(await _values_of_engines(context, "tensor_parallel_size", 1))

@@ -242,6 +242,7 @@ class Router:
                 link.welcome.admin,
                 self._created,
                 link.welcome.max_adapter_slots,
+                link.welcome.dtype,
             )
             if self._model is None or not self._is_served_elsewhere(self._model, link):
                 self._model = model

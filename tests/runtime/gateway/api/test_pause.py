@@ -54,7 +54,8 @@ def test_the_config_is_that_of_the_engines():
     config = answer["vllm_config"]
     assert status == 200 and config["lora_config"] is None, "no slots"
     assert config["parallel_config"] == {"tensor_parallel_size": 2, "data_parallel_size": 1}
-    assert config["model_config"] == {"model": "base", "max_model_len": 4096, "logprobs_mode": "raw_logprobs"}
+    model = {"model": "base", "dtype": "torch.bfloat16", "max_model_len": 4096, "logprobs_mode": "raw_logprobs"}
+    assert config["model_config"] == model and config["weight_transfer_config"] is None
     engines = Two()
     engines.info = dataclasses.replace(engines.info, max_adapters=6)
     config = ask("GET", "/server_info", engines=engines)[1]["vllm_config"]

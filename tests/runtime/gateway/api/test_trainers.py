@@ -50,6 +50,8 @@ def test_a_new_policy_is_loaded_in_a_pause(trainer):
     assert info["lora_config"]["max_lora_rank"] >= 8 and info["lora_config"]["max_loras"] >= 1
     assert info["parallel_config"]["data_parallel_size"] == 1
     assert info["model_config"]["logprobs_mode"] == "raw_logprobs"
+    assert info["model_config"]["dtype"] == "torch.float32", "AsyncGRPO without LoRA compares it with its own"
+    assert info["weight_transfer_config"] is None, "GRPOTrainer says that it cannot replace weights"
     lora = {"lora_name": "policy-v0", "lora_path": str(root / "policy-v0"), "load_inplace": False}
     post(server, "/v1/load_lora_adapter", lora)
     greedy = {"temperature": 0.0, "max_tokens": 30, "ignore_eos": True}
