@@ -45,6 +45,7 @@ QUESTIONS = ("cublas", "prompt", "decode", "linear")
 BF16, INT8, INT32 = torch.bfloat16, torch.int8, torch.int32
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # Llama-3.1-8B's
 GROUP = HEADS // KV_HEADS
+DENSE = [name for name in LAYERS if not name.startswith("experts_")]
 TOKENS = (1, 8, 64, 256, 2048)  # rows of a linear
 MOST_LOGITS = 256  # rows of the output projection
 PLACE = 16  # first row of launches that start in the middle
@@ -83,7 +84,7 @@ class Batch(NamedTuple):
 def all_cases(models: Mapping[str, Any], device: str) -> Iterator[Case]:
     """Yield the cases of all questions; those of cuBLAS are the linears of the first model, without the logits."""
     first = dict([next(iter(models.items()))])
-    for job, _ in jobs_of(first, list(LAYERS[:-1]), [TOKENS[-1]], "int8"):
+    for job, _ in jobs_of(first, [name for name in DENSE if name != "lm_head"], [TOKENS[-1]], "int8"):
         yield "cublas", f"{job.layer} [{job.n}, {job.k}]", partial(measure_cublas, job.n, job.k, device)
     for chunk, wide in product(CHUNKS, (False, True)):
         if not wide or chunk >= FEWEST_TILES * tile_tokens(HEADS, KV_HEADS):  # others are not widened in a step
@@ -91,7 +92,7 @@ def all_cases(models: Mapping[str, Any], device: str) -> Iterator[Case]:
             yield "prompt", name, partial(measure_prompt, PROMPT, chunk, wide, device)
     for context, (name, forced) in product(CONTEXTS, FORCED.items()):
         yield "decode", f"{context} tokens, forced: {name}", partial(measure_decode, context, forced, device)
-    for job, _ in jobs_of(dict(models), list(LAYERS), [TOKENS[-1]], "int8"):
+    for job, _ in jobs_of(dict(models), DENSE, [TOKENS[-1]], "int8"):
         counts = tuple(count for count in TOKENS if job.layer != "lm_head" or count <= MOST_LOGITS)
         yield "linear", f"{job.layer} [{job.n}, {job.k}]", partial(measure_linear, job.n, job.k, counts, device)
 
