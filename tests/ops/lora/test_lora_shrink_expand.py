@@ -261,7 +261,7 @@ LINEARS = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 8, 64, 256, 2048])
-@pytest.mark.parametrize("ranks", [16, 32, 64])
+@pytest.mark.parametrize("ranks", [16, 32, 64, 144, 256])
 @pytest.mark.parametrize("linear", LINEARS)
 @pytest.mark.parametrize("stored", ["bf16", "fp8", "fp8 x", "int8", "int8 x"])
 def test_on_the_gpu(stored: str, linear: str, ranks: int, tokens: int) -> None:
