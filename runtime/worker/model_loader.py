@@ -122,6 +122,15 @@ class Model:
 
         Raises errors as `add_adapter` does, and VersionConflictError; the adapters are then unchanged.
         """
+        update = self.stage_update(name, handle, version, switch)
+        try:
+            return update, self.publish_update(update)
+        except BaseException:
+            self.drop_update(update.number)
+            raise
+
+    def stage_update(self, name: str, handle: int, version: int | None, switch: bool) -> RegisteredAdapter:
+        """Read an update into host memory, without a name yet; see `update_adapter`."""
         if self.runner.slot_loader is None:
             raise RequestError(
                 "the engine was started without adapters; give at least one in adapters={name: path}, or "
@@ -135,10 +144,19 @@ class Model:
                     "requests cannot switch to it; give inflight='pin'"
                 )
             self.runner.slot_loader.prefetch([update.number])
-            return update, self.registry.publish(update, self.options.engine.adapter_versions)
         except BaseException:
-            self.runner.slot_loader.drop(update.number)
+            self.drop_update(update.number)
             raise
+        return update
+
+    def publish_update(self, update: RegisteredAdapter) -> list[int]:
+        """See `AdapterRegistry.publish`."""
+        return self.registry.publish(update, self.options.engine.adapter_versions)
+
+    def drop_update(self, number: int) -> None:
+        """Delete a staged update."""
+        if self.runner.slot_loader is not None:
+            self.runner.slot_loader.drop(number)
 
     def add_sum(self, number: int, parts: Sequence[tuple[int, float]]) -> None:
         """See `AdapterRegistry.add_sum`; `runner.forget_adapter` deletes the sum."""

@@ -1,5 +1,6 @@
 """A tensor-parallel model on rank 0, the process that has the requests: each call is sent to the peers first."""
 
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +18,8 @@ from ....graphs.checkpoint import CheckpointError
 from ....ops.collectives.tensor_parallel_group import RankGroup
 from ...adapters.registry import RegisteredAdapter
 from ...adapters.slot_loader import LoadReport
-from ...api.errors import CapacityError, RequestError
+from ...api.adapter_versions import version_of
+from ...api.errors import CapacityError
 from ...engine.resolve import LoadOptions
 from ...quantization.rounded_weights import RoundingError
 from ...scheduler.step_codec import pack_masks, pack_plan
@@ -29,11 +31,13 @@ from .peer_messages import (
     AddAdapter,
     AddSum,
     CopyPages,
+    EndUpdate,
     ForgetAdapter,
     PeerSettings,
     RemoveAdapter,
     RestrictAdapters,
     Sleep,
+    StageUpdate,
     StartLoad,
     WakeUp,
     as_builtins,
@@ -214,11 +218,22 @@ class ParallelModel(Model):
     def update_adapter(
         self, name: str, handle: int, version: int | None = None, switch: bool = False
     ) -> tuple[RegisteredAdapter, list[int]]:
-        """Raise RequestError: see `Model.update_adapter`."""
-        raise RequestError(
-            f"adapter {name!r} cannot be updated from memory with tensor_parallel_size above 1; save it with peft's "
-            "save_pretrained and add it with replace=True"
-        )
+        """See `Model.update_adapter`; all ranks have the update before it gets its name. Raises RankError too."""
+        update = self.stage_update(name, handle, version, switch)
+        published = False
+        try:
+            path, made = f"/proc/{os.getpid()}/fd/{handle}", version_of(update.name)
+            self.peers.send_order(StageUpdate(name, path, made, update.number, update.content_hash))
+            error = next((each["error"] for each in self.peers.wait_for("added") if each["error"]), None)
+            if error is not None:
+                raise AdapterError(error)
+            gone = self.publish_update(update)
+            published = True
+        finally:
+            if not published:
+                self.drop_update(update.number)
+            self.peers.send_order(EndUpdate(update.number, published))
+        return update, gone
 
     def add_sum(self, number: int, parts: Sequence[tuple[int, float]]) -> None:
         """See `Model.add_sum`. Raises RankError too."""

@@ -41,6 +41,23 @@ class AddAdapter(Struct, frozen=True, tag="add"):
     content_hash: str
 
 
+class StageUpdate(Struct, frozen=True, tag="stage"):
+    """See `Model.stage_update`. The file's `path` can be opened as long as rank 0 waits."""
+
+    name: str
+    path: str
+    version: int
+    number: int
+    content_hash: str
+
+
+class EndUpdate(Struct, frozen=True, tag="end_update"):
+    """Publish a staged update, or drop it."""
+
+    number: int
+    publish: bool
+
+
 class AddSum(Struct, frozen=True, tag="add_sum"):
     """See `Model.add_sum`."""
 
@@ -91,7 +108,19 @@ class WakeUp(Struct, frozen=True, tag="wake"):
     tags: list[str]
 
 
-Order = AddAdapter | AddSum | RemoveAdapter | RestrictAdapters | StartLoad | CopyPages | ForgetAdapter | Sleep | WakeUp
+Order = (
+    AddAdapter
+    | StageUpdate
+    | EndUpdate
+    | AddSum
+    | RemoveAdapter
+    | RestrictAdapters
+    | StartLoad
+    | CopyPages
+    | ForgetAdapter
+    | Sleep
+    | WakeUp
+)
 encode_order = msgspec.msgpack.Encoder().encode
 decode_order = msgspec.msgpack.Decoder(Order).decode
 

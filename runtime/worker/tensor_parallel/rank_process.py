@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from ...adapters.registry import RegisteredAdapter
 from ...processes.channel import Channel, ChannelClosed
 from ...processes.garbage_collection import raise_gc_thresholds
 from ...processes.logs import configure_logging
@@ -25,10 +26,12 @@ from .peer_messages import (
     AddAdapter,
     AddSum,
     CopyPages,
+    EndUpdate,
     ForgetAdapter,
     PeerSettings,
     RestrictAdapters,
     Sleep,
+    StageUpdate,
     StartLoad,
     WakeUp,
     decode_order,
@@ -50,6 +53,7 @@ class _RankProcess:
         self._channel, self._settings, self._ring, self._store_fd = channel, settings, ring, store_fd
         self._work: queue.SimpleQueue[Work] = queue.SimpleQueue()
         self._adapter_orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._staged: RegisteredAdapter | None = None  # an update without a name yet
         self._handles: deque[Any] = deque()
         self._num_loads = 0
         threading.Thread(target=self._receive, name="rank 0", daemon=True).start()
@@ -146,18 +150,25 @@ class _RankProcess:
         """The thread that reads adapters from disk."""
         while True:
             order = self._adapter_orders.get()
-            if isinstance(order, AddAdapter):
+            if isinstance(order, (AddAdapter, StageUpdate)):
                 self._channel.send({"event": "added", "error": self._add(order)})
+            elif isinstance(order, EndUpdate):
+                self._end_update(order)
             elif isinstance(order, RestrictAdapters):
                 self._model.restrict_adapters(order.roots)
             elif order.name in self._model.registry.numbers:
                 self._model.remove_adapter(order.name)
 
-    def _add(self, order: AddAdapter) -> str | None:
-        """Add an adapter; return the error, if any."""
+    def _add(self, order: AddAdapter | StageUpdate) -> str | None:
+        """Add an adapter, or stage an update; return the error, if any."""
         self._model.registry.set_next_number(order.number)
         try:
-            adapter = self._model.add_adapter(order.name, order.path, order.replace)
+            if isinstance(order, AddAdapter):
+                adapter = self._model.add_adapter(order.name, order.path, order.replace)
+            else:
+                with open(order.path, "rb") as file:
+                    adapter = self._model.stage_update(order.name, file.fileno(), order.version, switch=False)
+                self._staged = adapter
         except (ValueError, OSError) as error:
             return f"adapter {order.name!r}: {error}"
         except Exception:
@@ -166,6 +177,15 @@ class _RankProcess:
         if adapter.content_hash != order.content_hash:
             return f"adapter {order.name!r}: its files have changed while the ranks read them; load it again"
         return None
+
+    def _end_update(self, order: EndUpdate) -> None:
+        staged, self._staged = self._staged, None
+        if staged is None or staged.number != order.number:
+            return
+        if order.publish:
+            self._model.publish_update(staged)
+        else:
+            self._model.drop_update(staged.number)
 
 
 def main() -> NoReturn:

@@ -2,6 +2,7 @@
 together.
 """
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -9,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from sidestream import LLM, SamplingParams
+from safetensors.torch import load_file
+from sidestream import LLM, SamplingParams, VersionConflictError
 from sidestream.compiler.options import OptionError
+from sidestream.graphs.adapter_config import CONFIG, AdapterError
+from sidestream.graphs.model_directory import WEIGHTS
 from sidestream.ops.core.kv_layout import PAGE_SIZE
-from sidestream.runtime.api.errors import RequestError
 from sidestream.runtime.worker.tensor_parallel.parallel_model import ParallelModel
 from sidestream.runtime.worker.tensor_parallel.peers import RankError
 from support.tiny import AdapterSpec, tiny_adapters, tiny_llama
@@ -38,6 +41,11 @@ SIZES: dict[str, Any] = {
 }
 
 
+def memory_of(adapter: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """An adapter's tensors and config, as a trainer has them."""
+    return load_file(adapter / WEIGHTS), json.loads((adapter / CONFIG).read_text())
+
+
 def answers(llm: LLM, adapters: list[Any]) -> list[list[int]]:
     return [
         output.outputs[0].token_ids
@@ -57,7 +65,7 @@ def cached(llm: LLM) -> list[list[int]]:
 
 
 @pytest.mark.first
-def test_two_ranks_answer_as_one_process_does_and_end_together(tmp_path: Path) -> None:
+def test_two_ranks_answer_as_one_process_does_and_end_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = tiny_llama(tmp_path, num_hidden_layers=1, num_key_value_heads=1, tokenizer=True)
     activated = AdapterSpec(rank=7, extra={"alora_invocation_tokens": list(b"er")})  # aLoRA, not in the first prompt
     one, two, three = tiny_adapters(base, [AdapterSpec(rank=4), activated, AdapterSpec(rank=5)])
@@ -72,7 +80,19 @@ def test_two_ranks_answer_as_one_process_does_and_end_together(tmp_path: Path) -
         results = [answers(llm, batch) for batch in batches]
         llm.remove_adapter("one")
         llm.add_adapter("one", two)
-        found.append([*results, answers(llm, ["one", None, "three"]), cached(llm)])
+        results.append(answers(llm, ["one", None, "three"]))
+        expected = answers(llm, ["three", "three", None])
+        for adapter in (one, three):
+            llm.update_adapter("policy", *memory_of(adapter))
+        assert answers(llm, ["policy", "policy@2", None]) == expected
+        tensors, config = memory_of(one)
+        with pytest.raises(AdapterError, match="NaN"):
+            llm.update_adapter("policy", {name: each * float("nan") for name, each in tensors.items()}, config)
+        llm.update_adapter("policy", tensors, config, version=7)
+        results.append(answers(llm, ["policy@1", "policy@2", "policy"]))
+        with pytest.raises(VersionConflictError, match="7"):
+            llm.update_adapter("policy", tensors, config, version=7)
+        found.append([*results, cached(llm)])
         assert llm.engine.scheduler.stats().prefix_host_hits >= 4 * PAGE_SIZE
         if ranks == 1:
             llm.close()
@@ -87,10 +107,16 @@ def test_two_ranks_answer_as_one_process_does_and_end_together(tmp_path: Path) -
     assert [score.logprobs.tolist() for score in scores] == [
         [next(iter(entry.values())).logprob for entry in each.logprobs] for each in rollouts
     ]
-    with pytest.raises(RequestError, match="save_pretrained"):
-        llm.update_adapter("one", {"a": torch.zeros(1)}, {})
     parallel = llm.model
     assert isinstance(parallel, ParallelModel)
+    before = answers(llm, ["policy@1", "policy@2", "policy"])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: 0)  # so the peer cannot open the tensors
+        with pytest.raises(AdapterError, match="No such file"):
+            llm.update_adapter("policy", tensors, config)
+    assert answers(llm, ["policy@1", "policy@2", "policy"]) == before
+    assert llm.update_adapter("policy", tensors, config).version == 8
+    assert answers(llm, ["policy@1", "policy@2", "policy@8"]) == before
     with pytest.raises(OptionError, match="has a process group of torch"):
         LLM(base.path, tensor_parallel_size=2, **{**SIZES, "max_loras": None})
     (peer,) = (child.process for child in parallel.peers._children.values())
