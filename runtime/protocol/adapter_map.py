@@ -31,6 +31,16 @@ class Stamp(Struct, frozen=True, array_like=True, order=True):
     counter: Annotated[int, Meta(ge=0, le=MAX_COUNTER)] = 0
     node: Annotated[str, Meta(max_length=64)] = ""
 
+    @property
+    def undo(self) -> "Stamp":
+        """The stamp that undoes this change: later than it, and earlier than all changes after it."""
+        return Stamp(self.milliseconds, self.counter, f"{self.node}~")
+
+    @property
+    def undone(self) -> "Stamp":
+        """The stamp of the change that this one undoes, possibly again; itself if it undoes none."""
+        return Stamp(self.milliseconds, self.counter, self.node.rstrip("~"))
+
 
 FIRST = Stamp()
 
@@ -109,6 +119,7 @@ class AdapterMap:
         self.entries: dict[str, AdapterEntry] = {}
         self.sequence = 0
         self._merged: dict[str, int] = {}
+        self._former: dict[str, AdapterEntry] = {}
         self._max_tombstones = max_tombstones
         self._tombstones = 0
         self._floor = Stamp()  # of the latest tombstone that was dropped
@@ -117,9 +128,12 @@ class AdapterMap:
 
     def merge(self, entry: AdapterEntry) -> bool:
         """Keep an entry if it is newer than the name's own. Returns whether it is."""
-        if not entry.is_newer(self.entries.get(entry.name)) or self.is_outdated(entry.name, entry.stamp):
+        former = self.entries.get(entry.name)
+        if not entry.is_newer(former) or self.is_outdated(entry.name, entry.stamp):
             return False
         self._remove(entry.name)
+        if former is not None and former.stamp.undone != entry.stamp.undone:
+            self._former[entry.name] = former
         self.sequence += 1
         self.entries[entry.name], self._merged[entry.name] = entry, self.sequence
         if entry.path is None:
@@ -127,6 +141,13 @@ class AdapterMap:
             if self._tombstones > self._max_tombstones:
                 self._drop_oldest_tombstone()
         return True
+
+    def former(self, name: str) -> AdapterEntry | None:
+        """Return what the last change of a name replaced here; where that undoes a change, what this one replaced.
+
+        Several routers pass on a change and its undoing. Only this map may have what was replaced.
+        """
+        return self._former.get(name)
 
     def is_outdated(self, name: str, stamp: Stamp) -> bool:
         """Return whether a change of this name is older than its last one, or than a tombstone that was dropped."""
@@ -143,6 +164,7 @@ class AdapterMap:
         oldest = min((each for each in self.entries.values() if each.path is None), key=lambda each: each.stamp)
         self._floor = max(self._floor, oldest.stamp)
         self._remove(oldest.name)
+        self._former.pop(oldest.name, None)
 
     def loaded(self, name: str) -> AdapterEntry | None:
         """Return the entry of a loaded adapter; None if it was not loaded, or unloaded."""

@@ -114,13 +114,12 @@ class AdapterRequests:
         return entry
 
     def _merge(self, entry: AdapterEntry) -> AdapterEntry | None:
-        """Keep an entry if it is newer. Return the one that it replaced."""
-        former = self._map.entries.get(entry.name)
-        if not self._map.merge(entry):
-            return None
-        self._on_change(entry)
-        self._name_sum(entry)
-        return former
+        """Keep an entry if it is newer. Return the one that it replaced, also if another router passed it on before."""
+        if self._map.merge(entry):
+            self._on_change(entry)
+            self._name_sum(entry)
+        last = self._map.entries.get(entry.name)
+        return self._map.former(entry.name) if last is not None and last.stamp == entry.stamp else None
 
     def _name_sum(self, entry: AdapterEntry) -> None:
         self._state.named_sums.pop(entry.name, None)

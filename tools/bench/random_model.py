@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,14 +97,14 @@ def write_random_adapters(
 
 
 def write_tokenizer(file: Path, vocabulary: int) -> None:
-    """Return a byte-level tokenizer.json of `vocabulary` tokens: the 256 bytes, then pairs and triples of letters.
+    """Return a byte-level tokenizer.json of `vocabulary` tokens: the 256 bytes, then words of two to four letters.
 
-    Only outputs can have the pairs and triples.
+    Only outputs can have the words.
     """
     alphabet = letters()
     names = {letter: byte for byte, letter in enumerate(alphabet[:vocabulary])}
     small = [letter for letter in alphabet if letter.isalpha() and letter.isascii()]
-    words = (first + second + third for third in ["", *small] for first in small for second in small)
+    words = ("".join(word) for length in (2, 3, 4) for word in product(small, repeat=length))
     for number in range(len(names), vocabulary):
         names[next(words)] = number
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}

@@ -58,7 +58,7 @@ class AdapterCatalogue:
 
     def undo(self, entry: AdapterEntry, former: AdapterEntry | None) -> AdapterEntry:
         """Return a change that restores `former`: later than `entry`, and earlier than all changes after `entry`."""
-        stamp = structs.replace(entry.stamp, node=f"{entry.stamp.node}~")
+        stamp = entry.stamp.undo
         return AdapterEntry(entry.name, stamp) if former is None else structs.replace(former, stamp=stamp)
 
     @contextmanager

@@ -98,3 +98,19 @@ def test_a_reader_of_changes_gets_the_map(entries: list[AdapterEntry], limit: in
     assert copy.entries == source.entries
     assert source.changes(after, limit) == ([], source.sequence)
     assert AdapterMap(source.changes(10**6, 99)[0]).entries == source.entries, "a number of an earlier map"
+
+
+def test_an_undone_change_tells_what_it_had_replaced() -> None:
+    """Also after it was undone again, and no more once its name is forgotten."""
+    first, refused = AdapterEntry("a", Stamp(1, 0, "x"), "/1"), AdapterEntry("a", Stamp(2, 0, "y"), "/2")
+    undone = AdapterEntry("a", refused.stamp.undo)
+    changed = AdapterMap([first, refused])
+    assert changed.former("a") == first
+    for entry in (undone, AdapterEntry("a", undone.stamp.undo)):
+        assert changed.merge(entry)
+        assert entry.stamp.undone == refused.stamp and changed.former("a") == first
+    later = AdapterEntry("a", Stamp(2, 1, "x"), "/3")
+    assert undone.stamp < later.stamp and changed.merge(later)
+    assert changed.former("a") == AdapterEntry("a", undone.stamp.undo)
+    few = AdapterMap([first, undone], max_tombstones=0)
+    assert few.former("a") is None and not few.entries

@@ -202,6 +202,18 @@ class Changes(RuleBasedStateMachine):
         assert not (old.precedes(new) and new.acknowledged < math.inf), f"{later} after {earlier}"
 
 
+def test_a_version_that_a_refused_load_replaced_comes_back(caplog: pytest.LogCaptureFixture) -> None:
+    """One gateway's load is refused by the engine that another client changes; the other gateway passes it on."""
+    caplog.set_level(logging.CRITICAL)
+    for start in range(40):
+        changes = Changes()
+        changes.begin(seed=start)
+        changes.advance(seconds=0.1)
+        changes.change_at_engine(engine=0, name="y", path="/v1")
+        changes.load(gateway=0, name="y", path="/v1", replace=False)
+        changes.teardown()
+
+
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_changes_at_once_lose_nothing_and_mix_nothing(
     pytestconfig: pytest.Config, caplog: pytest.LogCaptureFixture, shard: int
