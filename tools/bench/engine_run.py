@@ -13,6 +13,7 @@ imports no other file of Sidestream, so that the Python with vLLM can run it by 
 Each line of stdout that begins with RESULT has a JSON object: the engine's version and start, then each load.
 """
 
+import itertools
 import json
 import random
 import statistics
@@ -51,6 +52,30 @@ def measure(
     return middle, 100 * (max(steps) - min(steps)) / middle, statistics.median(wholes)
 
 
+def draw_larger_weights() -> None:
+    """Let vLLM draw dummy weights of the size of a trained model's, and other ones for each tensor.
+
+    Its own are at most 0.001, and the same for all tensors of a size: of a mixture of experts few experts are read.
+    """
+    from vllm.model_executor.model_loader import dummy_loader, weight_utils
+
+    seeds = itertools.count()
+
+    def draw(tensor: Any, *_: Any) -> None:
+        import torch
+
+        if tensor.device.type == "meta" or not tensor.is_floating_point():
+            return
+        generator = torch.Generator(tensor.device).manual_seed(next(seeds))
+        low, high = (0.9, 1.1) if tensor.dim() < 2 else (-0.035, 0.035)  # norms and scales; matrices
+        drawn = torch.empty(tensor.shape, dtype=torch.bfloat16, device=tensor.device)
+        with torch.no_grad():
+            tensor.copy_(drawn.uniform_(low, high, generator=generator).to(tensor.dtype))
+
+    for module in (weight_utils, dummy_loader):  # the engine's process is a fork of this one
+        module.initialize_single_dummy_weight = draw
+
+
 class Engine:
     """The engine of a job; every adapter has answered once."""
 
@@ -61,6 +86,8 @@ class Engine:
         self.adapters = [
             lora.LoRARequest(f"adapter-{index}", index + 1, path) for index, path in enumerate(job["adapters"])
         ]
+        if job["engine"] == "vllm" and job["arguments"].get("load_format") == "dummy":
+            draw_larger_weights()
         started = time.perf_counter()
         self.llm = self.module.LLM(**job["arguments"])
         self.seconds = time.perf_counter() - started

@@ -8,7 +8,9 @@ from safetensors.torch import load_file
 from sidestream.graphs.adapter import load_adapter
 from sidestream.graphs.config import LlamaConfig
 from sidestream.tools.bench.floors import adapter_bytes
-from sidestream.tools.bench.random_model import write_random_adapter
+from sidestream.tools.bench.random_model import write_random_adapter, write_tokenizer
+from sidestream.tools.options.models import SHAPES
+from tokenizers import Tokenizer
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -39,3 +41,10 @@ def test_the_seed_decides(tmp_path: Path) -> None:
     )
     assert all(torch.equal(first[name], same[name]) for name in first)
     assert not any(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_a_tokenizer_has_as_many_tokens_as_asked_for(tmp_path: Path) -> None:
+    """The largest vocabulary of --shape is Qwen's."""
+    largest = max(shape["vocab_size"] for shape in SHAPES.values())
+    write_tokenizer(tmp_path / "tokenizer.json", largest)
+    assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).get_vocab_size() == largest
