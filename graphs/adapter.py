@@ -225,9 +225,10 @@ def _content_hash(file: AdapterFile, found: Description, rows: Mapping[str, Chan
     def digest(module: str) -> bytes:
         form = "mlx" if found.mlx else found.stacked if is_stack(module) else ""
         digest = hashlib.sha256(f"{module} {found.scaling.get(module)!r}\n{form}".encode())
+        kinds = {name: kind for kind, name in found.parts.get(module, {}).items()}  # their shapes may be equal
         for name in found.names_of(module):
             place = found.layout.places[name]
-            digest.update(f"{FLOATING[place.dtype]} {list(place.shape)}\n".encode())
+            digest.update(f"{kinds.get(name, '')}{FLOATING[place.dtype]} {list(place.shape)}\n".encode())
             digest.update(file.data(name).data)
         return digest.digest()
 
