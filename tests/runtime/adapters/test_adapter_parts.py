@@ -101,7 +101,7 @@ def test_parts_that_the_engine_was_not_started_with(base: TinyBase, paths: dict[
     with pytest.raises(OptionError, match=r"adapter 'dora': .*--lora-parts bias dora"):
         LLM(base.path, {"dora": paths["dora"]}, lora_parts=["bias"], **SMALL)
     for wrong in ("gain", ["dora", 3], 3):
-        with pytest.raises(OptionError, match=r"lora_parts=.* must be some of dora, bias, or \[\] for none"):
+        with pytest.raises(OptionError, match=r"lora_parts=.* must be some of dora, ia3, bias, or \[\] for none"):
             LLM(base.path, {"dora": paths["dora"]}, lora_parts=wrong, **SMALL)
 
 
