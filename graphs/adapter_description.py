@@ -125,6 +125,9 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         modules, count = {*_lora_modules(config), *graph_modules(config)}, len(self.vocabulary)
         if self.stacked not in ("", STACKED, TRANSPOSED):
             raise ValueError("a layout that does not exist")
+        kinds = {kind for tensors in self.parts.values() for kind in tensors}
+        if not kinds <= PART_OF.keys() or not (self.pairs or kinds & {OUTPUTS, INPUTS}):
+            raise ValueError("a kind of tensor that does not exist, or neither LoRA nor IA3")
         for module in self.modules:
             names = self.names_of(module)
             if module not in modules or not all(name in self.layout.places for name in names):
@@ -136,11 +139,7 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if _check_shapes(self.layout, module, pair, config, self.form, self.stacked) > max_rank:
                 raise ValueError("a rank above the limit")
         _check_parts(self.layout, self.parts, config, self.form)
-        if (
-            not (self.pairs or "ia3" in self.kinds(config))
-            or self.scaling.keys() != self.pairs.keys()
-            or count != len(self.layout.places)
-        ):
+        if self.scaling.keys() != self.pairs.keys() or count != len(self.layout.places):
             raise ValueError("modules and tensors that do not match")
         if not all(math.isfinite(scale) for scale in self.scaling.values()):
             raise ValueError("a scaling that is not a finite number")

@@ -27,7 +27,7 @@ PHI = [
     {"target_modules": r".*\.(o_proj|down_proj)", "feedforward_modules": r".*\.down_proj"},
 ]
 BASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
-    "llama": ({"mlp_bias": True, "attention_bias": True}, [PAPER, EVERYWHERE, OUTPUTS]),
+    "llama": ({"mlp_bias": True, "attention_bias": True, "num_hidden_layers": 1}, [PAPER, EVERYWHERE, OUTPUTS]),
     "qwen2": ({}, [PAPER, EVERYWHERE]),
     "granite": ({}, [PAPER, EVERYWHERE]),
     "qwen3": ({}, [EVERYWHERE]),

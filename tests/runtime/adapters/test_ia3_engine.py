@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from sidestream.graphs.adapter import load_adapter
 from sidestream.graphs.adapter_config import CONFIG, AdapterError
+from sidestream.graphs.adapter_description import describe_adapter
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.lora import LoraShape
 from sidestream.graphs.lora_stacks import check_fits
@@ -114,6 +116,20 @@ def test_an_engine_without_its_parts(tmp_path: Path, base: TinyBase, paths: dict
     check_fits(paper, LoraShape(1, 16, parts=("dora",)))
     with pytest.raises(ValueError, match=r"on k_proj, v_proj, up_proj does not fit .*lora_target_modules"):
         check_fits(paper, LoraShape(1, 16, ("q_proj",), ("ia3",)))
+
+
+def test_descriptions_from_a_damaged_process(base: TinyBase, paths: dict[str, Path]) -> None:
+    config = LlamaConfig.from_directory(base.path)
+    found = describe_adapter(paths["paper"], config, 16)
+    found.check(config, 16)
+    home = "model.layers.0."
+    for module, kind in (("mlp.down_proj", "ia3_inputs"), ("self_attn.q_proj", "ia3"), ("mlp.up_proj", "magnitude")):
+        parts = {name: tensors for name, tensors in found.parts.items() if not name.endswith("up_proj")}
+        with pytest.raises(ValueError, match=r"expected|do not match"):
+            replace(found, parts=parts | {f"{home}{module}": {kind: DOWN}}).check(config, 16)
+    for parts in ({}, {f"{home}mlp.up_proj": {"gain": DOWN}}, {f"{home}mlp.up_proj": {"bias": DOWN}}):
+        with pytest.raises(ValueError, match="a kind of tensor that does not exist"):
+            replace(found, parts=parts).check(config, 16)
 
 
 def test_a_base_with_biases(tmp_path: Path) -> None:
