@@ -132,6 +132,20 @@ def test_descriptions_from_a_damaged_process(base: TinyBase, paths: dict[str, Pa
             replace(found, parts=parts).check(config, 16)
 
 
+def test_shapes_decide_where_the_config_does_not(base: TinyBase, paths: dict[str, Path], tmp_path: Path) -> None:
+    """null stands for PEFT's defaults of the model, and RE2 has no look-around."""
+    config = LlamaConfig.from_directory(base.path)
+    want = load_adapter(paths["paper"], config, 16).content_hash
+    for number, fields in enumerate(
+        ({"feedforward_modules": "(?!x).*down_proj"}, {"target_modules": None, "feedforward_modules": None})
+    ):
+        changed = Path(shutil.copytree(paths["paper"], tmp_path / str(number)))
+        (changed / CONFIG).write_text(json.dumps(stored(changed)[1] | fields))
+        found = load_adapter(changed, config, 16)
+        assert found.content_hash == want and found.targets == ("k_proj", "v_proj", "up_proj")
+        assert not found.differences
+
+
 def test_a_base_with_biases(tmp_path: Path) -> None:
     base = tiny_model(tmp_path, "Qwen2", num_hidden_layers=1)
     (adapter,) = ia3_adapters(base, [PAPER])
