@@ -21,10 +21,11 @@ adapter             one adapter, read from its directory and checked against the
 adapter_names       names of tensors, and settings of mlx_lm, in PEFT's spelling
 adapter_config      adapter_config.json: honoured, harmless and refused fields
 adapter_description an adapter's config and header, checked against the base; needs no torch
+ia3                 vectors of IA3: the outputs that they multiply
 adapter_vocabulary  an adapter's whole matrices and trained tokens of the embedding and the output head
 peft_patterns       PEFT's matching of module names, in linear time
 vocabulary_rows     changed rows of the embedding and the output head as low-rank updates
-lora_stacks         an adapter as one slot of the stacks that the graph reads; gains of DoRA, shifts of biases
+lora_stacks         an adapter as one slot of the stacks that the graph reads; gains of DoRA and IA3, shifts of biases
 
 draft/              trained drafts: EAGLE-3 heads
 

@@ -1,4 +1,4 @@
-"""One PEFT LoRA adapter, read from disk and checked against its config and the base; unsupported parts are refused."""
+"""One PEFT adapter, read from disk and checked against its config and the base; unsupported parts are refused."""
 
 import hashlib
 import logging
@@ -17,6 +17,7 @@ from .families import EXPERT_TARGETS, VOCABULARY_TARGETS
 from .files.adapter_file import AdapterFile, readers
 from .files.safetensors_file import FLOATING
 from .head_layout import arranged
+from .ia3 import BIASED_FACTORS, FACTORS, INPUTS, OUTPUTS
 from .moe.adapter_layouts import is_expert, is_stack, parts_of, target_of, unpacked
 from .vocabulary_rows import ChangedRows, changed_rows, remedy
 
@@ -41,9 +42,9 @@ DescribeUpdate = Callable[[int, LlamaConfig, int, bool], Description]
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter without a name.
+    """An adapter without a name.
 
-    rank          the largest r, but of experts
+    rank          the largest r, but of experts; 0: it has no LoRA (IA3)
     expert_rank   the largest r of experts; 0: it has none
     scaling       module (`model.layers.0.self_attn.q_proj`) -> factor of B A
     tensors       module -> A [r, in] and B [out, r] as stored, with the graph's head layout. Experts are modules
@@ -56,8 +57,8 @@ class Adapter:
     invocation    token ids from whose last occurrence in a prompt on it is active (aLoRA); (): always
     draft         its adapter for a trained draft; it changes no output, but the content_hash includes it
     kinds         its parts besides LoRA, of ADAPTER_PARTS
-    parts         module -> kind -> tensor, fp32, with the graph's head layout; the kinds of PART_OF, and after
-                  `lora_stacks.resolved` the stacks of PROJECTION_STACKS
+    parts         module -> kind -> tensor, fp32, with the graph's head layout; the kinds of PART_OF, of IA3
+                  FACTORS or BIASED_FACTORS, and after `lora_stacks.resolved` the stacks of PROJECTION_STACKS
     """
 
     rank: int
@@ -84,6 +85,11 @@ class Adapter:
     def needs_parts(self) -> bool:
         """Whether its steps run programs with parts: for `kinds`, and for LoRA on the embedding or the output head."""
         return bool(self.kinds or set(self.targets) & set(VOCABULARY_TARGETS))
+
+    @property
+    def is_read(self) -> bool:
+        """Whether it has its tensors."""
+        return bool(self.tensors or self.parts)
 
     @property
     def bare(self) -> "Adapter":
@@ -184,8 +190,11 @@ def _read(
             tensors[module] = a, b
         for module, names in found.parts.items():
             vectors = {kind: _vector(file, module, form.weights, kind, name) for kind, name in names.items()}
+            if vectors.keys() & {OUTPUTS, INPUTS}:
+                kind = BIASED_FACTORS if module in config.biased_modules() else FACTORS
+                vectors = {kind: _factors(vectors, config.stored_shape(module)[0])}
             for part, row, end in config.parts_of(module):
-                parts[part] = {kind: arranged(config, part, "bias", value[row:end]) for kind, value in vectors.items()}
+                parts[part] = {kind: arranged(config, part, kind, value[row:end]) for kind, value in vectors.items()}
     return Adapter(
         rank=max((rank for module, rank in ranks.items() if not is_expert(module)), default=0),
         expert_rank=max((rank for module, rank in ranks.items() if is_expert(module)), default=0),
@@ -195,7 +204,7 @@ def _read(
         content_hash=content_hash,
         differences=found.differences,
         source=source,
-        kinds=found.kinds,
+        kinds=found.kinds(config),
         parts=parts,
         invocation=found.invocation,
     )
@@ -209,7 +218,7 @@ def _targets(config: LlamaConfig, modules: Iterable[str]) -> tuple[str, ...]:
 
 def _vector(file: AdapterFile, module: str, weights: str, kind: str, name: str) -> torch.Tensor:
     """Return a part's tensor [N] in fp32. Raises AdapterError for a magnitude that is not positive."""
-    value = file.tensor(name).float()
+    value = file.tensor(name).float().flatten()
     if kind == "magnitude" and not bool((value > 0).all()):
         row = int((value <= 0).nonzero()[0])
         raise AdapterError(
@@ -219,15 +228,24 @@ def _vector(file: AdapterFile, module: str, weights: str, kind: str, name: str) 
     return value
 
 
+def _factors(vectors: Mapping[str, torch.Tensor], outputs: int) -> torch.Tensor:
+    """Return the product of IA3's vectors of a module [N]; those of down_proj's inputs are of its last outputs."""
+    factors = torch.ones(outputs)
+    for vector in vectors.values():
+        factors[-len(vector) :] *= vector
+    return factors
+
+
 def _content_hash(file: AdapterFile, found: Description, rows: Mapping[str, ChangedRows]) -> str:
     """Return a sha256 (hex) over the modules' digests; several threads compute these."""
 
     def digest(module: str) -> bytes:
         form = "mlx" if found.mlx else found.stacked if is_stack(module) else ""
         digest = hashlib.sha256(f"{module} {found.scaling.get(module)!r}\n{form}".encode())
+        kinds = {name: kind for kind, name in found.parts.get(module, {}).items()}  # their shapes may be equal
         for name in found.names_of(module):
             place = found.layout.places[name]
-            digest.update(f"{FLOATING[place.dtype]} {list(place.shape)}\n".encode())
+            digest.update(f"{kinds.get(name, '')}{FLOATING[place.dtype]} {list(place.shape)}\n".encode())
             digest.update(file.data(name).data)
         return digest.digest()
 

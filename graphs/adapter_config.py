@@ -37,6 +37,7 @@ _HONOURED = _words(
     alora_invocation_tokens target_parameters
     """
 )
+_IA3_FIELDS = _words("target_modules exclude_modules feedforward_modules modules_to_save task_type init_ia3_weights")
 _MERGE = "merge the adapter into its base (merge_and_unload) and serve that, or train plain LoRA"
 _REFUSED = {
     "layer_replication": "replicated layers are not supported: apply the replication to the base checkpoint and "
@@ -61,7 +62,7 @@ _BIASES = ("none", "all", "lora_only")
 _TASKS = ("SEQ_CLS", "SEQ_2_SEQ_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION")
 _PEFT_TYPES = _words(
     """
-    ADALORA ADAMSS ADAPTION_PROMPT BEFT BOFT C3A CARTRIDGE CPT DELORA FOURIERFT FROD GLORA GRALORA HIRA HRA IA3 LILY
+    ADALORA ADAMSS ADAPTION_PROMPT BEFT BOFT C3A CARTRIDGE CPT DELORA FOURIERFT FROD GLORA GRALORA HIRA HRA LILY
     LN_TUNING LOHA LOKR MISS MULTITASK_PROMPT_TUNING OFT OSF POLY PREFIX_TUNING PROMPT_TUNING PSOFT PVERA P_TUNING
     RANDLORA ROAD SHADOW SHIRA TINYLORA TRAINABLE_TOKENS UNILORA VBLORA VERA WAVEFT XLORA
     """
@@ -87,6 +88,8 @@ class AdapterConfig:
                 occur; (): from the first token
     target_parameters  names of parameters with LoRA; those of routers and experts, see `moe.adapter_layouts`
     peft_version       the release of PEFT that wrote the files, which no field says otherwise
+    ia3                whether it is IA3, which has no rank and no scaling
+    feedforward_modules  IA3's targets with factors of their inputs, as in the file: names, a pattern, or None
     """
 
     r: int
@@ -107,6 +110,8 @@ class AdapterConfig:
     invocation: tuple[int, ...] = field(default=(), repr=False)
     target_parameters: tuple[str, ...] = field(default=(), repr=False)
     peft_version: str = field(default="", repr=False)
+    ia3: bool = field(default=False, repr=False)
+    feedforward_modules: Any = field(default=None, repr=False)
     _patterns: PeftPatterns = field(default_factory=PeftPatterns, repr=False, compare=False)
 
     @classmethod
@@ -123,28 +128,37 @@ class AdapterConfig:
         """Check every field. `lenient` ignores unknown fields. Raises AdapterError."""
         if is_mlx(fields):
             return replace(cls.from_dict(peft_settings(fields, _config_error)), form=MLX)
-        if fields.get("peft_type") != "LORA":
+        ia3 = fields.get("peft_type") == "IA3"
+        if fields.get("peft_type") != "LORA" and not ia3:
             kind = value_of(fields.get("peft_type"), _PEFT_TYPES)
             remedy = _NO_MERGE if kind.strip("'") in _NOT_MERGED else _MERGE
-            raise AdapterError(f"peft_type {kind} is not supported: only LORA is; {remedy}")
+            raise AdapterError(f"peft_type {kind} is not supported: only LORA and IA3 are; {remedy}")
         for name, reason in _REFUSED.items():
             if fields.get(name) not in (None, False, [], {}):
                 raise AdapterError(f"{CONFIG}: {name} is set: {reason}")
         _check_choices(fields)
         if not lenient:
+            known = _HARMLESS | _REFUSED.keys() | (_IA3_FIELDS if ia3 else _HONOURED)
             for name, value in fields.items():
-                if name not in _HARMLESS | _HONOURED | _REFUSED.keys() and value not in (None, False, [], {}, ""):
+                if name not in known and value not in (None, False, [], {}, ""):
                     raise AdapterError(
                         f"{CONFIG}: unknown field {name_of(name)} may change the adapter's computation: "
                         f"{_MERGE}; if it has no effect on this adapter, start with lora_lenient=True"
                     )
+        targets = _names(fields, "target_modules") or ()
+        feedforward = _names(fields, "feedforward_modules") if ia3 else None
+        if isinstance(targets, tuple) and targets and isinstance(feedforward, tuple):  # as in PEFT
+            for name in sorted(set(feedforward) - set(targets))[:1]:
+                raise AdapterError(
+                    f"{CONFIG}: feedforward_modules names {name_of(name)}, which target_modules does not: {_AGAIN}"
+                )
         return cls(
             r=_rank("r", fields.get("r", 8)),
             lora_alpha=_alpha("lora_alpha", fields.get("lora_alpha", 8)),
             use_rslora=_typed(fields, "use_rslora", bool, False),
             rank_pattern=_table(fields, "rank_pattern", _rank),
             alpha_pattern=_table(fields, "alpha_pattern", _alpha),
-            target_modules=_names(fields, "target_modules") or (),
+            target_modules=targets,
             exclude_modules=_names(fields, "exclude_modules"),
             layers_to_transform=_layers(fields.get("layers_to_transform")),
             layers_pattern=_names(fields, "layers_pattern"),
@@ -156,6 +170,8 @@ class AdapterConfig:
             invocation=_invocation(fields.get("alora_invocation_tokens")),
             target_parameters=_parameters(fields),
             peft_version=str(fields.get("peft_version", ""))[:_MAX_VERSION],
+            ia3=ia3,
+            feedforward_modules=feedforward,
         )
 
     def rank_of(self, module: str) -> int:
@@ -178,6 +194,25 @@ class AdapterConfig:
         except PatternError as problem:
             raise AdapterError(f"{CONFIG}: target_modules, exclude_modules or layers_pattern: {problem}") from None
 
+    def scales_inputs(self, module: str) -> bool | None:
+        """Return whether IA3 multiplies a target's inputs instead of its outputs; None if the config does not tell."""
+        names = self.feedforward_modules
+        if names is None:
+            return None
+        if not isinstance(names, str):
+            return module.endswith(tuple(names))  # as in PEFT, also within a level of the name
+        try:
+            return self._patterns.compile(names).fullmatch(module) is not None
+        except LookAroundError:
+            return None
+        except PatternError as problem:
+            raise AdapterError(f"{CONFIG}: feedforward_modules: {problem}") from None
+
+    @property
+    def method(self) -> str:
+        """The name of the method, for messages."""
+        return "IA3" if self.ia3 else "LoRA"
+
     def targets_parameter(self, name: str) -> bool:
         """Return whether `target_parameters` names the parameter `name`, a full name."""
         return any(name == target or name.endswith(f".{target}") for target in self.target_parameters)
@@ -191,6 +226,7 @@ class AdapterConfig:
             + (more if self.modules_to_save or self.trainable_token_indices else "")
             + (f" {self.invocation}" if self.invocation else "")
             + (f" parameters {self.target_parameters}" if self.target_parameters else "")
+            + (f" ia3 {self.feedforward_modules}" if self.ia3 else "")
         )
 
     def check_invocation(self, vocabulary: int) -> None:

@@ -19,6 +19,7 @@ from .config import LlamaConfig
 from .families import ADAPTER_PARTS, ATTENTION_MODULES, MLP_MODULES, PACKED_MODULES, VOCABULARY_TARGETS
 from .files.safetensors_header import ITEM_BYTES, Layout, read_config, read_layout
 from .files.untrusted_files import name_of, value_of
+from .ia3 import INPUTS, OUTPUTS, VECTOR, check_method, place_of, vector_shape
 from .model_directory import missing_adapter
 from .moe.adapter_layouts import (
     ROUTER,
@@ -55,10 +56,11 @@ _KINDS = {
     "lora_magnitude_vector": "magnitude",
     "lora_B.bias": "lora_bias",
     "bias": "bias",
+    VECTOR: OUTPUTS,
 }
 """Names of an adapter's tensors in their module -> kinds."""
-_SPELLED = {kind: name.removesuffix(".weight") for name, kind in reversed(_KINDS.items())}
-PART_OF = {"magnitude": "dora", "lora_bias": "bias", "bias": "bias"}
+_SPELLED = {kind: name.removesuffix(".weight") for name, kind in reversed(_KINDS.items())} | {INPUTS: VECTOR}
+PART_OF = {"magnitude": "dora", "lora_bias": "bias", "bias": "bias", OUTPUTS: "ia3", INPUTS: "ia3"}
 """Kinds of tensors besides A and B -> the part of an adapter (ADAPTER_PARTS) to which they belong."""
 _OTHER_BASE = "the adapter was trained on another base; use that one"
 _PROJECTIONS = (*ATTENTION_MODULES, *MLP_MODULES, *PACKED_MODULES)
@@ -72,7 +74,7 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pairs         stored module (`model.layers.0.self_attn.q_proj`; in packed checkpoints `...qkv_proj`) ->
                   (tensor name of A, tensor name of B), in the model's order
     scaling       module -> factor of B A
-    parts         module -> kind of tensor (a key of PART_OF) -> tensor name; also modules without LoRA
+    parts         module -> kind of tensor (a key of PART_OF) -> tensor name; also modules without LoRA, as of IA3
     settings_sum  sha256 (hex) of adapter_config.json's settings
     invocation    token ids from whose last occurrence in a prompt on the adapter is active; (): always
     differences   contradictions between the tensors and adapter_config.json (the tensors are served)
@@ -97,10 +99,11 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The trainer's format."""
         return MLX if self.mlx else PEFT
 
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """The adapter's parts besides LoRA, of ADAPTER_PARTS."""
+    def kinds(self, config: LlamaConfig) -> tuple[str, ...]:
+        """Return the adapter's parts besides LoRA, of ADAPTER_PARTS. IA3 multiplies biases, too."""
         found = {PART_OF[kind] for tensors in self.parts.values() for kind in tensors}
+        if "ia3" in found and config.biased_modules() & self.parts.keys():
+            found.add("bias")
         return tuple(part for part in ADAPTER_PARTS if part in found)
 
     @property
@@ -122,6 +125,9 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         modules, count = {*_lora_modules(config), *graph_modules(config)}, len(self.vocabulary)
         if self.stacked not in ("", STACKED, TRANSPOSED):
             raise ValueError("a layout that does not exist")
+        kinds = {kind for tensors in self.parts.values() for kind in tensors}
+        if not kinds <= PART_OF.keys() or not (self.pairs or kinds & {OUTPUTS, INPUTS}):
+            raise ValueError("a kind of tensor that does not exist, or neither LoRA nor IA3")
         for module in self.modules:
             names = self.names_of(module)
             if module not in modules or not all(name in self.layout.places for name in names):
@@ -133,7 +139,7 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if _check_shapes(self.layout, module, pair, config, self.form, self.stacked) > max_rank:
                 raise ValueError("a rank above the limit")
         _check_parts(self.layout, self.parts, config, self.form)
-        if not self.pairs or self.scaling.keys() != self.pairs.keys() or count != len(self.layout.places):
+        if self.scaling.keys() != self.pairs.keys() or count != len(self.layout.places):
             raise ValueError("modules and tensors that do not match")
         if not all(math.isfinite(scale) for scale in self.scaling.values()):
             raise ValueError("a scaling that is not a finite number")
@@ -201,7 +207,7 @@ def _describe(settings: AdapterConfig, layout: Layout, config: LlamaConfig, max_
     names = {key: plain_name(key) for key in layout.places if any(each in key for each in VOCABULARY_TARGETS)}
     vocabulary = find_vocabulary(layout, names, config, settings)
     taken = set(vocabulary.names)
-    pairs, parts, trained = _tensors(layout, [key for key in layout.places if key not in taken], config, form)
+    pairs, parts, trained = _tensors(layout, [key for key in layout.places if key not in taken], config, settings)
     stacks, stacked = find_stacks(layout, pairs, config, settings)
     for holder, stack in stacks.items():
         trained[stack] = parameter_name(trained[holder], stack)
@@ -229,12 +235,13 @@ def _describe(settings: AdapterConfig, layout: Layout, config: LlamaConfig, max_
             "which PEFT applies to all tokens or refuses: train it without target_parameters, or without "
             "alora_invocation_tokens"
         )
+    compared = trained if settings.ia3 else {module: trained[module] for module in pairs}
     return Description(
         layout=layout,
         pairs=pairs,
         scaling={module: settings.scaling(trained[module], rank) for module, rank in ranks.items()},
         settings_sum=hashlib.sha256(f"{settings.identity}{'mlx' if form is MLX else ''}{stacked}".encode()).hexdigest(),
-        differences=() if form is MLX else _differences(settings, config, {each: trained[each] for each in pairs}),
+        differences=() if form is MLX else _differences(settings, config, compared),
         parts=parts,
         mlx=form is MLX,
         invocation=settings.invocation,
@@ -250,7 +257,7 @@ def _lora_modules(config: LlamaConfig) -> list[str]:
 
 
 def _tensors(
-    layout: Layout, keys: Iterable[str], config: LlamaConfig, form: AdapterFormat
+    layout: Layout, keys: Iterable[str], config: LlamaConfig, settings: AdapterConfig
 ) -> tuple[dict[str, tuple[str, str]], dict[str, dict[str, str]], dict[str, str]]:
     """Return module -> (key of A, key of B), module -> kind -> key of another tensor, both in the model's order.
 
@@ -258,6 +265,7 @@ def _tensors(
     AdapterError for a key of another kind and for A or B alone.
     """
     sides: dict[tuple[str, str], str] = {}
+    form = settings.form
     modules = [*_lora_modules(config), *(holders(config) if form is PEFT else ())]
     known, sparse = set(modules), {*modules} - {*config.stored_modules(), *config.vocabulary_modules}
     trained: dict[str, str] = {}
@@ -270,23 +278,27 @@ def _tensors(
         if name is None or side is None or name.module not in known:
             raise AdapterError(f"{form.weights}: {_foreign_tensor(key, layout, name, config, form)}")
         module = name.module
+        check_method(key, side, settings)
         if module in sparse and side not in ("A", "B"):
             raise AdapterError(
                 f"{form.weights}: tensor {name_of(key)} is of a router or expert, for which only LoRA is served, "
-                f"without magnitudes (DoRA) and biases: {MERGE}, or train without use_dora and lora_bias"
+                f"without magnitudes (DoRA), biases and IA3: {MERGE}, or train LoRA without use_dora and lora_bias"
             )
         if module in config.vocabulary_modules and side not in ("A", "B"):
             raise AdapterError(
                 f"{form.weights}: tensor {name_of(key)} adapts {module}, for which only LoRA and trained rows are "
-                f"served, without magnitudes (DoRA) and biases: {MERGE}, or train with "
+                f"served, without magnitudes (DoRA), biases and IA3: {MERGE}, or train with "
                 f"exclude_modules={VOCABULARY_TARGETS}"
             )
+        trained[module] = name.trained
+        if side == OUTPUTS:
+            module, side = place_of(key, name, layout.places[key].shape, config, settings)
         if (module, side) in sides:
             raise AdapterError(
                 f"{form.weights}: tensors {name_of(sides[module, side])} and {name_of(key)} are both {_SPELLED[side]} "
                 f"of {module}, and nothing shows which one was trained: {form.again}"
             )
-        sides[module, side], trained[module] = key, name.trained
+        sides[module, side] = key
         if side != "bias":  # a bias of the base, whose name has no adapter
             adapters[name.adapter] = key
     if len(adapters) > 1:
@@ -296,9 +308,9 @@ def _tensors(
             "each into a directory of its own with save_pretrained(selected_adapters=[NAME])"
         )
     if not sides:
-        raise AdapterError(f"{form.weights} holds no LoRA tensors: {form.again}")
+        raise AdapterError(f"{form.weights} holds no {settings.method} tensors: {form.again}")
     for module, side in sides:
-        for other in () if side == "bias" else ("A", "B"):
+        for other in () if side in ("bias", OUTPUTS, INPUTS) else ("A", "B"):
             if (module, other) not in sides:
                 raise AdapterError(f"{form.weights}: {module} has {_SPELLED[side]} but no lora_{other}: {form.again}")
     pairs = {module: (sides[module, "A"], sides[module, "B"]) for module in modules if (module, "A") in sides}
@@ -365,10 +377,11 @@ def _check_parts(
         (outputs, _), spelled = config.stored_shape(module), {kind: _SPELLED[kind] for kind in tensors}
         for kind, name in tensors.items():
             place = layout.places[name]
-            if place.shape != (outputs,):
+            expected = vector_shape(kind, module, config) if PART_OF[kind] == "ia3" else (outputs,)
+            if place.shape != expected:
                 raise AdapterError(
-                    f"{form.weights}: {module} has {spelled[kind]} {list(place.shape)}, expected [{outputs}], a value "
-                    f"for each output of the base: {_OTHER_BASE}"
+                    f"{form.weights}: {module} has {spelled[kind]} {list(place.shape)}, expected {list(expected)}, a "
+                    f"value for each output of the base: {_OTHER_BASE}"
                 )
             _check_dtype(name, place.dtype, form)
         if "magnitude" in tensors and "lora_bias" in tensors:
@@ -453,6 +466,8 @@ def _differences(settings: AdapterConfig, config: LlamaConfig, trained: Mapping[
     `trained`: the modules with tensors -> their names in the trained model.
     """
     present = trained.keys()
+    if settings.ia3 and not settings.target_modules:  # PEFT's defaults for the model
+        return ()
     try:
         modules = [*config.stored_modules(), *config.vocabulary_modules, *graph_modules(config)]
         modules = list(dict.fromkeys((*modules, *present)))
@@ -463,8 +478,11 @@ def _differences(settings: AdapterConfig, config: LlamaConfig, trained: Mapping[
     except LookAroundError as problem:
         return (f"the modules that adapter_config.json targets are not compared with the tensors: {problem}",)
     found = list(experts_without(settings, config, present))
-    without = (chosen - present, "targeted by adapter_config.json have no tensors (served without LoRA)")
-    beyond = (present - chosen, "have tensors and are not targeted by adapter_config.json (served with LoRA)")
+    without = (chosen - present, f"targeted by adapter_config.json have no tensors (served without {settings.method})")
+    beyond = (
+        present - chosen,
+        f"have tensors and are not targeted by adapter_config.json (served with {settings.method})",
+    )
     for surplus, text in (without, beyond):
         if surplus:
             ordered = [module for module in modules if module in surplus]

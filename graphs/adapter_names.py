@@ -10,7 +10,7 @@ _NAME = r"(?!(?:weight|bias)$)[A-Za-z0-9_-]{1,128}"  # of an adapter
 _PEFT_KEYS = (
     re.compile(rf"(?P<module>.+)\.(?P<part>lora_[AB])(?:\.(?P<adapter>{_NAME}))?(?P<leaf>\.weight|\.bias)"),
     re.compile(
-        rf"(?P<module>.+)\.(?P<part>lora_magnitude_vector|lora_embedding_[AB])(?:\.(?P<adapter>{_NAME}))?"
+        rf"(?P<module>.+)\.(?P<part>lora_magnitude_vector|lora_embedding_[AB]|ia3_l)(?:\.(?P<adapter>{_NAME}))?"
         r"(?P<leaf>)(?:\.weight)?"
     ),
     re.compile(r"(?P<module>.+?)\.(?:base_layer\.)?(?P<part>bias)(?P<adapter>)(?P<leaf>)"),
@@ -53,7 +53,7 @@ class TensorName(NamedTuple):
 
     module    the base's module: `model.layers.0.self_attn.q_proj`
     part      `lora_A.weight`, `lora_B.weight`, `lora_B.bias`, `lora_magnitude_vector`, `lora_embedding_A` or `..._B`,
-              and `bias`, a trained bias of the base
+              `ia3_l`, and `bias`, a trained bias of the base
     adapter   the adapter's name, if the tensor has one
     trained   the module's name in the model that was trained, which patterns of adapter_config.json match
     """

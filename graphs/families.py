@@ -18,8 +18,10 @@ EXPERT_TARGETS = ("router", "experts_gate_up", "experts_down")
 """LoRA targets of a sparse layer: its router, and its experts' linears."""
 EXPERT_SPELLINGS = (("mlp", MLP_MODULES), ("block_sparse_moe", ("w1", "w3", "w2")))
 """Names of a sparse layer's MLP, and of an expert's gate, up and down, in checkpoints and adapters."""
-ADAPTER_PARTS = ("dora", "bias")
-"""What an adapter may have besides LoRA: magnitudes of DoRA; biases, of B or trained ones of the base."""
+ADAPTER_PARTS = ("dora", "ia3", "bias")
+"""What an adapter may have besides LoRA: magnitudes of DoRA; factors of IA3; biases, of B or trained ones of the base,
+which factors of IA3 change too.
+"""
 
 Fields = Mapping[str, Any]
 

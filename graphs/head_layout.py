@@ -15,7 +15,8 @@ ROWS = ("q_proj", "k_proj", "v_proj")
 def heads_axis(module: str, kind: str) -> int | None:
     """Return the axis of the heads in a projection's tensor; None for a tensor without heads.
 
-    kind: "weight" [N, K], "bias" or another vector [N], "weight_scale" [N, 1], "lora_a" [r, K] or "lora_b" [N, r].
+    kind: "weight" [N, K], "bias" or another vector [N], "weight_scale" [N, 1], "lora_a" [r, K] or "lora_b" [N, r];
+    "ia3" and "ia3_biased" [N]: factors of outputs.
     """
     name = module.rpartition(".")[2]
     if name in ROWS:
@@ -35,12 +36,13 @@ def arranged(config: LlamaConfig, module: str, kind: str, tensor: torch.Tensor) 
     """Return a stored tensor with the heads in the graph's layout; the tensor itself if the layouts are equal.
 
     The softmax scale includes the square of RoPE's `attention_factor`, and it applies to all dimensions. So q's
-    unrotated dimensions are divided by that square; the result is then in fp32.
+    unrotated dimensions are divided by that square, but not their factors; the result is then in fp32.
     """
+    scaled = not kind.startswith("ia3") and _has_factor(config, module)
     shape, axis = tuple(tensor.shape), heads_axis(module, kind)
     if axis is None or not config.rearranges_heads or shape[axis] % config.stored_head_dim:
         return tensor
-    if _has_factor(config, module) and tensor.element_size() > 1:
+    if scaled and tensor.element_size() > 1:
         tensor = tensor.float()
     before, after = shape[:axis], shape[axis + 1 :]
     rotated, rest = config.rotary_dim // 2, (config.stored_head_dim - config.rotary_dim) // 2
@@ -50,15 +52,13 @@ def arranged(config: LlamaConfig, module: str, kind: str, tensor: torch.Tensor) 
     for half, (begin, end) in enumerate(zip((first, second), others, strict=True)):
         target = halves.select(axis + 1, half)
         target.narrow(axis + 1, 0, rotated).copy_(begin)
-        target.narrow(axis + 1, rotated, rest).copy_(_without_factor(config, module, end))
+        target.narrow(axis + 1, rotated, rest).copy_(_without_factor(config, end) if scaled else end)
     return halves.reshape(arranged_shape(config, module, kind, shape))
 
 
-def _without_factor(config: LlamaConfig, module: str, unrotated: torch.Tensor) -> torch.Tensor:
+def _without_factor(config: LlamaConfig, unrotated: torch.Tensor) -> torch.Tensor:
     """Divide q's unrotated dimensions by the squared factor; of eight-bit weights, only the scales are divided."""
-    if not _has_factor(config, module) or unrotated.element_size() == 1:
-        return unrotated
-    return unrotated / config.rope_scaling.attention_factor**2
+    return unrotated if unrotated.element_size() == 1 else unrotated / config.rope_scaling.attention_factor**2
 
 
 def _has_factor(config: LlamaConfig, module: str) -> bool:

@@ -12,7 +12,7 @@ from .families import ADAPTER_PARTS, ATTENTION_MODULES, EXPERT_TARGETS, MLP_MODU
 TARGETS = ATTENTION_MODULES + MLP_MODULES
 PACKED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 RANK_MULTIPLE = 16
-PROJECTION_STACKS = {"dora": "lora_gain", "bias": "lora_shift"}
+PROJECTION_STACKS = {"dora": "lora_gain", "ia3": "lora_gain", "bias": "lora_shift"}
 """Parts that act on the results of projections -> their stacks, fp32 [S, N]."""
 STORED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 """`LlamaConfig.weight_format` -> dtype of stored projections."""
@@ -68,7 +68,8 @@ class LoraShape:
     @property
     def stacks(self) -> tuple[str, ...]:
         """Names of the stacks of each target: lora_a, lora_b, and those of the parts."""
-        return ("lora_a", "lora_b", *(PROJECTION_STACKS[part] for part in self.parts if part in PROJECTION_STACKS))
+        of_parts = dict.fromkeys(PROJECTION_STACKS[part] for part in self.parts if part in PROJECTION_STACKS)
+        return ("lora_a", "lora_b", *of_parts)
 
 
 class LoRALinear(nn.Module):

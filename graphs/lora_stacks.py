@@ -1,5 +1,5 @@
 """Adapters as slots of the stacks that the graph reads: A and B padded to the stack's rank, with alpha / rank in B;
-gains of DoRA (arXiv 2402.09353) and shifts of biases, which depend on the base's weights.
+gains of DoRA (arXiv 2402.09353) and IA3, and shifts of biases, which depend on the base's weights.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,10 +13,15 @@ from .adapter import Adapter
 from .adapter_config import AdapterError
 from .config import LlamaConfig
 from .families import EXPERT_TARGETS, VOCABULARY_TARGETS
+from .ia3 import BIASED_FACTORS, FACTORS
 from .lora import PROJECTION_STACKS, RANK_MULTIPLE, TARGETS, LoraShape
 from .moe.adapter_layouts import LINEARS, graph_modules, is_stack, target_of
 
-_KINDS = {"dora": "the adapter has magnitudes (DoRA)", "bias": "the adapter has trained biases"}
+_KINDS = {
+    "dora": "the adapter has magnitudes (DoRA)",
+    "ia3": "the adapter has IA3's factors",
+    "bias": "the adapter has trained biases, or IA3's factors of biases",
+}
 Lookup = Callable[[str], torch.Tensor]
 """Returns a tensor of the checkpoint by its name, with the graph's head layout."""
 ROWS_AT_ONCE = 512  # of a weight in fp64: 56 MiB for 14,336 columns
@@ -66,13 +71,13 @@ def lora_shape_for(
 
 def check_fits(adapter: Adapter, lora: LoraShape) -> None:
     """Raise ValueError when the stacks lack an adapter's parts, or are too small for its rank and its targets."""
-    for part in adapter.kinds:
-        if part not in lora.parts:
-            wanted = " ".join([*lora.parts, part])
-            raise ValueError(
-                f"{_KINDS[part]}, and the engine was started without such adapters: start with --lora-parts {wanted} "
-                f"(lora_parts={wanted.split()} in Python), or pass the adapter when the engine starts"
-            )
+    absent = [part for part in adapter.kinds if PROJECTION_STACKS[part] not in lora.stacks]
+    if absent:
+        wanted = [*lora.parts, *absent]
+        raise ValueError(
+            f"{_KINDS[absent[0]]}, and the engine was started without such adapters: start with --lora-parts "
+            f"{' '.join(wanted)} (lora_parts={wanted} in Python), or pass the adapter when the engine starts"
+        )
     missing = [name for name in adapter.targets if name not in lora.targets]
     if adapter.rank > lora.rank or missing:
         raise ValueError(
@@ -95,10 +100,11 @@ def resolved(
 ) -> Adapter:
     """Return an adapter whose parts are stacks: `lora_gain` and `lora_shift`, fp32 [N], and B times DoRA's factor.
 
-    DoRA gives y = g * (W x) + g * s * B A x + bias, with g_i = m_i / ||W_i + s B_i A||; the gain is g - 1. A shift is
-    s times the bias of B, or a trained bias less the base's. The norms are computed in fp64 from the checkpoint's
-    weights, to which the magnitudes were trained, on `device` and in pieces, each within `device_calls`. Raises
-    AdapterError for a norm of zero.
+    IA3 gives y = l * (W x + bias): the gain is l - 1, the shift (l - 1) * bias. DoRA gives
+    y = g * (W x) + g * s * B A x + bias, with g_i = m_i / ||W_i + s B_i A||: the gain is g - 1. Other shifts: s times
+    the bias of B; a trained bias less the base's. The norms are computed in fp64 from the checkpoint's weights, to
+    which the magnitudes were trained, on `device` and in pieces, each within `device_calls`. Raises AdapterError for a
+    norm of zero.
     """
     if not adapter.parts:
         return adapter
@@ -115,6 +121,10 @@ def resolved(
         if "bias" in kinds:
             change = kinds["bias"] - lookup(f"{module}.bias").float().cpu()
             stacks["lora_shift"] = stacks["lora_shift"] + change if "lora_shift" in stacks else change
+        for kind in kinds.keys() & {FACTORS, BIASED_FACTORS}:
+            stacks["lora_gain"] = kinds[kind] - 1.0
+            if kind == BIASED_FACTORS:
+                stacks["lora_shift"] = stacks["lora_gain"] * lookup(f"{module}.bias").float().cpu()
         parts[module] = stacks
     return replace(adapter, tensors=tensors, parts=parts)
 

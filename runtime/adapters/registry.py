@@ -237,7 +237,7 @@ class AdapterRegistry:
         def load(path: Path, config: LlamaConfig, max_rank: int) -> Adapter:
             find_hash = None if cache is None else cache.find_hash
             loaded = load_adapter(path, config, max_rank, self._lenient, find_hash, roots, self._describe, self._base)
-            if cache is not None and loaded.tensors:
+            if cache is not None and loaded.is_read:
                 cache.save_hash_later(loaded)
             return loaded
 
@@ -249,9 +249,9 @@ class AdapterRegistry:
         except AdapterError as error:
             raise AdapterError(f"its LoRA of the draft: {error}") from None
         if draft.kinds:
-            raise AdapterError("its LoRA of the draft has magnitudes (DoRA) or biases: train plain LoRA for the draft")
+            raise AdapterError("its LoRA of the draft is DoRA or IA3, or has biases: train plain LoRA for the draft")
         both = hashlib.sha256(f"{adapter.content_hash} {draft.content_hash}".encode()).hexdigest()
-        if not (adapter.tensors and draft.tensors):  # all tensors or none
+        if not (adapter.is_read and draft.is_read):  # all tensors or none
             adapter, draft = adapter.bare, draft.bare
         return replace(adapter, content_hash=both, draft=draft)
 
@@ -375,7 +375,7 @@ class AdapterRegistry:
         registered = self._by_number[number]
         with self._lock:
             unread = self._unread.pop(number, None)
-        if unread is not None and unread.tensors:
+        if unread is not None and unread.is_read:
             return unread
         stamp = _stamp(registered)
         if registered.parts:

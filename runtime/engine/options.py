@@ -108,7 +108,8 @@ class EngineOptions:
     )
     lora_parts: Any = option(
         None,
-        "what adapters may have besides LoRA: dora (magnitudes) and bias (trained biases, and biases of B)",
+        "what adapters may have besides LoRA: dora (magnitudes), ia3 (factors of IA3) and bias (trained biases, "
+        "biases of B, and biases with factors of IA3)",
         unset="those of the adapters at the start",
         more="steps without such adapters take no longer",
     )

@@ -17,6 +17,7 @@ from sidestream.ops.collectives.tensor_parallel_group import (
     tensor_parallel_group,
 )
 from support.compiled import CompiledRunner
+from support.ia3 import EVERYWHERE, ia3_adapters
 from support.paged import Chunk, plain_model
 from support.ranks import run_on_ranks
 from support.tiny import AdapterSpec, TinyBase, tiny_adapters, tiny_model
@@ -50,7 +51,7 @@ def run(base: Path, adapters: list[str], world: int, rank: int, precision: str) 
     torch.manual_seed(1)  # which pages sequences get
     runner = CompiledRunner(model, options, len(LENGTHS))
     tokens = [[dice.randrange(320) for _ in range(length)] for length in LENGTHS]
-    slots = [0, 1, 0, -1, 2, 3]
+    slots = [0, 1, 4, -1, 2, 3]
     steps = []
     for _ in range(STEPS):
         chunks = [Chunk(index, some, slots[index]) for index, some in enumerate(tokens)]
@@ -91,7 +92,8 @@ def test_ranks_compute_what_one_process_computes(tmp_path: Path) -> None:
     cases = []
     for name, (family, fields) in CASES.items():
         base = tiny_model(tmp_path / name, family, num_hidden_layers=1, **fields)
-        cases.append((base.path, [str(path) for path in tiny_adapters(base, ADAPTERS)]))
+        adapters = [*tiny_adapters(base, ADAPTERS), *ia3_adapters(base, [EVERYWHERE])]
+        cases.append((base.path, [str(path) for path in adapters]))
     (tmp_path / "ranks").mkdir()
     ranks = run_on_ranks(RANKS, on_ranks, tmp_path / "ranks", cases)
     exact = []

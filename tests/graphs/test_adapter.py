@@ -167,7 +167,8 @@ def test_a_loaded_adapter_survives_its_file(base: TinyBase, adapter: Path) -> No
 
 
 FIELDS: list[tuple[dict[str, Any], str]] = [
-    ({"peft_type": "IA3"}, "peft_type 'IA3'"),
+    ({"peft_type": "IA3"}, "unknown field"),
+    ({"peft_type": "VERA"}, "peft_type 'VERA'"),
     ({"peft_type": None}, "peft_type None"),
     ({"use_dora": True}, "use_dora"),
     ({"lora_bias": True}, "lora_bias"),

@@ -285,7 +285,7 @@ BAD = [
     (lambda t, c: ({**t, "base_model.model.model.norm.extra": torch.ones(3)}, c), AdapterError, "is not LoRA A or B"),
     (lambda t, c: (t, {**c, "unheard_of": 3}), AdapterError, "config: unknown field 'unheard_of'"),
     (lambda t, c: (t, {**c, "r": 5}), AdapterError, "has rank 4, but config has 5"),
-    (lambda t, c: (t, {**c, "peft_type": "IA3"}), AdapterError, "peft_type 'IA3'"),
+    (lambda t, c: (t, {**c, "peft_type": "VERA"}), AdapterError, "peft_type 'VERA'"),
     (lambda t, c: (t, {**c, "use_dora": True}), AdapterError, "config has use_dora = True"),
     (lambda t, c: (t, {"lora_alpha": object()}), RequestError, "config cannot be written as JSON"),
     (lambda t, c: (t, "adapter_config.json"), RequestError, "config must be a dict"),

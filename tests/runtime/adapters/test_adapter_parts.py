@@ -3,6 +3,7 @@ refused while the engine lives on.
 """
 
 import copy
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from sidestream.compiler.options import OptionError
+from sidestream.graphs.adapter import load_adapter
 from sidestream.graphs.adapter_config import AdapterError
+from sidestream.graphs.config import LlamaConfig
 from sidestream.runtime.api.errors import RequestError
 from sidestream.runtime.api.sampling_params import SamplingParams
 from sidestream.runtime.llm import LLM
@@ -98,8 +101,21 @@ def test_parts_that_the_engine_was_not_started_with(base: TinyBase, paths: dict[
     with pytest.raises(OptionError, match=r"adapter 'dora': .*--lora-parts bias dora"):
         LLM(base.path, {"dora": paths["dora"]}, lora_parts=["bias"], **SMALL)
     for wrong in ("gain", ["dora", 3], 3):
-        with pytest.raises(OptionError, match=r"lora_parts=.* must be some of dora, bias, or \[\] for none"):
+        with pytest.raises(OptionError, match=r"lora_parts=.* must be some of dora, ia3, bias, or \[\] for none"):
             LLM(base.path, {"dora": paths["dora"]}, lora_parts=wrong, **SMALL)
+
+
+def test_equal_bytes_of_two_kinds_have_two_hashes(base: TinyBase, paths: dict[str, Path], tmp_path: Path) -> None:
+    """Or the prefix cache would share pages of different adapters."""
+    biased = Path(shutil.copytree(paths["dora"], tmp_path / "biased"))
+    tensors = load_file(biased / WEIGHTS)
+    renamed = {name.replace("lora_magnitude_vector", "lora_B.bias"): value for name, value in tensors.items()}
+    save_file(renamed, biased / WEIGHTS)
+    fields = json.loads((biased / "adapter_config.json").read_text()) | {"use_dora": False, "lora_bias": True}
+    (biased / "adapter_config.json").write_text(json.dumps(fields))
+    config = LlamaConfig.from_directory(base.path)
+    dora, bias = (load_adapter(each, config, 16) for each in (paths["dora"], biased))
+    assert (dora.kinds, bias.kinds) == (("dora",), ("bias",)) and dora.content_hash != bias.content_hash
 
 
 def test_one_slot_changes_between_kinds(base: TinyBase, paths: dict[str, Path]) -> None:
