@@ -16,7 +16,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from ...eval.corpus import documents
-from .needles import haystack, needle_items, open_question, question, record_line
+from .needles import haystack, open_question, question, record_line
 from .tasks import TASKS
 
 BOS, EOS = 0, 1
@@ -63,16 +63,14 @@ class Job:
     task     one question of task `name` a row, as its adapter is asked
     hay      a long text with codes and a question for each; for the base model all questions follow the text, with a
              `name` every other row has some after each part of the text, to ask at every distance
-    needle   one needle at `depth` of the text, and its question; for `needle_accuracy`
     """
 
-    kind: Literal["corpus", "mixed", "task", "hay", "needle"]
+    kind: Literal["corpus", "mixed", "task", "hay"]
     count: int
     seed: int
     tokens: int = 1025
     of: int = 1
     name: str = ""
-    depth: float = 0.0
 
 
 def train_tokenizer(vocabulary: int, texts: Iterable[str]) -> Tokenizer:
@@ -153,7 +151,7 @@ def _tokenizer(text: str) -> Tokenizer:
 
 def _work(job: Job, tokenizer_text: str) -> Rows:
     tokenizer = _tokenizer(tokenizer_text)
-    makers: dict[str, Any] = {"corpus": _corpus, "mixed": _mixed, "task": _task, "hay": _hay, "needle": _needle}
+    makers: dict[str, Any] = {"corpus": _corpus, "mixed": _mixed, "task": _task, "hay": _hay}
     return Rows.build(makers[job.kind](job, tokenizer))
 
 
@@ -237,9 +235,3 @@ def _to_the_ends(
     if source.random() < share:
         lines.append(lines.pop(lines.index(last)))
     return lines, [stated[line] for line in lines if line in stated]
-
-
-def _needle(job: Job, tokenizer: Tokenizer) -> Iterable[tuple[list[int], list[int]]]:
-    for seed in range(job.seed, job.seed + job.count):
-        (item,) = needle_items(job.tokens, (job.depth,), seed, lambda text: tokenizer.encode(text).ids)
-        yield _pair(tokenizer, item.prompt, item.answer)

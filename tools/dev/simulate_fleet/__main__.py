@@ -6,8 +6,9 @@ import gc
 import itertools
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
+from ...bench.serving.report import percentile
 from ...options.models import add_gpu, gpu_for
 from .engines import Arrival, Engine, Policy, Served, Sizes, simulate
 from .policies import RoundRobin, Routed, TwoChoices
@@ -36,11 +37,6 @@ def rate_of(times: StepTimes, sizes: Sizes, load: float) -> float:
     """
     step = times.step(sizes.capacity, min(sizes.capacity, sizes.slots)) / sizes.capacity
     return load / (PROMPT * times.prompt + TOKENS * step)
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value at this share."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 @contextlib.contextmanager
