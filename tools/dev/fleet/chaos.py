@@ -24,7 +24,8 @@ from typing import Any
 from msgspec import structs
 
 from ....runtime.fleet.options import FleetOptions
-from .http_clients import Clients, Seen, ask, questions, statuses
+from ..chaos.served_gateway import statuses
+from .http_clients import Clients, Seen, ask, questions
 
 QUESTIONS = 24
 UP_SECONDS = 1800.0
