@@ -13,9 +13,10 @@ from multiprocessing.pool import AsyncResult
 from typing import Any, Literal
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, pre_tokenizers
 
 from ...eval.corpus import documents
+from ..train.adapter_training import train_bpe
 from .needles import haystack, open_question, question, record_line
 from .tasks import TASKS
 
@@ -75,20 +76,9 @@ class Job:
 
 def train_tokenizer(vocabulary: int, texts: Iterable[str]) -> Tokenizer:
     """Return a byte-level BPE with one token per digit; any text round-trips."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
-    return tokenizer
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    split = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    return train_bpe(vocabulary, texts, split)
 
 
 def tokenizer_texts(limit: int, seed: int) -> Iterable[str]:
