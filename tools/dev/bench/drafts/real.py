@@ -117,7 +117,6 @@ class Bench:
             enforce_eager=options.enforce_eager,
             gpu_memory_utilization=options.gpu_memory_utilization,
             show_progress=False,
-            disable_passes=options.disable_pass,
             **more,
         )
         llm.prefetch_adapters()
@@ -226,14 +225,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--gpu-memory-utilization", type=float, default=0.5, help="(default: %(default)s)")
     made.add_argument("--device", choices=("cpu", "cuda"))
     made.add_argument("--enforce-eager", action="store_true", help="without CUDA graphs")
-    made.add_argument(
-        "--disable-pass",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="graph passes to leave out: fuse_lora_expand, say, rounds prompts that are computed together in other "
-        "places than a prompt alone",
-    )
     made.add_argument("--output-json", type=Path, metavar="FILE", help="where the figures go as well")
     return made
 
