@@ -204,9 +204,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--adapter-steps", type=int, default=150, help="training steps of an adapter (default: %(default)s)"
     )
-    parser.add_argument(
-        "--base", type=Path, metavar="DIR", help="take this trained base model and train only the adapters"
-    )
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default: %(default)s)")
     parser.add_argument(
         "--threads", type=int, default=2, help="CPU threads; another number gives other weights (default: %(default)s)"
@@ -223,11 +220,8 @@ def main(arguments: list[str] | None = None) -> int:
         f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters",
         flush=True,
     )
-    if options.base:
-        model, right = LlamaForCausalLM.from_pretrained(options.base, dtype=torch.float32), True
-    else:
-        plain, tagged = Examples(tokenizer, known, "base"), Examples(tokenizer, known, "base", tagged=True)
-        right = fit(model, tagged, plain, options.steps, options.seed, "base")
+    plain, tagged = Examples(tokenizer, known, "base"), Examples(tokenizer, known, "base", tagged=True)
+    right = fit(model, tagged, plain, options.steps, options.seed, "base")
     rounded = {
         name: tensor.to(torch.bfloat16).float() if tensor.is_floating_point() else tensor
         for name, tensor in model.state_dict().items()
