@@ -7,8 +7,8 @@
 The longer of the two dominates; if they are equal the estimate is a quarter longer, since a kernel overlaps them only
 partly (linears of 128 and 256 tokens, docs/measurements/tune_h200.txt). Concurrent steps of the two lanes share the
 memory's bandwidth; a cuBLAS product needs whole SMs, so the other lane idles. docs/measurements compares estimates with
-measurements: `estimated_changes.txt` with the ablation, `cost_check_h200.txt` with whole decode steps,
-`cost_model_h200.txt` step by step for an earlier release (tools/dev/bench/cost_error.py writes the last two).
+measurements: `estimated_changes.txt` with the ablation, `cost_check_h200.txt` with whole decode steps
+(tools/dev/bench/cost_error.py).
 """
 
 from collections.abc import Sequence

@@ -1,13 +1,13 @@
 """A program's schedule in Chrome's trace format (Perfetto): lanes main, side, copies and batcher, waits as arrows.
 
-`trace` shows estimated or measured steps; `lane_trace` converts a profiler's trace, with real kernels under each step.
+`trace` shows estimated steps; `lane_trace` converts a profiler's trace, with real kernels under each step.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from ..cost.bytes_and_flops import DEFAULT, Assumptions, link_bytes, step_bytes
+from ..cost.bytes_and_flops import link_bytes, step_bytes
 from ..cost.estimate import Placed, estimate, total_seconds
 from ..cost.hardware import H200, Gpu
 from ..program.program import Program
@@ -17,24 +17,21 @@ from .profile import KERNEL_CATEGORIES, ProfileError, Range, kernels_of_steps, r
 LANES = {"main": 1, "side": 2, "copies": 3, "batcher": 4}
 
 
-def trace(
-    program: Program, placed: Sequence[Placed] | None = None, *, assume: Assumptions = DEFAULT, gpu: Gpu = H200
-) -> dict[str, Any]:
-    """Return the trace of one run of a program, for Perfetto.
+def trace(program: Program, *, gpu: Gpu = H200) -> dict[str, Any]:
+    """Return the estimated trace of one run of a program, for Perfetto.
 
-    `placed`: start and end of each step (default: the estimate). Inputs are copied before the first step, results after
-    the last one; the batcher may plan the next step at the same time.
+    Inputs are copied before the first step, results after the last one; the batcher may plan the next step at the same
+    time.
     """
-    timing = estimate(program, assume, gpu) if placed is None else placed
-    origin = "estimate" if placed is None else "measured"
+    timing = estimate(program, gpu=gpu)
     arrive, leave = _copies(program, gpu)
     shift, total = arrive, total_seconds(timing)
-    events = lane_names(f"{program.name} ({origin})")
+    events = lane_names(f"{program.name} (estimate)")
     events.append(span("copies", "inputs to the GPU", 0.0, arrive, {"bytes": input_bytes(program)}))
     events.append(span("batcher", "plans the next step (at most this long)", shift, shift + total, {}))
     flows = count(1)  # Perfetto requires numbers as ids of arrows
     for step, where in zip(program.steps, timing, strict=True):
-        about = {"step": step.index, "name": step.name, "bytes": step_bytes(program, step, assume)}
+        about = {"step": step.index, "name": step.name, "bytes": step_bytes(program, step)}
         if link_bytes(program, step):
             about["nvlink_bytes"] = link_bytes(program, step)
         arguments = {**about, "sm_budget": step.sm_budget, "pdl": step.pdl, "waits": list(step.waits)}
@@ -49,14 +46,14 @@ def trace(
     return {"displayTimeUnit": "ns", "traceEvents": events}
 
 
-def lane_names(process: str, lanes: Mapping[str, int] = LANES, pid: int = 1) -> list[dict[str, Any]]:
+def lane_names(process: str) -> list[dict[str, Any]]:
     """Return the events that set the name of a process, and the names and order of its lanes."""
-    events: list[dict[str, Any]] = [{"ph": "M", "pid": pid, "name": "process_name", "args": {"name": process}}]
-    for lane, thread in lanes.items():
+    events: list[dict[str, Any]] = [{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": process}}]
+    for lane, thread in LANES.items():
         label = f"{lane} stream" if lane in ("main", "side") else lane
-        events.append({"ph": "M", "pid": pid, "tid": thread, "name": "thread_name", "args": {"name": label}})
+        events.append({"ph": "M", "pid": 1, "tid": thread, "name": "thread_name", "args": {"name": label}})
         order = {"sort_index": thread}
-        events.append({"ph": "M", "pid": pid, "tid": thread, "name": "thread_sort_index", "args": order})
+        events.append({"ph": "M", "pid": 1, "tid": thread, "name": "thread_sort_index", "args": order})
     return events
 
 

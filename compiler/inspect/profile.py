@@ -144,19 +144,6 @@ def _place(program: Program, kernels: Sequence[Kernel], names: Mapping[int, tupl
     return placed
 
 
-def advances(program: Program, placed: Sequence[Placed]) -> list[float]:
-    """Return the seconds that each step added: from the latest end of its predecessors to its own end.
-
-    Predecessors are the previous step of its lane and the steps for which it waits. With programmatic dependent launch
-    a kernel starts before its predecessor has ended, so its duration is longer than the time that it adds.
-    """
-    before = predecessors(program)
-    return [
-        max(0.0, where.end - max((placed[index].end for index in before[step.index]), default=where.start))
-        for step, where in zip(program.steps, placed, strict=True)
-    ]
-
-
 def capture_profile(bound: BoundProgram, count: int) -> list[list[Placed]]:
     """Profile `bound` on a GPU and return the steps' times in each of `count` replays.
 

@@ -1,8 +1,17 @@
 """What the masks of a constraint allow."""
 
+from collections.abc import Sequence
+
 import numpy as np
-from sidestream.runtime.text.structured.mask_filling import consume_outputs, fill_masks
+from sidestream.runtime.text.structured.mask_filling import FEW, consume_outputs, empty_masks, fill
 from sidestream.runtime.text.structured.matcher import Matcher
+
+
+def fill_masks(matchers: Sequence[Matcher]) -> np.ndarray:
+    """The allowed next tokens of each completion: [M, W] words of 32 bits, lowest bit first."""
+    masks = empty_masks(matchers, len(matchers))
+    fill(masks, matchers, in_parallel=len(matchers) > FEW)
+    return masks[:, : matchers[0].grammar.words]
 
 
 def allowed_in(mask: np.ndarray) -> list[int]:

@@ -1,14 +1,14 @@
-"""Reads and decodes request bodies, and cancels work when the client disconnects."""
+"""Reads, decompresses and decodes request bodies, and cancels work when the client disconnects."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import zlib
+from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
 from ..intake.body_decoder import LARGE_BODY_BYTES, decode
-from ..intake.body_encoding import body_decompressor
 from ..intake.body_memory import HeldBody
 from ..interfaces import GatewayError
 from ..settings import GatewaySettings
@@ -18,6 +18,10 @@ BOM = b"\xef\xbb\xbf"
 """Mark of UTF-8 that some programs write at the start of a text."""
 BODY_READ = "sidestream.body_read"
 """Key in a request's scope if its body was read to its end."""
+PIECE_BYTES = 256 << 10
+"""Most bytes that are decompressed at a time, so that the caller can check its limits between two pieces."""
+_GZIP = 31
+"""zlib's `wbits` of a gzip header and the largest window."""
 
 
 async def read_body(
@@ -81,6 +85,50 @@ async def _read(request: Request, settings: GatewaySettings, held: HeldBody | No
 
 def _too_large(limit: int) -> GatewayError:
     return GatewayError(413, f"the body has more than {limit} bytes; send less in one request")
+
+
+class GzipBody:
+    """Decompresses the members of one body."""
+
+    def __init__(self) -> None:
+        self._member = zlib.decompressobj(_GZIP)
+
+    def pieces(self, data: bytes) -> Iterator[bytes]:
+        """Yield the content of the next compressed bytes. Raises GatewayError 400 if they are not gzip."""
+        while data:
+            if self._member.eof:
+                self._member = zlib.decompressobj(_GZIP)
+            try:
+                piece = self._member.decompress(data, PIECE_BYTES)
+            except zlib.error:
+                raise GatewayError(
+                    400, "the body is not gzip; compress it, or leave out Content-Encoding: gzip"
+                ) from None
+            data = self._member.unconsumed_tail or self._member.unused_data
+            if piece:
+                yield piece
+
+    def check_end(self) -> None:
+        """Raise GatewayError 400 unless the last member is complete."""
+        if not self._member.eof:
+            raise GatewayError(400, "the body ends in the middle of its gzip data; send all of it")
+
+
+def body_decompressor(content_encoding: str) -> GzipBody | None:
+    """Return the decompressor for a Content-Encoding header; None if the body is not compressed.
+
+    Raises GatewayError 415 for other encodings than gzip.
+    """
+    encoding = content_encoding.strip().lower()
+    if encoding in ("gzip", "x-gzip"):
+        return GzipBody()
+    if encoding not in ("", "identity"):
+        raise GatewayError(
+            415,
+            f"Content-Encoding: {encoding[:40]!a} is not supported; send the body with gzip, or without this header",
+            headers={"Accept-Encoding": "gzip"},
+        )
+    return None
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:

@@ -3,7 +3,6 @@
 fair_queue     turns by owner, for decoding, rendering and tokenizing
 body_memory    limits the bytes of request bodies that an owner occupies
 body_decoder   decodes bodies, large ones first in a child process (body_worker)
-body_encoding  decompresses bodies
 body_errors    explains malformed bodies
 adapter_resolver  loads an adapter at its first request
 refusal_pace   spaces the refusals of an owner

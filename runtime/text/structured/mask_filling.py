@@ -30,18 +30,6 @@ def empty_masks(matchers: Sequence[Matcher], count: int) -> Int32:
     return np.zeros((count, max(matcher.grammar.llguidance_words for matcher in matchers)), np.int32)
 
 
-def fill_masks(matchers: Sequence[Matcher]) -> Int32:
-    """Return the allowed next tokens of each completion: [M, W] words of 32 bits, lowest bit first.
-
-    A matcher that takes too long, or exceeds llguidance's limits, has `failed`.
-    """
-    if not matchers:
-        return np.zeros((0, 0), np.int32)
-    masks = empty_masks(matchers, len(matchers))
-    fill(masks, matchers, in_parallel=len(matchers) > FEW)
-    return masks[:, : matchers[0].grammar.words]
-
-
 def fill(masks: Int32, matchers: Sequence[Matcher], in_parallel: bool) -> None:
     """Fill masks in `empty_masks` of as many matchers. The GIL is released most of the time."""
     apart = [row for row, matcher in enumerate(matchers) if matcher.suspicious]

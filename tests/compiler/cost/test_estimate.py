@@ -309,7 +309,7 @@ def test_whole_decode_steps_are_estimated_as_the_page_says() -> None:
         for row in json.loads((MEASURED / "bench_latency_h200.json").read_text())["rows"]
     }
     command = (
-        "python -m sidestream.tools.dev.bench.cost_error --steps docs/measurements/bench_latency_h200.json -o "
+        "python -m sidestream.tools.dev.bench.cost_error docs/measurements/bench_latency_h200.json -o "
         "docs/measurements/cost_check_h200"
     )
     remedy = f"write it again: {command}"
@@ -319,14 +319,3 @@ def test_whole_decode_steps_are_estimated_as_the_page_says() -> None:
     assert (
         told is not None and 100 * sum(errors) / len(errors) <= int(told[1]) and 100 * max(errors) <= int(told[2]) <= 15
     ), (KNOWN_ERROR, max(errors))
-
-
-def test_the_published_error_is_small() -> None:
-    content = json.loads((MEASURED / "cost_model_h200.json").read_text())
-    text = (MEASURED / "cost_model_h200.txt").read_text()
-    assert "H200" in content["device"]
-    for result in content["results"]:
-        assert abs(result["estimated"] / result["measured"] - 1) < 0.1, result["program"]
-        assert re.search(
-            rf"{result['program']}: estimated {result['estimated']:.0f} us, measured {result['measured']:.0f} us", text
-        )

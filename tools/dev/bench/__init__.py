@@ -1,15 +1,10 @@
 """Benches for developers: `python -m sidestream.tools.dev.bench.NAME`.
 
 activated_lora     first token of a long cached prompt with an adapter as aLoRA and as LoRA
-batcher            the batcher's time per step, with a simulated GPU
 cost_error         the cost model compared with measured times
 estimated_changes  the cost model's estimate for each arm of the ablation
-exactness_lab      which kernels give a token the same bits in every batch
 first_traffic      first tokens after a cold start, and pauses under changing load
 host_kv            first token of a long prompt from host memory, and decoding of others meanwhile
-moe_kernels        every kernel of a mixture of experts: check, time
-refused_key        latencies of one key while another key's requests are refused
-structured         CPU time of token masks
 versus_vllm        workloads A and P on vLLM and on Sidestream, in turn
 drafts/            acceptance and speed of real drafts
 """

@@ -20,7 +20,7 @@ from typing import Any
 from ....runtime.api.sampling_params import SamplingParams
 from ...bench.random_model import write_model
 from ...options.engine import positive
-from ...options.environment import collect
+from ...options.environment import write_figures
 from ...options.models import shape_fields
 
 FIRST_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 rows.append({"prompt": length, **found})
                 print(f"{length:7} tokens: " + ", ".join(f"{name} {found[name]}" for name in found), flush=True)
     if options.json is not None:
-        options.json.write_text(json.dumps({"environment": collect(), "rows": rows}, indent=2) + "\n")
+        write_figures(options.json, {"rows": rows})
 
 
 if __name__ == "__main__":

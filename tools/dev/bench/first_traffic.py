@@ -13,7 +13,6 @@ again. A gap is the time between two chunks of one stream.
 import argparse
 import asyncio
 import contextlib
-import json
 import random
 import statistics
 import time
@@ -25,11 +24,17 @@ from typing import Any
 from ....runtime.api.sampling_params import SamplingParams
 from ....runtime.client.async_client import AsyncClient
 from ...options.engine import positive
-from ...options.environment import collect
+from ...options.environment import write_figures
 
 LEVELS = (1, 4, 16, 64, 256)
 PROMPT_TOKENS = (20, 700)
 ANSWER_TOKENS = 64
+SAMPLING: list[dict[str, Any]] = [
+    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 1.0, "top_k": 40},
+    {"temperature": 0.7, "repetition_penalty": 1.1},
+    {"temperature": 0.0, "logprobs": 3},
+]
 PAUSE = 0.5  # seconds: gaps above it are counted
 
 
@@ -68,16 +73,7 @@ class Load:
     async def _one(self, answer_tokens: int, greedy: bool) -> Stream:
         source = self._random
         prompt = [source.randrange(self._vocabulary) for _ in range(source.randint(*PROMPT_TOKENS))]
-        sampling: dict[str, Any] = {"temperature": 0.0}
-        if not greedy:
-            sampling = source.choice(
-                [
-                    {"temperature": 0.8, "top_p": 0.9},
-                    {"temperature": 1.0, "top_k": 40},
-                    {"temperature": 0.7, "repetition_penalty": 1.1},
-                    {"temperature": 0.0, "logprobs": 3},
-                ]
-            )
+        sampling = {"temperature": 0.0} if greedy else source.choice(SAMPLING)
         params = SamplingParams(max_tokens=answer_tokens, ignore_eos=True, detokenize=False, **sampling)
         stream, last = Stream(), time.monotonic()
         chunks = self._client.stream(prompt, params, source.choice(self._names))
@@ -129,13 +125,12 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                 flush=True,
             )
 
-        for phase in options.phases:
-            if phase == "changing":
-                most = min(256, server.max_num_seqs)
-                await note(f"{options.minutes:g} minutes", await load.changing(60 * options.minutes, most))
-                continue
-            for level in LEVELS:
-                await note(f"{phase}: {level} at once", await load.together(level, ANSWER_TOKENS))
+        for level in LEVELS:
+            await note(f"first: {level} at once", await load.together(level, ANSWER_TOKENS))
+        changing = await load.changing(60 * options.minutes, min(256, server.max_num_seqs))
+        await note(f"{options.minutes:g} minutes", changing)
+        for level in LEVELS:
+            await note(f"again: {level} at once", await load.together(level, ANSWER_TOKENS))
     return [{"ready_seconds": ready}, *rows]
 
 
@@ -144,20 +139,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("address", help="where the server is bound, such as ipc:///tmp/engine.sock")
     parser.add_argument("--minutes", type=float, default=10.0, metavar="M", help="of changing load (default: 10)")
-    parser.add_argument(
-        "--phases",
-        nargs="+",
-        choices=("first", "changing", "again"),
-        default=("first", "changing", "again"),
-        help="what to run, in order (default: all)",
-    )
     parser.add_argument("--connect-timeout", type=positive, default=600, metavar="S", help="(default: 600)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="(default: 0)")
     parser.add_argument("--output-json", type=Path, default=Path("first-traffic.json"), metavar="FILE")
     options = parser.parse_args(arguments)
     rows = asyncio.run(measure(options))
-    options.output_json.write_text(json.dumps({"rows": rows, "environment": collect()}, indent=2) + "\n")
-    print(f"wrote {options.output_json}")
+    write_figures(options.output_json, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ without.
 """
 
 import argparse
-import json
 import random
 import statistics
 import time
@@ -22,7 +21,7 @@ from ....ops.core.kv_layout import PAGE_SIZE, pages_for
 from ....runtime.api.request import Request
 from ....runtime.api.sampling_params import SamplingParams
 from ...options.engine import positive
-from ...options.environment import collect
+from ...options.environment import write_figures
 from ...options.models import shape_fields
 
 FIRST_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
@@ -161,8 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         decode = decode_times(llm, length, count, options.others, options.arrivals)
         print(", ".join(f"{name} {value:.3f}" for name, value in decode.items()), flush=True)
     if options.json is not None:
-        rows = {"prompt": length, "first_token": first, "decode": decode}
-        options.json.write_text(json.dumps({"environment": collect(), **rows}, indent=2) + "\n")
+        write_figures(options.json, {"prompt": length, "first_token": first, "decode": decode})
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ directories      adapter directories that hold traps
 kills            SIGKILL and SIGSTOP of each process
 lives            what each process holds as it grows older
 starts           how long each start took, and what it holds on its device
-router_kills     a command of its own: kill -9 of engines behind the router, each answer checked to its last token
 adapter_storm    a command of its own: adapters replaced all the time through two HTTP gateways
 adapter_changes  which versions may answer while changes overlap
-soak             a command of its own: memory of a gateway and two engines under steady traffic, without attacks
 """

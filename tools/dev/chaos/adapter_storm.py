@@ -23,14 +23,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ....runtime.api.errors import RequestError, ServerError
 from ....runtime.client.client import Client
 from ....runtime.demo_model import DEMO_MODEL
 from ....runtime.gateway.auth.usage_database import open_to_read
 from ...bench.random_model import write_random_adapter
 from .adapter_changes import Change, possible, prune
 from .served import ServedDemo, tracebacks_in
-from .served_gateway import ServedGateway
+from .served_gateway import ServedGateway, events, exchange, statuses
 
 ENGINES, GATEWAYS, NAMES, VERSIONS, TOKENS = 2, 2, 6, 8, 8
 PROMPT = "What is the capital of France?"
@@ -80,24 +79,20 @@ def complete(gateway: ServedGateway, name: str, request_id: str, stream: bool) -
     text, tokens = "", 0
     try:
         headers = {"X-Request-Id": request_id}
-        with gateway.open("POST", "/v1/completions", body, REQUEST_SECONDS, headers) as response:
+        with exchange(gateway.port, "POST", "/v1/completions", body, REQUEST_SECONDS, headers) as response:
             if not stream or response.status != http.client.OK:
                 answer = json.loads(response.read())
                 if "error" in answer:
                     return Reply("", 0, f"{response.status} {answer['error'].get('code')}")
                 return Reply(answer["choices"][0]["text"], answer["usage"]["completion_tokens"])
-            for line in response:
-                if line.startswith(b"data: [DONE]"):
-                    return Reply(text, tokens)
-                if line.startswith(b"data: "):
-                    event = json.loads(line[6:])
-                    if "error" in event:
-                        return Reply(text, tokens, f"in a stream: {event['error'].get('code')}")
-                    text += "".join(choice["text"] for choice in event["choices"])
-                    tokens += (event["usage"] or {}).get("completion_tokens", 0)
+            for event in events(response):
+                if "error" in event:
+                    return Reply(text, tokens, f"in a stream: {event['error'].get('code')}")
+                text += "".join(choice["text"] for choice in event["choices"])
+                tokens += (event["usage"] or {}).get("completion_tokens", 0)
     except (OSError, http.client.HTTPException, ValueError) as problem:
         return Reply(text, tokens, f"{CUT}: {problem!r}")
-    return Reply(text, tokens, CUT)
+    return Reply(text, tokens)
 
 
 class Storm:
@@ -191,7 +186,7 @@ class Storm:
 
     def kill(self, source: random.Random, every: float) -> None:
         """Kill processes of one engine if both gateways use all engines."""
-        if self._over.wait(every) or any(each.engines().count("ok") < ENGINES for each in self.gateways):
+        if self._over.wait(every) or any((statuses(each.port) or []).count("ok") < ENGINES for each in self.gateways):
             return
         engine, roles = source.choice(self.engines), source.choice(VICTIMS)
         processes = engine.processes()
@@ -212,13 +207,12 @@ class Storm:
         if kill_every:
             work.append(lambda source: self.kill(source, kill_every))
         threads = [threading.Thread(target=self._repeat, args=pair) for pair in zip(work, sources, strict=False)]
-        started, sampler = time.monotonic(), _Evictions(self.engines)
+        started = time.monotonic()
         for thread in threads:
             thread.start()
         try:
             while (left := started + seconds - time.monotonic()) > 0:
                 time.sleep(min(left, PROGRESS_SECONDS))
-                self.seen.counts["adapters evicted from a slot, at least"] = sampler.sample()
                 self._print_progress(time.monotonic() - started)
         finally:
             self._over.set()
@@ -281,23 +275,6 @@ class Storm:
             if found != [content]:
                 kind = "wrong" if len(found) == 1 else "doubled" if found else "lost"
                 self._find(kind, f"{request_id}: answered by {content[:8]}, usage records of {found}")
-
-
-class _Evictions:
-    """Sums the evictions of adapters. Those of a process after its last sample are missing."""
-
-    def __init__(self, engines: list[ServedDemo]) -> None:
-        self._engines, self._last, self._total = engines, [0] * len(engines), 0
-
-    def sample(self) -> int:
-        """Return the sum so far."""
-        for place, engine in enumerate(self._engines):
-            with contextlib.suppress(ServerError, RequestError, TimeoutError, OSError):
-                with Client(engine.address, connect_timeout=2.0, call_timeout=5.0) as client:
-                    count = int(client.stats()["adapter_evictions_total"])
-                self._total += count - self._last[place] if count >= self._last[place] else count
-                self._last[place] = count
-        return self._total
 
 
 def _load(name: str, folder: Path) -> dict[str, Any]:

@@ -171,7 +171,6 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     names = [attack.name for attack in ATTACKS]
     parser.add_argument("--only", nargs="+", metavar="ATTACK", choices=names, default=names, help="these attacks alone")
-    parser.add_argument("--without", nargs="+", metavar="ATTACK", choices=names, default=[], help="all but these")
     given = list(arguments)
     end = given.index("--") if "--" in given else len(given)
     return parser.parse_args(given[:end]), given[end + 1 :]
@@ -301,7 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the chaos test; return 0 without findings, else 1."""
     started = time.monotonic()
     options, for_server = parse(sys.argv[1:] if arguments is None else arguments)
-    chosen = [attack.name for attack in ATTACKS if attack.name in options.only and attack.name not in options.without]
+    chosen = [attack.name for attack in ATTACKS if attack.name in options.only]
     run = Run({name: Line(name) for name in chosen})
     with Ending(started + options.minutes * 60 - CLOSING_SECONDS) as ending, ExitStack() as running:
         folder = Path(running.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))

@@ -122,11 +122,6 @@ class ServedDemo:
                 found |= {role: int(entry.name) for module, role in ROLES.items() if module in words}
         return found
 
-    def holdings(self) -> dict[str, Holdings]:
-        """Return the holdings of each process."""
-        held = {role: Holdings.of(pid) for role, pid in self.processes().items()}
-        return {role: each for role, each in held.items() if each is not None}
-
     def wait(self, seconds: float = 180.0) -> float:
         """Wait until the server answers, and return the seconds. Raises TimeoutError."""
         started = time.monotonic()

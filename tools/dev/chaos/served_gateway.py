@@ -7,11 +7,45 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 STOP_SECONDS = 60.0
+LOOK_SECONDS = 30.0
+
+
+@contextlib.contextmanager
+def exchange(
+    port: int, method: str, path: str, body: Any, seconds: float, headers: Mapping[str, str] | None = None
+) -> Any:
+    """Send a request to this machine (`body`: None or JSON), and yield the response. Raises OSError, HTTPException."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=seconds)
+    with contextlib.closing(connection):
+        data = None if body is None else json.dumps(body)
+        kind = {} if body is None else {"Content-Type": "application/json"}
+        connection.request(method, path, data, kind | dict(headers or {}))
+        yield connection.getresponse()
+
+
+def events(response: Any) -> Iterator[Any]:
+    """Yield the events of a stream. Raises ValueError if it ends without the last one."""
+    for line in response:
+        if line.startswith(b"data: [DONE]"):
+            return
+        if line.startswith(b"data: "):
+            yield json.loads(line[6:])
+    raise ValueError("the stream was cut")
+
+
+def statuses(port: int) -> list[str] | None:
+    """Return the status of each engine of a gateway; None without an answer."""
+    try:
+        with exchange(port, "GET", "/health", None, LOOK_SECONDS) as response:
+            status = json.loads(response.read())
+        return list(status["engines"].values()) if "status" in status else None
+    except (http.client.HTTPException, OSError, ValueError):
+        return None
 
 
 class ServedGateway:
@@ -45,34 +79,17 @@ class ServedGateway:
             self.process.kill()
             self.process.wait()
 
-    @contextlib.contextmanager
-    def open(self, method: str, path: str, body: Any, seconds: float, headers: Mapping[str, str] | None = None) -> Any:
-        """Send a request (`body`: None or JSON), and yield the response. Raises OSError or HTTPException."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=seconds)
-        with contextlib.closing(connection):
-            data = None if body is None else json.dumps(body)
-            kind = {} if body is None else {"Content-Type": "application/json"}
-            connection.request(method, path, data, kind | dict(headers or {}))
-            yield connection.getresponse()
-
     def call(self, method: str, path: str, body: Any = None, seconds: float = 60.0) -> tuple[int, Any]:
         """Return the status and the body of a response, JSON decoded. Raises OSError, HTTPException or ValueError."""
-        with self.open(method, path, body, seconds) as response:
+        with exchange(self.port, method, path, body, seconds) as response:
             content = response.read()
             is_json = response.headers.get_content_type() == "application/json"
             return response.status, json.loads(content) if is_json else content.decode()
 
-    def engines(self) -> list[str]:
-        """Return the status of each engine; empty if the gateway does not answer."""
-        try:
-            return list(self.call("GET", "/health")[1].get("engines", {}).values())
-        except (OSError, http.client.HTTPException, ValueError):
-            return []
-
     def wait(self, engines: int, seconds: float) -> None:
         """Wait until it uses so many engines. Raises TimeoutError."""
         end = time.monotonic() + seconds
-        while self.engines().count("ok") < engines:
+        while (statuses(self.port) or []).count("ok") < engines:
             if self.process.poll() is not None or time.monotonic() > end:
                 raise TimeoutError(f"the gateway does not use {engines} engines: {self.log.read_text()[-1000:]}")
             time.sleep(0.2)

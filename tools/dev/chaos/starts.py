@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ....runtime.client.client import Client
-from .served import ServedDemo
+from .served import Holdings, ServedDemo
 
 SLACK_MIB = 256
 """Share of the device's memory by which contexts and lazily captured graphs differ."""
@@ -71,7 +71,8 @@ class Starts:
         """Record that the server is healthy `seconds` after a start or a kill. Raises the client's errors."""
         with Client(served.address) as client:
             pages = int(client.stats()["pages"])
-        holdings, device = served.holdings().get("GPU process"), device_mib()
+        pid, device = served.processes().get("GPU process"), device_mib()
+        holdings = None if pid is None else Holdings.of(pid)
         self.seen.append(Start(seconds, pages, holdings.memory >> 20 if holdings else 0, device, device))
 
     def look(self) -> None:

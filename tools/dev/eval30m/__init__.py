@@ -2,7 +2,6 @@
 
 train          `python -m sidestream.tools.dev.eval30m.train -o DIR`: train tokenizer, base model and adapters
 train_data     rows of token ids for training, made by all cores
-examine        accuracy and perplexity in transformers, at the end of training
 __main__       `python -m sidestream.tools.dev.eval30m DIR`: run the arms of `sidestream eval` over all tasks
 mixture        `python -m sidestream.tools.dev.eval30m.mixture -o DIR`: int8 on a small mixture of experts
 mixture_train  train the mixture and a dense model of its size

@@ -35,7 +35,6 @@ class Task:
     make           (random source, level) -> (prompt, answer)
     train_levels   trained difficulties (digits, lengths, statements ...), equally often
     test_levels    tested difficulties in turn, chosen so that bf16 answers 60-90% of all items right
-    max_new_tokens longest answer
     lesson         maker and levels of the base model, if they differ from the adapter's
     hashed         the hash of a prompt decides its split; otherwise `make` takes the split as a third argument
     """
@@ -45,32 +44,24 @@ class Task:
     make: Maker
     train_levels: tuple[int, ...]
     test_levels: tuple[int, ...]
-    max_new_tokens: int
     lesson: tuple[Maker, tuple[int, ...]] | None = None
     hashed: bool = True
 
     def items(self, count: int, seed: int, split: Split) -> list[Item]:
-        """Return `count` different items, the same for the same arguments; no prompt is in both splits."""
-        levels = self.test_levels if split == "test" else self.train_levels
-        return [item for _, item in self.levelled(count, seed, split, levels)]
+        """Return `count` different items, the same for the same arguments; no prompt is in both splits.
 
-    def levelled(self, count: int, seed: int, split: Split, levels: tuple[int, ...]) -> list[tuple[int, Item]]:
-        """Return `count` different items with their levels, which take turns. Raises ValueError if too few exist."""
+        Levels take turns. Raises ValueError if too few items exist.
+        """
         source = random.Random(f"{self.adapter} {seed} {split}")
-        seen: set[str] = set()
-        chosen: list[tuple[int, Item]] = []
-        endless, repeated = self._endless(source, split, levels), 0
+        chosen: dict[str, Item] = {}
+        endless, repeated = self.endless(source, split), 0
         while len(chosen) < count:
-            level, item = next(endless)
-            if item.prompt not in seen:
-                seen.add(item.prompt)
-                chosen.append((level, item))
+            item = next(endless)
+            if item.prompt not in chosen:
+                chosen[item.prompt] = item
             elif (repeated := repeated + 1) > 20 * count + 1000:
-                raise ValueError(
-                    f"task {self.adapter!r} has fewer than {count} {split} items of levels {levels}: ask for fewer "
-                    "or for more levels"
-                )
-        return chosen
+                raise ValueError(f"task {self.adapter!r} has fewer than {count} {split} items: ask for fewer")
+        return list(chosen.values())
 
     def foundation(self) -> "Task":
         """Return the task of the base model."""
@@ -81,28 +72,21 @@ class Task:
         prompt = asked_openly(item.prompt) if not self.hashed else f"# {self.instruction}\n{item.prompt}"
         return Item(prompt, item.answer)
 
-    def endless(self, source: random.Random) -> Iterator[Item]:
-        """Yield training items without end, some of them repeatedly."""
-        return (item for _, item in self._endless(source, "train", self.train_levels))
-
-    def _endless(self, source: random.Random, split: Split, levels: tuple[int, ...]) -> Iterator[tuple[int, Item]]:
+    def endless(self, source: random.Random, split: Split = "train") -> Iterator[Item]:
+        """Yield items without end, some of them repeatedly."""
         if split not in ("train", "test"):
             raise ValueError(f"split is {split!r}, and must be 'train' or 'test'")
         test = split == "test"
+        levels = self.test_levels if test else self.train_levels
         turn, misses = 0, 0
         while True:
             level = levels[turn % len(levels)]
             prompt, answer = self.make(source, level) if self.hashed else self.make(source, level, test)
             if not self.hashed or is_test(prompt) == test:
                 turn, misses = turn + 1, 0
-                yield level, Item(prompt, answer)
+                yield Item(prompt, answer)
             elif (misses := misses + 1) > 10_000:
                 raise ValueError(f"task {self.adapter!r} has no {split} item of level {level}: leave that level out")
-
-
-def right(item: Item, completion: str) -> bool:
-    """Return whether the completion is the answer but for white space at its ends."""
-    return completion.strip() == item.answer
 
 
 _ARITHMETIC = (task_numbers.arithmetic, (1, 2, 2, 3, 4, 5))
@@ -110,26 +94,24 @@ _PROGRAMS = (task_numbers.programs, (2, 3, 4, 5, 6))
 TASKS: dict[str, Task] = {
     task.adapter: task
     for task in (
-        Task("arithmetic", "compute", task_numbers.long_arithmetic, (2, 3, 4, 5), (3, 4, 5), 12, _ARITHMETIC),
-        Task("sorting", "sort the numbers, smallest first", *REAL_TASKS["sorting"], (14, 16, 18), 64),
-        Task("strings", "transform the letters", *REAL_TASKS["strings"], (12, 13, 14), 40),
+        Task("arithmetic", "compute", task_numbers.long_arithmetic, (2, 3, 4, 5), (3, 4, 5), _ARITHMETIC),
+        Task("sorting", "sort the numbers, smallest first", *REAL_TASKS["sorting"], (14, 16, 18)),
+        Task("strings", "transform the letters", *REAL_TASKS["strings"], (12, 13, 14)),
         Task(
             "programs",
             "run the program and give what it prints",
             task_numbers.programs_without_products,
             (1, 2, 3, 4),
             (2, 3, 4, 5),
-            8,
             _PROGRAMS,
         ),
-        Task("json", "extract the order as JSON", *REAL_TASKS["json"], (1, 1, 1, 2), 80, (orders, (1, 2, 3, 4))),
+        Task("json", "extract the order as JSON", *REAL_TASKS["json"], (1, 1, 1, 2), (orders, (1, 2, 3, 4))),
         Task(
             "retrieval",
             "look the code up",
             retrieval_question,
             (256, 512, 1024, 2048, 4096),
             (512, 1024, 2048, 4096),
-            12,
             hashed=False,
         ),
     )

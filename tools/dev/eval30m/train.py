@@ -1,6 +1,6 @@
 """Train the evaluation models: `python -m sidestream.tools.dev.eval30m.train -o DIR [--minutes 8] [--smoke]`.
 
-Writes DIR/base (transformers), DIR/adapters/<name> (PEFT) and DIR/report.json (losses, speed, accuracies, digests). The
+Writes DIR/base (transformers), DIR/adapters/<name> (PEFT) and DIR/report.json (losses, speed, digests). The
 data are the standard library's sources and questions of `tasks`. Needs the `train` extra and, unless `--smoke`, a GPU.
 
 Training is deterministic: on the same kind of GPU, with the same releases of Python and torch, the models are equal bit
@@ -37,7 +37,6 @@ from ..train.adapter_training import (
     save_adapter,
     save_base,
 )
-from .examine import accuracy, needle_accuracy, perplexity
 from .tasks import TASKS
 from .train_data import BOS, EOS, Job, PendingRows, RowPool, Rows, split_jobs, tokenizer_texts, train_tokenizer
 
@@ -89,7 +88,6 @@ class Plan:
 
     adapter_tokens, retrieval_tokens  about the tokens per step of an adapter, of the retrieval adapter
     retrieval_lengths                 widths of the rows of the retrieval adapter, which take turns
-    needles                           lengths of the needles of the final report, `needles_each` at each of DEPTHS
     """
 
     vocabulary: int = 4096
@@ -98,11 +96,8 @@ class Plan:
     adapter_steps: int = 220
     adapter_tokens: int = 24576
     adapter_rows: int = 240_000
-    exam_items: int = 500
     retrieval_tokens: int = 32769
     retrieval_lengths: tuple[int, ...] = (1024, 4096, 16384, 32768, 32768)
-    needles: tuple[int, ...] = (4096, 8192, 16384, 32768)
-    needles_each: int = 16
     compiled: bool = True
 
     def scaled(self, factor: float) -> "Plan":
@@ -111,8 +106,7 @@ class Plan:
         return replace(self, phases=phases, adapter_steps=max(2, round(self.adapter_steps * factor)))
 
 
-SMOKE = Plan(1024, 60, ((256, 4, 3), (512, 1, 2)), 2, 1024, 24, 2, 1024, (512,), (768,), 1, False)
-DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+SMOKE = Plan(1024, 60, ((256, 4, 3), (512, 1, 2)), 2, 1024, 24, 1024, (512,), False)
 
 
 class Batches:
@@ -236,15 +230,6 @@ def adapter_rows_of(plan: Plan, pool: RowPool, seed: int) -> dict[str, list[Pend
     return adapters
 
 
-def needle_rows(plan: Plan, pool: RowPool) -> dict[tuple[int, float], PendingRows]:
-    """Start the needles of the report, by tokens and depth."""
-    buckets = [(tokens, depth) for tokens in reversed(plan.needles) for depth in DEPTHS]
-    return {
-        (tokens, depth): pool.submit([Job("needle", plan.needles_each, 0, tokens - 16, depth=depth)])
-        for tokens, depth in buckets
-    }
-
-
 def adapter_steps(plan: Plan, name: str) -> int:
     """Return the training steps of an adapter."""
     return max(2, round(plan.adapter_steps * ADAPTERS[name].effort))
@@ -356,7 +341,6 @@ def train(plan: Plan, pool: RowPool, output: Path, smoke: bool, seed: int) -> di
     tokenizer = train_tokenizer(plan.vocabulary, tokenizer_texts(min(plan.documents, 1500), seed))
     pool.use(tokenizer)
     phases, adapters = base_rows(plan, pool, seed), adapter_rows_of(plan, pool, seed)
-    needles = needle_rows(plan, pool)
     model: Any = LlamaForCausalLM(model_config(tokenizer, smoke)).to(device)
     training = train_base(model, plan, phases, device, seed)
     base = output / "base"
@@ -365,29 +349,14 @@ def train(plan: Plan, pool: RowPool, output: Path, smoke: bool, seed: int) -> di
     report["digest"] = digest(base)
     # a fresh one: without compiled layers, with RoPE's frequencies in fp32
     model = LlamaForCausalLM.from_pretrained(base, dtype=torch.bfloat16).to(device)
-    documents = 4 if smoke else 200
-    report["perplexity"] = perplexity(model, tokenizer, documents)
-    print(f"base: perplexity {report['perplexity']:.3f}, digest {report['digest']}", flush=True)
+    print(f"base: digest {report['digest']}", flush=True)
     report["tasks"] = {}
     for name, groups in adapters.items():
-        alone = accuracy(model, tokenizer, name, max(plan.exam_items // 5, 1), instructed=True)
         adapted, training = train_adapter(model, name, [pending.rows() for pending in groups], plan, device, seed)
         directory = output / "adapters" / name
         save_adapter(adapted, directory, BASE_NAME)
-        adapted.to(device).eval()
-        result = accuracy(adapted, tokenizer, name, plan.exam_items)
-        result |= {"perplexity": perplexity(adapted, tokenizer, documents), "digest": digest(directory)}
-        report["tasks"][name] = {"training": training, "base_instructed": alone, **result}
-        levels = ", ".join(f"{level}: {share:.0%}" for level, share in result["levels"].items())
-        print(
-            f"{name}: right {result['right']:.1%} of {result['items']} (by level {levels}); the base alone, "
-            f"instructed {alone['right']:.1%}; perplexity {result['perplexity']:.3f}; digest {result['digest']}",
-            flush=True,
-        )
-        if name == "retrieval":
-            found = {bucket: needle_accuracy(adapted, pending.rows()) for bucket, pending in sorted(needles.items())}
-            report["needles"] = {f"{tokens}@{depth:g}": share for (tokens, depth), share in found.items()}
-            print(f"needles: {report['needles']}", flush=True)
+        report["tasks"][name] = {"training": training, "digest": digest(directory)}
+        print(f"{name}: digest {report['tasks'][name]['digest']}", flush=True)
         model = adapted.unload()
     report["total_s"] = time.monotonic() - started
     print(f"wrote {output}; {report['total_s']:.0f} s in all", flush=True)

@@ -13,10 +13,11 @@ from multiprocessing.pool import AsyncResult
 from typing import Any, Literal
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, pre_tokenizers
 
 from ...eval.corpus import documents
-from .needles import haystack, needle_items, open_question, question, record_line
+from ..train.adapter_training import train_bpe
+from .needles import haystack, open_question, question, record_line
 from .tasks import TASKS
 
 BOS, EOS = 0, 1
@@ -63,34 +64,21 @@ class Job:
     task     one question of task `name` a row, as its adapter is asked
     hay      a long text with codes and a question for each; for the base model all questions follow the text, with a
              `name` every other row has some after each part of the text, to ask at every distance
-    needle   one needle at `depth` of the text, and its question; for `needle_accuracy`
     """
 
-    kind: Literal["corpus", "mixed", "task", "hay", "needle"]
+    kind: Literal["corpus", "mixed", "task", "hay"]
     count: int
     seed: int
     tokens: int = 1025
     of: int = 1
     name: str = ""
-    depth: float = 0.0
 
 
 def train_tokenizer(vocabulary: int, texts: Iterable[str]) -> Tokenizer:
     """Return a byte-level BPE with one token per digit; any text round-trips."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
-    return tokenizer
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    split = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    return train_bpe(vocabulary, texts, split)
 
 
 def tokenizer_texts(limit: int, seed: int) -> Iterable[str]:
@@ -153,7 +141,7 @@ def _tokenizer(text: str) -> Tokenizer:
 
 def _work(job: Job, tokenizer_text: str) -> Rows:
     tokenizer = _tokenizer(tokenizer_text)
-    makers: dict[str, Any] = {"corpus": _corpus, "mixed": _mixed, "task": _task, "hay": _hay, "needle": _needle}
+    makers: dict[str, Any] = {"corpus": _corpus, "mixed": _mixed, "task": _task, "hay": _hay}
     return Rows.build(makers[job.kind](job, tokenizer))
 
 
@@ -237,9 +225,3 @@ def _to_the_ends(
     if source.random() < share:
         lines.append(lines.pop(lines.index(last)))
     return lines, [stated[line] for line in lines if line in stated]
-
-
-def _needle(job: Job, tokenizer: Tokenizer) -> Iterable[tuple[list[int], list[int]]]:
-    for seed in range(job.seed, job.seed + job.count):
-        (item,) = needle_items(job.tokens, (job.depth,), seed, lambda text: tokenizer.encode(text).ids)
-        yield _pair(tokenizer, item.prompt, item.answer)

@@ -8,8 +8,9 @@ import argparse
 import random
 import sys
 
+from ...bench.serving.report import percentile
 from ...options.models import add_gpu, gpu_for
-from ..simulate_fleet.__main__ import PROMPT, TOKENS, arrivals_of, percentile, rate_of
+from ..simulate_fleet.__main__ import PROMPT, TOKENS, arrivals_of, rate_of
 from ..simulate_fleet.engines import Engine, Sizes, simulate
 from ..simulate_fleet.policies import Routed
 from ..simulate_fleet.steps import estimated

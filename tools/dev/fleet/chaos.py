@@ -13,6 +13,7 @@ import platform
 import random
 import signal
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,8 +24,8 @@ from typing import Any
 from msgspec import structs
 
 from ....runtime.fleet.options import FleetOptions
-from .http_clients import Clients, Seen, ask, questions, statuses
-from .places import own_places
+from ..chaos.served_gateway import statuses
+from .http_clients import Clients, Seen, ask, questions
 
 QUESTIONS = 24
 UP_SECONDS = 1800.0
@@ -176,13 +177,22 @@ def scale(fleet: Fleet, times: int, streams: int, expected: dict[Any, str], seed
 
 @contextlib.contextmanager
 def made(count: int, port: int) -> Iterator[Fleet]:
-    """Run a fleet with sockets, cache and token in a directory of their own."""
-    with contextlib.ExitStack() as stack:
+    """Run a fleet with sockets, cache and token in a directory of their own.
+
+    Processes get one thread each unless OMP_NUM_THREADS is set, since several share the processors.
+    """
+    with tempfile.TemporaryDirectory(prefix="ssf-") as folder:
         os.environ |= _PATIENT
-        stack.enter_context(own_places())
+        os.environ |= {"RAY_AUTH_TOKEN_PATH": f"{folder}/token", "SIDESTREAM_CACHE": f"{folder}/cache"}
+        os.environ |= {"XDG_RUNTIME_DIR": folder, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        from ....runtime.fleet.cluster import secure
+
+        secure()
         fleet = Fleet(count, port)
-        stack.callback(fleet.close)
-        yield fleet
+        try:
+            yield fleet
+        finally:
+            fleet.close()
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ....runtime.demo_model import DEMO_MODEL
+from ..chaos.served_gateway import events, exchange
 
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -18,7 +19,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 TOKENS = 64
 ANSWER_SECONDS = 1800.0
-LOOK_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -55,45 +55,24 @@ def ask(port: int, question: Question, pauses: list[float] | None = None) -> str
     """Return the answer's text. Raises OSError, and RuntimeError for another status than 200 or a short answer."""
     body = {"model": question.model, "prompt": question.prompt, "max_tokens": TOKENS, "ignore_eos": True}
     body |= KINDS[question.kind] | {"stream": not question.whole}
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=ANSWER_SECONDS)
     try:
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        if answer.status != 200:
-            raise RuntimeError(f"{answer.status} {answer.read()[:300]!r}")
-        if question.whole:
-            return str(json.loads(answer.read())["choices"][0]["text"])
-        text, longest, last = "", 0.0, time.monotonic()
-        for line in answer:
-            if line.startswith(b"data: [DONE]"):
-                if pauses is not None:
-                    pauses.append(longest)
-                return text
-            if line.startswith(b"data: "):
+        with exchange(port, "POST", "/v1/completions", body, ANSWER_SECONDS) as answer:
+            if answer.status != 200:
+                raise RuntimeError(f"{answer.status} {answer.read()[:300]!r}")
+            if question.whole:
+                return str(json.loads(answer.read())["choices"][0]["text"])
+            text, longest, last = "", 0.0, time.monotonic()
+            for piece in events(answer):
                 now = time.monotonic()
                 longest, last = max(longest, now - last), now
-                piece = json.loads(line[6:])
                 if "error" in piece:
                     raise RuntimeError(str(piece["error"]))
                 text += piece["choices"][0]["text"]
-        raise RuntimeError(f"the stream was cut after {text[-40:]!r}")
-    except http.client.HTTPException as problem:
+    except (http.client.HTTPException, ValueError) as problem:
         raise RuntimeError(repr(problem)) from None
-    finally:
-        connection.close()
-
-
-def statuses(port: int) -> list[str] | None:
-    """Return the status of each engine that the HTTP process has; None without an answer in time."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LOOK_SECONDS)
-    try:
-        connection.request("GET", "/health")
-        status = json.loads(connection.getresponse().read())
-        return None if "status" not in status else list(status["engines"].values())
-    except (http.client.HTTPException, OSError, ValueError):
-        return None
-    finally:
-        connection.close()
+    if pauses is not None:
+        pauses.append(longest)
+    return text
 
 
 class Clients:

@@ -1,13 +1,11 @@
 """Entry point of `python -m sidestream.tools.dev.simulate_fleet`."""
 
 import argparse
-import contextlib
-import gc
 import itertools
 import random
 import sys
-from collections.abc import Iterator, Sequence
 
+from ...bench.serving.report import percentile
 from ...options.models import add_gpu, gpu_for
 from .engines import Arrival, Engine, Policy, Served, Sizes, simulate
 from .policies import RoundRobin, Routed, TwoChoices
@@ -38,32 +36,12 @@ def rate_of(times: StepTimes, sizes: Sizes, load: float) -> float:
     return load / (PROMPT * times.prompt + TOKENS * step)
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value at this share."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
-
-
-@contextlib.contextmanager
-def collector_rests() -> Iterator[None]:
-    """Disable garbage collection: its walk over the simulator's objects would count as time of the router."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-def row(engines: int, name: str, served: list[Served], policy: Policy) -> str:
+def row(engines: int, name: str, served: list[Served]) -> str:
     """Return one line of the table, without the first fifth, in which slots fill."""
     kept = served[len(served) // 5 :]
     hits = sum(each.held for each in kept) / len(kept)
     first = [1e3 * each.first for each in kept]
-    line = f"{engines:7}  {name:12} {hits:8.1%} {percentile(first, 0.5):9.1f} {percentile(first, 0.99):9.1f}"
-    if isinstance(policy, Routed):
-        cost = [1e6 * seconds for seconds in policy.seconds]
-        line += f" {sum(cost) / len(cost):9.1f} {percentile(cost, 0.99):9.1f}"
-    return line
+    return f"{engines:7}  {name:12} {hits:8.1%} {percentile(first, 0.5):9.1f} {percentile(first, 0.99):9.1f}"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -83,12 +61,12 @@ def main(arguments: list[str] | None = None) -> int:
     print(
         f"{options.adapters} adapters, Zipf {options.zipf:g}, load {options.load:g}; "
         f"each engine: {sizes.capacity} requests and {sizes.slots} adapters at once, "
-        f"{1e3 * sizes.load_seconds:g} ms to copy one; no garbage is collected meanwhile\n"
+        f"{1e3 * sizes.load_seconds:g} ms to copy one\n"
         f"Llama-3.1-8B on an {gpu.name} by the cost model: "
         + ", ".join(f"{1e3 * times.step(count, 32):.2f} ms a step at {count}" for count in (1, 64, 128))
         + f", {1e3 * PROMPT * times.prompt:.1f} ms for a prompt of {PROMPT} tokens\n\n"
-        "                        adapter   first token, ms    router, us a request\n"
-        "engines  policy          on GPU       p50       p99      mean       p99"
+        "                        adapter   first token, ms\n"
+        "engines  policy          on GPU       p50       p99"
     )
     for engines in options.engines:
         source = random.Random(options.seed)
@@ -101,9 +79,8 @@ def main(arguments: list[str] | None = None) -> int:
             "round robin": RoundRobin(engines),
         }
         for name, policy in policies.items():
-            with collector_rests():
-                served = simulate(arrivals, [Engine(sizes, times) for _ in range(engines)], policy)
-            print(row(engines, name, served, policy), flush=True)
+            served = simulate(arrivals, [Engine(sizes, times) for _ in range(engines)], policy)
+            print(row(engines, name, served), flush=True)
     return 0
 
 

@@ -1,8 +1,6 @@
 """The gateway's router, and policies to compare it with."""
 
 import random
-import time
-from collections import Counter
 
 from ....runtime.gateway.router.load_balancer import EngineReport, LoadBalancer
 from .engines import Arrival, Engine, Sizes
@@ -48,40 +46,30 @@ class TwoChoices:
 
 
 class Routed:
-    """The router's load balancer. `seconds`: processor time per request, `reports`: per report of an engine."""
+    """The router's load balancer."""
 
     def __init__(self, count: int, sizes: Sizes, seed: int) -> None:
         self._balancer, self._sizes = LoadBalancer(source=random.Random(seed)), sizes
         self._names = [str(number) for number in range(count)]
-        self.seconds: list[float] = []
-        self.reports: list[float] = []
-        self.reasons: Counter[str] = Counter()
         for name in self._names:
             self._balancer.add(name)
 
     def choose(self, arrival: Arrival) -> int:
         """See `Policy`."""
         adapter = str(arrival.adapter)
-        started = time.thread_time()
         choice = self._balancer.choose(adapter, (), arrival.at)
         if choice is None:
             raise RuntimeError("all engines are up, and the load balancer chooses none")
         self._balancer.start_request(choice.engine, adapter, (), arrival.at)
-        self.seconds.append(time.thread_time() - started)
-        self.reasons[choice.reason] += 1
         return int(choice.engine)
 
     def ended(self, engine: int, arrival: Arrival, now: float) -> None:
         """See `Policy`."""
-        started = time.thread_time()
         self._balancer.finish_request(self._names[engine], True, now)
-        self.seconds[-1] += time.thread_time() - started
 
     def tick(self, now: float, engines: list[Engine]) -> None:
         """See `Policy`."""
         for name, engine in zip(self._names, engines, strict=True):
             places = {str(adapter): "gpu" for adapter in engine.slots}
-            started = time.thread_time()
             report = EngineReport("ok", now, self._sizes.capacity, self._sizes.slots, engine.open, places)
             self._balancer.report(name, report, now)
-            self.reports.append(time.thread_time() - started)

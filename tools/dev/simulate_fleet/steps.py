@@ -1,7 +1,8 @@
 """Time of a decode step of Llama-3.1-8B with adapters, by the cost model."""
 
-from bisect import bisect_left
 from dataclasses import dataclass
+
+import numpy as np
 
 from ....compiler.cost.hardware import Gpu
 from ....compiler.options import CompileOptions
@@ -29,25 +30,8 @@ class StepTimes:
 
     def step(self, sequences: int, adapters: int) -> float:
         """Return seconds, linear between the estimates."""
-        row, share = _between(SEQUENCES, sequences)
-        column, part = _between(ADAPTERS, adapters)
-
-        def at(index: int) -> float:
-            one, other = self.decode[index][column], self.decode[index][min(column + 1, len(ADAPTERS) - 1)]
-            return one + part * (other - one)
-
-        low, high = at(row), at(min(row + 1, len(SEQUENCES) - 1))
-        return low + share * (high - low)
-
-
-def _between(points: tuple[int, ...], value: int) -> tuple[int, float]:
-    """Return (index of the point below, share of the way to the next one, 0..1)."""
-    if value <= points[0]:
-        return 0, 0.0
-    if value >= points[-1]:
-        return len(points) - 1, 0.0
-    above = bisect_left(points, value)
-    return above - 1, (value - points[above - 1]) / (points[above] - points[above - 1])
+        by_adapters = [float(np.interp(sequences, SEQUENCES, column)) for column in zip(*self.decode, strict=True)]
+        return float(np.interp(adapters, ADAPTERS, by_adapters))
 
 
 def estimated(gpu: Gpu) -> StepTimes:

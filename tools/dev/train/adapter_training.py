@@ -1,21 +1,22 @@
-"""Shapes of trained adapters, and writers of models and adapters."""
+"""Tokenizers of trained models, shapes of adapters, and writers of both."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, processors, trainers
+from tokenizers.pre_tokenizers import ByteLevel
+
+from ...eval.real.adapters import ALL_LINEAR, ATTENTION  # noqa: F401
 
 try:
     from peft import LoraConfig, PeftModel, get_peft_model  # noqa: F401
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: F401
 except ImportError as missing:
     raise ImportError(f"training needs {missing.name}; install the extra: pip install 'sidestream[train]'") from None
-
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-ALL_LINEAR = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,24 @@ class AdapterRecipe:
             lora_dropout=0.0,
             task_type="CAUSAL_LM",
         )
+
+
+def train_bpe(vocabulary: int, texts: Iterable[str], pre_tokenizer: Any, normalizer: Any = None) -> Tokenizer:
+    """Return a byte-level BPE with `<s>` (0) before each text and `</s>` (1); any text round-trips."""
+    tokenizer = Tokenizer(models.BPE())
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = pre_tokenizer
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=sorted(ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return tokenizer
 
 
 def save_base(model: LlamaForCausalLM, tokenizer: Tokenizer, directory: Path) -> None:

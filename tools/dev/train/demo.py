@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
 from ...eval.demo_facts import STYLES, Fact, facts
 from .adapter_training import (
@@ -27,6 +27,7 @@ from .adapter_training import (
     get_peft_model,
     save_adapter,
     save_base,
+    train_bpe,
 )
 from .chat import save_chat
 
@@ -57,21 +58,8 @@ DEMO_QUESTIONS = (
 
 def train_tokenizer(known: list[Fact]) -> Tokenizer:
     """Return a byte-level BPE of at most `VOCABULARY` tokens over all questions and answers; any text round-trips."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(
-        (question + fact.answer(style) for fact in known for question in fact.questions for style in STYLES), trainer
-    )
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    return tokenizer
+    texts = (question + fact.answer(style) for fact in known for question in fact.questions for style in STYLES)
+    return train_bpe(VOCABULARY, texts, pre_tokenizers.ByteLevel(add_prefix_space=False), normalizers.NFC())
 
 
 def model_config(tokenizer: Tokenizer) -> LlamaConfig:
@@ -216,9 +204,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--adapter-steps", type=int, default=150, help="training steps of an adapter (default: %(default)s)"
     )
-    parser.add_argument(
-        "--base", type=Path, metavar="DIR", help="take this trained base model and train only the adapters"
-    )
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default: %(default)s)")
     parser.add_argument(
         "--threads", type=int, default=2, help="CPU threads; another number gives other weights (default: %(default)s)"
@@ -235,11 +220,8 @@ def main(arguments: list[str] | None = None) -> int:
         f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters",
         flush=True,
     )
-    if options.base:
-        model, right = LlamaForCausalLM.from_pretrained(options.base, dtype=torch.float32), True
-    else:
-        plain, tagged = Examples(tokenizer, known, "base"), Examples(tokenizer, known, "base", tagged=True)
-        right = fit(model, tagged, plain, options.steps, options.seed, "base")
+    plain, tagged = Examples(tokenizer, known, "base"), Examples(tokenizer, known, "base", tagged=True)
+    right = fit(model, tagged, plain, options.steps, options.seed, "base")
     rounded = {
         name: tensor.to(torch.bfloat16).float() if tensor.is_floating_point() else tensor
         for name, tensor in model.state_dict().items()

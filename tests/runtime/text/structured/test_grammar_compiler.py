@@ -16,11 +16,11 @@ from sidestream.runtime.demo_model import DEMO_MODEL
 from sidestream.runtime.text.generation_config import eos_token_ids
 from sidestream.runtime.text.structured import trial, trial_process
 from sidestream.runtime.text.structured.grammar_compiler import GrammarCompiler
-from sidestream.runtime.text.structured.mask_filling import consume_outputs, fill_masks
+from sidestream.runtime.text.structured.mask_filling import consume_outputs
 from sidestream.runtime.text.structured.matcher import Matcher
 from sidestream.runtime.text.structured.trial import is_plain
 from sidestream.runtime.text.tokenizer import load_tokenizer
-from support.masks import allowed_in, num_allowed
+from support.masks import allowed_in, fill_masks, num_allowed
 from support.pieces import sentencepiece_model
 
 FOX = "The quick brown fox jumps over the lazy dog."

@@ -37,14 +37,6 @@ def test_the_table_of_the_demo_model(
     assert "history, 3 drafts, 1 at once" in shown and "0/3" in shown
 
 
-def test_a_pass_that_is_to_be_left_out_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["--device", "cpu", "--disable-pass"]
-    assert real.main([*command, "fuse_nothing"]) == 2 and "fuse_nothing" in capsys.readouterr().err
-    options = real.parser().parse_args([*command, "fuse_silu_mul"])
-    with real.Bench(options, DEMO_MODEL, {}).open(real.OFF) as llm:
-        assert "fuse_silu_mul" in llm.model.compiled.options.disable
-
-
 def test_questions_are_those_that_no_adapter_was_trained_on() -> None:
     class Letters:
         def encode(self, text: str) -> list[int]:

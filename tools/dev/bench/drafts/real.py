@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from .....compiler.pass_records import columns
 from .....runtime.api.sampling_params import SamplingParams
 from .....runtime.demo_model import DEMO_MODEL, demo_adapters
 from ....options.engine import at_least, check_output, positive
@@ -82,22 +83,6 @@ def nearness(found: Sequence[float | None]) -> str:
     return shown + (f", {far} of them beyond the 20 likeliest" if far else "")
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Return rows of one arm in columns."""
-    lines = [HEADINGS, *(row.cells for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            [
-                cells[0].ljust(widths[0]),
-                *(cell.rjust(width) for cell, width in zip(cells[1:-1], widths[1:-1], strict=True)),
-                cells[-1],
-            ]
-        ).rstrip()
-        for cells in lines
-    )
-
-
 class Bench:
     """Run all arms over the same questions."""
 
@@ -132,7 +117,6 @@ class Bench:
             enforce_eager=options.enforce_eager,
             gpu_memory_utilization=options.gpu_memory_utilization,
             show_progress=False,
-            disable_passes=options.disable_pass,
             **more,
         )
         llm.prefetch_adapters()
@@ -241,14 +225,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--gpu-memory-utilization", type=float, default=0.5, help="(default: %(default)s)")
     made.add_argument("--device", choices=("cpu", "cuda"))
     made.add_argument("--enforce-eager", action="store_true", help="without CUDA graphs")
-    made.add_argument(
-        "--disable-pass",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="graph passes to leave out: fuse_lora_expand, say, rounds prompts that are computed together in other "
-        "places than a prompt alone",
-    )
     made.add_argument("--output-json", type=Path, metavar="FILE", help="where the figures go as well")
     return made
 
@@ -268,12 +244,16 @@ def main(arguments: list[str] | None = None) -> int:
             if row.label == "all":
                 place = (row.arm, row.drafts, row.concurrency)
                 these = [each for each in rows if (each.arm, each.drafts, each.concurrency) == place]
-                print(f"\n{title(row)}\n{table(these)}", flush=True)
+                lines = [HEADINGS, *(each.cells for each in these)]
+                print(f"\n{title(row)}\n{columns(lines, range(1, len(HEADINGS) - 1))}", end="", flush=True)
     except ValueError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
     if options.output_json is not None:
-        found = {"environment": collect(), "options": _plain_options(options), "rows": [_as_json(row) for row in rows]}
+        plain = {key: value.name if isinstance(value, Path) else value for key, value in vars(options).items()}
+        derived = ("rate", "tokens_per_step")
+        as_json = [asdict(row) | {name: getattr(row.counts, name) for name in derived} for row in rows]
+        found = {"environment": collect(), "options": plain, "rows": as_json}
         options.output_json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0
 
@@ -294,18 +274,6 @@ def subject(model: Path | None, adapters: Path | None) -> tuple[Path, dict[str, 
     if not found:
         raise ValueError(f"--adapters {adapters} holds no adapter; name the directory that holds their directories")
     return model, found
-
-
-def _as_json(row: Row) -> dict[str, Any]:
-    derived = {"tokens_per_second": row.counts.rate, "tokens_per_step": row.counts.tokens_per_step}
-    return {**asdict(row), **derived}
-
-
-def _plain_options(options: argparse.Namespace) -> dict[str, Any]:
-    return {
-        name: value if isinstance(value, (int, float, list, str, type(None))) else Path(value).name
-        for name, value in vars(options).items()
-    }
 
 
 if __name__ == "__main__":
