@@ -17,6 +17,7 @@ from .bench import kernels as bench_kernels
 from .bench import latency as bench_latency
 from .bench import startup as bench_startup
 from .bench import throughput as bench_throughput
+from .bench.serving import gateway as bench_gateway
 from .bench.serving import http as bench_http
 from .bench.serving import serve as bench_serve
 from .commands import (
@@ -127,7 +128,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_group(commands, "inspect", "inspect compiled programs and passes", dump, diff, explain, ledger)
     for module in (plan, calibrate, evaluation, tune):
         module.add_parser(commands)
-    benches = bench_latency, bench_throughput, bench_kernels, bench_startup, bench_serve, bench_http
+    benches = bench_latency, bench_throughput, bench_kernels, bench_startup, bench_serve, bench_gateway, bench_http
     _add_group(commands, "bench", "measure speed", *benches, metavar="BENCH")
     collect_env.add_parser(commands)
     return parser

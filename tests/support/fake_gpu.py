@@ -8,33 +8,24 @@ import os
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 from sidestream.ops.core.kv_layout import PAGE_SIZE
 from sidestream.runtime.api.adapter_versions import AdapterVersion
 from sidestream.runtime.api.errors import RequestError
-from sidestream.runtime.scheduler.step_plan import (
-    AHEAD,
-    PageCopies,
-    StepDrafts,
-    StepMasks,
-    StepPlan,
-    StepResult,
-    no_rows,
-)
+from sidestream.runtime.scheduler.step_plan import AHEAD, StepPlan, StepResult
 from sidestream.runtime.server import gpu_process
 from sidestream.runtime.server.gpu_link import LoadedAdapter, Ready, Update
 from sidestream.runtime.server.settings import ServeSettings
 from sidestream.runtime.text.chat_files import read_adapter_chat
+from sidestream.tools.bench.serving.simulated_gpu import SimulatedSizes, TimedRunner
 
 from support.fake_runner import FakeRunner
 
 
-class FakeSizes(msgspec.Struct, kw_only=True):
+class FakeSizes(SimulatedSizes, kw_only=True):
     """`ServeSettings.llm` of a fake server.
 
     `poison`: a step that holds this token thrice in a row raises; `hang`: one that holds this token so never returns;
@@ -43,94 +34,12 @@ class FakeSizes(msgspec.Struct, kw_only=True):
     """
 
     step_seconds: float = 0.0
-    load_seconds: float = 0.0
-    num_pages: int = 64
-    max_model_len: int = 512
-    max_num_seqs: int = 8
-    max_num_batched_tokens: int = 128
-    num_slots: int = 2
-    vocabulary: int = 251
-    eos_ids: list[int] = []
-    seed: int = 0
     poison: int | None = None
     hang: int | None = None
     hold: str | None = None
     fail_start: str | None = None
     lora_rank: int = 64
     max_adapter_sums: int = 64
-
-
-@dataclass
-class TimedStep:
-    """A step in progress: the inner runner's handle, and its end (time.monotonic)."""
-
-    inner: Any
-    ready_at: float
-
-
-class TimedRunner:
-    """Steps of `step_seconds` in a row, like a device that works asynchronously; adapters arrive after `load_seconds`.
-
-    A step starts after the masks of the step before it have arrived.
-    """
-
-    def __init__(self, inner: Any, step_seconds: float, load_seconds: float) -> None:
-        self.inner = inner
-        self._step_seconds, self._load_seconds = step_seconds, load_seconds
-        self._free_at = 0.0
-        self._loads: list[tuple[float, int, int]] = []
-        self._near: set[int] = set()
-
-    def submit(self, plan: StepPlan) -> TimedStep:
-        """Start a step after the earlier ones."""
-        handle = self.inner.submit(plan)
-        self._free_at = max(time.monotonic(), self._free_at) + self._step_seconds
-        return TimedStep(handle, self._free_at)
-
-    def drafts(self, handle: TimedStep) -> StepDrafts:
-        """Return no drafts."""
-        return StepDrafts(handle.inner.step, no_rows().reshape(0, 0))
-
-    def constrain(self, handle: TimedStep, masks: StepMasks) -> None:
-        """Apply the masks of a step; it ends now if it had to wait for them."""
-        handle.ready_at = self._free_at = max(time.monotonic(), self._free_at)
-        self.inner.constrain(handle.inner, masks)
-
-    def collect(self, handle: TimedStep) -> StepResult:
-        """Wait for the end of a step."""
-        time.sleep(max(0.0, handle.ready_at - time.monotonic()))
-        result: StepResult = self.inner.collect(handle.inner)
-        return result
-
-    def start_load(self, slot: int, number: int) -> None:
-        """Start a copy."""
-        self._loads.append((time.monotonic() + self._load_seconds, slot, number))
-
-    def loaded(self, timeout: float = 0.0) -> list[tuple[int, int, str | None]]:
-        """Return the finished copies."""
-        now = time.monotonic()
-        done = [load for load in self._loads if load[0] <= now]
-        self._loads = [load for load in self._loads if load[0] > now]
-        for _, slot, number in done:
-            self._near.add(number)
-            if slot >= 0:
-                self.inner.place(slot, number)
-        return [(slot, number, None) for _, slot, number in done]
-
-    def forget_adapter(self, number: int) -> None:
-        """Remove an adapter from host memory."""
-        self._near.discard(number)
-
-    def copy_pages(self, copies: PageCopies) -> None:
-        """Do nothing: without host pages there are no copies."""
-
-    def copied(self, timeout: float = 0.0) -> list[tuple[int, str | None]]:
-        """Return nothing."""
-        return []
-
-    def in_host_memory(self) -> list[int]:
-        """Return the adapters in host memory."""
-        return sorted(self._near)
 
 
 class Checked(FakeRunner):

@@ -19,6 +19,7 @@ from ...options.engine import add_command, add_value, at_least, check_output
 from ...options.environment import write_figures
 from ...options.models import add_bench_model
 from .closed_loop import ClientFigures, Load
+from .gateway import cpu_seconds
 from .report import engine_figures, percentile, shown
 
 DESCRIPTION = """\
@@ -101,12 +102,6 @@ def gateway_of(server: int) -> int | None:
             if int(parent) == server and "gateway.server_process" in (process / "cmdline").read_text():
                 return int(process.name)
     return None
-
-
-def cpu_seconds(process: int) -> float:
-    """Return the CPU seconds of a process and its threads."""
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def model_arguments(options: argparse.Namespace, directory: Path) -> list[str]:
