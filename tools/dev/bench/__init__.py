@@ -5,6 +5,7 @@ cost_error         the cost model compared with measured times
 estimated_changes  the cost model's estimate for each arm of the ablation
 first_traffic      first tokens after a cold start, and pauses under changing load
 host_kv            first token of a long prompt from host memory, and decoding of others meanwhile
+refused_key        latencies of one key while another key's requests are refused
 versus_vllm        workloads A and P on vLLM and on Sidestream, in turn
 drafts/            acceptance and speed of real drafts
 """

@@ -14,4 +14,5 @@ lives            what each process holds as it grows older
 starts           how long each start took, and what it holds on its device
 adapter_storm    a command of its own: adapters replaced all the time through two HTTP gateways
 adapter_changes  which versions may answer while changes overlap
+soak             a command of its own: memory of a gateway and two engines under steady traffic, without attacks
 """

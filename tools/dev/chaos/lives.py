@@ -5,7 +5,7 @@ compared: leaks raise it, temporary memory does not.
 """
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -72,6 +72,9 @@ class Lives:
 
     def __init__(self) -> None:
         self._lives: dict[int, Life] = {}
+
+    def __iter__(self) -> Iterator[Life]:
+        return iter(self._lives.values())
 
     def look(self, now: float, number: int, processes: Mapping[str, int]) -> None:
         """Record holdings; `now`: monotonic seconds, `number`: of the round, `processes`: role -> process id."""
