@@ -5,7 +5,8 @@ chunks of a fixed number of pages, counted from its first visible one. Each chun
 which are merged in ascending order. A program computes every `splits`-th chunk, so that the batch decides only which
 program computes a chunk. Warps, columns and the chunks merged at a time are constants too: sums depend on them.
 
-The last program of a sequence to finish merges its chunks. A sequence of one chunk is stored at once.
+The last program of a sequence to finish merges its chunks. A sequence of one chunk is stored at once. Under PDL a
+program fetches the pages of its first chunk before the wait, as in `decode_gluon`.
 """
 
 import torch
@@ -70,16 +71,30 @@ def decode_exact_kernel(
     fence_async_shared()
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     rows = (0, 1, 0, 0)
     row = sequence * HK + head
     out_rows = out + row * G * 128
     if split >= active:
         if split == 0:
+            if PDL:
+                gdc_wait()
             nothing = gl.zeros([COLUMNS, 128], gl.float32, gl.SliceLayout(0, merge_layout(WARPS)))
             store_result(out_rows, out, rows, 0, 0, False, nothing, G, HK * G, 1, G, COLUMNS, WARPS, 0)
         return
 
+    # the first chunk: earlier steps wrote all pages but the newest token's
+    table = block_table + split * CHUNK
+    count = gl.minimum(total_pages - split * CHUNK, CHUNK)
+    old = gl.minimum(count, total_pages - 1 - split * CHUNK) if PDL else count
+    for ahead in gl.static_range(STAGES):
+        page_id = gl.load(table + ahead, mask=ahead < count, other=0)
+        expect_page(ready, ahead, False, ahead < count)
+        fetch_page(page_boxes, scale_boxes, pages, scales, ready, ahead, page_id * HK + head, False, ahead < old)
+    if PDL:
+        gdc_wait()
+        if old < gl.minimum(count, STAGES):
+            page_id = gl.load(table + old)
+            fetch_page(page_boxes, scale_boxes, pages, scales, ready, old, page_id * HK + head, False, True)
     q_transposed = load_queries(q + row * G * 128, rows, score_scale, G, HK * G, 1, G, COLUMNS, WARPS, False)
     PRODUCT: gl.constexpr = product_layout(WARPS)
     BY_COLUMN: gl.constexpr = gl.SliceLayout(1, PRODUCT)
@@ -93,9 +108,10 @@ def decode_exact_kernel(
         remaining = length - chunk * (CHUNK * 64)
         at = slot
         for ahead in gl.static_range(STAGES):
-            page_id = gl.load(table + ahead, mask=ahead < count, other=0)
-            expect_page(ready, at, False, ahead < count)
-            fetch_page(page_boxes, scale_boxes, pages, scales, ready, at, page_id * HK + head, False, ahead < count)
+            wanted = (ahead < count) & (chunk > split)
+            page_id = gl.load(table + ahead, mask=wanted, other=0)
+            expect_page(ready, at, False, wanted)
+            fetch_page(page_boxes, scale_boxes, pages, scales, ready, at, page_id * HK + head, False, wanted)
             at = gl.where(at == STAGES - 1, 0, at + 1)
         next_id = gl.load(table + STAGES, mask=count > STAGES, other=0)
         acc = gl.zeros([WARPS, 128, COLUMNS], gl.float32, PRODUCT)
