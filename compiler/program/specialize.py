@@ -35,7 +35,7 @@ from .program import Bucket
 from .sizes import Spec, SpecializeError, bucket_inputs, placeholders
 
 META = torch.device("meta")
-DECODE_TILE, PROMPT_TILE = lora_tile(1), lora_tile(1 << 16)  # the product of an expand depends on its tile's height
+DECODE_TOKENS, PROMPT_TOKENS = 16, 2048  # exact programs of decode steps, and others, have LoRA's launches for these
 LORA_OPS = frozenset({"lora", "lora_plan", "lora_shrink", "lora_expand", "expert_lora", "expert_groups"})
 PART_OPS = {"lora_adjust": "y"}  # ops of adapters' parts besides LoRA -> the operand that they return changed
 SUMS = frozenset({aten.add.Tensor, aten.add_.Tensor, operator.add})
@@ -63,8 +63,8 @@ def specialize(
     bucket's): set attention's decode flag and remove the identity selection of logits rows, as also in steps with
     drafts. `lora=False` (default: the bucket's, else True): remove LoRA ops and those of adapters' parts; the latter
     also for a bucket without `parts`. `size_independent`: in every bucket LoRA's shrinks compute one plane and queries
-    are not quantized. `exact`: set the flag of this name where an op has it, and give LoRA one tile height for decode
-    steps and one for others. Raises SpecializeError with the node that can't be static.
+    are not quantized. `exact`: set the flag of this name where an op has it, and give LoRA the same planes and tiles in
+    all programs of decode steps, and in all others. Raises SpecializeError with the node that can't be static.
     """
     bucket = sizes if isinstance(sizes, Bucket) else None
     specs = bucket_inputs(graph_module, sizes) if isinstance(sizes, Bucket) else dict(sizes)
@@ -87,7 +87,8 @@ def specialize(
     if exact:
         mark_exact(graph)
     sweep(graph)
-    fit_tiles(graph, specs, size_independent, (DECODE_TILE if decode else PROMPT_TILE) if exact else None)
+    exact_tokens = DECODE_TOKENS if decode else PROMPT_TOKENS
+    fit_tiles(graph, specs, size_independent, exact_tokens if exact else None)
     _set_inputs(graph, graph_module, specs)
     propagate(graph)
     return graph
@@ -211,12 +212,9 @@ def take_every_row(graph: fx.Graph) -> None:
 
 
 def fit_tiles(
-    graph: fx.Graph, specs: Mapping[str, Spec], size_independent: bool = False, lora_height: int | None = None
+    graph: fx.Graph, specs: Mapping[str, Spec], size_independent: bool = False, exact_tokens: int | None = None
 ) -> None:
-    """Set the tiles of plans and the number of splits of LoRA kernels for this token count.
-
-    `lora_height`: the tile height of LoRA on dense layers, instead of that for this token count.
-    """
+    """Set the tiles of plans and the number of splits of LoRA kernels for this token count, or for `exact_tokens`."""
     spec = specs.get("adapter_index")
     if spec is None or isinstance(spec, int):
         return
@@ -225,7 +223,7 @@ def fit_tiles(
         name, plan = own_name(node), group_plan_of(node)
         if name not in LORA_OPS and plan is None:
             continue
-        rows, tile = tokens, lora_height or lora_tile(tokens)
+        rows, tile = exact_tokens or tokens, lora_tile(exact_tokens or tokens)
         if plan is not None:
             groups = through_views(bind(plan).groups)
             of_lora = own_name(groups) == "expert_groups"
@@ -234,7 +232,8 @@ def fit_tiles(
         if has_operand(node, "tile"):
             set_operands(node, tile=tile)
         if has_operand(node, "splits"):
-            set_operands(node, splits=1 if size_independent else lora_splits(int(shape_of(bind(node).x)[-1]), rows))
+            one_plane = size_independent and exact_tokens is None
+            set_operands(node, splits=1 if one_plane else lora_splits(int(shape_of(bind(node).x)[-1]), rows))
 
 
 def sweep(graph: fx.Graph) -> bool:

@@ -316,6 +316,7 @@ def paged_attention_launch(
             wide,
             plan,
             window,
+            exact,
         )
 
 

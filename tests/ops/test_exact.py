@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from sidestream.compiler.program.specialize import DECODE_TILE, PROMPT_TILE
+from sidestream.compiler.program.specialize import DECODE_TOKENS, PROMPT_TOKENS
 from sidestream.ops.attention.rope_append import rope_append
 from sidestream.ops.core.kv_layout import kv_cache_shape, kv_scales_shape
 from sidestream.ops.core.registry import as_outputs
@@ -16,6 +16,7 @@ from sidestream.ops.elementwise.rms_norm import add_rms_norm_quant, rms_norm_qua
 from sidestream.ops.elementwise.silu_mul import silu_mul_quant
 from sidestream.ops.linear.linear_8bit import linear_8bit
 from sidestream.ops.lora.expand import lora_expand
+from sidestream.ops.lora.plan import lora_splits, lora_tile
 from sidestream.ops.lora.shrink import lora_shrink
 from sidestream.runtime.worker.sampler import Sampler
 from support.checks import bits, poison
@@ -110,12 +111,14 @@ def test_rope_append(heads: int, kv_heads: int, dim: int, normed: bool) -> None:
         assert torch.equal(bits(got), bits(want)), "rows without an adapter"
 
 
-@pytest.mark.parametrize("tile", [DECODE_TILE, PROMPT_TILE])
+@pytest.mark.parametrize("tokens", [DECODE_TOKENS, PROMPT_TOKENS])
 @pytest.mark.parametrize("ranks", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("k, slices", [(4096, [4096, 1024, 1024]), (14336, [4096]), (576, [1536, 1536])])
-def test_lora(k: int, slices: list[int], ranks: int, tile: int) -> None:
-    """A tile has one height for decode steps and one for prompts; tokens are next to those of other adapters."""
-    slots = 5
+def test_lora(k: int, slices: list[int], ranks: int, tokens: int) -> None:
+    """Decode steps have the planes and tiles of one number of tokens, prompts of another; tokens are next to those of
+    other adapters.
+    """
+    slots, tile, splits = 5, lora_tile(tokens), lora_splits(k, tokens)
     torch.manual_seed(1)
     index = torch.randint(-1, slots, (512,))
     case = lora_case(512, k, ranks, slices, slots=slots, device="cuda", adapter_index=index).quantized(True, INT8)
@@ -126,7 +129,7 @@ def test_lora(k: int, slices: list[int], ranks: int, tile: int) -> None:
             len(chosen), k, 16, [16], slots=slots, device="cuda", adapter_index=index[chosen.cpu()], tile=tile
         )
         plan = small.token_order, small.tiles, tile
-        (planes,) = launched(lora_shrink, x, case.a, *plan, 1, case.a_scale, x_scale)
+        (planes,) = launched(lora_shrink, x, case.a, *plan, splits, case.a_scale, x_scale)
         (delta,) = launched(lora_expand, planes, case.b, *plan, slices, case.b_scale)
         return delta
 

@@ -1,6 +1,5 @@
 """Decode attention with `exact`: a sequence has the same bits alone, in a batch, and for every length of the others."""
 
-import math
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from sidestream.ops.attention.paged_attention import paged_attention
 from sidestream.ops.attention.paged_attention import paged_attention_reference as reference
 from sidestream.ops.core.kv_layout import kv_cache_shape, kv_scales_shape
 from sidestream.ops.core.triton_support import INTERPRETED, cdiv
-from support.attention import make_batch, relative_error, tolerance
+from support.attention import Batch, make_batch, relative_error, tolerance
 from support.checks import bits, poison
 from support.sm90 import compile_launch, reads_under_way
 
@@ -120,27 +119,59 @@ def test_programs_per_sequence_do_not_matter(monkeypatch: pytest.MonkeyPatch, sp
     assert same(launched(args), expected)
 
 
+def attend(batch: Batch, parts: list[tuple[int, int]]) -> torch.Tensor:
+    """Attention of chunks (begin, end) of a prompt, as sequences of one step."""
+    q, cache, scales, table, _, _, scale, *_ = batch.args()
+    ends = torch.tensor([end for _, end in parts], dtype=torch.int32, device=q.device)
+    starts = torch.tensor([0, *(end - begin for begin, end in parts)], device=q.device).cumsum(0).int()
+    rows = torch.cat([q[begin:end] for begin, end in parts])
+    args = (rows, cache, scales, table.expand(len(parts), -1).contiguous(), ends, starts, scale, False, False)
+    return launched((*args, None, None, 0, 0, True))
+
+
+def check_chunks(batch: Batch, length: int, sizes: tuple[int, ...]) -> None:
+    whole = attend(batch, [(0, length)])
+    for size in sizes:
+        parts = [(begin, min(length, begin + size)) for begin in range(0, length, size)]
+        assert same(attend(batch, parts), whole), f"chunks of {size} in one step"
+        begin, end = parts[len(parts) // 2]
+        assert same(attend(batch, [(begin, end)]), whole[begin:end]), f"a chunk of {size} alone"
+
+
+@pytest.mark.interpret
+def test_chunks_of_a_prompt_have_the_bits_of_one_in_triton() -> None:
+    check_chunks(make_batch([150], [150], heads=3, kv_heads=1, dim=64, cache=INT8), 150, (17, 64))
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("dim, heads, kv_heads", [(128, 32, 8), (64, 9, 3)])
+@pytest.mark.parametrize("dim, heads, kv_heads", [(128, 32, 8), (64, 9, 3), (64, 4, 2), (128, 24, 8)])
 def test_chunks_of_a_prompt_have_the_bits_of_one(dim: int, heads: int, kv_heads: int) -> None:
     """In chunks of 1 to 2,048 tokens, alone and next to other sequences."""
     batch = make_batch([2048], [2048], heads=heads, kv_heads=kv_heads, dim=dim, cache=INT8, device="cuda")
-    q, cache, scales, table, *_ = batch.args()
-    scale = 1 / math.sqrt(dim)
+    check_chunks(batch, 2048, (1, 5, 17, 64, 100, 300, 1000))
 
-    def attend(parts: list[tuple[int, int]]) -> torch.Tensor:
-        lens = torch.tensor([end for _, end in parts], dtype=torch.int32, device="cuda")
-        starts = torch.tensor([0, *(end - begin for begin, end in parts)], device="cuda").cumsum(0).int()
-        rows = torch.cat([q[begin:end] for begin, end in parts])
-        args = (rows, cache, scales, table.expand(len(parts), -1).contiguous(), lens, starts, scale, False, False)
-        return launched((*args, None, None, 0, 0, True))
 
-    whole = attend([(0, 2048)])
-    for size in (1, 17, 64, 300):
-        parts = [(begin, min(2048, begin + size)) for begin in range(0, 2048, size)]
-        assert same(attend(parts), whole), f"chunks of {size} in one step"
-        begin, end = parts[len(parts) // 2]
-        assert same(attend([(begin, end)]), whole[begin:end]), f"a chunk of {size} alone"
+@pytest.mark.machine_code
+@pytest.mark.skipif(INTERPRETED, reason="compiles for the GPU")
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_triton_kernel_for_chunks_rounds_every_product(exact: bool) -> None:
+    """With fused multiply-adds its loops with and without a mask would round differently."""
+
+    def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    (code,) = compile_launch(
+        paged_attention.launch,
+        meta(100, 9, 64, dtype=BF16),
+        meta(*kv_cache_shape(1000, 3, 64), dtype=INT8),
+        meta(*kv_scales_shape(1000, 3), dtype=FP32),
+        meta(8, 128, dtype=torch.int32),
+        meta(8, dtype=torch.int32),
+        meta(9, dtype=torch.int32),
+        *(0.1, False, False, None, None, 0, 0, exact),
+        out=(meta(100, 576, dtype=BF16),),
+    )
+    assert (code.sass["FFMA"] == 0) == exact
 
 
 def test_the_triton_kernel_is_chosen_for_other_heads() -> None:
