@@ -31,7 +31,7 @@ def build_program(
     """
     options = options or CompileOptions()
     bucket = sizes if isinstance(sizes, Bucket) else None
-    graph = specialize(graph_module, sizes, size_independent=options.size_independent)
+    graph = specialize(graph_module, sizes, size_independent=options.size_independent, exact=options.exact)
     records = run_static_passes(graph, options, sm_count, static_passes(bucket, options))
     if any(record.matches for record in records):
         propagate(graph)

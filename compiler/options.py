@@ -215,6 +215,12 @@ class CompileOptions:
         more="disables the passes, LoRA's partial sums and the fp8 queries that are used at some sizes only and round "
         "differently there; the kernels of a GPU still choose tiles and splits by size",
     )
+    exact: bool = option(
+        False,
+        "compute a token with the same bits in every batch, chunk, cache and restart",
+        more="only int8 on one GPU, without speculation, experts and adapters' other parts; steps compute either "
+        "prompts or sampled tokens. On a GPU kernels then have constants that do not depend on the size of a step",
+    )
     pdl: bool = option(True, "programmatic dependent launch between neighbours of a stream", keyword=None)
     check_counts: bool = option(
         True, "fail when a pass has another number of matches than the model's shape implies", keyword=None
@@ -253,6 +259,28 @@ class CompileOptions:
             raise OptionError(f"kv_dtype='fp32' needs precision='fp32', not {self.precision!r}")
         if self.kv_dtype == "bf16" and self.precision == "fp32":
             raise OptionError("kv_dtype='bf16' contradicts precision='fp32'; use kv_dtype='auto'")
+        if self.exact:
+            self._check_exact()
+            object.__setattr__(self, "size_independent", True)
+
+    def _check_exact(self) -> None:
+        """Raise OptionError for a value with which roundings depend on the size of a step."""
+        supported = {
+            "precision": ("int8",),
+            "kv_dtype": ("int8", "auto"),
+            "lm_head": ("auto",),
+            "lora_dtype": ("int8", "auto"),
+            "lora_input": ("int8", "auto"),
+            "whole_layer": ("off", "auto"),
+            "tensor_parallel": (1,),
+        }
+        for name, values in supported.items():
+            if (given := getattr(self, name)) not in values:
+                keyword = "tensor_parallel_size" if name == "tensor_parallel" else name
+                raise OptionError(
+                    f"{keyword}={given!r} contradicts exact=True, which supports only {keyword}={values[0]!r}; use "
+                    "that, or leave exact out"
+                )
 
     @property
     def model_dtype(self) -> "torch.dtype":

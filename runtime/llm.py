@@ -393,8 +393,8 @@ class LLM:
         top         number of likeliest tokens to report at each position, up to 20
         adapter, use_tqdm, lora_request, priority   as for `generate`
 
-        They are those of the raw logits. On a CPU they equal to the bit those that `generate` reports with `logprobs`
-        when it samples the same tokens.
+        They are those of the raw logits. On a CPU or with `exact` they equal to the bit those that `generate` reports
+        with `logprobs` when it samples the same tokens.
         """
         given, answers = prompts_and_responses(prompts, responses, top)
         self._check_open()

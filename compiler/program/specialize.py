@@ -35,6 +35,7 @@ from .program import Bucket
 from .sizes import Spec, SpecializeError, bucket_inputs, placeholders
 
 META = torch.device("meta")
+DECODE_TOKENS, PROMPT_TOKENS = 16, 2048  # exact programs of decode steps, and others, have LoRA's launches for these
 LORA_OPS = frozenset({"lora", "lora_plan", "lora_shrink", "lora_expand", "expert_lora", "expert_groups"})
 PART_OPS = {"lora_adjust": "y"}  # ops of adapters' parts besides LoRA -> the operand that they return changed
 SUMS = frozenset({aten.add.Tensor, aten.add_.Tensor, operator.add})
@@ -54,6 +55,7 @@ def specialize(
     decode: bool | None = None,
     lora: bool | None = None,
     size_independent: bool = False,
+    exact: bool = False,
 ) -> fx.Graph:
     """Return a copy of the graph with static shapes in `meta["val"]` (meta tensors) and without unused inputs.
 
@@ -61,7 +63,8 @@ def specialize(
     bucket's): set attention's decode flag and remove the identity selection of logits rows, as also in steps with
     drafts. `lora=False` (default: the bucket's, else True): remove LoRA ops and those of adapters' parts; the latter
     also for a bucket without `parts`. `size_independent`: in every bucket LoRA's shrinks compute one plane and queries
-    are not quantized. Raises SpecializeError with the node that can't be static.
+    are not quantized. `exact`: set the flag of this name where an op has it, and give LoRA the same planes and tiles in
+    all programs of decode steps, and in all others. Raises SpecializeError with the node that can't be static.
     """
     bucket = sizes if isinstance(sizes, Bucket) else None
     specs = bucket_inputs(graph_module, sizes) if isinstance(sizes, Bucket) else dict(sizes)
@@ -81,8 +84,11 @@ def specialize(
         keep_queries(graph)
     if bucket is not None and bucket.verifies:
         mark_rows(graph, bucket.rows)
+    if exact:
+        mark_exact(graph)
     sweep(graph)
-    fit_tiles(graph, specs, size_independent)
+    exact_tokens = DECODE_TOKENS if decode else PROMPT_TOKENS
+    fit_tiles(graph, specs, size_independent, exact_tokens if exact else None)
     _set_inputs(graph, graph_module, specs)
     propagate(graph)
     return graph
@@ -189,6 +195,13 @@ def mark_rows(graph: fx.Graph, rows: int) -> None:
             set_operands(node, rows=rows)
 
 
+def mark_exact(graph: fx.Graph) -> None:
+    """Set every `exact` flag."""
+    for node in graph.nodes:
+        if is_own(node) and has_operand(node, "exact"):
+            set_operands(node, exact=True)
+
+
 def take_every_row(graph: fx.Graph) -> None:
     """Remove selections of logits rows that select all rows in order."""
     for node in list(graph.nodes):
@@ -198,8 +211,10 @@ def take_every_row(graph: fx.Graph) -> None:
                 node.replace_all_uses_with(selection.self)
 
 
-def fit_tiles(graph: fx.Graph, specs: Mapping[str, Spec], size_independent: bool = False) -> None:
-    """Set the tiles of plans and the number of splits of LoRA kernels for this token count."""
+def fit_tiles(
+    graph: fx.Graph, specs: Mapping[str, Spec], size_independent: bool = False, exact_tokens: int | None = None
+) -> None:
+    """Set the tiles of plans and the number of splits of LoRA kernels for this token count, or for `exact_tokens`."""
     spec = specs.get("adapter_index")
     if spec is None or isinstance(spec, int):
         return
@@ -208,7 +223,7 @@ def fit_tiles(graph: fx.Graph, specs: Mapping[str, Spec], size_independent: bool
         name, plan = own_name(node), group_plan_of(node)
         if name not in LORA_OPS and plan is None:
             continue
-        rows, tile = tokens, lora_tile(tokens)
+        rows, tile = exact_tokens or tokens, lora_tile(exact_tokens or tokens)
         if plan is not None:
             groups = through_views(bind(plan).groups)
             of_lora = own_name(groups) == "expert_groups"
@@ -217,7 +232,8 @@ def fit_tiles(graph: fx.Graph, specs: Mapping[str, Spec], size_independent: bool
         if has_operand(node, "tile"):
             set_operands(node, tile=tile)
         if has_operand(node, "splits"):
-            set_operands(node, splits=1 if size_independent else lora_splits(int(shape_of(bind(node).x)[-1]), rows))
+            one_plane = size_independent and exact_tokens is None
+            set_operands(node, splits=1 if one_plane else lora_splits(int(shape_of(bind(node).x)[-1]), rows))
 
 
 def sweep(graph: fx.Graph) -> bool:

@@ -4,6 +4,7 @@ paged_attention         the op and its quantized form; chooses a kernel
 paged_attention_blocks  decode attention quantized by blocks of 128 columns, for `decoder_block`
 decode                  Triton kernel for one query row per sequence, or a few with drafts
 decode_gluon            the same for Hopper (its loop: decode_gluon_softmax; its end: decode_gluon_merge)
+decode_exact            the same, with bits that do not depend on the batch
 prefill                 Triton kernel for query chunks
 prefill_gluon           the same for Hopper over an 8-bit cache (shared parts: prefill_gluon_softmax)
 prefill_wide_gluon      the same over keys and values that widen_kv has converted to fp16

@@ -18,13 +18,13 @@ import triton.language as tl
 
 from ..core.device import multiprocessors
 from ..core.kv_layout import PAGE_SIZE
-from ..core.triton_support import INTERPRETED, dot_ieee, next_power_of_2, pdl_start
-from . import decode_gluon
-from .numerics import LOG2_E, LOWEST, PROBABILITY_SCALE, operand_type, split_workspace
+from ..core.triton_support import INTERPRETED, cdiv, dot_ieee, next_power_of_2, pdl_start
+from . import decode_exact, decode_gluon
+from .numerics import LOG2_E, LOWEST, PROBABILITY_SCALE, chunk_pages, operand_type, split_workspace
 
 MAX_SPLITS = 64
 MOST_COLUMNS = 64
-MIN_SPLIT_PAGES = tl.constexpr(2)
+MIN_SPLIT_PAGES = 2
 
 
 @triton.jit
@@ -74,7 +74,7 @@ def decode_kernel(
     q, cache, scales, block_table, context_lens, query_start, out, partial, logsumexp, arrivals, scale_log2, num_blocks,
     splits, HK: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, USED: tl.constexpr, GROUP: tl.constexpr,
     N: tl.constexpr, D: tl.constexpr, STEP: tl.constexpr, OPERAND: tl.constexpr, QUANTIZED: tl.constexpr,
-    SPLIT: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, STAGES: tl.constexpr,
+    SPLIT: tl.constexpr, MIN_PAGES: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute one split of a sequence and kv head; the last program of these merges the splits.
@@ -83,6 +83,7 @@ def decode_kernel(
     query_start  [B + 1], not read if ROWS is 1
     partial, logsumexp  [B * HK * splits, USED, D] and [B * HK * splits, USED] fp32 (log2 units)
     arrivals     [B * HK] int32, zero
+    MIN_PAGES    least pages of a split
     WINDOW       newest tokens that a row sees; 0: all
     """
     pdl_start(PDL)
@@ -100,7 +101,7 @@ def decode_kernel(
     pages = (length + PAGE - 1) // PAGE
     chunk = pages
     if SPLIT:
-        chunk = tl.maximum((pages + splits - 1) // splits, MIN_SPLIT_PAGES)
+        chunk = tl.maximum((pages + splits - 1) // splits, MIN_PAGES)
     first = split * chunk
     last = tl.minimum(first + chunk, pages)
 
@@ -178,7 +179,7 @@ def decode_splits(rows: int, num_blocks: int, device: torch.device) -> int:
 
     `rows`: number of (sequence, kv head) pairs.
     """
-    return max(1, min(2 * multiprocessors(device) // rows, num_blocks // MIN_SPLIT_PAGES.value, MAX_SPLITS))
+    return max(1, min(2 * multiprocessors(device) // rows, num_blocks // MIN_SPLIT_PAGES, MAX_SPLITS))
 
 
 def takes_rows(q: torch.Tensor, kv_cache: torch.Tensor, rows: int) -> bool:
@@ -199,13 +200,18 @@ def launch(
     window: int = 0,
     query_start: Optional[torch.Tensor] = None,
     rows: int = 1,
+    exact: bool = False,
 ) -> None:
     """Fill out [T, HQ * D] from q [T, HQ, D], with the Gluon kernel if it fits; the rest as in `paged_attention`.
 
-    T is B * rows. More than one row per sequence (see `takes_rows`) needs query_start.
+    T is B * rows. More than one row per sequence (see `takes_rows`) needs query_start. `exact`: see `decode_exact`.
     """
     arguments = (q, kv_cache, kv_scales, block_table, context_lens, softmax_scale, out, pdl, window)
-    if decode_gluon.fits(q, kv_cache, rows):
+    if exact and kv_scales is not None and decode_gluon.fits(q, kv_cache):
+        decode_exact.launch(q, kv_cache, kv_scales, block_table, context_lens, softmax_scale, out, pdl, window)
+    elif exact:
+        launch_triton(*arguments, exact=True)
+    elif decode_gluon.fits(q, kv_cache, rows):
         decode_gluon.launch(*arguments, query_start=query_start, rows=rows)
     else:
         launch_triton(*arguments, query_start, rows)
@@ -223,13 +229,15 @@ def launch_triton(
     window: int = 0,
     query_start: Optional[torch.Tensor] = None,
     rows: int = 1,
+    exact: bool = False,
 ) -> None:
-    """Run this file's kernel; arguments as in `launch`."""
+    """Run this file's kernel; arguments as in `launch`. With `exact` a split has always the same number of pages."""
     _, heads, dim = q.shape
     kv_heads = kv_cache.shape[1]
     group, pairs = heads // kv_heads, context_lens.shape[0] * kv_heads
     num_blocks, used = block_table.shape[1], rows * group
-    splits = decode_splits(pairs, num_blocks, q.device)
+    least = chunk_pages(num_blocks) if exact else MIN_SPLIT_PAGES
+    splits = cdiv(num_blocks, least) if exact else decode_splits(pairs, num_blocks, q.device)
     partial, logsumexp, arrivals = split_workspace(q.device, pairs, splits, used, dim)
     pdl = pdl and not INTERPRETED
     padded = next_power_of_2(used)
@@ -238,6 +246,6 @@ def launch_triton(
         context_lens if query_start is None else query_start, out, partial, logsumexp, arrivals, softmax_scale * LOG2_E,
         num_blocks, splits, HK=kv_heads, G=group, ROWS=rows, USED=used, GROUP=padded, N=max(16, padded), D=dim,
         STEP=max(1, 32 // padded), OPERAND=operand_type(kv_cache.dtype), QUANTIZED=kv_scales is not None,
-        SPLIT=splits > 1, WINDOW=window, PAGE=PAGE_SIZE, STAGES=1 if kv_cache.dtype == torch.float32 else 3, PDL=pdl,
-        num_warps=4, launch_pdl=pdl,
+        SPLIT=splits > 1, MIN_PAGES=least, WINDOW=window, PAGE=PAGE_SIZE,
+        STAGES=1 if kv_cache.dtype == torch.float32 else 3, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip

@@ -23,6 +23,14 @@ def operand_type(cache_dtype: torch.dtype) -> tl.dtype:
     return tl.float16 if cache_dtype in QUANTIZED_MAX else _OPERANDS[cache_dtype]
 
 
+def chunk_pages(num_blocks: int) -> int:
+    """Return the pages that exact decode attention sums before it merges, for block tables of `num_blocks` columns.
+
+    It is 8 for all tables of up to 512 pages. Longer ones have at most 64 chunks, because each needs memory.
+    """
+    return max(8, -(-num_blocks // 64))
+
+
 def split_workspace(
     device: torch.device, rows: int, splits: int, group: int, dim: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -132,6 +132,7 @@ def paged_attention_reference(
     plan: Optional[torch.Tensor] = None,
     window: int = 0,
     rows: int = 0,
+    exact: bool = False,
 ) -> torch.Tensor:
     """Attend from each sequence's newest tokens to all of its cached tokens, including themselves.
 
@@ -145,6 +146,7 @@ def paged_attention_reference(
     window        0: none; else position p sees keys with p - window < position <= p, as in transformers, and older
                   pages are not read
     rows          > 0: every sequence has at most that many rows (T == B * rows; steps with drafts)
+    exact         a row's bits do not depend on the other sequences, also on a GPU. Those of chunks never do
 
     Scores are rounded to fp32, the rest is fp64 with the sums of `core/reproducible_sums.py`: a row's result does not
     depend on the size of its chunk. Returns [T, HQ * D] in q's dtype; rows after query_start[B] and those of a sequence
@@ -205,6 +207,7 @@ def paged_attention_quant_reference(
     plan: Optional[torch.Tensor] = None,
     window: int = 0,
     rows: int = 0,
+    exact: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Apply `paged_attention`, then quantize the rounded result rowwise.
 
@@ -225,6 +228,7 @@ def paged_attention_quant_reference(
         plan,
         window,
         rows,
+        exact,
     )
     quantized, scale = quantize_rowwise_reference(o, dtype, rotate)
     return o if keep else o.new_empty(0, o.shape[1]), quantized, scale
@@ -263,6 +267,7 @@ def paged_attention_launch(
     plan: Optional[torch.Tensor] = None,
     window: int = 0,
     rows: int = 0,
+    exact: bool = False,
     *,
     out: tuple[torch.Tensor, ...],
     sm_budget: int | None = None,
@@ -294,6 +299,7 @@ def paged_attention_launch(
             window,
             query_start,
             1 if decode else rows,
+            exact,
         )
     else:
         attention_prefill.launch(
@@ -310,6 +316,7 @@ def paged_attention_launch(
             wide,
             plan,
             window,
+            exact,
         )
 
 
@@ -330,6 +337,7 @@ def paged_attention_quant_launch(
     plan: Optional[torch.Tensor] = None,
     window: int = 0,
     rows: int = 0,
+    exact: bool = False,
     *,
     out: tuple[torch.Tensor, ...],
     sm_budget: int | None = None,
@@ -345,7 +353,7 @@ def paged_attention_quant_launch(
         o = workspace(q.device, "paged_attention_quant", nbytes)[:nbytes].view(q.dtype).view(tokens, width)
     paged_attention_launch(
         q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, quantize_q, decode, wide, plan,
-        window, rows, out=(o,), pdl=pdl,
+        window, rows, exact, out=(o,), pdl=pdl,
     )  # fmt: skip
     quantize_rowwise_launch(o, dtype, rotate, out=(quantized, scale), sm_budget=sm_budget, pdl=pdl)
 

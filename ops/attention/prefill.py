@@ -157,6 +157,7 @@ def launch(
     wide: Optional[torch.Tensor] = None,
     plan: Optional[torch.Tensor] = None,
     window: int = 0,
+    exact: bool = False,
 ) -> None:
     """Fill out [T, HQ * D] from q [T, HQ, D], with the Gluon kernels if they fit; the rest as in `paged_attention`."""
     if kv_scales is not None and prefill_gluon.fits(q, kv_cache):
@@ -178,7 +179,18 @@ def launch(
         )
     else:
         launch_triton(
-            q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, quantize_q, out, pdl, window
+            q,
+            kv_cache,
+            kv_scales,
+            block_table,
+            context_lens,
+            query_start,
+            softmax_scale,
+            quantize_q,
+            out,
+            pdl,
+            window,
+            exact,
         )
 
 
@@ -194,20 +206,25 @@ def launch_triton(
     out: torch.Tensor,
     pdl: bool,
     window: int = 0,
+    exact: bool = False,
 ) -> None:
-    """Run this file's kernel; arguments as in `launch`."""
+    """Run this file's kernel; arguments as in `launch`.
+
+    `exact`: without fused multiply-adds, which would make the loops with and without MASK round differently. Which loop
+    computes a page for a row depends on the chunk.
+    """
     tokens, heads, dim = q.shape
     kv_heads, sequences = kv_cache.shape[1], context_lens.shape[0]
     group = heads // kv_heads
     padded_group = next_power_of_2(group)
-    exact = kv_cache.dtype == torch.float32
-    tile = max(1, (32 if exact else TILE_ROWS) // padded_group)
+    wide = kv_cache.dtype == torch.float32
+    tile = max(1, (32 if wide else TILE_ROWS) // padded_group)
     pdl = pdl and not INTERPRETED
     prefill_kernel[kv_heads, tokens // tile + sequences + 1](
         q, kv_cache, kv_cache if kv_scales is None else kv_scales, block_table, context_lens, query_start, out,
         softmax_scale * LOG2_E, tokens, sequences, block_table.shape[1], HK=kv_heads, G=group, GROUP=padded_group,
         TILE=tile, D=dim, OPERAND=operand_type(kv_cache.dtype),
         QUANTIZED=kv_scales is not None, FP8_SCORES=quantize_q and kv_cache.dtype == torch.float8_e4m3fn,
-        WINDOW=window, PAGE=PAGE_SIZE, STAGES=1 if exact else 2 if kv_scales is not None else 3, PDL=pdl,
-        num_warps=8 if exact else 4, launch_pdl=pdl,
+        WINDOW=window, PAGE=PAGE_SIZE, STAGES=1 if wide else 2 if kv_scales is not None else 3, PDL=pdl,
+        num_warps=8 if wide else 4, launch_pdl=pdl, **({"enable_fp_fusion": False} if exact else {}),
     )  # fmt: skip

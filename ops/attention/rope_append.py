@@ -77,6 +77,7 @@ def reference(
     bias: Optional[torch.Tensor] = None,
     head_norm: Optional[torch.Tensor] = None,
     norm_eps: float = 0.0,
+    exact: bool = False,
 ) -> torch.Tensor:
     """Return the rotated q [T, HQ, D] and write the keys and values of the T tokens to the cache, as `append_kv` does.
 
@@ -87,6 +88,7 @@ def reference(
                   after RoPE and before `hadamard`
     key_center    [HK, D] fp32: subtracted from stored keys, after both
     head_norm     [2, D]: RMS norm weights of the heads of q and of k, with norm_eps
+    exact         a token's bits do not depend on T, also on a GPU
     """
     check_cache(kv_cache, kv_scales)
     check_balance(key_balance, num_heads, num_kv_heads, kv_cache.shape[-1])
@@ -217,6 +219,7 @@ def launch(
     bias: Optional[torch.Tensor] = None,
     head_norm: Optional[torch.Tensor] = None,
     norm_eps: float = 0.0,
+    exact: bool = False,
     *,
     out: tuple[torch.Tensor, ...],
     sm_budget: Optional[int] = None,
@@ -241,7 +244,8 @@ def launch(
     check_row("head_norm", head_norm, 2, width)
     if qkv.shape[0] == 0:
         return
-    heads, warps = next((heads, warps) for most, heads, warps in PROGRAMS if qkv.shape[0] <= most)
+    by_size = next((heads, warps) for most, heads, warps in PROGRAMS if qkv.shape[0] <= most)
+    heads, warps = PROGRAMS[1][1:] if exact else by_size  # sums of head_norm depend on these
     group = min(next_power_of_2(num_heads), heads)
     _rope_append_kernel[qkv.shape[0], cdiv(num_heads, group) + 2 * cdiv(num_kv_heads, group)](
         qkv, delta, cos, sin, kv_cache, kv_scales, slot_mapping, key_center, key_balance, bias, head_norm, out[0],

@@ -52,11 +52,16 @@ def silu_mul_reference(gate_up: torch.Tensor, delta: Optional[torch.Tensor]) -> 
 
 
 def silu_mul_quant_reference(
-    gate_up: torch.Tensor, delta: Optional[torch.Tensor], keep: bool, dtype: torch.dtype = E4M3, rotate: int = 0
+    gate_up: torch.Tensor,
+    delta: Optional[torch.Tensor],
+    keep: bool,
+    dtype: torch.dtype = E4M3,
+    rotate: int = 0,
+    exact: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (h [..., I], q [..., I] e4m3 or int8, scale fp32 [...]), quantized as in `quantize_rowwise`.
 
-    h is [0, I] unless `keep`.
+    h is [0, I] unless `keep`. `exact`: a row's bits do not depend on the number of rows, also on a GPU.
     """
     h = silu_mul_reference(gate_up, delta)
     q, scale = quantize_rowwise_reference(h, dtype, rotate)
@@ -228,6 +233,7 @@ def silu_mul_quant_launch(
     keep: bool,
     dtype: torch.dtype = E4M3,
     rotate: int = 0,
+    exact: bool = False,
     *,
     out: tuple[torch.Tensor, ...],
     sm_budget: Optional[int] = None,
@@ -247,7 +253,7 @@ def silu_mul_quant_launch(
     rows = gate_up.numel() // (2 * width)
     block, warps = row_block(width)
     quarters = rotated == 128 and width <= block
-    if rows <= SHARED_ROWS and width >= SHARED_WIDTH:
+    if rows <= SHARED_ROWS and width >= SHARED_WIDTH and not exact:  # the two launches round in another order
         chunks = cdiv(width, CHUNK)
         whole = (
             h

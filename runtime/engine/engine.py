@@ -116,6 +116,7 @@ class Engine:
                 bad_words=bad_words,
                 matcher=None if request.grammar is None else request.grammar.matcher(),
                 speculation=self._speculation(params),
+                sampled=(*request.scored, (prompt_length, limit)) if limits.exact else (),
             )
             completion = CompletionState(sequence, self.tokenizer, stream)
             if earlier.finished:

@@ -52,7 +52,8 @@ def with_server_flags(text: str) -> str:
 @cache
 def server_options() -> frozenset[str]:
     """Return the options of `LLM` that are flags of `sidestream serve` but not fields of requests."""
-    return frozenset(name for name in keywords() if "_" in name and name not in (*PYTHON_ONLY, *_ALIASES))
+    names = [name for name in keywords() if "_" in name or name == "exact"]
+    return frozenset(name for name in names if name not in (*PYTHON_ONLY, *_ALIASES))
 
 
 @cache

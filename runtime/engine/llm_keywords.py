@@ -38,6 +38,7 @@ class LLMKeywords(TypedDict, total=False):
     lora_sm_share: float | None
     whole_layer: WholeLayer
     tensor_parallel_size: int
+    exact: bool
 
     dtype: "str | torch.dtype"
     kv_cache_dtype: str

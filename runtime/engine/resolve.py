@@ -11,6 +11,7 @@ from ...compiler.pipeline import PASSES, Pass, check_disabled
 from ...graphs.config import LlamaConfig
 from ...ops.core.kv_layout import pages_for
 from ..quantization.rounded_weights import ROUNDING_DECIDES
+from .exact import check_exact
 from .options import MAX_NUM_SEQS, EngineOptions
 
 DEFAULT_MAX_MODEL_LEN = 8192
@@ -122,13 +123,15 @@ def load_options(
 
     Raises OptionError for unknown or contradictory values.
     """
-    default = default_precision(engine, config, device)
+    default = DEFAULT_PRECISION if given.get("exact") else default_precision(engine, config, device)
     try:
         compiler = compile_options(engine, given, default, config.num_hidden_layers)
     except OptionError as problem:
         if "precision" in given or default == DEFAULT_PRECISION:
             raise
         raise OptionError(f"{problem}. precision={default!r}, of the checkpoint, is the default on a CPU") from None
+    if compiler.exact:
+        check_exact(engine, config)
     # on a CPU size-specific programs are no faster, so an answer need not depend on the size of its batch
     compiler = replace(compiler, size_independent=device.type == "cpu")
     # with a split vocabulary the sampler gathers the logits

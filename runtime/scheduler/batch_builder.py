@@ -31,6 +31,7 @@ class BatchBuilder:
         self.suspects = Suspects()
         self.current: Sequence | None = None
         self.waits_for_results = False
+        self._decoded = False  # the last step of an exact engine had sampled tokens
         self._extra_logits = 0  # rows of logits that the step has left for prompt log-probabilities
 
     def fill(self, work: Work, idle: bool) -> Work:
@@ -39,11 +40,20 @@ class BatchBuilder:
         `idle`: no step is in flight. While there are suspects, a step is built only then.
         """
         self._extra_logits = self.states.limits.extra_logits
-        if not self.suspects:
-            return self._fill(work, idle)
-        return self._fill_with_suspects(work) if idle else work
+        if self.suspects:
+            return self._fill_with_suspects(work) if idle else work
+        return self._fill(work, idle)
 
     def _fill(self, work: Work, idle: bool) -> Work:
+        """Fill `work`; in an exact engine with given tokens or with sampled ones, in turn if there are both."""
+        if not self.states.limits.exact:
+            return self._fill_kind(work, idle)
+        kind = "given" if self._decoded else "sampled"
+        other = "sampled" if kind == "given" else "given"
+        return self._fill_kind(work, idle, kind) or self._fill_kind(work, idle, other)
+
+    def _fill_kind(self, work: Work, idle: bool, kind: str = "") -> Work:
+        """Fill `work` with all kinds of tokens, or with only "given" or "sampled" ones."""
         states = self.states
         self.preemption.make_room()
         preempted = self.waits_for_results = False
@@ -59,12 +69,15 @@ class BatchBuilder:
             if in_flight and (sequence.sampled_at[0] != last_step or sequence.needs_history):
                 self.waits_for_results = True
                 continue
-            left = known + in_flight - sequence.computed
-            if left > 1:
+            if sequence.given_left if kind else known + in_flight - sequence.computed > 1:
+                if kind == "sampled":
+                    continue
                 if sequence.ahead and sequence.computed >= sequence.ahead:
                     self.preemption.await_slot(sequence)
                 else:
                     prompts.append(sequence)
+                continue
+            if kind == "given":
                 continue
             if sequence.computed + drafted >= len(sequence.pages) * PAGE_SIZE:
                 self.current = sequence
@@ -72,13 +85,13 @@ class BatchBuilder:
                 if sequence.status is not running:
                     continue
             work.append((sequence, 1))
-        budget -= len(work)
+        budget = 0 if kind == "sampled" else budget - len(work)
         reserved = self._reserved_for_others(prompts, budget)
         for sequence in _by_owner(prompts):
             if budget > reserved and sequence.status is Status.RUNNING:
-                count = min(budget - reserved, sequence.computable - sequence.computed)
-                budget -= self._add_chunk(work, sequence, count)
+                budget -= self._add_chunk(work, sequence, min(budget - reserved, sequence.chunk_left))
         self._admit(work, budget, preempted)
+        self._decoded = kind == "sampled"
         if states.limits.speculates:
             self._add_drafts(work, idle)
         return work
@@ -137,6 +150,10 @@ class BatchBuilder:
                     continue
                 states.start(sequence, cached)
             left = self.suspects.tokens_left(sequence)
+            if sequence.sampled:
+                kind = bool(sequence.given_left)
+                other_kind = bool(work) and kind != bool(work[0][0].given_left)
+                left = 0 if other_kind else min(left, sequence.given_left or 1)
             if budget > 0 and left > 0 and sequence.status is Status.RUNNING:
                 budget -= self._add_chunk(work, sequence, min(budget, left))
         if deferred and len(deferred) < len(group):
@@ -235,7 +252,8 @@ class BatchBuilder:
             states.waiting.pop(key)
             if not states.start_load(sequence, cached):
                 states.start(sequence, cached, ahead)
-                budget -= self._add_chunk(work, sequence, min(budget, sequence.computable - sequence.computed))
+                if sequence.chunk_left:
+                    budget -= self._add_chunk(work, sequence, min(budget, sequence.chunk_left))
             turn = states.waiting.turn(key)
             if turn is not None:
                 heappush(turns, turn)

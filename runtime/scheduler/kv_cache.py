@@ -198,8 +198,12 @@ class PrefixCache:
             self.host_hits += min(sequence.pages_loaded * PAGE_SIZE, sequence.cached_tokens)
 
     def publish(self, sequence: Sequence, computed: int) -> None:
-        """Publish the sequence's pages that are full of known tokens once `computed` tokens are stored."""
-        count = min(computed, len(sequence.tokens)) // PAGE_SIZE
+        """Publish the sequence's pages that are full of known tokens once `computed` tokens are stored.
+
+        In an exact engine pages with or after sampled tokens are not published: prompts are computed in other steps.
+        """
+        known = sequence.sampled[0][0] if sequence.sampled else len(sequence.tokens)
+        count = min(computed, known) // PAGE_SIZE
         if count <= sequence.published:
             return
         if self.enabled and not sequence.versions:

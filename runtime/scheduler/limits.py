@@ -24,6 +24,7 @@ class SchedulerLimits:
     step_times              (sequences, rows per sequence, seconds) of timed programs, for "auto"
     speculation_history     tokens of former answers that the device keeps for each adapter content
     host_pages              KV pages in host memory
+    exact                   a step computes either prompts or sampled tokens
     """
 
     num_pages: int
@@ -38,6 +39,7 @@ class SchedulerLimits:
     step_times: tuple[tuple[int, int, float], ...] = ()
     speculation_history: int = 0
     host_pages: int = 0
+    exact: bool = False
 
     @property
     def speculates(self) -> bool:

@@ -165,7 +165,7 @@ def build_plan(
             drafts[index] = surplus
         elif end < known:
             next_tokens[index] = ids[end]
-    decode = len(input_ids) == count
+    decode = len(input_ids) == count and not sequences[0].given_left
     of_token = np.arange(count, dtype=np.int32) if decode else np.repeat(np.arange(count, dtype=np.int32), counts)
     positions = (
         starts if decode else ((starts - query_start[:-1])[of_token] + np.arange(len(input_ids))).astype(np.int32)

@@ -76,9 +76,9 @@ class Preemption:
                 self.preempt(sequence)
 
     def _progressed(self, number: int) -> bool:
-        """Return whether all running sequences of an adapter have sampled a token since their admission."""
+        """Return whether all running sequences of an adapter have progressed since their admission."""
         return all(
-            sequence.in_flight or len(sequence.tokens) - sequence.computed <= 1
+            sequence.has_progressed
             for sequence in self.states.running
             if sequence.number == number and not sequence.ahead
         )

@@ -52,6 +52,7 @@ class Sequence:
     versions       (first output token, version) of its adapter, after a switch (`engine.adapter_switch`); the prefix
                    cache gets none of its further pages
     switched_at    first step with the last of them
+    resumed        number of its tokens when it last started to run
     charged        tokens that its owner's and adapter's shares were charged for
     chunked_at     last step with a chunk of its prompt
     score_positions  ascending positions of its prompt whose logits score the next token; `scored`: number of those
@@ -61,6 +62,8 @@ class Sequence:
     edits_logits   some steps change its logits; `needs_history`: how depends on its former tokens
     on_device      the device keeps its tokens
     speculation    None: no drafts, as always when logits are edited
+    sampled        in an exact engine: (begin, end) of its sampled tokens, which prompts may contain. They are computed
+                   in decode steps, also when they are computed again, and all others in prompt steps
     """
 
     arrival: int
@@ -99,6 +102,7 @@ class Sequence:
     started: float = 0.0
     versions: list[tuple[int, int]] = field(default_factory=list)
     switched_at: int = -1
+    resumed: int = 0
     charged: int = 0
     chunked_at: int = -1
     score_positions: Int32 = field(default_factory=lambda: NO_POSITIONS)
@@ -108,6 +112,7 @@ class Sequence:
     speculation: Speculation | None = None
     drafted: int = 0
     on_device: bool = False
+    sampled: tuple[tuple[int, int], ...] = ()
     allowed: Int32 | None = field(init=False)
     edits_logits: bool = field(init=False)
     needs_history: bool = field(init=False)
@@ -141,12 +146,37 @@ class Sequence:
         """Number of its first tokens that may come from cached pages: those before the next position to score."""
         if self.versions or self.params.skip_reading_prefix_cache:
             return 0
-        return self.next_scored if self.scores_prompt else len(self.tokens) - 1
+        most = self.next_scored if self.scores_prompt else len(self.tokens) - 1
+        return min(most, self.sampled[0][0]) if self.sampled else most
+
+    @property
+    def given_left(self) -> int:
+        """Number of tokens to compute before the next sampled one; always 0 in an engine that is not exact."""
+        for begin, end in self.sampled:
+            if self.computed < end:
+                return max(0, begin - self.computed)
+        return 0
 
     @property
     def computable(self) -> int:
         """Number of tokens that it may compute with the slot that it has."""
         return self.ahead or self.length
+
+    @property
+    def chunk_left(self) -> int:
+        """Number of tokens of its next chunk without a limit; 0: its next token is sampled."""
+        left = self.computable - self.computed
+        return min(left, self.given_left) if self.sampled else left
+
+    @property
+    def has_progressed(self) -> bool:
+        """Whether it has sampled a token since it last started to run, in an exact engine more than it had before.
+
+        An exact engine computes those again one by one, so that earlier preemptions would cost more than they serve.
+        """
+        if self.sampled:
+            return self.length - self.resumed > max(0, self.resumed - self.prompt_length)
+        return self.in_flight > 0 or len(self.tokens) - self.computed <= 1
 
     @property
     def order(self) -> tuple[int, int]:

@@ -96,7 +96,7 @@ class SequenceStates:
         if self.adapter_acceptance is not None and sequence.speculation is not None:
             self.adapter_acceptance.start(sequence.speculation, sequence.number)
         self.waiting.charge(sequence, sequence.computable - sequence.computed)
-        sequence.charged = len(sequence.tokens)
+        sequence.charged = sequence.resumed = len(sequence.tokens)
         self.prefix_cache.count_hits(sequence)
         sequence.loads = sequence.pages_loaded = 0
         self.rows.claim(sequence, slot, self.answers.acquire(sequence))

@@ -106,6 +106,7 @@ class ServedModel:
             step_times=list(limits.step_times),
             speculation_history=limits.speculation_history,
             host_pages=limits.host_pages,
+            exact=limits.exact,
             longest_step=model.longest_step,
             lora_rank=0 if model.registry.lora is None else model.registry.lora.rank,
             expert_rank=0 if model.registry.lora is None else model.registry.lora.expert_rank,

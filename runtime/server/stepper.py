@@ -133,6 +133,7 @@ class Stepper:
             step_times=tuple(ready.step_times),
             speculation_history=ready.speculation_history,
             host_pages=ready.host_pages,
+            exact=ready.exact,
         )
         self.adapter_numbers = AdapterNumbers(
             self.numbers,

@@ -34,6 +34,7 @@ from ..adapters.base_weights import BaseWeights
 from ..adapters.registry import AdapterRegistry, RegisteredAdapter
 from ..adapters.slot_loader import SlotLoader
 from ..api.errors import RequestError
+from ..engine.exact import check_exact_adapters, check_exact_program, check_exact_update
 from ..engine.options import read_keywords
 from ..engine.resolve import EngineSizes, LoadOptions, check_layers, load_options, resolve_device, resolve_sizes
 from ..quantization.calibration import Calibration, calibrated
@@ -138,6 +139,8 @@ class Model:
             )
         update = self.registry.add_version(name, handle, version)
         try:
+            if self.limits.exact:
+                check_exact_update(name, switch)
             if switch and update.adapter.invocation:
                 raise RequestError(
                     f"adapter {name!r} is an aLoRA adapter, which is active from a token of the prompt on, so running "
@@ -289,6 +292,8 @@ def load_model(
         _, memory = torch.cuda.mem_get_info(options.device)
         slots = slots_within(memory, lora, config, element_bytes)
         lora = replace(lora, slots=slots)
+    if compiler_options.exact:
+        check_exact_adapters(lora)
     registry.draft_lora = draft_lora_shape(registry, slots, engine.max_lora_rank) if lora is not None else None
     print_line(precision_line(source, options, calibration, rounding), engine.show_progress)
     with _paused_garbage_collection():
@@ -357,6 +362,8 @@ def _build(
             parts=lora is not None and lora.varies,
         )
         largest = compiled.program(buckets.largest())
+        if compiler_options.exact:
+            check_exact_program(largest)
         draft = None
         if head is not None:
             draft = DraftModel(
@@ -457,6 +464,7 @@ def _build(
         step_times=step_times,
         speculation_history=ring_tokens,
         host_pages=host_pages,
+        exact=compiler_options.exact,
     )
     gpu = gpu_of(device) if device.type == "cuda" else None
     longest_step = estimate_longest_step(largest, sizes.max_model_len, gpu)

@@ -91,7 +91,7 @@ class ModelRunner:
         self._tp_size = compiled.options.tensor_parallel
         self._logits: dict[tuple[torch.dtype, int], torch.Tensor] = {}
         self.programs: BoundPrograms[_BucketProgram] = BoundPrograms()
-        self._sampler: Sampler | ShardedSampler = Sampler(buckets.sampled_rows, device)
+        self._sampler: Sampler | ShardedSampler = Sampler(buckets.sampled_rows, device, compiled.options.exact)
         if self._tp_size > 1:
             group = group_named(tensor_parallel_group(self._tp_size))
             self._sampler = ShardedSampler(self._sampler, group, vocabulary)

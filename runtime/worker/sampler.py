@@ -54,10 +54,13 @@ class Sampler:
 
     A greedy step is one argmax; all else is done only if a row needs it. A row gets no token (-1) if its largest logit
     is infinite or a logit is NaN.
+
+    exact  give a row the same token and log-probabilities whatever other rows there are
     """
 
-    def __init__(self, max_rows: int, device: torch.device) -> None:
+    def __init__(self, max_rows: int, device: torch.device, exact: bool = False) -> None:
         self.device = device
+        self._exact = exact
         self._max_rows = max_rows
         self._masks: Staging | None = None
         self._parameters = Staging([(name, (max_rows,), dtype) for name, dtype in PARAMETERS], device)
@@ -84,19 +87,19 @@ class Sampler:
         if sampling.greedy:
             tokens = argmax(scores, *masked)
         else:
+            if self._exact and not masked:  # kernels with masks add the probabilities of top_p in another order
+                masked = _no_masks(logits)
             tokens = draw(scores, self.parameters(sampling, positions), *masked)
         if sampling.num_logprobs < 0:
             return DeviceSamples(tokens, None, None, None, *(prompts or ()))
-        chosen = _logprobs(logits, tokens.clamp_min(0), sampling.num_logprobs)
+        chosen = _logprobs(self._aligned(logits), tokens.clamp_min(0), sampling.num_logprobs)
         return DeviceSamples(tokens, *chosen, *(prompts or ()))
 
     def warm_up(self, logits: torch.Tensor) -> None:
         """Launch every sampling kernel for logits [R, V] like these; the result is undefined."""
         parameters = {name: self._parameters.device[name][:1] for name, _ in PARAMETERS}
-        row = torch.zeros(1, dtype=torch.int32, device=logits.device)
-        words = torch.zeros(1, cdiv(logits.shape[1], 32), dtype=torch.int32, device=logits.device)
         for scores in (logits[:1], logits[:1].float()):  # edited logits are fp32
-            for masked in ((), (words, row)):
+            for masked in ((), _no_masks(logits[:1])):
                 argmax(scores, *masked)
                 draw(scores, parameters, *masked)
 
@@ -111,11 +114,16 @@ class Sampler:
             parameters["steps"] = parameters["steps"] + positions[:rows]
         return parameters
 
+    def _aligned(self, logits: torch.Tensor) -> torch.Tensor:
+        """Pad logits [R, V] so that all rows begin at 16 bytes in fp32, if `exact`: a sum's order depends on that."""
+        missing = -logits.shape[1] % 4 if self._exact else 0
+        return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+
     def _score_prompts(self, logits: torch.Tensor, plan: StepPlan) -> Logprobs:
         rows = torch.from_numpy(plan.scored_rows.astype(np.int64)).to(logits.device)
         tokens = torch.from_numpy(plan.scored_tokens.astype(np.int32)).to(logits.device)
         parts = [
-            _logprobs(logits[some], scored, plan.sampling.num_prompt_logprobs)
+            _logprobs(self._aligned(logits[some]), scored, plan.sampling.num_prompt_logprobs)
             for some, scored in zip(rows.split(SCORED_TOGETHER), tokens.split(SCORED_TOGETHER), strict=True)
         ]
         ids, logprobs, ranks = (torch.cat(part) for part in zip(*parts, strict=True))
@@ -132,6 +140,13 @@ class Sampler:
         host["mask_rows"][first[masks.rows] + masks.places] = np.arange(count)
         self._masks.upload(count)
         return self._masks.device["masks"][:count], self._masks.device["mask_rows"][:rows]
+
+
+def _no_masks(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return masks that leave every row of logits [R, V] as it is."""
+    rows, vocabulary = logits.shape
+    words = torch.zeros(1, cdiv(vocabulary, 32), dtype=torch.int32, device=logits.device)
+    return words, torch.full((rows,), -1, dtype=torch.int32, device=logits.device)
 
 
 def draw(scores: torch.Tensor, parameters: Mapping[str, torch.Tensor], *masked: torch.Tensor) -> torch.Tensor:

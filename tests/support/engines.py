@@ -9,6 +9,7 @@ from sidestream.runtime.api.sampling_params import SamplingParams
 from sidestream.runtime.engine.engine import Engine
 from sidestream.runtime.scheduler.scheduler import Scheduler, SchedulerLimits
 
+from .exact_runner import ExactFakeRunner
 from .fake_runner import FakeRunner, LoadingFakeRunner
 from .following_runner import FollowingFakeRunner
 
@@ -44,11 +45,12 @@ def make_engine(
     history=40,
     invocations=None,
     host_pages=0,
+    exact=False,
     **loading,
 ) -> Engine:
     """`adapters` many adapters, adapter0 with number 0 and so on; `asynchronous` copies them while steps run
     (`loading`: see LoadingFakeRunner, and with `speculation` FollowingFakeRunner). `history`: tokens of a ring of
-    answers.
+    answers. `exact`: with an ExactFakeRunner.
     """
     numbers = {f"adapter{index}": index for index in range(adapters)}
     limits = SchedulerLimits(
@@ -63,11 +65,14 @@ def make_engine(
         step_times=step_times,
         speculation_history=history,
         host_pages=host_pages,
+        exact=exact,
     )
     scheduler = Scheduler(limits, numbers, hashes, invocations, asynchronous_loads=asynchronous, clock=clock or Clock())
     runner: FakeRunner
     if speculation != "off":
         runner = FollowingFakeRunner(pages, slots, VOCABULARY, ring_tokens=history, **loading)
+    elif exact:
+        runner = ExactFakeRunner(pages, slots, VOCABULARY, **loading)
     else:
         runner = (LoadingFakeRunner if asynchronous else FakeRunner)(pages, slots, VOCABULARY, **loading)
     return Engine(scheduler, runner, None, eos, overlap=overlap)

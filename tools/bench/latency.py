@@ -91,6 +91,7 @@ examples:
   sidestream bench latency --concurrency 64 --lora zipf --disable-pass pack_projections
   sidestream bench latency --speculate 7 --concurrency 1 --acceptance 0 0.5 0.8
   sidestream bench latency --speculate auto --concurrency 1 64           as many drafts as the engine chooses
+  sidestream bench latency --exact --concurrency 1 8 64 256              the same bits in every batch, and their cost
   sidestream bench latency --ablate --concurrency 8 64                   one optimisation off at a time
   sidestream bench latency demo --output-len 40 --concurrency 2          the demo model, to see the format"""
 

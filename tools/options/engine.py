@@ -198,7 +198,9 @@ def add_compile_options(parser: argparse.ArgumentParser, precision: Precision | 
     if precision is not None:
         doc = keywords()["precision"].metadata["doc"]
         changes = {"default": precision, "help": f"{doc} (default: {precision}, on a CPU too)"}
-    add_option(parser.add_argument_group("compiler"), "precision", **changes)
+    group = parser.add_argument_group("compiler")
+    add_option(group, "precision", **changes)
+    add_option(group, "exact")
     group = advanced(parser)
     add_option(group, "kv_cache_dtype", type=short, choices=("auto", "fp8", "fp8_e4m3", "int8", "bf16"), default="auto")
     group.add_argument("--no-hadamard", action="store_true", help="the same as --hadamard off")
@@ -311,7 +313,7 @@ def precision_arguments(options: argparse.Namespace) -> dict[str, Any]:
     arguments = {"kv_cache_dtype": kv_dtype, "disable_passes": tuple(options.disable_pass)}
     if options.no_hadamard:
         arguments["hadamard"] = False
-    names = "precision", "hadamard", "center_keys", "balance_keys", "rotate_values", "lora_dtype"
+    names = "precision", "exact", "hadamard", "center_keys", "balance_keys", "rotate_values", "lora_dtype"
     return arguments | given(options, *names)
 
 
