@@ -5,7 +5,8 @@ paged_attention_blocks  decode attention quantized by blocks of 128 columns, for
 decode                  Triton kernel for one query row per sequence, or a few with drafts
 decode_gluon            the same for Hopper (its loop: decode_gluon_softmax; its end: decode_gluon_merge)
 prefill                 Triton kernel for query chunks
-prefill_gluon           the same for Hopper over an 8-bit cache (shared parts: prefill_gluon_softmax)
+prefill_gluon           the same for Hopper over an 8-bit cache (shared parts: prefill_gluon_tiles, which also splits
+                        long contexts of few tiles, prefill_gluon_softmax and prefill_gluon_merge)
 prefill_wide_gluon      the same over keys and values that widen_kv has converted to fp16
 numerics                operand types and scaling of probabilities of the Triton kernels
 widen_kv                converts int8 pages to fp16 once per layer; selects the sequences once per step

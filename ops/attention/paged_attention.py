@@ -4,7 +4,8 @@
 projection reads. This file has the specification and chooses a kernel:
   decode_gluon.py   decode, head_dim 128, at most 8 query heads per KV head, e4m3, int8 or bf16 cache
   decode.py         other decode steps; both also with at most `rows` rows per sequence
-  prefill_gluon.py  chunks, head_dim 128, 1 to 32 query heads per KV head (powers of two), e4m3 or int8 cache
+  prefill_gluon.py  chunks, head_dim 128, 1 to 32 query heads per KV head (powers of two), e4m3 or int8 cache; without
+                    a window it splits long contexts of few tiles
   prefill_wide_gluon.py  the same for sequences that widen_kv has converted to fp16
   prefill.py        everything else
 All but prefill_wide_gluon support windows; without a window (0) they compile to the same code as without that support.

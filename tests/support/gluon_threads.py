@@ -254,6 +254,8 @@ class _Language:
     abs = staticmethod(lambda values: values.abs())
     exp = staticmethod(lambda values: values.exp())
     exp2 = staticmethod(lambda values: values.exp2())
+    log2 = staticmethod(lambda values: values.log2())
+    associative_scan = staticmethod(lambda values, axis, _add: values.cumsum(axis))
     rsqrt = staticmethod(lambda values: values.rsqrt())
     zeros = staticmethod(lambda shape, dtype, _layout=None: _values(torch.zeros(shape, dtype=dtype)))
     full = staticmethod(lambda shape, value, dtype, _layout=None: _values(torch.full(shape, value, dtype=dtype)))
