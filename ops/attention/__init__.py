@@ -10,9 +10,10 @@ prefill_gluon           the same for Hopper over an 8-bit cache (shared parts: p
 prefill_wide_gluon      the same over keys and values that widen_kv has converted to fp16
 numerics                operand types and scaling of probabilities of the Triton kernels
 widen_kv                converts int8 pages to fp16 once per layer; selects the sequences once per step
+prefix_attention        decode attention to pages that sequences share, read once; finds them once per step
 append_kv               writes k and v to the cache
 rope                    rotary position embedding, and its angles once per step
 rope_append             RoPE, Hadamard transform, quantization and append in one launch
 """
 
-from . import append_kv, paged_attention, paged_attention_blocks, rope, rope_append, widen_kv
+from . import append_kv, paged_attention, paged_attention_blocks, prefix_attention, rope, rope_append, widen_kv

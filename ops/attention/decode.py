@@ -199,14 +199,16 @@ def launch(
     window: int = 0,
     query_start: Optional[torch.Tensor] = None,
     rows: int = 1,
+    prefix: Optional[tuple[torch.Tensor, ...]] = None,
 ) -> None:
     """Fill out [T, HQ * D] from q [T, HQ, D], with the Gluon kernel if it fits; the rest as in `paged_attention`.
 
-    T is B * rows. More than one row per sequence (see `takes_rows`) needs query_start.
+    T is B * rows. More than one row per sequence (see `takes_rows`) needs query_start. `prefix`: (prefix, prefix_lse,
+    prefix_plan), ignored by the Triton kernel.
     """
     arguments = (q, kv_cache, kv_scales, block_table, context_lens, softmax_scale, out, pdl, window)
     if decode_gluon.fits(q, kv_cache, rows):
-        decode_gluon.launch(*arguments, query_start=query_start, rows=rows)
+        decode_gluon.launch(*arguments, query_start=query_start, rows=rows, prefix=prefix)
     else:
         launch_triton(*arguments, query_start, rows)
 

@@ -26,7 +26,7 @@ from ..core.kv_layout import PAGE_SIZE
 from ..core.triton_support import INTERPRETED, cdiv, next_power_of_2
 from .numerics import LOG2_E, split_workspace
 from .prefill_gluon_softmax import consume, converter_layout, fetch, widen
-from .prefill_gluon_tiles import ROWS, STEP, find_tile, item_of, plan_splits, rounds
+from .prefill_gluon_tiles import ROWS, SPLIT_TILES, STEP, find_tile, item_of, plan_splits, rounds
 from .widen_kv import NARROW_TILES, WIDENED
 
 HEAD_DIM = 128
@@ -145,10 +145,10 @@ def convert(
                 step += 1
 
 
-@gluon.jit(do_not_specialize=["tokens", "sequences", "num_blocks", "tiles", "min_steps"])
+@gluon.jit(do_not_specialize=["tokens", "sequences", "num_blocks", "tiles", "min_steps", "parts"])
 def prefill_kernel(
     boxes, scale_boxes, q, block_table, context_lens, query_start, plan, out, partial, logsumexp, arrivals, scale_log2,
-    tokens, sequences, num_blocks, tiles, min_steps, HK: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr,
+    tokens, sequences, num_blocks, tiles, min_steps, parts, HK: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr,
     PLANNED: gl.constexpr, FP8_SCORES: gl.constexpr, LIMIT: gl.constexpr, STAGES: gl.constexpr, RAW: gl.constexpr,
     WARPS: gl.constexpr, REGISTERS: gl.constexpr, WINDOW: gl.constexpr, SPLIT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -157,8 +157,9 @@ def prefill_kernel(
     q, out [T, HK * GROUP, 128]; boxes [NP * HK * 128, 128] and scale_boxes [NP * HK * 2, 64] are TMA descriptors of
     64 x 128 bytes and of 1 x 64 scales. PLANNED: only sequences that `plan` leaves in 8 bits, after prefill_wide_gluon.
     With PDL that kernel launches this one after all earlier kernels are done. This one runs during that kernel's last
-    tiles and waits for it at its end. SPLIT: tiles are split as in `plan_splits`, into splits of at least min_steps
-    steps, and merged in partial, logsumexp and arrivals (`exchange_splits`).
+    tiles and waits for it at its end. SPLIT_TILES: tiles are split as in `plan_splits`, into splits of at least
+    min_steps steps, and merged in partial, logsumexp and arrivals (`exchange_splits`). PREFIXES: `parts` parts of each
+    prefix of `prefix_plan` (plan) are stored to partial and logsumexp (`store_part`); out is not written.
     """
     STORED: gl.constexpr = boxes.dtype
     BOX: gl.constexpr = boxes.layout
@@ -199,11 +200,11 @@ def prefill_kernel(
     if PDL:
         gdc_launch_dependents()
     begins = plan
-    chunk = 0
-    if SPLIT:
+    chunk = parts
+    if SPLIT == SPLIT_TILES:
         counted = (query_start, context_lens, plan, tokens, sequences)
         tiles, chunk = plan_splits(counted, min_steps, HK, TILE, PLANNED, 4)
-    else:
+    if SPLIT == 0:
         begins = plan + NARROW_TILES * (sequences + 1)
         if PLANNED:
             tiles = gl.load(begins + sequences)
@@ -388,11 +389,11 @@ def launch(
         programs = min(tiles * kv_heads, programs)
     prefill_kernel[programs,](
         boxes, scale_boxes, q, block_table, context_lens, query_start, query_start if plan is None else plan, out,
-        *planes, softmax_scale * LOG2_E, tokens, sequences, block_table.shape[1], tiles, MIN_STEPS, HK=kv_heads,
+        *planes, softmax_scale * LOG2_E, tokens, sequences, block_table.shape[1], tiles, MIN_STEPS, 0, HK=kv_heads,
         GROUP=heads // kv_heads, TILE=tile, PLANNED=plan is not None, FP8_SCORES=fp8_scores,
         LIMIT=QUANTIZED_MAX[kv_cache.dtype], STAGES=3 if fp8_scores else 2, RAW=2 if fp8_scores else 3,
-        WARPS=CONVERTERS, REGISTERS=REGISTERS, WINDOW=window, SPLIT=split, PDL=pdl, num_warps=4,
-        launch_pdl=pdl,
+        WARPS=CONVERTERS, REGISTERS=REGISTERS, WINDOW=window, SPLIT=int(SPLIT_TILES) if split else 0, PDL=pdl,
+        num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
 
 

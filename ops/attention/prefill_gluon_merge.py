@@ -1,4 +1,4 @@
-"""The end of prefill_gluon with splits: the last split of a tile merges all of them."""
+"""The end of prefill_gluon with splits: the last split of a tile merges all of them; parts of prefixes are stored."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -47,3 +47,26 @@ def exchange_splits(
                 top = new_top
             o = o / total[:, None]
     return o, is_last
+
+
+@gluon.jit
+def store_part(
+    o, lse, planes, part, own, end, head, sequences, HK: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Store o [ROWS, 128] and its log2-sum-exp of a part of a prefix, rows own..end of all sequences and heads.
+
+    planes: partial [parts, sequences, HK * GROUP, 128] and logsumexp without the last dimension, fp32.
+    """
+    partial, logsumexp, _arrivals = planes
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    dim = gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
+    first = ((part * sequences + own) * HK + head) * GROUP
+    place = row // GROUP * (HK * GROUP) + row % GROUP
+    is_query = own + row // GROUP < end
+    gl.store(
+        partial + first * 128 + ((place * 128)[:, None] + dim[None, :]),
+        o,
+        mask=is_query[:, None] & (dim < 128)[None, :],
+    )
+    gl.store(logsumexp + first + place, lse, mask=is_query)

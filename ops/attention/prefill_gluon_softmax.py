@@ -11,8 +11,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..core.gluon_support import tma_load
 from .decode_gluon_softmax import LOWEST
-from .prefill_gluon_merge import exchange_splits
-from .prefill_gluon_tiles import ROWS, STEP, find_tile, item_of, rounds
+from .prefill_gluon_merge import exchange_splits, store_part
+from .prefill_gluon_tiles import PREFIXES, ROWS, SPLIT_TILES, STEP, find_tile, item_of, rounds
 from .widen_kv import WIDEN_INT8, WIDENED
 
 
@@ -52,10 +52,11 @@ def tile_rows(first_token, end, head, LAYOUT: gl.constexpr, HK: gl.constexpr, GR
 
 
 @gluon.jit
-def store_tile(out, rows, first_token, end, head, LAYOUT: gl.constexpr, HK: gl.constexpr, GROUP: gl.constexpr):
-    """Store a group's rows that exist."""
+def store_tile(out, acc, staged, first_token, end, head, LAYOUT: gl.constexpr, HK: gl.constexpr, GROUP: gl.constexpr):
+    """Store a group's rows that exist, through shared memory."""
+    staged.store(acc.to(out.dtype.element_ty))
     offsets, is_query = tile_rows(first_token, end, head, LAYOUT, HK, GROUP)
-    gl.store(out + offsets, rows, mask=is_query)
+    gl.store(out + offsets, staged.load(LAYOUT), mask=is_query)
 
 
 @gluon.jit
@@ -188,12 +189,12 @@ def consume(
     q, out, batch, scale_log2, queries, staged, keys, key_scales, keys_ready, keys_free, values, values_ready,
     values_free, turns, WHO: gl.constexpr, HK: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr,
     PLANNED: gl.constexpr, FP8_SCORES: gl.constexpr, HOLD_QUERIES: gl.constexpr,
-    STAGES: gl.constexpr, TURNS: gl.constexpr, WINDOW: gl.constexpr = 0, SPLIT: gl.constexpr = False, planes=None,
+    STAGES: gl.constexpr, TURNS: gl.constexpr, WINDOW: gl.constexpr = 0, SPLIT: gl.constexpr = 0, planes=None,
 ):  # fmt: skip
     """Compute 64 rows (consumer warps): group WHO of the two.
 
-    HOLD_QUERIES: keep 16-bit queries in registers too. TURNS: the groups alternate on the tensor cores. SPLIT: items
-    are splits of tiles, and `planes` is the memory of `exchange_splits`.
+    HOLD_QUERIES: keep 16-bit queries in registers too. TURNS: the groups alternate on the tensor cores. SPLIT as
+    in `find_tile`; `planes` is the memory of `exchange_splits` or `store_part`.
     """
     SCORES: gl.constexpr = score_layout(FP8_SCORES)
     OUTPUT: gl.constexpr = output_layout()
@@ -282,21 +283,23 @@ def consume(
                     product = warpgroup_mma(unpack(p), values.index(slot), acc, is_async=True)
                     acc = warpgroup_mma_wait(0, deps=(product,))
                     mbarrier.arrive(values_free.index(slot), count=1)
-                    is_whole = True
                     if SPLIT:
                         total = gl.where(total > 0.0, total, 1.0)  # a row may see no key of a split
                         lse = gl.convert_layout(top * factor + gl.log2(total), gl.SliceLayout(1, OUTPUT))
                     share = 1.0 / gl.convert_layout(total, gl.SliceLayout(1, OUTPUT))
                     share = share * (1.0 / WIDENED)
                     acc = acc * share[:, None]
-                    if SPLIT:
+                    if SPLIT == PREFIXES:
+                        store_part(acc, lse, planes, split[0], own, end, head, batch[4], HK, GROUP, ROWS, OUTPUT)
+                    elif SPLIT == SPLIT_TILES:
                         acc, is_whole = exchange_splits(acc, lse, planes, split, head, WHO, HK, ROWS, OUTPUT)
-                    if is_whole:
-                        staged.index(WHO).store(acc.to(out.dtype.element_ty))
-                        store_tile(out + at, staged.index(WHO).load(STORE), own, end, head, STORE, HK, GROUP)
+                        if is_whole:
+                            store_tile(out + at, acc, staged.index(WHO), own, end, head, STORE, HK, GROUP)
+                    else:
+                        store_tile(out + at, acc, staged.index(WHO), own, end, head, STORE, HK, GROUP)
                 else:
-                    nothing = gl.zeros([ROWS, 128], out.dtype.element_ty, STORE)
-                    store_tile(out + at, nothing, own, end, head, STORE, HK, GROUP)
+                    place, is_row = tile_rows(own, end, head, STORE, HK, GROUP)
+                    gl.store(out + at + place, gl.zeros([ROWS, 128], out.dtype.element_ty, STORE), mask=is_row)
             else:
                 for j in range(steps):  # the other group's pages
                     step = base + j

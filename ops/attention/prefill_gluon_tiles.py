@@ -12,6 +12,10 @@ ROWS = gl.constexpr(64)  # per group of four warps; a tile has two groups
 STEP = gl.constexpr(128)  # keys per step: two pages
 SEARCHED = gl.constexpr(64)  # sequences that `find_tile` searches at a time
 COUNTED = gl.constexpr(256)  # the same with SPLIT, which reads more of each sequence
+# values of SPLIT
+SPLIT_TILES = gl.constexpr(1)  # items are splits of tiles
+PREFIXES = gl.constexpr(2)  # items are parts of the prefixes of `prefix_plan`
+PART_STEPS = gl.constexpr(2)  # minimum steps of a part
 
 
 @gluon.jit
@@ -34,7 +38,7 @@ def item_of(number):
 @gluon.jit
 def find_tile(
     item, batch, HK: gl.constexpr, TILE: gl.constexpr, PLANNED: gl.constexpr, WARPS: gl.constexpr,
-    WINDOW: gl.constexpr = 0, SPLIT: gl.constexpr = False,
+    WINDOW: gl.constexpr = 0, SPLIT: gl.constexpr = 0,
 ):  # fmt: skip
     """Return an item's (kv head, sequence, first token, end of its tokens, position, length, steps, whole, skipped,
     split).
@@ -43,12 +47,40 @@ def find_tile(
     than WINDOW. The item does not read the first `skipped` steps; position (of the first token), length, steps and
     whole count from there. Sequences are searched in a loop, so that one compilation supports any number of them.
     PLANNED: `begins`, a row of `widen_plan`, is the number of tiles before each sequence; otherwise every partial tile
-    at the end of a sequence has an item of its own. SPLIT: an item is a split of a tile, as in `find_split`.
+    at the end of a sequence has an item of its own. SPLIT: an item is a split of a tile (`find_split`), or a part of a
+    prefix (`find_prefix`).
     """
-    if SPLIT:
+    if SPLIT == PREFIXES:
+        return find_prefix(item, batch, HK, TILE)
+    elif SPLIT == SPLIT_TILES:
         return find_split(item, batch, HK, TILE, PLANNED, WARPS)
     else:
         return find_whole(item, batch, HK, TILE, PLANNED, WARPS, WINDOW)
+
+
+@gluon.jit
+def steps_per_part(steps, parts):
+    """Return the steps of each part of a prefix; the last parts may have fewer, or none."""
+    return gl.maximum((steps + parts - 1) // parts, PART_STEPS)
+
+
+@gluon.jit
+def find_prefix(item, batch, HK: gl.constexpr, TILE: gl.constexpr):
+    """Return a part of a prefix as `find_tile` does; its tokens are those of the tile's sequences, one per sequence.
+
+    The sequence is the one whose block table is read; split is (part, 0, 1).
+    """
+    _starts, _lengths, plan, _tokens, sequences, _items, parts = batch
+    number = item // HK // parts
+    part = item // HK % parts
+    pages = gl.load(plan + sequences + number)
+    owner = gl.load(plan + 2 * sequences + number)
+    share = steps_per_part(pages // 2, parts)
+    skipped = part * share
+    steps = gl.minimum(gl.maximum(pages // 2 - skipped, 0), share)
+    first_token = number * TILE
+    end = gl.where(steps > 0, gl.minimum(first_token + TILE, sequences), first_token)
+    return item % HK, owner, first_token, end, steps * STEP, steps * STEP, steps, steps, skipped, (part, 0, 1)
 
 
 @gluon.jit

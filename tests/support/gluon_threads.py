@@ -40,6 +40,12 @@ class _Whole(int):
     def __sub__(self, other: int) -> "_Whole":
         return _Whole(int(self) - int(other))
 
+    def __rsub__(self, other: int) -> "_Whole":
+        return _Whole(int(other) - int(self))
+
+    def __mul__(self, other: Any) -> Any:
+        return _Whole(int(self) * int(other)) if isinstance(other, int) else other * int(self)
+
     def __floordiv__(self, other: int) -> "_Whole":
         return _Whole(int(self) // int(other))
 

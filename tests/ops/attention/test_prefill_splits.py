@@ -2,30 +2,22 @@
 
 import math
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from sidestream.ops.attention import (
-    prefill_gluon,
-    prefill_gluon_merge,
-    prefill_gluon_softmax,
-    prefill_gluon_tiles,
-)
+from sidestream.ops.attention import prefill_gluon, prefill_gluon_tiles
 from sidestream.ops.attention.numerics import split_workspace
 from sidestream.ops.attention.paged_attention import paged_attention
 from sidestream.ops.attention.paged_attention import paged_attention_reference as reference
 from sidestream.ops.attention.widen_kv import widen_plan
-from sidestream.ops.core import gluon_support
 from sidestream.ops.core.kv_layout import kv_cache_shape, kv_scales_shape
 from sidestream.ops.core.triton_support import INTERPRETED
 from support.attention import Batch, make_batch, relative_error, spills_in_main_loop, tolerance
 from support.checks import bits, poison
-from support.gluon_threads import _Pointer, kernels_in_threads
+from support.gluon_threads import _Pointer
+from support.prefill_threads import in_threads
 from support.sm90 import compile_launch, reads_under_way
 
 E4M3, INT8, BF16, FP32 = torch.float8_e4m3fn, torch.int8, torch.bfloat16, torch.float32
@@ -37,30 +29,6 @@ BATCHES = {  # name -> (cached tokens, new ones among them) of each sequence
     "nothing long": ((300, 40), (64, 64), (1, 1)),
     "no context": ((0, 30), (900, 3), (0, 0)),
 }
-
-
-@contextmanager
-def in_threads(programs: int) -> Iterator[Any]:
-    """The kernel in threads, on a GPU of `programs` SMs; what is inline assembly there is spelled in torch here."""
-
-    def boxes(memory: torch.Tensor, *shape: int) -> SimpleNamespace:
-        return SimpleNamespace(base=memory.view(-1, shape[1]), block_shape=shape)
-
-    pieces, kernel = prefill_gluon_softmax, prefill_gluon
-    with kernels_in_threads(gluon_support, prefill_gluon_tiles, prefill_gluon_merge, pieces, kernel):
-        known: dict[str, Any] = {name: getattr(pieces, name) for name in ("gl", "mbarrier", "fence_async_shared")}
-        known |= {
-            name: getattr(gluon_support, name)
-            for name in ("tma_load", "view_shared", "gdc_wait", "gdc_launch_dependents")
-        }
-        known["gl"].inline_asm_elementwise = lambda _text, _constraints, values, **_: values[0].half()
-        with (
-            patch.multiple(pieces, pack=lambda p: p.half(), unpack=lambda p: p),
-            patch.multiple(kernel, **known, multiprocessors=lambda _device: programs),
-            patch.multiple(kernel, widen=lambda x, scale: x.half() * scale),
-            patch.object(kernel, "descriptors", lambda cache, scales: (boxes(cache, 64, 128), boxes(scales, 1, 64))),
-        ):
-            yield known["gl"]
 
 
 def case(name: str, heads: int, kv_heads: int, padding: int = 40, **options: Any) -> Batch:
@@ -189,7 +157,7 @@ def test_splits_need_few_tiles_and_a_long_table() -> None:
 # Machine code
 
 
-@pytest.mark.machine_code(each="cache")
+@pytest.mark.machine_code
 @pytest.mark.skipif(INTERPRETED, reason="compiles for the GPU")
 @pytest.mark.parametrize("planned", [False, True])
 @pytest.mark.parametrize("heads, kv_heads", [(32, 8), (8, 8), (64, 2)])
@@ -225,8 +193,12 @@ def test_the_kernel_with_splits_fits(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cache, quantize_q", [(INT8, False), (E4M3, True), (E4M3, False)], ids=["int8", "fp8", "e4m3"])
-@pytest.mark.parametrize("heads, kv_heads", [(32, 8), (64, 8), (8, 8), (8, 1)])
+@pytest.mark.parametrize(
+    "cache, quantize_q, heads, kv_heads",
+    [(INT8, False, 32, 8), (E4M3, True, 32, 8), (E4M3, False, 32, 8), (INT8, False, 64, 8), (INT8, False, 8, 8),
+     (E4M3, True, 8, 1)],
+    ids=["int8", "fp8", "e4m3", "64-8", "8-8", "8-1"],
+)  # fmt: skip
 @pytest.mark.parametrize(
     "sequences",
     [

@@ -11,7 +11,7 @@ not fit in the L2 cache, in a CUDA graph.
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from unittest.mock import patch
 
@@ -19,7 +19,6 @@ import torch
 
 from ....compiler.cost.hardware import H200, gpu_of
 from ....ops.attention import prefill_gluon
-from ....ops.attention.paged_attention import paged_attention_reference
 from ....ops.attention.prefill_gluon_tiles import STEP
 from ....ops.core.device import multiprocessors
 from ....ops.core.kv_layout import PAGE_SIZE, kv_cache_shape, kv_scales_shape
@@ -30,7 +29,6 @@ from ...bench.layer import launch_us
 CACHES = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
 SEQUENCES = 8
 TOKENS = 64  # in the smallest program of a prompt's step
-MAX_ERROR = 0.01
 
 
 def steps_of_split(chunk: int, context: int, programs: int) -> int:
@@ -61,22 +59,14 @@ class Launches:
         self.out = q.new_empty(tokens, HEADS * HEAD_DIM)
         self.arguments = []
         for _ in range(min(16, 1 + int(L2_BYTES // moved_bytes([context], cache)))):
-            kv = torch.randint(-100, 101, kv_cache_shape(pages, KV_HEADS, HEAD_DIM), device="cuda").to(dtype)
+            kv = torch.randint(-100, 101, kv_cache_shape(pages, KV_HEADS, HEAD_DIM), dtype=torch.int8, device="cuda")
             scales = torch.rand(kv_scales_shape(pages, KV_HEADS), device="cuda") * 0.02 + 0.01
-            self.arguments.append((q, kv, scales, table, lens, starts, HEAD_DIM**-0.5, cache != "int8"))
-
-    def all(self, split: bool) -> Sequence[Callable[[], None]]:
-        """Return a launch for each copy of the cache."""
-        return [partial(prefill_gluon.launch, *given, self.out, False, split=split) for given in self.arguments]
+            self.arguments.append((q, kv.to(dtype), scales, table, lens, starts, HEAD_DIM**-0.5, cache != "int8"))
 
     def us(self, split: bool, repeats: int) -> float:
-        """Return microseconds per launch. Raises ArithmeticError if a result differs from the reference."""
-        launches = self.all(split)
-        launches[0]()
-        want = paged_attention_reference(*self.arguments[0], False).float()
-        error = float((self.out.float() - want).norm() / want.norm())
-        if not error < MAX_ERROR:
-            raise ArithmeticError(f"the kernel's result differs from the reference by {error:.4f}, above {MAX_ERROR}")
+        """Return microseconds per launch."""
+        launches = [partial(prefill_gluon.launch, *given, self.out, False, split=split) for given in self.arguments]
+        launches[0]()  # compile
         return launch_us(launches, 1, repeats)
 
 
