@@ -1,10 +1,9 @@
-"""The end of prefill_gluon with splits: the last split of a tile merges all of them; parts of prefixes are stored."""
+"""The end of prefill_gluon with splits: splits of a tile are merged in a tree; parts of prefixes are stored."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..core.gluon_support import cta_barrier
-from .decode_gluon_softmax import LOWEST
 
 
 @gluon.jit
@@ -16,37 +15,44 @@ def exchange_splits(
     planes   (partial [.., 128] fp32, logsumexp fp32, arrivals int32 zeros), with ROWS rows per split, KV head and half
     split    as `find_tile` returns it
 
-    A tile that is not split keeps its rows. Otherwise each split stores its rows, and the last one to arrive merges all
-    of them in ascending order, so results are bitwise repeatable.
+    Splits are merged in pairs, pairs in fours and so on; who arrives second merges both, and goes on. No program waits
+    for another, and the order of the sums is fixed, so results are bitwise repeatable.
     """
     partial, logsumexp, arrivals = planes
-    place, own, splits = split
-    is_last = splits == 1
-    if splits > 1:
-        row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-        offsets = (row * 128)[:, None] + gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))[None, :]
-        tile = (place * HK + head) * 2 + WHO
-        gl.store(partial + (tile + own * (HK * 2)) * (ROWS * 128) + offsets, o)
-        gl.store(logsumexp + (tile + own * (HK * 2)) * ROWS + row, lse)
-        cta_barrier()  # all threads of the group have written before the arrival is counted
-        is_last = gl.atomic_add(arrivals + tile, 1, sem="acq_rel") == splits - 1
-        if is_last:
-            gl.store(arrivals + tile, 0)
-            top = gl.full([ROWS], LOWEST, gl.float32, gl.SliceLayout(1, LAYOUT))
-            total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, LAYOUT))
-            o = gl.zeros([ROWS, 128], gl.float32, LAYOUT)
-            for i in range(splits):
-                at = tile + i * (HK * 2)
-                part_lse = gl.load(logsumexp + at * ROWS + row, cache_modifier=".cg")
-                part = gl.load(partial + at * (ROWS * 128) + offsets, cache_modifier=".cg")
-                new_top = gl.maximum(top, part_lse)
-                keep = gl.exp2(top - new_top)
-                weight = gl.exp2(part_lse - new_top)
-                total = total * keep + weight
-                o = o * keep[:, None] + part * weight[:, None]
-                top = new_top
-            o = o / total[:, None]
-    return o, is_last
+    place, first, splits = split
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    offsets = (row * 128)[:, None] + gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))[None, :]
+    tile = (place * HK + head) * 2 + WHO
+    width = 1  # o has splits first..first + width
+    goes_on = splits > 0
+    while goes_on & (width < splits):
+        left = first // (2 * width) * (2 * width)
+        right = left + width
+        if right < splits:
+            at = tile + first * (HK * 2)
+            gl.store(partial + at * (ROWS * 128) + offsets, o)
+            gl.store(logsumexp + at * ROWS + row, lse)
+            cta_barrier()  # all threads of the group have written before the arrival is counted
+            arrived = arrivals + (tile + right * (HK * 2))
+            goes_on = gl.atomic_add(arrived, 1, sem="acq_rel") == 1
+            if goes_on:
+                gl.store(arrived, 0)
+                at = tile + (left + right - first) * (HK * 2)
+                other_lse = gl.load(logsumexp + at * ROWS + row, cache_modifier=".cg")
+                other = gl.load(partial + at * (ROWS * 128) + offsets, cache_modifier=".cg")
+                top = gl.maximum(lse, other_lse)
+                own_weight = gl.exp2(lse - top)
+                other_weight = gl.exp2(other_lse - top)
+                total = own_weight + other_weight
+                # the same order of both products for either split
+                is_left = first == left
+                a = gl.where(is_left, o, other) * (gl.where(is_left, own_weight, other_weight) / total)[:, None]
+                b = gl.where(is_left, other, o) * (gl.where(is_left, other_weight, own_weight) / total)[:, None]
+                o = a + b
+                lse = top + gl.log2(total)
+        first = left
+        width *= 2
+    return o, goes_on
 
 
 @gluon.jit

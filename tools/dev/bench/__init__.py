@@ -8,7 +8,9 @@ exactness_lab      which kernels give a token the same bits in every batch
 first_traffic      first tokens after a cold start, and pauses under changing load
 host_kv            first token of a long prompt from host memory, and decoding of others meanwhile
 moe_kernels        every kernel of a mixture of experts: check, time
+prompt_splits      attention of short chunks over long contexts, with several numbers of splits
 refused_key        latencies of one key while another key's requests are refused
+shared_prefix      decode attention of requests with the same prefix, read by each and read once
 structured         CPU time of token masks
 versus_vllm        workloads A and P on vLLM and on Sidestream, in turn
 drafts/            acceptance and speed of real drafts

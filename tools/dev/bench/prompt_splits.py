@@ -79,12 +79,9 @@ def row(chunk: int, context: int, cache: str, splits: Sequence[int], repeats: in
     cells.append(f"{splits_of(context, chosen):6d}")
     for count in splits:
         steps = cdiv(cdiv(context, int(STEP)), count)
-        if steps < chosen and steps < prefill_gluon.MIN_STEPS:  # more programs than the GPU has SMs
-            cells.append(f"{'-':>8}")
-            continue
         with patch.object(prefill_gluon, "MIN_STEPS", steps):
-            forced = steps_of_split(chunk, context, programs)
-            cells.append(f"{launches.us(True, repeats):8.1f}" if forced == steps else f"{'-':>8}")
+            fits = steps_of_split(chunk, context, programs) == steps  # else there are more items than SMs
+            cells.append(f"{launches.us(True, repeats):8.1f}" if fits else f"{'-':>8}")
     return " ".join(cells)
 
 
