@@ -340,14 +340,15 @@ def launch(
     padded = next_power_of_2(used)
     shared: dict[str, Any] = {}
     if prefix is not None:
-        shared = dict(zip(("prefix", "prefix_lse", "prefix_plan"), prefix, strict=True), parts=prefix[0].shape[0])
+        shared = dict(zip(("prefix", "prefix_lse", "prefix_plan"), prefix, strict=True))
+        shared |= {"PREFIX": True, "parts": prefix[0].shape[0]}
     decode_kernel[pairs * splits,](
         page_boxes, scale_boxes, q, block_table, context_lens, context_lens if query_start is None else query_start,
         out, partial, logsumexp, arrivals, softmax_scale * LOG2_E, num_blocks, splits, out_scale, HK=kv_heads, G=group,
         GROUP=padded, ROWS=rows, TILES=tiles, COLUMNS=columns, BF16=kv_scales is None, SPLIT=splits > 1,
         MIN_PAGES=min_pages, WHOLE=whole, STEP=8 * warps if rows == 1 else max(8, 32 * warps // padded), STAGES=stages,
         WARPS=warps, PADDED=0 if out_scale is None else out_scale.shape[1], WINDOW=window, PDL=pdl,
-        PREFIX=prefix is not None, **shared, num_warps=warps, launch_pdl=pdl,
+        num_warps=warps, launch_pdl=pdl, **shared,
     )  # fmt: skip
 
 
