@@ -26,6 +26,7 @@ from .passes.fuse.fuse_rope_append import fuse_rope_append
 from .passes.fuse.fuse_silu_mul import fuse_linear_silu_mul, fuse_silu_mul
 from .passes.fuse.pack_projections import pack_projections
 from .passes.fuse.quantize_in_blocks import quantize_in_blocks
+from .passes.fuse.share_prefix import share_prefix
 from .passes.fuse.widen_kv_once import widen_kv_once
 from .passes.lift.fold_multipliers import fold_multipliers
 from .passes.lift.lift_bias import lift_bias
@@ -122,6 +123,7 @@ DECODE_PASSES: tuple[Pass, ...] = (
     Pass(fuse_lora_silu_mul, "quantizes"),
     Pass(round_lora_ranks, "quantizes"),
     Pass(quantize_in_blocks, "quantizes"),
+    Pass(share_prefix, "keeps"),
 )
 # For the static graph of a prompt program.
 PROMPT_PASSES: tuple[Pass, ...] = (

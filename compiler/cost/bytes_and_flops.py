@@ -192,6 +192,8 @@ def _touched(program: Program, step: Step, name: str, view: View, assume: Assump
         if "pages" in names:
             return min(1.0, _widened(program, step, assume) / slots)
         if "block_table" in names:
+            if "context_lens" not in names:
+                return 0.0  # prefix_attention: no shared pages are assumed
             read = _sequences(program, step) * _read_context(program, step, assume)
             return min(1.0, (read - _widened(program, step, assume)) / slots)
         return min(1.0, _tokens(program, step) / slots)
@@ -286,7 +288,7 @@ def _attention_flops(
 ) -> dict[int, float]:
     """Return the FLOPs of scores and of their product with V; in prefill a query reads half of the step's tokens."""
     query = arguments.get("q")
-    if not isinstance(query, View):
+    if not isinstance(query, View) or "context_lens" not in arguments:
         return {}
     tokens, channels = _tokens(program, step) if program.bucket is not None else query.shape[0], prod(query.shape[1:])
     own = tokens / _sequences(program, step)

@@ -201,10 +201,12 @@ def launch(
     query_start: Optional[torch.Tensor] = None,
     rows: int = 1,
     exact: bool = False,
+    prefix: Optional[tuple[torch.Tensor, ...]] = None,
 ) -> None:
     """Fill out [T, HQ * D] from q [T, HQ, D], with the Gluon kernel if it fits; the rest as in `paged_attention`.
 
     T is B * rows. More than one row per sequence (see `takes_rows`) needs query_start. `exact`: see `decode_exact`.
+    `prefix`: (prefix, prefix_lse, prefix_plan), ignored by the other kernels.
     """
     arguments = (q, kv_cache, kv_scales, block_table, context_lens, softmax_scale, out, pdl, window)
     if exact and kv_scales is not None and decode_gluon.fits(q, kv_cache):
@@ -212,7 +214,7 @@ def launch(
     elif exact:
         launch_triton(*arguments, exact=True)
     elif decode_gluon.fits(q, kv_cache, rows):
-        decode_gluon.launch(*arguments, query_start=query_start, rows=rows)
+        decode_gluon.launch(*arguments, query_start=query_start, rows=rows, prefix=prefix)
     else:
         launch_triton(*arguments, query_start, rows)
 

@@ -11,6 +11,8 @@ Steps with drafts have up to ROWS rows per sequence; each row sees one token mor
 computes as many rows as fit its 8 or 16 columns (one per row and head); TILES programs, adjacent in the grid, read the
 same pages. Sequences with fewer than ROWS rows write to padding rows past the end, so that every row is written once.
 
+With `prefix`, the pages that a sequence shares are left to `prefix_attention`. The first split merges its result.
+
 Splits as in `decode`; with a window, of the visible pages. Under PDL all pages except those of the newest tokens are
 fetched before the wait, as are lengths and block table, because earlier steps wrote them.
 
@@ -31,7 +33,7 @@ from ..core.device import multiprocessors
 from ..core.gluon_support import cta_barrier, gdc_launch_dependents, gdc_wait, view_shared
 from ..core.kv_layout import PAGE_SIZE
 from ..core.triton_support import INTERPRETED, cdiv, next_power_of_2
-from .decode_gluon_merge import column_range, merge_splits, merge_warps, store_result, store_rows
+from .decode_gluon_merge import column_range, merge_prefix, merge_splits, merge_warps, store_result, store_rows
 from .decode_gluon_softmax import (
     LOWEST,
     attend,
@@ -52,18 +54,20 @@ HEAD_DIM = 128
 COLUMNS = (8, 16)  # of S^T and O^T: the heads of one or several rows
 
 
-@gluon.jit(do_not_specialize=["num_blocks", "splits"])
+@gluon.jit(do_not_specialize=["num_blocks", "splits", "parts"])
 def decode_kernel(
     page_boxes, scale_boxes, q, block_table, context_lens, query_start, out, partial, logsumexp, arrivals, score_scale,
     num_blocks, splits, out_scale, HK: gl.constexpr, G: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
     TILES: gl.constexpr, COLUMNS: gl.constexpr, BF16: gl.constexpr, SPLIT: gl.constexpr, MIN_PAGES: gl.constexpr,
     WHOLE: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, PADDED: gl.constexpr,
-    WINDOW: gl.constexpr, PDL: gl.constexpr,
+    WINDOW: gl.constexpr, PDL: gl.constexpr, PREFIX: gl.constexpr = False, prefix=None, prefix_lse=None,
+    prefix_plan=None, parts=0,
 ):  # fmt: skip
     """Arguments as in `decode.decode_kernel`, with TMA descriptors of the cache.
 
     page_boxes [NP * HK * 128, 128], scale_boxes [NP * HK, 128]. With PADDED, out is e4m3 or int8 and out_scale
-    [HQ, PADDED] receives one scale per head and row (a head is a block of `quantize_blocks`).
+    [HQ, PADDED] receives one scale per head and row (a head is a block of `quantize_blocks`). PREFIX: prefix and
+    prefix_lse have `parts` parts of the shared pages of prefix_plan, which an earlier kernel than the last has written.
     """
     USED: gl.constexpr = G * (ROWS // TILES)  # columns
     tile = gl.program_id(0) % TILES
@@ -87,6 +91,12 @@ def decode_kernel(
         length -= unseen * 64
         block_table += unseen
         num_blocks -= unseen
+    shared = 0
+    if PREFIX:  # start after the shared pages
+        shared = gl.load(prefix_plan + sequence)
+        length -= shared * 64
+        block_table += shared
+        num_blocks -= shared
     total_pages = (length + 63) // 64
     chunk = total_pages
     if SPLIT:
@@ -210,6 +220,12 @@ def decode_kernel(
     # page buffers are free now
     outputs = view_shared(pages, gl.float32, [WARPS, COLUMNS, 128], gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0]))
     o, lse = merge_warps(acc, top, total, outputs, states, ROWS, COLUMNS, WARPS, BF16)
+    if PREFIX:  # noqa: SIM102
+        if (split == 0) & (shared > 0):
+            first_row = sequence * (HK * G) + head * G
+            o, lse = merge_prefix(
+                o, lse, prefix, prefix_lse, shared // 2, parts, first_row, sequences * (HK * G), USED, COLUMNS, WARPS
+            )
     if SPLIT:
         active = (total_pages + chunk - 1) // chunk
         if active > 1:
@@ -307,6 +323,7 @@ def launch(
     out_scale: Optional[torch.Tensor] = None,
     query_start: Optional[torch.Tensor] = None,
     rows: int = 1,
+    prefix: Optional[tuple[torch.Tensor, ...]] = None,
 ) -> None:
     """Run this file's kernel, if `fits`; arguments as in `decode.launch`.
 
@@ -321,13 +338,17 @@ def launch(
     partial, logsumexp, arrivals = split_workspace(q.device, pairs, splits, used, HEAD_DIM)
     page_boxes, scale_boxes = descriptors(kv_cache, kv_scales)
     padded = next_power_of_2(used)
+    shared: dict[str, Any] = {}
+    if prefix is not None:
+        shared = dict(zip(("prefix", "prefix_lse", "prefix_plan"), prefix, strict=True))
+        shared |= {"PREFIX": True, "parts": prefix[0].shape[0]}
     decode_kernel[pairs * splits,](
         page_boxes, scale_boxes, q, block_table, context_lens, context_lens if query_start is None else query_start,
         out, partial, logsumexp, arrivals, softmax_scale * LOG2_E, num_blocks, splits, out_scale, HK=kv_heads, G=group,
         GROUP=padded, ROWS=rows, TILES=tiles, COLUMNS=columns, BF16=kv_scales is None, SPLIT=splits > 1,
         MIN_PAGES=min_pages, WHOLE=whole, STEP=8 * warps if rows == 1 else max(8, 32 * warps // padded), STAGES=stages,
-        WARPS=warps, PADDED=0 if out_scale is None else out_scale.shape[1], WINDOW=window, PDL=pdl, num_warps=warps,
-        launch_pdl=pdl,
+        WARPS=warps, PADDED=0 if out_scale is None else out_scale.shape[1], WINDOW=window, PDL=pdl,
+        num_warps=warps, launch_pdl=pdl, **shared,
     )  # fmt: skip
 
 

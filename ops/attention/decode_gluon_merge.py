@@ -1,10 +1,11 @@
-"""The end of decode_gluon: merge warps, store rows in 16 or 8 bits, merge the splits of a sequence."""
+"""The end of decode_gluon: merge warps, shared pages and the splits of a sequence, store rows in 16 or 8 bits."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..core.gluon_support import cta_barrier
-from .decode_gluon_softmax import LOWEST, merge_layout, places
+from .decode_gluon_softmax import LOWEST, PROBABILITY_SHIFT, merge_layout, places
+from .prefill_gluon_tiles import steps_per_part
 
 
 @gluon.jit
@@ -122,3 +123,35 @@ def merge_splits(
         )
         top = new_top
     return merged / gl.convert_layout(total, gl.SliceLayout(1, ROWS), assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def merge_prefix(
+    o, lse, prefix, prefix_lse, steps, parts, first_row, rows, USED: gl.constexpr, WIDTH: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """Merge o [WIDTH, 128] and its log2-sum-exp with the parts of a prefix of `steps` steps; return both.
+
+    prefix [parts, rows, 128] and prefix_lse [parts, rows] fp32, from `prefix_attention`; the columns are rows from
+    first_row on.
+    """
+    LAYOUT: gl.constexpr = gl.SliceLayout(0, merge_layout(WARPS))
+    column = column_range(WIDTH, WARPS)
+    dim = gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
+    offsets = (column * 128)[:, None] + dim[None, :]
+    used = (column < USED)[:, None] & (dim < 128)[None, :]
+    share = steps_per_part(steps, parts)
+    top = lse
+    total = gl.full([WIDTH], 1.0, gl.float32, gl.SliceLayout(1, LAYOUT))
+    for i in range((steps + share - 1) // share):
+        at = i * rows + first_row
+        # lse is that of probabilities times 2^PROBABILITY_SHIFT
+        part_lse = gl.load(prefix_lse + at + column, mask=column < USED, other=LOWEST) + PROBABILITY_SHIFT
+        part = gl.load(prefix + at * 128 + offsets, mask=used, other=0.0)
+        new_top = gl.maximum(top, part_lse)
+        keep = gl.exp2(top - new_top)
+        weight = gl.exp2(part_lse - new_top)
+        total = total * keep + weight
+        o = o * keep[:, None] + part * weight[:, None]
+        top = new_top
+    return o / total[:, None], top + gl.log2(total)

@@ -32,14 +32,14 @@ def chunk_pages(num_blocks: int) -> int:
 
 
 def split_workspace(
-    device: torch.device, rows: int, splits: int, group: int, dim: int
+    device: torch.device, rows: int, splits: int, group: int, dim: int, key: str = "attention_decode"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the splits' workspace for `rows` (sequence, kv head) pairs: partial, logsumexp and arrivals.
 
     partial [rows * splits, group, dim] and logsumexp [rows * splits, group] are fp32 and flat, arrivals [rows] int32
-    zeros.
+    zeros. Kernels with different keys do not share memory.
     """
     parts = rows * splits * group
-    planes = workspace(device, "attention_decode.partial", 4 * parts * (dim + 1)).view(torch.float32)
-    arrivals = workspace(device, "attention_decode.arrivals", 4 * rows, zero=True).view(torch.int32)
+    planes = workspace(device, f"{key}.partial", 4 * parts * (dim + 1)).view(torch.float32)
+    arrivals = workspace(device, f"{key}.arrivals", 4 * rows, zero=True).view(torch.int32)
     return planes, planes[parts * dim :], arrivals

@@ -4,7 +4,8 @@
 projection reads. This file has the specification and chooses a kernel:
   decode_gluon.py   decode, head_dim 128, at most 8 query heads per KV head, e4m3, int8 or bf16 cache
   decode.py         other decode steps; both also with at most `rows` rows per sequence
-  prefill_gluon.py  chunks, head_dim 128, 1 to 32 query heads per KV head (powers of two), e4m3 or int8 cache
+  prefill_gluon.py  chunks, head_dim 128, 1 to 32 query heads per KV head (powers of two), e4m3 or int8 cache; without
+                    a window it splits long contexts of few tiles
   prefill_wide_gluon.py  the same for sequences that widen_kv has converted to fp16
   prefill.py        everything else
 All but prefill_wide_gluon support windows; without a window (0) they compile to the same code as without that support.
@@ -31,6 +32,7 @@ from ..elementwise.quantize import reference as quantize_rowwise_reference
 from . import decode as attention_decode
 from . import prefill as attention_prefill
 from . import prefill_gluon
+from .decode_gluon import COLUMNS
 from .widen_kv import STEP_TOKENS
 
 HEAD_DIMS = (64, 128)
@@ -99,6 +101,40 @@ def check_widened(
         )
 
 
+def check_prefix(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    decode: bool,
+    window: int,
+    *given: Optional[torch.Tensor],
+) -> Optional[tuple[torch.Tensor, ...]]:
+    """Return prefix, prefix_lse and prefix_plan if given. Raises ValueError unless they match this cache and batch."""
+    shared = tuple(each for each in given if each is not None)
+    if not shared:
+        return None
+    if len(shared) < len(given):
+        raise ValueError("prefix, prefix_lse and prefix_plan must be given together")
+    sequences, heads, dim = q.shape
+    if window or not decode or not takes_prefix(heads, kv_cache.shape[1], dim, kv_cache.dtype):
+        raise ValueError(
+            "a prefix needs decode over an 8-bit cache with head_dim 128 and 1, 2, 4 or 8 query heads per KV head, "
+            f"without a window; got decode={decode}, {kv_cache.dtype}, head_dim {dim}, {heads} heads on "
+            f"{kv_cache.shape[1]}, window={window}"
+        )
+    parts, shapes = shared[0].shape[0], [tuple(each.shape) for each in shared]
+    if shapes != (wanted := [(parts, sequences, heads, dim), (parts, sequences, heads), (3, sequences)]):
+        raise ValueError(
+            f"prefix, prefix_lse and prefix_plan are {shapes}; with this q and {parts} parts they must be {wanted}"
+        )
+    return shared
+
+
+def takes_prefix(heads: int, kv_heads: int, dim: int, cache: torch.dtype) -> bool:
+    """Return whether the kernels of shared prefixes support these heads and this cache."""
+    group = heads // kv_heads
+    return prefill_gluon.takes_heads(heads, kv_heads, dim) and group <= COLUMNS[0] and cache in QUANTIZED_MAX
+
+
 def gather_keys_values(
     kv_cache: torch.Tensor, kv_scales: Optional[torch.Tensor], pages: torch.Tensor, length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,6 +169,9 @@ def paged_attention_reference(
     window: int = 0,
     rows: int = 0,
     exact: bool = False,
+    prefix: Optional[torch.Tensor] = None,
+    prefix_lse: Optional[torch.Tensor] = None,
+    prefix_plan: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
     """Attend from each sequence's newest tokens to all of its cached tokens, including themselves.
 
@@ -147,6 +186,9 @@ def paged_attention_reference(
                   pages are not read
     rows          > 0: every sequence has at most that many rows (T == B * rows; steps with drafts)
     exact         a row's bits do not depend on the other sequences, also on a GPU. Those of chunks never do
+    prefix, prefix_lse, prefix_plan
+                  results of `prefix_attention` and `prefix_plan` for the same q, cache and batch, with `decode`: a
+                  faster path to the same result for sequences that share pages
 
     Scores are rounded to fp32, the rest is fp64 with the sums of `core/reproducible_sums.py`: a row's result does not
     depend on the size of its chunk. Returns [T, HQ * D] in q's dtype; rows after query_start[B] and those of a sequence
@@ -155,6 +197,7 @@ def paged_attention_reference(
     check_arguments(q, kv_cache, kv_scales, window)
     check_widened(q, kv_cache, block_table, decode or rows > 0, wide, plan, window)
     check_rows(q, context_lens, rows)
+    check_prefix(q, kv_cache, decode, window, prefix, prefix_lse, prefix_plan)
     tokens, heads, dim = q.shape
     kv_heads = kv_cache.shape[1]
     if quantize_q and not decode and kv_cache.dtype == torch.float8_e4m3fn:
@@ -208,6 +251,9 @@ def paged_attention_quant_reference(
     window: int = 0,
     rows: int = 0,
     exact: bool = False,
+    prefix: Optional[torch.Tensor] = None,
+    prefix_lse: Optional[torch.Tensor] = None,
+    prefix_plan: Optional[torch.Tensor] = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Apply `paged_attention`, then quantize the rounded result rowwise.
 
@@ -229,6 +275,9 @@ def paged_attention_quant_reference(
         window,
         rows,
         exact,
+        prefix,
+        prefix_lse,
+        prefix_plan,
     )
     quantized, scale = quantize_rowwise_reference(o, dtype, rotate)
     return o if keep else o.new_empty(0, o.shape[1]), quantized, scale
@@ -268,6 +317,9 @@ def paged_attention_launch(
     window: int = 0,
     rows: int = 0,
     exact: bool = False,
+    prefix: Optional[torch.Tensor] = None,
+    prefix_lse: Optional[torch.Tensor] = None,
+    prefix_plan: Optional[torch.Tensor] = None,
     *,
     out: tuple[torch.Tensor, ...],
     sm_budget: int | None = None,
@@ -280,6 +332,7 @@ def paged_attention_launch(
     check_arguments(q, kv_cache, kv_scales, window)
     check_widened(q, kv_cache, block_table, decode or rows > 0, wide, plan, window)
     check_rows(q, context_lens, rows)
+    shared = check_prefix(q, kv_cache, decode, window, prefix, prefix_lse, prefix_plan)
     if q.shape[2] not in HEAD_DIMS:
         raise ValueError(
             f"attention kernels support head_dim {HEAD_DIMS}, not {q.shape[2]}; run the reference on the CPU instead"
@@ -300,6 +353,7 @@ def paged_attention_launch(
             query_start,
             1 if decode else rows,
             exact,
+            shared,
         )
     else:
         attention_prefill.launch(
@@ -338,6 +392,9 @@ def paged_attention_quant_launch(
     window: int = 0,
     rows: int = 0,
     exact: bool = False,
+    prefix: Optional[torch.Tensor] = None,
+    prefix_lse: Optional[torch.Tensor] = None,
+    prefix_plan: Optional[torch.Tensor] = None,
     *,
     out: tuple[torch.Tensor, ...],
     sm_budget: int | None = None,
@@ -353,7 +410,7 @@ def paged_attention_quant_launch(
         o = workspace(q.device, "paged_attention_quant", nbytes)[:nbytes].view(q.dtype).view(tokens, width)
     paged_attention_launch(
         q, kv_cache, kv_scales, block_table, context_lens, query_start, softmax_scale, quantize_q, decode, wide, plan,
-        window, rows, exact, out=(o,), pdl=pdl,
+        window, rows, exact, prefix, prefix_lse, prefix_plan, out=(o,), pdl=pdl,
     )  # fmt: skip
     quantize_rowwise_launch(o, dtype, rotate, out=(quantized, scale), sm_budget=sm_budget, pdl=pdl)
 

@@ -18,6 +18,7 @@ from . import decode_gluon
 from .paged_attention import (
     HEAD_DIMS,
     check_arguments,
+    check_prefix,
     check_rows,
     paged_attention_launch,
     paged_attention_reference,
@@ -35,6 +36,9 @@ def reference(
     window: int = 0,
     query_start: Optional[torch.Tensor] = None,
     rows: int = 1,
+    prefix: Optional[torch.Tensor] = None,
+    prefix_lse: Optional[torch.Tensor] = None,
+    prefix_plan: Optional[torch.Tensor] = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (q [B * rows, HQ * D] e4m3 or int8, scale [HQ * D / 128, P]) of at most `rows` query rows per sequence.
 
@@ -54,6 +58,9 @@ def reference(
         rows == 1,
         window=window,
         rows=rows,
+        prefix=prefix,
+        prefix_lse=prefix_lse,
+        prefix_plan=prefix_plan,
     )
     return quantize_blocks_reference(attended, dtype)
 
@@ -92,6 +99,9 @@ def launch(
     window: int = 0,
     query_start: Optional[torch.Tensor] = None,
     rows: int = 1,
+    prefix: Optional[torch.Tensor] = None,
+    prefix_lse: Optional[torch.Tensor] = None,
+    prefix_plan: Optional[torch.Tensor] = None,
     *,
     out: tuple[torch.Tensor, ...],
     sm_budget: Optional[int] = None,
@@ -103,6 +113,7 @@ def launch(
     """
     check_arguments(q, kv_cache, kv_scales, window)
     check_rows(q, context_lens, rows)
+    shared = check_prefix(q, kv_cache, rows == 1, window, prefix, prefix_lse, prefix_plan)
     if q.shape[2] not in HEAD_DIMS:
         raise ValueError(
             f"attention kernels support head_dim {HEAD_DIMS}, not {q.shape[2]}; run the reference on the CPU instead"
@@ -113,12 +124,12 @@ def launch(
     operands = (q, kv_cache, kv_scales, block_table, context_lens)
     if decode_gluon.fits(q, kv_cache, rows):
         starts = None if rows == 1 else _starts(q, query_start, rows)
-        decode_gluon.launch(*operands, softmax_scale, out[0], pdl, window, out[1], starts, rows)
+        decode_gluon.launch(*operands, softmax_scale, out[0], pdl, window, out[1], starts, rows, shared)
         return
     nbytes = tokens * width * q.element_size()
     attended = workspace(q.device, "paged_attention_blocks", nbytes)[:nbytes].view(q.dtype).view(tokens, width)
     if rows == 1:
-        attention_decode.launch(*operands, softmax_scale, attended, pdl, window)
+        attention_decode.launch(*operands, softmax_scale, attended, pdl, window, prefix=shared)
     else:
         starts = _starts(q, query_start, rows)
         paged_attention_launch(

@@ -176,6 +176,7 @@ def launch(
             pdl,
             plan,
             window,
+            not exact,
         )
     else:
         launch_triton(

@@ -23,15 +23,18 @@ from ..core.device import multiprocessors
 from ..core.dtypes import QUANTIZED_MAX
 from ..core.gluon_support import gdc_launch_dependents, gdc_wait, tma_load, view_shared
 from ..core.kv_layout import PAGE_SIZE
-from ..core.triton_support import INTERPRETED, next_power_of_2
-from .numerics import LOG2_E
-from .prefill_gluon_softmax import ROWS, STEP, consume, converter_layout, fetch, find_tile, item_of, rounds, widen
+from ..core.triton_support import INTERPRETED, cdiv, next_power_of_2
+from .numerics import LOG2_E, split_workspace
+from .prefill_gluon_softmax import consume, converter_layout, fetch, widen
+from .prefill_gluon_tiles import ROWS, SPLIT_TILES, STEP, find_tile, item_of, plan_splits, rounds
 from .widen_kv import NARROW_TILES, WIDENED
 
 HEAD_DIM = 128
 # registers per thread: the second row group (the first gets as many), the converters, the copier
 REGISTERS = (224, 40, 24)
 CONVERTERS = 4  # warps
+MIN_STEPS = 4  # of a split: 512 keys
+MOST_TILES = 2  # per SM; with more, programs have enough work without splits
 
 
 @gluon.jit
@@ -39,7 +42,7 @@ def produce(
     boxes, scale_boxes, block_table, num_blocks, batch, keys, key_scales, keys_ready, keys_free, raw, raw_scales,
     raw_ready, raw_free, HK: gl.constexpr, TILE: gl.constexpr, PLANNED: gl.constexpr,
     FP8_SCORES: gl.constexpr, STAGES: gl.constexpr, RAW: gl.constexpr,
-    WINDOW: gl.constexpr,
+    WINDOW: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Copy pages (producer warp)."""
     BYTES: gl.constexpr = STEP * 132  # with the scales
@@ -48,11 +51,11 @@ def produce(
     for number in range(count):
         item = item_of(number)
         if item < items:
-            head, sequence, _first_token, _end, position, length, steps, _whole, skipped = find_tile(
-                item, batch, HK, TILE, PLANNED, 1, WINDOW
+            head, sequence, _first_token, _end, position, length, steps, _whole, skipped, _split = find_tile(
+                item, batch, HK, TILE, PLANNED, 1, WINDOW, SPLIT
             )
             table = block_table + sequence * num_blocks
-            if WINDOW:
+            if WINDOW or SPLIT:
                 table += skipped * 2
             last = (gl.minimum(length, position + TILE) - 1) // 64
             for j in range(steps):
@@ -113,7 +116,7 @@ def convert(
     batch, keys, keys_ready, keys_free, raw, raw_scales, raw_ready, raw_free, values, values_ready, values_free,
     HK: gl.constexpr, TILE: gl.constexpr, PLANNED: gl.constexpr, FP8_SCORES: gl.constexpr,
     LIMIT: gl.constexpr, STAGES: gl.constexpr, RAW: gl.constexpr, WARPS: gl.constexpr,
-    WINDOW: gl.constexpr,
+    WINDOW: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Convert the cache to fp16 (converter warps)."""
     step = 0
@@ -121,8 +124,8 @@ def convert(
     for number in range(count):
         item = item_of(number)
         if item < items:
-            _head, _sequence, _first_token, _end, _position, _length, steps, _whole, _skipped = find_tile(
-                item, batch, HK, TILE, PLANNED, WARPS, WINDOW
+            _head, _sequence, _first_token, _end, _position, _length, steps, _whole, _skipped, _split = find_tile(
+                item, batch, HK, TILE, PLANNED, WARPS, WINDOW, SPLIT
             )
             for _j in range(steps):
                 if FP8_SCORES:
@@ -142,19 +145,21 @@ def convert(
                 step += 1
 
 
-@gluon.jit(do_not_specialize=["tokens", "sequences", "num_blocks", "tiles"])
+@gluon.jit(do_not_specialize=["tokens", "sequences", "num_blocks", "tiles", "min_steps", "parts"])
 def prefill_kernel(
-    boxes, scale_boxes, q, block_table, context_lens, query_start, plan, out, scale_log2, tokens, sequences, num_blocks,
-    tiles, HK: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, PLANNED: gl.constexpr,
-    FP8_SCORES: gl.constexpr, LIMIT: gl.constexpr, STAGES: gl.constexpr, RAW: gl.constexpr, WARPS: gl.constexpr,
-    REGISTERS: gl.constexpr, WINDOW: gl.constexpr, PDL: gl.constexpr,
+    boxes, scale_boxes, q, block_table, context_lens, query_start, plan, out, partial, logsumexp, arrivals, scale_log2,
+    tokens, sequences, num_blocks, tiles, min_steps, parts, HK: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr,
+    PLANNED: gl.constexpr, FP8_SCORES: gl.constexpr, LIMIT: gl.constexpr, STAGES: gl.constexpr, RAW: gl.constexpr,
+    WARPS: gl.constexpr, REGISTERS: gl.constexpr, WINDOW: gl.constexpr, SPLIT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Compute tiles in a persistent program, with specialised warps.
 
     q, out [T, HK * GROUP, 128]; boxes [NP * HK * 128, 128] and scale_boxes [NP * HK * 2, 64] are TMA descriptors of
     64 x 128 bytes and of 1 x 64 scales. PLANNED: only sequences that `plan` leaves in 8 bits, after prefill_wide_gluon.
     With PDL that kernel launches this one after all earlier kernels are done. This one runs during that kernel's last
-    tiles and waits for it at its end.
+    tiles and waits for it at its end. SPLIT_TILES: tiles are split as in `plan_splits`, into splits of at least
+    min_steps steps, and merged in partial, logsumexp and arrivals (`exchange_splits`). PREFIXES: `parts` parts of each
+    prefix of `prefix_plan` (plan) are stored to partial and logsumexp (`store_part`); out is not written.
     """
     STORED: gl.constexpr = boxes.dtype
     BOX: gl.constexpr = boxes.layout
@@ -194,12 +199,20 @@ def prefill_kernel(
     fence_async_shared()
     if PDL:
         gdc_launch_dependents()
+    begins = plan
+    chunk = parts
+    if SPLIT == SPLIT_TILES:
+        counted = (query_start, context_lens, plan, tokens, sequences)
+        tiles, chunk = plan_splits(counted, min_steps, HK, TILE, PLANNED, 4)
+    if SPLIT == 0:
+        begins = plan + NARROW_TILES * (sequences + 1)
+        if PLANNED:
+            tiles = gl.load(begins + sequences)
+    if PDL:  # noqa: SIM102
         if not PLANNED:
             gdc_wait()
-    begins = plan + NARROW_TILES * (sequences + 1)
-    if PLANNED:
-        tiles = gl.load(begins + sequences)
-    batch = (query_start, context_lens, begins, tokens, sequences, tiles)
+    batch = (query_start, context_lens, begins, tokens, sequences, tiles, chunk)
+    planes = (partial, logsumexp, arrivals)
     gl.warp_specialize(
         [
             (
@@ -229,6 +242,8 @@ def prefill_kernel(
                     STAGES,
                     False,
                     WINDOW,
+                    SPLIT,
+                    planes,
                 ),
             ),
             (
@@ -258,6 +273,8 @@ def prefill_kernel(
                     STAGES,
                     False,
                     WINDOW,
+                    SPLIT,
+                    planes,
                 ),
             ),
             (
@@ -283,6 +300,7 @@ def prefill_kernel(
                     RAW,
                     WARPS,
                     WINDOW,
+                    SPLIT,
                 ),
             ),
             (
@@ -308,6 +326,7 @@ def prefill_kernel(
                     STAGES,
                     RAW,
                     WINDOW,
+                    SPLIT,
                 ),
             ),
         ],
@@ -349,24 +368,41 @@ def launch(
     pdl: bool,
     plan: Optional[torch.Tensor] = None,
     window: int = 0,
+    split: bool = True,
 ) -> None:
     """Run the kernel, if `fits`; arguments as in `prefill.launch`.
 
-    `plan`: compute only the sequences that `widen_plan` leaves in 8 bits.
+    `plan`: compute only the sequences that `widen_plan` leaves in 8 bits. `split`: divide the context of few tiles
+    among programs where `splits_tiles` allows it; without, a row's bits do not depend on other sequences.
     """
     tokens, heads, _ = q.shape
     kv_heads, sequences = kv_cache.shape[1], context_lens.shape[0]
-    tile = tile_tokens(heads, kv_heads)
+    tile, programs = tile_tokens(heads, kv_heads), multiprocessors(q.device)
     tiles = tokens // tile + sequences + 1
     fp8_scores = quantize_q and kv_cache.dtype == torch.float8_e4m3fn
     boxes, scale_boxes = descriptors(kv_cache, kv_scales)
-    prefill_kernel[min(tiles * kv_heads, multiprocessors(q.device)),](
+    split = split and not window and splits_tiles(cdiv(tokens, tile) * kv_heads, block_table.shape[1], q.device)
+    planes: tuple[torch.Tensor, ...] = (query_start,) * 3
+    if split:  # two groups of rows per program
+        planes = split_workspace(q.device, 2 * programs, 1, int(ROWS), HEAD_DIM, "attention_prefill")
+    else:
+        programs = min(tiles * kv_heads, programs)
+    prefill_kernel[programs,](
         boxes, scale_boxes, q, block_table, context_lens, query_start, query_start if plan is None else plan, out,
-        softmax_scale * LOG2_E, tokens, sequences, block_table.shape[1], tiles, HK=kv_heads, GROUP=heads // kv_heads,
-        TILE=tile, PLANNED=plan is not None, FP8_SCORES=fp8_scores,
+        *planes, softmax_scale * LOG2_E, tokens, sequences, block_table.shape[1], tiles, MIN_STEPS, 0, HK=kv_heads,
+        GROUP=heads // kv_heads, TILE=tile, PLANNED=plan is not None, FP8_SCORES=fp8_scores,
         LIMIT=QUANTIZED_MAX[kv_cache.dtype], STAGES=3 if fp8_scores else 2, RAW=2 if fp8_scores else 3,
-        WARPS=CONVERTERS, REGISTERS=REGISTERS, WINDOW=window, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        WARPS=CONVERTERS, REGISTERS=REGISTERS, WINDOW=window, SPLIT=int(SPLIT_TILES) if split else 0, PDL=pdl,
+        num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
+
+
+def splits_tiles(tiles: int, num_blocks: int, device: torch.device) -> bool:
+    """Return whether a launch with at least `tiles` pairs of a tile and a KV head may split tiles.
+
+    Depends on the number of rows but not of sequences, so that programs of few sequences launch all kernels.
+    """
+    return tiles <= MOST_TILES * multiprocessors(device) and num_blocks * PAGE_SIZE > MIN_STEPS * int(STEP)
 
 
 def descriptors(kv_cache: torch.Tensor, kv_scales: torch.Tensor) -> tuple[Any, Any]:

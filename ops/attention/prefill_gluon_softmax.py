@@ -1,4 +1,4 @@
-"""Functions of prefill_gluon and prefill_wide_gluon: layouts, tile lookup, conversion to fp16, softmax, consumers."""
+"""Functions of prefill_gluon and prefill_wide_gluon: layouts, conversion to fp16, softmax, consumers."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -11,11 +11,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..core.gluon_support import tma_load
 from .decode_gluon_softmax import LOWEST
+from .prefill_gluon_merge import exchange_splits, store_part
+from .prefill_gluon_tiles import PREFIXES, ROWS, SPLIT_TILES, STEP, find_tile, item_of, rounds
 from .widen_kv import WIDEN_INT8, WIDENED
-
-ROWS = gl.constexpr(64)  # per group of four warps; a tile has two groups
-STEP = gl.constexpr(128)  # keys per step: two pages
-SEARCHED = gl.constexpr(64)  # sequences that `find_tile` searches at a time
 
 
 @gluon.constexpr_function
@@ -45,74 +43,20 @@ def converter_layout(WARPS):
 
 
 @gluon.jit
-def rounds(batch, HK: gl.constexpr):
-    """Return (number of items, number of rounds: the maximum of items per program)."""
-    items = batch[5] * HK
-    return items, (items + gl.num_programs(0) - 1) // gl.num_programs(0)
-
-
-@gluon.jit
-def item_of(number):
-    """Return a program's item of round `number`.
-
-    Every other round is reversed, so that a program with a long item gets a short one in the next round.
-    """
-    program = gl.program_id(0)
-    return number * gl.num_programs(0) + gl.where(number % 2 == 0, program, gl.num_programs(0) - 1 - program)
-
-
-@gluon.jit
-def find_tile(
-    item, batch, HK: gl.constexpr, TILE: gl.constexpr, PLANNED: gl.constexpr, WARPS: gl.constexpr,
-    WINDOW: gl.constexpr = 0,
-):  # fmt: skip
-    """Return an item's (kv head, sequence, first token, end of its tokens, position, length, steps, whole, skipped).
-
-    An item with first >= end has no tokens. Every row sees the keys of the first `whole` steps, unless they are older
-    than WINDOW. No row sees the first `skipped` steps; position (of the first token), length, steps and whole count
-    from there. Sequences are searched in a loop, so that one compilation supports any number of them. PLANNED:
-    `begins`, a row of `widen_plan`, is the number of tiles before each sequence; otherwise every partial tile at the
-    end of a sequence has an item of its own.
-    """
-    query_start, context_lens, begins, tokens, sequences, tiles = batch
-    head = item % HK
-    tile = tiles - 1 - item // HK
-    LAYOUT: gl.constexpr = gl.BlockedLayout([SEARCHED // 32], [32], [WARPS], [0])
-    place = gl.arange(0, SEARCHED, LAYOUT)
-    begins_before = gl.zeros([SEARCHED], gl.int32, LAYOUT)
-    for searched in range(0, sequences + 1, SEARCHED):
-        index = searched + place
-        if PLANNED:
-            begin = gl.load(begins + index, mask=index <= sequences, other=0)
-        else:
-            begin = gl.load(query_start + index, mask=index <= sequences, other=0) // TILE + index
-        begins_before += ((begin <= tile) & (index <= sequences)).to(gl.int32)
-    sequence = gl.sum(begins_before, 0) - 1
-    is_real = sequence < sequences
-    start = gl.load(query_start + sequence)
-    end = gl.load(query_start + sequence + 1, mask=is_real, other=tokens)
-    length = gl.load(context_lens + sequence, mask=is_real, other=0)
-    first_tile = gl.load(begins + sequence) if PLANNED else start // TILE + sequence
-    first_token = start + (tile - first_tile) * TILE
-    position = length - end + first_token
-    skipped = 0
-    if WINDOW:
-        skipped = gl.maximum(position - WINDOW + 1, 0) // STEP
-        position -= skipped * STEP
-        length -= skipped * STEP
-    seen = gl.minimum(length, gl.maximum(position + TILE, 0))
-    steps = (seen + STEP - 1) // STEP
-    whole = gl.minimum(gl.maximum(position + 1, 0), length) // STEP
-    return head, sequence, first_token, end, position, length, gl.where(first_token < end, steps, 0), whole, skipped
-
-
-@gluon.jit
 def tile_rows(first_token, end, head, LAYOUT: gl.constexpr, HK: gl.constexpr, GROUP: gl.constexpr):
     """Return the offsets of a group's 64 rows in q or out from the first one, and which rows exist."""
     row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     dim = gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
     offsets = ((row // GROUP * (HK * GROUP) + row % GROUP) * 128)[:, None] + dim[None, :]
     return offsets, (first_token + row // GROUP < end)[:, None] & (dim < 128)[None, :]
+
+
+@gluon.jit
+def store_tile(out, acc, staged, first_token, end, head, LAYOUT: gl.constexpr, HK: gl.constexpr, GROUP: gl.constexpr):
+    """Store a group's rows that exist, through shared memory."""
+    staged.store(acc.to(out.dtype.element_ty))
+    offsets, is_query = tile_rows(first_token, end, head, LAYOUT, HK, GROUP)
+    gl.store(out + offsets, staged.load(LAYOUT), mask=is_query)
 
 
 @gluon.jit
@@ -245,11 +189,12 @@ def consume(
     q, out, batch, scale_log2, queries, staged, keys, key_scales, keys_ready, keys_free, values, values_ready,
     values_free, turns, WHO: gl.constexpr, HK: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr,
     PLANNED: gl.constexpr, FP8_SCORES: gl.constexpr, HOLD_QUERIES: gl.constexpr,
-    STAGES: gl.constexpr, TURNS: gl.constexpr, WINDOW: gl.constexpr = 0,
+    STAGES: gl.constexpr, TURNS: gl.constexpr, WINDOW: gl.constexpr = 0, SPLIT: gl.constexpr = 0, planes=None,
 ):  # fmt: skip
     """Compute 64 rows (consumer warps): group WHO of the two.
 
-    HOLD_QUERIES: keep 16-bit queries in registers too. TURNS: the groups alternate on the tensor cores.
+    HOLD_QUERIES: keep 16-bit queries in registers too. TURNS: the groups alternate on the tensor cores. SPLIT as
+    in `find_tile`; `planes` is the memory of `exchange_splits` or `store_part`.
     """
     SCORES: gl.constexpr = score_layout(FP8_SCORES)
     OUTPUT: gl.constexpr = output_layout()
@@ -260,8 +205,8 @@ def consume(
     for number in range(count):
         item = item_of(number)
         if item < items:
-            head, _sequence, first_token, end, position, _length, steps, whole, _skipped = find_tile(
-                item, batch, HK, TILE, PLANNED, 4, WINDOW
+            head, _sequence, first_token, end, position, _length, steps, whole, _skipped, split = find_tile(
+                item, batch, HK, TILE, PLANNED, 4, WINDOW, SPLIT
             )
             own = first_token + WHO * (TILE // 2)
             at = (own.to(gl.int64) * HK + head) * (GROUP * 128)
@@ -338,14 +283,23 @@ def consume(
                     product = warpgroup_mma(unpack(p), values.index(slot), acc, is_async=True)
                     acc = warpgroup_mma_wait(0, deps=(product,))
                     mbarrier.arrive(values_free.index(slot), count=1)
+                    if SPLIT:
+                        total = gl.where(total > 0.0, total, 1.0)  # a row may see no key of a split
+                        lse = gl.convert_layout(top * factor + gl.log2(total), gl.SliceLayout(1, OUTPUT))
                     share = 1.0 / gl.convert_layout(total, gl.SliceLayout(1, OUTPUT))
                     share = share * (1.0 / WIDENED)
-                    staged.index(WHO).store((acc * share[:, None]).to(out.dtype.element_ty))
-                    offsets, is_query = tile_rows(own, end, head, STORE, HK, GROUP)
-                    gl.store(out + at + offsets, staged.index(WHO).load(STORE), mask=is_query)
+                    acc = acc * share[:, None]
+                    if SPLIT == PREFIXES:
+                        store_part(acc, lse, planes, split[0], own, end, head, batch[4], HK, GROUP, ROWS, OUTPUT)
+                    elif SPLIT == SPLIT_TILES:
+                        acc, is_whole = exchange_splits(acc, lse, planes, split, head, WHO, HK, ROWS, OUTPUT)
+                        if is_whole:
+                            store_tile(out + at, acc, staged.index(WHO), own, end, head, STORE, HK, GROUP)
+                    else:
+                        store_tile(out + at, acc, staged.index(WHO), own, end, head, STORE, HK, GROUP)
                 else:
-                    offsets, is_query = tile_rows(own, end, head, STORE, HK, GROUP)
-                    gl.store(out + at + offsets, gl.zeros([ROWS, 128], out.dtype.element_ty, STORE), mask=is_query)
+                    place, is_row = tile_rows(own, end, head, STORE, HK, GROUP)
+                    gl.store(out + at + place, gl.zeros([ROWS, 128], out.dtype.element_ty, STORE), mask=is_row)
             else:
                 for j in range(steps):  # the other group's pages
                     step = base + j

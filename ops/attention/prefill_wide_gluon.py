@@ -20,7 +20,8 @@ from ..core.device import multiprocessors
 from ..core.gluon_support import gdc_launch_dependents, gdc_wait, tma_load, view_shared
 from .numerics import LOG2_E
 from .prefill_gluon import HEAD_DIM, tile_tokens
-from .prefill_gluon_softmax import ROWS, STEP, consume, find_tile, item_of, rounds
+from .prefill_gluon_softmax import consume
+from .prefill_gluon_tiles import ROWS, STEP, find_tile, item_of, rounds
 from .widen_kv import PLACES, WIDE_TILES
 
 REGISTERS = (240, 24)  # per thread: of the second row group (the first has as many), of the copying warp
@@ -40,7 +41,7 @@ def produce(
     for number in range(count):
         item = item_of(number)
         if item < items:
-            head, sequence, _first_token, _end, _position, _length, steps, _whole, _skipped = find_tile(
+            head, sequence, _first_token, _end, _position, _length, steps, _whole, _skipped, _split = find_tile(
                 item, batch, HK, TILE, True, 1
             )
             place = gl.load(places + sequence)
@@ -89,7 +90,7 @@ def prefill_wide_kernel(
     begins = plan + WIDE_TILES * (sequences + 1)
     idle = tokens - gl.load(query_start + sequences)  # padding rows
     tiles = gl.load(begins + sequences) + (idle + TILE - 1) // TILE
-    batch = (query_start, context_lens, begins, tokens, sequences, tiles)
+    batch = (query_start, context_lens, begins, tokens, sequences, tiles, 0)
     gl.warp_specialize(
         [
             (

@@ -37,6 +37,7 @@ class LLMKeywords(TypedDict, total=False):
     lora_dtype: LoraDtype
     lora_sm_share: float | None
     whole_layer: WholeLayer
+    cascade_attention: bool
     tensor_parallel_size: int
     exact: bool
 

@@ -85,6 +85,12 @@ def make_batch(
     )
 
 
+def share_pages(batch: Batch, rows: Sequence[int], pages: int) -> None:
+    """Give sequences `rows` the first one's first pages, as a prefix cache does."""
+    for row in rows[1:]:
+        batch.block_table[row, :pages] = batch.block_table[rows[0], :pages]
+
+
 def store(
     heads: torch.Tensor, which: int, kv_cache: torch.Tensor, kv_scales: Optional[torch.Tensor], slots: torch.Tensor
 ) -> None:

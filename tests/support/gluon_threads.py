@@ -40,6 +40,12 @@ class _Whole(int):
     def __sub__(self, other: int) -> "_Whole":
         return _Whole(int(self) - int(other))
 
+    def __rsub__(self, other: int) -> "_Whole":
+        return _Whole(int(other) - int(self))
+
+    def __mul__(self, other: Any) -> Any:
+        return _Whole(int(self) * int(other)) if isinstance(other, int) else other * int(self)
+
     def __floordiv__(self, other: int) -> "_Whole":
         return _Whole(int(self) // int(other))
 
@@ -254,6 +260,8 @@ class _Language:
     abs = staticmethod(lambda values: values.abs())
     exp = staticmethod(lambda values: values.exp())
     exp2 = staticmethod(lambda values: values.exp2())
+    log2 = staticmethod(lambda values: values.log2())
+    associative_scan = staticmethod(lambda values, axis, _add: values.cumsum(axis))
     rsqrt = staticmethod(lambda values: values.rsqrt())
     zeros = staticmethod(lambda shape, dtype, _layout=None: _values(torch.zeros(shape, dtype=dtype)))
     full = staticmethod(lambda shape, value, dtype, _layout=None: _values(torch.full(shape, value, dtype=dtype)))

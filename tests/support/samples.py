@@ -432,6 +432,25 @@ def _widen_plan() -> list[tuple[Any, ...]]:
     return [(table, lens, starts, 4, 8), (table, lens, starts, 32, 3)]
 
 
+def shared_tables() -> tuple[torch.Tensor, torch.Tensor]:
+    """block_table and context_lens of five sequences, of which four share four pages."""
+    table = torch.arange(30, dtype=torch.int32).view(5, 6)
+    table[1:4, :4] = table[0, :4]
+    return table, torch.tensor([300, 257, 384, 320, 5], dtype=torch.int32)
+
+
+@samples("prefix_plan")
+def _prefix_plan() -> list[tuple[Any, ...]]:
+    return [(*shared_tables(), 32), (*shared_tables(), 4)]
+
+
+@samples("prefix_attention")
+def _prefix_attention() -> list[tuple[Any, ...]]:
+    plan = torch.tensor([[4, 4, 4, 4, 0], [4, 0, 0, 0, 0], [0, 0, 0, 0, 0]], dtype=torch.int32)
+    table, _ = shared_tables()
+    return [(normal(5, 4, 128), *empty_cache(30, 2, 128, dtype), table, plan, 0.1) for dtype in (torch.int8, FP8)]
+
+
 @samples("widen_kv")
 def _widen_kv() -> list[tuple[Any, ...]]:
     cache = torch.randint(-127, 128, (4, 2, 2, 64, 16), dtype=torch.int8)

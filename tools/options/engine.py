@@ -207,6 +207,7 @@ def add_compile_options(parser: argparse.ArgumentParser, precision: Precision | 
     for name in ("hadamard", "center_keys", "balance_keys", "rotate_values"):
         add_option(group, name)
     add_option(group, "lora_dtype", type=short)
+    add_option(group, "cascade_attention")
     doc = keywords()["disable_passes"].metadata["doc"]
     group.add_argument("--disable-pass", action="append", default=[], metavar="PASS", help=f"{doc}; may be repeated")
 
@@ -313,6 +314,8 @@ def precision_arguments(options: argparse.Namespace) -> dict[str, Any]:
     arguments = {"kv_cache_dtype": kv_dtype, "disable_passes": tuple(options.disable_pass)}
     if options.no_hadamard:
         arguments["hadamard"] = False
+    if options.cascade_attention:
+        arguments["cascade_attention"] = True
     names = "precision", "exact", "hadamard", "center_keys", "balance_keys", "rotate_values", "lora_dtype"
     return arguments | given(options, *names)
 

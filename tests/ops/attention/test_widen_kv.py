@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from sidestream.ops.attention import prefill_gluon, prefill_wide_gluon
+from sidestream.ops.attention import prefill_gluon, prefill_gluon_merge, prefill_gluon_tiles, prefill_wide_gluon
 from sidestream.ops.attention import prefill_gluon_softmax as prefill_gluon_pieces
 from sidestream.ops.attention.paged_attention import paged_attention, paged_attention_quant, paged_attention_reference
 from sidestream.ops.attention.widen_kv import FEWEST_TILES, widen_kv, widen_plan
@@ -205,7 +205,7 @@ def in_threads(programs: int) -> Iterator[None]:
     def boxes(memory: torch.Tensor, *shape: int) -> SimpleNamespace:
         return SimpleNamespace(base=memory.view(-1, shape[1]), block_shape=shape)
 
-    with kernels_in_threads(gluon_support, pieces, narrow, wide):
+    with kernels_in_threads(gluon_support, pieces, prefill_gluon_tiles, prefill_gluon_merge, narrow, wide):
         known: dict[str, Any] = {
             name: getattr(module, name)
             for module, names in (

@@ -5,7 +5,9 @@ cost_error         the cost model compared with measured times
 estimated_changes  the cost model's estimate for each arm of the ablation
 first_traffic      first tokens after a cold start, and pauses under changing load
 host_kv            first token of a long prompt from host memory, and decoding of others meanwhile
+prompt_splits      attention of short chunks over long contexts, with several numbers of splits
 refused_key        latencies of one key while another key's requests are refused
+shared_prefix      decode attention of requests with the same prefix, read by each and read once
 versus_vllm        workloads A and P on vLLM and on Sidestream, in turn
 drafts/            acceptance and speed of real drafts
 """
