@@ -58,6 +58,7 @@ class LLMKeywords(TypedDict, total=False):
     max_cpu_loras: int
     max_adapter_sums: int
     adapter_versions: int
+    max_logprobs: int
     lora_lenient: bool
     num_kv_pages: int | None
     kv_host_gb: float

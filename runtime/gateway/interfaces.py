@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 from ..api.adapter_sum import SUM_PATH
 from ..api.sampling_defaults import SamplingDefaults
-from ..api.sampling_params import SamplingParams
+from ..api.sampling_params import DEFAULT_MAX_LOGPROBS, SamplingParams
 from ..protocol.messages import Chunk
 from ..text.chat_files import ChatTemplates
 from ..text.scoring import ScoreRequest
@@ -58,6 +58,7 @@ class ModelInfo:
     created            seconds since the epoch
     max_adapters       adapter slots on the device
     dtype              of hidden states, such as `torch.bfloat16`
+    max_logprobs       largest `logprobs` and `prompt_logprobs` of a request
     """
 
     name: str
@@ -70,6 +71,7 @@ class ModelInfo:
     created: int = 0
     max_adapters: int = 0
     dtype: str = ""
+    max_logprobs: int = DEFAULT_MAX_LOGPROBS
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ..api.checks import check_integer
 from ..api.errors import RequestError
 from ..api.outputs import Logprob, RequestOutput, ScoreOutput
-from ..api.sampling_params import MAX_LOGPROBS, SamplingParams
+from ..api.sampling_params import SamplingParams
 from .prompts import Prompt, as_list, check_vocabulary
 
 Span = tuple[int, int]
@@ -71,9 +71,11 @@ def score_request(
     return ScoreRequest(tokens[: end - 1], tuple(spans), params)
 
 
-def prompts_and_responses(prompts: Any, responses: Any, top: Any) -> tuple[list[Prompt], list[Prompt]]:
+def prompts_and_responses(
+    prompts: Any, responses: Any, top: Any, max_logprobs: int
+) -> tuple[list[Prompt], list[Prompt]]:
     """Return the prompts and responses of a call as lists of the same length. Raises RequestError."""
-    check_integer("top", top, 0, MAX_LOGPROBS)
+    check_integer("top", top, 0, max_logprobs, "the engine's max_logprobs")
     given, answers = as_list(prompts), as_list(responses, "responses")
     if len(given) != len(answers):
         raise RequestError(f"responses has {len(answers)} entries for {len(given)} prompts; give one per prompt")

@@ -75,7 +75,7 @@ def completion_logprobs(
 ) -> CompletionLogprobs:
     """Return the log-probabilities of tokens that start at `offsets` of the text.
 
-    top      number of likeliest tokens next to each token
+    top      number of likeliest tokens next to each token, -1 for all
     first    a token before them without a log-probability; the first offset is its own
     as_ids   see `text_of`
     """
@@ -134,7 +134,7 @@ def prompt_logprobs(logprobs: TokenLogprobs, top: int) -> PromptLogprobs:
                 decoded_token=None if token.token_bytes is None else as_text(token.token_bytes),
             )
             for token in entry
-            if token is entry[0] or token.rank <= top
+            if token is entry[0] or token.rank <= top or top == -1
         }
         for entry in logprobs
     ]
@@ -142,8 +142,10 @@ def prompt_logprobs(logprobs: TokenLogprobs, top: int) -> PromptLogprobs:
 
 
 def _likeliest(entry: Sequence[TokenLogprob], top: int) -> list[TokenLogprob]:
-    """Return the `top` likeliest tokens, and the chosen one if it is not among them."""
+    """Return the `top` likeliest tokens (-1: all), and the chosen one if it is not among them."""
     ranked = sorted({token.token_id: token for token in entry}.values(), key=lambda token: token.rank)
+    if top == -1:
+        return ranked
     chosen = entry[0].token_id
     return ranked[:top] + [token for token in ranked[top:] if token.token_id == chosen]
 

@@ -243,6 +243,7 @@ class Router:
                 self._created,
                 link.welcome.max_adapter_slots,
                 link.welcome.dtype,
+                link.welcome.max_logprobs,
             )
             if self._model is None or not self._is_served_elsewhere(self._model, link):
                 self._model = model
