@@ -101,6 +101,32 @@ class AdapterCard:
 
 
 @dataclass(frozen=True)
+class AdapterUpload:
+    """The bytes of an adapter's update, a safetensors file.
+
+    nbytes    size of all parts
+    parts     checked as far as the gateway can; may raise GatewayError and ClientDisconnect
+    version   above the last one; None: the last one + 1
+    inflight  what running requests do, see `update_adapter`
+    """
+
+    nbytes: int
+    parts: AsyncGenerator[bytes]
+    version: int | None = None
+    inflight: Literal["pin", "switch"] = "pin"
+
+
+@dataclass(frozen=True)
+class UpdatedAdapter:
+    """An applied update. `updated`: number of engines that have it; `failed`: engine -> why it does not."""
+
+    version: int
+    content: str
+    updated: int = 1
+    failed: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class GatewayHealth:
     """Health of all engines: `ok` if at least one accepts requests, `idle` if none runs and a request starts one.
 
@@ -186,6 +212,10 @@ class Engines(Protocol):
 
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter on all engines."""
+
+    async def update_adapter(self, name: str, upload: AdapterUpload) -> UpdatedAdapter:
+        """Make an upload the newest version of an adapter, on all engines."""
+        ...
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop planning steps on all engines. Returns when no step runs. New requests wait."""

@@ -119,6 +119,8 @@ def to_gateway_error(problem: BaseException) -> GatewayError:
         return problem
     if isinstance(problem, RequestError):
         text = _in_http_words(str(problem))
+        if problem.code == "version_conflict":
+            return GatewayError(409, text, code=problem.code, param="version")
         return GatewayError(400, text, param=field_of(text))
     if isinstance(problem, TimeoutError):
         return GatewayError(
