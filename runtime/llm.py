@@ -148,6 +148,7 @@ class LLM:
             overlap=options.device.type == "cuda",
         )
         self._requests = 0
+        self._logprobs_mode = options.engine.logprobs_mode
         self._max_logprobs = most_logprobs(options.engine.max_logprobs, self.config.vocab_size)
         self._busy = False
         self._closed = False
@@ -406,7 +407,7 @@ class LLM:
         when it samples the same tokens.
         """
         self._check_open()
-        given, answers = prompts_and_responses(prompts, responses, top, self._max_logprobs)
+        given, answers = prompts_and_responses(prompts, responses, top, self._max_logprobs, self._logprobs_mode)
         requests = pair_requests(
             [self._token_ids(prompt, "prompt", index) for index, prompt in enumerate(given)],
             [self._token_ids(response, "response", index) for index, response in enumerate(answers)],

@@ -24,6 +24,8 @@ from .structured_outputs import StructuredOutputsParams
 MAX_CHOICES = 256
 MAX_LOGPROBS = MAX_TOKENS
 DEFAULT_MAX_LOGPROBS = 20
+RAW_LOGPROBS = "raw_logprobs"
+"""Default of the option logprobs_mode: log-probabilities of the model's own logits."""
 SEED_LIMIT = 1 << 63
 
 REFUSED = {

@@ -272,7 +272,7 @@ class AsyncClient:
         Other arguments and errors are those of `generate`.
         """
         welcome = await self.connect()
-        given, answers = prompts_and_responses(prompts, responses, top, welcome.max_logprobs)
+        given, answers = prompts_and_responses(prompts, responses, top, welcome.max_logprobs, welcome.logprobs_mode)
         requests = pair_requests(
             [await self._token_ids(prompt, "prompt", index) for index, prompt in enumerate(given)],
             [await self._token_ids(response, "response", index) for index, response in enumerate(answers)],

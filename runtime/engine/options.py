@@ -132,6 +132,11 @@ class EngineOptions:
         more="a step sorts as many logits as its largest request asks for",
         range=(-1, MAX_LOGPROBS),
     )
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = option(
+        "raw_logprobs",
+        "logprobs of sampled tokens: of the model, or after penalties, masks, temperature and filters",
+        more="as in vLLM; prompt_logprobs are always those of the model, and only raw_logprobs allow scores",
+    )
     lora_lenient: bool = option(False, "ignore unknown fields of an adapter's adapter_config.json")
     num_kv_pages: int | None = option(None, "KV pages of 64 tokens", unset="as many as fit", range=(1, 1 << 24))
     kv_host_gb: float = option(

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 from ..api.adapter_sum import SUM_PATH
 from ..api.sampling_defaults import SamplingDefaults
-from ..api.sampling_params import DEFAULT_MAX_LOGPROBS, SamplingParams
+from ..api.sampling_params import DEFAULT_MAX_LOGPROBS, RAW_LOGPROBS, SamplingParams
 from ..protocol.messages import Chunk
 from ..text.chat_files import ChatTemplates
 from ..text.scoring import ScoreRequest
@@ -58,6 +58,7 @@ class ModelInfo:
     created            seconds since the epoch
     max_adapters       adapter slots on the device
     dtype              of hidden states, such as `torch.bfloat16`
+    logprobs_mode      of sampled tokens: raw_logprobs or processed_logprobs
     max_logprobs       largest `logprobs` and `prompt_logprobs` of a request
     """
 
@@ -72,6 +73,7 @@ class ModelInfo:
     max_adapters: int = 0
     dtype: str = ""
     max_logprobs: int = DEFAULT_MAX_LOGPROBS
+    logprobs_mode: str = RAW_LOGPROBS
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 
 from ..api.adapter_sum import MAX_PARTS, MAX_WEIGHT
 from ..api.sampling_defaults import SamplingDefaults
-from ..api.sampling_params import DEFAULT_MAX_LOGPROBS, MAX_LOGPROBS
+from ..api.sampling_params import DEFAULT_MAX_LOGPROBS, MAX_LOGPROBS, RAW_LOGPROBS
 from .adapter_map import AdapterEntry, Stamp
 
 MAGIC = b"SS"
@@ -298,6 +298,7 @@ class Welcome(Message, tag="welcome", frozen=True):
     chat_templates   all templates by name, if there are others
     special_tokens   tokens that a template may insert, by name, such as `eos_token`
     dtype            of hidden states, such as `torch.bfloat16`
+    logprobs_mode    of sampled tokens: raw_logprobs or processed_logprobs
     max_logprobs     largest `logprobs` and `prompt_logprobs` of a request; -1 counts as `vocabulary`
     """
 
@@ -320,6 +321,7 @@ class Welcome(Message, tag="welcome", frozen=True):
     silence_seconds: float = SILENCE_SECONDS
     dtype: Short = ""
     max_logprobs: Count = DEFAULT_MAX_LOGPROBS
+    logprobs_mode: Short = RAW_LOGPROBS
 
 
 class Accepted(Message, tag="accepted", frozen=True):

@@ -247,6 +247,7 @@ class MessageRouter:
             sampling_defaults=self._defaults,
             dtype=ready.dtype,
             max_logprobs=ready.max_logprobs,
+            logprobs_mode=ready.logprobs_mode,
         )
 
     def _stats(self) -> dict[str, int | float]:

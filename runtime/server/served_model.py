@@ -116,6 +116,7 @@ class ServedModel:
             max_adapter_sums=options.engine.max_adapter_sums,
             numerics=model.numerics,
             dtype=str(model.compiled.options.model_dtype),
+            logprobs_mode=options.engine.logprobs_mode,
             max_logprobs=min(
                 most_logprobs(options.engine.max_logprobs, model.source.config.vocab_size), MAX_CHUNK_LOGPROBS
             ),

@@ -34,6 +34,7 @@ from ..adapters.base_weights import BaseWeights
 from ..adapters.registry import AdapterRegistry, RegisteredAdapter
 from ..adapters.slot_loader import SlotLoader
 from ..api.errors import RequestError
+from ..api.sampling_params import RAW_LOGPROBS
 from ..engine.options import read_keywords
 from ..engine.resolve import EngineSizes, LoadOptions, check_layers, load_options, resolve_device, resolve_sizes
 from ..quantization.calibration import Calibration, calibrated
@@ -436,6 +437,7 @@ def _build(
         arena_bytes=largest.arena_bytes,
         token_history=history,
         page_copier=page_copier,
+        processed_logprobs=engine.logprobs_mode != RAW_LOGPROBS,
     )
     if slot_loader is not None:
         registry.lora = lora

@@ -112,3 +112,20 @@ def test_the_engine_limits_log_probabilities(llm, base):
             llm.generate([[1, 2]], params, use_tqdm=False)
     with pytest.raises(RequestError, match="top=21 must be an integer from 0 to 20"):
         llm.score([[1]], [[2]], top=21)
+
+
+def test_processed_log_probabilities(base):
+    """As in vLLM: of sampled tokens after bias and temperature; those of the prompt are the model's. No scores."""
+    params = SamplingParams(temperature=0.5, max_tokens=3, logit_bias={7: 3.0}, seed=1, logprobs=2, prompt_logprobs=1)
+    prompt = ids(20)
+    with LLM(base.path, precision="fp32", logprobs_mode="processed_logprobs", **SMALL) as llm:
+        (output,) = llm.generate([prompt], params, use_tqdm=False)
+        with pytest.raises(RequestError, match="scores are of the raw logits, but this engine has processed_logprobs"):
+            llm.score([prompt], [[1]])
+    check(output.prompt_logprobs, prompt, 1, base, None)
+    (completion,) = output.outputs
+    logits = oracle_logits(base, None, prompt + completion.token_ids[:-1])[len(prompt) - 1 :]
+    logits[:, 7] += 3.0
+    for row, entry in zip((logits / 0.5).log_softmax(-1), completion.logprobs, strict=True):
+        for token, logprob in entry.items():
+            assert logprob.logprob == pytest.approx(float(row[token]), abs=2e-3)

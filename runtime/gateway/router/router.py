@@ -257,6 +257,7 @@ class Router:
                 link.welcome.max_adapter_slots,
                 link.welcome.dtype,
                 link.welcome.max_logprobs,
+                link.welcome.logprobs_mode,
             )
             if self._model is None or not self._is_served_elsewhere(self._model, link):
                 self._model = model
