@@ -61,6 +61,11 @@ def add_gateway_options(parser: argparse.ArgumentParser, keys_flags: list[str]) 
         help="how <think>...</think> becomes reasoning_content; auto: as qwen3 if the chat template contains the tags; "
         "deepseek_r1: answers begin inside; none: it stays in the content (default: %(default)s)",
     )
+    group.add_argument(
+        "--enable-force-include-usage",
+        action="store_true",
+        help="report the usage in each event of streams of completions and chats, as if requested",
+    )
     add_value(group, "--max-connections", 4096, "open connections")
     group.add_argument(
         "--connections-per-client",
@@ -160,6 +165,7 @@ def gateway_settings(options: argparse.Namespace) -> Any:
         log_payloads=options.log_payloads,
         access_log=options.access_log,
         reasoning_parser=options.reasoning_parser,
+        force_usage=options.enable_force_include_usage,
         metrics_compat=options.metrics_compat,
         otel_endpoint=options.otel_endpoint,
     )

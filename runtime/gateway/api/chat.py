@@ -394,7 +394,14 @@ async def chat_completions(context: GatewayContext, request: Request) -> Respons
     session, messages, prompt_ids = chat.session, chat.messages, chat.prompt_ids
     answer_id, created = new_id("chatcmpl"), int(time.time())
     if body.stream:
-        encoder = ChunkEncoder("chat.completion.chunk", answer_id, created, chat.target.name, body.stream_options)
+        encoder = ChunkEncoder(
+            "chat.completion.chunk",
+            answer_id,
+            created,
+            chat.target.name,
+            body.stream_options,
+            context.settings.force_usage,
+        )
         formatter = _ChatFormatter(encoder, body, messages, prompt_ids)
         return EventStream(session, encoder.with_usage(formatter, session.counts), receipts=True)
     results = await session.results(request.receive)

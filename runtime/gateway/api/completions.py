@@ -254,7 +254,9 @@ async def completions(context: GatewayContext, request: Request) -> Response:
     session.constraint_field, session.scores_only = body.constraint_field, body.scores_only
     answer_id, created = new_id("cmpl"), int(time.time())
     if stream:
-        encoder = ChunkEncoder("text_completion", answer_id, created, target.name, body.stream_options)
+        encoder = ChunkEncoder(
+            "text_completion", answer_id, created, target.name, body.stream_options, context.settings.force_usage
+        )
         formatter = _CompletionFormatter(encoder, body, echoes, ids, params.n)
         return EventStream(session, encoder.with_usage(formatter, session.counts), receipts=True)
     results = await session.results(request.receive)
