@@ -112,17 +112,17 @@ def with_logprob_counts(params: SamplingParams, most: int, vocabulary: int, wher
     """Return parameters with numbers in place of -1, the whole vocabulary. Raises RequestError above `most`."""
     if params.logprobs is None and params.prompt_logprobs is None:
         return params
-    counts = {}
+    counts: list[int | None] = []
     for name in ("logprobs", "prompt_logprobs"):
-        given = getattr(params, name)
+        given: int | None = getattr(params, name)
         count = vocabulary if given == -1 else given
         if count is not None and count > most:
             whole = f", the vocabulary of {vocabulary} tokens," if given == -1 else ""
             raise RequestError(
                 f"{where}{name}={given}{whole} is more than max_logprobs={most}; ask for fewer, or raise max_logprobs"
             )
-        counts[name] = count
-    return replace(params, **counts)
+        counts.append(count)
+    return replace(params, logprobs=counts[0], prompt_logprobs=counts[1])
 
 
 def check_request(

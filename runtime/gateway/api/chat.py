@@ -389,7 +389,7 @@ async def open_chat(context: GatewayContext, request: Request, body: ChatRequest
 async def chat_completions(context: GatewayContext, request: Request) -> Response:
     """Handle one request."""
     context.admission.count(caller_of(request), uses_tokens=True)
-    body = await context.read_body(request, ChatRequest)
+    body = (await context.read_body(request, ChatRequest)).with_tokens_as_ids(context.settings.tokens_as_ids)
     chat = await open_chat(context, request, body)
     session, messages, prompt_ids = chat.session, chat.messages, chat.prompt_ids
     answer_id, created = new_id("chatcmpl"), int(time.time())

@@ -223,7 +223,7 @@ def _without_space(token: TokenLogprob) -> TokenLogprob:
 async def completions(context: GatewayContext, request: Request) -> Response:
     """Handle one request."""
     context.admission.count(caller_of(request), uses_tokens=True)
-    body = await context.read_body(request, CompletionRequest)
+    body = (await context.read_body(request, CompletionRequest)).with_tokens_as_ids(context.settings.tokens_as_ids)
     target = await context.target(request, body.model, body.lora_path, body.lora_weights)
     params, prompts = body.sampling(target.model), body.prompts()
     stream, tokens, choices = bool(body.stream), sum(map(estimated_tokens, prompts)), params.n * len(prompts)

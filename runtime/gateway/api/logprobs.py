@@ -92,10 +92,11 @@ def _by_text(entry: Sequence[TokenLogprob], top: int, as_ids: bool) -> dict[str,
     """Return the chosen and the likeliest tokens by text.
 
     If several tokens have the same text, the chosen or else the likeliest one has it as its key, the others their ids.
+    The chosen one is the first entry, as in vLLM.
     """
     own = entry[0]
     owners, found = {text_of(own, as_ids): own.token_id}, {}
-    for token in _likeliest(entry, top):
+    for token in sorted(_likeliest(entry, top), key=lambda token: token.token_id != own.token_id):
         text = text_of(token, as_ids)
         has_text = owners.setdefault(text, token.token_id) == token.token_id
         found[text if has_text else f"token_id:{token.token_id}"] = _finite(token.logprob)

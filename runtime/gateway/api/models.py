@@ -207,7 +207,9 @@ async def update_adapter(context: GatewayContext, request: Request) -> Response:
         raise GatewayError(400, f"inflight={inflight[:40]!r} must be 'pin' or 'switch'", param="inflight")
     nbytes = declared_bytes(request)
     parts = update_parts(request, nbytes, context.settings.body_seconds)
-    upload = AdapterUpload(nbytes, parts, None if version is None else int(version), inflight)
+    upload = AdapterUpload(
+        nbytes, parts, None if version is None else int(version), "switch" if inflight == "switch" else "pin"
+    )
     made = await context.engines.update_adapter(name, upload)
     return json_response(
         AdapterUpdated(

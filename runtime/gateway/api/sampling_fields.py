@@ -1,9 +1,9 @@
 """Sampling parameters in bodies, and their conversion to `SamplingParams`."""
 
 import dataclasses
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from msgspec import Meta
+from msgspec import Meta, structs
 
 from ...api.checks import (
     BIAS_LIMIT,
@@ -99,6 +99,12 @@ class TokenBody(SamplingBody, frozen=True, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, description="-1: as many as fit with max_tokens")] | None = None
     truncation_side: Literal["left", "right"] | None = None
+
+    def with_tokens_as_ids(self, default: bool) -> Self:
+        """Return the body with the server's default of `return_tokens_as_token_ids`."""
+        if not default or self.return_tokens_as_token_ids is not None:
+            return self
+        return structs.replace(self, return_tokens_as_token_ids=True)
 
     @property
     def needs_prompt_ids(self) -> bool:
