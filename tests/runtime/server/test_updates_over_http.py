@@ -14,6 +14,7 @@ from sidestream.runtime.client.client import Client
 from support.serving import GUARD, free_port, serve, serve_fake
 from support.tiny import AdapterSpec, oracle_greedy, tiny_adapters, tiny_llama
 
+from ..test_llm_updates import stored
 from .test_updates import content, settings, with_header
 
 PROMPT = list(range(5, 25))
@@ -99,6 +100,24 @@ def test_all_engines_have_the_update(server, address, adapters, expected):
     assert "version=7" in refused["error"]["message"]
     assert answer(address, "fresh") == expected[0]
     assert put(address, "fresh", content(adapters[1]))[1]["version"] == 8
+
+
+def test_an_engine_that_refuses_is_named_and_gets_no_requests(server, address, adapters, expected):
+    assert put(address, "partly", content(adapters[0]))[1]["version"] == 1
+    folder = Path(server.address.removeprefix("ipc://")).parent
+    with Client(f"ipc://{folder}/engine-1.sock", connect_timeout=GUARD) as client:
+        client.update_adapter("partly", *stored(adapters[0]), version=9)
+        status, made = put(address, "partly?version=5", content(adapters[1]))
+        assert (status, made["version"], made["engines"]) == (200, 5, 1)
+        ((_, problem),) = made["failed"].items()
+        assert "version=5" in problem
+        before = client.stats()["requests_total"]
+        assert [answer(address, "partly") for _ in range(4)] == [expected[1]] * 4
+        assert client.stats()["requests_total"] == before
+        client.update_adapter("partly", *stored(adapters[0]), version=11)
+    until(lambda: answer(address, "partly") == expected[0])  # the gateway knows that version
+    status, made = put(address, "partly", content(adapters[1]))
+    assert (made["version"], made["engines"], made["failed"]) == (12, 2, {}), "above the last one of all engines"
 
 
 REFUSED = {
