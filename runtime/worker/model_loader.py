@@ -191,7 +191,7 @@ class Model:
 
     @property
     def numerics(self) -> str:
-        """Hash of what roundings depend on: sources, versions, GPU, options, calibration and rounded weights."""
+        """Hash of what numbers depend on: sources, versions, GPU, options, calibration and rounded weights."""
         device = self.options.device
         parts = [
             (source_hash(), torch.__version__, triton.__version__),
@@ -200,6 +200,7 @@ class Model:
             [each.name for each in self.options.passes],
             self.options.engine.seed if self.options.dummy else None,
             None if self.rounding is None else repr(self.rounding.origin),
+            self.options.engine.logprobs_mode,
         ]
         digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode())
         for name, tensor in sorted(self.calibration.tensors().items()) if self.calibration is not None else ():
