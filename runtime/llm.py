@@ -37,7 +37,15 @@ from .text.chat_files import read_chat_templates
 from .text.chat_messages import as_conversations
 from .text.chat_renderer import ChatRenderer
 from .text.generation_config import describe, sampling_defaults
-from .text.prompts import adds_special_tokens, encode, make_requests, one_for_each, text_or_ids, without_special_tokens
+from .text.prompts import (
+    adds_special_tokens,
+    encode,
+    make_requests,
+    most_logprobs,
+    one_for_each,
+    text_or_ids,
+    without_special_tokens,
+)
 from .text.scoring import pair_requests, prompts_and_responses, score_output
 from .text.structured.grammar_compiler import GrammarCompiler
 from .text.tokenizer import Tokenizer, load_tokenizer
@@ -140,6 +148,8 @@ class LLM:
             overlap=options.device.type == "cuda",
         )
         self._requests = 0
+        self._logprobs_mode = options.engine.logprobs_mode
+        self._max_logprobs = most_logprobs(options.engine.max_logprobs, self.config.vocab_size)
         self._busy = False
         self._closed = False
         self._open_stream: Generator[Any, None, None] | None = None
@@ -390,14 +400,14 @@ class LLM:
 
         prompts     as for `generate`
         responses   one per prompt: token ids, or text, which gets no special tokens
-        top         number of likeliest tokens to report at each position, up to 20
+        top         number of likeliest tokens to report at each position, up to the option max_logprobs
         adapter, use_tqdm, lora_request, priority   as for `generate`
 
         They are those of the raw logits. On a CPU or with `exact` they equal to the bit those that `generate` reports
         with `logprobs` when it samples the same tokens.
         """
-        given, answers = prompts_and_responses(prompts, responses, top)
         self._check_open()
+        given, answers = prompts_and_responses(prompts, responses, top, self._max_logprobs, self._logprobs_mode)
         requests = pair_requests(
             [self._token_ids(prompt, "prompt", index) for index, prompt in enumerate(given)],
             [self._token_ids(response, "response", index) for index, response in enumerate(answers)],
@@ -572,6 +582,7 @@ class LLM:
             max_model_len=self.max_model_len,
             adapters=self.registry.numbers,
             first=self._requests,
+            max_logprobs=self._max_logprobs,
             default_params=self._defaults.params(),
             priority=priority,
             compile_grammar=self._grammars.compile,

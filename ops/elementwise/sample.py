@@ -61,6 +61,22 @@ def perturbed_scores(
 
     A score is (logit - max) / temperature + noise, and -inf for dropped tokens. In greedy rows it is the logit.
     """
+    filtered = filtered_logits(logits, temperature, top_k, top_p, min_p)
+    noise = gumbel_noise(seeds, steps, logits.shape[1])
+    return torch.where((temperature < GREEDY_BELOW)[:, None], filtered, filtered + noise)
+
+
+def filtered_logits(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    tokens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return (logit - max) / temperature in fp32, and -inf for tokens that the filters drop, but not for `tokens` [B].
+    In greedy rows it is the logit.
+    """
     logits = logits.float()
     greedy = (temperature < GREEDY_BELOW)[:, None]
     relative = (logits - logits.amax(-1, keepdim=True)) * (1.0 / temperature.where(~greedy[:, 0], 1.0))[:, None]
@@ -74,8 +90,9 @@ def perturbed_scores(
     before_enough = (mass < top_p.double()[:, None] * mass[:, -1:]).sum(-1, keepdim=True).clamp_max(logits.shape[1] - 1)
     nucleus = relative >= descending.gather(1, before_enough)
     keep &= nucleus | (top_p >= 1.0)[:, None]
-    scores = relative + gumbel_noise(seeds, steps, logits.shape[1])
-    return torch.where(greedy, logits, scores.where(keep, -torch.inf))
+    if tokens is not None:
+        keep.scatter_(1, tokens.long()[:, None], True)
+    return torch.where(greedy, logits, relative.where(keep, -torch.inf))
 
 
 def reference(

@@ -50,12 +50,12 @@ class AdapterUpdate:
 
     def write(self, handle: int) -> None:
         """Write the update at the start of an open file. Raises OSError."""
-        end = _write(handle, memoryview(self._header), 0)
+        end = write_at(handle, memoryview(self._header), 0)
         for tensor in self._tensors.values():
             data = tensor.detach().cpu().contiguous()
             if _nbytes(data):  # not numpy, which has no bfloat16
                 view = (ctypes.c_ubyte * _nbytes(data)).from_address(data.data_ptr())
-                end = _write(handle, memoryview(view).cast("B"), end)
+                end = write_at(handle, memoryview(view).cast("B"), end)
 
     @contextlib.contextmanager
     def in_memory(self) -> Generator[int]:
@@ -109,8 +109,8 @@ def _nbytes(tensor: Any) -> int:
     return int(tensor.numel() * tensor.element_size())
 
 
-def _write(handle: int, data: memoryview, offset: int) -> int:
-    """Write all bytes at an offset; return the offset of their end."""
+def write_at(handle: int, data: memoryview, offset: int) -> int:
+    """Write all bytes at an offset of an open file; return the offset of their end. Raises OSError."""
     while data:
         count = os.pwrite(handle, data, offset)
         data, offset = data[count:], offset + count

@@ -7,7 +7,7 @@ from .checks import make_plain
 from .errors import RequestError
 from .lora_request import LoRARequest
 from .outputs import FinishReason, Logprob
-from .sampling_params import MAX_LOGPROBS, SamplingParams
+from .sampling_params import DEFAULT_MAX_LOGPROBS, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class BeamSearchParams:
     def __post_init__(self) -> None:
         make_plain(self)
         width, penalty = self.beam_width, self.length_penalty
-        if isinstance(width, bool) or not isinstance(width, int) or not 1 <= width <= MAX_LOGPROBS // 2:
-            raise RequestError(f"beam_width={width!r} must be an integer from 1 to {MAX_LOGPROBS // 2}")
+        if isinstance(width, bool) or not isinstance(width, int) or not 1 <= width <= DEFAULT_MAX_LOGPROBS // 2:
+            raise RequestError(f"beam_width={width!r} must be an integer from 1 to {DEFAULT_MAX_LOGPROBS // 2}")
         if isinstance(penalty, bool) or not isinstance(penalty, (int, float)) or not math.isfinite(penalty):
             raise RequestError(f"length_penalty={penalty!r} must be a number; 0 ranks by cum_logprob alone")
         if self.max_tokens is None:

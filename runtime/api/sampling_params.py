@@ -22,7 +22,10 @@ from .errors import RequestError
 from .structured_outputs import StructuredOutputsParams
 
 MAX_CHOICES = 256
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = MAX_TOKENS
+DEFAULT_MAX_LOGPROBS = 20
+RAW_LOGPROBS = "raw_logprobs"
+"""Default of the option logprobs_mode: log-probabilities of the model's own logits."""
 SEED_LIMIT = 1 << 63
 
 REFUSED = {
@@ -54,7 +57,7 @@ class SamplingParams:
     stop_token_ids       token ids that end the text, besides the model's own
     ignore_eos           ignore the model's own end-of-sequence tokens
     logprobs             number of likeliest tokens to report at each position, besides the sampled one, from the raw
-                         logits; 0 = only the sampled one
+                         logits; 0 = only the sampled one, -1 = the whole vocabulary. At most the engine's max_logprobs
     prompt_logprobs      the same for the prompt's tokens from the second one on; the whole prompt is computed, even if
                          it is cached
     presence_penalty     subtracted from the logits of tokens in the output, -2..2
@@ -141,7 +144,7 @@ class SamplingParams:
             )
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+                check_integer(name, getattr(self, name), -1, MAX_LOGPROBS, "-1 is the whole vocabulary")
         if self.skip_reading_prefix_cache not in (None, True, False):
             raise RequestError(f"skip_reading_prefix_cache={self.skip_reading_prefix_cache!r} must be True or False")
         if self.prompt_logprobs is not None and self.skip_reading_prefix_cache is False:

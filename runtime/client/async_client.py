@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, TypeVar
 from ..api.adapter_sum import AdapterChoice, is_sum, with_sum_names
 from ..api.adapter_update import AdapterUpdate
 from ..api.adapter_versions import AdapterVersion
-from ..api.errors import EngineDeadError
+from ..api.errors import EngineDeadError, ServerError
 from ..api.lora_request import LoRARequest
 from ..api.outputs import RequestOutput, ScoreOutput
 from ..api.request import Continuation
@@ -36,7 +36,7 @@ from ..text.scoring import pair_requests, prompts_and_responses, score_output
 from .connection import Connection
 from .lora_requests import LoraRequests
 from .requests import OutputAssembler, continuation_field, submission
-from .update import check_shared, write_update
+from .update import check_shared, open_buffer, write_update
 
 CONNECT_SECONDS = 10.0
 CALL_SECONDS = 60.0
@@ -271,8 +271,8 @@ class AsyncClient:
 
         Other arguments and errors are those of `generate`.
         """
-        given, answers = prompts_and_responses(prompts, responses, top)
         welcome = await self.connect()
+        given, answers = prompts_and_responses(prompts, responses, top, welcome.max_logprobs, welcome.logprobs_mode)
         requests = pair_requests(
             [await self._token_ids(prompt, "prompt", index) for index, prompt in enumerate(given)],
             [await self._token_ids(response, "response", index) for index, response in enumerate(answers)],
@@ -425,8 +425,30 @@ class AsyncClient:
         async with self._updates:
             buffer = await self._call(protocol.OpenBuffer, protocol.Buffer, timeout, bytes=update.nbytes)
             await asyncio.to_thread(write_update, update, self.address, buffer.path)
-            fields = {"name": name, "token": buffer.token, "bytes": update.nbytes, "version": version}
-            made = await self._call(protocol.UpdateAdapter, protocol.Updated, timeout, **fields, inflight=inflight)
+            return await self.apply_update(name, buffer.token, update.nbytes, version, inflight, timeout)
+
+    async def open_update_buffer(self, nbytes: int) -> tuple[int, str]:
+        """Return this connection's buffer for one update, as an open file that the caller closes, and its token; for
+        gateways. The address must be ipc. Raises the errors of `update_adapter`.
+        """
+        buffer = await self._call(protocol.OpenBuffer, protocol.Buffer, None, bytes=nbytes)
+        try:
+            return open_buffer(self.address, buffer.path), buffer.token
+        except OSError as problem:
+            raise ServerError(f"the server's buffer cannot be opened: {problem.strerror}") from None
+
+    async def apply_update(
+        self,
+        name: str,
+        token: str,
+        nbytes: int,
+        version: int | None = None,
+        inflight: Literal["pin", "switch"] = "pin",
+        timeout: float | None = None,
+    ) -> AdapterVersion:
+        """Make the first bytes of this connection's buffer the newest version of an adapter; see `update_adapter`."""
+        fields = {"name": name, "token": token, "bytes": nbytes, "version": version, "inflight": inflight}
+        made = await self._call(protocol.UpdateAdapter, protocol.Updated, timeout, **fields)
         return AdapterVersion(made.name, made.version, made.content)
 
     async def unload_adapter(self, name: str, timeout: float | None = None) -> None:

@@ -17,12 +17,20 @@ def check_shared(address: Address) -> None:
         )
 
 
-def write_update(update: AdapterUpdate, address: Address, path: str) -> None:
-    """Write an update into an existing file in the directory of the server's socket. Raises ServerError."""
+def open_buffer(address: Address, path: str) -> int:
+    """Return the descriptor of an existing file in the directory of the server's socket. Raises ServerError, OSError.
+
+    The caller closes it.
+    """
     if address.path is None or Path(path).parent != address.path.parent:
         raise ServerError("the server named a buffer outside its socket's directory", "bad_frame")
+    return os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+def write_update(update: AdapterUpdate, address: Address, path: str) -> None:
+    """Write an update into the file that the server has named. Raises ServerError."""
     try:
-        handle = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        handle = open_buffer(address, path)
         try:
             update.write(handle)
         finally:

@@ -6,6 +6,7 @@ from ...graphs.config import LlamaConfig
 from ...graphs.families import VOCABULARY_TARGETS
 from ...graphs.lora import LoraShape
 from ..api.errors import RequestError
+from ..api.sampling_params import RAW_LOGPROBS
 from .options import EngineOptions
 
 EXACT_OPS = frozenset(
@@ -34,6 +35,11 @@ def check_exact(engine: EngineOptions, config: LlamaConfig) -> None:
         raise OptionError(
             f"speculation={engine.speculation!r} contradicts exact=True, because steps with drafts round differently; "
             "leave one of them out"
+        )
+    if engine.logprobs_mode != RAW_LOGPROBS:
+        raise OptionError(
+            f"logprobs_mode={engine.logprobs_mode!r} contradicts exact=True, since sums of filtered probabilities "
+            f"depend on other rows; use logprobs_mode={RAW_LOGPROBS!r}, or leave exact out"
         )
     if config.num_experts:
         raise OptionError(

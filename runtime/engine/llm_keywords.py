@@ -60,6 +60,8 @@ class LLMKeywords(TypedDict, total=False):
     max_cpu_loras: int
     max_adapter_sums: int
     adapter_versions: int
+    max_logprobs: int
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"]
     lora_lenient: bool
     num_kv_pages: int | None
     kv_host_gb: float

@@ -21,6 +21,7 @@ from ...graphs.families import (
     VOCABULARY_TARGETS,
 )
 from ..api.checks import MAX_DRAFTS, is_speculation, plain
+from ..api.sampling_params import DEFAULT_MAX_LOGPROBS, MAX_LOGPROBS
 from ..quantization.defaults import AUTO, OFF
 
 MAX_NUM_SEQS = 256
@@ -125,6 +126,17 @@ class EngineOptions:
         "number of newest versions to keep of each adapter that is updated from memory",
         more="requests that run keep older ones until they end",
         range=(1, 1 << 10),
+    )
+    max_logprobs: int = option(
+        DEFAULT_MAX_LOGPROBS,
+        "largest logprobs and prompt_logprobs of a request; -1: the whole vocabulary",
+        more="a step sorts as many logits as its largest request asks for",
+        range=(-1, MAX_LOGPROBS),
+    )
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = option(
+        "raw_logprobs",
+        "logprobs of sampled tokens: of the model, or after penalties, masks, temperature and filters",
+        more="as in vLLM; prompt_logprobs are always those of the model, and only raw_logprobs allow scores",
     )
     lora_lenient: bool = option(False, "ignore unknown fields of an adapter's adapter_config.json")
     num_kv_pages: int | None = option(None, "KV pages of 64 tokens", unset="as many as fit", range=(1, 1 << 24))

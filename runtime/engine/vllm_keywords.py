@@ -55,7 +55,6 @@ UNSUPPORTED_KEYWORDS: dict[str, Unsupported] = {
     "disable_async_output_proc": Unsupported((False, True), "leave it out"),
     "override_pooler_config": Unsupported((), "leave it out; this LLM generates text"),
     "pooler_config": Unsupported((), "leave it out; this LLM generates text"),
-    "max_logprobs": Unsupported((20,), "ask for at most 20 in SamplingParams"),
     "disable_log_stats": Unsupported((True, False), "leave it out; results carry metrics"),
     "fully_sharded_loras": Unsupported((False,), _ONE_GPU),
     "served_model_name": Unsupported((), "leave it out; requests name adapters, not models"),

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 from ..api.adapter_sum import SUM_PATH
 from ..api.sampling_defaults import SamplingDefaults
-from ..api.sampling_params import SamplingParams
+from ..api.sampling_params import DEFAULT_MAX_LOGPROBS, RAW_LOGPROBS, SamplingParams
 from ..protocol.messages import Chunk
 from ..text.chat_files import ChatTemplates
 from ..text.scoring import ScoreRequest
@@ -58,6 +58,8 @@ class ModelInfo:
     created            seconds since the epoch
     max_adapters       adapter slots on the device
     dtype              of hidden states, such as `torch.bfloat16`
+    logprobs_mode      of sampled tokens: raw_logprobs or processed_logprobs
+    max_logprobs       largest `logprobs` and `prompt_logprobs` of a request
     """
 
     name: str
@@ -70,6 +72,8 @@ class ModelInfo:
     created: int = 0
     max_adapters: int = 0
     dtype: str = ""
+    max_logprobs: int = DEFAULT_MAX_LOGPROBS
+    logprobs_mode: str = RAW_LOGPROBS
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,32 @@ class AdapterCard:
     def is_sum(self) -> bool:
         """Whether it is a name of a sum of adapters."""
         return self.path.startswith(SUM_PATH)
+
+
+@dataclass(frozen=True)
+class AdapterUpload:
+    """The bytes of an adapter's update, a safetensors file.
+
+    nbytes    size of all parts
+    parts     checked as far as the gateway can; may raise GatewayError and ClientDisconnect
+    version   above the last one; None: the last one + 1
+    inflight  what running requests do, see `update_adapter`
+    """
+
+    nbytes: int
+    parts: AsyncGenerator[bytes]
+    version: int | None = None
+    inflight: Literal["pin", "switch"] = "pin"
+
+
+@dataclass(frozen=True)
+class UpdatedAdapter:
+    """An applied update. `updated`: number of engines that have it; `failed`: engine -> why it does not."""
+
+    version: int
+    content: str
+    updated: int = 1
+    failed: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -184,6 +214,10 @@ class Engines(Protocol):
 
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter on all engines."""
+
+    async def update_adapter(self, name: str, upload: AdapterUpload) -> UpdatedAdapter:
+        """Make an upload the newest version of an adapter, on all engines."""
+        ...
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop planning steps on all engines. Returns when no step runs. New requests wait."""

@@ -14,6 +14,7 @@ from .settings import GatewaySettings
 LOOPBACK_ORIGIN = re.compile(r"https?://(localhost|127\.\d{1,3}\.\d{1,3}\.\d{1,3}|\[::1\])(:\d{1,5})?")
 """Origins that are allowed by default."""
 ADMIN_PATHS = frozenset(f"{at}/{kind}_lora_adapter" for at in ("", "/v1") for kind in ("load", "unload"))
+UPDATE_PATH = "/v1/adapters/"
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+")
 _READ_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _SAME_SITE = frozenset({"same-origin", "none"})  # "none": the user typed the address
@@ -78,7 +79,7 @@ class OriginPolicy:
         same = site in _SAME_SITE if site else origin in (f"http://{host}", f"https://{host}")
         if self._needs_key or same or method in _READ_METHODS:
             return
-        if path in ADMIN_PATHS:
+        if path in ADMIN_PATHS or path.startswith(UPDATE_PATH):
             raise GatewayError(
                 403,
                 "a page of another origin cannot change the adapters of a server without keys; start it with --api-key "

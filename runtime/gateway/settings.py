@@ -40,6 +40,8 @@ class GatewaySettings(Struct, frozen=True, kw_only=True):
     log_payloads             write prompts and answers to the usage log
     access_log               file of JSON lines, "-": standard output, None: no log
     reasoning_parser         how reasoning is separated from the content of answers, see `ReasoningFormat`
+    force_usage              streams of completions and chats report the usage in each event, as if requested
+    tokens_as_ids            log-probabilities name tokens by their ids unless a request sets that itself
     metrics_compat           "vllm": export vLLM's metric names too
     otel_endpoint            URL of an OTLP collector for spans; None: no spans
     model_aliases            further names of the base model
@@ -70,6 +72,8 @@ class GatewaySettings(Struct, frozen=True, kw_only=True):
     log_payloads: bool = False
     access_log: str | None = None
     reasoning_parser: ReasoningFormat = "auto"
+    force_usage: bool = False
+    tokens_as_ids: bool = False
     metrics_compat: str | None = None
     otel_endpoint: str | None = None
     model_aliases: list[str] = field(default_factory=list)

@@ -10,6 +10,7 @@ from msgspec import Meta, Struct
 
 from ..api.adapter_sum import MAX_PARTS, MAX_WEIGHT
 from ..api.sampling_defaults import SamplingDefaults
+from ..api.sampling_params import DEFAULT_MAX_LOGPROBS, MAX_LOGPROBS, RAW_LOGPROBS
 from .adapter_map import AdapterEntry, Stamp
 
 MAGIC = b"SS"
@@ -28,6 +29,8 @@ MAX_OPEN_REQUESTS = 4096
 MAX_ENTRIES = 512
 """Limit on the entries of one `adapters` message."""
 MAX_CHUNK_TOKENS = 256
+MAX_CHUNK_LOGPROBS = 1 << 16
+"""Limit on the log-probabilities of one chunk, and so on those of one token: a frame holds them."""
 MAX_SCORED_RANGES = 4096
 MAX_FRAME_CHUNKS = 1024
 MAX_ERROR_CHARACTERS = 4096
@@ -107,8 +110,8 @@ class Sampling(Struct, frozen=True, omit_defaults=True):
     stop: Annotated[list[Annotated[str, Meta(min_length=1, max_length=1024)]], Meta(max_length=64)] = []
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] = []
     ignore_eos: bool = False
-    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    logprobs: Annotated[int, Meta(ge=-1, le=MAX_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=-1, le=MAX_LOGPROBS)] | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -295,6 +298,8 @@ class Welcome(Message, tag="welcome", frozen=True):
     chat_templates   all templates by name, if there are others
     special_tokens   tokens that a template may insert, by name, such as `eos_token`
     dtype            of hidden states, such as `torch.bfloat16`
+    logprobs_mode    of sampled tokens: raw_logprobs or processed_logprobs
+    max_logprobs     largest `logprobs` and `prompt_logprobs` of a request; -1 counts as `vocabulary`
     """
 
     server_version: Short
@@ -315,6 +320,8 @@ class Welcome(Message, tag="welcome", frozen=True):
     heartbeat_seconds: float = HEARTBEAT_SECONDS
     silence_seconds: float = SILENCE_SECONDS
     dtype: Short = ""
+    max_logprobs: Count = DEFAULT_MAX_LOGPROBS
+    logprobs_mode: Short = RAW_LOGPROBS
 
 
 class Accepted(Message, tag="accepted", frozen=True):

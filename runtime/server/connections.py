@@ -152,6 +152,7 @@ class Connections:
                 and before.prompt_logprobs is None
                 and chunk.prompt_logprobs is None
                 and len(before.token_ids) + len(chunk.token_ids) <= MAX_CHUNK_TOKENS
+                and _logprob_bytes(before) + _logprob_bytes(chunk) <= FRAME_BYTES
             ):
                 client.chunks[place] = _joined(before, chunk)
                 return

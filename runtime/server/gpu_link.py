@@ -16,6 +16,7 @@ import numpy as np
 import zmq
 from msgspec import Struct
 
+from ..api.sampling_params import DEFAULT_MAX_LOGPROBS, RAW_LOGPROBS
 from ..protocol.messages import ErrorCode
 from ..scheduler import step_codec as codec
 from ..scheduler.step_plan import PageCopies, StepDrafts, StepMasks, StepPlan, StepResult
@@ -72,6 +73,8 @@ class Ready(Notice, frozen=True, tag="ready"):
     left_out                  adapters that could not be read at a restart: name -> error for clients
     numerics                  see `Receipt`
     dtype                     of hidden states, such as `torch.bfloat16`
+    logprobs_mode             of sampled tokens: raw_logprobs or processed_logprobs
+    max_logprobs              likeliest tokens that a request may ask for at each position
     """
 
     vocabulary: int
@@ -101,6 +104,8 @@ class Ready(Notice, frozen=True, tag="ready"):
     exact: bool = False
     numerics: str = ""
     dtype: str = ""
+    max_logprobs: int = DEFAULT_MAX_LOGPROBS
+    logprobs_mode: str = RAW_LOGPROBS
 
 
 class Alive(Notice, frozen=True, tag="alive"):

@@ -246,6 +246,8 @@ class MessageRouter:
             special_tokens=dict(tokens),
             sampling_defaults=self._defaults,
             dtype=ready.dtype,
+            max_logprobs=ready.max_logprobs,
+            logprobs_mode=ready.logprobs_mode,
         )
 
     def _stats(self) -> dict[str, int | float]:

@@ -1,7 +1,7 @@
 """Unfinished requests, and the chunks that report their progress to clients."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +9,7 @@ from msgspec import structs
 
 from ..api.outputs import CompletionOutput, Logprob, RequestOutput
 from ..api.request import Delta
-from ..protocol.messages import MAX_CHUNK_TOKENS, Chunk, ErrorCode, TokenLogprob, Usage
+from ..protocol.messages import MAX_CHUNK_LOGPROBS, MAX_CHUNK_TOKENS, Chunk, ErrorCode, TokenLogprob, Usage
 from ..scheduler.token_masks import NOTHING_LEFT
 from ..text.structured.trial import is_refusal
 from .connections import ClientConnection, Connections
@@ -145,8 +145,8 @@ class OpenRequests:
                 request.scored_here += len(delta.prompt_logprobs)
                 scores = list(map(_logprobs, delta.prompt_logprobs[max(0, request.scored - begin) :]))
                 request.scored = max(request.scored, request.scored_here)
-                if scores:
-                    add(request.client, Chunk(request.request_id, delta.index, 0, "", [], prompt_logprobs=scores))
+                for part in _parts(scores):
+                    add(request.client, Chunk(request.request_id, delta.index, 0, "", [], prompt_logprobs=part))
                 continue
             if not request.first_token:
                 request.first_token = now
@@ -186,9 +186,11 @@ class OpenRequests:
 def _whole(request_id: str, completion: CompletionOutput) -> list[Chunk]:
     """Return a finished completion as chunks; the last ones have the text."""
     ids, chunks = completion.token_ids, []
-    starts = range(0, len(ids), MAX_CHUNK_TOKENS) or range(1)
+    most = max(map(len, completion.logprobs or ()), default=1)
+    count = max(1, min(MAX_CHUNK_TOKENS, MAX_CHUNK_LOGPROBS // most))
+    starts = range(0, len(ids), count) or range(1)
     for start in starts:
-        end = start + MAX_CHUNK_TOKENS
+        end = start + count
         text, logprobs, offsets = "", None, None
         if completion.logprobs is not None and completion.text_offsets is not None:
             logprobs = [_logprobs(entry) for entry in completion.logprobs[start:end]]
@@ -224,6 +226,12 @@ def _chunk(request_id: str, first: int, delta: Delta) -> Chunk:
         text_offsets=[delta.text_offset] if scored else None,
         versions=delta.versions,
     )
+
+
+def _parts(scores: list[list[TokenLogprob]]) -> Iterator[list[list[TokenLogprob]]]:
+    """Yield the log-probabilities of consecutive tokens in parts that a chunk holds."""
+    count = max(1, MAX_CHUNK_LOGPROBS // max(map(len, scores), default=1))
+    return (scores[start : start + count] for start in range(0, len(scores), count))
 
 
 def _logprobs(entry: dict[int, Logprob]) -> list[TokenLogprob]:

@@ -17,7 +17,9 @@ from ..adapters.remote_adapter import copies_folder, copy_adapter, is_remote, re
 from ..api.adapter_sum import SUM_PATH
 from ..api.adapter_versions import AdapterVersion, names_to_remove, version_name
 from ..protocol.adapter_map import AdapterEntry
+from ..protocol.messages import MAX_CHUNK_LOGPROBS
 from ..scheduler.step_plan import Runner
+from ..text.prompts import most_logprobs
 from .gpu_link import LOST_UPDATE, LoadedAdapter, Ready, Update, changed_files
 from .settings import ServeSettings
 from .updates.files import UpdateFiles
@@ -115,6 +117,10 @@ class ServedModel:
             max_adapter_sums=options.engine.max_adapter_sums,
             numerics=model.numerics,
             dtype=str(model.compiled.options.model_dtype),
+            logprobs_mode=options.engine.logprobs_mode,
+            max_logprobs=min(
+                most_logprobs(options.engine.max_logprobs, model.source.config.vocab_size), MAX_CHUNK_LOGPROBS
+            ),
             left_out={name: _log_left_out(problem, name) for name, problem in refused.items()},
         )
 

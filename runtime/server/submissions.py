@@ -15,7 +15,7 @@ from ..api.sampling_params import SamplingParams
 from ..api.structured_outputs import StructuredOutputsParams
 from ..protocol.messages import MAX_OPEN_REQUESTS, Accepted, Error, ErrorCode, Submit
 from ..text.encoder_thread import INLINE_CHARACTERS, Encoder, TextThread
-from ..text.prompts import bad_word_ids, check_continues, check_request, check_scored, too_long
+from ..text.prompts import bad_word_ids, check_continues, check_request, check_scored, too_long, with_logprob_counts
 from ..text.structured.grammar_compiler import GrammarCompiler
 from ..text.tokenizer import Tokenizer, TooManyTokens
 from .connections import ClientConnection, Connections
@@ -288,6 +288,7 @@ class Submissions:
         try:
             vocabulary, longest = stepper.ready.vocabulary, stepper.ready.max_model_len
             check_request(ids, params, self._tokenizer, vocabulary, longest)
+            params = with_logprob_counts(params, stepper.ready.max_logprobs, vocabulary)
             continues = tuple(
                 Continuation(so_far.token_ids, so_far.characters, so_far.finished) for so_far in message.continues
             )

@@ -4,13 +4,14 @@
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..api.adapter_sum import sum_parts
 from ..api.checks import check_text, plain
 from ..api.errors import RequestError
 from ..api.request import Constraint, Continuation, Request
-from ..api.sampling_params import SamplingParams
+from ..api.sampling_params import DEFAULT_MAX_LOGPROBS, SamplingParams
 from ..api.structured_outputs import StructuredOutputsParams
 from .tokenizer import Tokenizer
 
@@ -100,6 +101,28 @@ def adds_special_tokens(prompt: Any) -> bool:
 def without_special_tokens(text: str) -> Prompt:
     """Return a rendered chat as a prompt: its text already has the special tokens."""
     return {"prompt": text, _SPECIAL: False}
+
+
+def most_logprobs(max_logprobs: int, vocabulary: int) -> int:
+    """Return the number of tokens that `logprobs` may ask for at each position under an engine's `max_logprobs`."""
+    return vocabulary if max_logprobs == -1 else max_logprobs
+
+
+def with_logprob_counts(params: SamplingParams, most: int, vocabulary: int, where: str = "") -> SamplingParams:
+    """Return parameters with numbers in place of -1, the whole vocabulary. Raises RequestError above `most`."""
+    if params.logprobs is None and params.prompt_logprobs is None:
+        return params
+    counts: list[int | None] = []
+    for name in ("logprobs", "prompt_logprobs"):
+        given: int | None = getattr(params, name)
+        count = vocabulary if given == -1 else given
+        if count is not None and count > most:
+            whole = f", the vocabulary of {vocabulary} tokens," if given == -1 else ""
+            raise RequestError(
+                f"{where}{name}={given}{whole} is more than max_logprobs={most}; ask for fewer, or raise max_logprobs"
+            )
+        counts.append(count)
+    return replace(params, logprobs=counts[0], prompt_logprobs=counts[1])
 
 
 def check_request(
@@ -234,6 +257,7 @@ def make_requests(
     max_model_len: int,
     adapters: Mapping[str, int],
     first: int,
+    max_logprobs: int = DEFAULT_MAX_LOGPROBS,
     default_params: SamplingParams | None = None,
     priority: Any = None,
     compile_grammar: Callable[[StructuredOutputsParams], Constraint],
@@ -255,6 +279,7 @@ def make_requests(
         if text is not None:
             ids = encode(text, tokenizer, adds_special_tokens(item), where)
         check_request(ids or [], params[index], tokenizer, vocabulary, max_model_len, where)
+        own = with_logprob_counts(params[index], max_logprobs, vocabulary, where)
         missing = next((part for part, _ in sum_parts(chosen[index] or "") if part and part not in adapters), None)
         if missing is not None:
             known = ", ".join(sorted(adapters)) or "none"
@@ -269,7 +294,7 @@ def make_requests(
                 str(first + index),
                 text,
                 ids or [],
-                params[index],
+                own,
                 chosen[index],
                 priorities[index],
                 bad_words=banned,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ..api.checks import check_integer
 from ..api.errors import RequestError
 from ..api.outputs import Logprob, RequestOutput, ScoreOutput
-from ..api.sampling_params import MAX_LOGPROBS, SamplingParams
+from ..api.sampling_params import RAW_LOGPROBS, SamplingParams
 from .prompts import Prompt, as_list, check_vocabulary
 
 Span = tuple[int, int]
@@ -71,9 +71,18 @@ def score_request(
     return ScoreRequest(tokens[: end - 1], tuple(spans), params)
 
 
-def prompts_and_responses(prompts: Any, responses: Any, top: Any) -> tuple[list[Prompt], list[Prompt]]:
+def check_mode(logprobs_mode: str) -> None:
+    """Raise RequestError unless log-probabilities are those of the model."""
+    if logprobs_mode != RAW_LOGPROBS:
+        raise RequestError(f"scores are of the raw logits, but this engine has {logprobs_mode}; start it without")
+
+
+def prompts_and_responses(
+    prompts: Any, responses: Any, top: Any, max_logprobs: int, logprobs_mode: str
+) -> tuple[list[Prompt], list[Prompt]]:
     """Return the prompts and responses of a call as lists of the same length. Raises RequestError."""
-    check_integer("top", top, 0, MAX_LOGPROBS)
+    check_mode(logprobs_mode)
+    check_integer("top", top, 0, max_logprobs, "the engine's max_logprobs")
     given, answers = as_list(prompts), as_list(responses, "responses")
     if len(given) != len(answers):
         raise RequestError(f"responses has {len(answers)} entries for {len(given)} prompts; give one per prompt")

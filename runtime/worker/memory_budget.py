@@ -21,6 +21,7 @@ Specs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 GIB = 1 << 30
 CPU_KV_BYTES = GIB // 2
 RESERVE_BYTES = 768 << 20  # kernels, CUDA graphs, split-K workspaces, the allocator's rounding
+LOGPROB_BYTES = 24  # of a token in `top_logprobs` and in the step's samples
 SAMPLING_COPIES = 4  # fp32 copies of the logits while sampling with penalties and logprobs
 
 
@@ -139,6 +140,8 @@ def num_kv_pages(
     if device.type == "cpu":
         return plan_cpu_pages(page, sizes.max_model_len, sizes.max_num_seqs)
     activations = program.arena_bytes + 4 * SAMPLING_COPIES * sampled_rows * config.vocab_size
+    reported = config.vocab_size if options.max_logprobs == -1 else min(options.max_logprobs, config.vocab_size)
+    activations += LOGPROB_BYTES * sampled_rows * reported
     if options.speculation != "off":  # int32 tokens of `TokenHistory`
         rows, rings = sizes.max_num_seqs * (sizes.max_model_len + 1), RINGS * options.speculation_history
         activations += 4 * (rows + rings)

@@ -34,6 +34,7 @@ from ..adapters.base_weights import BaseWeights
 from ..adapters.registry import AdapterRegistry, RegisteredAdapter
 from ..adapters.slot_loader import SlotLoader
 from ..api.errors import RequestError
+from ..api.sampling_params import RAW_LOGPROBS
 from ..engine.exact import check_exact_adapters, check_exact_program, check_exact_update
 from ..engine.options import read_keywords
 from ..engine.resolve import EngineSizes, LoadOptions, check_layers, load_options, resolve_device, resolve_sizes
@@ -193,7 +194,7 @@ class Model:
 
     @property
     def numerics(self) -> str:
-        """Hash of what roundings depend on: sources, versions, GPU, options, calibration and rounded weights."""
+        """Hash of what numbers depend on: sources, versions, GPU, options, calibration and rounded weights."""
         device = self.options.device
         parts = [
             (source_hash(), torch.__version__, triton.__version__),
@@ -202,6 +203,7 @@ class Model:
             [each.name for each in self.options.passes],
             self.options.engine.seed if self.options.dummy else None,
             None if self.rounding is None else repr(self.rounding.origin),
+            self.options.engine.logprobs_mode,
         ]
         digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode())
         for name, tensor in sorted(self.calibration.tensors().items()) if self.calibration is not None else ():
@@ -443,6 +445,7 @@ def _build(
         arena_bytes=largest.arena_bytes,
         token_history=history,
         page_copier=page_copier,
+        processed_logprobs=engine.logprobs_mode != RAW_LOGPROBS,
     )
     if slot_loader is not None:
         registry.lora = lora

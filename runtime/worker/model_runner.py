@@ -74,6 +74,7 @@ class ModelRunner:
         arena_bytes: int = 0,
         token_history: TokenHistory | None = None,
         page_copier: PageCopier | None = None,
+        processed_logprobs: bool = False,
     ) -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -91,7 +92,9 @@ class ModelRunner:
         self._tp_size = compiled.options.tensor_parallel
         self._logits: dict[tuple[torch.dtype, int], torch.Tensor] = {}
         self.programs: BoundPrograms[_BucketProgram] = BoundPrograms()
-        self._sampler: Sampler | ShardedSampler = Sampler(buckets.sampled_rows, device, compiled.options.exact)
+        self._sampler: Sampler | ShardedSampler = Sampler(
+            buckets.sampled_rows, device, processed_logprobs, compiled.options.exact
+        )
         if self._tp_size > 1:
             group = group_named(tensor_parallel_group(self._tp_size))
             self._sampler = ShardedSampler(self._sampler, group, vocabulary)

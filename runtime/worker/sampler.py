@@ -8,7 +8,8 @@ import torch
 
 from ...ops.core.triton_support import cdiv
 from ...ops.elementwise.argmax import argmax
-from ...ops.elementwise.sample import sample, top_logprobs
+from ...ops.elementwise.sample import filtered_logits, sample, top_logprobs
+from ...ops.elementwise.token_masks import masked_logits
 from ..scheduler.step_plan import Int32, SamplingPlan, StepMasks, StepPlan
 from .staging import Staging
 
@@ -20,7 +21,7 @@ PARAMETERS = (  # in the order of `sample`'s arguments
     ("seeds", torch.int64),
     ("steps", torch.int64),
 )
-SCORED_TOGETHER = 32  # prompt tokens: each takes several times its logits' memory
+SCORED_TOGETHER = 32  # rows: each takes several times its logits' memory
 Logprobs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -55,12 +56,13 @@ class Sampler:
     A greedy step is one argmax; all else is done only if a row needs it. A row gets no token (-1) if its largest logit
     is infinite or a logit is NaN.
 
-    exact  give a row the same token and log-probabilities whatever other rows there are
+    processed   log-probabilities of sampled tokens are those after edits, masks, temperature and filters
+    exact       give a row the same token and log-probabilities whatever other rows there are
     """
 
-    def __init__(self, max_rows: int, device: torch.device, exact: bool = False) -> None:
+    def __init__(self, max_rows: int, device: torch.device, processed: bool = False, exact: bool = False) -> None:
         self.device = device
-        self._exact = exact
+        self._processed, self._exact = processed, exact
         self._max_rows = max_rows
         self._masks: Staging | None = None
         self._parameters = Staging([(name, (max_rows,), dtype) for name, dtype in PARAMETERS], device)
@@ -84,14 +86,18 @@ class Sampler:
         logits = logits[: len(sampling.temperature)]
         scores = edited_logits(logits, sampling) if edits_logits(sampling) else logits
         masked = () if masks is None or not len(masks.rows) else self._upload(masks, plan.first_logits, *logits.shape)
+        processes = self._processed and sampling.num_logprobs >= 0
+        parameters = {} if sampling.greedy and not processes else self.parameters(sampling, positions)
         if sampling.greedy:
             tokens = argmax(scores, *masked)
         else:
             if self._exact and not masked:  # kernels with masks add the probabilities of top_p in another order
                 masked = _no_masks(logits)
-            tokens = draw(scores, self.parameters(sampling, positions), *masked)
+            tokens = draw(scores, parameters, *masked)
         if sampling.num_logprobs < 0:
             return DeviceSamples(tokens, None, None, None, *(prompts or ()))
+        if processes:
+            logits = _processed_logits(scores, parameters, tokens.clamp_min(0), *masked)
         chosen = _logprobs(self._aligned(logits), tokens.clamp_min(0), sampling.num_logprobs)
         return DeviceSamples(tokens, *chosen, *(prompts or ()))
 
@@ -152,6 +158,17 @@ def _no_masks(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def draw(scores: torch.Tensor, parameters: Mapping[str, torch.Tensor], *masked: torch.Tensor) -> torch.Tensor:
     """Draw tokens [R] from scores [R, V] with `Sampler.parameters`."""
     return sample(scores, *(parameters[name] for name, _ in PARAMETERS), *masked)
+
+
+def _processed_logits(
+    scores: torch.Tensor, parameters: Mapping[str, torch.Tensor], tokens: torch.Tensor, *masked: torch.Tensor
+) -> torch.Tensor:
+    """Return the fp32 logits [R, V] that tokens [R] were sampled from."""
+    filters = [parameters[name] for name in ("temperature", "top_k", "top_p", "min_p")]
+    allowed = masked_logits(scores, *masked) if masked else scores
+    columns = [allowed, *filters, tokens]
+    parts = zip(*(column.split(SCORED_TOGETHER) for column in columns), strict=True)
+    return torch.cat([filtered_logits(*part) for part in parts])
 
 
 def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> Logprobs:

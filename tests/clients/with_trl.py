@@ -22,6 +22,8 @@ from trl.experimental.async_grpo import (
     async_rollout_worker,
     packing,
 )
+from trl.generation import vllm_client
+from trl.generation.vllm_client import VLLMClient
 
 TESTS = Path(__file__).parents[1]
 MODEL = str(TESTS.parent / "tools" / "demo_model")
@@ -59,7 +61,7 @@ def varlen_attention(
 
 def without_gpu() -> None:
     """Let the trainer run without vLLM installed, a CUDA device and FlashAttention 3."""
-    async_rollout_worker.is_vllm_available = lambda: True
+    async_rollout_worker.is_vllm_available = vllm_client.is_vllm_available = lambda: True
     async_grpo_trainer.get_peak_flops_per_device = lambda *_: None
     torch.set_num_threads(1)  # the server computes on the same cores
     packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=varlen_attention)
@@ -107,6 +109,19 @@ def check_policy(url: str, name: str, directory: Path, tokenizer: AutoTokenizer)
     torch.testing.assert_close(torch.tensor(answer["logprobs"]["token_logprobs"]), expected, atol=1e-3, rtol=0)
 
 
+def check_teacher(url: str) -> None:
+    """Compare the 100 likeliest tokens that TRL's distillation asks a teacher for with those of transformers."""
+    sequence, prompt_length = list(range(40, 60)), 5
+    scores = VLLMClient(url).get_sequence_logprobs([sequence], [prompt_length])
+    with torch.inference_mode():
+        logits = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)(torch.tensor([sequence])).logits[0]
+    expected = logits[prompt_length - 1 : -1].log_softmax(-1)
+    torch.testing.assert_close(torch.tensor(scores["logprobs"][0]), expected.topk(100).values, atol=1e-3, rtol=0)
+    own = expected.gather(1, torch.tensor(sequence[prompt_length:])[:, None])
+    found = torch.tensor(scores["actual_logprobs"][0])
+    torch.testing.assert_close(found.where(found.isfinite(), own), own, atol=1e-3, rtol=0)
+
+
 def main() -> None:
     """Start a server, train, and check what both have at the end."""
     sys.path.append(str(TESTS))
@@ -116,6 +131,7 @@ def main() -> None:
     output = Path.cwd() / "policies"
     output.mkdir()
     flags = ["--allow-adapter-loading", "--adapter-root", str(output), "--max-loras", str(STALENESS + 2)]
+    flags += ["--max-logprobs", "100"]
     with serving(*flags) as server:
         trainer = train(server.url, output)
         steps = [entry for entry in trainer.state.log_history if "reward" in entry]
@@ -132,6 +148,7 @@ def main() -> None:
             f"trl-policy-v{version}" for version in range(last - STALENESS, last + 1)
         }
         name = f"trl-policy-v{last}"
+        check_teacher(server.url)
         check_policy(server.url, name, output / ".vllm_lora" / name, trainer.processing_class)
 
 

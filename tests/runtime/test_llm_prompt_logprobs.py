@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from sidestream.runtime.api.errors import RequestError
 from sidestream.runtime.api.sampling_params import SamplingParams
 from sidestream.runtime.llm import LLM
 from support.tiny import AdapterSpec, oracle_logits, tiny_adapters, tiny_llama
@@ -86,3 +87,45 @@ def test_a_stream_has_them_before_its_first_token(llm, base):
     assert [next(iter(chunk.logprobs)) for chunk in chunks[len(scored) :]] == [
         chunk.token_ids[0] for chunk in chunks[len(scored) :]
     ]
+
+
+def test_minus_one_is_the_whole_vocabulary(base):
+    """Up to the option max_logprobs, which also limits the other numbers."""
+    whole = dataclasses.replace(GREEDY, logprobs=-1, prompt_logprobs=-1)
+    prompt = ids(20)
+    with LLM(base.path, precision="fp32", max_logprobs=-1, **SMALL) as llm:
+        (output,) = llm.generate([prompt], whole, use_tqdm=False)
+    check(output.prompt_logprobs, prompt, 320, base, None)
+    (completion,) = output.outputs
+    expected = oracle_logits(base, None, prompt + completion.token_ids[:-1]).log_softmax(-1)[len(prompt) - 1 :]
+    for token, row, entry in zip(completion.token_ids, expected, completion.logprobs, strict=True):
+        assert next(iter(entry)) == token and len(entry) == 320
+        assert [entry[each].logprob for each in range(320)] == pytest.approx(row.tolist(), abs=1e-3)
+
+
+def test_the_engine_limits_log_probabilities(llm, base):
+    for params, words in (
+        (dataclasses.replace(GREEDY, logprobs=21), "logprobs=21 is more than max_logprobs=20"),
+        (dataclasses.replace(GREEDY, prompt_logprobs=-1), "prompt_logprobs=-1, the vocabulary of 320 tokens, is more"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            llm.generate([[1, 2]], params, use_tqdm=False)
+    with pytest.raises(RequestError, match="top=21 must be an integer from 0 to 20"):
+        llm.score([[1]], [[2]], top=21)
+
+
+def test_processed_log_probabilities(base):
+    """As in vLLM: of sampled tokens after bias and temperature; those of the prompt are the model's. No scores."""
+    params = SamplingParams(temperature=0.5, max_tokens=3, logit_bias={7: 3.0}, seed=1, logprobs=2, prompt_logprobs=1)
+    prompt = ids(20)
+    with LLM(base.path, precision="fp32", logprobs_mode="processed_logprobs", **SMALL) as llm:
+        (output,) = llm.generate([prompt], params, use_tqdm=False)
+        with pytest.raises(RequestError, match="scores are of the raw logits, but this engine has processed_logprobs"):
+            llm.score([prompt], [[1]])
+    check(output.prompt_logprobs, prompt, 1, base, None)
+    (completion,) = output.outputs
+    logits = oracle_logits(base, None, prompt + completion.token_ids[:-1])[len(prompt) - 1 :]
+    logits[:, 7] += 3.0
+    for row, entry in zip((logits / 0.5).log_softmax(-1), completion.logprobs, strict=True):
+        for token, logprob in entry.items():
+            assert logprob.logprob == pytest.approx(float(row[token]), abs=2e-3)

@@ -146,8 +146,10 @@ def _params(receipt: "Receipt", output: Any) -> Any:
 
     given, count = structs.asdict(receipt.sampling), max(1, output.tokens)
     own = {"n": 1, "seed": output.seed, "max_tokens": count, "min_tokens": min(given["min_tokens"], count)}
-    unused = {"speculation": None, "prompt_logprobs": None, "receipt": False}
-    return SamplingParams(**given | own | unused)
+    # hashes are of the sampled tokens' log-probabilities only
+    counted = {"logprobs": None if given["logprobs"] is None else 0, "prompt_logprobs": None}
+    unused = {"speculation": None, "receipt": False}
+    return SamplingParams(**given | own | counted | unused)
 
 
 def _text_or_ids(path: Path) -> tuple[str, list[int] | None]:

@@ -143,6 +143,8 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add_option(group, "max_cpu_loras")
     add_option(group, "max_adapter_sums")
     add_option(group, "adapter_versions")
+    add_option(group, "max_logprobs")
+    add_option(group, "logprobs_mode")
     add_option(group, "enable_prefix_caching", "--no-prefix-caching")
     group.add_argument(
         "--trace-steps", metavar="FILE", help="profile a hundred decode steps, for idle time between them"
@@ -178,6 +180,8 @@ def settings_of(options: argparse.Namespace) -> Any:
         "max_cpu_loras",
         "max_adapter_sums",
         "adapter_versions",
+        "max_logprobs",
+        "logprobs_mode",
         "load_format",
         "generation_config",
     )

@@ -61,6 +61,16 @@ def add_gateway_options(parser: argparse.ArgumentParser, keys_flags: list[str]) 
         help="how <think>...</think> becomes reasoning_content; auto: as qwen3 if the chat template contains the tags; "
         "deepseek_r1: answers begin inside; none: it stays in the content (default: %(default)s)",
     )
+    group.add_argument(
+        "--enable-force-include-usage",
+        action="store_true",
+        help="report the usage in each event of streams of completions and chats, as if requested",
+    )
+    group.add_argument(
+        "--return-tokens-as-token-ids",
+        action="store_true",
+        help="log-probabilities name tokens token_id: and their ids, unless a request sets return_tokens_as_token_ids",
+    )
     add_value(group, "--max-connections", 4096, "open connections")
     group.add_argument(
         "--connections-per-client",
@@ -160,6 +170,8 @@ def gateway_settings(options: argparse.Namespace) -> Any:
         log_payloads=options.log_payloads,
         access_log=options.access_log,
         reasoning_parser=options.reasoning_parser,
+        force_usage=options.enable_force_include_usage,
+        tokens_as_ids=options.return_tokens_as_token_ids,
         metrics_compat=options.metrics_compat,
         otel_endpoint=options.otel_endpoint,
     )

@@ -12,12 +12,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...api.sampling_defaults import SamplingDefaults
 from ...api.sampling_params import SamplingParams
 from ...api.structured_outputs import StructuredOutputsParams
 from ...protocol.messages import Chunk
 from ...text.reasoning import has_reasoning, template_variables
-from ..interfaces import GatewayError
+from ..interfaces import GatewayError, ModelInfo
 from .body_types import Answer, Part, ReceiptField, Refused, TemplateText, TemplateVariables, Text, Usage
 from .completion_session import CompletionSession, Prompt, estimated_tokens, open_session, reserved_tokens
 from .context import GatewayContext, Target, caller_of, errors_as_400, json_response, new_id
@@ -164,13 +163,13 @@ class ChatRequest(TokenBody, frozen=True, kw_only=True):
             return ""
         return last.content if isinstance(last.content, str) else "\n".join(part.text for part in last.content)
 
-    def sampling(self, defaults: SamplingDefaults) -> SamplingParams:
-        """Return the sampling parameters. `defaults` are the model's. Raises GatewayError 400 that names the field."""
+    def sampling(self, model: ModelInfo) -> SamplingParams:
+        """Return the sampling parameters. Raises GatewayError 400 that names the field."""
         if self.top_logprobs and not self.logprobs:
             raise GatewayError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
         logprobs = self.top_logprobs or 0 if self.logprobs else None
-        max_tokens = self.max_completion_tokens or self.max_tokens or defaults.max_tokens
-        return sampling_params(self, max_tokens, logprobs, defaults)
+        max_tokens = self.max_completion_tokens or self.max_tokens or model.sampling_defaults.max_tokens
+        return sampling_params(self, max_tokens, logprobs, model)
 
 
 _TEMPLATE_FIELDS = (
@@ -340,7 +339,7 @@ class OpenChat:
 async def open_chat(context: GatewayContext, request: Request, body: ChatRequest) -> OpenChat:
     """Admit a counted request, render its prompt and open its session. Raises GatewayError."""
     target = await context.target(request, body.model, body.lora_path, body.lora_weights)
-    params = body.sampling(target.model.sampling_defaults)
+    params = body.sampling(target.model)
     conversation, tools, tool_format = body.conversation(), body.offered_tools, None
     template_tools = for_template(tools) if tools else None
     estimate = estimated_tokens([conversation, template_tools])
@@ -390,12 +389,19 @@ async def open_chat(context: GatewayContext, request: Request, body: ChatRequest
 async def chat_completions(context: GatewayContext, request: Request) -> Response:
     """Handle one request."""
     context.admission.count(caller_of(request), uses_tokens=True)
-    body = await context.read_body(request, ChatRequest)
+    body = (await context.read_body(request, ChatRequest)).with_tokens_as_ids(context.settings.tokens_as_ids)
     chat = await open_chat(context, request, body)
     session, messages, prompt_ids = chat.session, chat.messages, chat.prompt_ids
     answer_id, created = new_id("chatcmpl"), int(time.time())
     if body.stream:
-        encoder = ChunkEncoder("chat.completion.chunk", answer_id, created, chat.target.name, body.stream_options)
+        encoder = ChunkEncoder(
+            "chat.completion.chunk",
+            answer_id,
+            created,
+            chat.target.name,
+            body.stream_options,
+            context.settings.force_usage,
+        )
         formatter = _ChatFormatter(encoder, body, messages, prompt_ids)
         return EventStream(session, encoder.with_usage(formatter, session.counts), receipts=True)
     results = await session.results(request.receive)

@@ -12,7 +12,7 @@ from msgspec import UNSET, structs
 from starlette.requests import Request
 from starlette.types import Receive
 
-from ...api.sampling_params import SamplingParams
+from ...api.sampling_params import DEFAULT_MAX_LOGPROBS, SamplingParams
 from ...protocol.messages import Chunk, TokenLogprob
 from ...text.reasoning import ReasoningParser
 from ...text.scoring import ScoreRequest
@@ -285,6 +285,8 @@ class CompletionSession:
     def _engine_requests(self, direct: Callable[[Chunk], bool] | None) -> list[EngineRequest]:
         request = self._request
         number = next(self._context.numbers)  # clients may choose the same request id
+        # a whole answer with many of them exceeds what an engine queues for a connection
+        many_logprobs = not -1 < (request.params.logprobs or 0) <= DEFAULT_MAX_LOGPROBS
         return [
             EngineRequest(
                 f"{request.request_id[:32]}-{number}-{prompt_index}",
@@ -294,7 +296,7 @@ class CompletionSession:
                 self._owner,
                 self._priority,
                 self._deadline,
-                request.stream,
+                request.stream or many_logprobs,
                 functools.partial(self.counts.accept, prompt_index),
                 request.add_special_tokens,
                 None if direct is None else functools.partial(self._count_direct, direct),

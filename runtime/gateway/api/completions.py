@@ -15,10 +15,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...api.checks import MAX_TOKENS
-from ...api.sampling_defaults import SamplingDefaults
 from ...api.sampling_params import SamplingParams
 from ...protocol.messages import MAX_PROMPT_TOKENS, Chunk, TokenLogprob
-from ..interfaces import Engines, GatewayError
+from ..interfaces import Engines, GatewayError, ModelInfo
 from .body_types import MAX_PROMPTS, Answer, ReceiptField, Text, TokenId, TokenIds, Usage
 from .completion_session import CompletionResult, estimated_tokens, open_session, reserved_tokens
 from .context import GatewayContext, caller_of, json_response, new_id
@@ -61,18 +60,19 @@ class CompletionRequest(TokenBody, frozen=True, kw_only=True):
             raise GatewayError(400, "prompt mixes texts, token ids and lists of them; give one kind", param="prompt")
         return prompts
 
-    def sampling(self, defaults: SamplingDefaults) -> SamplingParams:
-        """Return the sampling parameters. `defaults` are the model's. Raises GatewayError 400 that names the field."""
+    def sampling(self, model: ModelInfo) -> SamplingParams:
+        """Return the sampling parameters. Raises GatewayError 400 that names the field."""
         if self.best_of not in (None, self.n or 1):
             raise GatewayError(400, "best_of is not supported; use n and choose among its answers", param="best_of")
         if self.scores_only and not self.echo:
             text = "max_tokens=0 generates nothing; give at least 1, or echo=true to score the prompt"
             raise GatewayError(400, text, param="max_tokens")
-        default = min(DEFAULT_MAX_TOKENS, defaults.max_tokens or DEFAULT_MAX_TOKENS)
+        default = min(DEFAULT_MAX_TOKENS, model.sampling_defaults.max_tokens or DEFAULT_MAX_TOKENS)
         max_tokens = 1 if self.scores_only else self.max_tokens or default  # an engine samples at least one token
-        params = sampling_params(self, max_tokens, self.top_logprobs, defaults)
+        params = sampling_params(self, max_tokens, self.top_logprobs, model)
         if self.echo and self.top_logprobs is not None:
-            params = replace(params, prompt_logprobs=max(self.top_logprobs, self.prompt_logprobs or 0))
+            counts = self.top_logprobs, self.prompt_logprobs or 0
+            params = replace(params, prompt_logprobs=-1 if -1 in counts else max(counts))
         return params
 
     @property
@@ -223,9 +223,9 @@ def _without_space(token: TokenLogprob) -> TokenLogprob:
 async def completions(context: GatewayContext, request: Request) -> Response:
     """Handle one request."""
     context.admission.count(caller_of(request), uses_tokens=True)
-    body = await context.read_body(request, CompletionRequest)
+    body = (await context.read_body(request, CompletionRequest)).with_tokens_as_ids(context.settings.tokens_as_ids)
     target = await context.target(request, body.model, body.lora_path, body.lora_weights)
-    params, prompts = body.sampling(target.model.sampling_defaults), body.prompts()
+    params, prompts = body.sampling(target.model), body.prompts()
     stream, tokens, choices = bool(body.stream), sum(map(estimated_tokens, prompts)), params.n * len(prompts)
     with reserved_tokens(context, request, target, tokens, params, choices) as ticket:
         ids: list[list[int]] = []
@@ -254,7 +254,9 @@ async def completions(context: GatewayContext, request: Request) -> Response:
     session.constraint_field, session.scores_only = body.constraint_field, body.scores_only
     answer_id, created = new_id("cmpl"), int(time.time())
     if stream:
-        encoder = ChunkEncoder("text_completion", answer_id, created, target.name, body.stream_options)
+        encoder = ChunkEncoder(
+            "text_completion", answer_id, created, target.name, body.stream_options, context.settings.force_usage
+        )
         formatter = _CompletionFormatter(encoder, body, echoes, ids, params.n)
         return EventStream(session, encoder.with_usage(formatter, session.counts), receipts=True)
     results = await session.results(request.receive)

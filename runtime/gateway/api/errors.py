@@ -62,6 +62,8 @@ UNSERVED = {
         (404, _TEXT, "v1/audio/transcriptions v1/audio/translations v1/audio/speech v1/images/generations"),
         (404, _INFO, "get_server_info model_info get_model_info load"),
         (404, "close the connection of a request to abort it", "abort_request abort_requests"),
+        (404, "use /v1/chat/completions or /v1/completions", "invocations"),
+        (404, "send one request of /v1/chat/completions for each conversation", "v1/chat/completions/batch"),
         (404, "use /tokenize with messages", "v1/chat/completions/render v1/completions/render"),
         (501, _WEIGHTS, "init_communicator close_communicator update_named_param update_flattened_params"),
         (501, _WEIGHTS, "init_weight_transfer_engine start_weight_update update_weights finish_weight_update"),
@@ -119,6 +121,8 @@ def to_gateway_error(problem: BaseException) -> GatewayError:
         return problem
     if isinstance(problem, RequestError):
         text = _in_http_words(str(problem))
+        if problem.code == "version_conflict":
+            return GatewayError(409, text, code=problem.code, param="version")
         return GatewayError(400, text, param=field_of(text))
     if isinstance(problem, TimeoutError):
         return GatewayError(

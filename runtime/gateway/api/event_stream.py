@@ -169,13 +169,24 @@ class EventStream(Response):
 
 
 class ChunkEncoder:
-    """Encodes the events of one stream of completions. The fields around the choices are encoded once."""
+    """Encodes the events of one stream of completions. The fields around the choices are encoded once.
 
-    def __init__(self, kind: str, answer_id: str, created: int, model: str, options: StreamOptions | None) -> None:
+    force_usage   each event has the usage, whatever the options are
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        answer_id: str,
+        created: int,
+        model: str,
+        options: StreamOptions | None,
+        force_usage: bool = False,
+    ) -> None:
         fields = {"id": answer_id, "object": kind, "created": created, "model": model}
         self._head = b"data: " + encode(fields)[:-1] + b',"choices":'
-        self._include_usage = options is not None and bool(options.include_usage)
-        self._continuous = options is not None and bool(options.continuous_usage_stats)
+        self._include_usage = force_usage or (options is not None and bool(options.include_usage))
+        self._continuous = force_usage or (options is not None and bool(options.continuous_usage_stats))
         self._tail = b',"usage":null}\n\n' if self._include_usage else b"}\n\n"
 
     def event(self, choice: object, prompt_token_ids: list[int] | None = None) -> bytes:

@@ -55,12 +55,12 @@ class WorldSize(Answer, frozen=True, kw_only=True):
 
 
 class ModelConfig(Answer, frozen=True, kw_only=True):
-    """The base model. `dtype`: of hidden states; `logprobs_mode`: log-probabilities are of the raw logits."""
+    """The base model. `dtype`: of hidden states; `logprobs_mode`: raw_logprobs or processed_logprobs."""
 
     model: str
     dtype: str
     max_model_len: int
-    logprobs_mode: Literal["raw_logprobs"] = "raw_logprobs"
+    logprobs_mode: str
 
 
 class LoraConfig(Answer, frozen=True, kw_only=True):
@@ -181,7 +181,12 @@ async def server_info(context: GatewayContext, request: Request) -> Response:
     model = await context.engines.model()
     rank = min(await _values_of_engines(context, "max_lora_rank", 0))
     config = ServerConfig(
-        model_config=ModelConfig(model=model.name, dtype=model.dtype, max_model_len=model.max_model_len),
+        model_config=ModelConfig(
+            model=model.name,
+            dtype=model.dtype,
+            max_model_len=model.max_model_len,
+            logprobs_mode=model.logprobs_mode,
+        ),
         lora_config=LoraConfig(max_lora_rank=rank, max_loras=model.max_adapters) if model.max_adapters else None,
         parallel_config=ParallelConfig(
             tensor_parallel_size=max(await _values_of_engines(context, "tensor_parallel_size", 1))

@@ -75,7 +75,7 @@ def completion_logprobs(
 ) -> CompletionLogprobs:
     """Return the log-probabilities of tokens that start at `offsets` of the text.
 
-    top      number of likeliest tokens next to each token
+    top      number of likeliest tokens next to each token, -1 for all
     first    a token before them without a log-probability; the first offset is its own
     as_ids   see `text_of`
     """
@@ -92,10 +92,11 @@ def _by_text(entry: Sequence[TokenLogprob], top: int, as_ids: bool) -> dict[str,
     """Return the chosen and the likeliest tokens by text.
 
     If several tokens have the same text, the chosen or else the likeliest one has it as its key, the others their ids.
+    The chosen one is the first entry, as in vLLM.
     """
     own = entry[0]
     owners, found = {text_of(own, as_ids): own.token_id}, {}
-    for token in _likeliest(entry, top):
+    for token in sorted(_likeliest(entry, top), key=lambda token: token.token_id != own.token_id):
         text = text_of(token, as_ids)
         has_text = owners.setdefault(text, token.token_id) == token.token_id
         found[text if has_text else f"token_id:{token.token_id}"] = _finite(token.logprob)
@@ -134,7 +135,7 @@ def prompt_logprobs(logprobs: TokenLogprobs, top: int) -> PromptLogprobs:
                 decoded_token=None if token.token_bytes is None else as_text(token.token_bytes),
             )
             for token in entry
-            if token is entry[0] or token.rank <= top
+            if token is entry[0] or token.rank <= top or top == -1
         }
         for entry in logprobs
     ]
@@ -142,8 +143,10 @@ def prompt_logprobs(logprobs: TokenLogprobs, top: int) -> PromptLogprobs:
 
 
 def _likeliest(entry: Sequence[TokenLogprob], top: int) -> list[TokenLogprob]:
-    """Return the `top` likeliest tokens, and the chosen one if it is not among them."""
+    """Return the `top` likeliest tokens (-1: all), and the chosen one if it is not among them."""
     ranked = sorted({token.token_id: token for token in entry}.values(), key=lambda token: token.rank)
+    if top == -1:
+        return ranked
     chosen = entry[0].token_id
     return ranked[:top] + [token for token in ranked[top:] if token.token_id == chosen]
 

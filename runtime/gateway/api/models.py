@@ -1,18 +1,22 @@
 """/v1/models; loading and unloading of adapters at vLLM's paths and at SGLang's: bodies and handlers."""
 
 import functools
+import re
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from typing import Annotated, Literal
 
+import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from ...api.adapter_sum import SUM_PATH, sum_name
+from ...api.adapter_update import INFLIGHT
 from ...api.errors import RequestError, ServerError
-from ..interfaces import AdapterCard, Caller, GatewayError, ModelInfo
+from ..intake.update_body import declared_bytes, update_parts
+from ..interfaces import AdapterCard, AdapterUpload, Caller, GatewayError, ModelInfo
 from .body_types import AdapterName, Answer, Body, Ignored, LoraWeights
 from .context import GatewayContext, admin_only, caller_of, errors_as_400, json_response
 from .errors import to_gateway_error
@@ -103,6 +107,18 @@ class AdaptersChanged(Answer, frozen=True, kw_only=True):
     loaded_adapters: dict[str, str]
 
 
+class AdapterUpdated(Answer, frozen=True, kw_only=True):
+    """An applied update. `content`: hash of config and tensors; `engines`: number of engines that have it; `failed`:
+    engine -> why it kept the former version. Requests go to the others.
+    """
+
+    name: str
+    version: int
+    content: str
+    engines: int
+    failed: dict[str, str]
+
+
 async def list_models(context: GatewayContext, request: Request) -> Response:
     """Return the base model and the adapters that the caller may use."""
     caller, may_use = caller_of(request), context.admission.may_use
@@ -167,6 +183,41 @@ async def _unload(context: GatewayContext, request: Request) -> str:
     return body.lora_name
 
 
+async def update_adapter(context: GatewayContext, request: Request) -> Response:
+    """Make the body, a safetensors file with the config in its metadata, the newest version of an adapter."""
+    admin_only(caller_of(request))
+    name, query = request.path_params["name"], request.query_params
+    try:
+        msgspec.convert(name, AdapterName)
+    except msgspec.ValidationError:
+        raise GatewayError(
+            400, "an adapter's name has 1 to 128 letters, digits, '.', '_' and '-'", param="name"
+        ) from None
+    if name in ((await context.engines.model()).name, *context.settings.model_aliases):
+        raise GatewayError(409, "this is the base model's name; choose another", param="name")
+    unknown = next((key for key in query if key not in ("version", "inflight")), None)
+    if unknown is not None:
+        raise GatewayError(
+            400, f"there is no parameter {unknown[:40]!r}; give version and inflight only", param="query"
+        )
+    version, inflight = query.get("version"), query.get("inflight", "pin")
+    if version is not None and not re.fullmatch(r"[1-9][0-9]{0,8}", version):
+        raise GatewayError(400, f"version={version[:40]!r} must be an integer from 1 to 999999999", param="version")
+    if inflight not in INFLIGHT:
+        raise GatewayError(400, f"inflight={inflight[:40]!r} must be 'pin' or 'switch'", param="inflight")
+    nbytes = declared_bytes(request)
+    parts = update_parts(request, nbytes, context.settings.body_seconds)
+    upload = AdapterUpload(
+        nbytes, parts, None if version is None else int(version), "switch" if inflight == "switch" else "pin"
+    )
+    made = await context.engines.update_adapter(name, upload)
+    return json_response(
+        AdapterUpdated(
+            name=name, version=made.version, content=made.content, engines=made.updated, failed=dict(made.failed)
+        )
+    )
+
+
 async def change_as_sglang(change: Change, context: GatewayContext, request: Request) -> Response:
     """Load or unload an adapter, with the result in SGLang's format."""
     try:
@@ -209,6 +260,7 @@ def routes(context: GatewayContext) -> list[Route]:
         Route("/v1/models", functools.partial(list_models, context), methods=["GET"]),
         Route("/v1/models/", functools.partial(list_models, context), methods=["GET"]),
         Route("/v1/models/{model:path}", functools.partial(get_model, context), methods=["GET"]),
+        Route("/v1/adapters/{name}", functools.partial(update_adapter, context), methods=["PUT"]),
         Route("/v1/load_lora_adapter", functools.partial(load_adapter, context), methods=["POST"]),
         Route("/v1/unload_lora_adapter", functools.partial(unload_adapter, context), methods=["POST"]),
         Route("/load_lora_adapter", functools.partial(change_as_sglang, _load, context), methods=["POST"]),

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import re
 from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from .... import __version__
+from ...api.adapter_update import INFLIGHT
 from ..interfaces import HistoryReport
 from .anthropic.message_events import Message, MessageEvent
 from .anthropic.messages import CountTokensRequest, MessagesRequest, TokensCounted
@@ -21,7 +23,7 @@ from .completions import Completion, CompletionRequest
 from .context import GatewayContext
 from .errors import AnthropicErrorBody, ErrorBody
 from .health import PauseChanged, Paused, ServerInfo, Status, Version, WorldSize
-from .models import AdaptersChanged, LoadAdapter, ModelCard, ModelList, UnloadAdapter
+from .models import AdaptersChanged, AdapterUpdated, LoadAdapter, ModelCard, ModelList, UnloadAdapter
 from .responses.output import Response as ModelResponse
 from .responses.output import ResponseEvent
 from .responses.request import ResponseRequest
@@ -146,6 +148,7 @@ ENDPOINTS = (
     Endpoint("get", "/v1/models", "The base model and its adapters", None, ModelList),
     Endpoint("get", "/v1/models/{model}", "The base model or one adapter", None, ModelCard),
     Endpoint("post", "/v1/load_lora_adapter", "Load an adapter (admin)", LoadAdapter, text="text/plain"),
+    Endpoint("put", "/v1/adapters/{name}", "Update an adapter (admin)", None, AdapterUpdated),
     Endpoint("post", "/v1/unload_lora_adapter", "Unload an adapter (admin)", UnloadAdapter, text="text/plain"),
     Endpoint("post", "/load_lora_adapter", "The same as SGLang", LoadAdapter, AdaptersChanged, problem=AdaptersChanged),
     Endpoint(
@@ -219,9 +222,16 @@ def _operation(each: Endpoint, refs: dict[type, Any]) -> dict[str, Any]:
             "required": True,
             "content": {"application/json": {"schema": refs[each.request_body]}},
         }
-    if "{model}" in each.path:
+    for name in re.findall("{([a-z]+)}", each.path):
         schema = {"type": "string", "minLength": 1, "maxLength": 256}
-        operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": schema}]
+        operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": schema}]
+    if each.response is AdapterUpdated:
+        limits = {"type": "integer", "minimum": 1}, {"type": "string", "enum": list(INFLIGHT)}
+        operation["parameters"] += [
+            {"name": name, "in": "query", "schema": limit}
+            for name, limit in zip(("version", "inflight"), limits, strict=True)
+        ]
+        operation["requestBody"] = {"required": True, "content": {"application/octet-stream": {}}}
     return operation
 
 

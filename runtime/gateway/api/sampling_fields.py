@@ -1,9 +1,9 @@
 """Sampling parameters in bodies, and their conversion to `SamplingParams`."""
 
 import dataclasses
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from msgspec import Meta
+from msgspec import Meta, structs
 
 from ...api.checks import (
     BIAS_LIMIT,
@@ -17,9 +17,8 @@ from ...api.checks import (
     MAX_TOKENS,
 )
 from ...api.errors import RequestError
-from ...api.sampling_defaults import SamplingDefaults
 from ...api.sampling_params import MAX_CHOICES, MAX_LOGPROBS, SEED_LIMIT, SamplingParams
-from ..interfaces import GatewayError
+from ..interfaces import GatewayError, ModelInfo
 from .body_types import Body, LoraWeights, ModelName, StreamOptions, TokenId
 from .field_table import refuse_unsupported
 from .response_format import ResponseFormat, StructuredOutputsBody, constraint_of
@@ -101,6 +100,12 @@ class TokenBody(SamplingBody, frozen=True, kw_only=True):
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, description="-1: as many as fit with max_tokens")] | None = None
     truncation_side: Literal["left", "right"] | None = None
 
+    def with_tokens_as_ids(self, default: bool) -> Self:
+        """Return the body with the server's default of `return_tokens_as_token_ids`."""
+        if not default or self.return_tokens_as_token_ids is not None:
+            return self
+        return structs.replace(self, return_tokens_as_token_ids=True)
+
     @property
     def needs_prompt_ids(self) -> bool:
         """Whether the gateway needs the tokens of a text prompt."""
@@ -123,13 +128,15 @@ class TokenBody(SamplingBody, frozen=True, kw_only=True):
         return ids[:kept] if self.truncation_side == "right" else ids[-kept:]
 
 
-def check_logprob_count(field: str, count: int | None) -> None:
-    """Raise GatewayError 400 that names the field and the limit for -1, the whole vocabulary in vLLM."""
-    if count == -1:
+def check_logprob_count(field: str, count: int | None, model: ModelInfo) -> None:
+    """Raise GatewayError 400 that names the field if it asks for more tokens than the server returns."""
+    asked = model.vocabulary if count == -1 else count or 0
+    if asked > model.max_logprobs:
+        whole = " asks for the whole vocabulary, but" if count == -1 else " is too large:"
         raise GatewayError(
             400,
-            f"{field}=-1 asks for the whole vocabulary, but this server returns at most {MAX_LOGPROBS} tokens per "
-            f"position; give 0 to {MAX_LOGPROBS}",
+            f"{field}={count}{whole} this server returns at most {model.max_logprobs} tokens per position; give 0 to "
+            f"{model.max_logprobs}, or start the server with --max-logprobs {asked}",
             param=field,
         )
 
@@ -142,9 +149,9 @@ _SHARED_FIELDS = sorted(
 
 
 def sampling_params(
-    body: SamplingBody, max_tokens: int | None, logprobs: int | None, defaults: SamplingDefaults
+    body: SamplingBody, max_tokens: int | None, logprobs: int | None, model: ModelInfo
 ) -> SamplingParams:
-    """Return the parameters of a body, with the model's `defaults` for fields that it does not set.
+    """Return the parameters of a body, with the model's defaults for fields that it does not set.
 
     `max_tokens` and `logprobs` are arguments because their fields differ between endpoints. `max_tokens` None: up to
     the model's length.
@@ -157,9 +164,9 @@ def sampling_params(
         raise GatewayError(400, "stream_options needs stream=true", param="stream_options")
     if body.prompt_logprobs is not None and body.stream:
         raise GatewayError(400, "prompt_logprobs does not work with stream; omit one", param="prompt_logprobs")
-    check_logprob_count(body.logprobs_field, logprobs)
-    check_logprob_count("prompt_logprobs", body.prompt_logprobs)
-    given = defaults.given() | {"max_tokens": max_tokens}
+    check_logprob_count(body.logprobs_field, logprobs, model)
+    check_logprob_count("prompt_logprobs", body.prompt_logprobs, model)
+    given = model.sampling_defaults.given() | {"max_tokens": max_tokens}
     given |= {name: value for name in _SHARED_FIELDS if (value := getattr(body, name)) is not None}
     constraint = constraint_of(body.response_format, body.structured_outputs)
     try:

@@ -14,11 +14,12 @@ from starlette.routing import Route
 
 from ...api.sampling_params import MAX_LOGPROBS
 from ...protocol.messages import MAX_SCORED_RANGES
-from ...text.scoring import ScoreRequest, score_request
+from ...text.scoring import ScoreRequest, check_mode, score_request
 from ..interfaces import ModelInfo
 from .body_types import MAX_PROMPTS, Answer, Body, LoraWeights, ModelName, TokenIds, Usage
 from .completion_session import CompletionResult, open_session, reserved_tokens
 from .context import GatewayContext, caller_of, errors_as_400, json_response, new_id
+from .sampling_fields import check_logprob_count
 
 
 class Segment(Body, frozen=True, kw_only=True):
@@ -47,6 +48,9 @@ class ScoreBody(Body, frozen=True, kw_only=True):
     def requests(self, model: ModelInfo) -> list[ScoreRequest]:
         """Return the requests of the sequences. Raises GatewayError 400 that names the sequence."""
         requests = []
+        with errors_as_400("sequences"):
+            check_mode(model.logprobs_mode)
+        check_logprob_count("top_logprobs", self.top_logprobs, model)
         for index, sequence in enumerate(self.sequences):
             where = f"sequences[{index}]"
             with errors_as_400(where):

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import inspect
 
 from ...api.checks import check_text
-from ...api.errors import RequestError
+from ...api.errors import RequestError, some_of
 from ..interfaces import GatewayError
 
 MAX_SEARCHED_BYTES = 1 << 20
@@ -90,6 +90,11 @@ def malformed(problem: Exception, data: bytes, shape: type) -> GatewayError:
     if not path:
         return GatewayError(400, f"the body must be a JSON object{_example(shape)}, not {_kind(data)}")
     value = _value_at(data, path)
+    if found is not None and "`key` in" in found[0] and isinstance(value, dict):
+        wrong = some_of([repr(key[:40]) for key in value if not key.isdecimal()])
+        return GatewayError(
+            400, _printable(f"{path}: each key {_requirement(text, shape, path)}; change {wrong}"), param=path
+        )
     shown = "" if isinstance(value, (dict, list)) or value is ... else f"={_shorten(value)}"
     remedy = _REMEDIES.get((path.rpartition(".")[2], value)) if isinstance(value, str) else None
     advice = f"; {remedy}" if remedy else ""

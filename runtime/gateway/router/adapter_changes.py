@@ -42,7 +42,7 @@ class AdapterChanges:
 
         An engine that is down gets it before its next request. If an engine refuses it, all return to the former one.
         """
-        async with self._changing(name):
+        async with self.changing(name):
             before = self._catalogue.changes.entries.get(name)
             is_new = not any(name in link.adapters for link in self._links.values())
             entry, refused, replaced = await self._apply_new(name, path, replace)
@@ -65,7 +65,7 @@ class AdapterChanges:
 
     async def unload(self, name: str, is_served: Callable[[], bool]) -> None:
         """Unload an adapter. New requests cannot name the adapter; open ones finish."""
-        async with self._changing(name):
+        async with self.changing(name):
             # an engine may be unable to read the files of a loaded adapter
             if not is_served() and self._catalogue.changes.loaded(name) is None:
                 raise unknown_adapter(name)
@@ -86,7 +86,7 @@ class AdapterChanges:
                     await self.pull_all()
 
     @contextlib.asynccontextmanager
-    async def _changing(self, name: str) -> AsyncGenerator[None]:
+    async def changing(self, name: str) -> AsyncGenerator[None]:
         """Change one adapter at a time, with all known changes adopted before; report the result to the balancer."""
         async with self.locks.setdefault(name, asyncio.Lock()):
             await query_all(self._links.values(), lambda link: link.pull())

@@ -15,9 +15,19 @@ from ...protocol.chat_templates import welcome_templates
 from ...protocol.messages import Chunk
 from ...text.chat_files import ChatTemplates
 from ...text.prompts import without_special_tokens
-from ..interfaces import AdapterCard, EngineRequest, GatewayHealth, HealthStatus, ModelInfo, PauseMode
+from ..interfaces import (
+    AdapterCard,
+    AdapterUpload,
+    EngineRequest,
+    GatewayHealth,
+    HealthStatus,
+    ModelInfo,
+    PauseMode,
+    UpdatedAdapter,
+)
 from .adapter_catalogue import AdapterCatalogue, OfferedAdapter
 from .adapter_changes import AdapterChanges
+from .adapter_updates import AdapterUpdates
 from .dispatch import (
     ADAPTER_MISMATCH,
     BUSY,
@@ -68,6 +78,9 @@ class Router:
         self._started = self._holds_requests = False
         self._leaving: dict[EngineLink, asyncio.Task[None]] = {}
         self._changes = AdapterChanges(self._links, self._catalogue, poll_seconds, lambda: self._dispatch.no_engine())
+        self._updates = AdapterUpdates(
+            self._links, self._catalogue, self._changes, keys, lambda: self._dispatch.no_engine()
+        )
         self._former_adapters: dict[str, AdapterCard] = {}  # of the engine that was removed last
         self._created = int(time.time())
         self._model: ModelInfo | None = None
@@ -243,6 +256,8 @@ class Router:
                 self._created,
                 link.welcome.max_adapter_slots,
                 link.welcome.dtype,
+                link.welcome.max_logprobs,
+                link.welcome.logprobs_mode,
             )
             if self._model is None or not self._is_served_elsewhere(self._model, link):
                 self._model = model
@@ -389,6 +404,9 @@ class Router:
 
     async def unload_adapter(self, name: str) -> None:
         await self._changes.unload(name, lambda: self._card(name) is not None)
+
+    async def update_adapter(self, name: str, upload: AdapterUpload) -> UpdatedAdapter:
+        return await self._updates.update(name, upload)
 
     # -- text ------------------------------------------------------------------------------------------------------
 

@@ -173,3 +173,11 @@ def test_the_flag_takes_vllms_list_and_names() -> None:
     for wrong in ("app.example", "https://app.example/", "https://app.example/x", "[1]", '["*"', "", "https://"):
         with pytest.raises(ValueError, match=re.escape("--allowed-origins")):
             parse_origins([wrong])
+
+
+def test_no_page_updates_adapters_without_a_key() -> None:
+    """Its preflight is refused too: the gateway allows no PUT of other origins."""
+    answer = asked("PUT", "/v1/adapters/pirate", content=b"x" * 20, headers={"Origin": APP})
+    assert answer.status_code == 403 and "--api-key" in answer.json()["error"]["message"]
+    preflight = {"Origin": APP, "Access-Control-Request-Method": "PUT"}
+    assert asked("OPTIONS", "/v1/adapters/pirate", headers=preflight).status_code == 400

@@ -122,6 +122,8 @@ def test_other_log_probabilities_other_numerics_and_hidden_parameters(made: Made
     receipt = parse_receipt(json.dumps(made.answer(ids, SamplingParams(seed=1, logprobs=0), "a")[0]).encode())
     other = structs.replace(receipt, outputs=[structs.replace(receipt.outputs[0], logprobs="0" * 64)])
     assert [field for field, state, _ in answer_again(other, made.llm, ids) if state != SAME] == ["logprobs"]
+    many = structs.replace(receipt, sampling=structs.replace(receipt.sampling, logprobs=100))
+    assert answer_again(many, made.llm, ids)[-1][1] == SAME, "whatever the limits of the server were"
     wrong = structs.replace(receipt, outputs=[structs.replace(receipt.outputs[0], sha256="0" * 64)])
     for change in ({"numerics": "0" * 64}, {"device": "cuda"}):
         found = answer_again(structs.replace(wrong, **change), made.llm, ids)

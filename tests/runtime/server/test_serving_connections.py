@@ -5,10 +5,11 @@ import time
 
 import pytest
 import zmq
-from sidestream.runtime.api.outputs import CompletionOutput, RequestOutput
+from sidestream.runtime.api.outputs import CompletionOutput, Logprob, RequestOutput
+from sidestream.runtime.api.request import Delta
 from sidestream.runtime.protocol.addresses import parse
 from sidestream.runtime.protocol.framing import decode_from_server, encode
-from sidestream.runtime.protocol.messages import Beat, Chunk, Chunks, Error, Hello, TokenLogprob
+from sidestream.runtime.protocol.messages import MAX_FRAME_BYTES, Beat, Chunk, Chunks, Error, Hello, TokenLogprob
 from sidestream.runtime.server import connections
 from sidestream.runtime.server.connections import Connections
 from sidestream.runtime.server.listener import OpenListener
@@ -126,6 +127,21 @@ def test_log_probabilities_of_prompts_are_not_joined(ends):
     hub.add_chunk(client, Chunk("r", 0, 1, "b", [2]))
     assert [len(chunk.prompt_logprobs or ()) for chunk in client.chunks] == [129] * 20 + [0]
     assert client.chunk_bytes > 20 * 129 * 21 * 100, "and they count for flow control"
+
+
+def test_log_probabilities_of_a_large_vocabulary_are_sent_in_several_chunks(ends):
+    hub, connect = ends
+    client = join(hub, connect())
+    client.blocked = True
+    requests = OpenRequests(hub)
+    key = requests.open(client, "r", False).key
+    entry = {token: Logprob(-12.5, token + 1, "text", b"text") for token in range(60_000)}
+    requests.send_progress([Delta(key, 0, "", [], prompt_logprobs=[entry] * 3)], [])
+    completion = CompletionOutput(0, "abc", [0, 1, 2], -37.5, [entry] * 3, "stop", text_offsets=[0, 1, 2])
+    requests.send_progress([], [RequestOutput(key, None, [7, 8, 9, 7], [completion], True)])
+    assert [len(chunk.prompt_logprobs or ()) for chunk in client.chunks] == [1, 1, 1, 0, 0, 0]
+    assert [chunk.token_ids for chunk in client.chunks] == [[], [], [], [0], [1], [2]]
+    assert max(len(encode(Chunks([chunk]))) for chunk in client.chunks) < MAX_FRAME_BYTES
 
 
 def test_a_client_that_is_gone_is_reported_once(ends):

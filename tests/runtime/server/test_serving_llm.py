@@ -46,7 +46,7 @@ def server(base, adapters, tmp_path_factory) -> Iterator[Server]:
         modules = "\n".join(f'{name} = "{adapters[name]}"' for name in ("first", "second", "third"))
         config.write_text(
             f'model = "{base.path}"\ndevice = "cpu"\nprecision = "fp32"\nmax-num-seqs = 7\nmax_model_len = '
-            f"256\n[lora-modules]\n{modules}\n"
+            f"256\nmax-logprobs = -1\n[lora-modules]\n{modules}\n"
         )
         command = [
             sys.executable,
@@ -184,7 +184,7 @@ def test_prompt_logprobs_are_those_of_transformers(server, base, adapters):
     prompts = [[(place * 37 + 5) % 256 for place in range(length)] for length in (180, 1, 40)]
     names = ["first", None, None]
     params = [
-        SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, prompt_logprobs=count) for count in (20, 0, 1)
+        SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, prompt_logprobs=count) for count in (20, 0, -1)
     ]
     with Client(server.address, connect_timeout=60) as client:
         whole = [output.prompt_logprobs for output in client.generate(prompts, params, names)]
@@ -201,7 +201,8 @@ def test_prompt_logprobs_are_those_of_transformers(server, base, adapters):
         assert len(found) == len(prompt) and found[0] is None
         expected = oracle_logits(base, adapters.get(name), prompt).log_softmax(-1)
         for token, row, entry in zip(prompt[1:], expected, found[1:], strict=False):
-            assert set(entry) == {token, *row.topk(asked.prompt_logprobs).indices.tolist()}
+            count = asked.prompt_logprobs if asked.prompt_logprobs >= 0 else len(row)
+            assert set(entry) == {token, *row.topk(count).indices.tolist()}
             assert entry[token].logprob == pytest.approx(float(row[token]), abs=1e-3)
             assert entry[token].rank == int((row > row[token]).sum()) + 1
 

@@ -3,8 +3,10 @@
 import numpy as np
 import torch
 from sidestream.ops.elementwise.sample import reference as sample_reference
+from sidestream.runtime.scheduler.step_plan import StepMasks
 from sidestream.runtime.worker.sampler import Sampler, edited_logits
 from support.sampling_plans import int32, plan, sampling
+from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 
 def test_penalties():
@@ -64,6 +66,43 @@ def test_greedy_rows_and_draws():
     assert drawn.ranks.tolist() == [
         (row > row[token]).sum().item() + 1 for row, token in zip(logprobs, drawn.tokens.tolist(), strict=True)
     ]
+
+
+def test_processed_log_probabilities_are_those_of_transformers_warpers():
+    """After biases, masks, temperature and each filter; a greedy row has those of its edited logits."""
+    torch.manual_seed(3)
+    logits = torch.randn(5, 50)
+    temperature = np.asarray([0.5, 2.0, 1.0, 1.5, 0.0], np.float32)
+    settings = sampling(
+        5,
+        temperature=temperature,
+        top_k=int32(0, 7, 0, 0, 0),
+        top_p=np.asarray([1.0, 1.0, 0.6, 1.0, 1.0], np.float32),
+        min_p=np.asarray([0.0, 0.0, 0.0, 0.2, 0.0], np.float32),
+        bias_rows=int32(0, 4),
+        bias_tokens=int32(4, 9),
+        bias_values=np.asarray([1.5, 100.0], np.float32),
+        num_logprobs=50,
+    )
+    words = np.full((1, 2), -1, np.int32)
+    words[0, 0] = ~0b111000  # tokens 3 to 5 are not allowed
+    masks = StepMasks(0, int32(1), int32(0), words)
+    found = Sampler(8, torch.device("cpu"), processed=True)(logits, plan(settings), masks)
+    expected = logits.clone()
+    expected[0, 4] += 1.5
+    expected[4, 9] += 100.0
+    expected[1, 3:6] = -torch.inf
+    for row, degrees in enumerate(temperature.tolist()):
+        expected[row] /= degrees or 1.0
+    for row, warper in ((1, TopKLogitsWarper(7)), (2, TopPLogitsWarper(0.6)), (3, MinPLogitsWarper(0.2))):
+        expected[row] = warper(None, expected[row : row + 1])[0]
+    expected = expected.log_softmax(-1)
+    ids = found.logprob_tokens.long()
+    assert torch.allclose(found.logprobs, expected.gather(1, ids), atol=1e-5)
+    assert found.logprobs[:, 0].isfinite().all() and ids[4, 0] == 9
+    raw = Sampler(8, torch.device("cpu"))(logits, plan(settings), masks)
+    assert raw.tokens.tolist() == found.tokens.tolist()
+    assert torch.allclose(raw.logprobs, logits.log_softmax(-1).gather(1, raw.logprob_tokens.long()))
 
 
 def test_logits_that_are_no_numbers_give_no_token():

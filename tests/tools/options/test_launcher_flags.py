@@ -87,7 +87,6 @@ def test_flags_without_an_effect_say_so(
         ("--ssl-certfile x.pem", "put a proxy"),
         ("--hf-overrides.rope.theta 5", "change config.json"),
         ("--nnodes 2", "start more gateways"),
-        ("--logprobs-mode raw_logits", "in OpenAI's form"),
         ("--max-total-tokens 2048", "use --max-model-len for the tokens of a request"),
         ("--adapter-id org/name", "--lora-modules NAME=DIR"),
         ("--speculative-algorithm EAGLE3", "use --speculation 'auto'"),

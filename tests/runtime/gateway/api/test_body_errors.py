@@ -27,6 +27,12 @@ BODIES: tuple[tuple[str, Any, str | None, tuple[str, ...]], ...] = (
     (CHAT, b"{'messages': 1}", None, ("not JSON",)),
     (CHAT, b'"hi"', None, ("must be a JSON object with `messages`, not a string",)),
     (CHAT, {}, "messages", ("messages is missing",)),
+    (
+        COMPLETE,
+        {"prompt": "x", "logit_bias": {"bad1": 1, "7": 1, "bad2": 2}},
+        "logit_bias",
+        ("logit_bias: each key must be an integer, not a string; change 'bad1', 'bad2'",),
+    ),
     (CHAT, {"messages": []}, "messages", ("messages must not be empty",)),
     (CHAT, {"messages": "hello"}, "messages", ("messages='hello' must be a list, not a string",)),
     (CHAT, {"messages": [{"role": "a bot", "content": "x"}]}, "messages[0].role", ("='a bot'", "letters, digits")),

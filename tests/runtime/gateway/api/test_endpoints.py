@@ -1,6 +1,7 @@
 """The endpoints over fake engines, without sockets: bodies, statuses, usage."""
 
 import asyncio
+import dataclasses
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -157,6 +158,36 @@ def test_what_goes_wrong_in_the_middle_ends_the_stream_with_an_error(path: str) 
         error = last["response"]["error"] if path == "/v1/responses" else last["error"]
         assert answer.status_code == 200 and error["code"] == "engine_dead" and "b " in answer.text
         assert [(record.status, record.output_tokens) for record in books.records] == [(503, 2)]
+
+    run(scene)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("completions", {"prompt": "x", "logprobs": 21}, "logprobs"),
+        ("completions", {"prompt": "x", "logprobs": -1}, "logprobs"),
+        ("completions", {"prompt": "x", "prompt_logprobs": 100}, "prompt_logprobs"),
+        ("chat/completions", CHAT | {"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ("responses", {"input": "x", "top_logprobs": 100}, "top_logprobs"),
+    ],
+)
+def test_more_log_probabilities_need_a_larger_limit_of_the_server(path, body, field) -> None:
+    async def scene() -> None:
+        engines = FakeEngines()
+        async with gateway(engines) as http:
+            refused = (await http.post(f"/v1/{path}", json=body)).json()["error"]
+            count = 256 if body[field] == -1 else body[field]
+            assert (
+                refused["param"] == field
+                and f"give 0 to 20, or start the server with --max-logprobs {count}" in (refused["message"])
+            )
+            engines.info = dataclasses.replace(engines.info, max_logprobs=count)
+            assert (await http.post(f"/v1/{path}", json=body)).status_code == 200
+            echoed = await http.post("/v1/completions", json={"prompt": "x", "echo": True, "logprobs": count})
+            assert echoed.status_code == 200
+        params = engines.asked[0].params
+        assert (params.prompt_logprobs if field == "prompt_logprobs" else params.logprobs) == body[field]
 
     run(scene)
 

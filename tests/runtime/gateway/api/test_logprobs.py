@@ -42,6 +42,14 @@ def test_tokens_of_the_same_text_keep_their_entries():
 def test_the_token_itself_is_always_among_the_likeliest(top):
     reported = completion_logprobs([place((4, b"far", 40), (1, b"a", 1), (2, b"b", 2), (3, b"c", 3))], [0], top)
     assert reported.top_logprobs == [dict([("a", -1.0), ("b", -2.0), ("c", -3.0)][:top]) | {"far": -40.0}]
+    assert next(iter(reported.top_logprobs[0])) == "far", "the first one, as in vLLM"
+
+
+def test_minus_one_is_all_tokens_that_the_engine_sent():
+    entry = place((4, b"far", 40), (1, b"a", 1), (2, b"b", 2))
+    assert completion_logprobs([entry], [0], -1).top_logprobs == [{"a": -1.0, "b": -2.0, "far": -40.0}]
+    assert [each.token for each in chat_logprobs([entry], -1).content[0].top_logprobs] == ["a", "b", "far"]
+    assert list(prompt_logprobs([entry], -1)[1]) == ["4", "1", "2"]
 
 
 def test_a_chat_has_the_token_itself_too():

@@ -151,7 +151,7 @@ SCORED = [[("given", [1, 2]), ("sampled", [3])]]
         (body_of([[("given", [1] * 4096), ("sampled", [1])]]), "sequences[0]", "4097 tokens, more than max_model_len"),
         (body_of([[("given", [-1]), ("sampled", [1])]]), "sequences[0].segments[0].token_ids[0]", "at least 0"),
         (body_of([[("guessed", [1])]]), "sequences[0].segments[0].kind", "must be 'given' or 'sampled'"),
-        (body_of(SCORED, top_logprobs=21), "top_logprobs", "at most 20"),
+        (body_of(SCORED, top_logprobs=21), "top_logprobs", "give 0 to 20"),
         (body_of(SCORED, temperature=1.0), "temperature", "there is no field `temperature`"),
         ({"model": "base", "text_1": "a", "text_2": "b"}, "text_1", "no reranker is served here"),
         ({"model": "base", "queries": ["a"], "documents": ["b"]}, "queries", "cross-encoder"),

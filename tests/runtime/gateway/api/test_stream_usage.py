@@ -12,9 +12,9 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
-def post(path: str, body: dict[str, Any]) -> tuple[int, Any]:
+def post(path: str, body: dict[str, Any], **settings: Any) -> tuple[int, Any]:
     async def scene() -> tuple[int, Any]:
-        async with gateway(FakeEngines()) as http:
+        async with gateway(FakeEngines(), **settings) as http:
             answer = await http.post(path, json=body)
         return answer.status_code, events(answer.text) if body.get("stream") else answer.json()
 
@@ -62,3 +62,11 @@ def test_an_option_with_an_effect_needs_a_stream(option: str) -> None:
     status, answer = post("/v1/chat/completions", BODIES["/v1/chat/completions"] | {"stream_options": {option: True}})
     assert status == 400 and answer["error"]["param"] == "stream_options"
     assert "needs stream=true" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_the_flag_of_the_server_is_as_if_the_client_had_asked(path: str) -> None:
+    options = {"continuous_usage_stats": True, "include_usage": True}
+    asked = post(path, BODIES[path] | {"stream": True, "stream_options": options})[1]
+    forced = post(path, BODIES[path] | {"stream": True}, force_usage=True)[1]
+    assert [usage(event) for event in forced[:-1]] == [usage(event) for event in asked[:-1]]

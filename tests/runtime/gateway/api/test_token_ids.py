@@ -10,12 +10,12 @@ HELLO = {"messages": [{"role": "user", "content": "hey"}], "max_tokens": 3}
 RENDERED = [ord(letter) for letter in "<user>hey<assistant>"]
 
 
-def ask(path, **body):
+def ask(path, tokens_as_ids=False, **body):
     """The answer's status, its JSON (or events), and the requests that the engines got."""
 
     async def run():
         engines = FakeEngines()
-        async with gateway(engines) as http:
+        async with gateway(engines, tokens_as_ids=tokens_as_ids) as http:
             answer = await http.post(path, json=body)
         streamed = body.get("stream") and answer.status_code == 200
         return answer.status_code, events(answer.text) if streamed else answer.json(), engines.asked
@@ -76,7 +76,10 @@ def test_tokens_are_named_by_their_ids():
     second = answer["choices"][0]["logprobs"]["content"][1]
     assert second["token"] == "token_id:1" and bytes(second["bytes"]) == b"b "
     assert [top["token"] for top in second["top_logprobs"]] == ["token_id:1", "token_id:2"]
-    _, stream, _ = chat(**HELLO, logprobs=True, return_tokens_as_token_ids=True, stream=True)
+    for value, names in ((None, ["token_id:0"]), (False, ["a "])):  # with the server's flag
+        _, answer, _ = complete(True, prompt="x", max_tokens=1, logprobs=1, return_tokens_as_token_ids=value)
+        assert answer["choices"][0]["logprobs"]["tokens"] == names
+    _, stream, _ = chat(True, **HELLO, logprobs=True, stream=True)
     scored = [event["choices"][0]["logprobs"] for event in stream[:-1]]
     assert [entry["token"] for each in scored if each for entry in each["content"]] == [
         f"token_id:{token}" for token in range(3)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from .....runtime.api.outputs import RequestOutput
-from .....runtime.api.sampling_params import MAX_LOGPROBS, SamplingParams
+from .....runtime.api.sampling_params import DEFAULT_MAX_LOGPROBS, SamplingParams
 from .....runtime.text.prompts import make_requests
 
 
@@ -105,7 +105,7 @@ def gaps(llm: Any, outputs: Sequence[RequestOutput], others: Sequence[RequestOut
         return []
     prefixes = [{"prompt_token_ids": [*one.prompt_token_ids, *both[0][:place]]} for one, both, place in pairs]
     speculation = None if llm.options.speculation == "off" else "off"
-    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=MAX_LOGPROBS, speculation=speculation)
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=DEFAULT_MAX_LOGPROBS, speculation=speculation)
     seen = llm.generate(prefixes, params, adapter=[one.adapter for one, _, _ in pairs], use_tqdm=False)
     found: list[float | None] = []
     for (_, both, place), scored in zip(pairs, seen, strict=True):
