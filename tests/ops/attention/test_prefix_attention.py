@@ -198,7 +198,7 @@ def test_kernels_fit(cache: torch.dtype, sequences: int) -> None:
     prefix = (*prefix_attention.fake(q, *stored, table, plan, 0.1), plan)
     (code,) = compile_launch(
         paged_attention.launch,
-        *(q, *stored, table, lens, meta(sequences + 1), 0.1, False, True, None, None, 0, 0, *prefix),
+        *(q, *stored, table, lens, meta(sequences + 1), 0.1, False, True, None, None, 0, 0, False, *prefix),
         out=(meta(sequences, 4096, dtype=BF16),),
         pdl=True,
     )
@@ -233,14 +233,14 @@ def test_on_the_gpu(sequences: int, pages: int, longest: int, heads: int, kv_hea
         prefix = [poison(each) for each in prefix_attention.fake(q, stored, scales, table, plan, scale)]
         prefix_attention.launch(q, stored, scales, table, plan, scale, out=tuple(prefix), pdl=pdl)
         out = poison(torch.empty_like(want))
-        args = (*batch.args(decode=True), None, None, 0, 0, *prefix, plan)
+        args = (*batch.args(decode=True), None, None, 0, 0, False, *prefix, plan)
         paged_attention.launch(*args, out=(out,), pdl=pdl)
         results.append(out)
         assert relative_error(out, want) < tolerance(batch)
         for got, right in zip(out, want, strict=True):
             assert relative_error(got, right) < 3 * tolerance(batch) if right.any() else not got.any()
     assert torch.equal(bits(results[0]), bits(results[1])) and torch.equal(bits(results[0]), bits(results[2]))
-    o, *_ = paged_attention_quant(*batch.args(False, True), True, INT8, 0, None, None, 0, 0, *prefix, plan)
+    o, *_ = paged_attention_quant(*batch.args(False, True), True, INT8, 0, None, None, 0, 0, False, *prefix, plan)
     assert relative_error(o, want) < tolerance(batch)
     in_blocks = (q, stored, scales, table, lens, scale, INT8, 0, None, 1, *prefix, plan)
     blocks = tuple(poison(each) for each in paged_attention_blocks.fake(*in_blocks))

@@ -57,7 +57,7 @@ class Step:
         if once:
             prefix = prefix_attention.fake(*own, self.plan, scale)
             prefix_attention.launch(*own, self.plan, scale, out=prefix, pdl=True)
-            prefix = (None, None, 0, 0, *prefix, self.plan)
+            prefix = (None, None, 0, 0, False, *prefix, self.plan)
         paged_attention.launch(*own, self.lens, self.starts, scale, False, True, *prefix, out=(self.out,), pdl=True)
 
     def us(self, once: bool, repeats: int) -> float:
