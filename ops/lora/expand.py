@@ -174,8 +174,9 @@ def expand_once_kernel(
         shrunk = expand_operand(shrunk, delta.dtype.element_ty, b.dtype.element_ty)
         result = dot_ieee(widened(b_rows, shrunk.dtype), shrunk, tl.zeros([COLUMNS, TILE], tl.float32))
         if BLOCKS > 1:
-            # a bound that is unknown at compile time: with the loop unrolled, the blocks would share the registers
-            for block in range(1, tl.cdiv(ranks, RANKS)):
+            # a bound that is unknown at compile time: with the loop unrolled, the blocks would share the registers;
+            # one stage: pipelined, the planes of a long reduction would not fit into shared memory
+            for block in tl.range(1, tl.cdiv(ranks, RANKS), num_stages=1):
                 more = block * RANKS + rank
                 b_rows = tl.load(
                     b + at[:, None] * ranks + more[None, :], mask=wanted[:, None] & (more < ranks)[None, :], other=0.0
@@ -234,7 +235,7 @@ def expand_kernel(
                 shrunk = expand_operand(shrunk, delta.dtype.element_ty, b.dtype.element_ty)
             result = dot_ieee(widened(b_rows, shrunk.dtype), shrunk, tl.zeros([COLUMNS, TILE], tl.float32))
             if BLOCKS > 1:
-                for block in range(1, tl.cdiv(ranks, RANKS)):
+                for block in tl.range(1, tl.cdiv(ranks, RANKS), num_stages=1):
                     more_rows, scale = _load_b(
                         b, b_scale, tiles, item, end, blocks_per_tile, n, ranks, WIDTH0, WIDTH1, WIDTH2, COLUMNS, RANKS,
                         block * RANKS,

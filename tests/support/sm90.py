@@ -25,14 +25,19 @@ from sidestream.ops.core.triton_support import INTERPRETED
 
 __all__ = ["MachineCode", "compile_launch", "launched", "reads_under_way"]
 
+SHARED_MEMORY = 227 * 1024
+"""Bytes of shared memory that a program can have on Hopper (CUDA C++ Programming Guide, compute capability 9.0)."""
 _HANDED_OVER = re.compile(r"mbarrier\.arrive\.(?!expect_tx)|cp\.async\.bulk\.tensor\.\w+\.shared")
 
 
 def compile_launch(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[MachineCode]:
-    """Call `function`, compiling for sm_90 every kernel that it would have launched."""
+    """Call `function`, compiling for sm_90 every kernel that it would have launched. Fails for one that cannot run."""
     if INTERPRETED:
         pytest.skip("nothing is compiled under TRITON_INTERPRET=1")
-    return machine_code.compile_launch(function, *args, **kwargs)
+    compiled = machine_code.compile_launch(function, *args, **kwargs)
+    for code in compiled:
+        assert code.shared_bytes <= SHARED_MEMORY, f"{code.name} needs {code.shared_bytes} bytes of shared memory"
+    return compiled
 
 
 def launched(op: Op, *args: Any, **options: Any) -> list[MachineCode]:

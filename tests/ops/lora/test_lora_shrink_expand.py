@@ -388,6 +388,15 @@ def test_machine_code(dtype: torch.dtype, tokens: int, k: int, ranks: int, slice
         assert ".v4." in expand.ptx_text[: expand.ptx_text.index(wait)], "B's rows are not loaded before the wait"
 
 
+@pytest.mark.machine_code
+@pytest.mark.parametrize(("tokens", "ranks"), [(8, 144), (8, 256), (2048, 256)])
+@pytest.mark.parametrize("dtype", [BF16, FP8, INT8])
+def test_many_planes_of_many_ranks_fit(dtype: torch.dtype, tokens: int, ranks: int) -> None:
+    """`compile_launch` checks the shared memory. The looping expand of 16-bit rows spills some registers."""
+    _, expand = machine_code(tokens, 14336, ranks, [4096], dtype)
+    assert expand.spills == 0 or dtype == BF16
+
+
 def test_fp32_machine_code_keeps_fp32() -> None:
     for code in machine_code(64, 256, 32, [256, 64, 64], F32):
         assert code.spills == 0 and code.sass["HMMA"] == 0 and code.sass["FFMA"] > 0
