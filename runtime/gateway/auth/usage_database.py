@@ -63,6 +63,8 @@ _NEWEST = (
     "SELECT id, time FROM payloads ORDER BY id DESC LIMIT 1",
 )
 """Queries that read the pages to which the next records are written."""
+CACHE_KIB = 256
+"""Memory of the writer's page cache. It appends; the default of 2 MB would fill over the first thousands of requests."""
 MAX_ROWID = 1 << 62
 EXACT_SKIP = 1024
 _CREATE_COPY = """
@@ -128,6 +130,7 @@ def open_to_write(path: Path, check_pages: bool = False) -> sqlite3.Connection:
     try:
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
         if _is_empty(connection):
             try:
                 connection.executescript(_CREATE)
