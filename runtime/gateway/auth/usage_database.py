@@ -64,7 +64,7 @@ _NEWEST = (
 )
 """Queries that read the pages to which the next records are written."""
 CACHE_KIB = 256
-"""Memory of the writer's page cache. It appends; the default of 2 MB would fill over the first thousands of requests."""
+"""Memory of the writer's page cache. It appends; SQLite's default of 2 MB would fill over thousands of requests."""
 MAX_ROWID = 1 << 62
 EXACT_SKIP = 1024
 _CREATE_COPY = """
