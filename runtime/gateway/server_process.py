@@ -23,6 +23,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from ..processes.channel import Channel, ChannelClosed
+from ..processes.garbage_collection import PeriodicCollection, exclude_loaded_objects
 from ..processes.logs import configure_logging
 from ..processes.watchdog import HEARTBEAT_SECONDS
 from .addresses import is_loopback_name
@@ -173,11 +174,13 @@ async def _serve(
     url = url_of(listener)
 
     async def beat() -> None:
-        ready = False
+        ready, collection = False, PeriodicCollection()
         while True:
             if server.started and not ready:
                 ready = True
+                exclude_loaded_objects()
                 on_ready(url)
+            collection.collect_if_due()
             if channel is not None:
                 channel.send_heartbeat()
             await asyncio.sleep(HEARTBEAT_SECONDS if ready else 0.02)

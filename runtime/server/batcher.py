@@ -26,7 +26,7 @@ from ... import __version__
 from ..api.adapter_versions import AdapterVersion
 from ..api.sampling_defaults import SamplingDefaults
 from ..processes.channel import Channel, ChannelClosed
-from ..processes.garbage_collection import PeriodicCollection, raise_gc_thresholds
+from ..processes.garbage_collection import PeriodicCollection, exclude_loaded_objects
 from ..processes.logs import configure_logging
 from ..processes.watchdog import HEARTBEAT_SECONDS, STALL_SECONDS, AwakeClock
 from ..protocol.adapter_map import AdapterEntry
@@ -153,7 +153,7 @@ class Batcher:
         `early`: orders that arrived together with the settings.
         """
         _raise_descriptor_limit()
-        _configure_garbage_collection()
+        exclude_loaded_objects()
         collection = PeriodicCollection()
         next_tick = next_heartbeat = 0.0
         try:
@@ -400,13 +400,6 @@ def _raise_descriptor_limit() -> None:
     wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _configure_garbage_collection() -> None:
-    """Exclude loaded modules from collections, which would take milliseconds in the middle of a step."""
-    gc.collect()
-    gc.freeze()
-    raise_gc_thresholds()
 
 
 def run(fd: int) -> int:
