@@ -38,7 +38,7 @@ def test_cycles_are_freed_at_each_collection(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_slow_collections_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    garbage = PeriodicCollection(clock)
+    garbage = PeriodicCollection(clock, clock)
 
     def slow() -> None:
         clock.now += 0.5
