@@ -25,8 +25,8 @@ from sidestream.ops.core.triton_support import INTERPRETED
 
 __all__ = ["MachineCode", "compile_launch", "launched", "reads_under_way"]
 
-SHARED_MEMORY = 227 * 1024
-"""Bytes of shared memory that a program can have on Hopper (CUDA C++ Programming Guide, compute capability 9.0)."""
+SHARED_MEMORY = 228 * 1024
+"""Bytes of shared memory of an SM of Hopper (CUDA C++ Programming Guide, compute capability 9.0)."""
 _HANDED_OVER = re.compile(r"mbarrier\.arrive\.(?!expect_tx)|cp\.async\.bulk\.tensor\.\w+\.shared")
 
 

@@ -160,7 +160,7 @@ def test_prefix_kernel_in_threads(heads: int, kv_heads: int, programs: int) -> N
 def test_misfits_are_named() -> None:
     batch = mixed()
     prefix, lse, plan = prefix_of(batch)
-    args = (*batch.args(decode=True), None, None, 0, 0)
+    args = (*batch.args(decode=True), None, None, 0, 0, False)
     assert torch.equal(paged_attention(*args, prefix, lse, plan), paged_attention(*args))
     for more, named in (
         ((prefix, lse, None), "together"),
@@ -170,7 +170,7 @@ def test_misfits_are_named() -> None:
         with pytest.raises(ValueError, match=named):
             paged_attention(*args, *more)
     with pytest.raises(ValueError, match="decode=False"):
-        paged_attention(*batch.args(), None, None, 0, 0, prefix, lse, plan)
+        paged_attention(*batch.args(), None, None, 0, 0, False, prefix, lse, plan)
     with pytest.raises(ValueError, match="8-bit cache"):
         prefix_attention(batch.q, batch.kv_cache.float(), batch.kv_scales, batch.block_table, plan, 0.1)
     with pytest.raises(ValueError, match="plan is"):
