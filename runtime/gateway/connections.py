@@ -188,12 +188,12 @@ def limited_protocol(base: type[Any], connections: ConnectionPool) -> type[Any]:
         def connection_lost(self, exc: Exception | None) -> None:
             if self._pool is None:
                 return
-            self._batching.writable = False
             self._pool.remove(self)
             for timer in (self._header_timer, self._write_timer, self._probe_timer, self._linger_timer):
                 if timer is not None:
                     timer.cancel()
             super().connection_lost(exc)
+            self._batching.forget_protocol()
 
         def evict(self) -> None:
             """Leave the pool and close."""

@@ -165,6 +165,11 @@ class BatchingTransport(asyncio.Transport):
         else:
             self.lingering = True
 
+    def forget_protocol(self) -> None:
+        """Drop `linger` of a lost connection: it would keep protocol, transport and request in a reference cycle."""
+        self.writable = False
+        self._linger = lambda: False
+
     def abort(self) -> None:
         self.writable = False
         self._transport.abort()

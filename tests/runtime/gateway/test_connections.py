@@ -2,6 +2,7 @@
 cuts the rest, and other clients do not notice.
 """
 
+import gc
 import json
 import random
 import socket
@@ -56,6 +57,30 @@ def test_pipelined_requests_are_answered_in_order() -> None:
         data = until_end(peer).decode()
         first, second, third = data.split("HTTP/1.1 200")[1:]
         assert "a b c " in first and "[DONE]" in second and '"text":"a "' in third
+
+
+def test_a_closed_connection_leaves_no_reference_cycle() -> None:
+    """Its memory is free at once, and not at the next garbage collection."""
+
+    def kept() -> list[object]:
+        return [each for each in gc.get_objects() if type(each).__name__ in ("LimitedProtocol", "RequestResponseCycle")]
+
+    with listening(FakeEngines()) as place:
+        gc.collect()
+        gc.disable()
+        try:
+            before = len(kept())
+            for body in (b"not JSON", b'{"prompt": "x", "max_tokens": 2}', b'{"prompt": "x", "stream": true}'):
+                for more in (b"", b"Connection: close\r\n"):
+                    with connected(place) as peer:
+                        peer.sendall(request(body, more))
+                        peer.recv(100)
+            until = time.monotonic() + 60
+            while len(kept()) > before and time.monotonic() < until:
+                time.sleep(0.05)
+            assert len(kept()) == before
+        finally:
+            gc.enable()
 
 
 def test_a_half_header_and_an_unread_answer_do_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
