@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
 
 from ...ops.core.registry import NAMESPACE, OPS, Op
 from ...ops.lora.lora import lora
@@ -208,14 +209,18 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode | None:
     return None
 
 
-def _value_mode(graph: fx.Graph) -> AbstractContextManager[Any]:
-    """Return the context for new values: the graph's fake mode, or no mode for a specialized graph's meta tensors."""
-    mode = fake_mode_of(graph)
-    if mode is None and not any(
-        isinstance(value := node.meta.get("val"), torch.Tensor) and value.is_meta for node in graph.nodes
-    ):
-        raise ValueError("the graph holds no fake tensors; capture it first")
-    return mode or nullcontext()
+def _value_mode(graph: fx.Graph, inputs: Any) -> AbstractContextManager[Any]:
+    """Return the context for values computed from `inputs`: their fake mode, or no mode for meta tensors of a
+    specialized graph. Without a tensor among them, the first one of the graph decides; a search of the whole graph for
+    each new node would take longer than the passes.
+    """
+    for values in (pytree.tree_leaves(inputs), (node.meta.get("val") for node in graph.nodes)):
+        for value in values:
+            if isinstance(value, FakeTensor):
+                return value.fake_mode
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                return nullcontext()
+    raise ValueError("the graph holds no fake tensors; capture it first")
 
 
 def insert_call(graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.Node | None = None) -> fx.Node:
@@ -223,8 +228,9 @@ def insert_call(graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.No
     if isinstance(target, Op):
         target = target.overload
     node = graph.create_node("call_function", target, args, name=getattr(target, "_opname", None))
-    with _value_mode(graph), torch.no_grad():
-        node.meta["val"] = target(*value_of(args))
+    inputs = value_of(args)
+    with _value_mode(graph, inputs), torch.no_grad():
+        node.meta["val"] = target(*inputs)
     if like is not None:
         for key in ("stack_trace", "nn_module_stack"):
             if key in like.meta:
