@@ -16,6 +16,7 @@ from .cost.timings import Timings
 from .graph.capture import Captured, capture_module
 from .graph.materialize import materialize
 from .graph.recipe import Recipe
+from .graph.repeated_layers import capture_model
 from .options import CompileOptions
 from .pass_records import PassRecord, pass_table
 from .pipeline import PASSES, Optimized, Pass, check_disabled, optimize
@@ -53,8 +54,7 @@ def compile_model(
     Raises CaptureError, OptionError, or PassCountError when a pass has an unexpected number of matches.
     """
     options = options or CompileOptions()
-    own: Any = module
-    if example_inputs is None and not hasattr(own, "example_inputs"):
+    if example_inputs is None and not hasattr(module, "example_inputs"):
         raise TypeError(
             f"{type(module).__name__} has no example_inputs(); pass example_inputs={{...}} with the arguments to "
             "capture it with"
@@ -66,11 +66,13 @@ def compile_model(
 
     def make(text: bool) -> Optimized:
         nonlocal kept
-        given, symbols = (
-            (own.example_inputs(), own.dynamic_shapes()) if example_inputs is None else (example_inputs, dynamic_shapes)
-        )
-        inputs = dict(given) if isinstance(given, Mapping) else given
-        captured = kept or capture_module(module, inputs, symbols)
+        if kept is not None:
+            captured = kept
+        elif example_inputs is None:
+            captured = capture_model(module)
+        else:
+            inputs = dict(example_inputs) if isinstance(example_inputs, Mapping) else example_inputs
+            captured = capture_module(module, inputs, dynamic_shapes)
         kept = None if text else captured.copy()  # for `dump`
         return optimize(captured, options, names, passes, text=text)
 

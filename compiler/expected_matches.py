@@ -4,8 +4,8 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from .graph.layer_names import LAYER
 from .options import CompileOptions
-from .program.layers import LAYER
 
 _LORA = re.compile(r"lora_a\b|lora_a[._]", re.IGNORECASE)
 _PART = re.compile(r"\.lora_(gain|shift)$")

@@ -4,8 +4,10 @@ The compiler captures the module; eager runs with the reference ops check the co
 sequences share one dimension T; keys and values are in a paged cache.
 """
 
+import copy
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 
 import torch
 import torch.nn.functional as F
@@ -309,6 +311,19 @@ class Llama(nn.Module):
         """Return name -> value of the buffers that are computed from the config, on the CPU also for a meta model."""
         return {INV_FREQ: inverse_frequencies(self.config)}
 
+    def layer_modules(self) -> Sequence[nn.Module]:
+        """Return the decoder layers."""
+        return list(self.model.layers)
+
+    def with_layers(self, layers: Sequence[int]) -> Optional["Llama"]:
+        """Return a model of these layers, which shares their tensors; None with `features`."""
+        if self.model.features:
+            return None
+        fewer, decoder = copy.copy(self), copy.copy(self.model)
+        decoder._modules = {**self.model._modules, "layers": nn.ModuleList(self.model.layers[each] for each in layers)}
+        fewer._modules = {**self._modules, "model": decoder}
+        return fewer
+
     def example_inputs(self, tokens: int = 24, sequences: int = 6, pages: int = 16, blocks: int = 4) -> dict[str, Any]:
         """Return keyword arguments of `forward` for capture; sizes differ, so that no dimensions are merged."""
         device = self.model.norm.weight.device
@@ -326,14 +341,12 @@ class Llama(nn.Module):
             "context_lens": integers(sequences),
             "query_start": integers(sequences + 1),
             "logits_indices": integers(sequences),
-            "kv_caches": [
-                torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(self.config.num_hidden_layers)
-            ],
+            "kv_caches": [torch.zeros(shape, dtype=self.dtype, device=device) for _ in self.model.layers],
         }
 
     def dynamic_shapes(self) -> dict[str, Any]:
         """Return the symbolic dimensions of `example_inputs`, for `torch.export.export(..., strict=False)`."""
-        caches = [{0: PAGES} for _ in range(self.config.num_hidden_layers)]
+        caches = [{0: PAGES} for _ in self.model.layers]
         return {**STEP_SHAPES, "logits_indices": {0: SEQUENCES}, "kv_caches": caches}
 
 

@@ -1,23 +1,15 @@
 """Decoder layer of a graph's node or a program's step; HEAD before the first layer, TAIL after the last."""
 
-import re
 from collections.abc import Iterable
 
 from torch import fx
 
+from ..graph.layer_names import layer_of_name
 from ..graph.recipe import Recipe
 from .program import Program
 
 HEAD = -1
 TAIL = 1_000_000
-LAYER = re.compile(r"layers[._](?:modules_)?_?(\d+)")
-_CACHE = re.compile(r"kv_(?:cache|scale)s?_(\d+)")
-
-
-def layer_of_name(name: str) -> int | None:
-    """Return the layer in the name of a module, checkpoint tensor or KV cache; None without one."""
-    found = LAYER.search(name) or _CACHE.fullmatch(name)
-    return None if found is None else int(found[1])
 
 
 def graph_layers(graph: fx.Graph) -> dict[fx.Node, int]:

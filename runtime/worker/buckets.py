@@ -122,6 +122,10 @@ class Buckets:
         verify = [self._make_verify(*size, *variant) for size in sizes for variant in self._variants()]
         return [*self.decode_buckets(), *verify]
 
+    def built_at_start(self) -> list[Bucket]:
+        """Return the buckets whose programs are built by the end of a start on a GPU, in that order."""
+        return [*self.warm_up_buckets(), *self.captured_buckets(), *self.later_buckets()]
+
     def chain_bucket(self, sequences: int, lora: bool) -> Bucket:
         """Return the bucket of a trained draft's chain: one row per sequence."""
         return self._make(sequences, sequences, decode=True, lora=lora)

@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,6 +50,7 @@ from .cpu_threads import limit_cpu_threads
 from .memory_budget import NO_DEMAND, Specs, kv_specs, min_over_ranks, nbytes, num_host_pages, num_kv_pages, specs_of
 from .model_runner import ModelRunner
 from .page_copier import PageCopier, stacked_specs, unstacked
+from .program_processes import ProgramProcesses, number_of_processes
 from .progress import print_line, progress, stage
 from .sleep import SleepControl, Sleeper
 from .token_history import TokenHistory
@@ -298,8 +299,8 @@ def load_model(
         check_exact_adapters(lora)
     registry.draft_lora = draft_lora_shape(registry, slots, engine.max_lora_rank) if lora is not None else None
     print_line(precision_line(source, options, calibration, rounding), engine.show_progress)
-    with _paused_garbage_collection():
-        return _build(source, options, compiler_options, calibration, rounding, sizes, registry, slots, lora)
+    with _paused_garbage_collection(), ExitStack() as stack:
+        return _build(source, options, compiler_options, calibration, rounding, sizes, registry, slots, lora, stack)
 
 
 def precision_line(
@@ -333,9 +334,10 @@ def _build(
     registry: AdapterRegistry,
     slots: int,
     lora: LoraShape | None,
+    stack: ExitStack,
 ) -> Model:
-    """Compile, load and bind a model. Only programs of the compiler's own pass list are cached on disk, because the
-    cache's keys have only the names of passes.
+    """Compile, load and bind a model. Processes of the start are in `stack`. Only programs of the compiler's own pass
+    list are cached on disk, because the cache's keys have only the names of passes.
     """
     config, engine, device = source.config.up_to(sizes.max_model_len), options.engine, options.device
     seconds: dict[str, float] = {}
@@ -352,7 +354,8 @@ def _build(
 
         key: dict[str, object] = {"config": asdict(config), "lora": None if lora is None else lora.key}
         key |= {"features": features} if features else {}
-        compiled = compile_model(model, compiler_options, passes=options.passes, cache=make_cache(key), text=False)
+        cache = make_cache(key)
+        compiled = compile_model(model, compiler_options, passes=options.passes, cache=cache, text=False)
         buckets = Buckets(
             sizes.max_num_seqs,
             sizes.max_num_batched_tokens,
@@ -366,6 +369,9 @@ def _build(
         largest = compiled.program(buckets.largest())
         if compiler_options.exact:
             check_exact_program(largest)
+        missing = [] if cache is None or device.type == "cpu" else compiled.missing_programs(buckets.built_at_start())
+        count = number_of_processes(len(missing), compiler_options.tensor_parallel)
+        processes = stack.enter_context(ProgramProcesses(missing, compiled.keep, count))
         draft = None
         if head is not None:
             draft = DraftModel(
@@ -451,7 +457,7 @@ def _build(
         registry.lora = lora
         # on another thread, while graphs are captured
         slot_loader.prefetch_later(list(registry.numbers.values())[: engine.max_cpu_loras])
-    seconds["programs_and_graphs"] = runner.warm_up(engine.show_progress)
+    seconds["programs_and_graphs"] = runner.warm_up(engine.show_progress, processes.wait)
     step_times: tuple[tuple[int, int, float], ...] = ()
     if engine.speculation == "auto":
         with _timed(seconds, "step_times"):

@@ -108,10 +108,10 @@ class ModelRunner:
         """All weights, adapter stacks and KV caches by name, for other programs."""
         return self._tensors
 
-    def warm_up(self, show_progress: bool = False) -> float:
+    def warm_up(self, show_progress: bool = False, wait: Callable[[Bucket], object] = lambda bucket: None) -> float:
         """GPU only: compile every kernel that a step can launch, and capture the program of every decode bucket.
 
-        Returns the time in seconds.
+        `wait` waits until another process has built a bucket's program. Returns the time in seconds.
 
         The mixed buckets of few sequences launch all kernels of those with more; a test checks this.
         """
@@ -121,6 +121,7 @@ class ModelRunner:
             compiling = stage("compiling kernels, a minute or more at the first start", show_progress)
             with compiling, KernelsAhead(self.device) as ahead:
                 for bucket in progress([*mixed, *decode], "making programs", "program", show_progress):
+                    wait(bucket)
                     for bound in self._program(bucket).all_bound:
                         ahead.add(bound)
                 ahead.call(partial(self._sampler.warm_up, self._program(mixed[0]).logits))
@@ -129,7 +130,10 @@ class ModelRunner:
                 for bound in self.trained_draft.bound_chains() if self.trained_draft is not None else ():
                     ahead.add(bound)
                 # stored now: after a start from the cache a step would first have to trace the model
-                rest = self.compiled.missing_programs(self.buckets.later_buckets())
+                later = self.buckets.later_buckets()
+                for bucket in later:
+                    wait(bucket)
+                rest = self.compiled.missing_programs(later)
                 for bucket in progress(rest, "making programs of more sequences", "program", show_progress):
                     self.compiled.keep(bucket)
             for bucket in mixed if self.captures else [*mixed, *decode]:

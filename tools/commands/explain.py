@@ -132,7 +132,7 @@ def changes_of(config: Any, lora: Any, options: Any, bucket: Any, assume: Any, g
 
 def capturer(config: Any, lora: Any) -> Callable[[Any], tuple[Any, list[str]]]:
     """Return a function options -> (a new graph of the model, names of its tensors); each dtype is captured once."""
-    from ...compiler.graph.capture import capture_module
+    from ...compiler.graph.repeated_layers import capture_model
     from ...graphs.llama import Llama
 
     known: dict[Any, tuple[Any, list[str]]] = {}
@@ -141,7 +141,7 @@ def capturer(config: Any, lora: Any) -> Callable[[Any], tuple[Any, list[str]]]:
         if options.model_dtype not in known:
             model = Llama(config, lora, options.model_dtype, device="meta")
             names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
-            known[options.model_dtype] = capture_module(model, model.example_inputs(), model.dynamic_shapes()), names
+            known[options.model_dtype] = capture_model(model), names
         captured, names = known[options.model_dtype]
         return captured.copy(), names
 

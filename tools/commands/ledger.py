@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
             f"--max-loras {options.max_loras} has no room for all {len(names)} adapters, which the batch mixes; "
             "leave it out"
         )
-    from ...compiler.graph.capture import capture_module
+    from ...compiler.graph.repeated_layers import capture_model
     from ...compiler.inspect.ledger import CAPTURE, PROGRAM, as_json, as_text, largest, ledger
     from ...compiler.options import CompileOptions
     from ...compiler.pipeline import check_disabled
@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
     model = load_model(options, directory, compile_options.model_dtype)
     reference = reference_logits(load_model(options, directory, None), inputs) if options.reference == "fp32" else None
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    captured = capture_module(model, model.example_inputs(), model.dynamic_shapes())
+    captured = capture_model(model)
     rows = ledger(captured, compile_options, inputs, state, reference=reference)
     adapters = ", ".join(names) or "none"
     print(

@@ -10,9 +10,9 @@ from ....ops.attention.rope_append import rope_append
 from ....ops.core.dtypes import QUANTIZED_MAX
 from ....ops.elementwise.rms_norm import add_rms_norm, rms_norm
 from ....ops.lora.adjust import lora_adjust
+from ...graph.layer_names import layer_of_name
 from ...graph.nodes import aten, bind, calls, insert_placeholder, is_call, set_operands, shape_of, through_views
 from ...graph.recipe import Recipe, cat, key_balance, multiply, norm_balance
-from ...program.layers import layer_of_name
 from ..base import Context, PassReport, Refused, rewrite_each
 
 

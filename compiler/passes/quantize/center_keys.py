@@ -5,9 +5,9 @@ from torch import fx
 
 from ....ops.attention.append_kv import append_kv
 from ....ops.core.dtypes import QUANTIZED_MAX
+from ...graph.layer_names import layer_of_name
 from ...graph.nodes import bind, calls, insert_placeholder, set_operands, shape_of
 from ...graph.recipe import Recipe, calibrated, hadamard, sliced
-from ...program.layers import layer_of_name
 from ..base import Context, PassReport, Refused, rewrite_each
 from .quantize_kv import is_rotated
 

@@ -7,8 +7,8 @@ from ....ops.attention.append_kv import append_kv
 from ....ops.attention.paged_attention import paged_attention
 from ....ops.core.kv_layout import PAGE_SIZE
 from ....ops.elementwise.hadamard import hadamard
+from ...graph.layer_names import layer_of_name
 from ...graph.nodes import bind, calls, insert_call, insert_placeholder, is_call, set_operands, shape_of
-from ...program.layers import layer_of_name
 from ..base import Context, PassReport, Refused, rewrite_each
 
 

@@ -4,10 +4,10 @@ from torch import fx
 
 from ....ops.attention.append_kv import append_kv
 from ....ops.attention.paged_attention import paged_attention
+from ...graph.layer_names import layer_of_name
 from ...graph.nodes import bind, calls, is_call, set_operands, shape_of, through_views
 from ...graph.projections import adjustment_of, producing_weights, reading_weights
 from ...graph.recipe import hadamard
-from ...program.layers import layer_of_name
 from ..base import Context, PassReport, Refused, rewrite_each
 
 

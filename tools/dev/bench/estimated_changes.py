@@ -15,7 +15,7 @@ import torch
 from ....compiler.build_program import build_program
 from ....compiler.cost.bytes_and_flops import Assumptions
 from ....compiler.cost.estimate import estimate, total_seconds
-from ....compiler.graph.capture import capture_module
+from ....compiler.graph.repeated_layers import capture_model
 from ....compiler.options import CompileOptions
 from ....compiler.pass_records import columns
 from ....compiler.pipeline import PASSES, optimize
@@ -101,7 +101,7 @@ class _Estimates:
             config = LlamaConfig.from_dict({**LLAMA_8B, "vocab_size": VOCABULARY, "num_hidden_layers": depth})
             model = Llama(config, LORA, torch.bfloat16, device="meta")
             names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
-            self.captured[depth] = capture_module(model, model.example_inputs(), model.dynamic_shapes()), names
+            self.captured[depth] = capture_model(model), names
         self.graphs: dict[CompileOptions, dict[int, torch.fx.GraphModule]] = {}
 
     def layer(self, arm: Arm) -> Layer:

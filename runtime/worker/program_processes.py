@@ -1,0 +1,123 @@
+"""Processes that build programs for a start, while this process loads weights and compiles kernels.
+
+They are forked after the passes have run, so each has the optimized graph, and save programs in the program cache. They
+do not use the GPU. A program that is not built in time, or whose process has died, is built here.
+"""
+
+import ctypes
+import logging
+import os
+import selectors
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from ...compiler.program.program import Bucket
+
+MOST_PROCESSES = 8
+LEAST_PROGRAMS = 8
+"""Fewer programs per process are not worth a fork."""
+STALL_SECONDS = 60.0
+"""A process that builds no program for so long is killed."""
+PR_SET_PDEATHSIG = 1
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Process:
+    """A forked process: the buckets of its programs, and how many are built."""
+
+    pid: int
+    progress: int
+    buckets: Sequence[Bucket]
+    built: int = 0
+
+
+class ProgramProcesses:
+    """Context in which processes call `build` for each of `buckets`; it ends when all are built.
+
+    with ProgramProcesses(buckets, compiled.keep, number_of_processes(len(buckets))) as processes:
+        processes.wait(bucket)  # before its program is read from the cache
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], build: Callable[[Bucket], object], count: int) -> None:
+        """Fork `count` processes; none if it is 0."""
+        self._processes: list[_Process] = []
+        for place in range(count):
+            share = [replace(bucket, pages=1) for bucket in buckets[place::count]]  # as the cache stores programs
+            ours, theirs = os.pipe()
+            with warnings.catch_warnings():
+                # Python warns of locks that other threads hold; the child runs the compiler only, which takes none
+                warnings.simplefilter("ignore", DeprecationWarning)
+                pid = os.fork()
+            if pid == 0:
+                _build_all(share, build, theirs)
+            os.close(theirs)
+            self._processes.append(_Process(pid, ours, share))
+
+    def wait(self, bucket: Bucket) -> None:
+        """Wait until a bucket's program is built for any number of pages, or its process has ended."""
+        bucket = replace(bucket, pages=1)
+        for process in list(self._processes):
+            if bucket in process.buckets:
+                while process.buckets.index(bucket) >= process.built and self._receive(process):
+                    pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in list(self._processes):
+            if error is not None:
+                os.kill(process.pid, signal.SIGKILL)
+            while self._receive(process):
+                pass
+
+    def _receive(self, process: _Process) -> bool:
+        """Wait for a process's next program. Return False at its end, and forget it."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.progress, selectors.EVENT_READ)
+            if not selector.select(STALL_SECONDS):
+                os.kill(process.pid, signal.SIGKILL)
+        received = os.read(process.progress, len(process.buckets))
+        process.built += len(received)
+        if not received:
+            self._processes.remove(process)
+            os.close(process.progress)
+            _, status = os.waitpid(process.pid, 0)
+            if process.built < len(process.buckets):
+                _log.debug("a process that builds programs ended with status %d after %d", status, process.built)
+        return bool(received)
+
+
+def number_of_processes(programs: int, ranks: int = 1) -> int:
+    """Return the number of processes for so many programs, on a machine whose cores are shared by `ranks` starts."""
+    if not sys.platform.startswith("linux"):
+        return 0
+    cores = len(os.sched_getaffinity(0)) // ranks - 1  # one compiles kernels
+    count = min(MOST_PROCESSES, cores, programs // LEAST_PROGRAMS)
+    return count if count > 1 else 0
+
+
+def _build_all(buckets: Sequence[Bucket], build: Callable[[Bucket], object], progress: int) -> None:
+    """Build the programs in a forked process, and end it."""
+    code = 1
+    try:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        torch.set_num_threads(1)  # the threads of this process's parent are not there
+        for bucket in buckets:
+            build(bucket)
+            os.write(progress, b".")
+        code = 0
+    finally:
+        os._exit(code)
