@@ -3,7 +3,6 @@
 bench           benches that no command runs
 chaos           attack a live server while healthy clients check every answer
 fleet           the same for a fleet on Ray Serve
-simulate_fleet  the gateway's router before simulated engines
 eval30m         train our evaluation model and its adapters, and evaluate them
 drafts          train a draft head for a model
 train           train the demo model (tools/demo_model)

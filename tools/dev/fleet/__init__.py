@@ -1,6 +1,5 @@
-"""Load and faults for a fleet on Ray Serve.
+"""Faults of a fleet on Ray Serve.
 
 chaos         kill replicas while clients check every answer
 http_clients  clients of the fleet's gateway
-capacity      number of engines that a load needs
 """

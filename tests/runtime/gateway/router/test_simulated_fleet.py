@@ -3,18 +3,27 @@
 import random
 
 import pytest
-from sidestream.tools.dev.simulate_fleet.__main__ import arrivals_of, main, rate_of
-from sidestream.tools.dev.simulate_fleet.engines import Arrival, Engine, Sizes, simulate
-from sidestream.tools.dev.simulate_fleet.policies import RoundRobin, Routed, TwoChoices
-from sidestream.tools.dev.simulate_fleet.steps import ADAPTERS, SEQUENCES, StepTimes
+from support.simulated_fleet import Arrival, Engine, RoundRobin, Routed, Sizes, StepTimes, TwoChoices, simulate
 
-TIMES = StepTimes(tuple(tuple(0.002 + 1e-5 * (count + each) for each in ADAPTERS) for count in SEQUENCES), 1e-5)
+TIMES = StepTimes()
+PROMPT, TOKENS = 512, 128
 
 
-def test_times_between_estimates_are_linear():
-    assert TIMES.step(1, 1) == pytest.approx(0.00202) and TIMES.step(40, 1) == pytest.approx(0.00241)
-    assert TIMES.step(9999, 9999) == pytest.approx(0.002 + 1e-5 * (256 + 32))
-    assert TIMES.step(100, 20) == pytest.approx(0.0032)
+def arrivals_of(count: int, rate: float, adapters: int, exponent: float, source: random.Random) -> list[Arrival]:
+    """Poisson arrivals, `rate` per second; adapter k is drawn in proportion to k ** -exponent."""
+    weights = [(rank + 1) ** -exponent for rank in range(adapters)]
+    now, found = 0.0, []
+    for adapter in source.choices(range(adapters), weights, k=count):
+        now += source.expovariate(rate)
+        prompt, tokens = (source.randint(mean // 2, mean * 3 // 2) for mean in (PROMPT, TOKENS))
+        found.append(Arrival(now, adapter, prompt, tokens))
+    return found
+
+
+def rate_of(sizes: Sizes, load: float) -> float:
+    """Requests per second for this share of the highest rate of an engine, with all its slots in use."""
+    step = TIMES.step(sizes.capacity, min(sizes.capacity, sizes.slots)) / sizes.capacity
+    return load / (PROMPT * TIMES.prompt + TOKENS * step)
 
 
 def finish(engine):
@@ -48,7 +57,7 @@ def test_prompts_share_steps_and_are_computed_one_after_another():
 
 def test_the_highest_rate_is_that_of_a_full_engine():
     sizes = Sizes(capacity=32, load_seconds=0.0)
-    count, rate = 3000, rate_of(TIMES, sizes, 1.0)
+    count, rate = 3000, rate_of(sizes, 1.0)
     arrivals = arrivals_of(count, 2 * rate, 32, 0.0, random.Random(2))
     engine, ends = Engine(sizes, TIMES), []
     for arrival in arrivals:
@@ -70,7 +79,7 @@ def test_requests_wait_for_slots_and_for_room():
 
 def test_the_router_finds_adapters_more_often_and_answers_sooner():
     sizes, count = Sizes(capacity=32, slots=16, load_seconds=0.05), 8
-    rate = count * rate_of(TIMES, sizes, 0.5)
+    rate = count * rate_of(sizes, 0.5)
     arrivals = arrivals_of(4000, rate, 200, 1.0, random.Random(1))
     assert arrivals[-1].at == pytest.approx(4000 / rate, rel=0.1)
     found = {}
@@ -86,10 +95,3 @@ def test_the_router_finds_adapters_more_often_and_answers_sooner():
         found[name] = sum(each.held for each in served) / 4000, first[3960]
     assert found["router"][0] > found["two"][0] + 0.2 and found["router"][0] > found["round"][0] + 0.2
     assert found["router"][1] < found["two"][1]
-
-
-def test_the_table(capsys):
-    assert main(["--engines", "2", "--least", "300", "--requests", "1", "--adapters", "20", "--gpu", "H100"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "Llama-3.1-8B on an H100" in lines[1]
-    assert [line.split()[:2] for line in lines[-3:]] == [["2", "router"], ["2", "two"], ["2", "round"]]
