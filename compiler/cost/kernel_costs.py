@@ -2,7 +2,7 @@
 
 Unless a file of docs/measurements is named, constants are fitted to the changes in bench_ablation_h200.json (8, 32 and
 64 sequences), the decode steps of bench_latency_h200.json and the layers of bench_layer_int8_h200.json.
-`tools/dev/bench/estimated_changes.py` compares the changes with the estimates.
+`tests/support/estimated_changes.py` compares the changes with the estimates.
 """
 
 from collections.abc import Mapping

@@ -11,24 +11,23 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from sidestream.compiler.build_program import build_program
+from sidestream.compiler.cost.bytes_and_flops import Assumptions
+from sidestream.compiler.cost.estimate import estimate, total_seconds
+from sidestream.compiler.graph.repeated_layers import capture_model
+from sidestream.compiler.options import CompileOptions
+from sidestream.compiler.pass_records import columns
+from sidestream.compiler.pipeline import PASSES, optimize
+from sidestream.compiler.program.program import Bucket
+from sidestream.graphs.config import LlamaConfig
+from sidestream.graphs.llama import Llama
+from sidestream.graphs.lora import LoraShape
+from sidestream.ops.core.kv_layout import PAGE_SIZE
+from sidestream.tools.bench.ablation import Arm, Row, arms, todays_name
+from sidestream.tools.bench.layer import CONTEXT, VOCABULARY
+from sidestream.tools.options.models import LLAMA_8B
 
-from ....compiler.build_program import build_program
-from ....compiler.cost.bytes_and_flops import Assumptions
-from ....compiler.cost.estimate import estimate, total_seconds
-from ....compiler.graph.repeated_layers import capture_model
-from ....compiler.options import CompileOptions
-from ....compiler.pass_records import columns
-from ....compiler.pipeline import PASSES, optimize
-from ....compiler.program.program import Bucket
-from ....graphs.config import LlamaConfig
-from ....graphs.llama import Llama
-from ....graphs.lora import LoraShape
-from ....ops.core.kv_layout import PAGE_SIZE
-from ...bench.ablation import Arm, Row, arms, todays_name
-from ...bench.layer import CONTEXT, VOCABULARY
-from ...options.models import LLAMA_8B
-
-MEASURED = Path(__file__).parents[3] / "docs" / "measurements" / "bench_ablation_h200.json"
+MEASURED = Path(__file__).parents[2] / "docs" / "measurements" / "bench_ablation_h200.json"
 DEPTHS = (1, 2)
 LORA = LoraShape(8, 32)
 RELATIVE, ABSOLUTE = 0.15, 2.0  # allowed error of an estimated change: the larger of both, relative or in us per layer

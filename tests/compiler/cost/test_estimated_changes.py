@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from sidestream.compiler.cost.estimate import KNOWN_ERROR
 from sidestream.tools.bench.ablation import arms
-from sidestream.tools.dev.bench.estimated_changes import ABSOLUTE, RELATIVE, Change, changes, measured_rows, table
+from support.estimated_changes import ABSOLUTE, RELATIVE, Change, changes, measured_rows, table
 from support.excerpts import same_torch
 
-PAGE = Path(__file__).parents[4] / "docs" / "measurements" / "estimated_changes.txt"
+PAGE = Path(__file__).parents[3] / "docs" / "measurements" / "estimated_changes.txt"
 
 # (arm, sequences, adapters): microseconds a layer by which the estimated change is off; the file below explains them
 KNOWN_MISSES: dict[tuple[str, int, bool], float] = {
