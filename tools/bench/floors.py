@@ -1,6 +1,6 @@
 """The lower bound of a decode step: the time to read its bytes at the memory's bandwidth."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...graphs.config import LlamaConfig
@@ -10,16 +10,6 @@ if TYPE_CHECKING:
 
 ELEMENT_BYTES = {"int8": 1, "fp8": 1, "bf16": 2, "fp32": 4}  # by precision
 SCALE_BYTES = 4
-
-
-def projection_widths(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """Return (inputs, outputs) of a decoder layer's linear projections, from the fields of config.json.
-
-    As checkpoints and adapters store them: seven, or four if q/k/v and gate/up are packed.
-    """
-    base = LlamaConfig.from_dict(config)
-    names = dict.fromkeys(module.rpartition(".")[2] for module in base.stored_modules())
-    return {name: base.stored_shape(name)[::-1] for name in names}
 
 
 def chosen_experts(base: LlamaConfig, tokens: int | None) -> float:
@@ -64,23 +54,15 @@ def kv_bytes_per_token(config: Mapping[str, Any], element_bytes: int) -> int:
     return base.num_hidden_layers * 2 * base.num_key_value_heads * base.stored_head_dim * element_bytes
 
 
-def adapter_bytes(
-    config: Mapping[str, Any],
-    rank: int,
-    targets: Sequence[str] | None = None,
-    element_bytes: int = 2,
-    tokens: int | None = None,
-) -> float:
-    """Return the bytes of one adapter of `rank` on `targets` (None: all projections and experts) in its slot.
+def adapter_bytes(config: Mapping[str, Any], rank: int, element_bytes: int = 2, tokens: int | None = None) -> float:
+    """Return the bytes of one adapter of `rank` on all projections and experts in its slot.
 
     tokens  that use it in a step, and choose the experts that it reads; None: all experts
     """
     base = LlamaConfig.from_dict(config)
-    modules = [name for name in base.stored_modules() if targets is None or name.rpartition(".")[2] in targets]
-    total: float = sum(map(sum, map(base.stored_shape, modules)))
-    if targets is None:  # gate and up have an A each
-        per_expert = 3 * (base.hidden_size + base.expert_intermediate_size)
-        total += base.num_sparse_layers * chosen_experts(base, tokens) * per_expert
+    total: float = sum(map(sum, map(base.stored_shape, base.stored_modules())))
+    per_expert = 3 * (base.hidden_size + base.expert_intermediate_size)  # gate and up have an A each
+    total += base.num_sparse_layers * chosen_experts(base, tokens) * per_expert
     return rank * total * element_bytes
 
 

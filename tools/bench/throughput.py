@@ -28,6 +28,7 @@ from ..options.environment import write_figures
 from ..options.models import add_bench_model, add_random_adapters, pick_adapters
 from .floors import gpu_under
 from .latency import build, make_adapters, model_fields, ranks_of
+from .serving.report import percentile
 
 BALANCED = (1024, 128)
 PREFILL = (2048, 1, 16)
@@ -183,12 +184,6 @@ def timed(
         if chunk.token_ids:
             first.setdefault(chunk.prompt_index, time.perf_counter() - begin)
     return time.perf_counter() - begin, list(first.values())
-
-
-def percentile(values: Sequence[float], share_below: float) -> float:
-    """Return the value below which a share of the values is (nearest rank)."""
-    ordered = sorted(values)
-    return ordered[min(int(share_below * len(ordered)), len(ordered) - 1)]
 
 
 def prompt_flops(config: dict[str, Any], count: int, prompt: int) -> float:

@@ -15,7 +15,7 @@ from sidestream.tools.bench import kernels_attention
 from sidestream.tools.bench import latency as bench_latency
 from sidestream.tools.bench import layer as bench_layer
 from sidestream.tools.bench.floors import floor_note, kv_bytes_per_token, weight_bytes
-from sidestream.tools.bench.throughput import percentile, prompt_flops
+from sidestream.tools.bench.throughput import prompt_flops
 from sidestream.tools.options.models import LLAMA_8B
 
 
@@ -112,11 +112,6 @@ def test_a_warm_start_captures_nothing(tmp_path: Path, monkeypatch: pytest.Monke
 def test_prefill_work_is_two_operations_a_weight_and_the_attention() -> None:
     assert prompt_flops(LLAMA_8B, 1, 1) == pytest.approx(2 * 6.98e9, rel=0.001)
     assert prompt_flops(LLAMA_8B, 16, 2048) > 16 * 2048 * prompt_flops(LLAMA_8B, 1, 1)
-
-
-def test_percentiles_are_values_that_occurred() -> None:
-    assert percentile([3.0, 1.0, 2.0], 0.99) == 3.0
-    assert percentile([5.0], 0.5) == 5.0
 
 
 def test_kernels_are_those_of_a_layer_in_its_order(monkeypatch: pytest.MonkeyPatch) -> None:

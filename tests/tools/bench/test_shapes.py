@@ -12,7 +12,7 @@ from sidestream.graphs.adapter_config import AdapterError
 from sidestream.graphs.config import LlamaConfig
 from sidestream.tools import cli
 from sidestream.tools.bench import latency
-from sidestream.tools.bench.floors import adapter_bytes, projection_widths
+from sidestream.tools.bench.floors import adapter_bytes
 from sidestream.tools.bench.random_model import write_random_adapter
 from sidestream.tools.options.models import SHAPES
 
@@ -83,7 +83,8 @@ def test_random_adapters_fit_the_shape(tmp_path: Path, name: str) -> None:
     assert adapter.differences == () and len(adapter.tensors) == (6 if sparse else 7) * layers
     stored = json.loads((Path(path) / "adapter_config.json").read_text())["target_modules"]
     packed = fields["model_type"] == "phi3"
-    assert stored == sorted(projection_widths(fields)) and ("qkv_proj" in stored) == packed
+    names = {module.rpartition(".")[2] for module in base.stored_modules()}
+    assert stored == sorted(names) and ("qkv_proj" in stored) == packed
     sizes = (Path(path) / "adapter_model.safetensors").stat().st_size
     shared = 2 * 8 * layers * base.num_experts * base.hidden_size  # gate and up have one A in the file
     assert 0 < sizes - adapter_bytes(fields, 8) + shared < 10_000, "the file has a header besides"

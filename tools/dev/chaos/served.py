@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Self
@@ -17,6 +18,25 @@ from ....runtime.client.client import Client
 ROLES = {"sidestream.runtime.server.batcher": "batcher", "sidestream.runtime.server.gpu_process": "GPU process"}
 LARGEST_FILE = 256 << 20
 """Limits of the size of the server's files in bytes: with a full disk, and without."""
+
+
+def descendants(pid: int) -> list[int]:
+    """Return a process and all below it, parents first."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError, IndexError, ValueError):  # it has ended, or is no process
+            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    found = [pid]
+    for each in found:
+        found += sorted(child for child, parent in parents.items() if parent == each)
+    return found
+
+
+def command_line(pid: int) -> str:
+    """Return a process's command line; "" if it has ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
+    return ""
 
 
 @dataclass(frozen=True)
@@ -110,16 +130,9 @@ class ServedDemo:
     def processes(self) -> dict[str, int]:
         """Return role -> process id of the supervisor and its running children."""
         found = {"supervisor": self._process.pid} if self.alive else {}
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
-            try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            except (OSError, IndexError, ValueError):
-                continue
-            if parent == self._process.pid:
-                found |= {role: int(entry.name) for module, role in ROLES.items() if module in words}
+        for pid in descendants(self._process.pid)[1:]:
+            words = command_line(pid).split()
+            found |= {role: pid for module, role in ROLES.items() if module in words}
         return found
 
     def wait(self, seconds: float = 180.0) -> float:

@@ -19,25 +19,13 @@ from typing import Any, Self
 from ....runtime.demo_model import DEMO_MODEL
 from .lives import MOST_GROWTH, WARM_UP_SECONDS, WINDOW_SECONDS, Life, Lives
 from .questions import DEMO_FLAGS
-from .served import Holdings, ServedDemo
+from .served import Holdings, ServedDemo, descendants
 from .served_gateway import ServedGateway, exchange
 
 LOOK_SECONDS = 30.0
 REQUEST_SECONDS = 60.0
 START_SECONDS = 300.0
 LONGEST_PAUSE = 0.4  # seconds between two requests of a client
-
-
-def descendants(pid: int) -> dict[str, int]:
-    """Return name -> process id of a gateway and the processes below it."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, IndexError, ValueError):
-            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-    found = [pid]
-    for each in found:
-        found += sorted(child for child, parent in parents.items() if parent == each)
-    return {f"gateway {place}" if place else "gateway": each for place, each in enumerate(found)}
 
 
 class Clients:
@@ -100,7 +88,8 @@ def run(minutes: float, clients: int, folder: Path) -> list[str]:
         lives, started = Lives(), time.monotonic()
         end = started + 60 * minutes
         while (now := time.monotonic()) < end and gateway.process.poll() is None:
-            processes = descendants(gateway.process.pid)
+            below = enumerate(descendants(gateway.process.pid))
+            processes = {f"gateway {place}" if place else "gateway": pid for place, pid in below}
             for place, engine in enumerate(engines):
                 processes |= {f"{role} {place}": pid for role, pid in engine.processes().items()}
             lives.look(now, 0, processes)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ....runtime.client.client import Client
-from .served import Holdings, ServedDemo
+from .served import Holdings, ServedDemo, descendants
 
 SLACK_MIB = 256
 """Share of the device's memory by which contexts and lazily captured graphs differ."""
@@ -19,8 +19,9 @@ def device_mib() -> int | None:
     """
     first = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]
     try:
-        used = _asked(first, "--query-gpu=memory.used")[0][0]
-        return used - sum(mib for pid, mib in _asked(first, "--query-compute-apps=pid,used_memory") if _foreign(pid))
+        used, own = _asked(first, "--query-gpu=memory.used")[0][0], descendants(os.getpid())
+        apps = _asked(first, "--query-compute-apps=pid,used_memory")
+        return used - sum(mib for pid, mib in apps if pid not in own and Path(f"/proc/{pid}").exists())
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None
 
@@ -30,24 +31,6 @@ def _asked(device: str, query: str) -> list[list[int]]:
     command = ["nvidia-smi", "-i", device, query, "--format=csv,noheader,nounits"]
     output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     return [[int(word) for word in line.split(",")] for line in output.splitlines() if line.strip()]
-
-
-def _foreign(pid: int) -> bool:
-    """Return whether a living process is neither this one nor a descendant."""
-    if not Path(f"/proc/{pid}").exists():
-        return False
-    at: int | None = pid
-    while at is not None and at != os.getpid():
-        at = _parent(at)
-    return at is None
-
-
-def _parent(pid: int) -> int | None:
-    """Return the parent of a process; None for the first process or one that is gone."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) or None
-    except OSError:
-        return None
 
 
 @dataclass

@@ -18,12 +18,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from msgspec import structs
 
 from ....runtime.fleet.options import FleetOptions
+from ..chaos.served import command_line, descendants
 from ..chaos.served_gateway import statuses
 from .http_clients import Clients, Seen, ask, questions
 
@@ -109,23 +109,7 @@ class Fleet:
 
 def processes(words: str) -> list[int]:
     """Return ids of descendants with these words in their command line."""
-    parents: dict[int, int] = {}
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError, IndexError, ValueError):
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                if words in (entry / "cmdline").read_bytes().decode(errors="replace").replace("\0", " "):
-                    found.append(int(entry.name))
-
-    def is_ours(pid: int) -> bool:
-        while pid > 1:
-            if pid == os.getpid():
-                return True
-            pid = parents.get(pid, 0)
-        return False
-
-    return [pid for pid in found if is_ours(pid)]
+    return [pid for pid in descendants(os.getpid()) if words in command_line(pid)]
 
 
 def _say(line: str) -> None:
