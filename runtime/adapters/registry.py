@@ -31,9 +31,9 @@ from .weighted_sum import weighted_sum
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 MAX_ADAPTERS = 4096
 MAX_TEMPLATE_BYTES = 64 << 20
+"""Limit on the different chat templates of all adapters; copies of one template share their memory."""
 UNREAD_BYTES = 16 << 30
 """Largest tensors in memory from `add` to the first `read`. An adapter on many experts has gigabytes."""
-"""Limit on the different chat templates of all adapters; copies of one template share their memory."""
 READERS = 8  # threads; reading, checking and hashing release the GIL
 FileStamp = tuple[tuple[int, ...], ...]
 _Files = tuple[Path, Adapter, FileStamp | None, AdapterChat]
@@ -267,14 +267,10 @@ class AdapterRegistry:
             number = self._next_number
             self._next_number += 1
             registered = RegisteredAdapter(number, name, directory, adapter.bare, self.allowed_roots, chat)
-            self._by_number[number] = registered
+            self._store(registered, stamp)
             unread = sum(each.nbytes for each in self._unread.values())
             if len(self._unread) < self._keep and unread + adapter.nbytes <= UNREAD_BYTES:
                 self._unread[number] = adapter
-            self._stamps[number] = stamp
-            self.hashes[number] = adapter.content_hash
-            if adapter.invocation:
-                self.invocations[number] = adapter.invocation
             self.numbers[name] = number
             self._remove_names(version_name(name, version) for version in versions_of(name, self.numbers))
             if previous is not None and previous in self._unused:
@@ -305,11 +301,15 @@ class AdapterRegistry:
             update = RegisteredAdapter(
                 number, version_name(name, version), Path(), adapter.bare, None, chat, memory=adapter
             )
-            self._by_number[number], self._stamps[number] = update, ()
-            self.hashes[number] = adapter.content_hash
-            if adapter.invocation:
-                self.invocations[number] = adapter.invocation
+            self._store(update, ())
         return update
+
+    def _store(self, registered: RegisteredAdapter, stamp: FileStamp | None) -> None:
+        number = registered.number
+        self._by_number[number], self._stamps[number] = registered, stamp
+        self.hashes[number] = registered.content_hash
+        if registered.adapter.invocation:
+            self.invocations[number] = registered.adapter.invocation
 
     def publish(self, update: RegisteredAdapter, keep: int) -> list[int]:
         """Make an update the newest version of its name, and keep the `keep` newest ones.
@@ -340,9 +340,7 @@ class AdapterRegistry:
             content = sum_content((part.content_hash, weight) for part, weight in chosen)
             adapter = weighted_sum([(part.adapter, weight) for part, weight in chosen], content)
             registered = RegisteredAdapter(number, name, chosen[0][0].path, adapter, parts=chosen)
-            self._by_number[number] = registered
-            self._stamps[number] = _joined(self._stamps[part] for part, _ in parts)
-            self.hashes[number] = content
+            self._store(registered, _joined(self._stamps[part] for part, _ in parts))
 
     def remove(self, name: str) -> int:
         """Remove a name and return its number, which active requests may use until `drop`."""

@@ -6,6 +6,7 @@ the tensor cores' FP8 peak.
 """
 
 import argparse
+import math
 import random
 import statistics
 import tempfile
@@ -28,7 +29,6 @@ from ..options.environment import write_figures
 from ..options.models import add_bench_model, add_random_adapters, pick_adapters
 from .floors import gpu_under
 from .latency import build, make_adapters, model_fields, ranks_of
-from .serving.report import percentile
 
 BALANCED = (1024, 128)
 PREFILL = (2048, 1, 16)
@@ -184,6 +184,12 @@ def timed(
         if chunk.token_ids:
             first.setdefault(chunk.prompt_index, time.perf_counter() - begin)
     return time.perf_counter() - begin, list(first.values())
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the smallest of `values` that a `share` (0..1] of them do not exceed; NaN without values."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
 
 
 def prompt_flops(config: dict[str, Any], count: int, prompt: int) -> float:

@@ -13,8 +13,9 @@ import pytest
 from sidestream.runtime.protocol import messages as protocol
 from sidestream.tools import cli
 from sidestream.tools.bench.serving import cold as serve_cold
-from sidestream.tools.bench.serving.report import Record, header, line, live_line, longest_gap, percentile, summarize
+from sidestream.tools.bench.serving.report import Record, header, line, live_line, longest_gap, summarize
 from sidestream.tools.bench.serving.traffic import Planned, log_uniform, plan, poisson_times, zipf_weights
+from sidestream.tools.bench.throughput import percentile
 from support.serving import GUARD
 from support.wire_server import WireServer
 

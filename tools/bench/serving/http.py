@@ -18,9 +18,10 @@ import msgspec
 from ...options.engine import add_command, add_value, at_least, check_output
 from ...options.environment import write_figures
 from ...options.models import add_bench_model
+from ..throughput import percentile
 from .closed_loop import ClientFigures, Load
 from .gateway import cpu_seconds
-from .report import engine_figures, percentile, shown
+from .report import engine_figures, shown
 
 DESCRIPTION = """\
 Measure the cost of the HTTP front for clients: the same closed loop of streams over ZeroMQ, as in `sidestream bench

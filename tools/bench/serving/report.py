@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..throughput import percentile
+
 
 @dataclass
 class Record:
@@ -61,12 +63,6 @@ class Record:
             if self.first is None or self.last is None or self.tokens < 2
             else (self.last - self.first) / (self.tokens - 1)
         )
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """Return the smallest of `values` that a `share` (0..1] of them do not exceed; NaN without values."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
 
 
 def token_gaps(records: Sequence[Record]) -> list[float]:
