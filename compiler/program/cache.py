@@ -20,12 +20,13 @@ import triton
 from ..options import CompileOptions
 from .buffers import ProgramError
 from .cache_folder import CacheFolder
-from .program import VERSION, Bucket, Edit, Program, Step, View
+from .program import VERSION, Bucket, Program, Step, View
 from .sizes import dimensions_of
 
 log = logging.getLogger(__name__)
 PACKAGE = Path(__file__).parents[2]
 SOURCES = ("ops", "graphs", "compiler")
+_warned: set[str] = set()
 LIMIT = 4 << 30
 """Maximum bytes of all stored programs; one has a few megabytes."""
 
@@ -61,68 +62,35 @@ def program_key(
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
-class ProgramStore:
-    """Programs in a directory, one file per key. An incomplete file counts as absent."""
-
-    def __init__(self, directory: str | Path) -> None:
-        self._folder = CacheFolder(Path(directory), LIMIT)
-
-    def path(self, key: str) -> Path:
-        """Return the path of a program."""
-        return self._folder.directory / _name(key)
-
-    def load(self, key: str, edit: Edit | None = None) -> Program | None:
-        """Return the program of `key`, with fields changed by `edit`, or None.
-
-        A damaged or outdated file is removed (logged).
-        """
-        text = self._folder.recall(_name(key))
-        if text is None:
-            return None
-        try:
-            return Program.decoded(text, edit)
-        except ProgramError as error:
-            self._folder.damaged(_name(key), error)
-            return None
-
-    def has(self, key: str) -> bool:
-        """Return whether there is a program for `key`, without reading it."""
-        return _name(key) in self._folder
-
-    def save(self, key: str, program: Program) -> Path:
-        """Save `program` under `key`, atomically. Raises OSError."""
-        self._folder.keep(_name(key), program.encoded())
-        return self.path(key)
-
-
-_warned: set[str] = set()
-
-
-def _name(key: str) -> str:
-    return f"{key}.program"
-
-
 @dataclass(frozen=True)
 class ProgramCache:
-    """The programs of one model with one set of options."""
+    """The programs of one model with one set of options, in files of `folder`. An incomplete file counts as absent."""
 
-    store: ProgramStore
+    folder: CacheFolder
     config: Mapping[str, Any]
     options: CompileOptions
     passes: Sequence[str]
 
     def load(self, bucket: Bucket) -> Program | None:
-        """Return the program for `bucket`, or None."""
-        return self.store.load(self._key(bucket), lambda fields: _with_pages(fields, bucket.pages))
+        """Return the program for `bucket`, or None. A damaged or outdated file is removed (logged)."""
+        name = self.name(bucket)
+        text = self.folder.recall(name)
+        if text is None:
+            return None
+        try:
+            return Program.decoded(text, lambda fields: _with_pages(fields, bucket.pages))
+        except ProgramError as error:
+            self.folder.damaged(name, error)
+            return None
 
     def has(self, bucket: Bucket) -> bool:
         """Return whether there is a program for `bucket`, without reading it."""
-        return self.store.has(self._key(bucket))
+        return self.name(bucket) in self.folder
 
     def save(self, bucket: Bucket, program: Program) -> None:
         """Save `program`. A full or read-only disk only makes the next start slower (logged)."""
         try:
-            self.store.save(self._key(bucket), with_pages(program, 1))
+            self.folder.keep(self.name(bucket), with_pages(program, 1).encoded())
         except OSError as error:
             if str(error) not in _warned:  # one warning per reason, not per program
                 _warned.add(str(error))
@@ -132,9 +100,10 @@ class ProgramCache:
                     error,
                 )
 
-    def _key(self, bucket: Bucket) -> str:
+    def name(self, bucket: Bucket) -> str:
+        """Return the name of the file of the program for `bucket`."""
         versions = {"torch": torch.__version__, "triton": triton.__version__, "sources": source_hash()}
-        return program_key(versions, self.config, self.options, self.passes, replace(bucket, pages=1))
+        return f"{program_key(versions, self.config, self.options, self.passes, replace(bucket, pages=1))}.program"
 
 
 def with_pages(program: Program, pages: int) -> Program:

@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -164,11 +163,6 @@ class Program:
             "recipes": {name: recipe.to_json() for name, recipe in self.recipes.items()},
         }
 
-    @staticmethod
-    def from_json(data: Any) -> "Program":
-        """Return the program of `to_json`'s values. Raises ProgramError for other values, or another version."""
-        return _decode_program(msgspec.json.encode(data))
-
     def encoded(self) -> bytes:
         """Return the JSON text of `to_json`."""
         return json.dumps(self.to_json(), separators=(",", ":"), allow_nan=False).encode()
@@ -177,19 +171,6 @@ class Program:
     def decoded(text: bytes, edit: Edit | None = None) -> "Program":
         """Return the program of an `encoded` text; `edit` may change fields before validation. Raises ProgramError."""
         return _decode_program(text, edit)
-
-    def save(self, path: str | Path) -> None:
-        """Write JSON to `path`."""
-        Path(path).write_bytes(self.encoded())
-
-    @staticmethod
-    def load(path: str | Path, edit: Edit | None = None) -> "Program":
-        """Read a file of `save`; `edit` may change fields before validation. Raises ProgramError and OSError."""
-        text = Path(path).read_bytes()
-        try:
-            return _decode_program(text, edit)
-        except ProgramError as error:
-            raise ProgramError(f"{path}: {error}") from error
 
 
 # A start reads dozens of programs with mostly the same values, so each distinct JSON text is decoded once.

@@ -19,8 +19,8 @@ from ...compiler.cost.hardware import gpu_of
 from ...compiler.graph.recipe import Recipe
 from ...compiler.options import CompileOptions, OptionError
 from ...compiler.pipeline import PASSES, pass_names
-from ...compiler.program.cache import ProgramCache, ProgramStore, source_hash
-from ...compiler.program.cache_folder import cache_directory
+from ...compiler.program.cache import LIMIT, ProgramCache, source_hash
+from ...compiler.program.cache_folder import CacheFolder, cache_directory
 from ...compiler.program.program import Program
 from ...graphs.adapter import Describe
 from ...graphs.adapter_description import describe_adapter
@@ -350,7 +350,8 @@ def _build(
         def make_cache(key: Mapping[str, object]) -> ProgramCache | None:
             if options.passes != PASSES:
                 return None
-            return ProgramCache(ProgramStore(cache_directory() / "programs"), key, compiler_options, pass_names())
+            folder = CacheFolder(cache_directory() / "programs", LIMIT)
+            return ProgramCache(folder, key, compiler_options, pass_names())
 
         key: dict[str, object] = {"config": asdict(config), "lora": None if lora is None else lora.key}
         key |= {"features": features} if features else {}

@@ -102,7 +102,7 @@ def test_files_of_passes_that_are_gone_are_removed(tmp_path: Path) -> None:
 
 def test_the_saved_program_can_be_loaded(tmp_path: Path) -> None:
     dump(tmp_path, [], [program()])
-    assert Program.load(tmp_path / "program.json") == program()
+    assert Program.decoded((tmp_path / "program.json").read_bytes()) == program()
     assert "No pass refused anything" in (tmp_path / "rejected.txt").read_text()
 
 

@@ -153,7 +153,7 @@ def test_programs_of_several_tokens_a_sequence_have_other_passes() -> None:
 
 def test_what_the_passes_did_is_saved_with_the_program() -> None:
     made = program(whole_layer="on")
-    assert Program.from_json(made.to_json()).passes == made.passes
+    assert Program.decoded(made.encoded()).passes == made.passes
 
 
 def test_an_unknown_choice_is_told() -> None:

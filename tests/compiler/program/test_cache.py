@@ -12,8 +12,8 @@ from sidestream.compiler.api import CompiledModel, compile_model
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.pipeline import pass_names
 from sidestream.compiler.program.buffers import ProgramError
-from sidestream.compiler.program.cache import ProgramCache, ProgramStore, with_pages
-from sidestream.compiler.program.cache_folder import cache_directory
+from sidestream.compiler.program.cache import LIMIT, ProgramCache, with_pages
+from sidestream.compiler.program.cache_folder import CacheFolder, cache_directory
 from sidestream.compiler.program.program import Bucket, Program
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
@@ -23,12 +23,14 @@ from support.meta import FIELDS
 BUCKET = Bucket(4, 4, 30, 2, decode=True)
 
 
+def cache(directory: Path, options: CompileOptions, **config: object) -> ProgramCache:
+    return ProgramCache(CacheFolder(directory, LIMIT), {**FIELDS, **config}, options, pass_names())
+
+
 def compiled(directory: Path, options: CompileOptions | None = None, **config: object) -> CompiledModel:
     options = options or CompileOptions()
     model = Llama(LlamaConfig.from_dict(FIELDS), LoraShape(2, 16), torch.bfloat16, "meta")
-    return compile_model(
-        model, options, cache=ProgramCache(ProgramStore(directory), {**FIELDS, **config}, options, pass_names())
-    )
+    return compile_model(model, options, cache=cache(directory, options, **config))
 
 
 def captured(model: CompiledModel) -> bool:
@@ -122,12 +124,12 @@ def tensors_of(program: Program) -> dict[str, torch.Tensor]:
 def test_a_kept_program_that_cannot_be_bound_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its digest is right and its content is not: a fault of its writer."""
     program = compiled(tmp_path).program(BUCKET)
-    store, (path,) = ProgramStore(tmp_path), tmp_path.iterdir()
+    (path,) = tmp_path.iterdir()
     content = path.read_bytes()
     steps = (replace(program.steps[0], op="sidestream.nothing"), *program.steps[1:])
     buffers = tuple(replace(each, dtype=torch.float64) if each.kind == "input" else each for each in program.buffers)
     for bad in (replace(program, steps=steps), replace(program, buffers=buffers)):
-        store.save(path.stem, with_pages(bad, 1))
+        cache(tmp_path, CompileOptions()).save(BUCKET, bad)
         model = compiled(tmp_path)
         assert model.bind(BUCKET, tensors_of(program)).program == program and captured(model)
         assert path.read_bytes() == content and "cannot be bound and is built again" in caplog.text

@@ -12,7 +12,8 @@ from sidestream.compiler.build_program import build_program
 from sidestream.compiler.graph.recipe import cat, item, param, quantize
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.program.buffers import Buffer, ProgramError, View
-from sidestream.compiler.program.cache import ProgramStore, program_key
+from sidestream.compiler.program.cache import LIMIT, ProgramCache, program_key
+from sidestream.compiler.program.cache_folder import CacheFolder
 from sidestream.compiler.program.program import Bucket, Program, Step
 from sidestream.ops.core.registry import OPS
 from support.fx_graphs import GraphBuilder
@@ -70,11 +71,10 @@ def changed(program: Program, step: int, **changes: Any) -> tuple[Step, ...]:
     return tuple(dataclasses.replace(each, **changes) if each.index == step else each for each in program.steps)
 
 
-def test_a_file_holds_the_whole_program(tmp_path: Path) -> None:
+def test_a_text_holds_the_whole_program() -> None:
     program = small()
-    program.save(tmp_path / "p.json")
-    assert Program.load(tmp_path / "p.json") == program
-    json.loads((tmp_path / "p.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert Program.decoded(program.encoded()) == program
+    json.loads(program.encoded(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
 def test_a_built_program_survives_too() -> None:
@@ -90,7 +90,7 @@ def test_a_built_program_survives_too() -> None:
             or {"input_ids": ((3,), torch.int64), "table": ((16, 32), torch.bfloat16), "norm": ((32,), torch.bfloat16)},
         )
         assert program.bucket == bucket
-        assert Program.from_json(json.loads(json.dumps(program.to_json()))) == program
+        assert Program.decoded(json.dumps(program.to_json()).encode()) == program
 
 
 @pytest.mark.parametrize(
@@ -131,21 +131,18 @@ def test_contradictions_are_refused(changes: dict[str, Any], says: str) -> None:
         (lambda data: data["recipes"].update(w={"op": "eval", "args": [], "attrs": {}}), "unknown recipe op"),
     ],
 )
-def test_a_damaged_file_is_named(tmp_path: Path, edit: Any, says: str) -> None:
+def test_a_damaged_text_is_refused(edit: Any, says: str) -> None:
     data = small().to_json()
     edit(data)
-    (tmp_path / "p.json").write_text(json.dumps(data))
-    with pytest.raises(ProgramError, match=rf"p\.json: .*{says}"):
-        Program.load(tmp_path / "p.json")
+    with pytest.raises(ProgramError, match=says):
+        Program.decoded(json.dumps(data).encode())
 
 
-def test_other_files_are_no_programs(tmp_path: Path) -> None:
-    (tmp_path / "p.json").write_text("{")
+def test_other_texts_are_no_programs() -> None:
     with pytest.raises(ProgramError, match="not JSON"):
-        Program.load(tmp_path / "p.json")
-    (tmp_path / "p.json").write_text("[]")
+        Program.decoded(b"{")
     with pytest.raises(ProgramError, match="JSON object"):
-        Program.load(tmp_path / "p.json")
+        Program.decoded(b"[]")
 
 
 def test_buckets_check_themselves() -> None:
@@ -157,18 +154,21 @@ def test_buckets_check_themselves() -> None:
     assert Bucket(16, 3, 100, 64, lora=False).name == "mixed_t16_b3_p64_base"
 
 
-def test_the_store_keeps_programs_and_ignores_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store, program = ProgramStore(tmp_path / "cache"), small()
-    assert store.load("k") is None
-    store.save("k", program)
-    assert store.load("k") == program
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["k.program"]
-    store.path("k").write_text("{}")
+def test_the_cache_keeps_programs_and_ignores_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cache = ProgramCache(CacheFolder(tmp_path / "cache", LIMIT), {}, CompileOptions(), ())
+    bucket = Bucket(4, 4, 8, 2, decode=True)
+    program = dataclasses.replace(small(), bucket=bucket)
+    assert cache.load(bucket) is None
+    cache.save(bucket, program)
+    assert cache.load(bucket) == program
+    (path,) = (tmp_path / "cache").iterdir()
+    assert path.name == cache.name(bucket)
+    path.write_text("{}")
     with caplog.at_level(logging.WARNING):
-        assert store.load("k") is None
-    assert "k.program" in caplog.text
-    store.save("k", program)
-    assert store.load("k") == program
+        assert cache.load(bucket) is None
+    assert path.name in caplog.text
+    cache.save(bucket, program)
+    assert cache.load(bucket) == program
 
 
 def test_the_key_depends_on_everything() -> None:

@@ -1,5 +1,6 @@
 """Bound programs: the steps on the planned memory compute what the graph says, and what doesn't fit is refused."""
 
+import json
 import random
 import threading
 from typing import Any
@@ -260,7 +261,7 @@ def test_unknown_ops_are_named() -> None:
         data = program.to_json()
         data["steps"][0]["op"] = op
         with pytest.raises(ProgramError, match=says):
-            BoundProgram(Program.from_json(data), {"x": torch.randn(4, 6)})
+            BoundProgram(Program.decoded(json.dumps(data).encode()), {"x": torch.randn(4, 6)})
 
 
 def test_out_variants_take_what_the_op_takes() -> None:
