@@ -20,8 +20,6 @@ def build_program(
     graph_module: fx.GraphModule,
     sizes: Bucket | Mapping[str, Spec],
     options: CompileOptions | None = None,
-    *,
-    sm_count: int = H200_SMS,
 ) -> Program:
     """Specialize the graph, run the static passes, lower, schedule and plan the memory of one program.
 
@@ -32,7 +30,7 @@ def build_program(
     options = options or CompileOptions()
     bucket = sizes if isinstance(sizes, Bucket) else None
     graph = specialize(graph_module, sizes, size_independent=options.size_independent, exact=options.exact)
-    records = run_static_passes(graph, options, sm_count, static_passes(bucket, options))
+    records = run_static_passes(graph, options, H200_SMS, static_passes(bucket, options))
     if any(record.matches for record in records):
         propagate(graph)
     draft = lower(graph)
@@ -40,7 +38,7 @@ def build_program(
         options.lora_lowering == "auto" and bucket is not None and (bucket.decode or bucket.verifies)
     )
     steps = schedule(
-        draft.operations, two_streams=two_streams, sm_count=sm_count, side_share=options.lora_sm_share, pdl=options.pdl
+        draft.operations, two_streams=two_streams, sm_count=H200_SMS, side_share=options.lora_sm_share, pdl=options.pdl
     )
     buffers, arena_bytes = plan_memory(draft.buffers, steps)
     return Program(

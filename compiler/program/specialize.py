@@ -52,40 +52,37 @@ def specialize(
     graph_module: fx.GraphModule,
     sizes: Bucket | Mapping[str, Spec],
     *,
-    decode: bool | None = None,
-    lora: bool | None = None,
     size_independent: bool = False,
     exact: bool = False,
 ) -> fx.Graph:
     """Return a copy of the graph with static shapes in `meta["val"]` (meta tensors) and without unused inputs.
 
-    `sizes`: a bucket, or placeholder name -> (shape, dtype), example tensor or integer. `decode` (default: the
-    bucket's): set attention's decode flag and remove the identity selection of logits rows, as also in steps with
-    drafts. `lora=False` (default: the bucket's, else True): remove LoRA ops and those of adapters' parts; the latter
-    also for a bucket without `parts`. `size_independent`: in every bucket LoRA's shrinks compute one plane and queries
-    are not quantized. `exact`: set the flag of this name where an op has it, and give LoRA the same planes and tiles in
-    all programs of decode steps, and in all others. Raises SpecializeError with the node that can't be static.
+    `sizes`: a bucket, or placeholder name -> (shape, dtype), example tensor or integer. A bucket of decode steps sets
+    attention's decode flag and removes the identity selection of logits rows, as one of steps with drafts does. A
+    bucket without `lora` removes LoRA ops and those of adapters' parts, one without `parts` the latter.
+    `size_independent`: in every bucket LoRA's shrinks compute one plane and queries are not quantized. `exact`: set the
+    flag of this name where an op has it, and give LoRA the same planes and tiles in all programs of decode steps, and
+    in all others. Raises SpecializeError with the node that can't be static.
     """
     bucket = sizes if isinstance(sizes, Bucket) else None
     specs = bucket_inputs(graph_module, sizes) if isinstance(sizes, Bucket) else dict(sizes)
-    decode = decode if decode is not None else bucket is not None and bucket.decode
-    lora = lora if lora is not None else bucket is None or bucket.lora
+    decode = bucket is not None and bucket.decode
     graph = fx.Graph()
     graph.output(graph.graph_copy(graph_module.graph, {}))
-    if not lora or (bucket is not None and not bucket.parts):
+    if bucket is not None and not (bucket.lora and bucket.parts):
         erase_parts(graph)
-    if not lora:
+    if bucket is not None and not bucket.lora:
         erase_lora(graph)
     if decode:
-        mark_decode(graph)
+        mark(graph, "decode", True)
     if decode or (bucket is not None and bucket.verifies):
         take_every_row(graph)
     if size_independent or (bucket is not None and bucket.verifies):
-        keep_queries(graph)
+        mark(graph, "quantize_q", False)  # as in decode steps, so that all steps give the same bits
     if bucket is not None and bucket.verifies:
-        mark_rows(graph, bucket.rows)
+        mark(graph, "rows", bucket.rows)
     if exact:
-        mark_exact(graph)
+        mark(graph, "exact", True)
     sweep(graph)
     exact_tokens = DECODE_TOKENS if decode else PROMPT_TOKENS
     fit_tiles(graph, specs, size_independent, exact_tokens if exact else None)
@@ -174,32 +171,11 @@ def _drop_optional(node: fx.Node, erased: set[fx.Node]) -> None:
             set_operands(node, **{argument.name: None})
 
 
-def mark_decode(graph: fx.Graph) -> None:
-    """Set every `decode` flag."""
-    for node in list(graph.nodes):
-        if is_own(node) and has_operand(node, "decode"):
-            set_operands(node, decode=True)
-
-
-def keep_queries(graph: fx.Graph) -> None:
-    """Keep queries in the model's dtype, as in decode steps, so that all steps give the same bits."""
+def mark(graph: fx.Graph, name: str, value: Any) -> None:
+    """Set the operand `name` of every op of Sidestream that has it."""
     for node in graph.nodes:
-        if is_own(node) and has_operand(node, "quantize_q"):
-            set_operands(node, quantize_q=False)
-
-
-def mark_rows(graph: fx.Graph, rows: int) -> None:
-    """Set attention's maximum number of rows per sequence."""
-    for node in graph.nodes:
-        if is_own(node) and has_operand(node, "rows"):
-            set_operands(node, rows=rows)
-
-
-def mark_exact(graph: fx.Graph) -> None:
-    """Set every `exact` flag."""
-    for node in graph.nodes:
-        if is_own(node) and has_operand(node, "exact"):
-            set_operands(node, exact=True)
+        if is_own(node) and has_operand(node, name):
+            set_operands(node, **{name: value})
 
 
 def take_every_row(graph: fx.Graph) -> None:
