@@ -75,7 +75,7 @@ def dump(
         write(root / f"{stem}.after.py", record.after)
         write(root / f"{stem}.diff", pass_diff(record))
     write(root / "passes.txt", pass_table(records))
-    write(root / "rejected.txt", rejected_text(records))
+    write(root / "rejected.txt", refusals(records) or "No pass refused anything.\n")
     write(root / "summary.txt", summary_text(records, programs, options, gpu))
     write(root / "summary.json", json.dumps(summary(records, programs, options), indent=1) + "\n")
     timings = timings or Timings()
@@ -110,11 +110,6 @@ def pass_diff(record: PassRecord) -> str:
     names = f"before {record.name}", f"after {record.name}"
     lines = difflib.unified_diff(before, after, *names, n=2, lineterm="")
     return "".join(f"{line}\n" for line in lines)
-
-
-def rejected_text(records: Sequence[PassRecord]) -> str:
-    """Return near-misses with their reasons, by pass."""
-    return refusals(records) or "No pass refused anything.\n"
 
 
 def summary_text(

@@ -56,7 +56,7 @@ def submission(request_id: str, prompt: Prompt, params: SamplingParams, adapter:
         prompt_token_ids=ids,
         adapter=None if parts else adapter,
         adapters=[AdapterWeight(name, weight) for name, weight in parts],
-        sampling=sampling_of(params),
+        sampling=msgspec.convert(params, Sampling, from_attributes=True),
         add_special_tokens=adds_special_tokens(prompt),
         **more,
     )
@@ -65,11 +65,6 @@ def submission(request_id: str, prompt: Prompt, params: SamplingParams, adapter:
 def continuation_field(so_far: Continuation) -> Continued:
     """Return the state of a completion as a message's field."""
     return Continued(so_far.token_ids, so_far.characters, so_far.finished)
-
-
-def sampling_of(params: SamplingParams) -> Sampling:
-    """Return checked sampling parameters as a message's field."""
-    return msgspec.convert(params, Sampling, from_attributes=True)
 
 
 def exception_of(error: Error) -> Exception:

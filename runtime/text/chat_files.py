@@ -19,7 +19,7 @@ from typing import Any
 from ...graphs.files.untrusted_files import read_bounded, read_start
 from ..api.errors import RequestError
 from .special_tokens import CONFIG, TokenFiles, read_object, read_text
-from .tokenizer import Tokenizer, load_tokenizer
+from .tokenizer import load_tokenizer
 
 TEMPLATE = "chat_template.jinja"
 MORE_TEMPLATES = "additional_chat_templates"
@@ -257,9 +257,7 @@ def _base_tokens(base: Path) -> dict[str, int]:
     return _token_ids(TokenFiles.of(base), read_start(base / "tokenizer.json", START_BYTES))
 
 
-@lru_cache(maxsize=2)
-def _base_tokenizer(base: Path) -> Tokenizer | None:
-    return load_tokenizer(base)
+_base_tokenizer = lru_cache(maxsize=2)(load_tokenizer)
 
 
 def _added_tokens(start: bytes) -> dict[str, int]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ...compiler.cost.bytes_and_flops import DEFAULT
 from ...compiler.options import torch_dtype
 from ...ops.core.registry import as_outputs
 from ...ops.linear.kernel_selection import LinearConfig
@@ -42,10 +43,11 @@ class GroupedBench:
         q, scale = random_rows((job.pairs // by_row, job.k), dtype, device)
         weights = random_rows((job.experts, job.n, job.k), dtype, device)
         operands = q, scale * job.k**0.5, *weights
-        routings = (random_experts(job.tokens, job.experts, job.top_k, device) for _ in range(ROUTINGS))
-        plans = [group_plan.overload(each.view(-1), job.experts, tile) for each in routings]
+        scores = (torch.rand(job.tokens, job.experts, device=device) for _ in range(ROUTINGS))
+        chosen = (each.topk(job.top_k).indices.to(torch.int32) for each in scores)
+        plans = [group_plan.overload(each.view(-1), job.experts, tile) for each in chosen]
         self.args = [(*operands, *plan, tile, by_row, torch.bfloat16) for plan in plans]
-        used = distinct_experts(job.experts, job.top_k, job.tokens)
+        used = DEFAULT.experts_of(job.experts, job.top_k, job.tokens)
         self.read = used * job.n * (job.k + 4) + q.nbytes + 2.0 * job.pairs * job.n
 
     def timings(
@@ -96,16 +98,6 @@ def random_rows(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> tupl
     for part in values.view(-1, shape[-1]).split(1 << 16):
         part.copy_((torch.randn(part.shape, device=device) * step).round().clamp(-127, 127))
     return values, torch.full(shape[:-1], shape[-1] ** -0.5 / step, dtype=torch.float32, device=device)
-
-
-def random_experts(tokens: int, experts: int, top_k: int, device: str) -> torch.Tensor:
-    """Return random experts [T, k] int32, different ones of a token."""
-    return torch.rand(tokens, experts, device=device).topk(top_k).indices.to(torch.int32)
-
-
-def distinct_experts(experts: int, top_k: int, tokens: float) -> float:
-    """Return the expected number of experts that `tokens` tokens use."""
-    return experts * (1 - (1 - top_k / experts) ** tokens)
 
 
 def launch_error(

@@ -100,6 +100,7 @@ def run(options: argparse.Namespace) -> int:
 
     from ...ops.core.device import H200_SMS
     from ...ops.linear import kernel_selection
+    from . import layers
 
     models = {_name(model): _fields(model) for model in options.models}
     there = torch.cuda.is_available()
@@ -132,7 +133,8 @@ def run(options: argparse.Namespace) -> int:
             bar.set_postfix_str(f"{job.layer} x {job.rows}")
             best, fused, measured = measure(job, sms, options.repeats, bar.update, bar.write)
             if options.in_layers and job.layer != "lm_head" and not job.experts:
-                kept = in_layers(config, job, measured, sms, bar.write)
+                bench = layers.LayerBench(config, job.dtype)
+                kept = layers.best_in_layers(bench, job, layers.finalists(measured, job, sms), bar.write)
                 set_entry(table, job.op, job, kept)
                 bar.write(f"{job.layer:>8} [{job.n}, {job.k}] x {job.rows:<4} kept: {show(kept)}")
                 write(output, table)
@@ -254,15 +256,6 @@ def choose(measured: list[Timing]) -> Timing:
         (timing for timing in measured if timing.us <= AS_FAST * fastest),
         key=lambda timing: (round(timing.error, 4), timing.us),
     )
-
-
-def in_layers(
-    config: dict[str, Any], job: Job, measured: list[Timing], sms: int, report: Callable[[str], Any]
-) -> "LinearConfig":
-    """Return the configuration, of the best few alone, with the fastest decode layers."""
-    from .layers import LayerBench, best_in_layers, finalists
-
-    return best_in_layers(LayerBench(config, job.dtype), job, finalists(measured, job, sms), report)
 
 
 def measure(
