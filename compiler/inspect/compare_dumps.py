@@ -13,6 +13,7 @@ from typing import Any
 from ..cost.bytes_and_flops import step_bytes
 from ..cost.estimate import estimate, floor_seconds, total_seconds
 from ..pass_records import columns
+from ..program.buffers import ProgramError
 from ..program.program import Program
 
 
@@ -43,13 +44,20 @@ def read_dump(directory: str | Path) -> Dump:
         passes = {entry["name"]: entry for entry in summary["passes"]}
         names = list(summary["programs"])
         places = [root / "program.json"] if len(names) == 1 else [root / name / "program.json" for name in names]
-        programs = [Program.load(place) for place in places]
+        programs = [_read_program(place) for place in places]
         by_name = {program.name: program for program in programs}
         return Dump(summary["version"], summary["options"] or {}, passes, by_name)
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise DumpError(
             f"{path} is not a valid summary ({type(error).__name__}: {error}); dump again with this release"
         ) from error
+
+
+def _read_program(path: Path) -> Program:
+    try:
+        return Program.decoded(path.read_bytes())
+    except ProgramError as error:
+        raise ProgramError(f"{path}: {error}") from error
 
 
 def difference(first: Dump, second: Dump) -> dict[str, Any]:

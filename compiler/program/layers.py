@@ -46,6 +46,11 @@ def step_layers(program: Program) -> list[int]:
     return layers
 
 
+def layer_name(layer: int) -> str:
+    """Return `before the layers`, `layer 3` or `after the layers`."""
+    return {HEAD: "before the layers", TAIL: "after the layers"}.get(layer, f"layer {layer}")
+
+
 def spans(layers: Iterable[int]) -> str:
     """Return layer numbers in short form: `0-3, 7`."""
     parts: list[tuple[int, int]] = []
