@@ -24,6 +24,7 @@ _KINDS = {
 }
 Lookup = Callable[[str], torch.Tensor]
 """Returns a tensor of the checkpoint by its name, with the graph's head layout."""
+CPU = torch.device("cpu")
 ROWS_AT_ONCE = 512  # of a weight in fp64: 56 MiB for 14,336 columns
 
 
@@ -195,26 +196,34 @@ def slot_tensors(
 
 
 def slot_tensor(
-    adapter: Adapter, config: LlamaConfig, lora: LoraShape, name: str, dtype: torch.dtype = torch.bfloat16
+    adapter: Adapter,
+    config: LlamaConfig,
+    lora: LoraShape,
+    name: str,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device = CPU,
 ) -> torch.Tensor:
-    """Return the entry `name` of `slot_tensors`. It may be the adapter's own tensor, so do not write to it."""
+    """Return the entry `name` of `slot_tensors` on a device, with the same bits on each. It may be the adapter's own
+    tensor, so do not write to it.
+    """
     module, _, side = name.rpartition(".")
     if is_stack(module):
-        return _expert_slot(adapter, config, lora, module, side, dtype)
+        return _expert_slot(adapter, config, lora, module, side, dtype).to(device)
     outputs, inputs = config.module_shape(module)
     if side in PROJECTION_STACKS.values():
         vector = adapter.parts.get(module, {}).get(side)
-        return torch.zeros(outputs) if vector is None else vector
+        return torch.zeros(outputs, device=device) if vector is None else vector.to(device)
     turned = side == "lora_a" and module in config.vocabulary_modules[:1]
     shape = (inputs, lora.rank) if turned else (lora.rank, inputs) if side == "lora_a" else (outputs, lora.rank)
     if module not in adapter.tensors:
-        return torch.zeros(shape, dtype=dtype)
+        return torch.zeros(shape, dtype=dtype, device=device)
     a, b = adapter.tensors[module]
+    a, b = (a.to(device), b) if side == "lora_a" else (a, b.to(device))
     a = a.T if turned else a
     tensor = a.to(dtype) if side == "lora_a" else (b.to(torch.float32) * adapter.scaling[module]).to(dtype)
     if tensor.shape == shape:
         return tensor.contiguous()
-    padded = torch.zeros(shape, dtype=dtype)
+    padded = torch.zeros(shape, dtype=dtype, device=device)
     padded[: tensor.shape[0], : tensor.shape[1]] = tensor
     return padded
 

@@ -7,6 +7,7 @@ launches steps needs the GIL, so packing must acquire it rarely.
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -54,16 +55,24 @@ class Packer:
             by_form.setdefault((bundle.form, *(shapes[stack] for stack in bundle.stacks)), []).append(bundle)
         self._groups = [group for equal in by_form.values() for group in _split(equal, shapes)]
 
-    def pack(self, lookup: Callable[[str], torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-        """Fill `targets`, one slot of each stack; `lookup` returns the adapter's tensor of a module and side."""
+    def pack(
+        self,
+        lookup: Callable[[str], torch.Tensor],
+        targets: Sequence[torch.Tensor],
+        turn: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        """Fill `targets`, one slot of each stack; `lookup` returns the adapter's tensor of a module and side, on any
+        device. `turn()` is entered for each group of layers.
+        """
         for group in self._groups:
             first = group[0]
             find = partial(_stacked, lookup, None if first.separate else [bundle.names for bundle in group])
             memo: dict[Recipe, Any] = {}  # shared by values and scales
-            for index, recipe in enumerate(first.recipes):
-                slots = materialize(recipe, find, memo)
-                for bundle, slot in zip(group, slots, strict=True):
-                    targets[bundle.stacks[index]].copy_(slot)
+            with turn():
+                for index, recipe in enumerate(first.recipes):
+                    slots = materialize(recipe, find, memo)
+                    for bundle, slot in zip(group, slots, strict=True):
+                        targets[bundle.stacks[index]].copy_(slot, non_blocking=True)
 
 
 def limit_torch_threads() -> None:
