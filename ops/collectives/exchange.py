@@ -30,7 +30,8 @@ from typing import Any, Optional
 
 import torch
 
-from ..core.ipc_memory import HANDLE_BYTES, ExportedMemory, MappedMemory
+from ..core.cuda_driver import HANDLE_BYTES
+from ..core.ipc_memory import ExportedMemory, MappedMemory
 from ..core.triton_support import cdiv
 from ..elementwise.quantize import row_block
 from .tensor_parallel_group import GroupError, RankGroup, group_named, world_of

@@ -1,12 +1,16 @@
-"""Calls of the CUDA driver that torch does not offer, by ctypes."""
+"""Calls of the CUDA driver by ctypes, without torch: a client's process may export its memory."""
 
-import contextlib
 import ctypes
-from collections.abc import Generator
 from functools import cache
 from typing import Any
 
-import torch
+HANDLE_BYTES = 64
+
+
+class IpcHandle(ctypes.Structure):
+    """CUipcMemHandle, which the driver takes by value."""
+
+    _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
 
 
 @cache
@@ -26,9 +30,21 @@ def check_code(name: str, code: int) -> None:
         raise RuntimeError(f"the CUDA driver's {name} failed with error {code}")
 
 
-@contextlib.contextmanager
-def device_context(device: torch.device) -> Generator[None]:
-    """Make a device's context current for the driver's calls of this thread. Waits for the device."""
-    with torch.cuda.device(device):
-        torch.cuda.synchronize(device)
-        yield
+def export_memory(driver: Any, nbytes: int) -> tuple[ctypes.c_uint64, bytes]:
+    """Return the address of new memory in the current context, and its IPC handle. Raises RuntimeError."""
+    address, handle = ctypes.c_uint64(), IpcHandle()
+    call_driver(driver, "cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
+    try:
+        call_driver(driver, "cuIpcGetMemHandle", ctypes.byref(handle), address)
+    except RuntimeError:
+        driver.cuMemFree_v2(address)
+        raise
+    return address, bytes(handle)
+
+
+def device_uuid(driver: Any, index: int) -> str:
+    """Return the UUID (hex) of a visible device, which is the same in all processes. Raises RuntimeError."""
+    device, uuid = ctypes.c_int(), ctypes.create_string_buffer(16)
+    call_driver(driver, "cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
+    call_driver(driver, "cuDeviceGetUuid_v2", uuid, device)
+    return uuid.raw.hex()

@@ -3,19 +3,16 @@
 The exporting process must free the memory only after all others have unmapped it.
 """
 
+import contextlib
 import ctypes
+from collections.abc import Generator
 from typing import Any
 
 import torch
 
-from .cuda_driver import call_driver, cuda_driver, device_context
+from .cuda_driver import HANDLE_BYTES, IpcHandle, call_driver, cuda_driver, export_memory
 
-HANDLE_BYTES = 64
 LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-
-
-class _Handle(ctypes.Structure):  # CUipcMemHandle, which the driver takes by value
-    _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
 
 
 class ExportedMemory:
@@ -29,18 +26,11 @@ class ExportedMemory:
 
     def __init__(self, nbytes: int, device: torch.device, driver: Any = None) -> None:
         self._driver, self._device = driver or cuda_driver(), device
-        self._address: ctypes.c_uint64 | None = ctypes.c_uint64()
+        self._address: ctypes.c_uint64 | None = None
         with device_context(device):
-            call_driver(self._driver, "cuMemAlloc_v2", ctypes.byref(self._address), ctypes.c_size_t(nbytes))
-            try:
-                handle = _Handle()
-                call_driver(self._driver, "cuIpcGetMemHandle", ctypes.byref(handle), self._address)
-                self.handle = bytes(handle)
-                self.tensor = tensor_at(self._address.value, nbytes, device).zero_()
-                torch.cuda.synchronize(device)  # before another process writes
-            except RuntimeError:
-                self.free()
-                raise
+            self._address, self.handle = export_memory(self._driver, nbytes)
+            self.tensor = tensor_at(self._address.value, nbytes, device).zero_()
+            torch.cuda.synchronize(device)  # before another process writes
 
     def free(self) -> None:
         """Free the memory; no process may use it any more. Does nothing the second time."""
@@ -68,7 +58,7 @@ class MappedMemory:
         self._address: ctypes.c_uint64 | None = None
         address, flags = ctypes.c_uint64(), ctypes.c_uint(LAZY_PEER_ACCESS)
         with device_context(device):
-            opened = _Handle.from_buffer_copy(handle)
+            opened = IpcHandle.from_buffer_copy(handle)
             call_driver(self._driver, "cuIpcOpenMemHandle_v2", ctypes.byref(address), opened, flags)
             self._address = address
             try:
@@ -88,6 +78,14 @@ class MappedMemory:
         if address is not None:
             with device_context(self._device):
                 call_driver(self._driver, "cuIpcCloseMemHandle", address)
+
+
+@contextlib.contextmanager
+def device_context(device: torch.device) -> Generator[None]:
+    """Make a device's context current for the driver's calls of this thread. Waits for the device."""
+    with torch.cuda.device(device):
+        torch.cuda.synchronize(device)
+        yield
 
 
 def tensor_at(address: int | None, nbytes: int, device: torch.device) -> torch.Tensor:

@@ -22,7 +22,7 @@ class FakeDriver:
         self.fails: dict[str, int] = {}
         self.allocations: dict[int, Any] = {}
         self.mapped: dict[int, int] = {}
-        self.freed_while_mapped = 0
+        self.freed_while_mapped = self.contexts = self.pushed = 0
         self._lock = threading.Lock()
 
     def __getattr__(self, name: str) -> Any:
@@ -57,6 +57,33 @@ class FakeDriver:
 
     def _cuIpcCloseMemHandle(self, address: Any) -> None:
         self.mapped[address.value] -= 1
+
+    def _cuDeviceGet(self, out: Any, index: Any) -> None:
+        out._obj.value = index.value
+
+    def _cuDeviceGetUuid_v2(self, out: Any, device: Any) -> None:
+        out.raw = bytes([device.value]) * 16
+
+    def _cuMemcpyHtoD_v2(self, target: Any, source: bytes, nbytes: Any) -> None:
+        ctypes.memmove(target.value, source, nbytes.value)
+
+    def _cuMemcpyDtoDAsync_v2(self, target: Any, source: Any, nbytes: Any, stream: Any) -> None:
+        ctypes.memmove(target.value, source.value, nbytes.value)
+
+    def _cuCtxSynchronize(self) -> None:
+        pass
+
+    def _cuDevicePrimaryCtxRetain(self, out: Any, device: Any) -> None:
+        self.contexts += 1
+
+    def _cuDevicePrimaryCtxRelease_v2(self, device: Any) -> None:
+        self.contexts -= 1
+
+    def _cuCtxPushCurrent_v2(self, context: Any) -> None:
+        self.pushed += 1
+
+    def _cuCtxPopCurrent_v2(self, out: Any) -> None:
+        self.pushed -= 1
 
     def _cuMemGetAddressRange_v2(self, first: Any, size: Any, address: Any) -> None:
         first._obj.value, size._obj.value = address.value, len(self.allocations[address.value])

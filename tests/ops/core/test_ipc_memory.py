@@ -7,7 +7,8 @@ import pytest
 import torch
 from sidestream.ops.collectives.exchange import free_exchange, open_exchange, unmap_peers
 from sidestream.ops.collectives.tensor_parallel_group import RankGroup
-from sidestream.ops.core.ipc_memory import HANDLE_BYTES, ExportedMemory, MappedMemory
+from sidestream.ops.core.cuda_driver import HANDLE_BYTES
+from sidestream.ops.core.ipc_memory import ExportedMemory, MappedMemory
 from support.ipc import FakeDriver, install
 from support.ranks import run_on_ranks
 
