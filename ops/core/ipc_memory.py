@@ -92,4 +92,4 @@ def tensor_at(address: int | None, nbytes: int, device: torch.device) -> torch.T
     """Return uint8 [nbytes] at an address, a view that owns nothing."""
     # not __cuda_array_interface__, which would copy a peer's memory to this device
     storage = torch._C._construct_storage_from_data_pointer(address or 0, device, nbytes)
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)  # type: ignore[call-overload,no-any-return]
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

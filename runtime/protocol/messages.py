@@ -48,6 +48,7 @@ TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 CallId = Annotated[int, Meta(ge=0, lt=1 << 53)]
 MAX_SHORT = 256
 Short = Annotated[str, Meta(max_length=MAX_SHORT)]
+Handle = Annotated[bytes, Meta(max_length=64)]
 Path = Annotated[str, Meta(min_length=1, max_length=4096, pattern=r"^[^\x00]*\Z")]
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 MAX_TEMPLATE_CHARACTERS = 1 << 18
@@ -244,7 +245,7 @@ class UpdateAdapter(Call, tag="update_adapter", frozen=True):
     version: Annotated[int, Meta(ge=1, lt=1 << 31)] | None = None
     inflight: Literal["pin", "switch"] = "pin"
     device: Short = ""
-    handle: Annotated[bytes, Meta(max_length=64)] = b""
+    handle: Handle = b""
 
 
 class ListAdapters(Call, tag="list_adapters", frozen=True):

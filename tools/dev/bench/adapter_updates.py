@@ -21,10 +21,10 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from ....runtime.api.sampling_params import SamplingParams
 from ....runtime.client.async_client import AsyncClient
@@ -34,12 +34,13 @@ from ...bench.serving.cold import Background
 from ...bench.serving.report import longest_gap
 from ...bench.serving.traffic import random_ids
 from ...options.engine import positive
-from ...options.environment import write_figures
 from ...options.models import shape_fields
 
 NAME = "updates-bench"
 PROMPT_TOKENS = 128
 SETTLE_SECONDS = 0.5
+CONNECT_SECONDS = 600.0
+T = TypeVar("T")
 
 
 def train(orders: Connection, options: argparse.Namespace, device: str, directory: str) -> None:
@@ -48,10 +49,8 @@ def train(orders: Connection, options: argparse.Namespace, device: str, director
 
     tensors = load_file(Path(directory, "adapter_model.safetensors"), device=device)
     config = json.loads(Path(directory, "adapter_config.json").read_text())
-    first_token, source = (
-        SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False),
-        random.Random(1),
-    )
+    first_token = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+    source = random.Random(1)
     with Client(options.address, name="trainer") as client:
         vocabulary = client.connect().vocabulary
         orders.send(sum(tensor.nbytes for tensor in tensors.values()))
@@ -72,27 +71,19 @@ def train(orders: Connection, options: argparse.Namespace, device: str, director
             orders.send(times)
 
 
-class Windows:
-    """Measured windows of the background's streams."""
-
-    def __init__(self, background: Background) -> None:
-        self._background = background
-
-    async def measure(self, work: Any) -> tuple[Any, dict[str, float]]:
-        """Await `work`; return its result, and tokens per second and longest gap (ms) of the others meanwhile."""
-        await asyncio.sleep(SETTLE_SECONDS)
-        await self._background.check()
-        self._background.forget()
-        start = time.monotonic()
-        result = await work
-        end = time.monotonic()
-        arrivals = [list(times) for times in self._background.arrivals]
-        chunks = sum(start < moment <= end for times in arrivals for moment in times)
-        figures = {"chunks_per_second": chunks / (end - start), "gap_ms": 1e3 * longest_gap(arrivals, start, end)}
-        return result, figures
+async def watched(background: Background, work: Awaitable[T]) -> tuple[T, float, float]:
+    """Return the result of `work`, and chunks per second and longest gap (ms) of the others meanwhile."""
+    await asyncio.sleep(SETTLE_SECONDS)
+    await background.check()
+    background.forget()
+    start = time.monotonic()
+    result = await work
+    end = time.monotonic()
+    chunks = sum(start < moment <= end for times in background.arrivals for moment in times)
+    return result, chunks / (end - start), 1e3 * longest_gap(background.arrivals, start, end)
 
 
-async def row_of(client: AsyncClient, options: argparse.Namespace, device: str, directory: str) -> dict[str, Any]:
+async def line_of(client: AsyncClient, options: argparse.Namespace, device: str, directory: str) -> str:
     """Return the figures of one device."""
     server = await client.connect()
     background = Background(client, server.vocabulary, min(server.max_model_len - PROMPT_TOKENS, 4096))
@@ -109,49 +100,35 @@ async def row_of(client: AsyncClient, options: argparse.Namespace, device: str, 
             times: list[tuple[float, float]] = await asyncio.to_thread(orders.recv)
             return times
 
-        await background.start(options.streams, options.seed)
+        await background.start(options.streams, 0)
         await updated(2, 0.0)  # the first ones allocate memory
-        windows = Windows(background)
-        _, alone = await windows.measure(asyncio.sleep(options.seconds))
-        times, during = await windows.measure(updated(options.updates, 0.0))
-        _, each_second = await windows.measure(updated(options.seconds, 1.0))
+        _, rate_alone, gap_alone = await watched(background, asyncio.sleep(options.seconds))
+        times, _, gap = await watched(background, updated(options.updates, 0.0))
+        _, rate, _ = await watched(background, updated(options.seconds, 1.0))
     finally:
         await background.stop()
         trainer.terminate()
         trainer.join()
-    return {
-        "device": device,
-        "megabytes": nbytes / 1e6,
-        "update_ms": 1e3 * statistics.median(update for update, _ in times),
-        "first_token_ms": 1e3 * statistics.median(first for _, first in times),
-        "longest_first_token_ms": 1e3 * max(first for _, first in times),
-        "gap_alone_ms": alone["gap_ms"],
-        "gap_ms": during["gap_ms"],
-        "kept_share": each_second["chunks_per_second"] / alone["chunks_per_second"],
-    }
+    updates, first_tokens = ([1e3 * each for each in column] for column in zip(*times, strict=True))
+    return (
+        f"{options.updates} updates of {nbytes / 1e6:.0f} MB: {statistics.median(updates):.1f} ms, to the first token "
+        f"{statistics.median(first_tokens):.1f} (longest {max(first_tokens):.1f}); longest gap of {options.streams} "
+        f"others {gap:.1f} ms, without updates {gap_alone:.1f}; with an update per second {rate / rate_alone:.1%} of "
+        "their chunks"
+    )
 
 
-async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+async def measure(options: argparse.Namespace) -> None:
     """Measure each device, and print a line for it."""
-    rows = []
     with tempfile.TemporaryDirectory(prefix="sidestream-updates-") as directory:
-        adapter = write_random_adapter(Path(directory, NAME), shape_fields(options.shape), options.rank, options.seed)
-        async with AsyncClient(options.address, connect_timeout=options.connect_timeout, name="updates") as client:
+        adapter = write_random_adapter(Path(directory, NAME), shape_fields(options.shape), options.rank, 0)
+        async with AsyncClient(options.address, connect_timeout=CONNECT_SECONDS, name="updates") as client:
             for device in options.devices:
-                row = await row_of(client, options, device, adapter)
-                rows.append(row)
-                print(
-                    f"{device}: {options.updates} updates of {row['megabytes']:.0f} MB: {row['update_ms']:.1f} ms, to "
-                    f"the first token {row['first_token_ms']:.1f} (longest {row['longest_first_token_ms']:.1f}); "
-                    f"longest gap of {options.streams} others {row['gap_ms']:.1f} ms, without updates "
-                    f"{row['gap_alone_ms']:.1f}; with an update per second {row['kept_share']:.1%} of their chunks",
-                    flush=True,
-                )
-    return rows
+                print(f"{device}: {await line_of(client, options, device, adapter)}", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, and with --json write the figures."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("address", help="where the server is bound, such as ipc:///tmp/updates/engine.sock")
     parser.add_argument("--shape", default="llama-3.1-8b", help="the served model's shape, or its config.json")
@@ -160,13 +137,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--updates", type=positive, default=50, metavar="N")
     parser.add_argument("--seconds", type=positive, default=20, metavar="S", help="of the other two windows")
     parser.add_argument("--streams", type=positive, default=32, metavar="N")
-    parser.add_argument("--seed", type=int, default=0, metavar="N")
-    parser.add_argument("--connect-timeout", type=positive, default=600, metavar="S")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
-    rows = asyncio.run(measure(options))
-    if options.json is not None:
-        write_figures(options.json, {"rows": rows})
+    asyncio.run(measure(options))
 
 
 if __name__ == "__main__":

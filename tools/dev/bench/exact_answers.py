@@ -1,7 +1,7 @@
 """Count answers of `exact=True` that depend on how they were computed; and of an engine without it, as a control.
 
-    python -m sidestream.tools.dev.bench.exact_answers --shape llama-3.1-8b --adapters 8
-    python -m sidestream.tools.dev.bench.exact_answers --shape llama-3.1-8b --prompts 32 --output-len 64
+    python -m sidestream.tools.dev.bench.exact_answers --adapters 8
+    python -m sidestream.tools.dev.bench.exact_answers --prompts 32 --output-len 64
 
 All prompts are answered once by steps of the largest size. Then each variant answers up to 16 batches of them again. It
 has a number of requests at once and a maximum of tokens per step, reads the prefix cache or not, and may preempt random
@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 from ....runtime.api.sampling_params import SamplingParams
 from ...bench.random_model import write_model
 from ...options.engine import positive
-from ...options.environment import write_figures
 from ...options.models import shape_fields
 
 Answer = tuple[tuple[int, ...], tuple[float, ...]]
@@ -61,16 +60,9 @@ def prompts_of(count: int, vocabulary: int, source: random.Random) -> list[list[
 
 def params_of(index: int, output_len: int, cached: bool) -> SamplingParams:
     """Return the sampling of a prompt: greedy or random, some with top_p."""
-    return SamplingParams(
-        temperature=index % 3 / 2,
-        top_p=0.9 if index % 2 else 1.0,
-        seed=index,
-        max_tokens=output_len,
-        ignore_eos=True,
-        logprobs=0,
-        detokenize=False,
-        skip_reading_prefix_cache=not cached,
-    )
+    sampling: dict[str, Any] = {"temperature": index % 3 / 2, "top_p": 0.9 if index % 2 else 1.0, "seed": index}
+    sampling |= {"max_tokens": output_len, "ignore_eos": True, "logprobs": 0, "detokenize": False}
+    return SamplingParams(**sampling, skip_reading_prefix_cache=not cached)
 
 
 @contextmanager
@@ -85,9 +77,8 @@ def computed_as(llm: Any, variant: Variant) -> Generator[None]:
             scheduler.preemption.preempt(chosen)
         return step()
 
-    scheduler.states.limits = replace(
-        limits, max_num_batched_tokens=tokens, max_num_seqs=min(tokens, limits.max_num_seqs)
-    )
+    most = min(tokens, limits.max_num_seqs)
+    scheduler.states.limits = replace(limits, max_num_batched_tokens=tokens, max_num_seqs=most)
     llm.engine.step = step_and_preempt if variant.preempted else step
     try:
         yield
@@ -114,7 +105,7 @@ def answers(
 
 def count_differences(llm: Any, names: Sequence[str], options: argparse.Namespace) -> int:
     """Print a line per variant; return the number of answers that differ."""
-    prompts = prompts_of(options.prompts, llm.config.vocab_size, random.Random(options.seed))
+    prompts = prompts_of(options.prompts, llm.config.vocab_size, random.Random(0))
     expected = answers(llm, prompts, names, options.output_len, Variant(MAX_SEQS, 4096, False, False))
     total = differing = 0
     for variant in VARIANTS:
@@ -129,38 +120,26 @@ def count_differences(llm: Any, names: Sequence[str], options: argparse.Namespac
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a line per variant, and with --json write the counts."""
+    """Print a line per variant."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-3.1-8b", help="name of a model's shape, or its config.json")
-    parser.add_argument("--adapters", type=positive, default=8, metavar="N")
-    parser.add_argument("--rank", type=positive, default=32, metavar="R")
+    parser.add_argument("--adapters", type=positive, default=8, metavar="N", help="of rank 32")
     parser.add_argument("--prompts", type=positive, default=256, metavar="N")
     parser.add_argument("--output-len", type=positive, default=256, metavar="N", help="tokens of an answer")
-    parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
     from ....runtime.llm import LLM
 
     counts = {}
     with tempfile.TemporaryDirectory(prefix="sidestream-exact-") as directory:
-        adapters = write_model(Path(directory), shape_fields(options.shape), options.adapters, options.rank)
-        sizes = {"max_model_len": 2048, "max_num_seqs": MAX_SEQS, "max_num_batched_tokens": 4096, "speculation": "off"}
+        adapters = write_model(Path(directory), shape_fields(options.shape), options.adapters, rank=32)
+        sizes: dict[str, Any] = {"max_model_len": 2048, "max_num_seqs": MAX_SEQS, "max_num_batched_tokens": 4096}
+        sizes |= {"load_format": "dummy", "device": options.device, "speculation": "off", "show_progress": False}
         for exact in (True, False):
-            with LLM(
-                directory,
-                adapters,
-                load_format="dummy",
-                exact=exact,
-                device=options.device,
-                show_progress=False,
-                **sizes,
-            ) as llm:
-                print(f"exact={exact}", flush=True)
-                counts[f"exact={exact}"] = count_differences(llm, list(adapters), options)
-    if options.json is not None:
-        write_figures(options.json, {"differing": counts})
-    return int(counts["exact=True"] > 0 or counts["exact=False"] == 0)
+            print(f"exact={exact}", flush=True)
+            with LLM(directory, adapters, exact=exact, **sizes) as llm:
+                counts[exact] = count_differences(llm, list(adapters), options)
+    return int(counts[True] > 0 or counts[False] == 0)
 
 
 if __name__ == "__main__":
