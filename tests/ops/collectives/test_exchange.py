@@ -269,17 +269,29 @@ def test_ranks_that_can_t_share_memory_free_it_on_all(
 ) -> None:
     """Only rank 1 fails, and rank 0 has mapped its memory by then."""
 
+    freed, close, free = threading.Event(), driver._cuIpcCloseMemHandle, FakeDriver._cuMemFree_v2
+    drivers = [driver, FakeDriver()]
+
+    def close_late(address: Any) -> None:
+        freed.wait(0.1)  # for rank 1, which must not free the memory before
+        close(address)
+
+    def free_and_tell(address: Any) -> None:
+        free(drivers[1], address)
+        freed.set()
+
+    driver._cuIpcCloseMemHandle, drivers[1]._cuMemFree_v2 = close_late, free_and_tell  # type: ignore[method-assign]
+    drivers[1].allocations, drivers[1].mapped, drivers[1].fails = driver.allocations, driver.mapped, {call: 101}
+
     def work(group: RankGroup) -> None:
-        if group.rank:
-            local.driver = FakeDriver()
-            local.driver.allocations, local.driver.mapped = driver.allocations, driver.mapped
-            local.driver.fails = {call: 101}
+        local.driver = drivers[group.rank]
         open_exchange(group, torch.device("cuda", group.rank), 256)
 
     local = threading.local()
-    monkeypatch.setattr(ipc_memory, "cuda_driver", lambda: getattr(local, "driver", driver))
+    monkeypatch.setattr(ipc_memory, "cuda_driver", lambda: local.driver)
     errors = on_threads(2, work)
     assert all(isinstance(error, GroupError) for error in errors), errors
     assert "rank 1 of 2 on cuda:1 can't share memory with its peers: the CUDA driver's " + call in str(errors[1])
     assert "--ipc=host" in str(errors[0])
-    assert not driver.allocations and not any(driver.mapped.values()) and not driver.freed_while_mapped
+    assert not driver.allocations and not any(driver.mapped.values())
+    assert not any(each.freed_while_mapped for each in drivers)
