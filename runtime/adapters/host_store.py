@@ -5,7 +5,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +19,7 @@ from ...graphs.lora import LoraShape
 from ...graphs.lora_stacks import CPU, check_fits, slot_tensor
 from .base_weights import BaseWeights
 from .disk_cache import packing_key, slot_key
-from .host_memory import Block
+from .host_memory import CHUNK_BYTES, Block
 from .packing import Packer
 from .registry import AdapterRegistry
 
@@ -190,7 +190,15 @@ class HostStore:
                 return slot_tensor(draft, registry.draft, registry.draft_lora, name, self._dtype, device)
             return slot_tensor(adapter, registry.config, self._lora, name, self._dtype, device)
 
-        self._packer.pack(lookup, block.tensors, nullcontext if device == CPU else self._device_turn)
+        if device == CPU:
+            self._packer.pack(lookup, block.tensors)
+            return
+        with self._device_turn():
+            packed = torch.zeros_like(block.memory, device=device)
+        self._packer.pack(lookup, block.views(packed), self._device_turn)
+        with self._device_turn():  # the driver copies no memory of which parts were page-locked one by one
+            for target, source in zip(block.memory.split(CHUNK_BYTES), packed.split(CHUNK_BYTES), strict=True):
+                target.copy_(source, non_blocking=True)
 
     @contextmanager
     def _device_turn(self) -> Iterator[None]:

@@ -72,7 +72,7 @@ class Packer:
                 for index, recipe in enumerate(first.recipes):
                     slots = materialize(recipe, find, memo)
                     for bundle, slot in zip(group, slots, strict=True):
-                        targets[bundle.stacks[index]].copy_(slot, non_blocking=True)
+                        targets[bundle.stacks[index]].copy_(slot)
 
 
 def limit_torch_threads() -> None:

@@ -158,8 +158,8 @@ class ServedModel:
         from .updates.device_memory import copy_device_memory
 
         loader = self._model.runner.slot_loader
-        with nullcontext() if loader is None else loader.device_calls:
-            copy_device_memory(update.handle, update.nbytes, self._model.options.device, target)
+        calls = nullcontext() if loader is None else loader.device_calls
+        copy_device_memory(update.handle, update.nbytes, self._model.options.device, calls, target)
 
     def restore_update(self, update: AdapterVersion) -> LoadedAdapter:
         with self._updates.opened(version_name(update.name, update.version)) as handle:

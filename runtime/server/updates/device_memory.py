@@ -2,6 +2,8 @@
 
 import mmap
 import os
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -21,21 +23,27 @@ def readable_devices(device: torch.device) -> list[str]:
     return [device_uuid(cuda_driver(), each) for each in reachable]
 
 
-def copy_device_memory(handle: bytes, nbytes: int, device: torch.device, target: int) -> None:
-    """Copy the first bytes of the memory with an IPC handle to an open file. No graph may be captured meanwhile.
+def copy_device_memory(
+    handle: bytes, nbytes: int, device: torch.device, device_calls: AbstractContextManager[Any], target: int
+) -> None:
+    """Copy the first bytes of the memory with an IPC handle to an open file. Each call of the device holds
+    `device_calls`.
 
     Raises RequestError for a handle that cannot be opened or whose memory is too small, and OSError.
     """
-    memory = _opened(handle, nbytes, device)
+    with device_calls:
+        memory, stream = _opened(handle, nbytes, device), torch.cuda.Stream(device)
     try:
-        os.ftruncate(target, nbytes)
+        os.posix_fallocate(target, 0, nbytes)  # a full file system is an OSError here, and would be a signal below
         copy = torch.frombuffer(mmap.mmap(target, nbytes), dtype=torch.uint8)
-        with torch.cuda.stream(torch.cuda.Stream(device)):
-            for part, source in zip(copy.split(CHUNK_BYTES), memory.tensor.split(CHUNK_BYTES), strict=True):
+        for part, source in zip(copy.split(CHUNK_BYTES), memory.tensor.split(CHUNK_BYTES), strict=True):
+            with device_calls, torch.cuda.stream(stream):
                 part.copy_(source)
     finally:
-        memory.close()
-    _opened(handle, nbytes, device).close()  # the trainer has not ended or freed the memory during the copy
+        with device_calls:
+            memory.close()
+    with device_calls:
+        _opened(handle, nbytes, device).close()  # the trainer has not ended or freed the memory during the copy
 
 
 def _opened(handle: bytes, nbytes: int, device: torch.device) -> MappedMemory:

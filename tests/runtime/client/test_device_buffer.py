@@ -1,6 +1,8 @@
 """Updates in a GPU's memory, over a driver of this process: the client's copy is what the server reads."""
 
+import errno
 import os
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -34,7 +36,7 @@ def tensors(count: int = 3) -> dict[str, torch.Tensor]:
 def received(handle: bytes, nbytes: int) -> bytes:
     target = os.memfd_create("target")
     try:
-        copy_device_memory(handle, nbytes, GPU, target)
+        copy_device_memory(handle, nbytes, GPU, nullcontext(), target)
         return os.pread(target, nbytes + 1, 0)
     finally:
         os.close(target)
@@ -71,7 +73,11 @@ def test_other_tensors_and_servers_take_host_memory(driver: FakeDriver) -> None:
     assert buffer.write(OnGpu(tensors(), {}, "pin"), [UUID]) is not None
 
 
-def test_handles_that_are_not_an_update_s_memory(driver: FakeDriver) -> None:
+def no_space(*arguments: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_handles_that_are_not_an_update_s_memory(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = DeviceBuffer(driver)
     update = OnGpu(tensors(), {"r": 4}, "pin")
     _, handle = buffer.write(update, [UUID]) or ("", b"")
@@ -83,6 +89,9 @@ def test_handles_that_are_not_an_update_s_memory(driver: FakeDriver) -> None:
     ):
         with pytest.raises(RequestError, match=rf"cannot be opened: .*{text}.*--ipc=host"):
             received(given, nbytes)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(os, "posix_fallocate", no_space)
+        received(handle, update.nbytes)
     real = driver._cuIpcCloseMemHandle
 
     def freed_meanwhile(address: Any) -> None:
