@@ -24,8 +24,12 @@ _KINDS = {
 }
 Lookup = Callable[[str], torch.Tensor]
 """Returns a tensor of the checkpoint by its name, with the graph's head layout."""
-CPU = torch.device("cpu")
 ROWS_AT_ONCE = 512  # of a weight in fp64: 56 MiB for 14,336 columns
+
+
+def unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor itself."""
+    return tensor
 
 
 def lora_shape_for(
@@ -201,29 +205,32 @@ def slot_tensor(
     lora: LoraShape,
     name: str,
     dtype: torch.dtype = torch.bfloat16,
-    device: torch.device = CPU,
+    bring: Callable[[torch.Tensor], torch.Tensor] = unchanged,
 ) -> torch.Tensor:
-    """Return the entry `name` of `slot_tensors` on a device, with the same bits on each. It may be the adapter's own
-    tensor, so do not write to it.
+    """Return the entry `name` of `slot_tensors`. It may be the adapter's own tensor, so do not write to it.
+
+    `bring` is applied to the adapter's tensors, for example to move them to a device; the result has the same bits.
     """
     module, _, side = name.rpartition(".")
     if is_stack(module):
-        return _expert_slot(adapter, config, lora, module, side, dtype).to(device)
+        return bring(_expert_slot(adapter, config, lora, module, side, dtype))
     outputs, inputs = config.module_shape(module)
     if side in PROJECTION_STACKS.values():
         vector = adapter.parts.get(module, {}).get(side)
-        return torch.zeros(outputs, device=device) if vector is None else vector.to(device)
+        return bring(torch.zeros(outputs) if vector is None else vector)
     turned = side == "lora_a" and module in config.vocabulary_modules[:1]
     shape = (inputs, lora.rank) if turned else (lora.rank, inputs) if side == "lora_a" else (outputs, lora.rank)
     if module not in adapter.tensors:
-        return torch.zeros(shape, dtype=dtype, device=device)
+        return bring(torch.zeros(shape, dtype=dtype))
     a, b = adapter.tensors[module]
-    a, b = (a.to(device), b) if side == "lora_a" else (a, b.to(device))
-    a = a.T if turned else a
-    tensor = a.to(dtype) if side == "lora_a" else (b.to(torch.float32) * adapter.scaling[module]).to(dtype)
+    if side == "lora_a":
+        tensor = bring(a).to(dtype)
+        tensor = tensor.T if turned else tensor
+    else:
+        tensor = (bring(b).to(torch.float32) * adapter.scaling[module]).to(dtype)
     if tensor.shape == shape:
         return tensor.contiguous()
-    padded = torch.zeros(shape, dtype=dtype, device=device)
+    padded = tensor.new_zeros(shape)
     padded[: tensor.shape[0], : tensor.shape[1]] = tensor
     return padded
 

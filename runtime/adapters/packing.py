@@ -17,6 +17,7 @@ from ...compiler.graph.materialize import materialize
 from ...compiler.graph.recipe import Recipe
 
 GROUP_ELEMENTS = 1 << 21  # 8 MiB in fp32: intermediate copies stay within the CPU's caches
+GPU_GROUP_ELEMENTS = 1 << 22  # on a GPU; a step is slower for a quarter of a millisecond at most
 PACKING_THREADS = 8
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -43,9 +44,13 @@ class Bundle:
 
 
 class Packer:
-    """Packs adapters. `recipes`: by stack, in the stacks' order; `shapes`: of one slot of each stack."""
+    """Packs adapters. `recipes`: by stack, in the stacks' order; `shapes`: of one slot of each stack; `group_elements`:
+    of a stack that are packed together.
+    """
 
-    def __init__(self, recipes: Mapping[str, Recipe], shapes: Sequence[tuple[int, ...]]) -> None:
+    def __init__(
+        self, recipes: Mapping[str, Recipe], shapes: Sequence[tuple[int, ...]], group_elements: int = GROUP_ELEMENTS
+    ) -> None:
         bundles: dict[frozenset[str], Bundle] = {}
         for stack, recipe in enumerate(recipes.values()):
             sources = recipe.sources()
@@ -53,7 +58,7 @@ class Packer:
         by_form: dict[tuple[Any, ...], list[Bundle]] = {}
         for bundle in bundles.values():
             by_form.setdefault((bundle.form, *(shapes[stack] for stack in bundle.stacks)), []).append(bundle)
-        self._groups = [group for equal in by_form.values() for group in _split(equal, shapes)]
+        self._groups = [group for equal in by_form.values() for group in _split(equal, shapes, group_elements)]
 
     def pack(
         self,
@@ -96,10 +101,10 @@ def _stacked(
     return torch.stack([lookup(names[_LAYER.sub("#", name)]) for names in layers])
 
 
-def _split(bundles: list[Bundle], shapes: Sequence[tuple[int, ...]]) -> Iterator[list[Bundle]]:
-    """Split into groups of GROUP_ELEMENTS, or of one bundle."""
+def _split(bundles: list[Bundle], shapes: Sequence[tuple[int, ...]], group_elements: int) -> Iterator[list[Bundle]]:
+    """Split into groups of `group_elements`, or of one bundle."""
     size = max(torch.Size(shapes[stack]).numel() for stack in bundles[0].stacks)
-    count = 1 if bundles[0].separate else max(1, GROUP_ELEMENTS // max(1, size))
+    count = 1 if bundles[0].separate else max(1, group_elements // max(1, size))
     return (bundles[first : first + count] for first in range(0, len(bundles), count))
 
 

@@ -1,6 +1,7 @@
 """A GPU packs adapters to the bits of a CPU: slots of a cache on disk may come from either."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from sidestream import LLM
-from sidestream.graphs.lora_stacks import CPU
+from sidestream.graphs.lora_stacks import unchanged
 from sidestream.graphs.model_directory import WEIGHTS
 from sidestream.runtime.adapters.host_memory import Block
 from sidestream.tools.bench.random_model import write_random_adapter
@@ -44,7 +45,7 @@ def odd_adapter(path: Path, rank: int, dtype: torch.dtype, dora: bool = False) -
 )
 def test_the_bits_of_a_cpu(tmp_path: Path, options: dict[str, Any]) -> None:
     adapters = {
-        f"{rank} {dtype}": odd_adapter(tmp_path / f"{rank}{dtype}", rank, dtype)
+        f"{rank}-{dtype}": odd_adapter(tmp_path / f"{rank}{dtype}", rank, dtype)
         for rank, dtype in ((16, torch.bfloat16), (5, torch.float16), (11, torch.float32))
     }
     adapters["dora"] = odd_adapter(tmp_path / "dora", 8, torch.bfloat16, dora=True)
@@ -54,8 +55,8 @@ def test_the_bits_of_a_cpu(tmp_path: Path, options: dict[str, Any]) -> None:
         for name, number in llm.registry.numbers.items():
             packed, expected = (Block(store._shapes) for _ in range(2))
             adapter = store._read(number)
-            store._pack_on(llm.device, adapter, packed)
-            store._pack_on(CPU, adapter, expected)
+            store._pack_on_device(adapter, packed)
+            store._packer.pack(partial(store._slot_tensor, adapter, unchanged), expected.tensors)
             differing = [
                 (stack, int((one.view(torch.uint8) != other.view(torch.uint8)).sum()))
                 for stack, one, other in zip(store._recipes, packed.tensors, expected.tensors, strict=True)
@@ -75,14 +76,10 @@ def test_a_full_gpu_packs_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyP
         expected, found = (Block(store._shapes) for _ in range(2))
         adapter = store._read(llm.registry.numbers["a"])
         store._pack(adapter, expected)
-        pack_on, devices = store._pack_on, []
 
-        def full(device: torch.device, *rest: Any) -> None:
-            devices.append(device.type)
-            if device.type == "cuda":
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            pack_on(device, *rest)
+        def full(*arguments: Any) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
 
-        monkeypatch.setattr(store, "_pack_on", full)
+        monkeypatch.setattr(store, "_pack_on_device", full)
         store._pack(adapter, found)
-        assert devices == ["cuda", "cpu"] and torch.equal(expected.memory, found.memory)
+        assert torch.equal(expected.memory, found.memory)
