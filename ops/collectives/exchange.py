@@ -22,13 +22,16 @@ before it, so the program of row i runs or is the next to start. It signals its 
 row i end, its owner finishes, and then the others. No program waits for another row of its own rank.
 """
 
-import os
+import contextlib
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
 
+from ..core.cuda_driver import HANDLE_BYTES
+from ..core.ipc_memory import ExportedMemory, MappedMemory
 from ..core.triton_support import cdiv
 from ..elementwise.quantize import row_block
 from .tensor_parallel_group import GroupError, RankGroup, group_named, world_of
@@ -42,6 +45,8 @@ PLACES = 3  # number of slots into which producers write parts directly
 ONE_SHOT_BYTES = 2 << 20
 READY = 128  # offset of the first epoch: tickets have their own cache line
 EPOCH = 8  # bytes
+LAST_EPOCH = 0x7F  # each byte of an epoch that no launch reaches
+_log = logging.getLogger(__name__)
 
 
 def done_at(world: int) -> int:
@@ -66,13 +71,15 @@ class Exchange:
     rank        this process's tensor-parallel rank
     memories    uint8 [exchange_bytes] of each rank, in rank order, all readable and writable here
     slot_bytes  bytes of a slot, a multiple of 256
-    owners      objects that keep the memories alive
+    own         owner of this rank's memory; None if others own the memories
+    mapped      the peers' memories
     """
 
     rank: int
     memories: tuple[torch.Tensor, ...]
     slot_bytes: int = SLOT_BYTES
-    owners: tuple[object, ...] = ()
+    own: Optional[ExportedMemory] = None
+    mapped: tuple[MappedMemory, ...] = ()
 
     @property
     def world(self) -> int:
@@ -136,32 +143,80 @@ class Exchange:
 
 
 def open_exchange(group: RankGroup, device: torch.device, slot_bytes: int = SLOT_BYTES) -> Exchange:
-    """Allocate this rank's memory on a CUDA device, open the peers', and keep both in `group.buffers`.
+    """Allocate this rank's memory on a CUDA device, map the peers', and keep both in `group.buffers`.
 
-    All ranks must call it together, before a step is captured. Raises GroupError if a peer's memory can't be opened.
+    All ranks must call it together, before a step is captured. Raises GroupError on all ranks, and keeps nothing, if
+    one of them can't map a peer's memory.
     """
-    from torch.distributed import _symmetric_memory as symmetric
-
-    # multicast uses switches that the whole host shares, and no kernel needs it
-    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    nbytes, mapped = exchange_bytes(group.world, slot_bytes), dict[int, MappedMemory]()
+    own: Optional[ExportedMemory] = None
+    failure: Optional[Exception] = None
     try:
-        memory = symmetric.empty(exchange_bytes(group.world, slot_bytes), dtype=torch.uint8, device=device)
-        memory.zero_()
-        torch.cuda.synchronize(device)  # counters are zero before any signal: the next line synchronizes all ranks
-        handle = symmetric.rendezvous(memory, group.processes)
-        memories = [handle.get_buffer(rank, memory.shape, torch.uint8) for rank in range(group.world)]
+        own = ExportedMemory(nbytes, device)  # counters are zero before any signal: the next line waits for all ranks
+    except (RuntimeError, OSError) as error:
+        failure = error
+    handles = group.gather(torch.frombuffer(bytearray(own.handle if own else HANDLE_BYTES), dtype=torch.uint8))
+    try:
+        for rank, handle in enumerate(handles if own is not None else ()):
+            if rank != group.rank:
+                mapped[rank] = MappedMemory(handle.numpy().tobytes(), nbytes, device)
+    except (RuntimeError, ValueError) as error:
+        failure = error
+    failed = [rank for rank, each in enumerate(group.gather(torch.tensor([int(failure is not None)]))) if each]
+    if own is not None and not failed:
+        memories = tuple(own.tensor if rank == group.rank else mapped[rank].tensor for rank in range(group.world))
+        exchange = Exchange(group.rank, memories, slot_bytes, own, tuple(mapped.values()))
+        group.buffers[PURPOSE] = exchange
+        return exchange
+    for each in mapped.values():
+        each.close()
+    group.gather(torch.tensor([0]))  # no rank has a mapping any more
+    if own is not None:
+        own.free()
+    raise GroupError(
+        f"rank {group.rank} of {group.world} on {device} can't share memory with its peers: "
+        f"{failure or f'rank {failed[0]} failed'}. The GPUs must reach each other over NVLink (`nvidia-smi topo -m`), "
+        "and containers need one IPC namespace (--ipc=host)"
+    ) from failure
+
+
+def end_waits(group: RankGroup) -> None:
+    """End all waits of this rank's kernels for peers that have died or are about to end; their results are wrong."""
+    exchange = group.buffers.get(PURPOSE)
+    if exchange is None or exchange.own is None:
+        return
+    with _device_faults_logged():
+        flags = exchange.memory[READY : slots_at(exchange.world)]
+        with torch.cuda.stream(torch.cuda.Stream(flags.device)):  # from host memory: waiting kernels may use all SMs
+            flags.copy_(torch.full(flags.shape, LAST_EPOCH, dtype=torch.uint8).pin_memory(), non_blocking=True)
+
+
+def unmap_peers(group: RankGroup) -> None:
+    """Unmap the peers' memories, before the peers end. Ends the waits of kernels."""
+    end_waits(group)
+    exchange = group.buffers.get(PURPOSE)
+    if exchange is not None:
+        with _device_faults_logged():
+            for each in exchange.mapped:
+                each.close()
+
+
+def free_exchange(group: RankGroup) -> None:
+    """Free this rank's memory; the peers have unmapped it or have ended."""
+    unmap_peers(group)
+    exchange = group.buffers.pop(PURPOSE, None)
+    if exchange is not None and exchange.own is not None:
+        with _device_faults_logged():
+            exchange.own.free()
+
+
+@contextlib.contextmanager
+def _device_faults_logged() -> Iterator[None]:
+    """Log errors of the device: after one of them nothing can be freed before the process ends."""
+    try:
+        yield
     except RuntimeError as error:
-        raise GroupError(
-            f"rank {group.rank} of {group.world} on {device} can't share memory with its peers: {error}. The GPUs must "
-            "reach each other over NVLink (`nvidia-smi topo -m`), and containers need one IPC namespace (--ipc=host)"
-        ) from error
-    # an allocation may contain several tensors; this one has the same offset on all ranks
-    shift = memory.data_ptr() - memories[group.rank].data_ptr()
-    if shift:
-        memories = [handle.get_buffer(rank, memory.shape, torch.uint8, shift) for rank in range(group.world)]
-    exchange = Exchange(group.rank, tuple(memories), slot_bytes, (memory, handle))
-    group.buffers[PURPOSE] = exchange
-    return exchange
+        _log.warning("memory that ranks share could not be freed: %s", error)
 
 
 def exchange_of(group: str, device: torch.device) -> Optional[Exchange]:

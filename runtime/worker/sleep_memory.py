@@ -7,13 +7,13 @@ import ctypes
 import mmap
 import weakref
 from collections.abc import Mapping
-from functools import cache
 from itertools import accumulate
 from math import prod
 from typing import Any
 
 import torch
 
+from ...ops.core.cuda_driver import call_driver, check_code, cuda_driver
 from ..adapters.host_memory import host_bytes, page_lock
 from ..api.errors import CapacityError
 from .memory_budget import Specs
@@ -137,7 +137,7 @@ class CudaMemory:
                 f"{self._size.value / 2**30:.2f} GiB of device memory are needed and not free; end other processes "
                 "that use this device"
             )
-        _check("cuMemCreate", code)
+        check_code("cuMemCreate", code)
         self._handles.append(handle)
         try:
             offset, flags = ctypes.c_size_t(0), ctypes.c_uint64(0)
@@ -168,12 +168,6 @@ class _Access(ctypes.Structure):  # CUmemAccessDesc
     _fields_ = (("location", _Location), ("flags", ctypes.c_int))
 
 
-@cache
-def cuda_driver() -> Any:
-    """Return the CUDA driver's library."""
-    return ctypes.CDLL("libcuda.so.1")
-
-
 def _unmap(driver: Any, address: ctypes.c_uint64, size: ctypes.c_size_t, handles: list[ctypes.c_uint64]) -> None:
     while handles:
         call_driver(driver, "cuMemUnmap", address, size)
@@ -184,13 +178,3 @@ def _free(driver: Any, address: ctypes.c_uint64, size: ctypes.c_size_t, handles:
     driver.cuCtxSynchronize()
     _unmap(driver, address, size, handles)
     call_driver(driver, "cuMemAddressFree", address, size)
-
-
-def call_driver(driver: Any, name: str, *arguments: Any) -> None:
-    """Call a function of the driver. Raises RuntimeError for an error code."""
-    _check(name, getattr(driver, name)(*arguments))
-
-
-def _check(name: str, code: int) -> None:
-    if code:
-        raise RuntimeError(f"the CUDA driver's {name} failed with error {code}")

@@ -23,7 +23,7 @@ PRELOAD = [  # imported once, not by each rank; torch imports its own when a gra
 
 def run_on_ranks(world: int, work: Callable[..., Any], directory: Path, *args: Any, backend: str = "gloo") -> list[Any]:
     """What `work(group, *args)` returns on each of `world` ranks, in rank order; `directory` is for this call alone.
-    With the backend nccl each rank has its GPU. Fails with the first rank that fails.
+    With nccl in `backend` each rank has its GPU. Fails with the first rank that fails.
     """
     multiprocessing.set_forkserver_preload(PRELOAD)
     start_processes(_rank, (world, work, str(directory), args, backend), nprocs=world, start_method="forkserver")
@@ -33,7 +33,7 @@ def run_on_ranks(world: int, work: Callable[..., Any], directory: Path, *args: A
 def _rank(rank: int, world: int, work: Callable[..., Any], directory: str, args: tuple[Any, ...], backend: str) -> None:
     torch.set_num_threads(1)
     sidestream.compiler.api.capture_module = capture_once
-    if backend == "nccl":
+    if "nccl" in backend:
         torch.cuda.set_device(rank)
     distributed.init_process_group(
         backend, init_method=f"file://{directory}/meet", rank=rank, world_size=world, timeout=timedelta(seconds=SECONDS)

@@ -15,6 +15,7 @@ from ....graphs.adapter import Describe
 from ....graphs.adapter_config import AdapterError
 from ....graphs.adapter_description import describe_adapter
 from ....graphs.checkpoint import CheckpointError
+from ....ops.collectives.exchange import end_waits, unmap_peers
 from ....ops.collectives.tensor_parallel_group import RankGroup
 from ...adapters.registry import RegisteredAdapter
 from ...adapters.slot_loader import LoadReport
@@ -132,9 +133,11 @@ class ParallelRunner:
 
     def _run(self, call: Callable[[], Any]) -> Any:
         try:
-            return call()
+            result = call()
         except Exception as error:
             raise self._peers.end_after(error) from error
+        self._peers.check()  # results without a peer's part are wrong
+        return result
 
 
 class ParallelSleeper:
@@ -261,8 +264,22 @@ class ParallelModel(Model):
 
     def close(self) -> None:
         """End the other ranks."""
-        self.peers.close()
-        leave_group(self.group)
+        _end(self.peers, self.group)
+
+
+def _end_waits(peers: Peers, group: RankGroup) -> None:
+    """After the end of the group: end the waits of this rank's kernels."""
+    peers.wait_for_exit()  # no peer signals any more
+    end_waits(group)
+
+
+def _end(peers: Peers, group: RankGroup | None) -> None:
+    """End the other ranks, and leave the group, if this rank has joined it."""
+    if group is not None:
+        unmap_peers(group)
+    peers.close()
+    if group is not None:
+        leave_group(group)
 
 
 def load_parallel_model(
@@ -299,7 +316,8 @@ def load_parallel_model(
     peers, group = Peers(settings), None
     try:
         peers.wait_for("started")
-        group = join_group(0, tp_size, peers.store_fd, device, peers.check)
+        joined = group = join_group(0, tp_size, peers.store_fd, device, peers.check)
+        peers.on_lost = lambda reason: _end_waits(peers, joined)
         loaded = load_model(source, adapters, options, describe)
         peers.wait_for("ready")
     except BaseException as error:
@@ -307,9 +325,7 @@ def load_parallel_model(
         cause = None
         if isinstance(error, RuntimeError) and not isinstance(error, RankError):
             cause = peers.end_after(error)
-        peers.close()
-        if group is not None:
-            leave_group(group)
+        _end(peers, group)
         if cause is not None:
             raise cause from error
         raise

@@ -112,6 +112,11 @@ class Peers:
             messages.append(self._loads.get())
         return messages
 
+    def wait_for_exit(self) -> None:
+        """Wait until all peers have ended."""
+        for child in self._children.values():
+            child.process.wait()
+
     def close(self) -> None:
         """End the peers; do nothing in a forked child, whose exit calls this too."""
         if self._closing.is_set() or os.getpid() != self._owner:

@@ -9,7 +9,7 @@ import torch
 from torch import distributed
 
 from ....compiler.options import OptionError
-from ....ops.collectives.exchange import open_exchange
+from ....ops.collectives.exchange import free_exchange, open_exchange
 from ....ops.collectives.tensor_parallel_group import RankGroup, forget_group, register_group, tensor_parallel_group
 
 TIMEOUT_SECONDS = 120.0
@@ -18,7 +18,6 @@ ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",  # all ranks are on one host: do not listen on a network
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_NVLS_ENABLE": "0",  # NVLink multicast belongs to the whole machine
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
 
 
@@ -76,7 +75,10 @@ def _arrived(tp_rank: int) -> str:
 
 
 def leave_group(group: RankGroup) -> None:
-    """Destroy the group; the process may join another one."""
+    """Destroy the group and free its memory, which no other rank has mapped any more; the process may join another
+    group.
+    """
     forget_group(group.name)
+    free_exchange(group)
     if distributed.is_initialized():
         distributed.destroy_process_group()

@@ -1,7 +1,6 @@
 """Collectives' kernels on ranks that share memory, in Triton's interpreter and as machine code."""
 
-import gc
-import weakref
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Optional
@@ -14,12 +13,23 @@ from sidestream.ops.collectives.all_reduce_add_rms_norm_quant import (
     from_all_parts,
     with_delta,
 )
-from sidestream.ops.collectives.exchange import Exchange, exchange_bytes, is_one_shot, open_exchange
-from sidestream.ops.collectives.tensor_parallel_group import RankGroup, tensor_parallel_group, world_of
+from sidestream.ops.collectives.exchange import (
+    READY,
+    Exchange,
+    exchange_bytes,
+    free_exchange,
+    is_one_shot,
+    open_exchange,
+    slots_at,
+    unmap_peers,
+)
+from sidestream.ops.collectives.tensor_parallel_group import GroupError, RankGroup, tensor_parallel_group, world_of
+from sidestream.ops.core import ipc_memory
 from sidestream.ops.core.registry import as_outputs
 from sidestream.ops.elementwise.rms_norm import add_rms_norm_quant
 from support.checks import EXACT, Tolerance, assert_near, bits
 from support.exchanges import register_rank, run_ranks, shared_exchanges, shared_tensor
+from support.ipc import FakeDriver, install, on_threads
 from support.sm90 import launched
 
 BF16, F16, F32, E4M3, INT8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int8
@@ -226,35 +236,62 @@ def test_what_can_not_be_exchanged_is_refused() -> None:
         list(small.launches("all_reduce", x, placed=True))
 
 
-def test_an_exchange_keeps_what_its_memories_are_views_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's views of symmetric memory own nothing: when the allocation or the handle goes, so does the mapping."""
-    from torch.distributed import _symmetric_memory as symmetric
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    return install(monkeypatch)
 
-    class Handle:
-        def get_buffer(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype)
 
-    made: list[weakref.ref[Any]] = []
+def test_ranks_share_their_memories_and_unmap_all_before_one_is_freed(driver: FakeDriver) -> None:
+    def work(group: RankGroup) -> list[tuple[int, int]]:
+        exchange = open_exchange(group, torch.device("cuda", group.rank), 256)
+        assert exchange.memory.sum() == 0 and exchange.world == 2
+        group.gather(torch.tensor([0]))
+        exchange.memory[-1] = 1 + group.rank
+        group.gather(torch.tensor([0]))
+        read = [int(memory[-1]) for memory in exchange.memories]
+        unmap_peers(group)
+        flags = exchange.memory[READY : slots_at(2)].view(torch.int64)
+        group.gather(torch.tensor([0]))
+        ended = int(flags.min())
+        free_exchange(group)
+        assert not group.buffers
+        free_exchange(group)
+        return [*read, ended]
 
-    def empty(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        memory = torch.empty(count, dtype=dtype, device=device)
-        made.append(weakref.ref(memory))
-        return memory
+    last = 0x7F7F7F7F7F7F7F7F
+    assert on_threads(2, work) == [[1, 2, last]] * 2, "a kernel that waits for a peer ends"
+    assert not driver.allocations and not any(driver.mapped.values()) and not driver.freed_while_mapped
 
-    def rendezvous(memory: torch.Tensor, processes: object) -> Handle:
-        handle = Handle()
-        made.append(weakref.ref(handle))
-        return handle
 
-    monkeypatch.setattr(symmetric, "empty", empty)
-    monkeypatch.setattr(symmetric, "rendezvous", rendezvous)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    group = RankGroup("tp2", 0, 2, None)
-    exchange = open_exchange(group, torch.device("cpu"), 256)
-    gc.collect()
-    assert [each() is not None for each in made] == [True, True] and exchange.world == 2
-    group.buffers.clear()
-    del exchange
-    gc.collect()
-    assert [each() for each in made] == [None, None]
+@pytest.mark.parametrize("call", ["cuMemAlloc_v2", "cuIpcOpenMemHandle_v2", "cuMemGetAddressRange_v2"])
+def test_ranks_that_can_t_share_memory_free_it_on_all(
+    driver: FakeDriver, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only rank 1 fails, and rank 0 has mapped its memory by then."""
+
+    freed, close, free = threading.Event(), driver._cuIpcCloseMemHandle, FakeDriver._cuMemFree_v2
+    drivers = [driver, FakeDriver()]
+
+    def close_late(address: Any) -> None:
+        freed.wait(0.1)  # for rank 1, which must not free the memory before
+        close(address)
+
+    def free_and_tell(address: Any) -> None:
+        free(drivers[1], address)
+        freed.set()
+
+    driver._cuIpcCloseMemHandle, drivers[1]._cuMemFree_v2 = close_late, free_and_tell  # type: ignore[method-assign]
+    drivers[1].allocations, drivers[1].mapped, drivers[1].fails = driver.allocations, driver.mapped, {call: 101}
+
+    def work(group: RankGroup) -> None:
+        local.driver = drivers[group.rank]
+        open_exchange(group, torch.device("cuda", group.rank), 256)
+
+    local = threading.local()
+    monkeypatch.setattr(ipc_memory, "cuda_driver", lambda: local.driver)
+    errors = on_threads(2, work)
+    assert all(isinstance(error, GroupError) for error in errors), errors
+    assert "rank 1 of 2 on cuda:1 can't share memory with its peers: the CUDA driver's " + call in str(errors[1])
+    assert "--ipc=host" in str(errors[0])
+    assert not driver.allocations and not any(driver.mapped.values())
+    assert not any(each.freed_while_mapped for each in drivers)

@@ -104,6 +104,6 @@ def replayed(group: RankGroup) -> list[tuple[int, int]]:
 @pytest.mark.skipif(torch.cuda.device_count() < WORLD, reason="needs two GPUs")
 def test_ranks_hold_the_same_bits_through_all_replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "NCCL_NVLS_ENABLE", "0")
-    results: list[Any] = run_on_ranks(WORLD, replayed, tmp_path, backend="nccl")
+    results: list[Any] = run_on_ranks(WORLD, replayed, tmp_path, backend="cpu:gloo,cuda:nccl")
     assert all(wrong == 0 for result in results for wrong, _ in result), results
     assert results[0] == results[1] and len({folded for _, folded in results[0]}) > 1

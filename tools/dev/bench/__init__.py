@@ -1,7 +1,9 @@
 """Benches for developers: `python -m sidestream.tools.dev.bench.NAME`.
 
 activated_lora     first token of a long cached prompt with an adapter as aLoRA and as LoRA
+adapter_updates    updates of an adapter from a trainer's process, and other streams meanwhile
 cost_error         the cost model compared with measured times
+exact_answers      answers of `exact=True` that depend on how they were computed
 first_traffic      first tokens after a cold start, and pauses under changing load
 host_kv            first token of a long prompt from host memory, and decoding of others meanwhile
 prompt_splits      attention of short chunks over long contexts, with several numbers of splits

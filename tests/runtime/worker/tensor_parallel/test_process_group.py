@@ -13,32 +13,23 @@ from sidestream.ops.collectives.tensor_parallel_group import GroupError, RankGro
 from sidestream.runtime.worker.tensor_parallel import parallel_model, peers, process_group
 from sidestream.runtime.worker.tensor_parallel.peers import Peers, RankError
 from sidestream.runtime.worker.tensor_parallel.process_group import create_store_file, join_group
+from support.ipc import FakeDriver, install
 from support.tiny import tiny_llama
 from torch import distributed
-from torch.distributed import _symmetric_memory as symmetric
 
-REMEDY = r"can't share memory with its peers: no way.*NVLink \(`nvidia-smi topo -m`\).*--ipc=host"
-
-
-def unreachable(*arguments: Any) -> Any:
-    raise RuntimeError("no way from here to there")
+REMEDY = r"can't share memory with its peers: the CUDA driver's cuMemAlloc_v2 failed with error 2.*"
+REMEDY += r"NVLink \(`nvidia-smi topo -m`\).*--ipc=host"
 
 
 @pytest.fixture
-def no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory is there, and no peer's can be opened."""
-    monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    monkeypatch.setattr(symmetric, "empty", lambda size, dtype, device: torch.empty(size, dtype=dtype))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(symmetric, "rendezvous", unreachable)
+def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    return install(monkeypatch)
 
 
-@pytest.mark.usefixtures("no_shared_memory")
-def test_memory_that_can_t_be_opened_is_reported_with_a_remedy() -> None:
-    group = RankGroup("tp2", 1, 2)
-    with pytest.raises(GroupError, match="rank 1 of 2 on cuda:1 " + REMEDY):
-        open_exchange(group, torch.device("cuda", 1), 256)
-    assert not group.buffers
+@pytest.fixture
+def no_shared_memory(driver: FakeDriver) -> None:
+    """No memory is left."""
+    driver.fails["cuMemAlloc_v2"] = 2
 
 
 @pytest.mark.usefixtures("no_shared_memory")
