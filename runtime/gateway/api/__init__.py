@@ -2,7 +2,7 @@
 
 chat                /v1/chat/completions
 completions         /v1/completions, with echo
-responses           /v1/responses (a folder)
+responses           /v1/responses (a folder), also stored ones
 anthropic           /v1/messages (a folder)
 models              /v1/models, and loading and unloading of adapters
 score               /v1/score

@@ -24,8 +24,8 @@ from .context import GatewayContext
 from .errors import AnthropicErrorBody, ErrorBody
 from .health import PauseChanged, Paused, ServerInfo, Status, Version, WorldSize
 from .models import AdaptersChanged, AdapterUpdated, LoadAdapter, ModelCard, ModelList, UnloadAdapter
+from .responses.output import DeletedResponse, ResponseEvent
 from .responses.output import Response as ModelResponse
-from .responses.output import ResponseEvent
 from .responses.request import ResponseRequest
 from .score import ScoreBody, Scores
 from .tokenize import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest, TokenizerInfo
@@ -139,6 +139,9 @@ ENDPOINTS = (
     Endpoint("post", "/v1/completions", "Continue prompts", CompletionRequest, Completion, Completion),
     Endpoint("post", "/v1/score", "Log-probabilities of sampled tokens", ScoreBody, Scores),
     Endpoint("post", "/v1/responses", "Answer a conversation", ResponseRequest, ModelResponse, ResponseEvent),
+    Endpoint("get", "/v1/responses/{response}", "A stored response", None, ModelResponse),
+    Endpoint("delete", "/v1/responses/{response}", "Forget a stored response", None, DeletedResponse),
+    Endpoint("post", "/v1/responses/{response}/cancel", "Stop a response in the background", None, ModelResponse),
     Endpoint(
         "post", "/v1/messages", "Anthropic's Messages", MessagesRequest, Message, MessageEvent, AnthropicErrorBody
     ),
