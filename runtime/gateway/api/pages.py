@@ -29,6 +29,8 @@ from .responses.output import Response as ModelResponse
 from .responses.request import ResponseRequest
 from .score import ScoreBody, Scores
 from .tokenize import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest, TokenizerInfo
+from .vllm.batch import BatchChatRequest
+from .vllm.render import RenderedPrompt
 
 PACKAGE = __name__.partition(".runtime.")[0]
 
@@ -136,6 +138,11 @@ class Endpoint(NamedTuple):
 
 ENDPOINTS = (
     Endpoint("post", "/v1/chat/completions", "Answer a conversation", ChatRequest, ChatCompletion, ChatChunk),
+    Endpoint("post", "/v1/chat/completions/batch", "Answer several conversations", BatchChatRequest, ChatCompletion),
+    Endpoint("post", "/v1/chat/completions/render", "The tokens of its prompt", ChatRequest, RenderedPrompt),
+    Endpoint("post", "/v1/completions/render", "The tokens of its prompts", CompletionRequest),
+    Endpoint("post", "/v1/responses/render", "The tokens of its prompt", ResponseRequest, RenderedPrompt),
+    Endpoint("post", "/v1/messages/render", "The tokens of its prompt", MessagesRequest, RenderedPrompt),
     Endpoint("post", "/v1/completions", "Continue prompts", CompletionRequest, Completion, Completion),
     Endpoint("post", "/v1/score", "Log-probabilities of sampled tokens", ScoreBody, Scores),
     Endpoint("post", "/v1/responses", "Answer a conversation", ResponseRequest, ModelResponse, ResponseEvent),
