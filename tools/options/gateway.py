@@ -76,8 +76,7 @@ def add_gateway_options(parser: argparse.ArgumentParser, keys_flags: list[str]) 
         type=positive,
         default=0,
         metavar="N",
-        help="keep the last N answers of /v1/responses in memory, for previous_response_id, background and references "
-        "to items (default: none)",
+        help="keep the last N answers of /v1/responses, for previous_response_id and background (default: none)",
     )
     add_value(group, "--max-connections", 4096, "open connections")
     group.add_argument(

@@ -216,7 +216,7 @@ class ChatChoice(Answer, frozen=True, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: int | str | None = None
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(Answer, frozen=True, kw_only=True):
@@ -229,7 +229,7 @@ class ChatCompletion(Answer, frozen=True, kw_only=True):
     usage: Usage
     object: Literal["chat.completion"] = "chat.completion"
     prompt_logprobs: PromptLogprobs | None = None
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | None = None
     sidestream_receipt: ReceiptField = UNSET
 
 
@@ -331,11 +331,8 @@ def _new_call_id() -> str:
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """A chat as a prompt.
-
-    prompt       text, or with `needs_prompt_ids` its tokens
-    params       with constraints of tools and reasoning
-    reasoning    parsers of the reasoning, one per answer
+    """A prompt, as text or with `needs_prompt_ids` as tokens. `params`: with constraints of tools and reasoning;
+    `reasoning`: parsers, one per answer.
     """
 
     prompt: Prompt
@@ -434,7 +431,7 @@ def choices_of(
             logprobs=_logprobs(body, result.logprobs) if body.logprobs else None,
             finish_reason=message.finish_reason(result.finish_reason),
             stop_reason=result.stop_reason,
-            token_ids=result.token_ids if body.return_token_ids else UNSET,
+            token_ids=result.token_ids if body.return_token_ids else None,
         )
         for index, (message, result) in enumerate(zip(messages, results, strict=True))
     ]
@@ -468,7 +465,7 @@ async def chat_completions(context: GatewayContext, request: Request) -> Respons
         prompt_logprobs=None
         if body.prompt_logprobs is None
         else prompt_logprobs(results[0].prompt_logprobs, body.prompt_logprobs),
-        prompt_token_ids=UNSET if prompt_ids is None else prompt_ids,
+        prompt_token_ids=prompt_ids,
         sidestream_receipt=session.counts.receipt,
         choices=choices,
     )
@@ -480,7 +477,7 @@ def _with_echo(echoed: str, message: AnswerMessage) -> AnswerMessage:
 
 
 def _logprobs(body: ChatRequest, logprobs: TokenLogprobs) -> ChatLogprobs:
-    return chat_logprobs(logprobs, body.top_logprobs or 0, bool(body.return_tokens_as_token_ids))
+    return chat_logprobs(logprobs, body.shown(body.top_logprobs or 0), bool(body.return_tokens_as_token_ids))
 
 
 class _ChatFormatter:

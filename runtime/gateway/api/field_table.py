@@ -91,9 +91,7 @@ ROWS = (
     _refused("suffix", "put the text that follows into the prompt", endpoints=("completions",)),
     _refused("prompt_embeds", "send a text or token ids as prompt", endpoints=("completions",)),
     _refused("input_ids", "use /v1/completions with token ids as prompt", endpoints=("chat",)),
-    _refused(
-        "logprob_token_ids", "score prompts that end with these tokens, with echo=true, logprobs=1 and max_tokens=0"
-    ),
+    _refused("logprob_token_ids", "use /v1/chat/completions", endpoints=("responses",)),
     _refused(
         "return_token_ids return_tokens_as_token_ids", "use /v1/chat/completions or /tokenize", endpoints=("responses",)
     ),

@@ -18,7 +18,7 @@ from ..completion_session import CompletionResult, CompletionSession, TokenCount
 from ..context import GatewayContext, caller_of, json_response, new_id, renamed_fields
 from ..event_stream import EventStream, named_event
 from .builder import Event, OutputBuilder
-from .output import DeletedResponse, Response, ResponseError, final_response, initial_response
+from .output import Response, ResponseError, final_response, initial_response
 from .request import ResponseRequest
 from .store import ResponseStore, StoredResponse
 
@@ -148,7 +148,7 @@ async def delete(context: GatewayContext, store: ResponseStore, request: Request
     stored = _stored(context, store, request)
     await stored.cancel()
     store.remove(stored)
-    return json_response(DeletedResponse(id=stored.response.id))
+    return json_response({"id": stored.response.id, "object": "response.deleted", "deleted": True})
 
 
 async def cancel(context: GatewayContext, store: ResponseStore, request: Request) -> HttpResponse:

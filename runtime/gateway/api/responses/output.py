@@ -149,14 +149,6 @@ class Response(Answer, frozen=True, kw_only=True):
     sidestream_receipt: ReceiptField = UNSET
 
 
-class DeletedResponse(Answer, frozen=True, kw_only=True):
-    """Confirms that a response is no longer stored."""
-
-    id: str
-    object: Literal["response.deleted"] = "response.deleted"
-    deleted: Literal[True] = True
-
-
 class ResponseEvent(Answer, frozen=True, kw_only=True):
     """`response.created`, `.in_progress`, `.completed`, `.incomplete` and `.failed`."""
 

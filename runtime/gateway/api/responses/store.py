@@ -21,11 +21,9 @@ _encoder = msgspec.json.Encoder()
 
 @dataclass(eq=False)
 class StoredResponse:
-    """A response and the conversation up to it.
+    """A response that only its key's owner may use. `session`, `task`: of one in the background.
 
-    owner     its key's owner, who alone may use it
     messages  the conversation without instructions; from `finish` on with the answer
-    session   of a response in the background, which `task` computes; None: of no other
     items     item id -> item of the answer, as a later input
     """
 

@@ -26,6 +26,7 @@ class RenderedPrompt(Answer, frozen=True, kw_only=True):
     request_id: str
     model: str
     token_ids: list[int]
+    token_offsets: None = None
     sampling_params: dict[str, Any]
     stream: bool = False
     stream_options: StreamOptions | UnsetType = UNSET
