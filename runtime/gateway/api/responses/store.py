@@ -75,8 +75,8 @@ class ResponseStore:
         if found is None:
             raise GatewayError(
                 404,
-                f"Response with id {response_id[:100]!r} not found. This gateway keeps the last {self.capacity}, and none "
-                "over a restart or with store=false; send the whole conversation in input",
+                f"Response with id {response_id[:100]!r} not found. This gateway keeps the last {self.capacity}, "
+                "and none over a restart or with store=false; send the whole conversation in input",
                 code="response_not_found",
                 param=param,
             )
