@@ -60,14 +60,12 @@ async def responses(context: GatewayContext, store: ResponseStore, request: Requ
         stored.task = asyncio.create_task(_compute(stored, session, builder, finish))
         return json_response(initial, session.headers)
     (result,) = await session.results(request.receive)
-    response = _whole_response(initial, builder, result, session.counts)
+    response = _whole(initial, builder, result, session.counts)
     finish(response)
     return json_response(response, session.headers)
 
 
-def _whole_response(
-    initial: Response, builder: OutputBuilder, result: CompletionResult, counts: TokenCounts
-) -> Response:
+def _whole(initial: Response, builder: OutputBuilder, result: CompletionResult, counts: TokenCounts) -> Response:
     cut_off = result.finish_reason == "length"
     builder.push(result.text, True, result.token_ids, result.logprobs)
     builder.finish(cut_off)
@@ -81,7 +79,7 @@ async def _compute(
     initial = stored.response = structs.replace(stored.response, status="in_progress")
     try:
         (result,) = await session.results()
-        response = _whole_response(initial, builder, result, session.counts)
+        response = _whole(initial, builder, result, session.counts)
     except GatewayError as problem:
         response = _failed(initial, problem)
     finish(response)
@@ -159,6 +157,7 @@ async def cancel(context: GatewayContext, store: ResponseStore, request: Request
         raise GatewayError(400, text, param="response_id")
     if stored.is_open:
         await stored.cancel()
+        store.get(stored.owner, stored.response.id)  # it may have been deleted meanwhile
         store.add(stored)
     return json_response(stored.response)
 

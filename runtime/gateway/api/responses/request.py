@@ -100,9 +100,8 @@ class ResponseStreamOptions(Body, frozen=True, kw_only=True):
 
 @with_table_fields("responses")
 class ResponseRequest(GenerationBody, frozen=True, kw_only=True):
-    """A conversation. The last three fields need stored responses.
-
-    `background`: answer at once with the status "queued". `store`: default true.
+    """A conversation. `store` (default: true), `background` (answer at once with the status "queued") and
+    `previous_response_id` are of stored responses.
     """
 
     input: Text | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -134,10 +133,7 @@ class ResponseRequest(GenerationBody, frozen=True, kw_only=True):
         return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
     def as_chat(self, messages: list[ChatMessage]) -> ChatRequest:
-        """Return the body of the same chat. Raises GatewayError 400 that names the field.
-
-        messages   the conversation, without instructions
-        """
+        """Return the body of a chat with these messages and the instructions. Raises GatewayError 400."""
         refuse_unsupported(self)
         if self.instructions:
             messages = [ChatMessage(role="system", content=self.instructions), *messages]

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
-from msgspec import structs, to_builtins
+from msgspec import structs
 
 from ...interfaces import GatewayError
 from ..chat import ChatMessage
 from ..completion_session import CompletionSession
-from .items import InputItem, messages_of
-from .output import Response
+from .items import InputItem, InputPart, messages_of
+from .output import FunctionCallItem, OutputItem, ReasoningItem, Response
 from .request import ResponseRequest
 
 MAX_STORED_BYTES = 256 << 20
@@ -43,7 +43,7 @@ class StoredResponse:
     def finish(self, response: Response) -> None:
         """Set the final response."""
         self.response = response
-        self.items = {item.id: msgspec.convert(to_builtins(item), InputItem) for item in response.output}
+        self.items = {item.id: _as_input(item) for item in response.output}
         self.messages = [*self.messages, *messages_of(list(self.items.values()))]
 
     async def cancel(self) -> None:
@@ -56,10 +56,18 @@ class StoredResponse:
         await self.session.close()  # of a task that was cancelled before it ran
 
 
-class ResponseStore:
-    """At most `capacity` responses of together MAX_STORED_BYTES; 0: nothing is stored.
+def _as_input(item: OutputItem) -> InputItem:
+    if isinstance(item, FunctionCallItem):
+        call = {name: getattr(item, name) for name in ("id", "call_id", "name", "arguments")}
+        return InputItem(type="function_call", **call)
+    thinks = isinstance(item, ReasoningItem)
+    parts = [InputPart(type=part.type, text=part.text) for part in item.content]
+    return InputItem(type="reasoning" if thinks else "message", id=item.id, role="assistant", content=parts)
 
-    If it is full, the owner with the most responses (or bytes) loses the oldest finished one.
+
+class ResponseStore:
+    """At most `capacity` responses of together MAX_STORED_BYTES; 0: none. If it is full, the owner with the most
+    responses (or bytes) loses the oldest finished one.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -169,5 +177,6 @@ class ResponseStore:
             return
         self._open.discard(stored)
         self._nbytes[owner] -= stored.nbytes
+        stored.nbytes = 0
         if not responses:
             del self._owners[owner], self._nbytes[owner]

@@ -4,7 +4,7 @@ import asyncio
 import functools
 import time
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Meta, structs
 from starlette.requests import Request
@@ -18,6 +18,7 @@ from ..completion_session import CompletionResult, CompletionSession, TokenCount
 from ..context import GatewayContext, caller_of, json_response, new_id
 from ..request_body import while_connected
 
+_SUMMED = ("output_tokens", "cached_tokens", "draft_tokens", "accepted_tokens")
 Conversation = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
@@ -41,8 +42,7 @@ async def batch_chat_completions(context: GatewayContext, request: Request) -> R
     """Handle one request. The first error ends all its chats."""
     context.admission.count(caller_of(request), uses_tokens=True)
     body = (await context.read_body(request, BatchChatRequest)).with_tokens_as_ids(context.settings.tokens_as_ids)
-    chats: list[OpenChat] = []
-    bodies = body.chats()
+    bodies, chats = body.chats(), list[OpenChat]()
     try:
         for each in bodies:
             chats.append(await open_chat(context, request, each))
@@ -80,12 +80,10 @@ async def _all_results(sessions: Sequence[CompletionSession]) -> list[list[Compl
 
 def _sum(counts: Sequence[TokenCounts]) -> TokenCounts:
     """Return the counts of all chats together."""
+    sums: dict[str, Any] = {name: sum(getattr(each, name) for each in counts) for name in _SUMMED}
     return TokenCounts(
         {index: each.prompt_tokens for index, each in enumerate(counts)},
-        sum(each.output_tokens for each in counts),
-        sum(each.cached_tokens for each in counts),
-        sum(each.draft_tokens for each in counts),
-        sum(each.accepted_tokens for each in counts),
+        **sums,
         adapter_active=all(each.adapter_active for each in counts),
         reasoning=[parser for each in counts for parser in each.reasoning],
         receipts={index: each.receipts[0] for index, each in enumerate(counts) if each.receipts},
