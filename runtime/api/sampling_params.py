@@ -58,8 +58,9 @@ class SamplingParams:
     ignore_eos           ignore the model's own end-of-sequence tokens
     logprobs             number of likeliest tokens to report at each position, besides the sampled one, from the raw
                          logits; 0 = only the sampled one, -1 = the whole vocabulary. At most the engine's max_logprobs
-    prompt_logprobs      the same for the prompt's tokens from the second one on; the whole prompt is computed, even if
-                         it is cached
+    logprob_token_ids    report these tokens in place of the likeliest ones; `logprobs` is then their number
+    prompt_logprobs      as logprobs, of the prompt's tokens from the second one on; the whole prompt is computed, even
+                         if it is cached
     presence_penalty     subtracted from the logits of tokens in the output, -2..2
     frequency_penalty    the same, once per occurrence, -2..2
     repetition_penalty   divides positive and multiplies negative logits of tokens in prompt and output, > 0
@@ -113,6 +114,7 @@ class SamplingParams:
     skip_reading_prefix_cache: bool | None = None
     speculation: str | int | None = None
     receipt: bool = False
+    logprob_token_ids: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         make_plain(self)
@@ -142,6 +144,10 @@ class SamplingParams:
                 f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}; raise max_tokens or lower "
                 "min_tokens"
             )
+        reported = tuple(dict.fromkeys(as_token_ids("logprob_token_ids", self.logprob_token_ids, MAX_ALLOWED)))
+        object.__setattr__(self, "logprob_token_ids", reported or None)
+        if reported:
+            object.__setattr__(self, "logprobs", len(reported))
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), -1, MAX_LOGPROBS, "-1 is the whole vocabulary")
@@ -211,6 +217,11 @@ class SamplingParams:
     def allowed_ids(self) -> tuple[int, ...] | None:
         """`allowed_token_ids` as a tuple of distinct ids; None: all."""
         return cast(tuple[int, ...] | None, self.allowed_token_ids)
+
+    @property
+    def reported_ids(self) -> tuple[int, ...]:
+        """`logprob_token_ids` as a tuple of distinct ids."""
+        return cast(tuple[int, ...], self.logprob_token_ids or ())
 
     @property
     def banned_words(self) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ class CompletionState:
         params = sequence.params
         self.sequence = sequence
         self.text = ""
-        self.logprobs = None if params.logprobs is None else OutputLogprobs(params.logprobs)
+        self.logprobs = None if params.logprobs is None else OutputLogprobs(params.logprobs, not params.reported_ids)
         self._tokenizer = tokenizer if params.detokenize else None
         self._stops = StopStrings(params.stop_strings, params.include_stop_str_in_output)
         self._eager = eager or bool(params.stop_strings) or self.logprobs is not None

@@ -11,16 +11,17 @@ from ..text.tokenizer import Tokenizer
 class OutputLogprobs:
     """Log-probabilities of a completion's tokens.
 
-    entries     for each token a dict: the sampled token first, then the `count` likeliest ones
+    entries     for each token a dict: the sampled token first, then the `count` likeliest ones, or if these are not
+                `ranked`, others
     cumulative  sum over the sampled tokens
     offsets     for each token the character of the text at which it begins
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, ranked: bool) -> None:
         self.entries: list[dict[int, Logprob]] = []
         self.cumulative = 0.0
         self.offsets: list[int] = []
-        self._columns = 1 + count
+        self._columns, self._ranks = 1 + count, [place * ranked for place in range(1, 1 + count)]
 
     def add(
         self,
@@ -39,7 +40,7 @@ class OutputLogprobs:
         at_start, offset = False, 0
         if detokenizer is not None:
             at_start, offset = detokenizer.at_start, text_length + detokenizer.broken_before(token)
-        self.entries.append(_entry(tokens, values, int(result.ranks[row]), tokenizer, at_start))
+        self.entries.append(_entry(tokens, values, [int(result.ranks[row]), *self._ranks], tokenizer, at_start))
         self.offsets.append(offset)
         self.cumulative += values[0]
 
@@ -50,15 +51,15 @@ def prompt_entries(scored: ScoredTokens, tokenizer: Tokenizer | None) -> list[di
     rows = zip(
         scored.tokens[:, :columns].tolist(), scored.logprobs[:, :columns].tolist(), scored.ranks.tolist(), strict=True
     )
-    return [_entry(tokens, values, rank, tokenizer) for tokens, values, rank in rows]
+    return [_entry(tokens, values, [rank, *range(1, columns)], tokenizer) for tokens, values, rank in rows]
 
 
 def _entry(
-    tokens: list[int], values: list[float], rank: int, tokenizer: Tokenizer | None, at_start: bool = False
+    tokens: list[int], values: list[float], ranks: list[int], tokenizer: Tokenizer | None, at_start: bool = False
 ) -> dict[int, Logprob]:
-    """Return one position's entry. `rank`: of the first token; `at_start`: the text begins with it."""
+    """Return one position's entry. `ranks`: of the tokens, 0 if unknown; `at_start`: the text begins with the first."""
     entry: dict[int, Logprob] = {}
-    for token, value, place in zip(tokens, values, [rank, *range(1, len(tokens))], strict=True):
+    for token, value, place in zip(tokens, values, ranks, strict=False):  # there may be fewer tokens than asked for
         if token in entry:
             continue
         if tokenizer is None:

@@ -13,6 +13,7 @@ from .api import chat, completions, health, models, pages, score, tokenize
 from .api.anthropic import messages
 from .api.context import GatewayContext
 from .api.responses import endpoint as responses
+from .api.vllm import batch, generative_scoring, render
 from .auth.admission import KeyAdmission, NoAuth
 from .auth.key_store import KeyStore
 from .auth.usage_log import PayloadLog, UsageLog
@@ -28,7 +29,8 @@ from .router.adapter_folder import AdapterFolder
 from .router.router import Router
 from .settings import GatewaySettings
 
-_ENDPOINTS = (chat, completions, score, responses, messages, models, tokenize, health, pages)
+_CHATS = (chat, batch, render, completions, responses, messages)
+_ENDPOINTS = (*_CHATS, score, generative_scoring, models, tokenize, health, pages)
 
 
 def build_app(

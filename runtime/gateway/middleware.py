@@ -55,8 +55,9 @@ class GatewayMiddleware:
         self._serve_with_cors = origins.with_cors(self._serve)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        if scope["type"] == "http" and any(name == b"origin" for name, _ in scope["headers"]):
+        """Serve one request. CORS answers preflights itself, so those to a foreign Host do not reach it."""
+        headers = dict(reversed(scope["headers"])) if scope["type"] == "http" else {}
+        if b"origin" in headers and self._origins.allows_host(headers.get(b"host", b"").decode("latin-1")):
             await self._serve_with_cors(scope, receive, send)
         else:
             await self._serve(scope, receive, send)

@@ -50,22 +50,25 @@ class OriginPolicy:
             expose_headers=_EXPOSED_HEADERS,
         )
 
-    def check_host(self, header: str) -> None:
-        """Raise GatewayError 421 for a Host that is not a name of this server.
+    def allows_host(self, header: str) -> bool:
+        """Return whether a Host is a name of this server.
 
         A page whose name resolves to this machine's address ("DNS rebinding") has this server's origin for the
         browser, so only the Host tells that page from the server's own. A Host that is an address was not resolved, so
         it is allowed; probes send one. Clients that are not browsers may omit the Host.
         """
         if self._hosts is None or not header:
-            return
+            return True
         name = host_name(header)
-        if name is None or not (name in self._hosts or name == "localhost" or is_address(name)):
-            shown = header[:100]
+        return name is not None and (name in self._hosts or name == "localhost" or is_address(name))
+
+    def check_host(self, header: str) -> None:
+        """Raise GatewayError 421 for a Host that is not a name of this server."""
+        if not self.allows_host(header):
             raise GatewayError(
                 421,
-                f"{shown!r} is not a name of this server; use localhost or 127.0.0.1, or start the server with "
-                f"--allowed-hosts {name or 'NAME'}"[:400],
+                f"{header[:100]!r} is not a name of this server; use localhost or 127.0.0.1, or start the server with "
+                f"--allowed-hosts {host_name(header) or 'NAME'}"[:400],
                 code="host_not_allowed",
             )
 

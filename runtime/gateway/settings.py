@@ -42,6 +42,7 @@ class GatewaySettings(Struct, frozen=True, kw_only=True):
     reasoning_parser         how reasoning is separated from the content of answers, see `ReasoningFormat`
     force_usage              streams of completions and chats report the usage in each event, as if requested
     tokens_as_ids            log-probabilities name tokens by their ids unless a request sets that itself
+    store_responses          responses of /v1/responses that are kept in memory; 0: none
     metrics_compat           "vllm": export vLLM's metric names too
     otel_endpoint            URL of an OTLP collector for spans; None: no spans
     model_aliases            further names of the base model
@@ -74,6 +75,7 @@ class GatewaySettings(Struct, frozen=True, kw_only=True):
     reasoning_parser: ReasoningFormat = "auto"
     force_usage: bool = False
     tokens_as_ids: bool = False
+    store_responses: int = 0
     metrics_compat: str | None = None
     otel_endpoint: str | None = None
     model_aliases: list[str] = field(default_factory=list)

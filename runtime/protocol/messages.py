@@ -127,6 +127,7 @@ class Sampling(Struct, frozen=True, omit_defaults=True):
     include_stop_str_in_output: bool = False
     speculation: Literal["off", "auto"] | Annotated[int, Meta(ge=1, le=7)] | None = None
     receipt: bool = False
+    logprob_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=4096)] | None = None
 
 
 class Message(Struct, frozen=True, tag_field="type", omit_defaults=True):
@@ -339,8 +340,8 @@ class Accepted(Message, tag="accepted", frozen=True):
 
 
 class TokenLogprob(Struct, frozen=True, array_like=True):
-    """One token at one position: natural log-probability, rank (1: most likely), and bytes, which may be no whole
-    character.
+    """One token at one position: natural log-probability, rank (1: most likely, 0: unknown, of a token that
+    `logprob_token_ids` names), and bytes, which may be no whole character.
     """
 
     token_id: int

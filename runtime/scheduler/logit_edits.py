@@ -1,4 +1,4 @@
-"""Changes to single logits in a step: biases, bans, allowed tokens, and token counts for penalties."""
+"""Single logits that a step changes or reports: biases, bans, allowed tokens, and token counts for penalties."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -59,6 +59,7 @@ class LogitEdits:
         self._history_tokens: list[int] = []
         self._history_counts: list[int] = []
         self._allowed: list[tuple[int, Int32]] = []
+        self._reported: list[tuple[int, int, int]] = []
 
     def add(self, sequence: "Sequence", row: int, step: int) -> None:
         """Append a sequence's edits; `step`: its output tokens so far. Raises RequestError if no token is left."""
@@ -73,6 +74,7 @@ class LogitEdits:
             if len(banned) >= len(sequence.allowed) and banned.issuperset(sequence.allowed.tolist()):
                 raise RequestError(NOTHING_LEFT)
             self._allowed.append((row, sequence.allowed))
+        self._reported += [(row, 1 + place, token) for place, token in enumerate(params.reported_ids)]
         if params.needs_history:
             counts = sequence.history()
             self._history_rows.extend([row] * len(counts))
@@ -83,6 +85,7 @@ class LogitEdits:
         """Return the fields of the SamplingPlan."""
         rows = [np.full(len(allowed), row, np.int32) for row, allowed in self._allowed]
         none = _int32([])
+        reported = np.asarray(self._reported, np.int32).reshape(-1, 3).T
         return {
             "bias_rows": _int32(self._bias_rows),
             "bias_tokens": _int32(self._bias_tokens),
@@ -90,6 +93,7 @@ class LogitEdits:
             "history_rows": _int32(self._history_rows),
             "history_tokens": _int32(self._history_tokens),
             "history_counts": _int32(self._history_counts),
+            **dict(zip(("reported_rows", "reported_columns", "reported_tokens"), reported, strict=True)),
             "allowed_rows": np.concatenate(rows) if rows else none,
             "allowed_tokens": np.concatenate([allowed for _, allowed in self._allowed]) if rows else none,
         }

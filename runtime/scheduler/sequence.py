@@ -59,7 +59,7 @@ class Sequence:
                    reported
     matcher        state of its grammar, or None
     allowed        the only tokens that may be sampled, or None
-    edits_logits   some steps change its logits; `needs_history`: how depends on its former tokens
+    edits_logits   some steps change its logits or report given ones; `needs_history`: how depends on its former tokens
     on_device      the device keeps its tokens
     speculation    None: no drafts, as always when logits are edited
     sampled        in an exact engine: (begin, end) of its sampled tokens, which prompts may contain. They are computed
@@ -127,6 +127,7 @@ class Sequence:
             or params.min_tokens > 0
             or bad_words is not None
             or self.allowed is not None
+            or bool(params.reported_ids)
         )
         if self.edits_logits:
             self.speculation = None

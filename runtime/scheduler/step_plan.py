@@ -53,6 +53,8 @@ class SamplingPlan:
     steps                output tokens so far; with follow_rows less the row's position, which the device adds
     bias_*               numbers to add to single logits, flat; -inf bans a token
     allowed_*            the only tokens of a row, flat; other rows may get all
+    reported_*           tokens whose log-probabilities replace those of a row's likeliest ones, with their columns in
+                         `StepResult.logprobs`, flat
     history_*            distinct tokens of penalized rows and their counts in the output, flat; 0 = in the prompt only
 
     Rows of flat arrays are rows of the logits.
@@ -72,6 +74,9 @@ class SamplingPlan:
     bias_values: Float32
     allowed_rows: Int32
     allowed_tokens: Int32
+    reported_rows: Int32
+    reported_columns: Int32
+    reported_tokens: Int32
     history_rows: Int32
     history_tokens: Int32
     history_counts: Int32

@@ -141,6 +141,7 @@ def check_request(
         "stop_token_ids": params.stop_ids,
         "logit_bias": params.biases,
         "allowed_token_ids": params.allowed_ids or (),
+        "logprob_token_ids": params.reported_ids,
     }
     for name, tokens in named.items():
         outside = [token for token in tokens if token >= vocabulary]

@@ -99,6 +99,8 @@ class Sampler:
         if processes:
             logits = _processed_logits(scores, parameters, tokens.clamp_min(0), *masked)
         chosen = _logprobs(self._aligned(logits), tokens.clamp_min(0), sampling.num_logprobs)
+        if len(sampling.reported_rows):
+            _report(logits, chosen, sampling)
         return DeviceSamples(tokens, *chosen, *(prompts or ()))
 
     def warm_up(self, logits: torch.Tensor) -> None:
@@ -179,6 +181,16 @@ def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> Logprob
         torch.cat((top.token_logprob.unsqueeze(1), top.logprobs), dim=1),
         top.token_rank.to(torch.int32),
     )
+
+
+def _report(logits: torch.Tensor, found: Logprobs, sampling: SamplingPlan) -> None:
+    """Replace the likeliest tokens in the result of `_logprobs` by those that their requests name."""
+    ids, logprobs, _ = found
+    places = np.stack([sampling.reported_rows, sampling.reported_columns, sampling.reported_tokens]).astype(np.int64)
+    rows, columns, tokens = torch.from_numpy(places).to(logits.device)
+    difference = logits[rows, tokens].float() - logits[rows, ids[rows, 0].long()].float()
+    logprobs[rows, columns] = difference + logprobs[rows, 0]
+    ids[rows, columns] = tokens.to(torch.int32)
 
 
 def edited_logits(logits: torch.Tensor, sampling: SamplingPlan) -> torch.Tensor:

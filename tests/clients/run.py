@@ -155,7 +155,8 @@ def main() -> int:
     if options.some is not None:
         chosen = in_turn(chosen, options.some, options.turn)
     failed, unreachable = [], set[str]()
-    with serving("--api-key", KEY, "--max-model-len", "2048") as server, ThreadPoolExecutor(1) as installer:
+    flags = ["--api-key", KEY, "--max-model-len", "2048", "--store-responses", "100"]
+    with serving(*flags) as server, ThreadPoolExecutor(1) as installer:
         # the next clients are installed while one runs
         waiting = [installer.submit(install, name, clients[name], unreachable) for name in chosen]
         for name, installed in zip(chosen, waiting, strict=True):

@@ -13,14 +13,14 @@ const compatible = createOpenAICompatible({
   supportsStructuredOutputs: true,
   ...server,
 });
-const models = {
-  responses: openai("demo_model"), // the provider's default
-  chat: openai.chat("demo_model"),
-  compatible: compatible("demo_model"),
-};
-// this server stores no answers: without store, the Responses provider sends earlier items instead of references
-const providerOptions = { openai: { store: false } };
-const ask = { prompt: "What is the capital of France?", temperature: 0, maxOutputTokens: 200, providerOptions };
+const models = [
+  // the provider's default: it refers to items of earlier answers, which the server stores
+  ["responses", openai("demo_model"), {}],
+  ["responses without store", openai("demo_model"), { openai: { store: false } }], // it sends these items
+  ["chat", openai.chat("demo_model"), {}],
+  ["compatible", compatible("demo_model"), {}],
+];
+const prompt = "What is the capital of France?";
 const city = jsonSchema({
   type: "object",
   properties: { city: { type: "string", enum: ["Paris", "Rome"] } },
@@ -33,7 +33,8 @@ const weather = tool({
   execute: async ({ city }) => ({ city, weather: "sunny" }),
 });
 
-for (const [name, model] of Object.entries(models)) {
+for (const [name, model, providerOptions] of models) {
+  const ask = { prompt, temperature: 0, maxOutputTokens: 200, providerOptions };
   const answer = await generateText({ model, ...ask, instructions: "Be brief." });
   assert.match(answer.text, /Paris/, name);
   assert.ok(answer.usage.outputTokens > 0, name);
@@ -60,7 +61,7 @@ for (const [name, model] of Object.entries(models)) {
   assert.equal((await streamed.steps)[0].toolCalls[0].toolName, "weather", name);
 
   // a second question of the conversation: the first one's messages are sent back
-  const history = [{ role: "user", content: ask.prompt }, ...called.response.messages];
+  const history = [{ role: "user", content: prompt }, ...called.response.messages];
   const messages = [...history, { role: "user", content: "What is the capital of Italy?" }];
   assert.match((await generateText({ model, messages, temperature: 0, providerOptions })).text, /Rome/, name);
 
@@ -68,5 +69,5 @@ for (const [name, model] of Object.entries(models)) {
   assert.ok(["Paris", "Rome"].includes(object.output.city), name);
 }
 
-const completion = await generateText({ model: compatible.completionModel("pirate"), ...ask, maxOutputTokens: 16 });
+const completion = await generateText({ model: compatible.completionModel("pirate"), prompt, maxOutputTokens: 16 });
 assert.ok(completion.text.length > 0);

@@ -71,6 +71,13 @@ def add_gateway_options(parser: argparse.ArgumentParser, keys_flags: list[str]) 
         action="store_true",
         help="log-probabilities name tokens token_id: and their ids, unless a request sets return_tokens_as_token_ids",
     )
+    group.add_argument(
+        "--store-responses",
+        type=positive,
+        default=0,
+        metavar="N",
+        help="keep the last N answers of /v1/responses, for previous_response_id and background (default: none)",
+    )
     add_value(group, "--max-connections", 4096, "open connections")
     group.add_argument(
         "--connections-per-client",
@@ -172,6 +179,7 @@ def gateway_settings(options: argparse.Namespace) -> Any:
         reasoning_parser=options.reasoning_parser,
         force_usage=options.enable_force_include_usage,
         tokens_as_ids=options.return_tokens_as_token_ids,
+        store_responses=options.store_responses,
         metrics_compat=options.metrics_compat,
         otel_endpoint=options.otel_endpoint,
     )

@@ -2,8 +2,9 @@
 
 chat                /v1/chat/completions
 completions         /v1/completions, with echo
-responses           /v1/responses (a folder)
+responses           /v1/responses (a folder), also stored ones
 anthropic           /v1/messages (a folder)
+vllm                batches of chats, rendered prompts, scores of labels (a folder)
 models              /v1/models, and loading and unloading of adapters
 score               /v1/score
 tokenize            /tokenize, /detokenize, /tokenizer_info

@@ -15,10 +15,17 @@ from starlette.routing import Route
 from ...api.sampling_params import SamplingParams
 from ...api.structured_outputs import StructuredOutputsParams
 from ...protocol.messages import Chunk
-from ...text.reasoning import has_reasoning, template_variables
+from ...text.reasoning import ReasoningParser, has_reasoning, template_variables
 from ..interfaces import GatewayError, ModelInfo
 from .body_types import Answer, Part, ReceiptField, Refused, TemplateText, TemplateVariables, Text, Usage
-from .completion_session import CompletionSession, Prompt, estimated_tokens, open_session, reserved_tokens
+from .completion_session import (
+    CompletionResult,
+    CompletionSession,
+    Prompt,
+    estimated_tokens,
+    open_session,
+    reserved_tokens,
+)
 from .context import GatewayContext, Target, caller_of, errors_as_400, json_response, new_id
 from .event_stream import ChunkEncoder, EventStream, TextChunkEncoder
 from .field_table import with_table_fields
@@ -209,7 +216,7 @@ class ChatChoice(Answer, frozen=True, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: int | str | None = None
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(Answer, frozen=True, kw_only=True):
@@ -222,7 +229,7 @@ class ChatCompletion(Answer, frozen=True, kw_only=True):
     usage: Usage
     object: Literal["chat.completion"] = "chat.completion"
     prompt_logprobs: PromptLogprobs | None = None
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | None = None
     sidestream_receipt: ReceiptField = UNSET
 
 
@@ -323,6 +330,54 @@ def _new_call_id() -> str:
 
 
 @dataclass(frozen=True)
+class RenderedChat:
+    """A prompt, as text or with `needs_prompt_ids` as tokens. `params`: with constraints of tools and reasoning;
+    `reasoning`: parsers, one per answer.
+    """
+
+    prompt: Prompt
+    params: SamplingParams
+    reasoning: list[ReasoningParser]
+    tool_format: ToolFormat | None
+
+
+async def render_chat(
+    context: GatewayContext,
+    request: Request,
+    body: ChatRequest,
+    target: Target,
+    params: SamplingParams,
+    conversation: list[dict[str, Any]],
+) -> RenderedChat:
+    """Apply the chat template. `params`, `conversation`: those of the body. Raises GatewayError."""
+    tools, tool_format = body.offered_tools, None
+    templates = await context.templates(target, body.chat_template)
+    if tools:
+        with errors_as_400("tools"):
+            template = templates.select(None, True) if templates.templates else ""
+        tool_format = format_of(template)
+        params = body.with_tools(params, tool_format, has_reasoning(context.settings.reasoning_parser, template))
+    text = await context.chat_prompt(
+        request,
+        templates,
+        conversation,
+        body.add_generation_prompt,
+        body.continue_final_message,
+        body.template_variables,
+        for_template(tools) if tools else None,
+    )
+    parsers = await context.reasoning_parsers(templates, bool(tools), text, body.continued_text(), params.n)
+    constraint = params.structured_outputs
+    if isinstance(constraint, StructuredOutputsParams):
+        params = replace(params, structured_outputs=replace(constraint, reasoning=parsers[0].start))
+    prompt: Prompt = text
+    if body.needs_prompt_ids:
+        ids = await context.prompt_ids(request, text, bool(body.add_special_tokens))
+        prompt = body.truncated(ids, target.model.max_model_len, params.max_tokens)
+    return RenderedChat(prompt, params, parsers, tool_format)
+
+
+@dataclass(frozen=True)
 class OpenChat:
     """An admitted chat with its rendered prompt.
 
@@ -339,51 +394,47 @@ class OpenChat:
 async def open_chat(context: GatewayContext, request: Request, body: ChatRequest) -> OpenChat:
     """Admit a counted request, render its prompt and open its session. Raises GatewayError."""
     target = await context.target(request, body.model, body.lora_path, body.lora_weights)
-    params = body.sampling(target.model)
-    conversation, tools, tool_format = body.conversation(), body.offered_tools, None
-    template_tools = for_template(tools) if tools else None
-    estimate = estimated_tokens([conversation, template_tools])
+    params, conversation, tools = body.sampling(target.model), body.conversation(), body.offered_tools
+    estimate = estimated_tokens([conversation, for_template(tools) if tools else None])
     with reserved_tokens(context, request, target, estimate, params, params.n) as ticket:
-        templates = await context.templates(target, body.chat_template)
-        if tools:
-            with errors_as_400("tools"):
-                template = templates.select(None, True) if templates.templates else ""
-            tool_format = format_of(template)
-            params = body.with_tools(params, tool_format, has_reasoning(context.settings.reasoning_parser, template))
-        text = await context.chat_prompt(
-            request,
-            templates,
-            conversation,
-            body.add_generation_prompt,
-            body.continue_final_message,
-            body.template_variables,
-            template_tools,
-        )
-        parsers = await context.reasoning_parsers(templates, bool(tools), text, body.continued_text(), params.n)
-        constraint = params.structured_outputs
-        if isinstance(constraint, StructuredOutputsParams):
-            params = replace(params, structured_outputs=replace(constraint, reasoning=parsers[0].start))
-        prompt: Prompt = text
-        if body.needs_prompt_ids:
-            ids = await context.prompt_ids(request, text, bool(body.add_special_tokens))
-            prompt = body.truncated(ids, target.model.max_model_len, params.max_tokens)
+        rendered = await render_chat(context, request, body, target, params, conversation)
         session = open_session(
             context,
             request,
             ticket,
             target,
-            [prompt],
-            params,
+            [rendered.prompt],
+            rendered.params,
             bool(body.stream),
             body.priority,
             body.deadline_seconds,
             add_special_tokens=bool(body.add_special_tokens),
         )
     session.constraint_field = body.constraint_field
-    session.counts.reasoning = parsers
+    session.counts.reasoning = parsers = rendered.reasoning
     names, include_reasoning = [tool.function.name for tool in tools], body.include_reasoning is not False
-    messages = [AssistantMessage(AnswerParser(each, tool_format, names), include_reasoning) for each in parsers]
-    return OpenChat(target, session, messages, prompt if body.return_token_ids and isinstance(prompt, list) else None)
+    messages = [
+        AssistantMessage(AnswerParser(each, rendered.tool_format, names), include_reasoning) for each in parsers
+    ]
+    ids = rendered.prompt if body.return_token_ids and isinstance(rendered.prompt, list) else None
+    return OpenChat(target, session, messages, ids)
+
+
+def choices_of(
+    body: ChatRequest, messages: Sequence[AssistantMessage], results: Sequence[CompletionResult]
+) -> list[ChatChoice]:
+    """Return the choices of the response."""
+    return [
+        ChatChoice(
+            index=index,
+            message=_with_echo(body.echoed, message.message(result.text, result.token_ids)),
+            logprobs=_logprobs(body, result.logprobs) if body.logprobs else None,
+            finish_reason=message.finish_reason(result.finish_reason),
+            stop_reason=result.stop_reason,
+            token_ids=result.token_ids if body.return_token_ids else None,
+        )
+        for index, (message, result) in enumerate(zip(messages, results, strict=True))
+    ]
 
 
 async def chat_completions(context: GatewayContext, request: Request) -> Response:
@@ -405,17 +456,7 @@ async def chat_completions(context: GatewayContext, request: Request) -> Respons
         formatter = _ChatFormatter(encoder, body, messages, prompt_ids)
         return EventStream(session, encoder.with_usage(formatter, session.counts), receipts=True)
     results = await session.results(request.receive)
-    choices = [
-        ChatChoice(
-            index=index,
-            message=_with_echo(body.echoed, message.message(result.text, result.token_ids)),
-            logprobs=_logprobs(body, result.logprobs) if body.logprobs else None,
-            finish_reason=message.finish_reason(result.finish_reason),
-            stop_reason=result.stop_reason,
-            token_ids=result.token_ids if body.return_token_ids else UNSET,
-        )
-        for index, (message, result) in enumerate(zip(messages, results, strict=True))
-    ]
+    choices = choices_of(body, messages, results)
     answer = ChatCompletion(
         id=answer_id,
         created=created,
@@ -424,7 +465,7 @@ async def chat_completions(context: GatewayContext, request: Request) -> Respons
         prompt_logprobs=None
         if body.prompt_logprobs is None
         else prompt_logprobs(results[0].prompt_logprobs, body.prompt_logprobs),
-        prompt_token_ids=UNSET if prompt_ids is None else prompt_ids,
+        prompt_token_ids=prompt_ids,
         sidestream_receipt=session.counts.receipt,
         choices=choices,
     )
@@ -436,7 +477,7 @@ def _with_echo(echoed: str, message: AnswerMessage) -> AnswerMessage:
 
 
 def _logprobs(body: ChatRequest, logprobs: TokenLogprobs) -> ChatLogprobs:
-    return chat_logprobs(logprobs, body.top_logprobs or 0, bool(body.return_tokens_as_token_ids))
+    return chat_logprobs(logprobs, body.shown(body.top_logprobs or 0), bool(body.return_tokens_as_token_ids))
 
 
 class _ChatFormatter:

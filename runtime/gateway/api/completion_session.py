@@ -212,13 +212,13 @@ class CompletionSession:
         self._stream = self._arrivals(direct if len(self._request.prompts) == 1 else None)
         return self._stream
 
-    async def results(self, receive: Receive) -> list[CompletionResult]:
+    async def results(self, receive: Receive | None = None) -> list[CompletionResult]:
         """Return all completions, those of the first prompt first, and close the session after an error.
 
-        receive   of the HTTP request: raises ClientDisconnect if the client disconnects
+        receive   of the HTTP request: raises ClientDisconnect if the client disconnects. None: no client waits
         """
         try:
-            return await while_connected(receive, self._collect())
+            return await (self._collect() if receive is None else while_connected(receive, self._collect()))
         except BaseException:
             await self.close()
             raise

@@ -104,8 +104,8 @@ class CompletionChoice(Answer, frozen=True, kw_only=True):
     finish_reason: Literal["stop", "length"] | None = None
     stop_reason: int | str | None = None
     prompt_logprobs: PromptLogprobs | None = None
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType | None = UNSET
 
 
 class Completion(Answer, frozen=True, kw_only=True):
@@ -296,7 +296,7 @@ def _choice(
     if body.top_logprobs is not None:
         make_logprobs = completion_logprobs if echo is None else echo.logprobs
         as_ids = bool(body.return_tokens_as_token_ids)
-        logprobs = make_logprobs(result.logprobs, result.text_offsets, body.top_logprobs, as_ids=as_ids)
+        logprobs = make_logprobs(result.logprobs, result.text_offsets, body.shown(body.top_logprobs), as_ids=as_ids)
     scores = None
     if body.prompt_logprobs is not None:
         scores = prompt_logprobs(first.prompt_logprobs, body.prompt_logprobs)
@@ -307,8 +307,8 @@ def _choice(
         finish_reason=result.finish_reason,
         stop_reason=result.stop_reason,
         prompt_logprobs=scores,
-        prompt_token_ids=UNSET if prompt_ids is None else prompt_ids,
-        token_ids=UNSET if prompt_ids is None else result.token_ids,
+        prompt_token_ids=prompt_ids,
+        token_ids=None if prompt_ids is None else result.token_ids,
     )
 
 
@@ -341,7 +341,8 @@ class _CompletionFormatter:
     ) -> None:
         self.format_end, self.format_error = encoder.format_end, encoder.format_error
         self._encoder, self._echoes, self._ids, self._n = encoder, echoes, ids, n
-        self._top, self._as_ids = body.top_logprobs, bool(body.return_tokens_as_token_ids)
+        top = body.top_logprobs
+        self._top, self._as_ids = None if top is None else body.shown(top), bool(body.return_tokens_as_token_ids)
         self._returns_ids = bool(body.return_token_ids)
         self._begun: set[int] = set()  # completions whose first event has the prompt's tokens
         self._unsent: defaultdict[int, _UnsentLogprobs] = defaultdict(_UnsentLogprobs)

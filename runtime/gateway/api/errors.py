@@ -63,8 +63,6 @@ UNSERVED = {
         (404, _INFO, "get_server_info model_info get_model_info load"),
         (404, "close the connection of a request to abort it", "abort_request abort_requests"),
         (404, "use /v1/chat/completions or /v1/completions", "invocations"),
-        (404, "send one request of /v1/chat/completions for each conversation", "v1/chat/completions/batch"),
-        (404, "use /tokenize with messages", "v1/chat/completions/render v1/completions/render"),
         (501, _WEIGHTS, "init_communicator close_communicator update_named_param update_flattened_params"),
         (501, _WEIGHTS, "init_weight_transfer_engine start_weight_update update_weights finish_weight_update"),
         (501, _WEIGHTS, "init_weights_update_group update_weights_from_disk update_weights_from_distributed"),

@@ -44,7 +44,8 @@ ROWS = (
     _accepted("user safety_identifier session_id custom_labels extra_key", "usage is recorded by API key"),
     _accepted("metadata", "it is not stored", TEXTS),
     _accepted("request_id rid", "the header X-Request-Id sets the id"),
-    _accepted("store service_tier", "answers are not stored, and all requests have the same tier"),
+    _accepted("store", "completions and chats are not stored", TEXTS),
+    _accepted("service_tier", "all requests have the same tier"),
     _accepted(
         "prompt_cache_key prompt_cache_options prompt_cache_retention prediction",
         "the prefix cache and speculation need no hints",
@@ -90,9 +91,7 @@ ROWS = (
     _refused("suffix", "put the text that follows into the prompt", endpoints=("completions",)),
     _refused("prompt_embeds", "send a text or token ids as prompt", endpoints=("completions",)),
     _refused("input_ids", "use /v1/completions with token ids as prompt", endpoints=("chat",)),
-    _refused(
-        "logprob_token_ids", "score prompts that end with these tokens, with echo=true, logprobs=1 and max_tokens=0"
-    ),
+    _refused("logprob_token_ids", "use /v1/chat/completions", endpoints=("responses",)),
     _refused(
         "return_token_ids return_tokens_as_token_ids", "use /v1/chat/completions or /tokenize", endpoints=("responses",)
     ),
@@ -122,11 +121,10 @@ ROWS = (
     _refused("verbosity", "ask for it in a message", ("medium",), ("chat",)),
     _refused("web_search_options", "offer a function in tools", endpoints=("chat",)),
     _refused(
-        "previous_response_id conversation previous_input_messages previous_response prompt",
-        "nothing is stored; send the whole conversation in input",
+        "conversation previous_input_messages previous_response prompt",
+        "these are not stored; use previous_response_id, or send the whole conversation in input",
         endpoints=("responses",),
     ),
-    _refused("background", "use stream", endpoints=("responses",)),
     _refused("context_management", "shorten the input", endpoints=("responses",)),
     _refused("enable_response_messages", "use /tokenize", endpoints=("responses",)),
 )

@@ -29,6 +29,9 @@ from .responses.output import ResponseEvent
 from .responses.request import ResponseRequest
 from .score import ScoreBody, Scores
 from .tokenize import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest, TokenizerInfo
+from .vllm.batch import BatchChatRequest
+from .vllm.generative_scoring import GenerativeScoringBody, ItemScores
+from .vllm.render import RenderedPrompt
 
 PACKAGE = __name__.partition(".runtime.")[0]
 
@@ -136,9 +139,18 @@ class Endpoint(NamedTuple):
 
 ENDPOINTS = (
     Endpoint("post", "/v1/chat/completions", "Answer a conversation", ChatRequest, ChatCompletion, ChatChunk),
+    Endpoint("post", "/v1/chat/completions/batch", "Answer several conversations", BatchChatRequest, ChatCompletion),
+    Endpoint("post", "/v1/chat/completions/render", "The tokens of its prompt", ChatRequest, RenderedPrompt),
+    Endpoint("post", "/v1/completions/render", "The tokens of its prompts", CompletionRequest, list[RenderedPrompt]),
+    Endpoint("post", "/v1/responses/render", "The tokens of its prompt", ResponseRequest, RenderedPrompt),
+    Endpoint("post", "/v1/messages/render", "The tokens of its prompt", MessagesRequest, RenderedPrompt),
     Endpoint("post", "/v1/completions", "Continue prompts", CompletionRequest, Completion, Completion),
     Endpoint("post", "/v1/score", "Log-probabilities of sampled tokens", ScoreBody, Scores),
+    Endpoint("post", "/generative_scoring", "Probability of a label", GenerativeScoringBody, ItemScores),
     Endpoint("post", "/v1/responses", "Answer a conversation", ResponseRequest, ModelResponse, ResponseEvent),
+    Endpoint("get", "/v1/responses/{response}", "A stored response", None, ModelResponse),
+    Endpoint("delete", "/v1/responses/{response}", "Delete a stored response"),
+    Endpoint("post", "/v1/responses/{response}/cancel", "Stop a response in the background", None, ModelResponse),
     Endpoint(
         "post", "/v1/messages", "Anthropic's Messages", MessagesRequest, Message, MessageEvent, AnthropicErrorBody
     ),

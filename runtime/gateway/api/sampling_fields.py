@@ -67,14 +67,21 @@ class GenerationBody(Body, frozen=True, kw_only=True):
 
 
 class SamplingBody(GenerationBody, frozen=True, kw_only=True):
-    """Common fields of completions and chats. `receipt`: return a signed receipt, if the server has a key for it."""
+    """Common fields of completions and chats. `logprob_token_ids`: tokens to report in place of the likeliest ones;
+    `receipt`: return a signed receipt, if the server has a key for it.
+    """
 
     max_tokens: TokenCount | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     prompt_logprobs: Annotated[LogprobCount, Meta(description="without stream only")] | None = None
+    logprob_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_ALLOWED)] | None = None
     receipt: bool | None = None
+
+    def shown(self, top: int) -> int:
+        """Return the number of tokens to show at each position, given that of the likeliest ones; -1: all that came."""
+        return -1 if self.logprob_token_ids else top
 
     @property
     def constraint_field(self) -> str:
@@ -166,6 +173,10 @@ def sampling_params(
         raise GatewayError(400, "prompt_logprobs does not work with stream; omit one", param="prompt_logprobs")
     check_logprob_count(body.logprobs_field, logprobs, model)
     check_logprob_count("prompt_logprobs", body.prompt_logprobs, model)
+    if body.logprob_token_ids:
+        if logprobs is None:
+            raise GatewayError(400, "logprob_token_ids needs logprobs", param="logprob_token_ids")
+        check_logprob_count("logprob_token_ids", len(set(body.logprob_token_ids)), model)
     given = model.sampling_defaults.given() | {"max_tokens": max_tokens}
     given |= {name: value for name in _SHARED_FIELDS if (value := getattr(body, name)) is not None}
     constraint = constraint_of(body.response_format, body.structured_outputs)

@@ -2,6 +2,7 @@
 
 import argparse
 import http.client
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -11,7 +12,12 @@ from support.gateway import FakeEngines, listening
 
 
 def status(
-    place: tuple[str, int], host: str | None, path: str = "/v1/models", method: str = "GET", body: Any = None
+    place: tuple[str, int],
+    host: str | None,
+    path: str = "/v1/models",
+    method: str = "GET",
+    body: Any = None,
+    headers: Mapping[str, str] | None = None,
 ) -> tuple[int, str]:
     """Return status and body of a request with this Host header (None: without one)."""
     connection = http.client.HTTPConnection(*place, timeout=60)
@@ -20,6 +26,7 @@ def status(
         "Host": host,
         "Content-Type": body and "application/json",
         "Content-Length": body and str(len(body)),
+        **(headers or {}),
     }.items():
         if value is not None:
             connection.putheader(name, value)
@@ -74,6 +81,11 @@ def test_a_rebound_page_reads_and_changes_nothing() -> None:
         for path in ("/", "/health", "/metrics", "/openapi.json", "/v1/models", "/nowhere"):
             assert status(place, "evil.example", path)[0] == 421
         assert status(place, "evil.example", "/v1/unload_lora_adapter", "POST", b'{"lora_name":"pirate"}')[0] == 421
+        asks = {"Origin": "http://localhost", "Access-Control-Request-Method": "POST"}
+        for headers in (asks, {"Origin": "http://localhost"}):
+            code, text = status(place, "evil.example", "/v1/completions", "OPTIONS", headers=headers)
+            assert code == 421 and "--allowed-hosts" in text
+        assert status(place, "localhost", "/v1/completions", "OPTIONS", headers=asks)[0] == 200
         assert engines.calls == []
         assert status(place, "localhost", "/v1/unload_lora_adapter", "POST", b'{"lora_name":"pirate"}')[0] == 200
 

@@ -82,6 +82,7 @@ def sampled(source: random.Random) -> SamplingParams:
         logprobs=source.choice([None, 0, 3]),
         presence_penalty=source.choice([0.0, 0.5]),
         repetition_penalty=source.choice([1.0, 1.2]),
+        logprob_token_ids=source.choice([None, None, [3, 9]]),
         receipt=True,
     )
 

@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
-from msgspec import Raw, field, structs
+from msgspec import UNSET, Raw, field, structs
 
 from ....protocol.messages import Chunk
 from ...interfaces import GatewayError
-from ..body_types import Answer
+from ..body_types import Answer, ReceiptField
 from ..chat import AssistantMessage
 from ..completion_session import CompletionResult, TokenCounts
 from ..errors import anthropic_error_body
@@ -77,6 +77,7 @@ class Message(Answer, frozen=True, kw_only=True):
     stop_reason: StopReason | None = None
     stop_sequence: str | None = None
     usage: MessageUsage
+    sidestream_receipt: ReceiptField = UNSET
 
 
 class MessageEvent(Answer, frozen=True, kw_only=True):
@@ -187,10 +188,11 @@ class MessageFormatter:
     def format_end(self, counts: TokenCounts) -> list[bytes]:
         events = [] if self._index >= 0 else list(self._open_block(TextContent(text="")))
         ending = ending_of(self._message, self._result, counts, self._max_tokens, self._max_model_len)
+        receipt = {} if counts.receipt is UNSET else {"sidestream_receipt": counts.receipt}
         return [
             *events,
             *self._close_block(),
-            _event("message_delta", delta=ending, usage=usage_of(counts)),
+            _event("message_delta", delta=ending, usage=usage_of(counts), **receipt),
             _event("message_stop"),
         ]
 

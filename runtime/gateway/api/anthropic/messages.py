@@ -214,7 +214,7 @@ class CountTokensRequest(Part, frozen=True, kw_only=True):
 
 
 class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
-    """A conversation to answer. `seed`, `min_p`, `priority` and `lora_weights` are not Anthropic's."""
+    """A conversation to answer. `seed`, `min_p` and the fields below it are not Anthropic's."""
 
     max_tokens: TokenCount
     stream: bool | None = None
@@ -230,6 +230,7 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
     lora_weights: LoraWeights | None = None
+    receipt: bool | None = None
 
     def as_chat(self) -> ChatRequest:
         """Return the body of the same chat. Raises GatewayError 400 that names the field."""
@@ -245,6 +246,7 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
             min_p=self.min_p,
             priority=self.priority,
             lora_weights=self.lora_weights,
+            receipt=self.receipt,
             response_format=self.output_schema,
         )
 
@@ -340,6 +342,7 @@ async def create_message(context: GatewayContext, request: Request) -> Response:
         stop_reason=ending.stop_reason,
         stop_sequence=ending.stop_sequence,
         usage=usage_of(session.counts),
+        sidestream_receipt=session.counts.receipt,
     )
     return json_response(answer, session.headers)
 

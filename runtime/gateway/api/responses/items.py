@@ -31,7 +31,7 @@ class InputItem(Part, frozen=True, kw_only=True):
     function_call         call_id, name, arguments: a call in an earlier answer
     function_call_output  call_id, output: the result of a call
     reasoning             summary or content, for the next message of the assistant
-    item_reference        refused, since nothing is stored
+    item_reference        id of an item of a stored response
     """
 
     type: Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"] | None = None
@@ -48,20 +48,14 @@ class InputItem(Part, frozen=True, kw_only=True):
 def messages_of(items: Sequence[InputItem]) -> list[ChatMessage]:
     """Return the messages. Reasoning, text and calls of one answer become one message.
 
+    items   without references; `ResponseStore.conversation` replaces them
+
     Raises GatewayError 400 that names the item.
     """
     messages: list[ChatMessage] = []
     reasoning = ""
     for index, item in enumerate(items):
         where = f"input[{index}]"
-        if item.type == "item_reference":
-            raise GatewayError(
-                400,
-                f"{where} refers to the item {item.id!r}, which is not stored (store is off); send the item itself, as "
-                "SDKs do with store=false",
-                code="item_not_found",
-                param=where,
-            )
         if item.type == "reasoning":
             reasoning += _text(item.content) or _text(item.summary)
             continue

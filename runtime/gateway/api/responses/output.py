@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, UnsetType, field, structs, to_builtins
 
-from ..body_types import Answer, PromptTokensDetails
+from ..body_types import Answer, PromptTokensDetails, ReceiptField
 from ..completion_session import TokenCounts
 from ..logprobs import ChatLogprob
 from .request import AllowedTools, ChosenName, ResponseRequest
@@ -125,7 +125,7 @@ class Response(Answer, frozen=True, kw_only=True):
     id: str
     created_at: int
     model: str
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     output: list[OutputItem]
     instructions: str | None
     max_output_tokens: int | None
@@ -144,8 +144,9 @@ class Response(Answer, frozen=True, kw_only=True):
     incomplete_details: IncompleteDetails | None = None
     object: Literal["response"] = "response"
     background: bool = False
-    previous_response_id: None = None
+    previous_response_id: str | None = None
     store: bool = False
+    sidestream_receipt: ReceiptField = UNSET
 
 
 class ResponseEvent(Answer, frozen=True, kw_only=True):
@@ -157,9 +158,9 @@ class ResponseEvent(Answer, frozen=True, kw_only=True):
 
 
 def initial_response(
-    body: ResponseRequest, answer_id: str, created: int, model: str, temperature: float, top_p: float
+    body: ResponseRequest, answer_id: str, created: int, model: str, temperature: float, top_p: float, store: bool
 ) -> Response:
-    """Return the response without output, with the fields that it repeats of the body."""
+    """Return the response without output, with the fields that it repeats of the body. `store`: it is stored."""
     form = None if body.text is None else body.text.format
     choice = body.tool_choice or "auto"
     reasoning = body.reasoning
@@ -167,7 +168,7 @@ def initial_response(
         id=answer_id,
         created_at=created,
         model=model,
-        status="in_progress",
+        status="queued" if body.background else "in_progress",
         output=[],
         instructions=body.instructions,
         max_output_tokens=body.max_output_tokens,
@@ -191,6 +192,9 @@ def initial_response(
             for tool in body.tools or ()
         ],
         truncation=body.truncation or "disabled",
+        background=bool(body.background),
+        previous_response_id=body.previous_response_id,
+        store=store,
     )
 
 
@@ -201,6 +205,7 @@ def final_response(initial: Response, output: list[OutputItem], cut_off: bool, c
         status="incomplete" if cut_off else "completed",
         incomplete_details=IncompleteDetails(reason="max_output_tokens") if cut_off else None,
         output=output,
+        sidestream_receipt=counts.receipt,
         usage=ResponseUsage(
             input_tokens=counts.prompt_tokens,
             input_tokens_details=InputTokensDetails(cached_tokens=counts.cached_tokens),

@@ -12,7 +12,7 @@ from ..field_table import refuse_unsupported, with_table_fields
 from ..response_format import JsonSchemaFormat, ResponseFormat, Schema
 from ..sampling_fields import GenerationBody, LogprobCount, TokenCount
 from ..tools import MAX_TOOLS, ChosenFunction, ChosenTool, Function, FunctionName, Tool
-from .items import InputItem, messages_of
+from .items import Id, InputItem
 
 LOGPROBS = "message.output_text.logprobs"
 Includable = Literal[
@@ -100,7 +100,9 @@ class ResponseStreamOptions(Body, frozen=True, kw_only=True):
 
 @with_table_fields("responses")
 class ResponseRequest(GenerationBody, frozen=True, kw_only=True):
-    """A conversation. Nothing is stored."""
+    """A conversation. `store` (default: true), `background` (answer at once with the status "queued") and
+    `previous_response_id` are of stored responses.
+    """
 
     input: Text | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
     instructions: Text | None = None
@@ -120,21 +122,21 @@ class ResponseRequest(GenerationBody, frozen=True, kw_only=True):
     reasoning: ReasoningOptions | None = None
     chat_template: TemplateText | None = None
     chat_template_kwargs: TemplateVariables | None = None
+    receipt: bool | None = None
+    store: bool | None = None
+    background: bool | None = None
+    previous_response_id: Id | None = None
 
     @property
     def wants_logprobs(self) -> bool:
         """Whether the answer contains log-probabilities."""
         return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
-    def as_chat(self) -> ChatRequest:
-        """Return the body of the same chat. Raises GatewayError 400 that names the field."""
+    def as_chat(self, messages: list[ChatMessage]) -> ChatRequest:
+        """Return the body of a chat with these messages and the instructions. Raises GatewayError 400."""
         refuse_unsupported(self)
-        if isinstance(self.input, str):
-            messages = [ChatMessage(role="user", content=self.input)]
-        else:
-            messages = messages_of(self.input)
         if self.instructions:
-            messages.insert(0, ChatMessage(role="system", content=self.instructions))
+            messages = [ChatMessage(role="system", content=self.instructions), *messages]
         effort = None if self.reasoning is None else self.reasoning.effort
         form = None if self.text is None or self.text.format is None else self.text.format.as_response_format()
         tools, choice = self._tools()
@@ -174,6 +176,6 @@ class ResponseRequest(GenerationBody, frozen=True, kw_only=True):
         return made, choice
 
 
-_DIFFERENT = {"tools", "tool_choice", "stream_options", "metadata", "chat_template_kwargs"}
+_DIFFERENT = {"tools", "tool_choice", "stream_options", "metadata", "chat_template_kwargs", "logprob_token_ids"}
 _SHARED_FIELDS = sorted(set(ResponseRequest.__struct_fields__) & set(ChatRequest.__struct_fields__) - _DIFFERENT)
 """Fields with the same meaning in both bodies."""

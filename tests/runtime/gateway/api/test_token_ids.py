@@ -36,9 +36,13 @@ def test_a_completion_returns_the_ids_of_its_prompt_and_its_tokens():
 
 
 def test_without_the_field_an_answer_has_no_ids():
+    """They are null, as in vLLM, and left out of the events of a stream."""
     for _, answer, _ in (complete(prompt="hey"), chat(**HELLO)):
-        assert "prompt_token_ids" not in answer and "token_ids" not in answer["choices"][0]
-        assert "prompt_token_ids" not in answer["choices"][0]
+        (choice,) = answer["choices"]
+        assert choice["token_ids"] is None and (answer | choice)["prompt_token_ids"] is None
+    for _, stream, _ in (complete(prompt="hey", stream=True), chat(**HELLO, stream=True)):
+        for event in stream[:-1]:
+            assert "token_ids" not in event["choices"][0] and "prompt_token_ids" not in event | event["choices"][0]
 
 
 def test_a_stream_of_completions_has_the_prompt_once_and_every_token():

@@ -1,0 +1,6 @@
+"""Endpoints that only vLLM has.
+
+batch               /v1/chat/completions/batch
+generative_scoring  /generative_scoring
+render              /render below the endpoints that generate text
+"""

@@ -1,0 +1,111 @@
+"""/render below completions, chats, responses and messages: the tokens of their prompts, without generating."""
+
+import functools
+from dataclasses import asdict
+from typing import Any
+
+from msgspec import UNSET, UnsetType, structs
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ....api.sampling_params import SamplingParams
+from ...interfaces import GatewayError
+from ..anthropic.messages import MessagesRequest
+from ..body_types import Answer, StreamOptions
+from ..chat import ChatRequest, render_chat
+from ..completions import CompletionRequest
+from ..context import GatewayContext, Target, caller_of, json_response, request_id_of
+from ..responses.request import ResponseRequest
+from ..responses.store import ResponseStore
+
+
+class RenderedPrompt(Answer, frozen=True, kw_only=True):
+    """A prompt as token ids, with the sampling parameters that have a value."""
+
+    request_id: str
+    model: str
+    token_ids: list[int]
+    token_offsets: None = None
+    sampling_params: dict[str, Any]
+    stream: bool = False
+    stream_options: StreamOptions | UnsetType = UNSET
+
+
+def _rendered(
+    body: CompletionRequest | ChatRequest, target: Target, request_id: str, token_ids: list[int], params: SamplingParams
+) -> RenderedPrompt:
+    return RenderedPrompt(
+        request_id=request_id,
+        model=target.name,
+        token_ids=token_ids,
+        sampling_params={name: value for name, value in asdict(params).items() if value is not None},
+        stream=bool(body.stream),
+        stream_options=body.stream_options or UNSET,
+    )
+
+
+def _request_id(request: Request, prefix: str, given: Any) -> str:
+    """Return the id of the header X-Request-Id, else that of the body, else a new one."""
+    has_header = "x-request-id" in request.headers or not isinstance(given, str)
+    return prefix + (request_id_of(request) if has_header else given)
+
+
+def _refuse_offsets(body: Any) -> None:
+    if getattr(body, "return_token_offsets", None):
+        text = "return_token_offsets is not supported; /tokenize returns the text of tokens with return_token_strs=true"
+        raise GatewayError(400, text, code="unsupported_parameter", param="return_token_offsets")
+
+
+async def render_completion(context: GatewayContext, request: Request) -> Response:
+    """Render the prompts of a completion, in a list."""
+    headers = context.admission.count(caller_of(request), uses_tokens=False)
+    body = await context.read_body(request, CompletionRequest)
+    _refuse_offsets(body)
+    target = await context.target(request, body.model, body.lora_path, body.lora_weights)
+    params, prompts = body.sampling(target.model), body.prompts()
+    request_id, rendered = _request_id(request, "cmpl-", getattr(body, "request_id", None)), []
+    for index, prompt in enumerate(prompts):
+        ids = await context.prompt_ids(request, prompt, body.add_special_tokens is not False)
+        ids = body.truncated(ids, target.model.max_model_len, params.max_tokens)
+        each_id = request_id if len(prompts) == 1 else f"{request_id}-{index}"
+        rendered.append(_rendered(body, target, each_id, ids, params))
+    return json_response(rendered, headers)
+
+
+async def render_conversation(
+    prefix: str, shape: type[ChatRequest] | type[ResponseRequest] | type[MessagesRequest],
+    context: GatewayContext, request: Request,
+) -> Response:  # fmt: skip
+    """Render the prompt of a chat, a response or a message. `prefix`: of request ids; `shape`: of the body."""
+    headers = context.admission.count(caller_of(request), uses_tokens=False)
+    given = await context.read_body(request, shape)
+    _refuse_offsets(given)
+    if isinstance(given, ResponseRequest):
+        none = ResponseStore(0)  # a prompt does not depend on this gateway's state
+        none.stores(given)
+        body = given.as_chat(none.conversation("", given))
+    else:
+        body = given if isinstance(given, ChatRequest) else given.as_chat()
+    target = await context.target(request, body.model, body.lora_path, body.lora_weights)
+    body = structs.replace(body, return_token_ids=True)
+    chat = await render_chat(context, request, body, target, body.sampling(target.model), body.conversation())
+    ids = chat.prompt if isinstance(chat.prompt, list) else []
+    request_id = _request_id(request, prefix, getattr(given, "request_id", None))
+    return json_response(_rendered(body, target, request_id, ids, chat.params), headers)
+
+
+def routes(context: GatewayContext) -> list[Route]:
+    """Return the routes of the endpoints."""
+    conversations: tuple[tuple[str, str, Any], ...] = (
+        ("/v1/chat/completions/render", "chatcmpl-", ChatRequest),
+        ("/v1/responses/render", "resp_", ResponseRequest),
+        ("/v1/messages/render", "msg_", MessagesRequest),
+    )
+    return [
+        Route("/v1/completions/render", functools.partial(render_completion, context), methods=["POST"]),
+        *(
+            Route(path, functools.partial(render_conversation, prefix, shape, context), methods=["POST"])
+            for path, prefix, shape in conversations
+        ),
+    ]

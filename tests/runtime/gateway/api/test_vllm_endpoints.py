@@ -1,0 +1,132 @@
+"""Batches of chats and rendered prompts, as in vLLM. What they answer is what the single endpoints do."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import httpx
+import pytest
+from sidestream.runtime.gateway.interfaces import EngineRequest
+from support.gateway import Books, FakeEngines, gateway
+from support.live_server import Served
+from support.scripted import ScriptedEngines
+
+BATCH, CHAT = "/v1/chat/completions/batch", "/v1/chat/completions"
+FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
+ITALY = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is the capital of Italy?"}]
+
+
+def run(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(scene(), 120))
+
+
+def post(served: Served, path: str, body: dict[str, Any]) -> Any:
+    answer = httpx.post(served.url + path, json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_a_batch_answers_what_single_chats_do(served: Served) -> None:
+    color = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "c", "schema": color}}
+    options = {"temperature": 0, "max_tokens": 12, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}
+    for more in ({}, {"model": "pirate"}, {"response_format": form}):
+        body = {"model": "demo_model"} | options | more
+        batch = post(served, BATCH, {"messages": [FRANCE, ITALY]} | body)
+        single = [post(served, CHAT, {"messages": each} | body) for each in (FRANCE, ITALY)]
+        wanted = [each["choices"][0] | {"index": index} for index, each in enumerate(single)]
+        assert batch["choices"] == wanted
+        for count in ("prompt_tokens", "completion_tokens", "total_tokens"):
+            assert batch["usage"][count] == sum(each["usage"][count] for each in single)
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"stream": True}, "stream"),
+        ({"n": 2}, "n"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"messages": []}, "messages"),
+        ({"messages": [FRANCE, []]}, "messages[1]"),
+        ({"messages": FRANCE}, "messages[0]"),
+        ({"messages": [FRANCE, [{"role": "user", "content": "x", "audio": {"id": 1}}]]}, "messages[0].audio"),
+        ({"model": "nobody"}, "model"),
+    ],
+)
+def test_a_batch_that_cannot_be_answered_names_the_field(given: dict[str, Any], param: str) -> None:
+    async def scene() -> None:
+        engines, books = FakeEngines(), Books()
+        async with gateway(engines, books) as http:
+            answer = await http.post(BATCH, json={"messages": [FRANCE, ITALY]} | given)
+            assert answer.status_code == (404 if param == "model" else 400), answer.text
+            assert answer.json()["error"]["param"] == param
+            assert not engines.asked
+            assert all(each.error for each in books.records)
+
+    run(scene)
+
+
+def test_one_error_ends_all_chats_of_a_batch() -> None:
+    def problem(request: EngineRequest) -> Exception | None:
+        return RuntimeError("broken") if "Italy" in request.prompt else None
+
+    async def scene() -> None:
+        engines, books = FakeEngines(), Books()
+        engines.problem = problem
+        async with gateway(engines, books) as http:
+            answer = await http.post(BATCH, json={"messages": [FRANCE, ITALY, FRANCE], "max_tokens": 1000})
+            assert answer.status_code == 500
+            assert len(books.records) == len(engines.asked) == 3 and len(engines.left) == 2
+
+    run(scene)
+
+
+def test_a_rendered_prompt_is_that_of_the_request(served: Served) -> None:
+    sampling = {"temperature": 0.25, "top_p": 0.5, "stop": ["x"], "seed": 3}
+    chat = post(served, f"{CHAT}/render", {"messages": ITALY, "model": "pirate"} | sampling)
+    asked = post(served, CHAT, {"messages": ITALY, "model": "pirate", "max_tokens": 1, "return_token_ids": True})
+    assert chat["token_ids"] == asked["prompt_token_ids"] and chat["model"] == "pirate"
+    assert chat["sampling_params"].items() >= (sampling | {"n": 1}).items()
+    items = [{"role": each["role"], "content": each["content"]} for each in ITALY[1:]]
+    response = post(served, "/v1/responses/render", {"instructions": "Be brief.", "input": items, "model": "pirate"})
+    assert response["token_ids"] == chat["token_ids"] and response["request_id"].startswith("resp_")
+    talk = {"system": "Be brief.", "messages": ITALY[1:], "max_tokens": 9, "model": "demo_model"}
+    message = post(served, "/v1/messages/render", talk)
+    assert message["token_ids"] == chat["token_ids"] and message["sampling_params"]["max_tokens"] == 9
+    one, two = post(served, "/v1/completions/render", {"prompt": ["Hi", "And?"], "stream": True, "max_tokens": 5})
+    asked = post(served, "/v1/completions", {"prompt": ["Hi", "And?"], "max_tokens": 1, "return_token_ids": True})
+    assert [each["token_ids"] for each in (one, two)] == [each["prompt_token_ids"] for each in asked["choices"]]
+    assert one["stream"] is True and one["sampling_params"]["max_tokens"] == 5
+
+
+def test_a_rendered_prompt_has_the_request_id_and_the_constraint() -> None:
+    async def scene() -> None:
+        engines = ScriptedEngines(["x"])
+        async with gateway(engines) as http:
+
+            async def ids(path: str, headers: dict[str, str] | None = None, **body: Any) -> Any:
+                found = (await http.post(path, json=body, headers=headers)).json()
+                return [each["request_id"] for each in found] if isinstance(found, list) else found["request_id"]
+
+            named = {"X-Request-Id": "h"}
+            assert await ids(f"{CHAT}/render", messages=FRANCE, request_id="b") == "chatcmpl-b"
+            assert await ids(f"{CHAT}/render", named, messages=FRANCE, request_id="b") == "chatcmpl-h"
+            assert await ids("/v1/completions/render", prompt="a", request_id="b") == ["cmpl-b"]
+            assert await ids("/v1/completions/render", named, prompt=["a", "b"]) == ["cmpl-h-0", "cmpl-h-1"]
+            first, second = [await ids(f"{CHAT}/render", messages=FRANCE) for _ in range(2)]
+            assert first != second
+            body = {"messages": FRANCE, "structured_outputs": {"choice": ["a", "b"]}, "stream": True}
+            options = {"include_usage": True}
+            found = (await http.post(f"{CHAT}/render", json=body | {"stream_options": options})).json()
+            assert found["sampling_params"]["structured_outputs"]["choice"] == ["a", "b"]
+            assert found["stream_options"].items() >= options.items()
+            for path, wrong, param in (
+                (f"{CHAT}/render", {"messages": FRANCE, "return_token_offsets": True}, "return_token_offsets"),
+                ("/v1/responses/render", {"input": "a", "previous_response_id": "resp_1"}, "previous_response_id"),
+                ("/v1/completions/render", {"prompt": "a", "top_k": -2}, "top_k"),
+            ):
+                answer = await http.post(path, json=wrong)
+                assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+            assert not engines.asked
+
+    run(scene)
