@@ -47,7 +47,17 @@ from ..text.generation_config import eos_token_ids
 from .bound_programs import estimate_longest_step
 from .buckets import Buckets
 from .cpu_threads import limit_cpu_threads
-from .memory_budget import NO_DEMAND, Specs, kv_specs, min_over_ranks, nbytes, num_host_pages, num_kv_pages, specs_of
+from .disk.page_files import open_page_files
+from .memory_budget import (
+    NO_DEMAND,
+    Specs,
+    kv_specs,
+    min_over_ranks,
+    nbytes,
+    num_host_pages,
+    num_kv_pages,
+    specs_of,
+)
 from .model_runner import ModelRunner
 from .page_copier import PageCopier, stacked_specs, unstacked
 from .progress import print_line, progress, stage
@@ -416,8 +426,8 @@ def _build(
         tensors = sleeper.read_weights(weight_specs, read_weights) if sleeper else read_weights()
     stacks = sleeper.make_stacks(stack_specs) if sleeper else _zeros(stack_specs, device)
     slot_loader = None
+    base = BaseWeights(source.directory, lambda: read_base()[0], device, engine.seed)
     if lora is not None:
-        base = BaseWeights(source.directory, lambda: read_base()[0], device, engine.seed)
         slot_loader = SlotLoader(stack_recipes, stacks, registry, lora, engine.max_cpu_loras, constants, base)
         if sleeper:
             sleeper.before_sleep = slot_loader.forget_slots
@@ -471,9 +481,17 @@ def _build(
     )
     gpu = gpu_of(device) if device.type == "cuda" else None
     longest_step = estimate_longest_step(largest, sizes.max_model_len, gpu)
-    return Model(
+    loaded = Model(
         source, options, calibration, rounding, limits, registry, runner, compiled, sleeper, seconds, longest_step
     )
+    if engine.kv_disk is not None and page_copier is not None:
+        stamps = [base.stamp, None if head is None else BaseWeights(Path(engine.draft), dict, device, 0).stamp]
+        shapes = [(shape[0], *shape[2:], dtype) for shape, dtype in stacked_specs(cache_specs).values()]
+        rank_and_targets = None if lora is None else replace(lora, slots=1).key
+        parts = [loaded.numerics, asdict(config), rank_and_targets, stamps, shapes]
+        page_copier.files = files = open_page_files(page_copier.pages, engine, compiler_options, parts)
+        loaded.limits = replace(limits, disk_pages=files.max_files, disk_folder=str(files.folder.directory))
+    return loaded
 
 
 def _recipes(program: Program, kind: str) -> dict[str, Recipe]:
