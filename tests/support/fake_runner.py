@@ -85,7 +85,8 @@ class FakeRunner:
         ]
         for each in self._file_orders:
             each[2] -= 1
-        reports += [(ticket, self._end_order(ticket, order)) for ticket, order, looks in self._file_orders if looks <= 0]
+        due = [(ticket, order) for ticket, order, looks in self._file_orders if looks <= 0]
+        reports += [(ticket, self._end_order(ticket, order)) for ticket, order in due]
         self._file_orders = [each for each in self._file_orders if each[2] > 0]
         return reports
 

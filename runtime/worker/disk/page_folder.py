@@ -46,9 +46,8 @@ class PageFolder(CacheFolder):
         self._bytes = self._unscanned = 0
         self._allowed = -1  # the limit, or what the disk has space for; -1: not scanned
         try:
-            root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.directory.mkdir(mode=0o700, exist_ok=True)
             for folder in (root, self.directory):
+                folder.mkdir(mode=0o700, parents=folder is root, exist_ok=True)
                 _check_private(folder)
         except OSError as error:
             raise OptionError(

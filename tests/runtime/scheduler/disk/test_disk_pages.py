@@ -1,4 +1,4 @@
-"""KV pages in files: what the scheduler orders, and that neither the disk nor its failures delay or change an answer."""
+"""KV pages in files: the orders of the scheduler. Neither the disk nor its failures delay or change an answer."""
 
 from pathlib import Path
 
