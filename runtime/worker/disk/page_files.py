@@ -42,7 +42,7 @@ class PageFiles:
     def __init__(self, pages: torch.Tensor, root: Path, fingerprint: str, limit: int, tp_size: int = 1) -> None:
         size = tp_size * (HEADER_BYTES + pages.shape[1])
         if limit < size:
-            raise OptionError(f"kv_disk_gb={limit / GIB:g} does not hold one KV page of {size} bytes; raise it")
+            raise OptionError(f"kv_disk_gb={limit / GIB:.4g} does not hold one KV page of {size} bytes; raise it")
         self.folder = PageFolder(root, fingerprint, limit)
         self.max_files = min(MAX_FILES // tp_size, limit // size)
         self._reads: queue.SimpleQueue[PageCopies | None] = queue.SimpleQueue()
@@ -80,7 +80,7 @@ def open_page_files(
     content = [MAGIC.decode(), PAGE_SIZE, tp_size, compiler.tensor_parallel_rank, *parts]
     fingerprint = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
     gigabytes = DEFAULT_DISK_GB if engine.kv_disk_gb is None else engine.kv_disk_gb
-    return PageFiles(pages, root, fingerprint, int(gigabytes * GIB), tp_size)
+    return PageFiles(pages, root, fingerprint, round(gigabytes * GIB), tp_size)
 
 
 class _Executor:

@@ -132,6 +132,15 @@ def test_the_least_recently_used_files_of_all_folders_are_deleted(tmp_path: Path
     assert is_served(folder, 29) and len(files) == 6
 
 
+def test_a_file_that_another_engine_has_used_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_folder, "RESCAN_SHARE", 1)
+    folder = folder_in(tmp_path, limit=6 * (HEADER_BYTES + SIZE))
+    first, second, *_ = save(folder, *range(1, 7))
+    os.utime(first, (1e10, 1e10))
+    save(folder, 7)
+    assert first.exists() and not second.exists()
+
+
 def test_files_of_other_engines_are_counted_from_time_to_time(tmp_path: Path) -> None:
     file_bytes = HEADER_BYTES + SIZE
     one, two = (folder_in(tmp_path, limit=32 * file_bytes) for _ in range(2))
