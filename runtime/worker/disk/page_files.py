@@ -111,9 +111,9 @@ class _Executor:
             return self._folder.load(order.key, self._pages[order.place])
         if order.action == "delete_all":
             self._folder.delete_all()
-        elif ticket > self.deleted_through:
+        else:
             self._folder.save(order.key, self._pages[order.place])
-            if ticket <= self.deleted_through:  # meanwhile
+            if ticket <= self.deleted_through:
                 self._folder.remove(file_name(order.key))
         return None
 

@@ -51,15 +51,18 @@ def test_pages_return_to_other_places(files: PageFiles) -> None:
 
 def test_writes_before_a_deletion_leave_no_files(files: PageFiles) -> None:
     """Also one that is under way when it is ordered, and others that are queued."""
-    save, delete_all, deleted = files.folder.save, files.folder.delete_all, threading.Event()
+    save, delete_all = files.folder.save, files.folder.delete_all
+    started, deleted = threading.Event(), threading.Event()
 
     def save_after_the_deletion(key: bytes, content: np.ndarray) -> None:
+        started.set()
         deleted.wait()
         save(key, content)
 
     files.folder.save = save_after_the_deletion
     files.folder.delete_all = lambda: (delete_all(), deleted.set())
     files.start(order(1, "write", 1))
+    started.wait()
     files.start(order(7, "delete_all"))
     for ticket in (2, 3):
         files.start(order(ticket, "write", ticket))
