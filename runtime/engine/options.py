@@ -151,12 +151,12 @@ class EngineOptions:
         None,
         "directory for files of KV pages that are in host memory (kv_host_gb), also for later engines",
         unset="none",
-        more="created with mode 0700; engines may share it",
+        more="engines may share it",
     )
     kv_disk_gb: float | None = option(
         None,
         "GiB that all files in kv_disk may have; the least recently used ones are deleted",
-        unset="100, or less if the disk has less space",
+        unset="100",
         range=(0, 1 << 20),
     )
     gpu_memory_utilization: float = option(0.9, "share of the GPU's memory to use")

@@ -25,7 +25,7 @@ class SchedulerLimits:
     speculation_history     tokens of former answers that the device keeps for each adapter content
     host_pages              KV pages in host memory
     disk_pages              most files of KV pages; 0: none are written
-    disk_folder             path of the folder with these files
+    disk_prefix             path of these files up to the pages' keys
     exact                   a step computes either prompts or sampled tokens
     """
 
@@ -42,7 +42,7 @@ class SchedulerLimits:
     speculation_history: int = 0
     host_pages: int = 0
     disk_pages: int = 0
-    disk_folder: str = ""
+    disk_prefix: str = ""
     exact: bool = False
 
     @property

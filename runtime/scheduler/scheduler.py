@@ -241,8 +241,8 @@ class Scheduler:
         states.residency.evict_damaged(slot, number)
 
     def take_copies(self) -> list[PageCopies]:
-        """Return the copies between KV pages, host memory and files to start now, in order. Call it after `schedule`,
-        and start them before the plan.
+        """Return the copies between KV pages and host memory to start now, in order. Call it after `schedule`, and
+        start them before the plan.
         """
         return [] if self.states.host is None else self.states.host.take_copies()
 
@@ -255,9 +255,7 @@ class Scheduler:
             self.states.waiting.push(sequence)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every cached page, also in host memory and files; return False, without effect, while pages are in
-        use.
-        """
+        """Forget every cached page of all tiers; return False, without effect, while pages are in use."""
         if not self.states.prefix_cache.reset():
             return False
         if self.states.host is not None:

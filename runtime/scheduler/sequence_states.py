@@ -40,7 +40,7 @@ class SequenceStates:
         window = min(limits.host_pages, limits.max_num_batched_tokens // PAGE_SIZE + limits.max_num_seqs)
         self.host: HostPages | None = None
         if limits.disk_pages:
-            self.host = DiskBackedPages(limits.host_pages, self.pages, window, limits.disk_folder, limits.disk_pages)
+            self.host = DiskBackedPages(limits.host_pages, self.pages, window, limits.disk_prefix, limits.disk_pages)
         elif limits.host_pages:
             self.host = HostPages(limits.host_pages, self.pages, window)
         self.answers = AnswerHistory(limits.ring_tokens, self.prefix_cache.content_of)

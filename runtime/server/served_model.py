@@ -109,7 +109,7 @@ class ServedModel:
             speculation_history=limits.speculation_history,
             host_pages=limits.host_pages,
             disk_pages=limits.disk_pages,
-            disk_folder=limits.disk_folder,
+            disk_prefix=limits.disk_prefix,
             exact=limits.exact,
             longest_step=model.longest_step,
             lora_rank=0 if model.registry.lora is None else model.registry.lora.rank,

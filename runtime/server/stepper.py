@@ -134,7 +134,7 @@ class Stepper:
             speculation_history=ready.speculation_history,
             host_pages=ready.host_pages,
             disk_pages=ready.disk_pages,
-            disk_folder=ready.disk_folder,
+            disk_prefix=ready.disk_prefix,
             exact=ready.exact,
         )
         self.adapter_numbers = AdapterNumbers(

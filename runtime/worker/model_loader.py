@@ -48,16 +48,7 @@ from .bound_programs import estimate_longest_step
 from .buckets import Buckets
 from .cpu_threads import limit_cpu_threads
 from .disk.page_files import open_page_files
-from .memory_budget import (
-    NO_DEMAND,
-    Specs,
-    kv_specs,
-    min_over_ranks,
-    nbytes,
-    num_host_pages,
-    num_kv_pages,
-    specs_of,
-)
+from .memory_budget import NO_DEMAND, Specs, kv_specs, min_over_ranks, nbytes, num_host_pages, num_kv_pages, specs_of
 from .model_runner import ModelRunner
 from .page_copier import PageCopier, stacked_specs, unstacked
 from .progress import print_line, progress, stage
@@ -490,7 +481,7 @@ def _build(
         rank_and_targets = None if lora is None else replace(lora, slots=1).key
         parts = [loaded.numerics, asdict(config), rank_and_targets, stamps, shapes]
         page_copier.files = files = open_page_files(page_copier.pages, engine, compiler_options, parts)
-        loaded.limits = replace(limits, disk_pages=files.max_files, disk_folder=str(files.folder.directory))
+        loaded.limits = replace(limits, disk_pages=files.max_files, disk_prefix=files.folder.prefix)
     return loaded
 
 

@@ -9,6 +9,7 @@ import pytest
 from sidestream import LLM, RequestOutput, SamplingParams
 from sidestream.compiler.options import OptionError
 from sidestream.ops.core.kv_layout import PAGE_SIZE
+from sidestream.runtime.worker.disk.page_folder import FOLDER
 from support.tiny import AdapterSpec, TinyBase, tiny_adapters, tiny_llama
 
 SMALL: dict[str, Any] = {
@@ -87,7 +88,7 @@ def test_answers_are_those_that_are_computed_also_after_a_restart(
         assert found(again) == computed and stats.disk_pages_read - before.disk_pages_read == 18
         assert all(output.num_cached_tokens == 3 * PAGE_SIZE for output in again)
         assert stats.disk_pages_dropped == 0 and stats.disk_pages_damaged == stats.disk_failures == 0
-    assert folder.stat().st_mode & 0o777 == 0o700
+    assert (folder / FOLDER).stat().st_mode & 0o777 == 0o700
     with LLM(base.path, adapters, kv_disk=folder, **SMALL) as llm:
         outputs = ask(llm)
         stats = llm.engine.scheduler.stats()
@@ -128,11 +129,11 @@ def test_other_weights_and_options_have_other_files(base: TinyBase, tmp_path: Pa
     folders = []
     for changes in ({}, {"precision": "bf16"}, {"max_lora_rank": 32}, {"max_num_seqs": 2}):
         with LLM(base.path, kv_disk=tmp_path / "pages", **(SMALL | changes)) as llm:
-            folders.append(llm.model.limits.disk_folder)
+            folders.append(llm.model.limits.disk_prefix)
     copied = tmp_path / "other"
     shutil.copytree(base.path, copied)
     with LLM(copied, kv_disk=tmp_path / "pages", **SMALL) as llm:
-        folders.append(llm.model.limits.disk_folder)
+        folders.append(llm.model.limits.disk_prefix)
     assert folders[0] == folders[3] and len(set(folders)) == 4
 
 
@@ -145,6 +146,8 @@ def test_options_that_contradict_are_refused(base: TinyBase, tmp_path: Path) -> 
         LLM(base.path, kv_host_gb=1, kv_disk=3)
     with pytest.raises(OptionError, match=r"kv_disk_gb=1e-06 does not hold one KV page of \d+ bytes; raise it"):
         LLM(base.path, kv_disk=tmp_path / "pages", kv_disk_gb=1e-6, **SMALL)
-    (tmp_path / "open").mkdir(mode=0o755)
-    with pytest.raises(OptionError, match=r"other users may read or write .*open; run `chmod 700 .*open`"):
+    (tmp_path / "open" / FOLDER).mkdir(mode=0o755, parents=True)
+    with pytest.raises(
+        OptionError, match=r"kv_disk='.*open' may be read or written by other users; run `chmod 700 .*open`"
+    ):
         LLM(base.path, kv_disk=tmp_path / "open", **SMALL)

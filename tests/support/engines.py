@@ -46,7 +46,7 @@ def make_engine(
     invocations=None,
     host_pages=0,
     disk_pages=0,
-    disk_folder="",
+    disk_prefix="",
     exact=False,
     **loading,
 ) -> Engine:
@@ -68,7 +68,7 @@ def make_engine(
         speculation_history=history,
         host_pages=host_pages,
         disk_pages=disk_pages,
-        disk_folder=str(disk_folder),
+        disk_prefix=str(disk_prefix),
         exact=exact,
     )
     scheduler = Scheduler(limits, numbers, hashes, invocations, asynchronous_loads=asynchronous, clock=clock or Clock())

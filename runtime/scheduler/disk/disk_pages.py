@@ -12,7 +12,6 @@ import logging
 import os
 import re
 from collections import OrderedDict, deque
-from typing import NamedTuple
 
 from ..host_pages import MAX_LOADS, HostPages
 from ..kv_cache import KEY_BYTES, PageAllocator
@@ -25,36 +24,24 @@ PAGE_ABSENT = "the page has no file"
 PAGE_DAMAGED = "the page's file was damaged and has been deleted"
 SUFFIX = ".page"
 _NAME = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}{re.escape(SUFFIX)}")
+_Saved = tuple[bytes, tuple[int, int]]  # a key, and its entry in the directory of host memory
 _log = logging.getLogger(__name__)
-
-
-def file_name(key: bytes) -> str:
-    """Return the name of a page's file."""
-    return key.hex() + SUFFIX
-
-
-class _Saved(NamedTuple):
-    """A page in host memory, and the plan made after it was saved."""
-
-    key: bytes
-    place: int
-    saved_before: int
 
 
 class DiskBackedPages(HostPages):
     """`HostPages` with files below.
 
-    folder                       path of the folder with the files; those of earlier and other engines are found
+    prefix                       path of the files up to their keys; those of earlier and other engines are found
     max_files                    number of files that are remembered; the runner deletes the least recently used ones
     written, read                numbers of pages
     dropped, damaged, failures   pages evicted from host memory without a file; damaged files; other failed orders
     """
 
-    def __init__(self, num_pages: int, device: PageAllocator, window: int, folder: str, max_files: int) -> None:
+    def __init__(self, num_pages: int, device: PageAllocator, window: int, prefix: str, max_files: int) -> None:
         super().__init__(num_pages, device, window)
         self.max_files = max_files
         self.written = self.read = self.dropped = self.damaged = self.failures = 0
-        self._known = _pages_in(folder, max_files)
+        self._known = _pages_with(prefix, max_files)
         self._new: list[_Saved] = []
         self._saving: dict[int, list[_Saved]] = {}  # by the ticket of their copies
         self._unwritten: deque[_Saved] = deque(maxlen=num_pages)
@@ -116,13 +103,12 @@ class DiskBackedPages(HostPages):
         """See `HostPages.take_copies`. Adds the next writes."""
         copies = super().take_copies()
         while self._unwritten and self._num_writes < min(MAX_WRITES, max(1, self.num_pages // 4)):
-            saved = self._unwritten[0]
-            if saved.saved_before > self.oldest_step:
+            key, (place, saved_before) = self._unwritten[0]
+            if saved_before > self.oldest_step:
                 break  # a step that it depends on may still fail
             self._unwritten.popleft()
-            is_current = self._pages.get(saved.key) == (saved.place, saved.saved_before)
-            if is_current and saved.key not in self._known and saved.place not in self._pinned:
-                self._order(FileOrder("write", saved.key, saved.place))
+            if self._pages.get(key) == (place, saved_before) and key not in self._known and place not in self._pinned:
+                self._order(FileOrder("write", key, place))
                 self._num_writes += 1
         orders, self._copies = self._copies, []
         return copies + orders
@@ -144,7 +130,7 @@ class DiskBackedPages(HostPages):
         before = self.saved
         super()._save(page, key)
         if self.saved > before and not self._closed:
-            self._new.append(_Saved(key, *self._pages[key]))
+            self._new.append((key, self._pages[key]))
 
     def _take_place(self) -> int | None:
         if self._free:
@@ -169,31 +155,24 @@ class DiskBackedPages(HostPages):
         self.damaged += problem == PAGE_DAMAGED
         self.failures += problem not in (None, PAGE_DAMAGED, PAGE_ABSENT)
         succeeded = problem is None and ticket > self._cleared
-        if order.action == "read":
-            del self._reading[order.key]
-            if succeeded and order.key not in self._pages:
-                self._pages[order.key] = order.place, 0
-                self.read += 1
-            else:
-                self._free.append(order.place)
-            if succeeded:
-                self._remember(order.key)
-            else:
-                self._known.pop(order.key, None)
-        elif order.action == "write":
+        if order.action == "delete_all":
+            return []
+        self._known.pop(order.key, None)
+        if succeeded:
+            self._known[order.key] = None
+            if len(self._known) > self.max_files:
+                self._known.popitem(last=False)
+        if order.action == "write":
             self._num_writes -= 1
-            if self._pages.get(order.key, (-1, 0))[0] != order.place:  # cleared meanwhile
-                self._free.append(order.place)
+            self.written += succeeded
+        else:
+            del self._reading[order.key]
+            self.read += succeeded
             if succeeded:
-                self._remember(order.key)
-                self.written += 1
+                self._pages.setdefault(order.key, (order.place, 0))
+        if self._pages.get(order.key, (-1, 0))[0] != order.place:  # forgotten, or saved meanwhile
+            self._free.append(order.place)
         return self._end_waits(ticket)
-
-    def _remember(self, key: bytes) -> None:
-        self._known[key] = None
-        self._known.move_to_end(key)
-        if len(self._known) > self.max_files:
-            self._known.popitem(last=False)
 
     def _forget_pages(self) -> None:
         super()._forget_pages()
@@ -219,11 +198,12 @@ class DiskBackedPages(HostPages):
         self._forget_pages()
 
 
-def _pages_in(folder: str, limit: int) -> "OrderedDict[bytes, None]":
-    """Return the keys of at most `limit` pages with files in a folder. Their content is checked when they are read."""
+def _pages_with(prefix: str, limit: int) -> "OrderedDict[bytes, None]":
+    """Return the keys of at most `limit` pages with files. Their content is checked when they are read."""
+    folder, start = os.path.split(prefix)
     try:
-        names = os.listdir(folder)
-    except OSError:  # nothing has been written yet, or the disk fails
+        names = [name.removeprefix(start) for name in os.listdir(folder) if name.startswith(start)]
+    except OSError:  # the disk fails
         names = []
     keys = [bytes.fromhex(name.removesuffix(SUFFIX)) for name in names if _NAME.fullmatch(name)]
     return OrderedDict.fromkeys(keys[:limit])

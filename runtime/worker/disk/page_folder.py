@@ -1,17 +1,9 @@
-"""Files of KV pages, one a page: atomic writes, checked reads, and a bound for all files below a directory.
-
-The directory has a folder for each fingerprint, the hash of everything that a page's bytes depend on besides its key.
-Engines with one fingerprint share its files, also at the same time; a file that another one has deleted is absent.
-"""
+"""Files of KV pages, one a page, in a private folder that engines share: atomic writes, checked reads, a bound."""
 
 import errno
 import hashlib
 import os
-import re
 import stat
-import threading
-import time
-from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,48 +11,52 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....compiler.options import OptionError
-from ....compiler.program.cache_folder import SPARE_BYTES, STALE_SECONDS, CacheFolder, write_fully
+from ....compiler.program.cache_folder import CacheFolder, write_fully
 from ....graphs.files.safetensors_file import read_fully
-from ...scheduler.disk.disk_pages import PAGE_ABSENT, PAGE_DAMAGED, SUFFIX, file_name
+from ...scheduler.disk.disk_pages import PAGE_ABSENT, PAGE_DAMAGED, SUFFIX
 
 MAGIC = b"sidestream-kv-page-1 "
 HEADER_BYTES = len(MAGIC) + 2 * hashlib.sha256().digest_size
-MAX_FILES = 1 << 18
-"""Files of all fingerprints: with small pages they end before the bytes do."""
-RESCAN_SHARE = 16
-"""The directory is scanned again, for files of other engines, when this part of its limit has been written."""
-_FOLDER = re.compile(r"[0-9a-f]{40}")
+TRIM_SHARE = 16
+"""The folder is listed, and its oldest files are deleted, each time this part of the limit has been written."""
+FOLDER = "sidestream-kv-pages"
 
 
 class PageFolder(CacheFolder):
-    """The files of one `fingerprint` (hex) below `root`, whose files of all fingerprints have at most `limit` bytes.
+    """The files in FOLDER below `root` of one `fingerprint`: a hash (hex) of all that a page's bytes depend on besides
+    its key. `prefix`: path of the files up to their keys.
 
-    Raises OptionError if `root` is not a private directory of this user.
+    `limit`: most bytes of the files of all fingerprints. Each further engine may exceed it by a TRIM_SHARE.
+
+    Raises OptionError if the folder is not a private directory of this user.
     """
 
     def __init__(self, root: Path, fingerprint: str, limit: int) -> None:
-        super().__init__(root / fingerprint[:40], limit)
-        self._root, self._fingerprint = root, fingerprint
-        self._lock = threading.Lock()
-        self._files: OrderedDict[str, tuple[int, float]] = OrderedDict()  # path -> bytes and last use, oldest first
-        self._bytes = self._unscanned = 0
-        self._allowed = -1  # the limit, or what the disk has space for; -1: not scanned
+        super().__init__(root / FOLDER, limit - limit // TRIM_SHARE)
+        self.prefix = f"{root / FOLDER}/{fingerprint[:40]}-"
+        self._fingerprint, self._untrimmed = fingerprint, limit
+        folder = self.directory
         try:
-            for folder in (root, self.directory):
-                folder.mkdir(mode=0o700, parents=folder is root, exist_ok=True)
-                _check_private(folder)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = folder.lstat()
         except OSError as error:
-            raise OptionError(
-                f"kv_disk={str(root)!r} cannot be used: {error.strerror}; name another directory"
-            ) from None
+            raise OptionError(f"kv_disk={str(root)!r} cannot be used: {error}; name another directory") from None
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            raise OptionError(f"kv_disk: {folder} is not a directory of this user; name another one with kv_disk")
+        if found.st_mode & 0o077:
+            raise OptionError(f"kv_disk: other users may read or write {folder}; run `chmod 700 {folder}`")
+
+    def name(self, key: bytes) -> str:
+        """Return the name of a page's file."""
+        return f"{self._fingerprint[:40]}-{key.hex()}{SUFFIX}"
 
     def save(self, key: bytes, content: NDArray[np.uint8]) -> None:
         """Write a page unless it has a file. Raises OSError."""
-        name = file_name(key)
+        name = self.name(key)
         if name in self:
             return
-        if not self._root.is_dir():  # an unmounted disk is not replaced by a directory
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._root))
+        if not self.directory.is_dir():  # an unmounted disk is not replaced by a directory
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.directory))
         header = MAGIC + self._digest(key, content)
 
         def fill(handle: int) -> None:
@@ -71,9 +67,8 @@ class PageFolder(CacheFolder):
             self.write(name, HEADER_BYTES + content.nbytes, fill)
         except OSError as error:
             if error.errno == errno.ENOSPC:
-                with self._lock:
-                    self._scan()
-                    self._evict()
+                self.limit -= self.limit // TRIM_SHARE  # until the disk has space for what others write
+                super()._trim(name)
             raise
 
     def load(self, key: bytes, into: NDArray[np.uint8]) -> str | None:
@@ -81,18 +76,14 @@ class PageFolder(CacheFolder):
 
         A file that is damaged, or that others may have written, is deleted. Raises OSError if the disk fails.
         """
-        name = file_name(key)
+        name = self.name(key)
         with self.reading(name) as handle:
-            if handle is None:
-                fault = "others may have written it" if os.path.lexists(self.directory / name) else PAGE_ABSENT
-            else:
-                fault = self._read(handle, key, into)
-        if fault == PAGE_ABSENT:
-            return PAGE_ABSENT
+            if handle is None and not os.path.lexists(self.directory / name):
+                return PAGE_ABSENT
+            fault = "others may have written it" if handle is None else self._read(handle, key, into)
         if fault:
             self.damaged(name, fault)
             return PAGE_DAMAGED
-        self._note(name, HEADER_BYTES + into.nbytes)
         return None
 
     def _read(self, handle: int, key: bytes, into: NDArray[np.uint8]) -> str:
@@ -111,7 +102,7 @@ class PageFolder(CacheFolder):
         """Delete the files of this fingerprint."""
         with suppress(OSError):
             for name in os.listdir(self.directory):
-                if name.endswith(SUFFIX):
+                if name.startswith(self._fingerprint[:40]):
                     self.remove(name)
 
     def _digest(self, key: bytes, content: NDArray[np.uint8]) -> bytes:
@@ -120,62 +111,9 @@ class PageFolder(CacheFolder):
         return digest.hexdigest().encode()
 
     def _trim(self, newest: str) -> None:
-        """Delete the least recently used files above the bound."""
-        path = self.directory / newest
+        """Delete the least recently used files now and then: reading a large directory takes a while."""
         with suppress(OSError):  # another engine may have deleted it
-            self._note(newest, path.stat().st_size)
-
-    def _note(self, name: str, size: int) -> None:
-        """Note a use of a file, and keep the bound."""
-        path = str(self.directory / name)
-        with self._lock:
-            known = self._files.pop(path, (0, 0.0))[0]
-            self._files[path] = size, time.time()
-            self._bytes += size - known
-            self._unscanned += size - known
-            if self._allowed < 0 or self._unscanned > self.limit // RESCAN_SHARE:
-                self._scan()
-            self._evict()
-
-    def _scan(self) -> None:
-        """Read the sizes and times of all files, and delete temporary files of writers that died."""
-        files = []
-        with suppress(OSError), os.scandir(self._root) as folders:
-            for folder in [
-                each for each in folders if _FOLDER.fullmatch(each.name) and each.is_dir(follow_symlinks=False)
-            ]:
-                with suppress(OSError), os.scandir(folder.path) as entries:
-                    for entry in entries:
-                        with suppress(OSError):
-                            found = entry.stat(follow_symlinks=False)
-                            if entry.name.endswith(SUFFIX):
-                                files.append((found.st_mtime, found.st_size, entry.path))
-                            elif time.time() - found.st_mtime > STALE_SECONDS:
-                                os.unlink(entry.path)
-        self._files = OrderedDict((path, (size, used)) for used, size, path in sorted(files))
-        self._bytes, self._unscanned, self._allowed = sum(size for _, size, _ in files), 0, self.limit
-        with suppress(OSError):
-            space = os.statvfs(self._root)
-            self._allowed = min(self.limit, max(0, self._bytes + space.f_bavail * space.f_frsize - 2 * SPARE_BYTES))
-
-    def _evict(self) -> None:
-        while self._files and (self._bytes > self._allowed or len(self._files) > MAX_FILES):
-            path, (size, used) = self._files.popitem(last=False)
-            self._bytes -= size
-            with suppress(OSError):
-                found = os.lstat(path).st_mtime
-                if found > used + 1:  # another engine has used it
-                    self._files[path] = size, found
-                    self._bytes += size
-                else:
-                    os.unlink(path)
-
-
-def _check_private(folder: Path) -> None:
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-        raise OptionError(f"kv_disk: {folder} is not a directory of this user; name another one")
-    if found.st_mode & 0o077:
-        raise OptionError(
-            f"kv_disk: other users may read or write {folder}; run `chmod 700 {folder}`, or name another directory"
-        )
+            self._untrimmed += (self.directory / newest).stat().st_size
+        if self._untrimmed > self.limit // TRIM_SHARE:
+            self._untrimmed = 0
+            super()._trim(newest)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from sidestream.ops.core.kv_layout import PAGE_SIZE
 from sidestream.runtime.engine.engine import Engine
-from sidestream.runtime.scheduler.disk.disk_pages import PAGE_DAMAGED, file_name
+from sidestream.runtime.scheduler.disk.disk_pages import PAGE_DAMAGED, SUFFIX
 from sidestream.runtime.scheduler.sequence import Status
 from support.engines import VOCABULARY, ask, assert_idle, make_engine, prompt, run, tokens
 from support.fake_runner import continuation
@@ -16,8 +16,8 @@ IDS = prompt(200)
 def engine_of(folder: Path, files: dict | None = None, **options) -> Engine:
     """An engine of ten pages, and of twelve in host memory; `files`: those of an earlier engine."""
     for key in files or ():
-        (folder / file_name(key)).touch()
-    sizes = {"pages": 10, "budget": 256, "host_pages": 12, "disk_pages": 100, "disk_folder": folder}
+        (folder / f"f-{key.hex()}{SUFFIX}").touch()
+    sizes = {"pages": 10, "budget": 256, "host_pages": 12, "disk_pages": 100, "disk_prefix": folder / "f-"}
     engine = make_engine(**(sizes | options))
     engine.runner.files = {} if files is None else files
     engine.runner.file_delay = 1
@@ -55,7 +55,8 @@ def test_a_prefix_that_has_left_host_memory_is_not_computed_again(tmp_path: Path
 def test_a_later_engine_finds_the_files(tmp_path: Path) -> None:
     earlier = engine_of(tmp_path)
     write_first(earlier)
-    (tmp_path / "notes.page").touch()
+    for name in ("notes.page", f"g-{'0' * 64}{SUFFIX}", f"f-{'x' * 64}{SUFFIX}"):
+        (tmp_path / name).touch()
     engine = engine_of(tmp_path, earlier.runner.files)
     assert engine.scheduler.stats().disk_pages_used == len(earlier.runner.files)
     ask(engine, "again", [*IDS, 1], 5)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from sidestream.compiler.options import OptionError
-from sidestream.runtime.scheduler.disk.disk_pages import PAGE_ABSENT, PAGE_DAMAGED, file_name
+from sidestream.runtime.scheduler.disk.disk_pages import PAGE_ABSENT, PAGE_DAMAGED
 from sidestream.runtime.scheduler.step_plan import FileOrder, PageCopies
 from sidestream.runtime.worker.disk.page_files import PageFiles
 from sidestream.runtime.worker.page_copier import PageCopier, _InFlight
@@ -37,7 +37,7 @@ def ended(files: PageFiles | PageCopier, count: int) -> dict[int, str | None]:
 
 
 def test_pages_return_to_other_places(files: PageFiles) -> None:
-    pages = files._executor._pages
+    pages = files._pages
     before = pages.copy()
     for place in range(5):
         files.start(order(place + 1, "write", place))
@@ -69,7 +69,7 @@ def test_writes_before_a_deletion_leave_no_files(files: PageFiles) -> None:
     assert ended(files, 4) == dict.fromkeys((1, 2, 3, 7))
     assert not list(files.folder.directory.iterdir())
     files.start(order(8, "write", 3))
-    assert ended(files, 1) == {8: None} and (files.folder.directory / file_name(KEYS[3])).exists()
+    assert ended(files, 1) == {8: None} and (files.folder.directory / files.folder.name(KEYS[3])).exists()
 
 
 def test_a_failing_disk_is_reported_for_each_page_and_logged_once(
@@ -77,10 +77,10 @@ def test_a_failing_disk_is_reported_for_each_page_and_logged_once(
 ) -> None:
     files.start(order(1, "write", 1))
     assert ended(files, 1) == {1: None}
-    (files.folder.directory / file_name(KEYS[1])).write_bytes(b"short")
+    (files.folder.directory / files.folder.name(KEYS[1])).write_bytes(b"short")
     files.start(order(2, "read", 2, KEYS[1]))
     assert ended(files, 1) == {2: PAGE_DAMAGED}
-    shutil.rmtree(files.folder.directory.parent)
+    shutil.rmtree(files.folder.directory)
     for ticket in (3, 4, 5):
         files.start(order(ticket, "write", ticket))
     assert all(problem and "No such file" in problem for problem in ended(files, 3).values())

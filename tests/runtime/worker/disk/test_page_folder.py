@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from sidestream.compiler.options import OptionError
-from sidestream.runtime.scheduler.disk.disk_pages import PAGE_ABSENT, PAGE_DAMAGED, file_name
-from sidestream.runtime.worker.disk import page_folder
-from sidestream.runtime.worker.disk.page_folder import HEADER_BYTES, PageFolder
+from sidestream.runtime.scheduler.disk.disk_pages import PAGE_ABSENT, PAGE_DAMAGED
+from sidestream.runtime.worker.disk.page_folder import FOLDER, HEADER_BYTES, PageFolder
 
 SIZE = 5000
 FINGERPRINT, OTHER = "a" * 64, "b" * 64
@@ -42,7 +41,7 @@ def save(folder: PageFolder, *numbers: int) -> list[Path]:
     paths = []
     for number in numbers:
         folder.save(key(number), page(number))
-        paths.append(folder.directory / file_name(key(number)))
+        paths.append(folder.directory / folder.name(key(number)))
         os.utime(paths[-1], (60 * number, 60 * number))
     return paths
 
@@ -52,8 +51,8 @@ def test_a_page_returns_as_it_was(tmp_path: Path) -> None:
     (path,) = save(folder, 1)
     assert is_served(folder, 1) and is_served(folder_in(tmp_path), 1) and not is_served(folder, 2)
     assert path.stat().st_mode & 0o777 == 0o600 and path.stat().st_mtime > 60
-    modes = {each.stat().st_mode & 0o777 for each in (folder.directory, folder.directory.parent)}
-    assert modes == {0o700} and [each.name for each in folder.directory.iterdir()] == [path.name]
+    assert folder.directory.stat().st_mode & 0o777 == 0o700
+    assert [each.name for each in folder.directory.iterdir()] == [path.name]
 
 
 def truncate(path: Path) -> None:
@@ -81,11 +80,11 @@ def let_others_write(path: Path) -> None:
 
 
 def be_of_another_page(path: Path) -> None:
-    shutil.copy(path.parent / file_name(key(2)), path)
+    shutil.copy(path.with_name(path.name.replace(key(1).hex(), key(2).hex())), path)
 
 
 def be_of_another_model(path: Path) -> None:
-    shutil.copy(path.parents[1] / OTHER[:40] / path.name, path)
+    shutil.copy(path.with_name(path.name.replace(FINGERPRINT[:40], OTHER[:40])), path)
 
 
 @pytest.mark.parametrize(
@@ -113,32 +112,25 @@ def test_a_file_of_another_user_is_deleted_and_not_served(tmp_path: Path, monkey
     assert folder.load(key(1), np.zeros(SIZE, np.uint8)) == PAGE_DAMAGED and not path.exists()
 
 
-def test_the_least_recently_used_files_of_all_folders_are_deleted(tmp_path: Path) -> None:
+def test_the_least_recently_used_files_of_all_models_are_deleted(tmp_path: Path) -> None:
     file_bytes = HEADER_BYTES + SIZE
     other = folder_in(tmp_path, OTHER)
     paths = save(other, 1, 2, 3)
+    (notes := tmp_path / "kv" / "notes").touch()
+    os.utime(notes, (0, 0))
     (temporary := other.directory / "left.tmp").touch()
     os.utime(temporary, (0, 0))
-    folder = folder_in(tmp_path, limit=6 * file_bytes + 9)
+    folder = folder_in(tmp_path, limit=7 * file_bytes)
     save(folder, 4, 5, 6)
     assert is_served(other, 1), "it becomes the last used one"
-    assert not temporary.exists()
+    assert not temporary.exists() and notes.exists()
     save(folder, 7)
     assert [path.exists() for path in paths] == [True, False, True]
     for number in range(8, 30):
         save(folder, number)
-        files = list((tmp_path / "kv").glob("*/*"))
-        assert sum(path.stat().st_size for path in files) <= 6 * file_bytes + 9
+        files = list(folder.directory.iterdir())
+        assert sum(path.stat().st_size for path in files) <= 7 * file_bytes
     assert is_served(folder, 29) and len(files) == 6
-
-
-def test_a_file_that_another_engine_has_used_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_folder, "RESCAN_SHARE", 1)
-    folder = folder_in(tmp_path, limit=6 * (HEADER_BYTES + SIZE))
-    first, second, *_ = save(folder, *range(1, 7))
-    os.utime(first, (1e10, 1e10))
-    save(folder, 7)
-    assert first.exists() and not second.exists()
 
 
 def test_files_of_other_engines_are_counted_from_time_to_time(tmp_path: Path) -> None:
@@ -146,7 +138,7 @@ def test_files_of_other_engines_are_counted_from_time_to_time(tmp_path: Path) ->
     one, two = (folder_in(tmp_path, limit=32 * file_bytes) for _ in range(2))
     for number in range(200):
         save((one, two)[number % 2], number)
-        assert len(list(one.directory.iterdir())) <= 32 + 2 * 32 // 16
+        assert len(list(one.directory.iterdir())) <= 32 + 32 // 16
 
 
 def test_two_engines_share_files(tmp_path: Path) -> None:
@@ -162,15 +154,13 @@ def test_two_engines_share_files(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_makes_space_from_old_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = folder_in(tmp_path)
+    folder = folder_in(tmp_path, limit=7 * (HEADER_BYTES + SIZE))
     save(folder, *range(6))
-    space = os.statvfs(tmp_path)
-    free = space.f_bavail * space.f_frsize
-    monkeypatch.setattr("sidestream.compiler.program.cache_folder.SPARE_BYTES", free + (1 << 32))
-    monkeypatch.setattr(page_folder, "SPARE_BYTES", free // 2 + 2 * SIZE)
-    with pytest.raises(OSError, match="No space left"):
-        save(folder, 7)
-    assert len(list(folder.directory.iterdir())) < 6
+    monkeypatch.setattr("sidestream.compiler.program.cache_folder.SPARE_BYTES", 1 << 60)
+    for _ in range(3):
+        with pytest.raises(OSError, match="No space left"):
+            save(folder, 7)
+    assert len(list(folder.directory.iterdir())) == 5 and not is_served(folder, 0)
     monkeypatch.undo()
     save(folder, 8)
     assert is_served(folder, 8)
@@ -186,16 +176,17 @@ def test_a_removed_directory_is_not_made_again(tmp_path: Path) -> None:
     assert not is_served(folder, 1) and not (tmp_path / "kv").exists()
 
 
-def test_directories_that_others_may_use_are_refused(tmp_path: Path) -> None:
-    root = tmp_path / "kv"
-    root.mkdir(mode=0o755)
-    with pytest.raises(OptionError, match=r"other users may read or write .*; run `chmod 700 .*kv`"):
+def test_folders_that_others_may_use_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "kv" / FOLDER
+    folder.mkdir(mode=0o755, parents=True)
+    with pytest.raises(OptionError, match=rf"other users may read or write .*; run `chmod 700 .*{FOLDER}`"):
         folder_in(tmp_path)
-    root.chmod(0o700)
-    (root / FINGERPRINT[:40]).symlink_to(tmp_path)
+    folder.chmod(0o700)
+    folder_in(tmp_path)
+    folder.rename(tmp_path / "moved")
+    folder.symlink_to(tmp_path / "moved")
     with pytest.raises(OptionError, match="is not a directory of this user"):
         folder_in(tmp_path)
-    root = tmp_path / "file"
-    root.touch()
-    with pytest.raises(OptionError, match=r"kv_disk='.*' cannot be used: .*; name another directory"):
-        PageFolder(root, FINGERPRINT, LIMIT)
+    (tmp_path / "file").touch()
+    with pytest.raises(OptionError, match=r"kv_disk='.*file' cannot be used: .*; name another directory"):
+        PageFolder(tmp_path / "file", FINGERPRINT, LIMIT)
