@@ -417,8 +417,8 @@ def _build(
         tensors = sleeper.read_weights(weight_specs, read_weights) if sleeper else read_weights()
     stacks = sleeper.make_stacks(stack_specs) if sleeper else _zeros(stack_specs, device)
     slot_loader = None
-    base = BaseWeights(source.directory, lambda: read_base()[0], device, engine.seed)
     if lora is not None:
+        base = BaseWeights(source.directory, lambda: read_base()[0], device, engine.seed)
         slot_loader = SlotLoader(stack_recipes, stacks, registry, lora, engine.max_cpu_loras, constants, base)
         if sleeper:
             sleeper.before_sleep = slot_loader.forget_slots
@@ -476,7 +476,8 @@ def _build(
         source, options, calibration, rounding, limits, registry, runner, compiled, sleeper, seconds, longest_step
     )
     if engine.kv_disk is not None and page_copier is not None:
-        stamps = [base.stamp, None if head is None else BaseWeights(Path(engine.draft), dict, device, 0).stamp]
+        directories = [source.directory, *([] if head is None else [Path(engine.draft)])]
+        stamps = [BaseWeights(each, lambda: read_base()[0], device, engine.seed).stamp for each in directories]
         shapes = [(shape[0], *shape[2:], dtype) for shape, dtype in stacked_specs(cache_specs).values()]
         rank_and_targets = None if lora is None else replace(lora, slots=1).key
         parts = [loaded.numerics, asdict(config), rank_and_targets, stamps, shapes]
