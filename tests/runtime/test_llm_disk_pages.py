@@ -144,7 +144,7 @@ def test_options_that_contradict_are_refused(base: TinyBase, tmp_path: Path) -> 
         LLM(base.path, kv_host_gb=1, kv_disk_gb=5)
     with pytest.raises(OptionError, match=r"kv_disk=3 must be a directory"):
         LLM(base.path, kv_host_gb=1, kv_disk=3)
-    with pytest.raises(OptionError, match=r"kv_disk_gb=1e-06 does not hold one KV page of \d+ bytes; raise it"):
+    with pytest.raises(OptionError, match=r"kv_disk_gb=1e-06 does not hold two KV pages of \d+ bytes; raise it"):
         LLM(base.path, kv_disk=tmp_path / "pages", kv_disk_gb=1e-6, **SMALL)
     (tmp_path / "open" / FOLDER).mkdir(mode=0o755, parents=True)
     with pytest.raises(OptionError, match=rf"other users may read or write .*; run `chmod 700 .*{FOLDER}`"):

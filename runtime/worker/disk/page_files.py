@@ -29,13 +29,13 @@ class PageFiles:
     folder     the files, of at most `limit` bytes; those of the parts of a page on `tp_size` ranks share them
     max_files  most files of this rank
 
-    Raises OptionError for an unusable directory, or a limit below one page.
+    Raises OptionError for an unusable directory, or a limit below two pages.
     """
 
     def __init__(self, pages: torch.Tensor, root: Path, fingerprint: str, limit: int, tp_size: int = 1) -> None:
         size = tp_size * (HEADER_BYTES + pages.shape[1])
-        if limit < size:
-            raise OptionError(f"kv_disk_gb={limit / GIB:.4g} does not hold one KV page of {size} bytes; raise it")
+        if limit < 2 * size:
+            raise OptionError(f"kv_disk_gb={limit / GIB:.4g} does not hold two KV pages of {size} bytes; raise it")
         self.max_files = min(MAX_FILES, limit // size)
         self.folder = PageFolder(root, fingerprint, self.max_files * size)
         self._pages = pages.numpy()
@@ -74,7 +74,8 @@ class PageFiles:
             problem, kind = str(error) or type(error).__name__, f"{type(error)} {getattr(error, 'errno', '')}"
             if kind not in self._logged:
                 self._logged.add(kind)
-                _log.warning("KV pages are not kept on disk, or not read (logged once): %s", problem, exc_info=error)
+                trace = None if isinstance(error, OSError) else error
+                _log.warning("KV pages are not kept on disk, or not read (logged once): %s", problem, exc_info=trace)
         self._ended.append((ticket, problem))
 
 

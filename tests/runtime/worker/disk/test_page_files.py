@@ -114,8 +114,12 @@ def test_a_page_is_read_after_copies_of_its_place(tmp_path: Path) -> None:
     assert ended(copier, 4) == dict.fromkeys((2, 3, 4, 5)) and bool((copier.pages[2:4] == 7).all())
 
 
-def test_the_bound_holds_at_least_a_page_of_all_ranks(tmp_path: Path) -> None:
+def test_the_bound_holds_two_pages_of_all_ranks(tmp_path: Path) -> None:
     pages = torch.zeros(3, 1024, dtype=torch.uint8)
-    with pytest.raises(OptionError, match=r"kv_disk_gb=.* does not hold one KV page of \d+ bytes; raise it"):
-        PageFiles(pages, tmp_path / "kv", "f" * 64, 2000, tp_size=2)
+    with pytest.raises(OptionError, match=r"kv_disk_gb=.* does not hold two KV pages of \d+ bytes; raise it"):
+        PageFiles(pages, tmp_path / "kv", "f" * 64, 4400, tp_size=2)
     assert PageFiles(pages, tmp_path / "kv", "f" * 64, 24000, tp_size=2).max_files == 10
+    files = PageFiles(pages, tmp_path / "kv", "f" * 64, 2300)
+    for ticket in range(3):
+        files.start(order(ticket, "write", ticket))
+        assert ended(files, 1) == {ticket: None} and len(list(files.folder.directory.iterdir())) == 1
