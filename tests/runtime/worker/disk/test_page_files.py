@@ -120,6 +120,6 @@ def test_the_bound_holds_two_pages_of_all_ranks(tmp_path: Path) -> None:
         PageFiles(pages, tmp_path / "kv", "f" * 64, 4400, tp_size=2)
     assert PageFiles(pages, tmp_path / "kv", "f" * 64, 24000, tp_size=2).max_files == 10
     files = PageFiles(pages, tmp_path / "kv", "f" * 64, 2300)
-    for ticket in range(3):
-        files.start(order(ticket, "write", ticket))
+    for ticket in (1, 2, 3):
+        files.start(order(ticket, "write", ticket - 1))
         assert ended(files, 1) == {ticket: None} and len(list(files.folder.directory.iterdir())) == 1
