@@ -295,7 +295,9 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Discard the cached keys and values of prompts. Return False, without effect, while a stream is open."""
         self._check_open()
-        return self.engine.scheduler.reset_prefix_cache()
+        done = self.engine.scheduler.reset_prefix_cache()
+        self.engine.start_copies()
+        return done
 
     def sleep(self, level: int = 1) -> None:
         """Free the device memory of weights, adapter slots and KV cache until `wake_up`. Needs enable_sleep_mode=True.

@@ -202,10 +202,14 @@ class Engine:
         """Return the next step and start the loads of its adapters."""
         self.switches.apply()
         plan = self.scheduler.schedule()
-        for copies in self.scheduler.take_copies():
-            self.runner.copy_pages(copies)
+        self.start_copies()
         self._start_loads()
         return plan
+
+    def start_copies(self) -> None:
+        """Start the copies of KV pages that are due."""
+        for copies in self.scheduler.take_copies():
+            self.runner.copy_pages(copies)
 
     def _start_loads(self) -> None:
         if self.scheduler.asynchronous_loads:

@@ -65,6 +65,8 @@ class LLMKeywords(TypedDict, total=False):
     lora_lenient: bool
     num_kv_pages: int | None
     kv_host_gb: float
+    kv_disk: str | Path | None
+    kv_disk_gb: float | None
     gpu_memory_utilization: float
     enforce_eager: bool
     fail_on_compilation: bool

@@ -27,6 +27,7 @@ from ..quantization.defaults import AUTO, OFF
 MAX_NUM_SEQS = 256
 DEFAULT_MAX_LORAS = 8
 MAX_ADAPTER_SLOTS = 256
+DEFAULT_DISK_GB = 100.0
 PROJECTIONS = ATTENTION_MODULES + MLP_MODULES
 TARGET_NAMES = (*PROJECTIONS, *PACKED_MODULES, *VOCABULARY_TARGETS, *EXPERT_TARGETS, "all")
 
@@ -146,6 +147,18 @@ class EngineOptions:
         more="with tensor_parallel_size shared by all GPUs; page-locked at the start",
         range=(0, 1 << 16),
     )
+    kv_disk: Any = option(
+        None,
+        "directory for files of KV pages that are in host memory (kv_host_gb), also for later engines",
+        unset="none",
+        more="engines may share it",
+    )
+    kv_disk_gb: float | None = option(
+        None,
+        "GiB that all files in kv_disk may have; the least recently used ones are deleted",
+        unset="100",
+        range=(0, 1 << 20),
+    )
     gpu_memory_utilization: float = option(0.9, "share of the GPU's memory to use")
     enforce_eager: bool = option(False, "launch each kernel instead of replaying CUDA graphs")
     fail_on_compilation: bool = option(
@@ -191,6 +204,12 @@ class EngineOptions:
             )
         if self.kv_host_gb and not self.enable_prefix_caching:
             raise OptionError(f"kv_host_gb={self.kv_host_gb:g} contradicts enable_prefix_caching=False; leave one out")
+        if self.kv_disk is not None and not isinstance(self.kv_disk, (str, Path)):
+            raise OptionError(f"kv_disk={self.kv_disk!r} must be a directory")
+        if self.kv_disk is not None and not self.kv_host_gb:
+            raise OptionError(f"kv_disk={str(self.kv_disk)!r} is a tier below host memory; add kv_host_gb=16, or more")
+        if self.kv_disk_gb is not None and self.kv_disk is None:
+            raise OptionError(f"kv_disk_gb={self.kv_disk_gb:g} has no effect without a directory; add kv_disk='DIR'")
         if not isinstance(self.gpu_memory_utilization, (int, float)) or not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise OptionError(
                 f"gpu_memory_utilization={self.gpu_memory_utilization!r} must be above 0 and at most 1; try 0.9"
@@ -246,7 +265,7 @@ def check_speculation(value: Any) -> None:
 
 def _check_range(option: "Field[Any]", value: Any) -> None:
     low, high = option.metadata["range"]
-    kinds, words = ((int, float), "a number") if option.type is float else (int, "an integer")
+    kinds, words = ((int, float), "a number") if option.type in (float, float | None) else (int, "an integer")
     if value is not None and (not isinstance(value, kinds) or isinstance(value, bool) or not low <= value <= high):
         raise OptionError(f"{option.name}={value!r} must be {words} from {low} to {high}")
 

@@ -9,6 +9,7 @@ waiting_queue    order of admission: priorities, fair shares
 adapter_slots    loading and LRU eviction of adapters on the device
 kv_cache         allocation of KV pages, prefix cache
 host_pages       KV pages in host memory, the second tier of the prefix cache
+disk/            KV pages in files, the third tier
 speculation      number of drafts per step, acceptance rates, step times
 answer_history   recent answers by adapter, a source of drafts
 failed_steps     recovery from a failed step, search for the faulty sequence

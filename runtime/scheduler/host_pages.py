@@ -8,6 +8,7 @@ A sequence whose prefix is being loaded is `Status.LOADING`: it is not queued an
 the pages have arrived they are published on the device, and the sequence is queued again.
 """
 
+import logging
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ MAX_LOADS = 2
 """Loads that a sequence waits for before it computes: its pages may be evicted again before it is admitted."""
 SAVES_AHEAD = 16
 """Most idle pages that one step saves before they are evicted, besides as many as were evicted since the last step."""
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -36,13 +38,13 @@ class HostPages:
 
     device                   the pages on the device
     window                   number of pages for which the idle pages to evict are saved ahead
-    step                     number of the next plan
+    step, oldest_step        number of the next plan, and of the oldest one that has not ended
     saved, loaded, evicted   numbers of pages
     """
 
     def __init__(self, num_pages: int, device: PageAllocator, window: int) -> None:
         self.num_pages = num_pages
-        self.step = 0
+        self.step = self.oldest_step = 0
         self.saved = self.loaded = self.evicted = 0
         self._device = device
         self._window = window
@@ -104,16 +106,22 @@ class HostPages:
         if key in self._pages:
             self._pages.move_to_end(key)
             return
-        if not self._free:
-            if not self._pages:
-                return  # all are being loaded
-            _, (oldest, _) = self._pages.popitem(last=False)
-            self._free.append(oldest)
-            self.evicted += 1
-        place = self._free.pop()
+        place = self._take_place()
+        if place is None:
+            return  # all are being loaded
         self._pages[key] = place, self.step
         self._saves.append((page, place))
         self.saved += 1
+
+    def _take_place(self) -> int | None:
+        """Return a free page of host memory, if necessary the least recently used one; None if all are in use."""
+        if not self._free:
+            if not self._pages:
+                return None
+            _, (oldest, _) = self._pages.popitem(last=False)
+            self._free.append(oldest)
+            self.evicted += 1
+        return self._free.pop()
 
     def start_load(self, sequence: Sequence, cached: list[int], keys: list[bytes]) -> bool:
         """Start to load pages of a sequence's prefix; return whether the sequence has to wait for loads.
@@ -173,7 +181,8 @@ class HostPages:
         """
         load = self._loads.pop(ticket, None)
         if problem is not None:
-            self.clear()
+            _log.error("the copies of KV pages in host memory are discarded: %s", problem)
+            self._forget_pages()
         if load is None:
             return []
         for key, page in zip(load.keys, load.pages, strict=True):
@@ -181,6 +190,10 @@ class HostPages:
             if ticket > self._void:
                 self._device.publish(page, key)
         self._device.free(load.held + load.pages)
+        return self._end_waits(ticket)
+
+    def _end_waits(self, ticket: int) -> list[Sequence]:
+        """Return the sequences that waited for this ticket last."""
         for tickets, _ in self._waiting.values():
             tickets.discard(ticket)
         ready = [sequence for sequence, (tickets, _) in self._waiting.items() if not tickets]
@@ -194,6 +207,9 @@ class HostPages:
 
     def clear(self) -> None:
         """Forget all pages. Pages in flight are not used either."""
+        self._forget_pages()
+
+    def _forget_pages(self) -> None:
         self._pages.clear()
         self._offered.clear()
         self._free = list(range(self.num_pages - 1, -1, -1))

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from hashlib import blake2b
 from itertools import islice
+from secrets import token_hex
 
 from ...ops.core.kv_layout import PAGE_SIZE
 from .sequence import Sequence
@@ -176,6 +177,7 @@ class PrefixCache:
         self.hits = 0
         self.host_hits = 0
         self._hashes = hashes
+        self._own = token_hex(16)  # pages on disk outlive the numbers
 
     def match(self, sequence: Sequence) -> list[int]:
         """Return the cached pages of the sequence's prefix, leaving at least one token to compute."""
@@ -224,7 +226,7 @@ class PrefixCache:
         if number < 0:
             return ""
         known = self._hashes.get(number)
-        return f"number {number}" if known is None else f"content {known}"
+        return f"number {number} of {self._own}" if known is None else f"content {known}"
 
     def _extend_keys(self, sequence: Sequence, count: int) -> None:
         keys = sequence.page_keys

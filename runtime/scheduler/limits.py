@@ -24,6 +24,8 @@ class SchedulerLimits:
     step_times              (sequences, rows per sequence, seconds) of timed programs, for "auto"
     speculation_history     tokens of former answers that the device keeps for each adapter content
     host_pages              KV pages in host memory
+    disk_pages              most files of KV pages; 0: none are written
+    disk_prefix             path of these files up to the pages' keys
     exact                   a step computes either prompts or sampled tokens
     """
 
@@ -39,6 +41,8 @@ class SchedulerLimits:
     step_times: tuple[tuple[int, int, float], ...] = ()
     speculation_history: int = 0
     host_pages: int = 0
+    disk_pages: int = 0
+    disk_prefix: str = ""
     exact: bool = False
 
     @property
@@ -95,4 +99,11 @@ class SchedulerStats(DraftCounts):
     host_pages_saved: int = 0
     host_pages_loaded: int = 0
     host_page_evictions: int = 0
+    disk_pages: int = 0
+    disk_pages_used: int = 0
+    disk_pages_written: int = 0
+    disk_pages_read: int = 0
+    disk_pages_dropped: int = 0
+    disk_pages_damaged: int = 0
+    disk_failures: int = 0
     prefix_host_hits: int = 0

@@ -20,6 +20,7 @@ from ...ops.core.kv_layout import PAGE_SIZE
 from ..api.errors import RequestError
 from ..text.structured.mask_filling import MaskFiller, Memory
 from .batch_builder import BatchBuilder
+from .disk.disk_pages import DiskBackedPages
 from .failed_steps import STEP_FAULT, IssuedStep, find_lost
 from .limits import SchedulerLimits, SchedulerStats
 from .plan_builder import SequenceFault, Work, build_plan
@@ -249,14 +250,12 @@ class Scheduler:
         """Report the end of copies from `take_copies`. `problem`: why they failed; sequences then compute."""
         if self.states.host is None:
             return
-        if problem is not None:
-            _log.error("the copies of KV pages in host memory are discarded: %s", problem)
         for sequence in self.states.host.finish(ticket, problem):
             sequence.status = Status.WAITING
             self.states.waiting.push(sequence)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every cached page, those in host memory too; return False, without effect, while pages are in use."""
+        """Forget every cached page of all tiers; return False, without effect, while pages are in use."""
         if not self.states.prefix_cache.reset():
             return False
         if self.states.host is not None:
@@ -275,6 +274,8 @@ class Scheduler:
         if keep_host_pages:
             self.states.prefix_cache.reset()
         else:
+            if isinstance(self.states.host, DiskBackedPages):
+                self.states.host.close_files()
             self.reset_prefix_cache()
         self.states.residency.forget_resident()
         self.states.answers.clear_all()
@@ -301,7 +302,7 @@ class Scheduler:
         """
         states, builder = self.states, self.batch_builder
         if states.host is not None:
-            states.host.step = states.step
+            states.host.step, states.host.oldest_step = states.step, next(iter(self._issued), states.step)
             states.host.save_ahead()
         while True:
             work: Work = []

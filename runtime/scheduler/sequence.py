@@ -21,7 +21,7 @@ class Status(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     LOADING = "loading"
-    """Not queued: pages of its prefix are being copied from host memory (`host_pages`)."""
+    """Not queued: pages of its prefix are being copied from host memory or read from files (`host_pages`)."""
     HELD = "held"
     """Not queued: it may have caused a failed step (`failed_steps`)."""
     FINISHED = "finished"

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from ...ops.core.kv_layout import PAGE_SIZE, pages_for
 from .adapter_slots import AdapterResidency
 from .answer_history import AnswerHistory
+from .disk.disk_pages import DiskBackedPages
 from .host_pages import HostPages
 from .kv_cache import PageAllocator, PrefixCache
 from .limits import SchedulerLimits
@@ -37,7 +38,11 @@ class SequenceStates:
         )
         # pages of the largest step
         window = min(limits.host_pages, limits.max_num_batched_tokens // PAGE_SIZE + limits.max_num_seqs)
-        self.host = HostPages(limits.host_pages, self.pages, window) if limits.host_pages else None
+        self.host: HostPages | None = None
+        if limits.disk_pages:
+            self.host = DiskBackedPages(limits.host_pages, self.pages, window, limits.disk_prefix, limits.disk_pages)
+        elif limits.host_pages:
+            self.host = HostPages(limits.host_pages, self.pages, window)
         self.answers = AnswerHistory(limits.ring_tokens, self.prefix_cache.content_of)
         self.rows = RowTable(limits.max_num_seqs, pages_for(limits.max_model_len))
         self.waiting = WaitingQueues()

@@ -5,7 +5,7 @@ Arrays are NumPy's, without a tensor or a device, so that a plan can cross a pro
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -212,8 +212,19 @@ class StepMasks:
         return left
 
 
+class FileOrder(NamedTuple):
+    """An order for the files of KV pages: "write" a page of host memory to its key's file, "read" it, or "delete_all".
+
+    key, place   the page's key, and its place in host memory
+    """
+
+    action: Literal["write", "read", "delete_all"]
+    key: bytes = b""
+    place: int = -1
+
+
 class PageCopies(NamedTuple):
-    """Copies between KV pages on the device and in host memory.
+    """Copies between KV pages on the device and in host memory, or an order for files.
 
     ticket   their number, in ascending order
     saves    (device page, host page), to make before the loads
@@ -223,6 +234,7 @@ class PageCopies(NamedTuple):
     ticket: int
     saves: list[tuple[int, int]]
     loads: list[tuple[int, int]]
+    file: FileOrder | None = None
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,7 @@ class Ready(Notice, frozen=True, tag="ready"):
     lora_rank, expert_rank, lora_targets, lora_parts
                               limits for adapters that are loaded later
     host_pages                KV pages in host memory
+    disk_pages, disk_prefix   see `SchedulerLimits`
     exact                     see `SchedulerLimits`
     left_out                  adapters that could not be read at a restart: name -> error for clients
     numerics                  see `Receipt`
@@ -102,6 +103,8 @@ class Ready(Notice, frozen=True, tag="ready"):
     max_adapter_sums: int = 64
     left_out: dict[str, str] = {}
     host_pages: int = 0
+    disk_pages: int = 0
+    disk_prefix: str = ""
     exact: bool = False
     numerics: str = ""
     dtype: str = ""

@@ -111,6 +111,8 @@ class ServedModel:
             step_times=list(limits.step_times),
             speculation_history=limits.speculation_history,
             host_pages=limits.host_pages,
+            disk_pages=limits.disk_pages,
+            disk_prefix=limits.disk_prefix,
             exact=limits.exact,
             longest_step=model.longest_step,
             lora_rank=0 if model.registry.lora is None else model.registry.lora.rank,

@@ -133,6 +133,8 @@ class Stepper:
             step_times=tuple(ready.step_times),
             speculation_history=ready.speculation_history,
             host_pages=ready.host_pages,
+            disk_pages=ready.disk_pages,
+            disk_prefix=ready.disk_prefix,
             exact=ready.exact,
         )
         self.adapter_numbers = AdapterNumbers(
@@ -235,6 +237,7 @@ class Stepper:
 
     def pages_copied(self, done: PagesCopied) -> None:
         self.scheduler.copies_done(done.ticket, done.problem)
+        self.engine.start_copies()
 
     def add_adapter(self, adapter: LoadedAdapter) -> None:
         """Add an adapter that the GPU process has read. Requests of a replaced one keep it until they end."""
@@ -347,7 +350,8 @@ def published(counted: dict[str, int]) -> dict[str, int | float]:
         "trained_draft_tokens_total": counted["trained_drafted"],
         "trained_accepted_tokens_total": counted["trained_accepted"],
     }
-    gauges = ("pages_cached", "adapters_resident", "adapters_loading", "host_pages", "host_pages_used")
+    tiers = ("host_pages", "host_pages_used", "disk_pages", "disk_pages_used")
+    gauges = ("pages_cached", "adapters_resident", "adapters_loading", *tiers)
     values |= {name: counted[name] for name in gauges}
     totals = (
         "preemptions",
@@ -362,5 +366,10 @@ def published(counted: dict[str, int]) -> dict[str, int | float]:
         "host_pages_saved",
         "host_pages_loaded",
         "host_page_evictions",
+        "disk_pages_written",
+        "disk_pages_read",
+        "disk_pages_dropped",
+        "disk_pages_damaged",
+        "disk_failures",
     )
     return values | {f"{name}_total": counted[name] for name in totals}

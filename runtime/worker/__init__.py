@@ -17,6 +17,7 @@ token_history       tokens of running sequences on the device, and n-gram drafts
 trained_draft       compile and run a trained draft (EAGLE head)
 spec_decode_graphs  place, sample and accept drafts around a program, as CUDA graphs
 page_copier         copy KV pages to host memory and back
+disk/               KV pages in files below host memory
 sleep               sleep mode: release a model's memory and restore it
 sleep_memory        memory that is restored at the same addresses
 calibrate/          calibrate and round with the engine's own programs

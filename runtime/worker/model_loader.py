@@ -47,6 +47,7 @@ from ..text.generation_config import eos_token_ids
 from .bound_programs import estimate_longest_step
 from .buckets import Buckets
 from .cpu_threads import limit_cpu_threads
+from .disk.page_files import open_page_files
 from .memory_budget import NO_DEMAND, Specs, kv_specs, min_over_ranks, nbytes, num_host_pages, num_kv_pages, specs_of
 from .model_runner import ModelRunner
 from .page_copier import PageCopier, stacked_specs, unstacked
@@ -478,9 +479,18 @@ def _build(
     )
     gpu = gpu_of(device) if device.type == "cuda" else None
     longest_step = estimate_longest_step(largest, sizes.max_model_len, gpu)
-    return Model(
+    loaded = Model(
         source, options, calibration, rounding, limits, registry, runner, compiled, sleeper, seconds, longest_step
     )
+    if engine.kv_disk is not None and page_copier is not None:
+        directories = [source.directory, *([] if head is None else [Path(engine.draft)])]
+        stamps = [BaseWeights(each, lambda: read_base()[0], device, engine.seed).stamp for each in directories]
+        shapes = [(shape[0], *shape[2:], dtype) for shape, dtype in stacked_specs(cache_specs).values()]
+        rank_and_targets = None if lora is None else replace(lora, slots=1).key
+        parts = [loaded.numerics, asdict(config), rank_and_targets, stamps, shapes]
+        page_copier.files = files = open_page_files(page_copier.pages, engine, compiler_options, parts)
+        loaded.limits = replace(limits, disk_pages=files.max_files, disk_prefix=files.folder.prefix)
+    return loaded
 
 
 def _recipes(program: Program, kind: str) -> dict[str, Recipe]:

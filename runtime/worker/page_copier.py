@@ -15,6 +15,7 @@ from ...ops.core.cuda_driver import call_driver, cuda_driver
 from ..adapters.host_memory import block_offsets, host_bytes, page_lock
 from ..scheduler.failed_steps import written_pages
 from ..scheduler.step_plan import PageCopies, StepPlan
+from .disk.page_files import PageFiles
 from .memory_budget import Specs
 
 LOCK_BYTES = 1 << 30
@@ -55,7 +56,9 @@ class _InFlight:
 
 
 class PageCopier:
-    """Copies pages between `stacks` (see `stacked_specs`) and `num_pages` pages of host memory.
+    """Copies pages between `stacks` (see `stacked_specs`) and `num_pages` pages of host memory, `pages` (uint8).
+
+    Orders for files are passed to `files`, which reads and writes `pages`, after copies of the same host pages.
 
     On a GPU saves and loads have a stream each. Both wait for the steps that were launched before. Loads wait for saves
     of the pages that they write and read, saves for loads that read their host pages, and a step for saves of pages
@@ -70,9 +73,11 @@ class PageCopier:
         sizes = [stack[:, 0].numel() for stack in self._stacks]
         *offsets, size = block_offsets(sizes)
         memory = host_bytes(num_pages * size)
-        pages = memory.view(num_pages, size)
+        self.pages = memory.view(num_pages, size)
+        self.files: PageFiles | None = None
+        self._file_orders: list[PageCopies] = []
         self._host = [
-            pages[:, first : first + count].unflatten(1, (len(stack), -1))
+            self.pages[:, first : first + count].unflatten(1, (len(stack), -1))
             for first, count, stack in zip(offsets, sizes, self._stacks, strict=True)
         ]
         self._in_flight: deque[_InFlight] = deque()
@@ -88,6 +93,10 @@ class PageCopier:
 
     def start(self, copies: PageCopies) -> None:
         """Start copies after the steps launched so far; return at once. An error is reported by `finished`."""
+        if copies.file is not None:
+            self._file_orders.append(copies)
+            self._start_file_orders()
+            return
         try:
             if self._device.type == "cuda":
                 self._enqueue(copies)
@@ -106,6 +115,19 @@ class PageCopier:
                 for stream in (self._save_stream, self._load_stream):
                     torch.cuda.current_stream(self._device).wait_stream(stream)
         self._finished.append((copies.ticket, problem))
+
+    def _start_file_orders(self) -> None:
+        """Start the orders whose pages are not being copied. `scheduler.disk` starts no copies of pages of orders."""
+        if self.files is None:
+            raise RuntimeError("KV pages have files, but the engine was started without kv_disk")
+        copied = set().union(*(each.written | each.read for each in self._in_flight))
+        waiting = []
+        for copies in self._file_orders:
+            if copies.file is not None and copies.file.place in copied:
+                waiting.append(copies)
+            else:
+                self.files.start(copies)
+        self._file_orders = waiting
 
     def _enqueue(self, copies: PageCopies) -> None:
         steps, saving, loading = torch.cuda.current_stream(self._device), self._save_stream, self._load_stream
@@ -171,6 +193,10 @@ class PageCopier:
                 if copies.after_saves.query() and copies.end.query():
                     self._in_flight.remove(copies)
                     self._finished.append((copies.ticket, None))
+            if self._file_orders:
+                self._start_file_orders()
+            if self.files is not None:
+                self._finished += self.files.finished()
             if self._finished or time.monotonic() >= until:
                 finished, self._finished = self._finished, []
                 return finished

@@ -45,6 +45,8 @@ def make_engine(
     history=40,
     invocations=None,
     host_pages=0,
+    disk_pages=0,
+    disk_prefix="",
     exact=False,
     **loading,
 ) -> Engine:
@@ -65,6 +67,8 @@ def make_engine(
         step_times=step_times,
         speculation_history=history,
         host_pages=host_pages,
+        disk_pages=disk_pages,
+        disk_prefix=str(disk_prefix),
         exact=exact,
     )
     scheduler = Scheduler(limits, numbers, hashes, invocations, asynchronous_loads=asynchronous, clock=clock or Clock())

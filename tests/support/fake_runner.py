@@ -6,10 +6,12 @@ token from what attention would read back through the block table (so a lost, sh
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 from sidestream.ops.core.kv_layout import PAGE_SIZE
-from sidestream.runtime.scheduler.step_plan import AHEAD, PageCopies, StepPlan, StepResult
+from sidestream.runtime.scheduler.disk.disk_pages import PAGE_ABSENT
+from sidestream.runtime.scheduler.step_plan import AHEAD, FileOrder, PageCopies, StepPlan, StepResult
 
 EMPTY = (-1, -1, -2)
 
@@ -48,10 +50,18 @@ class FakeRunner:
         self.copy_delay = 2
         self.failing_copies: set[int] = set()
         self._page_copies: list[list[int]] = []  # ticket, looks left
+        self.files: dict[bytes, list[tuple[int, int, int]]] = {}
+        self.file_delay = 3
+        self._file_orders: list[list[Any]] = []  # ticket, order, looks left
         self._arriving: list[tuple[int, int, list[tuple[int, int, int]]]] = []  # ticket, page, content
 
     def copy_pages(self, copies: PageCopies) -> None:
         """Saves read what the steps before have written; a loaded page holds rubbish until it is reported."""
+        if copies.file is not None:
+            if copies.file.action == "read":
+                self.host[copies.file.place] = [EMPTY] * PAGE_SIZE
+            self._file_orders.append([copies.ticket, copies.file, self.file_delay])
+            return
         fails = copies.ticket in self.failing_copies
         for page, place in copies.saves:
             kept = self.store[page * PAGE_SIZE : (page + 1) * PAGE_SIZE]
@@ -70,7 +80,29 @@ class FakeRunner:
             if ticket in ended:
                 self.store[page * PAGE_SIZE : (page + 1) * PAGE_SIZE] = content
         self._arriving = [each for each in self._arriving if each[0] not in ended]
-        return [(ticket, "no memory" if ticket in self.failing_copies else None) for ticket in ended]
+        reports: list[tuple[int, str | None]] = [
+            (ticket, "no memory" if ticket in self.failing_copies else None) for ticket in ended
+        ]
+        for each in self._file_orders:
+            each[2] -= 1
+        due = [(ticket, order) for ticket, order, looks in self._file_orders if looks <= 0]
+        reports += [(ticket, self._end_order(ticket, order)) for ticket, order in due]
+        self._file_orders = [each for each in self._file_orders if each[2] > 0]
+        return reports
+
+    def _end_order(self, ticket: int, order: FileOrder) -> str | None:
+        """The page of host memory is read, or holds the file's content, only at the end: it must not change before."""
+        if ticket in self.failing_copies:
+            return "the disk fails"
+        if order.action == "delete_all":
+            self.files.clear()
+        elif order.action == "write":
+            self.files[order.key] = self.host[order.place]
+        elif order.key not in self.files:
+            return PAGE_ABSENT
+        else:
+            self.host[order.place] = self.files[order.key]
+        return None
 
     def submit(self, plan: StepPlan) -> StepResult:
         assert plan.step == len(self.plans), "steps come in order"

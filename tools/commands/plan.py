@@ -65,7 +65,9 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add_value(parser, "--output-tokens", 128, "tokens of an answer")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     group = parser.add_argument_group("engine")
-    for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "kv_host_gb"):
+    for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization"):
+        add_option(group, name)
+    for name in ("kv_host_gb", "kv_disk_gb"):
         add_option(group, name)
     add_compile_options(parser)
     add_lora_options(parser)
@@ -128,6 +130,7 @@ def run(options: argparse.Namespace) -> int:
         "memory": memory,
         "kv_tokens": tokens,
         "kv_host_tokens": int((options.kv_host_gb or 0) * GIB) // demand.page * PAGE_SIZE,
+        "kv_disk_tokens": int((options.kv_disk_gb or 0) * GIB) // demand.page * PAGE_SIZE,
         "requests_at_once": at_once,
         "prompt_tokens_per_second": 1 / prompt_seconds,
         "loads": [asdict(load) for load in loads],
@@ -172,8 +175,9 @@ def as_text(facts: dict[str, Any], loads: list[Load], options: argparse.Namespac
         ("KV cache", f"{facts['kv_tokens']:,} tokens of {memory['kv_token'] / 1e3:.1f} kB"),
         ("requests at once", f"{facts['requests_at_once']}"),
     ]
-    if facts["kv_host_tokens"]:
-        rows.insert(-1, ("prefixes in host memory", f"{facts['kv_host_tokens']:,} tokens"))
+    for tier, place in (("host", "in host memory"), ("disk", "on disk")):
+        if facts[f"kv_{tier}_tokens"]:
+            rows.insert(-1, (f"prefixes {place}", f"{facts[f'kv_{tier}_tokens']:,} tokens"))
     width = max(len(title) for title, _ in rows)
     unit = "GPU-hours" if price is None else "price"
     head = f"requests  ms a step  tokens/s each  output tokens/s  requests/s  {unit} per million tokens"

@@ -140,6 +140,8 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     group = parser.add_argument_group("capacity")
     add_option(group, "num_kv_pages")
     add_option(group, "kv_host_gb")
+    add_option(group, "kv_disk", metavar="DIR")
+    add_option(group, "kv_disk_gb")
     add_option(group, "max_cpu_loras")
     add_option(group, "max_adapter_sums")
     add_option(group, "adapter_versions")
@@ -177,6 +179,8 @@ def settings_of(options: argparse.Namespace) -> Any:
     own = (
         "num_kv_pages",
         "kv_host_gb",
+        "kv_disk",
+        "kv_disk_gb",
         "max_cpu_loras",
         "max_adapter_sums",
         "adapter_versions",
@@ -194,6 +198,8 @@ def settings_of(options: argparse.Namespace) -> Any:
         llm["generation_config"] = str(Path(llm["generation_config"]).resolve())
     if llm.get("calibration", OFF) not in (AUTO, OFF):
         llm["calibration"] = str(Path(llm["calibration"]).resolve())
+    if "kv_disk" in llm:
+        llm["kv_disk"] = str(Path(llm["kv_disk"]).resolve())
     model, adapters = (
         str(Path(llm.pop("model")).resolve()),
         {name: str(Path(path).resolve()) for name, path in llm.pop("adapters").items()},

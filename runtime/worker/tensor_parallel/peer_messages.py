@@ -137,6 +137,8 @@ def as_builtins(keywords: Mapping[str, Any]) -> dict[str, Any]:
         plain["calibration"] = str(Path(plain["calibration"]).resolve())
     if plain.get("rounded_weights", OFF) != OFF:
         plain["rounded_weights"] = str(Path(plain["rounded_weights"]).resolve())
+    if "kv_disk" in plain:
+        plain["kv_disk"] = str(Path(plain["kv_disk"]).resolve())
     if "dtype" in plain:
         plain["dtype"] = str(plain["dtype"]).removeprefix("torch.")
     builtins: dict[str, Any] = msgspec.to_builtins({**plain, "show_progress": False})

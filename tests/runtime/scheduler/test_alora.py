@@ -220,7 +220,7 @@ def test_plain_adapters_keep_their_keys_and_plans():
     """An engine that knows invocations plans a LoRA request as one that does not."""
     plans = []
     for invocations in (None, {1: INVOCATION}):
-        engine = make_engine(60, budget=50, slots=2, adapters=2, invocations=invocations)
+        engine = make_engine(60, budget=50, slots=2, adapters=2, hashes={0: "x"}, invocations=invocations)
         ask(engine, "r", prompt(100), 3, "adapter0")
         sequence = engine._requests["r"].completions[0].sequence
         run(engine)

@@ -11,15 +11,16 @@ from support.engines import VOCABULARY, ask, assert_idle, make_engine, prompt, r
 from support.fake_runner import continuation
 
 
+@pytest.mark.parametrize("disk_pages", [0, 25])
 @pytest.mark.parametrize("seed", range(3))
-def test_outputs_are_those_of_each_request_alone(seed: int) -> None:
-    """Few pages in both tiers, slow and failing copies, failing steps, aborts, adapters that come and go"""
+def test_outputs_are_those_of_each_request_alone(seed: int, disk_pages: int) -> None:
+    """Few pages in all tiers, slow and failing copies, failing steps, aborts, adapters that come and go"""
     source = random.Random(seed)
     for _ in range(20):
-        serve_prefixes(source)
+        serve_prefixes(source, disk_pages)
 
 
-def serve_prefixes(source: random.Random) -> None:
+def serve_prefixes(source: random.Random, disk_pages: int) -> None:
     """Requests with few different beginnings, one after the other or together, of an engine of random sizes."""
     engine = make_engine(
         pages=source.randint(8, 14),
@@ -32,8 +33,10 @@ def serve_prefixes(source: random.Random) -> None:
         asynchronous=True,
         patience=9,
         host_pages=source.randint(2, 24),
+        disk_pages=disk_pages,
     )
     engine.runner.copy_delay = source.randint(1, 6)
+    engine.runner.file_delay = source.choice((1, 4, 30))
     rates = source.choice(((0, 0), (0, 0), (0.1, 0), (0, 0.1)))
     engine.runner.failing_copies = {ticket for ticket in range(200) if source.random() < rates[0]}
     fail_steps(engine, {step for step in range(1000) if source.random() < rates[1]})
@@ -59,6 +62,8 @@ def serve_prefixes(source: random.Random) -> None:
         for _ in range(source.choice((0, 3, 1000))):
             if engine.has_work:
                 step()
+        if disk_pages and source.random() < 0.1:  # by another engine
+            engine.runner.files.clear()
     while engine.has_work:
         step()
     assert ended.keys() | aborts.keys() == requests.keys()

@@ -70,6 +70,8 @@ def server(base, adapters, tmp_path_factory) -> Iterator[Server]:
             "8",
             "--kv-host-gb",
             "0.02",
+            "--kv-disk",
+            f"{directory}/pages",
         ]
         with log.open("w") as output:
             process = subprocess.Popen(
@@ -118,6 +120,7 @@ def test_prompts_that_have_left_the_device_come_from_host_memory(server, wire, b
     with Client(server.address) as client:
         stats = client.stats()
     assert stats["prefix_host_hits_total"] >= 4 * 128 and stats["host_pages_used"] >= 12
+    assert stats["disk_pages_written_total"] >= 12 and stats["disk_failures_total"] == 0
 
 
 def test_adapters_are_loaded_while_it_serves(wire, base, adapters):

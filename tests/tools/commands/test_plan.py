@@ -11,6 +11,7 @@ from sidestream.tools import cli
 from sidestream.tools.commands.plan import gpu_and_memory
 
 SMALL = ("--max-num-seqs", "4", "--max-num-batched-tokens", "128", "--prompt-tokens", "100", "--output-tokens", "50")
+TIERS = ("--kv-host-gb", "2", "--kv-disk-gb", "20")
 
 
 def test_the_demo_model_on_two_sizes_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,11 +32,12 @@ def test_the_demo_model_on_two_sizes_of_a_gpu(tmp_path: Path, capsys: pytest.Cap
         seconds = 100 / small["prompt_tokens_per_second"] + 50 * load["step_ms"] / 1e3 / load["requests"]
         assert load["requests_per_second"] == pytest.approx(1 / seconds)
         assert load["gpu_hours"] == pytest.approx(1e6 / 3600 / (50 / seconds))
-    assert cli.main(["plan", str(tmp_path), *SMALL, "--gpu", "h200", "--price", "1000000", "--kv-host-gb", "2"]) == 0
+    assert cli.main(["plan", str(tmp_path), *SMALL, "--gpu", "h200", "--price", "1000000", *TIERS]) == 0
     shown = capsys.readouterr().out
     hours = shown.splitlines()[-3].split()[-1]
     host_tokens = (2 << 30) // page * 64
     assert small["kv_host_tokens"] == 0 and f"prefixes in host memory    {host_tokens:,} tokens" in shown
+    assert f"prefixes on disk           {(20 << 30) // page * 64:,} tokens" in shown
     assert "0 adapter slots of rank 0" in shown and "H200 with 141 GB" in shown and float(hours) > 1
     assert cli.main(["plan", str(tmp_path), *SMALL, "--gpu", "h100-0.7"]) == 2
 

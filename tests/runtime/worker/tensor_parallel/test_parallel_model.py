@@ -64,6 +64,17 @@ def cached(llm: LLM) -> list[list[int]]:
     ]
 
 
+def read_from_disk(llm: LLM, expected: list[list[int]]) -> None:
+    """Each rank reads its part of pages that have left host memory."""
+    host = llm.engine.scheduler.states.host
+    while host._saving or host._unwritten or host._num_writes:
+        llm.generate([[1, 2, 3]], use_tqdm=False)
+    host._forget_pages()
+    assert cached(llm) == expected
+    stats = llm.engine.scheduler.stats()
+    assert stats.disk_pages_read > 0 and stats.disk_pages_damaged == stats.disk_failures == 0
+
+
 @pytest.mark.first
 def test_two_ranks_answer_as_one_process_does_and_end_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = tiny_llama(tmp_path, num_hidden_layers=1, num_key_value_heads=1, tokenizer=True)
@@ -74,7 +85,12 @@ def test_two_ranks_answer_as_one_process_does_and_end_together(tmp_path: Path, m
     found = []
     for ranks, speculation in ((1, "off"), (2, 3)):
         llm = LLM(
-            base.path, {"one": one, "two": two}, tensor_parallel_size=ranks, speculation=speculation, **SIZES
+            base.path,
+            {"one": one, "two": two},
+            tensor_parallel_size=ranks,
+            speculation=speculation,
+            kv_disk=tmp_path / "pages",
+            **SIZES,
         )  # the ranks draft from the same former answers, or they would compute different steps
         llm.add_adapter("three", three)  # one more than there are slots
         results = [answers(llm, batch) for batch in batches]
@@ -94,6 +110,7 @@ def test_two_ranks_answer_as_one_process_does_and_end_together(tmp_path: Path, m
             llm.update_adapter("policy", tensors, config, version=7)
         found.append([*results, cached(llm)])
         assert llm.engine.scheduler.stats().prefix_host_hits >= 4 * PAGE_SIZE
+        read_from_disk(llm, found[-1][-1])
         if ranks == 1:
             llm.close()
     assert found[0] == found[1] and llm.engine.scheduler.stats().history_accepted > 0
