@@ -117,6 +117,8 @@ class Engine:
                 matcher=None if request.grammar is None else request.grammar.matcher(),
                 speculation=self._speculation(params),
                 sampled=(*request.scored, (prompt_length, limit)) if limits.exact else (),
+                offer=request.offer,
+                prefill_only=request.prefill_only,
             )
             completion = CompletionState(sequence, self.tokenizer, stream)
             if earlier.finished:
@@ -219,7 +221,7 @@ class Engine:
         """Report finished loads of adapters and KV pages to the scheduler. Wait up to `timeout` seconds for the first:
         one of KV pages while some are loading.
         """
-        if self.scheduler.limits.host_pages:
+        if self.scheduler.states.host is not None:
             wait = timeout if self.scheduler.states.num_loading else 0.0
             for ticket, problem in self.runner.copied(wait):
                 self.scheduler.copies_done(ticket, problem)

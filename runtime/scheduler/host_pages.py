@@ -173,12 +173,12 @@ class HostPages:
         """
         load = self._loads.pop(ticket, None)
         if problem is not None:
-            self.clear()
+            self._discard()
         if load is None:
             return []
         for key, page in zip(load.keys, load.pages, strict=True):
             del self._loading[key]
-            if ticket > self._void:
+            if problem is None and ticket > self._void:
                 self._device.publish(page, key)
         self._device.free(load.held + load.pages)
         for tickets, _ in self._waiting.values():
@@ -187,6 +187,10 @@ class HostPages:
         for sequence in ready:
             del self._waiting[sequence]
         return ready
+
+    def _discard(self) -> None:
+        """Discard what failed copies may have damaged."""
+        self.clear()
 
     def leave(self, sequence: Sequence) -> None:
         """Let a sequence wait no longer. Its loads continue."""

@@ -1,10 +1,13 @@
 """Scheduler configuration and statistics."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ...ops.core.kv_layout import pages_for
 from .speculation import DraftCounts
 from .step_plan import most_logits
+
+KvRole = Literal["", "prefill", "decode"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,7 @@ class SchedulerLimits:
     speculation_history     tokens of former answers that the device keeps for each adapter content
     host_pages              KV pages in host memory
     exact                   a step computes either prompts or sampled tokens
+    kv_role                 "prefill": other engines read its host pages; "decode": it reads those of others
     """
 
     num_pages: int
@@ -40,6 +44,7 @@ class SchedulerLimits:
     speculation_history: int = 0
     host_pages: int = 0
     exact: bool = False
+    kv_role: KvRole = ""
 
     @property
     def speculates(self) -> bool:
@@ -96,3 +101,7 @@ class SchedulerStats(DraftCounts):
     host_pages_loaded: int = 0
     host_page_evictions: int = 0
     prefix_host_hits: int = 0
+    page_leases: int = 0
+    pages_leased: int = 0
+    page_leases_expired: int = 0
+    page_loads_refused: int = 0

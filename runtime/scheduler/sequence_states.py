@@ -13,6 +13,8 @@ from .limits import SchedulerLimits
 from .plan_builder import RowTable
 from .sequence import Sequence, Status
 from .speculation import AdapterAcceptance
+from .transfer.leased_pages import LeasedPages
+from .transfer.offered_pages import OfferedPages
 from .waiting_queue import WaitingQueues
 
 
@@ -35,9 +37,7 @@ class SequenceStates:
         self.prefix_cache = PrefixCache(
             self.pages, {} if adapter_hashes is None else adapter_hashes, limits.prefix_caching
         )
-        # pages of the largest step
-        window = min(limits.host_pages, limits.max_num_batched_tokens // PAGE_SIZE + limits.max_num_seqs)
-        self.host = HostPages(limits.host_pages, self.pages, window) if limits.host_pages else None
+        self.host = self._host_pages()
         self.answers = AnswerHistory(limits.ring_tokens, self.prefix_cache.content_of)
         self.rows = RowTable(limits.max_num_seqs, pages_for(limits.max_model_len))
         self.waiting = WaitingQueues()
@@ -47,6 +47,17 @@ class SequenceStates:
         self.preemptions = 0
         self.adapter_acceptance = AdapterAcceptance() if limits.step_times else None
         self.step = 0
+
+    def _host_pages(self) -> HostPages | None:
+        limits = self.limits
+        if limits.kv_role == "decode":
+            return OfferedPages(self.pages)
+        if not limits.host_pages:
+            return None
+        # pages of the largest step
+        window = min(limits.host_pages, limits.max_num_batched_tokens // PAGE_SIZE + limits.max_num_seqs)
+        kind = LeasedPages if limits.kv_role == "prefill" else HostPages
+        return kind(limits.host_pages, self.pages, window)
 
     @property
     def num_loading(self) -> int:
@@ -59,6 +70,8 @@ class SequenceStates:
             return
         waiting = sequence.status is Status.WAITING
         if sequence.status is Status.RUNNING:
+            if sequence.prefill_only and reason == "length" and isinstance(self.host, LeasedPages):
+                self.host.hold(sequence.request_id, self.prefix_cache.keys(sequence), sequence.pages)
             if sequence.on_device and reason != "error":
                 self.answers.keep(sequence, int(self.rows.ring[sequence.row]))
             self.release(sequence)

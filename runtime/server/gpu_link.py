@@ -19,6 +19,7 @@ from msgspec import Struct
 from ..api.sampling_params import DEFAULT_MAX_LOGPROBS, RAW_LOGPROBS
 from ..protocol.messages import ErrorCode
 from ..scheduler import step_codec as codec
+from ..scheduler.limits import KvRole
 from ..scheduler.step_plan import PageCopies, StepDrafts, StepMasks, StepPlan, StepResult
 from ..text.chat_files import NO_CHAT, AdapterChat
 from .shared_masks import SharedMasks
@@ -69,7 +70,7 @@ class Ready(Notice, frozen=True, tag="ready"):
     lora_rank, expert_rank, lora_targets, lora_parts
                               limits for adapters that are loaded later
     host_pages                KV pages in host memory
-    exact                     see `SchedulerLimits`
+    exact, kv_role            see `SchedulerLimits`
     left_out                  adapters that could not be read at a restart: name -> error for clients
     numerics                  see `Receipt`
     dtype                     of hidden states, such as `torch.bfloat16`
@@ -102,6 +103,7 @@ class Ready(Notice, frozen=True, tag="ready"):
     left_out: dict[str, str] = {}
     host_pages: int = 0
     exact: bool = False
+    kv_role: KvRole = ""
     numerics: str = ""
     dtype: str = ""
     max_logprobs: int = DEFAULT_MAX_LOGPROBS

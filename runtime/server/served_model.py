@@ -7,6 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn, Protocol
 
@@ -69,10 +70,13 @@ class ServedModel:
         # imported here: a GPU process that simulates a model needs no torch
         from ..adapters.adapter_limits import readable_adapters
         from ..adapters.describer import AdapterDescriber
+        from ..engine.resolve import PageTransfer
         from ..worker.model_loader import find_model
         from ..worker.tensor_parallel.parallel_model import load_parallel_model
 
         source, options = find_model(settings.model, **settings.llm)
+        if settings.kv_role:
+            options = replace(options, transfer=PageTransfer(settings.kv_role, settings.kv_sources))
         describe = AdapterDescriber()
         # at a restart they were readable before
         optional = {
@@ -84,6 +88,7 @@ class ServedModel:
         self._model = model = load_parallel_model(settings.model, source, adapters, options, settings.llm, describe)
         self.runner: Runner = model.executor
         model.on_lost(_end_process)
+        model.identify_pages()
         model.runner.build_in_background()
         # only for adapters that clients load later
         local = [root for root in settings.adapter_roots if not is_remote(root)]
@@ -109,6 +114,7 @@ class ServedModel:
             speculation_history=limits.speculation_history,
             host_pages=limits.host_pages,
             exact=limits.exact,
+            kv_role=limits.kv_role,
             longest_step=model.longest_step,
             lora_rank=0 if model.registry.lora is None else model.registry.lora.rank,
             expert_rank=0 if model.registry.lora is None else model.registry.lora.expert_rank,

@@ -134,6 +134,7 @@ class Stepper:
             speculation_history=ready.speculation_history,
             host_pages=ready.host_pages,
             exact=ready.exact,
+            kv_role=ready.kv_role,
         )
         self.adapter_numbers = AdapterNumbers(
             self.numbers,
@@ -347,7 +348,15 @@ def published(counted: dict[str, int]) -> dict[str, int | float]:
         "trained_draft_tokens_total": counted["trained_drafted"],
         "trained_accepted_tokens_total": counted["trained_accepted"],
     }
-    gauges = ("pages_cached", "adapters_resident", "adapters_loading", "host_pages", "host_pages_used")
+    gauges = (
+        "pages_cached",
+        "adapters_resident",
+        "adapters_loading",
+        "host_pages",
+        "host_pages_used",
+        "page_leases",
+        "pages_leased",
+    )
     values |= {name: counted[name] for name in gauges}
     totals = (
         "preemptions",
@@ -362,5 +371,7 @@ def published(counted: dict[str, int]) -> dict[str, int | float]:
         "host_pages_saved",
         "host_pages_loaded",
         "host_page_evictions",
+        "page_leases_expired",
+        "page_loads_refused",
     )
     return values | {f"{name}_total": counted[name] for name in totals}

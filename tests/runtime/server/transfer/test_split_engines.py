@@ -1,0 +1,226 @@
+"""`sidestream serve --prefill-engines 1 --decode-engines 1`: answers are those of one engine, also when engines die."""
+
+import asyncio
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sidestream import LLM, SamplingParams
+from sidestream.runtime.gateway.interfaces import EngineRequest
+from sidestream.runtime.gateway.router.router import Router
+from sidestream.runtime.protocol.messages import Chunk
+from support.serving import GUARD
+from support.tiny import AdapterSpec, tiny_adapters, tiny_llama
+
+SIZES = {"max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 256, "max_loras": 2, "num_kv_pages": 24}
+LENGTHS = (300, 64, 65, 200, 129, 320, 30, 257)
+NUMBERS = itertools.count()
+PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=2)
+
+
+class Split:
+    """The running server, and a router of its engines in this process."""
+
+    def __init__(self, process: "subprocess.Popen[str]", directory: str, log: Path) -> None:
+        self.process, self.log = process, log
+        self.addresses = [f"ipc://{directory}/e-{index}.sock" for index in range(2)]
+
+    def await_text(self, text: str, times: int = 1) -> str:
+        """Wait until the log has this text so many times; return the last line with it."""
+        end = time.monotonic() + 3 * GUARD
+        while len(lines := [line for line in self.log.read_text().splitlines() if text in line]) < times:
+            assert time.monotonic() < end and self.process.poll() is None, self.log.read_text()
+            time.sleep(0.05)
+        return lines[-1]
+
+    def router(self) -> Router:
+        return Router(self.addresses, poll_seconds=0.05, prefill_engines=1, prefill_min_tokens=100)
+
+    def gpu_process(self, engine: int) -> int:
+        """Process id of the GPU process of an engine."""
+        (supervisor,) = (pid for pid in self._children(self.process.pid, "replica_process")[engine : engine + 1])
+        (pid,) = self._children(supervisor, "gpu_process")
+        return pid
+
+    @staticmethod
+    def _children(parent: int, module: str) -> list[int]:
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                    if int(fields[1]) == parent and module in (entry / "cmdline").read_text() and fields[0] != "Z":
+                        found.append(int(entry.name))
+                except OSError:
+                    continue
+        return sorted(found)  # in the order of their start
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Path]]:
+    base = tiny_llama(tmp_path_factory.mktemp("split"), tokenizer=True)
+    specs = [AdapterSpec(rank=4), AdapterSpec(rank=8), AdapterSpec(rank=2)]
+    return base.path, dict(zip(("first", "second", "third"), tiny_adapters(base, specs), strict=True))
+
+
+@pytest.fixture(scope="module")
+def server(model: tuple[Path, dict[str, Path]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Split]:
+    log = tmp_path_factory.mktemp("log") / "server.log"
+    path, adapters = model
+    with tempfile.TemporaryDirectory(prefix="sst-") as directory:
+        os.chmod(directory, 0o700)
+        command = [sys.executable, "-m", "sidestream.tools.cli", "serve", str(path), "--device", "cpu"]
+        command += ["--precision", "fp32", "--prefill-engines", "1", "--decode-engines", "1", "--port", "0"]
+        command += ["--bind", f"ipc://{directory}/e.sock", "--kv-host-gb", "0.05", "--max-logprobs", "5"]
+        command += ["--prefill-min-tokens", "100", "--lora-modules", *(f"{name}={adapters[name]}" for name in adapters)]
+        for name, value in SIZES.items():
+            command += [f"--{name.replace('_', '-')}", str(value)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": directory}
+        with log.open("w") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, text=True, env=environment)
+        try:
+            yield Split(process, directory, log)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                assert process.wait(GUARD) == 0, log.read_text()
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[tuple[list[int], str | None]]:
+    """Prompts of all lengths, some with a common beginning, for the base and three adapters."""
+    source = random.Random(5)
+    beginning = [source.randrange(200) for _ in range(128)]
+    prompts = [[source.randrange(200) for _ in range(length)] for length in LENGTHS]
+    prompts += [beginning + prompt[: 1 + 30 * index] for index, prompt in enumerate(prompts[:4])]
+    return [(prompt, (None, "first", "second", "third")[index % 4]) for index, prompt in enumerate(prompts)]
+
+
+Found = tuple[list[int], list[list[tuple[int, float]]]]
+
+
+@pytest.fixture(scope="module")
+def expected(
+    server: Split, model: tuple[Path, dict[str, Path]], requests: list[tuple[list[int], str | None]]
+) -> list[Found]:
+    """Tokens and log-probabilities of an engine that does both. The server starts meanwhile."""
+    with LLM(model[0], model[1], device="cpu", precision="fp32", show_progress=False, **SIZES) as llm:
+        found = []
+        for prompt, adapter in requests:
+            (output,) = llm.generate([prompt], PARAMS, adapter, use_tqdm=False)
+            completion = output.outputs[0]
+            entries = completion.logprobs or ()
+            scores = [sorted((token, each.logprob) for token, each in entry.items()) for entry in entries]
+            found.append((completion.token_ids, scores))
+    for kind in ("prefill", "decode"):
+        server.await_text(f"{kind} engine {0 if kind == 'prefill' else 1}: serving at")
+    return found
+
+
+async def ask(router: Router, prompt: list[int], adapter: str | None, stream: bool = True, **more: Any) -> Found:
+    chunks: list[Chunk] = []
+    params = more.pop("params", PARAMS)
+    request = EngineRequest(f"r{next(NUMBERS)}", prompt, params, adapter, stream=stream, **more)
+    async for each in router.stream(request):
+        chunks += each
+    tokens = [token for chunk in chunks for token in chunk.token_ids]
+    scores = [
+        sorted((each.token_id, each.logprob) for each in entry) for chunk in chunks for entry in chunk.logprobs or ()
+    ]
+    assert chunks[-1].usage is not None and chunks[-1].usage.output_tokens == len(tokens)
+    assert chunks[-1].usage.prompt_tokens == len(prompt)
+    return tokens, scores
+
+
+def same(found: Found, expected: Found) -> bool:
+    return found[0] == expected[0] and all(
+        [token for token, _ in one] == [token for token, _ in other]
+        and [score for _, score in one] == pytest.approx([score for _, score in other], abs=1e-5)
+        for one, other in zip(found[1], expected[1], strict=True)
+    )
+
+
+async def ready(router: Router, *names: str) -> None:
+    """Start, and wait until these engines accept requests."""
+    if not router._started:
+        await router.start()
+    async with asyncio.timeout(3 * GUARD):
+        while {(await router.health()).engines.get(name) for name in names} != {"ok"}:
+            await asyncio.sleep(0.05)
+
+
+def test_answers_are_those_of_one_engine(
+    server: Split, requests: list[tuple[list[int], str | None]], expected: list[Found]
+) -> None:
+    async def run() -> tuple[list[Found], dict[str, dict[str, int | float]]]:
+        router = server.router()
+        await ready(router, "prefill-0", "decode-0")
+        try:
+            calls = [ask(router, *each, stream=index % 3 > 0) for index, each in enumerate(requests)]
+            found = await asyncio.gather(*calls)
+            return found, await router.stats()
+        finally:
+            await router.close()
+
+    found, stats = asyncio.run(run())
+    assert all(map(same, found, expected))
+    prefill, decode = stats["prefill-0"], stats["decode-0"]
+    assert prefill["prefills_total"] >= 6 and not prefill.get("prefills_failed_total")
+    assert decode["host_pages_loaded_total"] >= 12 and not decode["page_loads_refused_total"]
+    long = sum(len(prompt) >= 100 for prompt, _ in requests)
+    assert prefill["requests_total"] <= long, "short prompts are computed by the decode engine"
+
+
+def test_http_names_both_kinds(server: Split, expected: list[Found]) -> None:
+    url = server.await_text("answering HTTP at").split()[-1]
+    with urllib.request.urlopen(f"{url}/health", timeout=GUARD) as answer:
+        assert json.load(answer)["engines"] == {"prefill-0": "ok", "decode-0": "ok"}
+    body = {"prompt": list(range(150)), "max_tokens": 4, "temperature": 0}
+    query = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(query, timeout=GUARD) as answer:
+        usage = json.load(answer)["usage"]
+    assert usage["prompt_tokens"] == 150
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0, "both engines have computed them for this request"
+    with urllib.request.urlopen(f"{url}/metrics", timeout=GUARD) as answer:
+        lines = answer.read().decode().splitlines()
+    assert 'sidestream_engine_prefills_total{engine="prefill-0"} 1.0' in lines
+    assert 'sidestream_engine_page_leases{engine="prefill-0"} 0.0' in lines, "they are released after the copy"
+
+
+@pytest.mark.parametrize("engine", [0, 1])
+def test_no_request_is_lost_when_an_engine_dies(
+    server: Split, requests: list[tuple[list[int], str | None]], expected: list[Found], engine: int
+) -> None:
+    """The GPU process of the prefill or the decode engine is killed while requests are at all stages."""
+    name = ("prefill-0", "decode-0")[engine]
+
+    async def run() -> list[Found]:
+        router = server.router()
+        await ready(router, "prefill-0", "decode-0")
+        try:
+            calls = [asyncio.create_task(ask(router, *each)) for each in requests * 2]
+            while sum(call.done() for call in calls) < 2:
+                await asyncio.sleep(0.01)
+            os.kill(server.gpu_process(engine), signal.SIGKILL)
+            found = await asyncio.gather(*calls)
+            await ready(router, name)
+            found.append(await ask(router, *requests[0]))
+            return found
+        finally:
+            await router.close()
+
+    found = asyncio.run(run())
+    assert all(map(same, found, expected * 2 + expected[:1]))
