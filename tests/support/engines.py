@@ -46,6 +46,7 @@ def make_engine(
     invocations=None,
     host_pages=0,
     exact=False,
+    kv_role="",
     **loading,
 ) -> Engine:
     """`adapters` many adapters, adapter0 with number 0 and so on; `asynchronous` copies them while steps run
@@ -66,6 +67,7 @@ def make_engine(
         speculation_history=history,
         host_pages=host_pages,
         exact=exact,
+        kv_role=kv_role,
     )
     scheduler = Scheduler(limits, numbers, hashes, invocations, asynchronous_loads=asynchronous, clock=clock or Clock())
     runner: FakeRunner

@@ -95,13 +95,8 @@ class LeasedPages(HostPages):
         for key in reversed(lease.keys) if lease is not None else ():  # the first page is evicted last
             held = self._held[key]
             held.leases -= 1
-            if held.leases:
-                continue
-            del self._held[key]
-            if key in self._pages:
-                self._free.append(held.entry[0])
-            else:
-                self._pages[key] = held.entry
+            if not held.leases:
+                self._pages[key] = self._held.pop(key).entry
 
     def take_expired(self) -> list[str]:
         """Return the leases that have expired since the last call."""
