@@ -249,7 +249,7 @@ class Scheduler:
         """Report the end of copies from `take_copies`. `problem`: why they failed; sequences then compute."""
         if self.states.host is None:
             return
-        if problem is not None:
+        if problem is not None and self.limits.kv_role != "decode":  # there clients cause and `refused` counts them
             _log.error("the copies of KV pages in host memory are discarded: %s", problem)
         for sequence in self.states.host.finish(ticket, problem):
             sequence.status = Status.WAITING

@@ -406,7 +406,7 @@ def _build(
     buckets = replace(buckets, pages=num_pages)
     transfer_role: KvRole = "" if options.transfer is None else options.transfer.role
     host_pages = 0
-    if engine.kv_host_gb and transfer_role != "decode":
+    if engine.kv_host_gb and options.transfer is None:
         page = nbytes(kv_specs(largest, 1)) + draft_demand.page
         own_pages = num_host_pages(engine.kv_host_gb, page, compiler_options.tensor_parallel)
         host_pages = min_over_ranks(own_pages, compiler_options)
@@ -502,12 +502,12 @@ def _build(
 def _page_copier(
     stacks: list[torch.Tensor], num_pages: int, device: torch.device, transfer: PageTransfer | None
 ) -> tuple[PageCopier | PageReader, int]:
-    """Return what copies KV pages, and the number of its host pages: at most `num_pages`."""
+    """Return what copies KV pages, and the number of its host pages: `num_pages`, or those that `transfer` has."""
     if transfer is None:
         return PageCopier(stacks, num_pages, device), num_pages
     if transfer.role == "decode":
         return PageReader(stacks, device, transfer.sources), 0
-    writer = PageWriter(stacks, num_pages, device, *transfer.sources.values())
+    writer = PageWriter(stacks, device, *transfer.sources.values())
     return writer, writer.num_pages
 
 

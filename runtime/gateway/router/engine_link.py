@@ -117,6 +117,10 @@ class EngineLink:
             self._disconnected(problem)
         self._poll_now.set()
 
+    def count_routing(self, reason: str) -> None:
+        """Count a request that the load balancer sends here."""
+        self.counts[f"routed_{reason.replace(':', '').replace(' ', '_')}_total"] += 1
+
     async def refresh(self, name: str | None = None) -> None:
         """Query the engine's state and report it, and wait until it has the last change of `name`.
 

@@ -14,7 +14,6 @@ from ...api.errors import EngineDeadError, OverloadedError, RequestError, Server
 from ...protocol.chat_templates import welcome_templates
 from ...protocol.messages import Chunk
 from ...text.chat_files import ChatTemplates
-from ...text.prompts import without_special_tokens
 from ..interfaces import (
     AdapterCard,
     AdapterUpload,
@@ -36,8 +35,8 @@ from .dispatch import (
     Refusals,
 )
 from .engine_link import NOT_SERVING, POLL_SECONDS, EngineLink, query_all
-from .load_balancer import EngineReport, LoadBalancer, RoutingDecision
-from .prefill import PrefillStage
+from .load_balancer import EngineReport, LoadBalancer
+from .prefill import PrefillStage, prompt_of
 from .prefix_index import prefix_keys
 from .stream_migration import MigratingStream
 
@@ -174,7 +173,7 @@ class Router:
             async with self._prefill.held_pages(request, keys, stream, required, shares_base) as held:
                 decision = await self._dispatch.choose(request, keys, stream, refusals, shares_base)
                 link = self._links[decision.engine]
-                self._count(link, decision)
+                link.count_routing(decision.reason)
                 received = False
                 required = stream.required_content or self._catalogue.required_content(request.adapter)
                 link.streams += 1
@@ -185,27 +184,27 @@ class Router:
                             continue
                         await link.load_offered(name)
                         required = stream.required_content or self._catalogue.required_content(request.adapter)
-                    is_rendered = isinstance(request.prompt, str) and not request.add_special_tokens
                     lists = link.client.stream_lists(
-                        without_special_tokens(str(request.prompt)) if is_rendered else request.prompt,
+                        prompt_of(request),
                         request.params,
                         request.adapter,
                         priority=request.priority,
                         deadline_seconds=stream.seconds_left(),
                         request_id=request.request_id,
-                        stream=stream.engine_streams or held.pages is not None,  # to notice that they are read
+                        stream=stream.engine_streams or held is not None,  # to notice that the pages are read
                         continues=stream.continuations(),
                         when_accepted=stream.on_accepted,
                         owner=request.owner,
                         adapter_content=required,
                         direct=None if request.direct is None else stream.offer_direct,
                         scored=request.scored,
-                        kv_pages=held.pages,
+                        kv_pages=None if held is None else held.pages,
                     )
                     async with contextlib.aclosing(lists):
                         async for chunks in lists:
                             received = True
-                            await held.release()
+                            if held is not None:
+                                await held.release()
                             chunks = stream.receive(chunks)
                             if chunks:
                                 refusals.clear()
@@ -251,10 +250,6 @@ class Router:
     def _migrate(self, link: EngineLink, stream: MigratingStream, problem: ServerError) -> None:
         stream.migrate(problem)
         link.counts["streams_moved_away_total"] += 1
-
-    def _count(self, link: EngineLink, decision: RoutingDecision) -> None:
-        reason = decision.reason.replace(":", "").replace(" ", "_")
-        link.counts[f"routed_{reason}_total"] += 1
 
     def _on_report(self, link: EngineLink, report: EngineReport) -> None:
         if not self._is_current(link):

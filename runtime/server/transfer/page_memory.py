@@ -6,6 +6,7 @@ kernel frees it when the last process that maps it ends.
 
 import os
 import secrets
+from pathlib import Path
 
 from msgspec import structs
 
@@ -15,9 +16,19 @@ DEFAULT_GB = 8.0
 
 
 class PageMemory:
-    """`gigabytes` GiB for each of `count` prefill engines, allocated when the engine starts. Raises OSError."""
+    """`gigabytes` GiB for each of `count` prefill engines, allocated when engines start.
+
+    Raises ValueError if the host has too little free memory.
+    """
 
     def __init__(self, count: int, gigabytes: float) -> None:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) / (1 << 20)
+        if count * gigabytes > free:
+            raise ValueError(
+                f"--kv-host-gb {gigabytes:g} for {count} prefill engines needs {count * gigabytes:.2f} GiB of host "
+                f"memory, and {free:.2f} are free; lower it"
+            )
         self._handles: list[int] = []
         self._sources: dict[str, str] = {}
         try:

@@ -11,21 +11,21 @@ from .shared_memory import SharedMemory
 class PageWriter(PageCopier):
     """A `PageCopier` whose host memory is the `SharedMemory` at `path`. Other engines find a page once it is saved.
 
-    num_pages    number of host pages, at most that of the constructor
+    num_pages    number of host pages
     fingerprint  of the pages' model and format; until it is set, no engine reads them
 
     Raises CapacityError if the memory holds no page.
     """
 
-    def __init__(self, stacks: list[torch.Tensor], num_pages: int, device: torch.device, path: str) -> None:
+    def __init__(self, stacks: list[torch.Tensor], device: torch.device, path: str) -> None:
         self.page_bytes = page_bytes(stacks)
         self._memory = SharedMemory(path, self.page_bytes, writable=True)
         self._memory.fingerprint = bytes(len(self._memory.fingerprint))
         self._memory.erase()
-        self.num_pages = min(num_pages, self._memory.num_pages)
+        self.num_pages = self._memory.num_pages
         if not self.num_pages:
             raise CapacityError(f"the memory for KV pages holds no page of {self.page_bytes} bytes; raise kv_host_gb")
-        super().__init__(stacks, self.num_pages, device, self._memory.pages[: self.num_pages * self.page_bytes])
+        super().__init__(stacks, self.num_pages, device, self._memory.pages)
         self._writers: dict[int, int] = {}  # place -> ticket of the last save to it
         self._saving: dict[int, PageCopies] = {}
 

@@ -60,7 +60,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     handle = os.memfd_create("pages")
     os.truncate(handle, 1 << 20)
     path = f"/proc/self/fd/{handle}"
-    writer, reader = PageWriter(source, PLACES, device, path), PageReader(target, device, {"one": path})
+    writer, reader = PageWriter(source, device, path), PageReader(target, device, {"one": path})
     writer.fingerprint = reader.fingerprint = MODEL
     yield Pair(path, source, target, writer, reader)
     os.close(handle)
@@ -124,7 +124,7 @@ def test_pages_of_another_model_or_a_former_life_are_not_read(pair: Pair) -> Non
     assert pair.load(3, [(0, 4)], KEYS[:1]) == NOT_THERE
     pair.save(3, [(3, 0)], KEYS[:1])
     assert pair.load(4, [(0, 4)], KEYS[:1]) is None
-    again = PageWriter(pair.source, PLACES, pair.source[0].device, pair.path)
+    again = PageWriter(pair.source, pair.source[0].device, pair.path)
     assert pair.load(5, [(0, 4)], KEYS[:1]) == OTHER_MODEL
     again.fingerprint = MODEL
     assert pair.load(6, [(0, 4)], KEYS[:1]) == NOT_THERE
@@ -134,5 +134,5 @@ def test_a_memory_that_holds_no_page_is_refused() -> None:
     handle = os.memfd_create("pages")
     os.truncate(handle, 9000)
     with pytest.raises(CapacityError, match=r"holds no page of \d+ bytes; raise kv_host_gb"):
-        PageWriter(caches("cpu"), PLACES, torch.device("cpu"), f"/proc/self/fd/{handle}")
+        PageWriter(caches("cpu"), torch.device("cpu"), f"/proc/self/fd/{handle}")
     os.close(handle)
