@@ -12,11 +12,12 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sidestream import LLM, SamplingParams
+from sidestream import SamplingParams
 from sidestream.runtime.gateway.interfaces import EngineRequest
 from sidestream.runtime.gateway.router.router import Router
 from sidestream.runtime.protocol.messages import Chunk
@@ -27,6 +28,10 @@ SIZES = {"max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 256,
 LENGTHS = (300, 64, 65, 200, 129, 320, 30, 257)
 NUMBERS = itertools.count()
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=2)
+
+
+Found = tuple[list[int], list[list[tuple[int, float]]]]
+"""Tokens, and the log-probabilities at each position."""
 
 
 class Split:
@@ -107,25 +112,38 @@ def requests() -> list[tuple[list[int], str | None]]:
     return [(prompt, (None, "first", "second", "third")[index % 4]) for index, prompt in enumerate(prompts)]
 
 
-Found = tuple[list[int], list[list[tuple[int, float]]]]
+@pytest.fixture(scope="module")
+def answers(server: Split, requests: list[tuple[list[int], str | None]]) -> tuple[list[Found], dict[str, Any]]:
+    """Answers of the two engines, the first ones that they compute, and their counters."""
+    for name in ("prefill engine 0", "decode engine 1"):
+        server.await_text(f"{name}: serving at")
+
+    async def run() -> tuple[list[Found], dict[str, Any]]:
+        router = server.router()
+        await ready(router, "prefill-0", "decode-0")
+        try:
+            calls = [ask(router, *each, stream=index % 3 > 0) for index, each in enumerate(requests)]
+            return await asyncio.gather(*calls), await router.stats()
+        finally:
+            await router.close()
+
+    return asyncio.run(run())
 
 
 @pytest.fixture(scope="module")
-def expected(
-    server: Split, model: tuple[Path, dict[str, Path]], requests: list[tuple[list[int], str | None]]
-) -> list[Found]:
-    """Tokens and log-probabilities of an engine that does both. The server starts meanwhile."""
-    with LLM(model[0], model[1], device="cpu", precision="fp32", show_progress=False, **SIZES) as llm:
-        found = []
-        for prompt, adapter in requests:
-            (output,) = llm.generate([prompt], PARAMS, adapter, use_tqdm=False)
-            completion = output.outputs[0]
-            entries = completion.logprobs or ()
-            scores = [sorted((token, each.logprob) for token, each in entry.items()) for entry in entries]
-            found.append((completion.token_ids, scores))
-    for kind in ("prefill", "decode"):
-        server.await_text(f"{kind} engine {0 if kind == 'prefill' else 1}: serving at")
-    return found
+def expected(server: Split, requests: list[tuple[list[int], str | None]], answers: Any) -> list[Found]:
+    """Answers of the decode engine alone, which computes each prompt again."""
+
+    async def run() -> list[Found]:
+        router = Router(server.addresses[1:], poll_seconds=0.05)
+        await ready(router, "engine-0")
+        try:
+            params = replace(PARAMS, skip_reading_prefix_cache=True)
+            return [await ask(router, *each, params=params) for each in requests]
+        finally:
+            await router.close()
+
+    return asyncio.run(run())
 
 
 async def ask(router: Router, prompt: list[int], adapter: str | None, stream: bool = True, **more: Any) -> Found:
@@ -161,19 +179,9 @@ async def ready(router: Router, *names: str) -> None:
 
 
 def test_answers_are_those_of_one_engine(
-    server: Split, requests: list[tuple[list[int], str | None]], expected: list[Found]
+    requests: list[tuple[list[int], str | None]], answers: tuple[list[Found], dict[str, Any]], expected: list[Found]
 ) -> None:
-    async def run() -> tuple[list[Found], dict[str, dict[str, int | float]]]:
-        router = server.router()
-        await ready(router, "prefill-0", "decode-0")
-        try:
-            calls = [ask(router, *each, stream=index % 3 > 0) for index, each in enumerate(requests)]
-            found = await asyncio.gather(*calls)
-            return found, await router.stats()
-        finally:
-            await router.close()
-
-    found, stats = asyncio.run(run())
+    found, stats = answers
     assert all(map(same, found, expected))
     prefill, decode = stats["prefill-0"], stats["decode-0"]
     assert prefill["prefills_total"] >= 6 and not prefill.get("prefills_failed_total")
