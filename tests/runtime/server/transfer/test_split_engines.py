@@ -208,27 +208,27 @@ def test_http_names_both_kinds(server: Split, expected: list[Found]) -> None:
     assert 'sidestream_engine_page_leases{engine="prefill-0"} 0.0' in lines, "they are released after the copy"
 
 
-@pytest.mark.parametrize("engine", [0, 1])
-def test_no_request_is_lost_when_an_engine_dies(
-    server: Split, requests: list[tuple[list[int], str | None]], expected: list[Found], engine: int
+def test_no_request_is_lost_when_engines_die(
+    server: Split, requests: list[tuple[list[int], str | None]], expected: list[Found]
 ) -> None:
-    """The GPU process of the prefill or the decode engine is killed while requests are at all stages."""
-    name = ("prefill-0", "decode-0")[engine]
+    """The GPU processes of both engines are killed, one after the other, while requests are at all stages."""
 
-    async def run() -> list[Found]:
+    async def run() -> tuple[list[Found], dict[str, Any]]:
         router = server.router()
         await ready(router, "prefill-0", "decode-0")
         try:
             calls = [asyncio.create_task(ask(router, *each)) for each in requests * 2]
-            while sum(call.done() for call in calls) < 2:
-                await asyncio.sleep(0.01)
-            os.kill(server.gpu_process(engine), signal.SIGKILL)
+            for engine, ended in ((0, 2), (1, 8)):
+                while sum(call.done() for call in calls) < ended:
+                    await asyncio.sleep(0.01)
+                os.kill(server.gpu_process(engine), signal.SIGKILL)
             found = await asyncio.gather(*calls)
-            await ready(router, name)
+            await ready(router, "prefill-0", "decode-0")
             found.append(await ask(router, *requests[0]))
-            return found
+            return found, await router.stats()
         finally:
             await router.close()
 
-    found = asyncio.run(run())
+    found, stats = asyncio.run(run())
     assert all(map(same, found, expected * 2 + expected[:1]))
+    assert stats["decode-0"]["host_pages_loaded_total"] >= 4, "the new prefill engine's pages are read"
