@@ -38,6 +38,8 @@ START_SECONDS = 600.0
 PROBES = 24
 """Prompts that are sent at once to measure the rate of one prefill engine."""
 ANSWER_TOKENS = 8
+COUNTERS = ("host_pages_loaded_total", "page_loads_refused_total")
+"""Of the second engine: pages of the prefill engine that it has read, and loads that it has not used."""
 
 
 @contextmanager
@@ -84,7 +86,8 @@ def measure(
     """Return the figures of a server without prompts and with them, and the rate of prompts per second."""
     with Client(target.address, name="bench") as client:
         info = client.connect()
-    fixed = {"streams": 0, "place": 0, "vocabulary": info.vocabulary, "model": info.model, "adapters": []}
+    fixed: dict[str, Any] = {"streams": 0, "place": 0, "adapters": []}
+    fixed |= {"vocabulary": info.vocabulary, "model": info.model}
     sizes = {"all_streams": 0, "prompt_len": options.prompt_len, "output_len": ANSWER_TOKENS}
     prompts = Load(url=target.url, seed=1, begin=0, end=0, **sizes, **fixed)
     for seed in (2, 3):  # the first ones compile and capture
@@ -106,6 +109,8 @@ def measure(
         waits = [1e3 * value for value in firsts.result()]
         found[name] = row(figures, {}, seconds, None)
         found[name] |= {f"prompt_p{q}_ms": percentile(waits, q / 100) if waits else 0.0 for q in (50, 99)}
+    with Client(target.address, name="bench") as client:
+        found["with"] |= {key: client.stats()[key] for key in COUNTERS}
     return found, rate
 
 
