@@ -8,7 +8,6 @@ from typing import Any
 
 from msgspec import structs
 
-from ...ops.core.kv_layout import PAGE_SIZE
 from ..api.adapter_sum import sum_name
 from ..api.errors import RequestError, some_of
 from ..api.request import Constraint, Continuation, PageOffer, Request
@@ -310,8 +309,6 @@ class Submissions:
                 request.sent = {index: len(so_far.token_ids) for index, so_far in enumerate(continues)}
             if message.scored:
                 check_scored(message.scored, len(ids), params)
-            if message.prefill_only:  # all full pages, and the token that a decode engine computes in any case
-                ids = ids[: (len(ids) - 1) // PAGE_SIZE * PAGE_SIZE + 1]
             banned = bad_word_ids(params.banned_words, self._tokenizer, vocabulary)
             stepper.engine.add(
                 Request(

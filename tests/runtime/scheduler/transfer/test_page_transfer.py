@@ -30,8 +30,7 @@ def compute(engine: Engine, name: str, ids: list[int], adapter: str | None = Non
     """Let the prefill engine compute a prompt; return the places of its pages."""
     pages = engine.scheduler.states.host
     assert isinstance(pages, LeasedPages)
-    count = (len(ids) - 1) // PAGE_SIZE
-    engine.add(Request(name, None, ids[: count * PAGE_SIZE + 1], greedy(1), adapter, prefill_only=True))
+    engine.add(Request(name, None, ids, greedy(1), adapter, prefill_only=True))
     run(engine)
     while (places := pages.places(name)) is None:
         engine.plan()
@@ -91,6 +90,29 @@ def test_only_equal_keys_are_used():
     assert decode.scheduler.stats().host_pages_loaded == 3
     assert answer(decode, "adapted", first, adapted, adapter="adapter1") == continuation(first, 1, 6, VOCABULARY)
     assert decode.scheduler.stats().host_pages_loaded == 6
+
+
+@pytest.mark.parametrize("places", [[10], [150], [191], [192], [197], [20, 195]])
+def test_pages_of_an_adapter_that_is_activated_in_the_prompt(places: list[int]):
+    """aLoRA, also after the pages that the prefill engine computes"""
+    prefill, decode, _ = make_pair(slots=2, adapters=1, invocations={0: (1, 2, 1)})
+    ids = [10 + token % 80 for token in prompt(200)]
+    for place in places:
+        ids[place : place + 3] = [1, 2, 1]
+    found = compute(prefill, "r", ids, "adapter0")
+    assert answer(decode, "r", ids, found, adapter="adapter0") == continuation(ids, 0, 6, VOCABULARY, places[-1])
+    assert decode.scheduler.stats().page_loads_refused == 0
+    assert decode.runner.computed == 205 - 3 * PAGE_SIZE
+
+
+def test_completions_of_one_prompt_share_one_load():
+    prefill, decode, _ = make_pair()
+    ids = prompt(200)
+    offer = PageOffer("prefill", tuple(compute(prefill, "r", ids)))
+    decode.add(Request("r", None, ids, greedy(4, n=3), offer=offer))
+    outputs = run(decode)["r"].outputs
+    assert [each.token_ids for each in outputs] == [continuation(ids, -1, 4, VOCABULARY)] * 3
+    assert decode.scheduler.stats().host_pages_loaded == 3
 
 
 def test_held_pages_stay_until_they_are_released_or_the_lease_expires():
