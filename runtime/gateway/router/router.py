@@ -50,13 +50,13 @@ T = TypeVar("T")
 class Router:
     """Engines of one model at `addresses`, named engine-0, engine-1 and so on. `add` and `remove` change them.
 
-    prefill_engines   number of the first engines that only compute prompts. They are named prefill-0 and so on, the
-                      others decode-0 and so on
+    keys                folder of client keys from `sidestream keys curve`
+    patience_seconds    time that a request waits for an engine to start or restart
+    request_engine      starts an engine, which `add` adds later; called repeatedly while a request waits and there is
+                        none. None: no more engines can be started
+    prefill_engines     number of the first engines that only compute prompts. They are named prefill-0 and so on, the
+                        others decode-0 and so on
     prefill_min_tokens  see `PrefillStage`
-    keys              folder of client keys from `sidestream keys curve`
-    patience_seconds  time that a request waits for an engine to start or restart
-    request_engine    starts an engine, which `add` adds later; called repeatedly while a request waits and there is
-                      none. None: no more engines can be started
 
     If the engine of a stream dies, the stream continues in another engine, or in the same one after its restart. The
     consumer only notices a pause.

@@ -13,6 +13,8 @@ from msgspec import structs
 from ..settings import ServeSettings
 
 DEFAULT_GB = 8.0
+MIN_BYTES = 1 << 14
+"""Memory that is mapped, so that the engine reports that it holds no page."""
 
 
 class PageMemory:
@@ -35,7 +37,7 @@ class PageMemory:
             for _ in range(count):
                 handle = os.memfd_create("sidestream-kv-pages")
                 self._handles.append(handle)
-                os.truncate(handle, int(gigabytes * (1 << 30)))
+                os.truncate(handle, max(MIN_BYTES, int(gigabytes * (1 << 30))))
                 self._sources[secrets.token_hex(8)] = f"/proc/{os.getpid()}/fd/{handle}"
         except BaseException:
             self.close()

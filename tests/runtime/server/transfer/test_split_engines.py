@@ -192,19 +192,23 @@ def test_answers_are_those_of_one_engine(
 
 def test_http_names_both_kinds(server: Split, expected: list[Found]) -> None:
     url = server.await_text("answering HTTP at").split()[-1]
+
+    def post(body: dict[str, Any]) -> dict[str, Any]:
+        data = json.dumps(body | {"max_tokens": 4, "temperature": 0, "ignore_eos": True}).encode()
+        query = urllib.request.Request(f"{url}/v1/completions", data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(query, timeout=GUARD) as answer:
+            return json.load(answer)
+
     with urllib.request.urlopen(f"{url}/health", timeout=GUARD) as answer:
         assert json.load(answer)["engines"] == {"prefill-0": "ok", "decode-0": "ok"}
-    body = {"prompt": list(range(150)), "max_tokens": 4, "temperature": 0}
-    query = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(query, timeout=GUARD) as answer:
-        usage = json.load(answer)["usage"]
+    usage = post({"prompt": list(range(150))})["usage"]
     assert usage["prompt_tokens"] == 150
     assert usage["prompt_tokens_details"]["cached_tokens"] == 0, "both engines have computed them for this request"
+    choices = post({"prompt": "a text " * 64, "n": 2, "model": "second"})["choices"]
+    assert choices[0]["text"] == choices[1]["text"] != ""
     with urllib.request.urlopen(f"{url}/metrics", timeout=GUARD) as answer:
         lines = answer.read().decode().splitlines()
-    assert 'sidestream_engine_prefills_total{engine="prefill-0"} 1.0' in lines
+    assert 'sidestream_engine_prefills_total{engine="prefill-0"} 2.0' in lines
     assert 'sidestream_engine_page_leases{engine="prefill-0"} 0.0' in lines, "they are released after the copy"
 
 
