@@ -27,13 +27,14 @@ def host_bytes(count: int) -> torch.Tensor:
 
 
 def page_lock(
-    owner: Any, chunks: Sequence[torch.Tensor], device_calls: Any, *, pause: float = 0.0, remedy: str
+    owner: Any, chunks: Sequence[torch.Tensor], device_calls: Any, *, pause: float = 0.0, remedy: str, flags: int = 0
 ) -> None:
     """Page-lock uint8 tensors of `host_bytes` for the lifetime of `owner`. torch's pinned allocator would round up to
     powers of two.
 
     device_calls   context manager held during each chunk's call
     pause          seconds after each chunk, in which steps are launched
+    flags          of cudaHostRegister
 
     Write to the memory first; otherwise the call also has to allocate its pages. Raises MemoryError, which ends with
     `remedy`.
@@ -42,7 +43,7 @@ def page_lock(
     for chunk in chunks:
         pointer = chunk.data_ptr()
         with device_calls:
-            error = int(runtime.cudaHostRegister(pointer, chunk.nbytes, 0))
+            error = int(runtime.cudaHostRegister(pointer, chunk.nbytes, flags))
         if error:
             total = sum(each.nbytes for each in chunks)
             raise MemoryError(

@@ -28,6 +28,20 @@ class Constraint(Protocol):
 
 
 @dataclass(frozen=True)
+class PageOffer:
+    """KV pages of the beginning of a prompt in memory of another engine on this host.
+
+    source         name of the memory
+    places         place of each page in it, in the order of the prompt
+    cached_tokens  tokens in these pages that the other engine had before the request
+    """
+
+    source: str
+    places: tuple[int, ...]
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
 class Request:
     """A tokenized and checked request.
 
@@ -39,6 +53,8 @@ class Request:
     grammar    compiled constraint on the output
     given      number of prompt tokens that are the caller's, in which an aLoRA's invocation is searched; None: all
     scored     (begin, end) of prompt tokens that earlier answers sampled: `prompt_logprobs` are of these only. (): all
+    offer      pages of the prompt that another engine has computed, or None
+    prefill_only  it is over after its first token; its pages are held for another engine
     """
 
     request_id: str
@@ -54,6 +70,8 @@ class Request:
     grammar: Constraint | None = None
     given: int | None = None
     scored: tuple[tuple[int, int], ...] = ()
+    offer: PageOffer | None = None
+    prefill_only: bool = False
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from ..protocol.adapter_map import AdapterEntry
 from ..protocol.addresses import AddressError, check_keys, default_address, parse
 from ..protocol.chat_templates import adapter_templates, welcome_templates
 from ..protocol.curve_keys import ClientKeys, load_client_keys
-from ..protocol.messages import AdapterInfo, Adapters, Chunk, Health, Message, Welcome
+from ..protocol.messages import AdapterInfo, Adapters, Chunk, Health, KvPages, Message, Welcome
 from ..text.chat_files import ChatTemplates
 from ..text.chat_messages import as_conversations
 from ..text.chat_renderer import ChatRenderer
@@ -179,6 +179,8 @@ class AsyncClient:
         adapter_content: str = "",
         direct: Callable[[Chunk], bool] | None = None,
         scored: Sequence[tuple[int, int]] = (),
+        prefill_only: bool = False,
+        kv_pages: KvPages | None = None,
     ) -> AsyncGenerator[list[Chunk], None]:
         """Generate as `stream` does, in non-empty lists of the chunks that arrived together.
 
@@ -191,6 +193,8 @@ class AsyncClient:
                          next list is awaited. If it returns True, the chunk is not put into a list, and no task is
                          woken. An exception ends the stream. `timeout` applies to the time between lists
         scored           ranges of prompt tokens that earlier answers sampled, see `protocol.Submit`
+        prefill_only     the first list has the `kv_pages` of the prompt, which the engine holds until this ends
+        kv_pages         those of a prefill engine, see `protocol.Submit`
         """
         message = submission(
             request_id or f"r{next(self._request_numbers)}",
@@ -204,6 +208,8 @@ class AsyncClient:
             owner=owner,
             adapter_content=adapter_content,
             scored=list(scored),
+            prefill_only=prefill_only,
+            kv_pages=kv_pages,
         )
         for attempt in range(2):
             await self.connect()

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ...ops.core.kv_layout import PAGE_SIZE
 from ..api.errors import RequestError
 from ..api.outputs import FinishReason, RequestMetrics, RequestOutput
 from ..api.request import Continuation, Delta, Request
@@ -84,7 +85,10 @@ class Engine:
         if request.request_id in self._requests:
             raise RequestError(f"request_id={request.request_id!r} is in use; choose another")
         params, limits = request.params, self.scheduler.limits
-        prompt_length = len(request.prompt_ids)
+        ids = request.prompt_ids
+        if request.prefill_only:  # all full pages, and a token that a decode engine computes in any case
+            ids = ids[: (len(ids) - 1) // PAGE_SIZE * PAGE_SIZE + 1]
+        prompt_length = len(ids)
         room = limits.max_model_len - prompt_length
         limit = prompt_length + (room if params.max_tokens is None else min(params.max_tokens, room))
         deadline = None if request.timeout is None else self.scheduler.clock() + request.timeout
@@ -99,7 +103,7 @@ class Engine:
                 arrival=self._arrivals + index,
                 request_id=request.request_id,
                 index=index,
-                tokens=[*request.prompt_ids, *earlier.token_ids],
+                tokens=[*ids, *earlier.token_ids],
                 prompt_length=prompt_length,
                 limit=limit,
                 params=params,
@@ -117,6 +121,8 @@ class Engine:
                 matcher=None if request.grammar is None else request.grammar.matcher(),
                 speculation=self._speculation(params),
                 sampled=(*request.scored, (prompt_length, limit)) if limits.exact else (),
+                offer=request.offer,
+                prefill_only=request.prefill_only,
             )
             completion = CompletionState(sequence, self.tokenizer, stream)
             if earlier.finished:
@@ -223,7 +229,7 @@ class Engine:
         """Report finished loads of adapters and KV pages to the scheduler. Wait up to `timeout` seconds for the first:
         one of KV pages while some are loading.
         """
-        if self.scheduler.limits.host_pages:
+        if self.scheduler.states.host is not None:
             wait = timeout if self.scheduler.states.num_loading else 0.0
             for ticket, problem in self.runner.copied(wait):
                 self.scheduler.copies_done(ticket, problem)

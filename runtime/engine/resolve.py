@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -80,11 +80,24 @@ def resolve_sizes(
 
 
 @dataclass(frozen=True)
+class PageTransfer:
+    """Memory for KV pages that a prefill engine writes and decode engines read.
+
+    role     of this engine
+    sources  name -> path of the memories that it reads; that of the one that it writes
+    """
+
+    role: Literal["prefill", "decode"]
+    sources: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class LoadOptions:
     """Options for loading a model.
 
     hadamard, center_keys, smooth_channels  whether the calibration sets this field of `compiler`
     as_rounded  fields of `compiler` that rounded weights set
+    transfer    memory for KV pages that engines on this host share, or None
     """
 
     engine: EngineOptions
@@ -95,6 +108,7 @@ class LoadOptions:
     center_keys: bool
     smooth_channels: bool
     as_rounded: tuple[str, ...]
+    transfer: PageTransfer | None = None
 
     @property
     def dummy(self) -> bool:

@@ -79,7 +79,12 @@ def make_components(settings: GatewaySettings, engines: Engines | None = None) -
 
     Raises ValueError for a file or an address that cannot be used.
     """
-    engines = engines or Router(settings.engines, settings.engine_keys)
+    engines = engines or Router(
+        settings.engines,
+        settings.engine_keys,
+        prefill_engines=settings.prefill_engines,
+        prefill_min_tokens=settings.prefill_min_tokens,
+    )
     key_store = None if settings.keys is None else KeyStore(Path(settings.keys))
     usage_log = None if settings.usage_log is None else UsageLog(Path(settings.usage_log), days=settings.usage_days)
     closing: list[Callable[[], None]] = []

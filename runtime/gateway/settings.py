@@ -12,6 +12,7 @@ KEEP_ALIVE_SECONDS = 30.0
 MAX_CONNECTIONS = 4096
 DRAIN_SECONDS = 30.0
 STREAM_KEEPALIVE_SECONDS = 10.0
+PREFILL_MIN_TOKENS = 256
 
 
 class GatewaySettings(Struct, frozen=True, kw_only=True):
@@ -19,6 +20,8 @@ class GatewaySettings(Struct, frozen=True, kw_only=True):
 
     host, port               listen address; port 0 picks a free port
     engines                  addresses of the engines
+    prefill_engines          number of the first engines that only compute prompts
+    prefill_min_tokens       prompts with fewer tokens that no decode engine has cached are not sent to a prefill engine
     engine_keys              folder of client keys from `sidestream keys curve`; None: no CURVE
     api_key                  an API key without limits; "": no key. It has all rights, unless there is an admin_key
     admin_key                an API key with all rights; api_key is then a user's key. "": none
@@ -54,6 +57,8 @@ class GatewaySettings(Struct, frozen=True, kw_only=True):
     host: str = HOST
     port: int = PORT
     engines: list[str] = field(default_factory=list)
+    prefill_engines: int = 0
+    prefill_min_tokens: int = PREFILL_MIN_TOKENS
     engine_keys: str | None = None
     api_key: str = ""
     admin_key: str = ""

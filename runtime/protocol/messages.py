@@ -164,6 +164,17 @@ class AdapterWeight(Struct, frozen=True):
     weight: Annotated[float, Meta(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]
 
 
+class KvPages(Struct, frozen=True, omit_defaults=True):
+    """KV pages that a prefill engine holds: name of its memory, and the place there of each page of the prompt.
+
+    cached_tokens   tokens in them that the engine had before the request
+    """
+
+    source: Short
+    places: Annotated[list[Count], Meta(max_length=MAX_PROMPT_TOKENS // 64)]
+    cached_tokens: Count = 0
+
+
 class Submit(Message, tag="submit", frozen=True):
     """A request: exactly one of `prompt` and `prompt_token_ids`.
 
@@ -177,6 +188,9 @@ class Submit(Message, tag="submit", frozen=True):
     adapters            in place of `adapter`: a weighted sum of adapters
     scored              with `prompt_token_ids`: ascending ranges [begin, end) of tokens that earlier answers sampled;
                         `prompt_logprobs` are of these only, and tokens before them may come from the prefix cache
+    prefill_only        to a prefill engine: compute the prompt's full pages and hold them until `abort`, in place of an
+                        answer; `sampling` is ignored
+    kv_pages            to a decode engine: pages of the prompt, from such a request. It computes those that are gone
     """
 
     request_id: RequestId
@@ -193,6 +207,8 @@ class Submit(Message, tag="submit", frozen=True):
     adapter_content: Short = ""
     adapters: Annotated[list[AdapterWeight], Meta(max_length=MAX_PARTS)] = []
     scored: Annotated[list[tuple[Count, Count]], Meta(max_length=MAX_SCORED_RANGES)] = []
+    prefill_only: bool = False
+    kv_pages: KvPages | None = None
 
 
 class Abort(Message, tag="abort", frozen=True):
@@ -383,6 +399,7 @@ class Chunk(Struct, frozen=True, array_like=True, gc=False):
     text_offsets     with logprobs: for each token, the index of its first character in the completion's text
     receipt          only in the request's last chunk, if it was requested
     versions         with the finish_reason: (first token, version) of each version of its adapter, if it was switched
+    kv_pages         the only content of the only chunk of a request with `prefill_only` before it ends
     """
 
     request_id: str
@@ -398,6 +415,7 @@ class Chunk(Struct, frozen=True, array_like=True, gc=False):
     text_offsets: list[int] | None = None
     receipt: dict[str, Any] | None = None
     versions: list[tuple[int, int]] | None = None
+    kv_pages: KvPages | None = None
 
 
 class Chunks(Message, tag="chunks", frozen=True):

@@ -19,5 +19,6 @@ prompt_logprobs  rows and results of prompt log-probabilities
 plan_builder     arrays of a step plan from tables of running sequences
 step_plan        step plan, masks, drafts and result; interface of runners
 step_codec       these as bytes
+transfer         KV pages that a prefill engine computes and a decode engine reads
 limits           configuration and statistics of the scheduler
 """

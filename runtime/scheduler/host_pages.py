@@ -181,13 +181,12 @@ class HostPages:
         """
         load = self._loads.pop(ticket, None)
         if problem is not None:
-            _log.error("the copies of KV pages in host memory are discarded: %s", problem)
-            self._forget_pages()
+            self._discard(problem)
         if load is None:
             return []
         for key, page in zip(load.keys, load.pages, strict=True):
             del self._loading[key]
-            if ticket > self._void:
+            if problem is None and ticket > self._void:
                 self._device.publish(page, key)
         self._device.free(load.held + load.pages)
         return self._end_waits(ticket)
@@ -200,6 +199,11 @@ class HostPages:
         for sequence in ready:
             del self._waiting[sequence]
         return ready
+
+    def _discard(self, problem: str) -> None:
+        """Discard what failed copies may have damaged."""
+        _log.error("the copies of KV pages in host memory are discarded: %s", problem)
+        self._forget_pages()
 
     def leave(self, sequence: Sequence) -> None:
         """Let a sequence wait no longer. Its loads continue."""

@@ -196,8 +196,12 @@ class PrefixCache:
         if not sequence.preemptions:
             self.queries += sequence.prompt_length
             sequence.cached_tokens = min(sequence.computed, sequence.prompt_length)
+            loaded = min(sequence.pages_loaded * PAGE_SIZE, sequence.cached_tokens)
             self.hits += sequence.cached_tokens
-            self.host_hits += min(sequence.pages_loaded * PAGE_SIZE, sequence.cached_tokens)
+            self.host_hits += loaded
+            if sequence.prefill_cached is not None:  # another engine has computed the rest for this request
+                least = min(sequence.cached_tokens, sequence.prefill_cached)
+                sequence.cached_tokens = max(sequence.cached_tokens - loaded, least)
 
     def publish(self, sequence: Sequence, computed: int) -> None:
         """Publish the sequence's pages that are full of known tokens once `computed` tokens are stored.

@@ -1,10 +1,13 @@
 """Scheduler configuration and statistics."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ...ops.core.kv_layout import pages_for
 from .speculation import DraftCounts
 from .step_plan import most_logits
+
+KvRole = Literal["", "prefill", "decode"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class SchedulerLimits:
     disk_pages              most files of KV pages; 0: none are written
     disk_prefix             path of these files up to the pages' keys
     exact                   a step computes either prompts or sampled tokens
+    kv_role                 "prefill": other engines read its host pages; "decode": it reads those of others
     """
 
     num_pages: int
@@ -44,6 +48,7 @@ class SchedulerLimits:
     disk_pages: int = 0
     disk_prefix: str = ""
     exact: bool = False
+    kv_role: KvRole = ""
 
     @property
     def speculates(self) -> bool:
@@ -107,3 +112,7 @@ class SchedulerStats(DraftCounts):
     disk_pages_damaged: int = 0
     disk_failures: int = 0
     prefix_host_hits: int = 0
+    page_leases: int = 0
+    pages_leased: int = 0
+    page_leases_expired: int = 0
+    page_loads_refused: int = 0

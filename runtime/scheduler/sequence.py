@@ -6,6 +6,7 @@ from enum import Enum
 
 import numpy as np
 
+from ..api.request import PageOffer
 from ..api.sampling_params import SamplingParams
 from ..text.structured.matcher import Matcher
 from .logit_edits import BadWords
@@ -48,6 +49,9 @@ class Sequence:
     published      number of its pages in the prefix cache; `publish_at`: number of tokens that fill the next one
     cached_tokens  prompt tokens that the prefix cache had
     loads          loads of its prefix from host memory since it last ran; `pages_loaded`: pages of the last one
+    offer          pages of its prompt that another engine has computed, until their load has started
+    prefill_cached  cached tokens of that engine; None: it has loaded no such page
+    prefill_only   its pages are held for another engine after its first token
     started        time when it first left the queue, in seconds since the epoch; 0: it has not
     versions       (first output token, version) of its adapter, after a switch (`engine.adapter_switch`); the prefix
                    cache gets none of its further pages
@@ -99,6 +103,9 @@ class Sequence:
     cached_tokens: int = 0
     loads: int = 0
     pages_loaded: int = 0
+    offer: PageOffer | None = None
+    prefill_cached: int | None = None
+    prefill_only: bool = False
     started: float = 0.0
     versions: list[tuple[int, int]] = field(default_factory=list)
     switched_at: int = -1

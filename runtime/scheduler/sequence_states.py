@@ -14,6 +14,8 @@ from .limits import SchedulerLimits
 from .plan_builder import RowTable
 from .sequence import Sequence, Status
 from .speculation import AdapterAcceptance
+from .transfer.leased_pages import LeasedPages
+from .transfer.offered_pages import OfferedPages
 from .waiting_queue import WaitingQueues
 
 
@@ -36,13 +38,7 @@ class SequenceStates:
         self.prefix_cache = PrefixCache(
             self.pages, {} if adapter_hashes is None else adapter_hashes, limits.prefix_caching
         )
-        # pages of the largest step
-        window = min(limits.host_pages, limits.max_num_batched_tokens // PAGE_SIZE + limits.max_num_seqs)
-        self.host: HostPages | None = None
-        if limits.disk_pages:
-            self.host = DiskBackedPages(limits.host_pages, self.pages, window, limits.disk_prefix, limits.disk_pages)
-        elif limits.host_pages:
-            self.host = HostPages(limits.host_pages, self.pages, window)
+        self.host = self._host_pages()
         self.answers = AnswerHistory(limits.ring_tokens, self.prefix_cache.content_of)
         self.rows = RowTable(limits.max_num_seqs, pages_for(limits.max_model_len))
         self.waiting = WaitingQueues()
@@ -52,6 +48,20 @@ class SequenceStates:
         self.preemptions = 0
         self.adapter_acceptance = AdapterAcceptance() if limits.step_times else None
         self.step = 0
+
+    def _host_pages(self) -> HostPages | None:
+        limits = self.limits
+        if limits.kv_role == "decode":
+            return OfferedPages(self.pages)
+        if not limits.host_pages:
+            return None
+        # pages of the largest step
+        window = min(limits.host_pages, limits.max_num_batched_tokens // PAGE_SIZE + limits.max_num_seqs)
+        if limits.kv_role == "prefill":
+            return LeasedPages(limits.host_pages, self.pages, window)
+        if limits.disk_pages:
+            return DiskBackedPages(limits.host_pages, self.pages, window, limits.disk_prefix, limits.disk_pages)
+        return HostPages(limits.host_pages, self.pages, window)
 
     @property
     def num_loading(self) -> int:
@@ -64,6 +74,8 @@ class SequenceStates:
             return
         waiting = sequence.status is Status.WAITING
         if sequence.status is Status.RUNNING:
+            if sequence.prefill_only and reason == "length" and isinstance(self.host, LeasedPages):
+                self.host.hold(sequence.request_id, self.prefix_cache.keys(sequence), sequence.pages)
             if sequence.on_device and reason != "error":
                 self.answers.keep(sequence, int(self.rows.ring[sequence.row]))
             self.release(sequence)

@@ -229,11 +229,17 @@ class PageCopies(NamedTuple):
     ticket   their number, in ascending order
     saves    (device page, host page), to make before the loads
     loads    (host page, device page); no step uses these pages of the device until the copies are reported
+    source   memory of another engine that the loads read; "": this engine's
+    keys     keys of the pages of the saves, if other engines read them, or of those of the loads from `source`
+    erase    let no other engine read pages that were saved before
     """
 
     ticket: int
     saves: list[tuple[int, int]]
     loads: list[tuple[int, int]]
+    source: str = ""
+    keys: tuple[bytes, ...] = ()
+    erase: bool = False
     file: FileOrder | None = None
 
 

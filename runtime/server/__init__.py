@@ -17,6 +17,7 @@ gpu_link            plans, masks and results between batcher and GPU process
 shared_masks        shared memory for token masks
 gpu_process         the process that drives the GPU
 served_model        the model and adapters in the GPU process
+transfer/           prefill engines and decode engines of one server
 updates/            updates of adapters from clients' memory
 saved_adapters      file with the adapters that clients have loaded
 settings            settings that the processes share

@@ -60,6 +60,7 @@ from .server_state import RetryQueue, ServerState
 from .settings import ServeSettings
 from .stepper import Stepper
 from .submissions import GrammarQueue, Submissions, missing_adapter
+from .transfer.prefill_requests import PrefillRequests
 from .updates.buffers import UpdateBuffers
 from .updates.requests import UpdateRequests
 
@@ -83,6 +84,7 @@ class Batcher:
         self._listener = self._listen()
         self._connections = connections = Connections(self._listener, os.urandom(INSTANCE_BYTES))
         self._requests = requests = OpenRequests(connections)
+        self._prefills = PrefillRequests(state, connections, requests, next(iter(settings.kv_sources), ""))
         self._grammars = GrammarQueue(self._tokenizer)
         if settings.receipt_key:
             key = read_key(settings.receipt_key)
@@ -254,6 +256,7 @@ class Batcher:
             deltas, finished = stepper.engine.take_ended()
             if deltas or finished:
                 self._requests.send_progress(deltas, finished)
+        self._prefills.answer()
         self._pauses.answer()
         self._connections.flush()
         self._abort_lost()

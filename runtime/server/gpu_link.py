@@ -19,6 +19,7 @@ from msgspec import Struct
 from ..api.sampling_params import DEFAULT_MAX_LOGPROBS, RAW_LOGPROBS
 from ..protocol.messages import ErrorCode
 from ..scheduler import step_codec as codec
+from ..scheduler.limits import KvRole
 from ..scheduler.step_plan import PageCopies, StepDrafts, StepMasks, StepPlan, StepResult
 from ..text.chat_files import NO_CHAT, AdapterChat
 from .shared_masks import SharedMasks
@@ -70,7 +71,7 @@ class Ready(Notice, frozen=True, tag="ready"):
                               limits for adapters that are loaded later
     host_pages                KV pages in host memory
     disk_pages, disk_prefix   see `SchedulerLimits`
-    exact                     see `SchedulerLimits`
+    exact, kv_role            see `SchedulerLimits`
     left_out                  adapters that could not be read at a restart: name -> error for clients
     numerics                  see `Receipt`
     dtype                     of hidden states, such as `torch.bfloat16`
@@ -106,6 +107,7 @@ class Ready(Notice, frozen=True, tag="ready"):
     disk_pages: int = 0
     disk_prefix: str = ""
     exact: bool = False
+    kv_role: KvRole = ""
     numerics: str = ""
     dtype: str = ""
     max_logprobs: int = DEFAULT_MAX_LOGPROBS

@@ -28,6 +28,7 @@ class OpenRequest:
     sent             completion index -> number of tokens sent
     scored           number of prompt log-probabilities sent; `scored_here`: those of the current GPU process
     make_receipt     makes the receipt of its output, if it gets one
+    prefill_only     it gets the places of its KV pages in place of an answer; `prefilled`: it has got them
     """
 
     key: str
@@ -44,6 +45,8 @@ class OpenRequest:
     scored: int = 0
     scored_here: int = 0
     make_receipt: Callable[[RequestOutput], dict[str, Any]] | None = None
+    prefill_only: bool = False
+    prefilled: bool = False
 
     def usage(self, output_tokens: int, output: RequestOutput | None = None) -> Usage:
         first = self.first_token - self.arrived if self.first_token else 0.0
@@ -73,6 +76,15 @@ class OpenRequest:
 
 
 class OpenRequests:
+    """The requests by key.
+
+    on_prefilled   called with a request with `prefill_only` that has been computed, in place of its end, and its output
+    on_closed      called with each request with `prefill_only` that ends
+    """
+
+    on_prefilled: Callable[[OpenRequest, RequestOutput], None]
+    on_closed: Callable[[OpenRequest], None]
+
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
         self._open: dict[str, OpenRequest] = {}
@@ -112,6 +124,8 @@ class OpenRequests:
         self._open.pop(request.key, None)
         request.client.open.pop(request.request_id, None)
         self.counts[f"{how}_total"] += 1
+        if request.prefill_only:
+            self.on_closed(request)
 
     def refuse(
         self, request: OpenRequest, code: ErrorCode, message: str, retry_after: float | None = None, how: str = "failed"
@@ -121,7 +135,7 @@ class OpenRequests:
 
     def abort(self, request: OpenRequest) -> None:
         """End a request with an `abort` chunk."""
-        self.close(request, "aborted")
+        self.close(request, "finished" if request.prefilled else "aborted")
         sent = sum(request.sent.values())
         self._connections.add_chunk(
             request.client,
@@ -167,6 +181,9 @@ class OpenRequests:
             reason = str(failed.stop_reason)
             code: ErrorCode = "invalid_request" if is_refusal(reason) or reason == NOTHING_LEFT else "request_failed"
             self.refuse(request, "deadline_exceeded" if failed.finish_reason == "timeout" else code, reason)
+            return
+        if request.prefill_only:
+            self.on_prefilled(request, output)
             return
         if not request.first_token:
             request.first_token = time.monotonic()

@@ -18,6 +18,7 @@ from ..processes.child import Child, status_text
 from ..protocol.addresses import parse
 from .settings import ServeSettings
 from .supervisor_loop import EXIT_DEAD, EXIT_SETTINGS, GatewayProcess, SupervisorLoop
+from .transfer.page_memory import DEFAULT_GB, PageMemory
 
 MIN_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.5, 60.0
 """Time before an ended engine is restarted; doubles with each short life."""
@@ -88,7 +89,7 @@ class _Replica:
 
 class ReplicaSupervisor(SupervisorLoop):
     """`run` serves with `count` engines until SIGTERM or SIGINT (exit code 0), a failed start (2), or until all engines
-    have ended without a restart (1).
+    have ended without a restart (1). The first `prefill_engines` of them only compute prompts.
 
     Raises ValueError if the host has too few GPUs or ports.
     """
@@ -99,14 +100,24 @@ class ReplicaSupervisor(SupervisorLoop):
         count: int,
         print_line: Callable[[str], None] = print,
         gateway: GatewayProcess | None = None,
+        prefill_engines: int = 0,
     ) -> None:
         super().__init__(settings, print_line, gateway)
+        self._memory: PageMemory | None = None
+        if prefill_engines:
+            self._memory = PageMemory(prefill_engines, settings.llm.get("kv_host_gb", DEFAULT_GB))
         self.addresses = addresses_of(settings.bind, count)
         devices = devices_of(count, settings.llm.get("device"), ranks=settings.llm.get("tensor_parallel_size", 1))
         self._replicas = [
-            _Replica(structs.replace(settings, bind=address), environment, f"engine {index}")
+            self._replica(structs.replace(settings, bind=address), environment, index)
             for index, (address, environment) in enumerate(zip(self.addresses, devices, strict=True))
         ]
+
+    def _replica(self, settings: ServeSettings, environment: dict[str, str], index: int) -> _Replica:
+        if self._memory is None:
+            return _Replica(settings, environment, f"engine {index}")
+        settings = self._memory.settings_of(settings, index)
+        return _Replica(settings, environment, f"{settings.kv_role} engine {index}")
 
     def _start(self) -> None:
         for replica in self._replicas:
@@ -122,6 +133,8 @@ class ReplicaSupervisor(SupervisorLoop):
             child.channel.close()
         for child in children:
             child.stop()
+        if self._memory is not None:
+            self._memory.close()
 
     def _engines(self) -> list[Child]:
         return [replica.child for replica in self._replicas if replica.child is not None]

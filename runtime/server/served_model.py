@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn, Protocol
@@ -71,11 +72,14 @@ class ServedModel:
         # imported here: a GPU process that simulates a model needs no torch
         from ..adapters.adapter_limits import readable_adapters
         from ..adapters.describer import AdapterDescriber
+        from ..engine.resolve import PageTransfer
         from ..worker.model_loader import find_model
         from ..worker.tensor_parallel.parallel_model import load_parallel_model
         from .updates.device_memory import readable_devices
 
         source, options = find_model(settings.model, **settings.llm)
+        if settings.kv_role:
+            options = replace(options, transfer=PageTransfer(settings.kv_role, settings.kv_sources))
         describe = AdapterDescriber()
         # at a restart they were readable before
         optional = {
@@ -87,6 +91,7 @@ class ServedModel:
         self._model = model = load_parallel_model(settings.model, source, adapters, options, settings.llm, describe)
         self.runner: Runner = model.executor
         model.on_lost(_end_process)
+        model.identify_pages()
         model.runner.build_in_background()
         # only for adapters that clients load later
         local = [root for root in settings.adapter_roots if not is_remote(root)]
@@ -114,6 +119,7 @@ class ServedModel:
             disk_pages=limits.disk_pages,
             disk_prefix=limits.disk_prefix,
             exact=limits.exact,
+            kv_role=limits.kv_role,
             longest_step=model.longest_step,
             lora_rank=0 if model.registry.lora is None else model.registry.lora.rank,
             expert_rank=0 if model.registry.lora is None else model.registry.lora.expert_rank,

@@ -8,6 +8,7 @@ from msgspec import Struct, field
 from ..api.adapter_versions import AdapterVersion
 from ..processes.watchdog import SILENCE_SECONDS
 from ..protocol.adapter_map import AdapterEntry
+from ..scheduler.limits import KvRole
 
 DRAIN_SECONDS = 30.0
 MAX_WAITING = 4096
@@ -40,6 +41,9 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
     chat_template     a Jinja template instead of the model's
     receipt_key       file with the key of receipts; "": there are none
     receipts          make a receipt for each request, not only where it is requested
+    kv_role           "prefill" or "decode" for an engine of one kind; "": it does both
+    kv_sources        name -> path of memory for KV pages: of the one that a prefill engine writes, or of all that a
+                      decode engine reads
     gpu_command       command of the GPU process, without the channel's descriptor
     directory, generation   directory of the processes' sockets, and number of the GPU process's restarts; set by the
                             supervisor
@@ -66,6 +70,8 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
     chat_template: str | None = None
     receipt_key: str = ""
     receipts: bool = False
+    kv_role: KvRole = ""
+    kv_sources: dict[str, str] = field(default_factory=dict)
     gpu_command: list[str] = field(default_factory=list)
     directory: str = ""
     generation: int = 0

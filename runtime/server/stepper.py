@@ -136,6 +136,7 @@ class Stepper:
             disk_pages=ready.disk_pages,
             disk_prefix=ready.disk_prefix,
             exact=ready.exact,
+            kv_role=ready.kv_role,
         )
         self.adapter_numbers = AdapterNumbers(
             self.numbers,
@@ -350,7 +351,7 @@ def published(counted: dict[str, int]) -> dict[str, int | float]:
         "trained_draft_tokens_total": counted["trained_drafted"],
         "trained_accepted_tokens_total": counted["trained_accepted"],
     }
-    tiers = ("host_pages", "host_pages_used", "disk_pages", "disk_pages_used")
+    tiers = ("host_pages", "host_pages_used", "disk_pages", "disk_pages_used", "page_leases", "pages_leased")
     gauges = ("pages_cached", "adapters_resident", "adapters_loading", *tiers)
     values |= {name: counted[name] for name in gauges}
     totals = (
@@ -371,5 +372,7 @@ def published(counted: dict[str, int]) -> dict[str, int | float]:
         "disk_pages_dropped",
         "disk_pages_damaged",
         "disk_failures",
+        "page_leases_expired",
+        "page_loads_refused",
     )
     return values | {f"{name}_total": counted[name] for name in totals}

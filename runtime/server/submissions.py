@@ -10,7 +10,7 @@ from msgspec import structs
 
 from ..api.adapter_sum import sum_name
 from ..api.errors import RequestError, some_of
-from ..api.request import Constraint, Continuation, Request
+from ..api.request import Constraint, Continuation, PageOffer, Request
 from ..api.sampling_params import SamplingParams
 from ..api.structured_outputs import StructuredOutputsParams
 from ..protocol.messages import MAX_OPEN_REQUESTS, Accepted, Error, ErrorCode, Submit
@@ -26,6 +26,8 @@ from .stepper import Stepper
 
 _log = logging.getLogger(__name__)
 _DEFAULTS = structs.asdict(Submit("x").sampling)
+PREFILL = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+"""The engine's last step samples a token, which is dropped."""
 SERVER_ERROR = "an error in the server ended this request; others are not affected"
 LOADING_RETRY = 1.0
 OVERLOAD_RETRY = 1.0
@@ -64,6 +66,12 @@ def _with_sum_name(message: Submit) -> Submit:
         raise RequestError("adapter and adapters both name adapters; give one of them")
     name = sum_name([(each.name, each.weight) for each in message.adapters], "adapters")
     return structs.replace(message, adapter=name, adapters=[])
+
+
+def _offer(message: Submit) -> PageOffer | None:
+    """Return the pages that a request brings with it."""
+    pages = message.kv_pages
+    return None if pages is None else PageOffer(pages.source, tuple(pages.places), pages.cached_tokens)
 
 
 class GrammarQueue(TextThread):
@@ -131,9 +139,11 @@ class Submissions:
             self._requests.counts["refused_total"] += 1
             self._connections.send(client, refusal)
             return
-        request = self._requests.open(client, message.request_id, message.stream, message.adapter)
+        stream = message.stream and not message.prefill_only
+        request = self._requests.open(client, message.request_id, stream, message.adapter)
+        request.prefill_only = message.prefill_only
         try:
-            params = self._params(message)
+            params = PREFILL if message.prefill_only else self._params(message)
         except RequestError as error:
             self._requests.refuse(request, "invalid_request", str(error), how="refused")
             return
@@ -184,6 +194,8 @@ class Submissions:
             return error("invalid_request", "scored needs prompt_token_ids, whose tokens it names")
         if message.continues and not message.stream:
             return error("invalid_request", "continues needs stream=true; without it, request the whole answer again")
+        if message.prefill_only and stepper.ready.kv_role != "prefill":
+            return error("invalid_request", "prefill_only needs a prefill engine; leave it out, or name another engine")
         missing = missing_adapter(stepper, message.adapter, message.adapter_content)
         return None if missing is None else error(*missing)
 
@@ -312,6 +324,8 @@ class Submissions:
                     bad_words=banned,
                     grammar=grammar,
                     scored=tuple(message.scored),
+                    offer=_offer(message),
+                    prefill_only=message.prefill_only,
                 ),
                 request.stream,
             )

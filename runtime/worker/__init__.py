@@ -20,6 +20,7 @@ page_copier         copy KV pages to host memory and back
 disk/               KV pages in files below host memory
 sleep               sleep mode: release a model's memory and restore it
 sleep_memory        memory that is restored at the same addresses
+transfer/           copy KV pages to memory that other engines read, and from it
 calibrate/          calibrate and round with the engine's own programs
 tensor_parallel/    one process per tensor-parallel rank
 """

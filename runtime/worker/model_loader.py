@@ -37,10 +37,18 @@ from ..api.errors import RequestError
 from ..api.sampling_params import RAW_LOGPROBS
 from ..engine.exact import check_exact_adapters, check_exact_program, check_exact_update
 from ..engine.options import read_keywords
-from ..engine.resolve import EngineSizes, LoadOptions, check_layers, load_options, resolve_device, resolve_sizes
+from ..engine.resolve import (
+    EngineSizes,
+    LoadOptions,
+    PageTransfer,
+    check_layers,
+    load_options,
+    resolve_device,
+    resolve_sizes,
+)
 from ..quantization.calibration import Calibration, calibrated
 from ..quantization.rounded_weights import Rounding, find_rounding
-from ..scheduler.limits import SchedulerLimits
+from ..scheduler.limits import KvRole, SchedulerLimits
 from ..scheduler.speculation import max_drafts
 from ..scheduler.step_plan import Runner
 from ..text.generation_config import eos_token_ids
@@ -56,6 +64,8 @@ from .progress import print_line, progress, stage
 from .sleep import SleepControl, Sleeper
 from .token_history import TokenHistory
 from .trained_draft import DraftModel
+from .transfer.page_reader import PageReader
+from .transfer.page_writer import PageWriter
 from .weight_loader import Lookup, checkpoint_lookup, dummy_lookup, load_weights
 
 
@@ -211,6 +221,16 @@ class Model:
         for name, tensor in sorted(self.calibration.tensors().items()) if self.calibration is not None else ():
             digest.update(name.encode() + tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
+
+    def identify_pages(self) -> None:
+        """Let engines with the same weights, options and sizes of pages read each other's KV pages."""
+        copier, directory = self.runner.page_copier, self.source.directory
+        if not isinstance(copier, (PageReader, PageWriter)):
+            return
+        files = [] if directory is None else sorted(directory.glob("*.safetensors"))
+        stats = [(each.name, status.st_size, status.st_mtime_ns) for each in files for status in [each.stat()]]
+        parts = self.numerics, repr(self.source.config), stats, copier.page_bytes
+        copier.fingerprint = hashlib.sha256(repr(parts).encode()).digest()
 
     def close(self) -> None:
         """End the model's other processes. This model has one process."""
@@ -392,8 +412,9 @@ def _build(
     own_pages = num_kv_pages(largest, config, engine, sizes, device, buckets.sampled_rows, draft_demand)
     num_pages = min_over_ranks(own_pages, compiler_options)
     buckets = replace(buckets, pages=num_pages)
+    transfer_role: KvRole = "" if options.transfer is None else options.transfer.role
     host_pages = 0
-    if engine.kv_host_gb:
+    if engine.kv_host_gb and options.transfer is None:
         page = nbytes(kv_specs(largest, 1)) + draft_demand.page
         own_pages = num_host_pages(engine.kv_host_gb, page, compiler_options.tensor_parallel)
         host_pages = min_over_ranks(own_pages, compiler_options)
@@ -430,13 +451,14 @@ def _build(
         if sleeper:
             sleeper.before_sleep = slot_loader.forget_slots
     tensors.update(stacks)
-    allocated = stacked_specs(cache_specs) if host_pages else cache_specs
+    is_copied = bool(host_pages or transfer_role)
+    allocated = stacked_specs(cache_specs) if is_copied else cache_specs
     caches = sleeper.make_cache(allocated) if sleeper else _zeros(allocated, device)
-    tensors.update(unstacked(cache_specs, caches) if host_pages else caches)
-    page_copier = None
-    if host_pages:
+    tensors.update(unstacked(cache_specs, caches) if is_copied else caches)
+    page_copier: PageCopier | PageReader | None = None
+    if is_copied:
         with _timed(seconds, "host_memory"), stage("page-locking host memory for the KV cache", engine.show_progress):
-            page_copier = PageCopier(list(caches.values()), host_pages, device)
+            page_copier, host_pages = _page_copier(list(caches.values()), host_pages, device, options.transfer)
     trained = None if draft is None else draft.bind(tensors, largest, buckets, device)
     history, ring_tokens = None, engine.speculation_history
     if engine.speculation != "off":
@@ -476,13 +498,14 @@ def _build(
         speculation_history=ring_tokens,
         host_pages=host_pages,
         exact=compiler_options.exact,
+        kv_role=transfer_role,
     )
     gpu = gpu_of(device) if device.type == "cuda" else None
     longest_step = estimate_longest_step(largest, sizes.max_model_len, gpu)
     loaded = Model(
         source, options, calibration, rounding, limits, registry, runner, compiled, sleeper, seconds, longest_step
     )
-    if engine.kv_disk is not None and page_copier is not None:
+    if engine.kv_disk is not None and isinstance(page_copier, PageCopier):
         directories = [source.directory, *([] if head is None else [Path(engine.draft)])]
         stamps = [BaseWeights(each, lambda: read_base()[0], device, engine.seed).stamp for each in directories]
         shapes = [(shape[0], *shape[2:], dtype) for shape, dtype in stacked_specs(cache_specs).values()]
@@ -491,6 +514,18 @@ def _build(
         page_copier.files = files = open_page_files(page_copier.pages, engine, compiler_options, parts)
         loaded.limits = replace(limits, disk_pages=files.max_files, disk_prefix=files.folder.prefix)
     return loaded
+
+
+def _page_copier(
+    stacks: list[torch.Tensor], num_pages: int, device: torch.device, transfer: PageTransfer | None
+) -> tuple[PageCopier | PageReader, int]:
+    """Return what copies KV pages, and the number of its host pages: `num_pages`, or those that `transfer` has."""
+    if transfer is None:
+        return PageCopier(stacks, num_pages, device), num_pages
+    if transfer.role == "decode":
+        return PageReader(stacks, device, transfer.sources), 0
+    writer = PageWriter(stacks, device, *transfer.sources.values())
+    return writer, writer.num_pages
 
 
 def _recipes(program: Program, kind: str) -> dict[str, Recipe]:

@@ -28,6 +28,7 @@ from .step_handle import StepHandle
 from .step_inputs import StepInputs
 from .token_history import TokenHistory
 from .trained_draft import BoundFirstPass
+from .transfer.page_reader import PageReader
 
 ROUTE = "sidestream.moe_route"
 CAPTURE_TOKENS = 2048  # a larger mixed step runs longer on the GPU than its launch takes
@@ -73,7 +74,7 @@ class ModelRunner:
         fail_on_compilation: bool = False,
         arena_bytes: int = 0,
         token_history: TokenHistory | None = None,
-        page_copier: PageCopier | None = None,
+        page_copier: PageCopier | PageReader | None = None,
         processed_logprobs: bool = False,
     ) -> None:
         if device.type == "cuda":

@@ -41,6 +41,15 @@ def unstacked(caches: Specs, stacks: Mapping[str, torch.Tensor]) -> dict[str, to
     return {name: next(layers[spec]) for name, spec in caches.items()}
 
 
+def page_bytes(stacks: list[torch.Tensor]) -> int:
+    """Return the bytes of a page of all `stacks` in host memory."""
+    return block_offsets(_sizes(stacks))[-1]
+
+
+def _sizes(stacks: list[torch.Tensor]) -> list[int]:
+    return [stack[:, 0].nbytes for stack in stacks]
+
+
 @dataclass
 class _InFlight:
     """Copies that have started: the pages that their saves read and write, the host pages that their loads read, and
@@ -64,15 +73,27 @@ class PageCopier:
     of the pages that they write and read, saves for loads that read their host pages, and a step for saves of pages
     that it writes (`before_step`).
 
+    memory      uint8 [num_pages * `page_bytes`] in place of memory of its own, for example of another process
+    is_reader   it makes loads only, so that `memory` keeps its content
+    lock_flags  of cudaHostRegister
+
     Raises MemoryError if the host memory cannot be page-locked.
     """
 
-    def __init__(self, stacks: list[torch.Tensor], num_pages: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        stacks: list[torch.Tensor],
+        num_pages: int,
+        device: torch.device,
+        memory: torch.Tensor | None = None,
+        is_reader: bool = False,
+        lock_flags: int = 0,
+    ) -> None:
         self._device = device
         self._stacks = [stack.view(torch.uint8).flatten(2) for stack in stacks]  # [L, pages, bytes]
-        sizes = [stack[:, 0].numel() for stack in self._stacks]
+        sizes = _sizes(stacks)
         *offsets, size = block_offsets(sizes)
-        memory = host_bytes(num_pages * size)
+        memory = host_bytes(num_pages * size) if memory is None else memory
         self.pages = memory.view(num_pages, size)
         self.files: PageFiles | None = None
         self._file_orders: list[PageCopies] = []
@@ -83,9 +104,10 @@ class PageCopier:
         self._in_flight: deque[_InFlight] = deque()
         self._finished: list[tuple[int, str | None]] = []
         if device.type == "cuda":
-            memory.zero_()  # allocates all pages before they are locked
+            if not is_reader:
+                memory.zero_()  # allocates all pages before they are locked
             chunks = memory.split(max(1, LOCK_BYTES // size) * size)  # a copy must not cross two of them
-            page_lock(self, chunks, contextlib.nullcontext(), remedy="lower kv_host_gb")
+            page_lock(self, chunks, contextlib.nullcontext(), remedy="lower kv_host_gb", flags=lock_flags)
             self._save_stream, self._load_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
             kinds = list(zip(self._host, self._stacks, strict=True))
             self._to_host = [_prepare(host, stack, to_host=True) for host, stack in kinds]

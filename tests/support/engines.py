@@ -48,6 +48,7 @@ def make_engine(
     disk_pages=0,
     disk_prefix="",
     exact=False,
+    kv_role="",
     **loading,
 ) -> Engine:
     """`adapters` many adapters, adapter0 with number 0 and so on; `asynchronous` copies them while steps run
@@ -70,6 +71,7 @@ def make_engine(
         disk_pages=disk_pages,
         disk_prefix=str(disk_prefix),
         exact=exact,
+        kv_role=kv_role,
     )
     scheduler = Scheduler(limits, numbers, hashes, invocations, asynchronous_loads=asynchronous, clock=clock or Clock())
     runner: FakeRunner

@@ -47,6 +47,8 @@ class FakeRunner:
         self.computed = 0
         self._failed = -AHEAD
         self.host: dict[int, list[tuple[int, int, int]]] = {}
+        self.host_keys: dict[int, bytes] = {}  # of pages that other engines may read
+        self.other: FakeRunner | None = None  # the engine whose host pages it reads
         self.copy_delay = 2
         self.failing_copies: set[int] = set()
         self._page_copies: list[list[int]] = []  # ticket, looks left
@@ -63,11 +65,24 @@ class FakeRunner:
             self._file_orders.append([copies.ticket, copies.file, self.file_delay])
             return
         fails = copies.ticket in self.failing_copies
+        if copies.erase:
+            self.host_keys.clear()
+        self.host_keys |= {place: key for (_, place), key in zip(copies.saves, copies.keys, strict=False)}
+        host = self.host
+        if copies.source:
+            assert self.other is not None
+            host = self.other.host
+            if any(
+                self.other.host_keys.get(place) != key
+                for (place, _), key in zip(copies.loads, copies.keys, strict=True)
+            ):
+                self.failing_copies.add(copies.ticket)
+                fails = True
         for page, place in copies.saves:
             kept = self.store[page * PAGE_SIZE : (page + 1) * PAGE_SIZE]
             self.host[place] = [EMPTY] * PAGE_SIZE if fails else kept
         for place, page in copies.loads:
-            self._arriving.append((copies.ticket, page, [EMPTY] * PAGE_SIZE if fails else self.host[place]))
+            self._arriving.append((copies.ticket, page, [EMPTY] * PAGE_SIZE if fails else host[place]))
             self.store[page * PAGE_SIZE : (page + 1) * PAGE_SIZE] = [EMPTY] * PAGE_SIZE
         self._page_copies.append([copies.ticket, self.copy_delay])
 

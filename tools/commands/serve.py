@@ -99,6 +99,27 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         help="engines of the same model with one HTTP front, each on a GPU of its own (default: %(default)s); "
         "they listen at engine-0.sock, engine-1.sock ..., or at ports in a row",
     )
+    group.add_argument(
+        "--prefill-engines",
+        type=positive,
+        default=0,
+        metavar="N",
+        help="engines that only compute prompts, each on a GPU of its own; needs --decode-engines (default: none)",
+    )
+    group.add_argument(
+        "--decode-engines",
+        type=positive,
+        default=0,
+        metavar="N",
+        help="engines that answer with the KV pages of prefill engines; --kv-host-gb is the memory of each prefill "
+        "engine for these pages (then by default 8)",
+    )
+    add_value(
+        group,
+        "--prefill-min-tokens",
+        256,
+        "with --prefill-engines: shorter prompts, without cached tokens, are computed by decode engines",
+    )
     add_value(group, "--max-waiting", 4096, "waiting requests before others are refused")
     add_value(group, "--max-update-bytes", 1 << 30, "limit on an update of an adapter from a client's memory")
     group.add_argument(
@@ -250,6 +271,25 @@ def settings_of(options: argparse.Namespace) -> Any:
     )
 
 
+def num_engines(options: argparse.Namespace, settings: Any) -> int:
+    """Return the number of engines. Raises ValueError for numbers, or settings, that do not fit together."""
+    from ...runtime.server.transfer.page_memory import check_split
+
+    prefill, decode = options.prefill_engines, options.decode_engines
+    if not prefill and not decode:
+        return int(options.data_parallel_size)
+    if not prefill or not decode:
+        flags = ["--prefill-engines", "--decode-engines"]
+        one, other = flags if prefill else reversed(flags)
+        raise ValueError(f"{one} needs engines of the other kind; add {other} N")
+    if options.data_parallel_size > 1:
+        raise ValueError("--data-parallel-size contradicts --prefill-engines and --decode-engines; leave it out")
+    if options.no_http:
+        raise ValueError("--prefill-engines needs HTTP, whose process connects the engines; leave --no-http out")
+    check_split(settings)
+    return int(prefill + decode)
+
+
 def _loading_flag(options: argparse.Namespace) -> str | None:
     """Return the flag for which the gateway loads adapters; None without one."""
     if options.lora_modules_from:
@@ -320,6 +360,9 @@ def front_of(options: argparse.Namespace, settings: Any) -> Any:
     command = [sys.executable, "-m", "sidestream.runtime.gateway.server_process"]
     keys = options.engine_keys and str(Path(options.engine_keys).resolve())
     gateway = replace(gateway, engine_keys=keys, model_aliases=(options.served_model_name or [])[1:])
+    if options.prefill_engines:
+        split = {"prefill_engines": options.prefill_engines, "prefill_min_tokens": options.prefill_min_tokens}
+        gateway = replace(gateway, **split)
     if options.resolve_adapters:
         gateway = replace(gateway, resolve_roots=settings.adapter_roots)
     if settings.adapters_folder:
@@ -341,7 +384,8 @@ def run(options: argparse.Namespace) -> int:
         read_key(options.receipt_key)
     elif options.receipts:
         raise ValueError("--receipts needs a key that signs them; add --receipt-key FILE")
-    settings, count = settings_of(options), options.data_parallel_size
+    settings = settings_of(options)
+    count = num_engines(options, settings)
     for address in [settings.bind] if count == 1 else addresses_of(settings.bind, count):
         check_place(address, settings.keys)
     devices_of(count, settings.llm.get("device"), ranks=settings.llm.get("tensor_parallel_size", 1))
@@ -353,9 +397,11 @@ def run(options: argparse.Namespace) -> int:
         check_output("--trace-steps", Path(options.trace_steps))
         os.environ["SIDESTREAM_TRACE_STEPS"] = str(Path(options.trace_steps).resolve())
     front = None if options.no_http else front_of(options, settings)
+    if front is None and options.prefill_engines:
+        raise ValueError("--prefill-engines needs HTTP, whose process connects the engines; also give --engine-keys")
     if front is None and _loading_flag(options) is not None:
         raise ValueError(f"{_loading_flag(options)} needs HTTP, whose process loads the adapters; leave --no-http out")
     report(f"loading {settings.served_model_name} with {len(settings.adapters)} adapters")
     if count > 1:
-        return ReplicaSupervisor(settings, count, report, front).run()
+        return ReplicaSupervisor(settings, count, report, front, options.prefill_engines).run()
     return Supervisor(settings, report, front).run()

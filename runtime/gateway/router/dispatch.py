@@ -145,6 +145,8 @@ class Dispatcher:
         return not all(map(link.serves, missing)) or getattr(refusals.get(link.name), "code", "") in ADAPTER_MISMATCH
 
     def _is_expected(self, link: EngineLink, now: float) -> bool:
+        if link.is_prefill:
+            return False
         if link.lost_at is not None:
             return now - link.lost_at < self._patience
         return link.status in ("ok", "stalled", "loading")

@@ -40,6 +40,7 @@ class EngineLink:
     stats             its last counters and gauges
     counts            counters of routing reasons and of streams that moved away
     streams           open streams of this router
+    is_prefill        it only computes prompts
     loaded_versions   offered adapter -> version that it loaded for this router
     has_pulled        whether `pull` succeeded since the connection was made
     lost_at           time of the loss by the monotonic clock; None while connected
@@ -60,8 +61,9 @@ class EngineLink:
         on_lost: Callable[["EngineLink", Exception], None],
         before_use: Callable[[], Awaitable[None]],
         poll_seconds: float = POLL_SECONDS,
+        is_prefill: bool = False,
     ) -> None:
-        self.name = name
+        self.name, self.is_prefill = name, is_prefill
         self.client = AsyncClient(
             address,
             keys=keys,
@@ -114,6 +116,10 @@ class EngineLink:
         if isinstance(problem, EngineDeadError):
             self._disconnected(problem)
         self._poll_now.set()
+
+    def count_routing(self, reason: str) -> None:
+        """Count a request that the load balancer sends here."""
+        self.counts[f"routed_{reason.replace(':', '').replace(' ', '_')}_total"] += 1
 
     async def refresh(self, name: str | None = None) -> None:
         """Query the engine's state and report it, and wait until it has the last change of `name`.

@@ -6,6 +6,7 @@ engine with low load and free adapter slots. Among engines that are about equall
 prefix is chosen.
 """
 
+import math
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -112,10 +113,11 @@ class RoutingDecision:
 class _Engine:
     name: str
     number: int  # in the prefix index
+    is_prefill: bool = False  # it only computes prompts
     health: EngineHealth = field(default_factory=EngineHealth)
     capacity: int = 1
     slots: int = 0
-    own_requests: int = 0  # open requests of this router
+    own_requests: float = 0.0  # open requests of this router, by weight
     other_requests: int = 0  # open requests of other clients
     load: float = 0.0
     known: frozenset[str] | None = None
@@ -147,11 +149,13 @@ class LoadBalancer:
 
     # -- engines ---------------------------------------------------------------------------------------------------
 
-    def add(self, name: str) -> None:
-        """Add an engine without known state. Raises ValueError if the name is taken."""
+    def add(self, name: str, is_prefill: bool = False) -> None:
+        """Add an engine without known state. Raises ValueError if the name is taken. `is_prefill`: it only computes
+        prompts.
+        """
         if name in self._engines:
             raise ValueError(f"engine {name!r} exists already")
-        self._engines[name] = engine = _Engine(name, 0)
+        self._engines[name] = engine = _Engine(name, 0, is_prefill)
         self._assign_number(engine)
 
     def remove(self, name: str) -> None:
@@ -167,7 +171,7 @@ class LoadBalancer:
         engine = self._engines[name]
         engine.health.status = report.status
         engine.capacity, engine.slots = max(1, report.capacity), report.slots
-        engine.other_requests = max(0, report.open - engine.own_requests)
+        engine.other_requests = max(0, report.open - math.ceil(engine.own_requests))
         engine.known = report.known
         if report.places is not None:
             self._apply_places(engine, report.places, report.queried_at)
@@ -208,10 +212,14 @@ class LoadBalancer:
 
     # -- requests --------------------------------------------------------------------------------------------------
 
-    def start_request(self, name: str, adapter: str | None, keys: Sequence[bytes], now: float) -> None:
-        """Record that a request is sent to an engine. `keys`: `prefix_keys` of its prompt."""
+    def start_request(
+        self, name: str, adapter: str | None, keys: Sequence[bytes], now: float, weight: float = 1.0
+    ) -> None:
+        """Record that a request is sent to an engine. `keys`: `prefix_keys` of its prompt; `weight`: number of usual
+        requests that it counts as.
+        """
         engine = self._engines[name]
-        engine.own_requests += 1
+        engine.own_requests += weight
         if adapter is not None:
             engine.last_sent[adapter] = now
             engine.gpu_lru.pop(adapter, None)
@@ -222,12 +230,12 @@ class LoadBalancer:
         self._prefixes.add(keys, engine.number)
         self._update_rankings(engine, now)
 
-    def finish_request(self, name: str, completed: bool, now: float) -> None:
-        """Record that a request left an engine. `completed`: its answer is complete."""
+    def finish_request(self, name: str, completed: bool, now: float, weight: float = 1.0) -> None:
+        """Record that a request left an engine. `completed`: its answer is complete; `weight`: as at its start."""
         engine = self._engines.get(name)
         if engine is None:
             return
-        engine.own_requests = max(0, engine.own_requests - 1)
+        engine.own_requests = max(0.0, engine.own_requests - weight)
         if completed:
             engine.health.reset_failures()
         self._update_rankings(engine, now)
@@ -239,8 +247,10 @@ class LoadBalancer:
         now: float,
         excluded: Collection[str] = (),
         shares_base: bool = False,
+        prefill: bool = False,
     ) -> RoutingDecision | None:
-        """Return the engine for a request; None if there is none. `excluded`: engines that just refused it.
+        """Return the engine for a request; None if there is none. `excluded`: engines that just refused it. `prefill`:
+        choose one that only computes prompts, otherwise none of these.
 
         `shares_base`: `keys` are those of the base model, as for aLoRA. A known prefix of `prefix_pages` is then worth
         more than the adapter's place, because computing it takes longer than loading the adapter.
@@ -249,7 +259,9 @@ class LoadBalancer:
         parts = () if adapter is None else [part for part, _ in sum_parts(adapter)]
 
         def fits(engine: _Engine) -> bool:
-            return engine.name not in excluded and (engine.known is None or all(part in engine.known for part in parts))
+            if engine.name in excluded or engine.is_prefill != prefill:
+                return False
+            return engine.known is None or all(part in engine.known for part in parts)
 
         least = self._by_load.first(fits)
         if least is None:
@@ -274,6 +286,14 @@ class LoadBalancer:
             return RoutingDecision(cpu_holder.name, "adapter in host memory" if gpu_holder is None else "spread: hot")
         is_new = gpu_holder is None and cpu_holder is None
         return RoutingDecision(roomy.name, "adapter new" if is_new else "spread: hot")
+
+    def cached_pages(self, keys: Sequence[bytes]) -> int:
+        """Return how many of the prompt's first pages an engine has seen that computes answers."""
+        for pages, numbers in self._prefixes.engines(keys):
+            engines = [self._by_number[number] for number in numbers if number in self._by_number]
+            if not all(engine.is_prefill for engine in engines):
+                return pages
+        return 0
 
     def _load_bound(self, least: _Engine) -> float:
         """Return the load up to which a holder of the adapter is preferred to the least loaded engine."""

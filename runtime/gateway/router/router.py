@@ -14,7 +14,6 @@ from ...api.errors import EngineDeadError, OverloadedError, RequestError, Server
 from ...protocol.chat_templates import welcome_templates
 from ...protocol.messages import Chunk
 from ...text.chat_files import ChatTemplates
-from ...text.prompts import without_special_tokens
 from ..interfaces import (
     AdapterCard,
     AdapterUpload,
@@ -36,7 +35,8 @@ from .dispatch import (
     Refusals,
 )
 from .engine_link import NOT_SERVING, POLL_SECONDS, EngineLink, query_all
-from .load_balancer import EngineReport, LoadBalancer, RoutingDecision
+from .load_balancer import EngineReport, LoadBalancer
+from .prefill import PrefillStage, prompt_of
 from .prefix_index import prefix_keys
 from .stream_migration import MigratingStream
 
@@ -50,10 +50,13 @@ T = TypeVar("T")
 class Router:
     """Engines of one model at `addresses`, named engine-0, engine-1 and so on. `add` and `remove` change them.
 
-    keys              folder of client keys from `sidestream keys curve`
-    patience_seconds  time that a request waits for an engine to start or restart
-    request_engine    starts an engine, which `add` adds later; called repeatedly while a request waits and there is
-                      none. None: no more engines can be started
+    keys                folder of client keys from `sidestream keys curve`
+    patience_seconds    time that a request waits for an engine to start or restart
+    request_engine      starts an engine, which `add` adds later; called repeatedly while a request waits and there is
+                        none. None: no more engines can be started
+    prefill_engines     number of the first engines that only compute prompts. They are named prefill-0 and so on, the
+                        others decode-0 and so on
+    prefill_min_tokens  see `PrefillStage`
 
     If the engine of a stream dies, the stream continues in another engine, or in the same one after its restart. The
     consumer only notices a pause.
@@ -68,6 +71,8 @@ class Router:
         poll_seconds: float = POLL_SECONDS,
         balancer: LoadBalancer | None = None,
         request_engine: Callable[[], None] | None = None,
+        prefill_engines: int = 0,
+        prefill_min_tokens: int = 0,
     ) -> None:
         if not addresses and request_engine is None:
             raise ValueError("a router needs at least one engine's address")
@@ -85,8 +90,11 @@ class Router:
         self._created = int(time.time())
         self._model: ModelInfo | None = None
         self._dispatch = Dispatcher(self._balancer, self._links, self._catalogue, patience_seconds, request_engine)
-        for number, address in enumerate(addresses):
-            self.add(f"engine-{number}", address)
+        self._prefill = PrefillStage(self._balancer, self._links, prefill_min_tokens)
+        for number, address in enumerate(addresses[:prefill_engines]):
+            self.add(f"prefill-{number}", address, is_prefill=True)
+        for number, address in enumerate(addresses[prefill_engines:]):
+            self.add(f"decode-{number}" if prefill_engines else f"engine-{number}", address)
 
     async def start(self) -> None:
         self._started = True
@@ -106,11 +114,13 @@ class Router:
 
     # -- engines ---------------------------------------------------------------------------------------------------
 
-    def add(self, name: str, address: str) -> None:
-        """Add an engine. Raises ValueError if the name is taken, AddressError for an invalid address."""
+    def add(self, name: str, address: str, is_prefill: bool = False) -> None:
+        """Add an engine. Raises ValueError if the name is taken, AddressError for an invalid address. `is_prefill`: it
+        only computes prompts.
+        """
         callbacks = self._on_report, self._on_lost, self._changes.pull_all
-        link = EngineLink(name, address, self._keys, self._catalogue, *callbacks, self._poll_seconds)
-        self._balancer.add(name)
+        link = EngineLink(name, address, self._keys, self._catalogue, *callbacks, self._poll_seconds, is_prefill)
+        self._balancer.add(name, is_prefill)
         self._links[name] = link
         if self._started:
             link.start()
@@ -159,66 +169,70 @@ class Router:
                 while self._holds_requests:
                     await self._dispatch.wait_for_change(stream.seconds_left())
         while not stream.ended:
-            decision = await self._dispatch.choose(request, keys, stream, refusals, shares_base)
-            link = self._links[decision.engine]
-            self._count(link, decision)
-            received = False
             required = stream.required_content or self._catalogue.required_content(request.adapter)
-            link.streams += 1
-            self._balancer.start_request(link.name, request.adapter, keys, time.monotonic())
-            try:
-                for name, _ in () if request.adapter is None else sum_parts(request.adapter):
-                    if name not in self._catalogue.offered:
-                        continue
-                    await link.load_offered(name)
-                    required = stream.required_content or self._catalogue.required_content(request.adapter)
-                is_rendered = isinstance(request.prompt, str) and not request.add_special_tokens
-                lists = link.client.stream_lists(
-                    without_special_tokens(str(request.prompt)) if is_rendered else request.prompt,
-                    request.params,
-                    request.adapter,
-                    priority=request.priority,
-                    deadline_seconds=stream.seconds_left(),
-                    request_id=request.request_id,
-                    stream=stream.engine_streams,
-                    continues=stream.continuations(),
-                    when_accepted=stream.on_accepted,
-                    owner=request.owner,
-                    adapter_content=required,
-                    direct=None if request.direct is None else stream.offer_direct,
-                    scored=request.scored,
-                )
-                async with contextlib.aclosing(lists):
-                    async for chunks in lists:
-                        received = True
-                        chunks = stream.receive(chunks)
-                        if chunks:
-                            refusals.clear()
-                            yield chunks
-            except EngineDeadError as problem:
-                link.on_request_error(problem)
-                self._migrate(link, stream, problem)
-            except OverloadedError as problem:
-                if problem.code in NOT_SERVING and self._is_current(link):
-                    self._balancer.set_status(link.name, problem.code, time.monotonic())
-                link.on_request_error(problem)
-                if problem.code not in _RETRIED_ELSEWHERE or received:
+            async with self._prefill.held_pages(request, keys, stream, required, shares_base) as held:
+                decision = await self._dispatch.choose(request, keys, stream, refusals, shares_base)
+                link = self._links[decision.engine]
+                link.count_routing(decision.reason)
+                received = False
+                required = stream.required_content or self._catalogue.required_content(request.adapter)
+                link.streams += 1
+                self._balancer.start_request(link.name, request.adapter, keys, time.monotonic())
+                try:
+                    for name, _ in () if request.adapter is None else sum_parts(request.adapter):
+                        if name not in self._catalogue.offered:
+                            continue
+                        await link.load_offered(name)
+                        required = stream.required_content or self._catalogue.required_content(request.adapter)
+                    lists = link.client.stream_lists(
+                        prompt_of(request),
+                        request.params,
+                        request.adapter,
+                        priority=request.priority,
+                        deadline_seconds=stream.seconds_left(),
+                        request_id=request.request_id,
+                        stream=stream.engine_streams or held is not None,  # to notice that the pages are read
+                        continues=stream.continuations(),
+                        when_accepted=stream.on_accepted,
+                        owner=request.owner,
+                        adapter_content=required,
+                        direct=None if request.direct is None else stream.offer_direct,
+                        scored=request.scored,
+                        kv_pages=None if held is None else held.pages,
+                    )
+                    async with contextlib.aclosing(lists):
+                        async for chunks in lists:
+                            received = True
+                            if held is not None:
+                                await held.release()
+                            chunks = stream.receive(chunks)
+                            if chunks:
+                                refusals.clear()
+                                yield chunks
+                except EngineDeadError as problem:
+                    link.on_request_error(problem)
                     self._migrate(link, stream, problem)
-                if problem.code in _RETRIED_ELSEWHERE:
-                    refusals[link.name] = problem
-            except RequestError as problem:
-                if problem.code not in ADAPTER_MISMATCH:
-                    raise
-                link.on_request_error(problem)
-                if received or (problem.code == "adapter_changed" and not required):
-                    self._migrate(link, stream, ServerError(str(problem), problem.code))
-                elif stream.required_content or not await self._has_changed(link, request.adapter, required):
-                    refusals[link.name] = ServerError(str(problem), problem.code)
-            finally:
-                link.streams -= 1
-                if self._is_current(link):
-                    self._balancer.finish_request(link.name, stream.ended, time.monotonic())
-                self._dispatch.notify()
+                except OverloadedError as problem:
+                    if problem.code in NOT_SERVING and self._is_current(link):
+                        self._balancer.set_status(link.name, problem.code, time.monotonic())
+                    link.on_request_error(problem)
+                    if problem.code not in _RETRIED_ELSEWHERE or received:
+                        self._migrate(link, stream, problem)
+                    if problem.code in _RETRIED_ELSEWHERE:
+                        refusals[link.name] = problem
+                except RequestError as problem:
+                    if problem.code not in ADAPTER_MISMATCH:
+                        raise
+                    link.on_request_error(problem)
+                    if received or (problem.code == "adapter_changed" and not required):
+                        self._migrate(link, stream, ServerError(str(problem), problem.code))
+                    elif stream.required_content or not await self._has_changed(link, request.adapter, required):
+                        refusals[link.name] = ServerError(str(problem), problem.code)
+                finally:
+                    link.streams -= 1
+                    if self._is_current(link):
+                        self._balancer.finish_request(link.name, stream.ended, time.monotonic())
+                    self._dispatch.notify()
 
     def _shares_base(self, adapter: str | None) -> bool:
         """Return whether the adapter is an aLoRA: most pages of its prompts are the base model's."""
@@ -236,10 +250,6 @@ class Router:
     def _migrate(self, link: EngineLink, stream: MigratingStream, problem: ServerError) -> None:
         stream.migrate(problem)
         link.counts["streams_moved_away_total"] += 1
-
-    def _count(self, link: EngineLink, decision: RoutingDecision) -> None:
-        reason = decision.reason.replace(":", "").replace(" ", "_")
-        link.counts[f"routed_{reason}_total"] += 1
 
     def _on_report(self, link: EngineLink, report: EngineReport) -> None:
         if not self._is_current(link):
@@ -304,7 +314,8 @@ class Router:
             return GatewayHealth("draining", engines=statuses)
         if not self._links:
             return GatewayHealth("idle", "no engine is running; a request starts one")
-        best = min(self._links.values(), key=lambda link: _BEST_FIRST.index(link.status))
+        answering = [link for link in self._links.values() if not link.is_prefill]
+        best = min(answering or self._links.values(), key=lambda link: _BEST_FIRST.index(link.status))
         health = best.health
         if health is None:
             return GatewayHealth("dead", engines=statuses)

@@ -117,7 +117,7 @@ class DiskBackedPages(HostPages):
         self._ticket += 1
         self._orders[self._ticket] = order
         self._pinned.add(order.place)
-        self._copies.append(PageCopies(self._ticket, [], [], order))
+        self._copies.append(PageCopies(self._ticket, [], [], file=order))
         return self._ticket
 
     def _add_copies(self, loads: list[tuple[int, int]]) -> int:

@@ -351,3 +351,33 @@ class History(RuleBasedStateMachine):
 
 TestHistory = History.TestCase
 TestHistory.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+def test_prefill_engines_get_prompts_only():
+    balancer = make_balancer(1)
+    for name in ("p0", "p1"):
+        balancer.add(name, is_prefill=True)
+        balancer.report(name, report(), 0.0)
+    assert {engine for engine, _ in send(balancer, count=9)} == {"e0"}
+    for weight, expected in ((4.0, "p0"), (1.0, "p1"), (1.0, "p1"), (3.0, "p1"), (1.0, "p0")):
+        chosen = balancer.choose(None, (), 0.0, prefill=True)
+        if weight == 4.0:  # a tie
+            first = chosen.engine
+        assert (chosen.engine == first) == (expected == "p0")
+        balancer.start_request(chosen.engine, None, (), 0.0, weight)
+    balancer.mark_lost("p0", 0.0)
+    balancer.mark_lost("p1", 0.0)
+    assert balancer.choose(None, (), 0.0, prefill=True) is None
+    assert balancer.choose(None, (), 0.0).engine == "e0"
+
+
+def test_pages_that_a_decode_engine_has_seen():
+    balancer = make_balancer(1)
+    balancer.add("p0", is_prefill=True)
+    keys = prefix_keys(list(range(64 * 4)), None)
+    balancer.start_request("p0", None, keys, 0.0)
+    assert balancer.cached_pages(keys) == 0
+    balancer.start_request("e0", None, keys[:2], 0.0)
+    assert balancer.cached_pages(keys) == 2
+    balancer.mark_lost("e0", 0.0)
+    assert balancer.cached_pages(keys) == 0
