@@ -17,7 +17,6 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 INTERP = tl.constexpr(INTERPRETED)
-E4M3_MAX = tl.constexpr(448.0)
 
 
 def cdiv(a: int, b: int) -> int:

@@ -298,9 +298,8 @@ class AdapterRegistry:
             number, former = self._next_number, self._by_number.get(self.numbers.get(name, -1))
             self._next_number += 1
             chat = NO_CHAT if former is None else former.chat
-            update = RegisteredAdapter(
-                number, version_name(name, version), Path(), adapter.bare, None, chat, memory=adapter
-            )
+            named = version_name(name, version)
+            update = RegisteredAdapter(number, named, Path(), adapter.bare, None, chat, memory=adapter)
             self._store(update, ())
         return update
 
