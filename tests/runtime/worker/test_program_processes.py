@@ -9,7 +9,8 @@ import pytest
 from sidestream.compiler.api import CompiledModel, compile_model
 from sidestream.compiler.options import CompileOptions
 from sidestream.compiler.pipeline import pass_names
-from sidestream.compiler.program.cache import ProgramCache, ProgramStore
+from sidestream.compiler.program.cache import LIMIT, ProgramCache
+from sidestream.compiler.program.cache_folder import CacheFolder
 from sidestream.compiler.program.program import Bucket
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
@@ -23,7 +24,7 @@ BUCKETS = [Bucket(count, count, 7, 4, decode=True, lora=lora) for count in (1, 2
 
 def model(folder: Path) -> CompiledModel:
     options = CompileOptions(precision="int8")
-    cache = ProgramCache(ProgramStore(folder), {"config": "tiny"}, options, pass_names())
+    cache = ProgramCache(CacheFolder(folder, LIMIT), {"config": "tiny"}, options, pass_names())
     llama = Llama(LlamaConfig.from_dict(TINY), LoraShape(slots=2, rank=16), dtype=options.model_dtype, device="meta")
     return compile_model(llama, options, cache=cache, text=False)
 

@@ -148,6 +148,7 @@ def test_only_prefill_engines_compute_prompts_alone(prefill: Server) -> None:
         ("--no-http", "--prefill-engines needs HTTP"),
         ("--no-prefix-caching", "--prefill-engines needs the prefix cache; leave --no-prefix-caching out"),
         ("--kv-host-gb 0", "--prefill-engines needs host memory for KV pages; raise --kv-host-gb"),
+        ("--kv-host-gb 1 --kv-disk kv", "leave --kv-disk out"),
         ("--tensor-parallel-size 2", "--prefill-engines needs engines of one GPU each"),
         ("--kv-host-gb 60000", r"--kv-host-gb 60000 for 1 prefill engines needs 60000.00 GiB of host memory, and"),
     ],
