@@ -148,8 +148,9 @@ def test_two_engines_share_files(tmp_path: Path) -> None:
     save(two, 1, 2)
     assert path.stat().st_ino == before, "a page that has a file is not written again"
     assert is_served(one, 2) and is_served(two, 1)
+    save(other := folder_in(tmp_path, OTHER), 1)
     two.delete_all()
-    assert not is_served(one, 1) and not is_served(one, 2)
+    assert not is_served(one, 1) and not is_served(one, 2) and is_served(other, 1)
     assert one.load(key(1), np.zeros(SIZE, np.uint8)) == PAGE_ABSENT
 
 
