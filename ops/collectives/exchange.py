@@ -73,6 +73,7 @@ class Exchange:
     slot_bytes  bytes of a slot, a multiple of 256
     own         owner of this rank's memory; None if others own the memories
     mapped      the peers' memories
+    last        page-locked flags of an epoch that no launch reaches, and a stream to copy them
     """
 
     rank: int
@@ -80,6 +81,7 @@ class Exchange:
     slot_bytes: int = SLOT_BYTES
     own: Optional[ExportedMemory] = None
     mapped: tuple[MappedMemory, ...] = ()
+    last: tuple[Any, ...] = ()
 
     @property
     def world(self) -> int:
@@ -151,7 +153,11 @@ def open_exchange(group: RankGroup, device: torch.device, slot_bytes: int = SLOT
     nbytes, mapped = exchange_bytes(group.world, slot_bytes), dict[int, MappedMemory]()
     own: Optional[ExportedMemory] = None
     failure: Optional[Exception] = None
+    last: tuple[Any, ...] = ()
     try:
+        # now: page-locking memory waits for kernels, also for those that wait for a peer
+        flags = torch.full((slots_at(group.world) - READY,), LAST_EPOCH, dtype=torch.uint8)
+        last = flags.pin_memory(), torch.cuda.Stream(device)
         own = ExportedMemory(nbytes, device)  # counters are zero before any signal: the next line waits for all ranks
     except (RuntimeError, OSError) as error:
         failure = error
@@ -165,7 +171,7 @@ def open_exchange(group: RankGroup, device: torch.device, slot_bytes: int = SLOT
     failed = [rank for rank, each in enumerate(group.gather(torch.tensor([int(failure is not None)]))) if each]
     if own is not None and not failed:
         memories = tuple(own.tensor if rank == group.rank else mapped[rank].tensor for rank in range(group.world))
-        exchange = Exchange(group.rank, memories, slot_bytes, own, tuple(mapped.values()))
+        exchange = Exchange(group.rank, memories, slot_bytes, own, tuple(mapped.values()), last)
         group.buffers[PURPOSE] = exchange
         return exchange
     for each in mapped.values():
@@ -185,10 +191,9 @@ def end_waits(group: RankGroup) -> None:
     exchange = group.buffers.get(PURPOSE)
     if exchange is None or exchange.own is None:
         return
-    with _device_faults_logged():
-        flags = exchange.memory[READY : slots_at(exchange.world)]
-        with torch.cuda.stream(torch.cuda.Stream(flags.device)):  # from host memory: waiting kernels may use all SMs
-            flags.copy_(torch.full(flags.shape, LAST_EPOCH, dtype=torch.uint8).pin_memory(), non_blocking=True)
+    flags, stream = exchange.last
+    with _device_faults_logged(), torch.cuda.stream(stream):  # by a copy: waiting kernels may use all SMs
+        exchange.memory[READY : slots_at(exchange.world)].copy_(flags, non_blocking=True)
 
 
 def unmap_peers(group: RankGroup) -> None:

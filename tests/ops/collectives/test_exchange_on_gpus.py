@@ -10,7 +10,7 @@ import pytest
 import torch
 from sidestream.ops.collectives.all_reduce import add_in_rank_order, all_reduce
 from sidestream.ops.collectives.all_reduce_add_rms_norm_quant import all_reduce_add_rms_norm_quant, with_delta
-from sidestream.ops.collectives.exchange import Exchange, open_exchange
+from sidestream.ops.collectives.exchange import Exchange, free_exchange, open_exchange, unmap_peers
 from sidestream.ops.collectives.tensor_parallel_group import RankGroup
 from sidestream.ops.core.dtypes import residual_in_fp32, round_residual
 from sidestream.ops.elementwise.rms_norm import rms_norm_quant
@@ -97,7 +97,12 @@ def replayed(group: RankGroup) -> list[tuple[int, int]]:
             torch.cuda._sleep(1_000_000)  # one of them is late
         graph.replay()
     torch.cuda.synchronize()
-    return [(int(launch.wrong), int(launch.folded)) for launch in launches]
+    found = [(int(launch.wrong), int(launch.folded)) for launch in launches]
+    group.gather(torch.tensor([0]))  # the peer's kernels have ended
+    unmap_peers(group)
+    group.gather(torch.tensor([0]))
+    free_exchange(group)
+    return found
 
 
 @pytest.mark.gpu
