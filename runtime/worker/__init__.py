@@ -7,6 +7,7 @@ progress            start-up progress on stderr
 cpu_threads         number of torch threads for a model on a CPU
 model_runner        execute step plans: fill a bucket's inputs, replay its program, sample
 buckets             choose the bucket, and so the program, of each step
+program_processes   processes that build programs during a start
 bound_programs      keep the programs of buckets, build them in the background, measure their times
 step_inputs         static input tensors of a bucket
 staging             copy small arrays to the device in one transfer, and back
@@ -16,11 +17,10 @@ sharded_sampler     the same for vocabularies split over tensor-parallel ranks
 token_history       tokens of running sequences on the device, and n-gram drafts from them
 trained_draft       compile and run a trained draft (EAGLE head)
 spec_decode_graphs  place, sample and accept drafts around a program, as CUDA graphs
-page_copier         copy KV pages to host memory and back
 disk/               KV pages in files below host memory
 sleep               sleep mode: release a model's memory and restore it
 sleep_memory        memory that is restored at the same addresses
-transfer/           copy KV pages to memory that other engines read, and from it
+transfer/           copy KV pages to host memory and back, also to and from that of other engines
 calibrate/          calibrate and round with the engine's own programs
 tensor_parallel/    one process per tensor-parallel rank
 """

@@ -58,12 +58,12 @@ from .cpu_threads import limit_cpu_threads
 from .disk.page_files import open_page_files
 from .memory_budget import NO_DEMAND, Specs, kv_specs, min_over_ranks, nbytes, num_host_pages, num_kv_pages, specs_of
 from .model_runner import ModelRunner
-from .page_copier import PageCopier, stacked_specs, unstacked
 from .program_processes import ProgramProcesses, number_of_processes
 from .progress import print_line, progress, stage
 from .sleep import SleepControl, Sleeper
 from .token_history import TokenHistory
 from .trained_draft import DraftModel
+from .transfer.page_copier import PageCopier, stacked_specs, unstacked
 from .transfer.page_reader import PageReader
 from .transfer.page_writer import PageWriter
 from .weight_loader import Lookup, checkpoint_lookup, dummy_lookup, load_weights

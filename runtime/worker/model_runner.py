@@ -19,7 +19,6 @@ from ..adapters.slot_loader import LoadReport, SlotLoader
 from ..scheduler.step_plan import PageCopies, StepDrafts, StepMasks, StepPlan, StepResult
 from .bound_programs import BoundPrograms, measure_programs
 from .buckets import Buckets
-from .page_copier import PageCopier
 from .progress import progress, stage
 from .sampler import Sampler, edits_logits, needs_logprobs
 from .sharded_sampler import ShardedSampler
@@ -28,6 +27,7 @@ from .step_handle import StepHandle
 from .step_inputs import StepInputs
 from .token_history import TokenHistory
 from .trained_draft import BoundFirstPass
+from .transfer.page_copier import PageCopier
 from .transfer.page_reader import PageReader
 
 ROUTE = "sidestream.moe_route"

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import torch
 
+from ....ops.core.cuda_driver import call_driver, cuda_driver
 from ...scheduler.step_plan import PageCopies, StepPlan
-from ..page_copier import PageCopier, page_bytes
-from ..sleep_memory import call_driver, cuda_driver
+from .page_copier import PageCopier, page_bytes
 from .shared_memory import FINGERPRINT_BYTES, SharedMemory
 
 REGISTER_READ_ONLY = 8  # cudaHostRegisterReadOnly

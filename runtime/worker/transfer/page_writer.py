@@ -4,7 +4,7 @@ import torch
 
 from ...api.errors import CapacityError
 from ...scheduler.step_plan import PageCopies
-from ..page_copier import PageCopier, page_bytes
+from .page_copier import PageCopier, page_bytes
 from .shared_memory import SharedMemory
 
 

@@ -15,7 +15,8 @@ from support.fake_runner import continuation
 
 def make_pair(host_pages: int = 40, **options) -> tuple[Engine, Engine, LeasedPages]:
     """A prefill engine, a decode engine that reads its pages, and the directory of these."""
-    options = {"pages": 20, "budget": 512, **options}
+    contents = {number: f"content{number}" for number in range(options.get("adapters", 0))}
+    options = {"pages": 20, "budget": 512, "hashes": contents, **options}
     prefill, decode = (
         make_engine(host_pages=host_pages, kv_role="prefill", **options),
         make_engine(kv_role="decode", **options),

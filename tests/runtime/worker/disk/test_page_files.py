@@ -12,7 +12,7 @@ from sidestream.compiler.options import OptionError
 from sidestream.runtime.scheduler.disk.disk_pages import PAGE_ABSENT, PAGE_DAMAGED
 from sidestream.runtime.scheduler.step_plan import FileOrder, PageCopies
 from sidestream.runtime.worker.disk.page_files import PageFiles
-from sidestream.runtime.worker.page_copier import PageCopier, _InFlight
+from sidestream.runtime.worker.transfer.page_copier import PageCopier, _InFlight
 
 KEYS = [bytes([number]) * 32 for number in range(40)]
 
@@ -25,7 +25,7 @@ def files(tmp_path: Path) -> PageFiles:
 
 
 def order(ticket: int, action: str, place: int = -1, key: bytes | None = None) -> PageCopies:
-    return PageCopies(ticket, [], [], FileOrder(action, KEYS[place] if key is None else key, place))
+    return PageCopies(ticket, [], [], file=FileOrder(action, KEYS[place] if key is None else key, place))
 
 
 def ended(files: PageFiles | PageCopier, count: int) -> dict[int, str | None]:

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from ...ops.core.cuda_driver import call_driver, cuda_driver
-from ..adapters.host_memory import block_offsets, host_bytes, page_lock
-from ..scheduler.failed_steps import written_pages
-from ..scheduler.step_plan import PageCopies, StepPlan
-from .disk.page_files import PageFiles
-from .memory_budget import Specs
+from ....ops.core.cuda_driver import call_driver, cuda_driver
+from ...adapters.host_memory import block_offsets, host_bytes, page_lock
+from ...scheduler.failed_steps import written_pages
+from ...scheduler.step_plan import PageCopies, StepPlan
+from ..disk.page_files import PageFiles
+from ..memory_budget import Specs
 
 LOCK_BYTES = 1 << 30
 POLL_SECONDS = 0.0002

@@ -8,7 +8,7 @@ import pytest
 import torch
 from sidestream.ops.core.kv_layout import PAGE_SIZE
 from sidestream.runtime.scheduler.step_plan import PageCopies
-from sidestream.runtime.worker.page_copier import PageCopier, _prepare, stacked_specs, unstacked
+from sidestream.runtime.worker.transfer.page_copier import PageCopier, _prepare, stacked_specs, unstacked
 from support.sampling_plans import plan, sampling
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
