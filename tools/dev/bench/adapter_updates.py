@@ -5,7 +5,7 @@
     python -m sidestream.tools.dev.bench.adapter_updates ipc:///tmp/updates/engine.sock --devices cpu cuda
 
 first_traffic.py's page says how to write a model directory without weights. An update has all linears of `--shape` at
-`--rank` in bf16: 168 MB for Llama-3.1-8B and rank 32. The trainer has the tensors on each of `--devices` in turn:
+rank 32 in bf16: 168 MB for Llama-3.1-8B. The trainer has the tensors on each of `--devices` in turn:
 those of a CPU go through shared memory, those of a GPU by an IPC handle where both processes reach it.
 
 Three windows per device, while `--streams` others decode: nothing else; `--updates` updates, one after the other, each
@@ -37,6 +37,7 @@ from ...options.engine import positive
 from ...options.models import shape_fields
 
 NAME = "updates-bench"
+RANK = 32
 PROMPT_TOKENS = 128
 SETTLE_SECONDS = 0.5
 CONNECT_SECONDS = 600.0
@@ -83,8 +84,9 @@ async def watched(background: Background, work: Awaitable[T]) -> tuple[T, float,
     return result, chunks / (end - start), 1e3 * longest_gap(background.arrivals, start, end)
 
 
-async def line_of(client: AsyncClient, options: argparse.Namespace, device: str, directory: str) -> str:
+async def measure(options: argparse.Namespace, device: str, directory: str) -> str:
     """Return the figures of one device."""
+    client = AsyncClient(options.address, connect_timeout=CONNECT_SECONDS, name="updates")
     server = await client.connect()
     background = Background(client, server.vocabulary, min(server.max_model_len - PROMPT_TOKENS, 4096))
     orders, theirs = multiprocessing.Pipe()
@@ -107,6 +109,7 @@ async def line_of(client: AsyncClient, options: argparse.Namespace, device: str,
         _, rate, _ = await watched(background, updated(options.seconds, 1.0))
     finally:
         await background.stop()
+        await client.close()
         trainer.terminate()
         trainer.join()
     updates, first_tokens = ([1e3 * each for each in column] for column in zip(*times, strict=True))
@@ -118,27 +121,20 @@ async def line_of(client: AsyncClient, options: argparse.Namespace, device: str,
     )
 
 
-async def measure(options: argparse.Namespace) -> None:
-    """Measure each device, and print a line for it."""
-    with tempfile.TemporaryDirectory(prefix="sidestream-updates-") as directory:
-        adapter = write_random_adapter(Path(directory, NAME), shape_fields(options.shape), options.rank, 0)
-        async with AsyncClient(options.address, connect_timeout=CONNECT_SECONDS, name="updates") as client:
-            for device in options.devices:
-                print(f"{device}: {await line_of(client, options, device, adapter)}", flush=True)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("address", help="where the server is bound, such as ipc:///tmp/updates/engine.sock")
     parser.add_argument("--shape", default="llama-3.1-8b", help="the served model's shape, or its config.json")
-    parser.add_argument("--rank", type=positive, default=32, metavar="R")
     parser.add_argument("--devices", nargs="+", default=["cpu", "cuda"], help="of the trainer's tensors, in turn")
     parser.add_argument("--updates", type=positive, default=50, metavar="N")
     parser.add_argument("--seconds", type=positive, default=20, metavar="S", help="of the other two windows")
     parser.add_argument("--streams", type=positive, default=32, metavar="N")
     options = parser.parse_args(arguments)
-    asyncio.run(measure(options))
+    with tempfile.TemporaryDirectory(prefix="sidestream-updates-") as directory:
+        adapter = write_random_adapter(Path(directory, NAME), shape_fields(options.shape), RANK, 0)
+        for device in options.devices:
+            print(f"{device}: {asyncio.run(measure(options, device, adapter))}", flush=True)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from ....runtime.api.sampling_params import SamplingParams
 from ...bench.random_model import write_model
+from ...bench.serving.traffic import random_ids
 from ...options.engine import positive
 from ...options.models import shape_fields
 
@@ -46,23 +47,6 @@ VARIANTS = [
     for at_once in (1, 8, 64, 256)
     for step_tokens, cached, preempted in ((64, False, True), (512, True, False), (4096, False, False))
 ]
-
-
-def prompts_of(count: int, vocabulary: int, source: random.Random) -> list[list[int]]:
-    """Return random prompts; some have a common beginning."""
-    beginning = [source.randrange(vocabulary) for _ in range(max(SHARED_TOKENS))]
-    return [
-        beginning[: source.choice(SHARED_TOKENS)]
-        + [source.randrange(vocabulary) for _ in range(source.randint(*PROMPT_TOKENS))]
-        for _ in range(count)
-    ]
-
-
-def params_of(index: int, output_len: int, cached: bool) -> SamplingParams:
-    """Return the sampling of a prompt: greedy or random, some with top_p."""
-    sampling: dict[str, Any] = {"temperature": index % 3 / 2, "top_p": 0.9 if index % 2 else 1.0, "seed": index}
-    sampling |= {"max_tokens": output_len, "ignore_eos": True, "logprobs": 0, "detokenize": False}
-    return SamplingParams(**sampling, skip_reading_prefix_cache=not cached)
 
 
 @contextmanager
@@ -91,10 +75,15 @@ def answers(
 ) -> list[Answer]:
     """Return the answers that a variant computes."""
     found: list[Answer] = []
+    fields: dict[str, Any] = {"max_tokens": output_len, "ignore_eos": True, "logprobs": 0, "detokenize": False}
+    fields["skip_reading_prefix_cache"] = not variant.cached
     with computed_as(llm, variant):
         count = min(len(prompts), BATCHES * variant.at_once)
         for batch in (range(first, min(first + variant.at_once, count)) for first in range(0, count, variant.at_once)):
-            params = [params_of(index, output_len, variant.cached) for index in batch]
+            params = [
+                SamplingParams(temperature=index % 3 / 2, top_p=1 - index % 2 / 10, seed=index, **fields)
+                for index in batch
+            ]
             chosen = [names[index % len(names)] for index in batch]
             for output in llm.generate([prompts[index] for index in batch], params, chosen, use_tqdm=False):
                 ids, entries = output.outputs[0].token_ids, output.outputs[0].logprobs
@@ -105,15 +94,20 @@ def answers(
 
 def count_differences(llm: Any, names: Sequence[str], options: argparse.Namespace) -> int:
     """Print a line per variant; return the number of answers that differ."""
-    prompts = prompts_of(options.prompts, llm.config.vocab_size, random.Random(0))
+    source, vocabulary = random.Random(0), llm.config.vocab_size
+    beginning = random_ids(source, max(SHARED_TOKENS), vocabulary)
+    prompts = [
+        beginning[: source.choice(SHARED_TOKENS)] + random_ids(source, source.randint(*PROMPT_TOKENS), vocabulary)
+        for _ in range(options.prompts)
+    ]
     expected = answers(llm, prompts, names, options.output_len, Variant(MAX_SEQS, 4096, False, False))
-    total = differing = 0
+    states, total, differing = llm.engine.scheduler.states, 0, 0
     for variant in VARIANTS:
-        before = llm.engine.scheduler.states.preemptions
+        before = states.preemptions
         found = answers(llm, prompts, names, options.output_len, variant)
-        preemptions = llm.engine.scheduler.states.preemptions - before
         other = sum(one != want for one, want in zip(found, expected, strict=False))
-        print(f"  {variant}: {other} of {len(found)} answers differ, {preemptions} preemptions", flush=True)
+        preempted = states.preemptions - before
+        print(f"  {variant}: {other} of {len(found)} answers differ, {preempted} preemptions", flush=True)
         total, differing = total + len(found), differing + other
     print(f"  {differing} of {total} answers of {options.output_len} tokens differ", flush=True)
     return differing
