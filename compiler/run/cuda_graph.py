@@ -81,6 +81,11 @@ def first_runs(program: Program, buffers: Mapping[str, torch.Tensor], place: Has
     return chosen
 
 
+def forget_first_runs() -> None:
+    """Let `first_runs` choose all steps again, as in a new process."""
+    _made.clear()
+
+
 def _writes_numbers(step: Step, dtypes: Mapping[str, torch.dtype]) -> bool:
     written = (*step.outs, *mutated_views(step)) if _mutates(step.op) else step.outs
     return any((view.dtype or dtypes[view.buffer]) in (torch.int32, torch.int64) for view in written)

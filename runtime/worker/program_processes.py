@@ -99,10 +99,12 @@ class ProgramProcesses:
 
 
 def number_of_processes(programs: int, ranks: int = 1) -> int:
-    """Return the number of processes for so many programs, on a machine whose cores are shared by `ranks` starts."""
-    if not sys.platform.startswith("linux"):
+    """Return the number of processes for so many programs: none with several ranks, whose groups have threads that a
+    fork does not copy.
+    """
+    if not sys.platform.startswith("linux") or ranks > 1:
         return 0
-    cores = len(os.sched_getaffinity(0)) // ranks - 1  # one compiles kernels
+    cores = len(os.sched_getaffinity(0)) - 1  # one compiles kernels
     count = min(MOST_PROCESSES, cores, programs // LEAST_PROGRAMS)
     return count if count > 1 else 0
 

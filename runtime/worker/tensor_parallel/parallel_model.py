@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ....compiler.options import OptionError
+from ....compiler.run.cuda_graph import forget_first_runs
 from ....graphs.adapter import Describe
 from ....graphs.adapter_config import AdapterError
 from ....graphs.adapter_description import describe_adapter
@@ -317,6 +318,7 @@ def load_parallel_model(
     try:
         peers.wait_for("started")
         joined = group = join_group(0, tp_size, peers.store_fd, device, peers.check)
+        forget_first_runs()  # the other ranks are new processes, and all ranks must run the same collectives
         peers.on_lost = lambda reason: _end_waits(peers, joined)
         loaded = load_model(source, adapters, options, describe)
         peers.wait_for("ready")

@@ -5,7 +5,7 @@ import torch
 from sidestream.compiler.program.buffers import Buffer, View
 from sidestream.compiler.program.program import Program, Step
 from sidestream.compiler.run import cuda_graph as module
-from sidestream.compiler.run.cuda_graph import first_runs
+from sidestream.compiler.run.cuda_graph import first_runs, forget_first_runs
 
 SHAPE, STRIDE = (4, 8), (8, 1)
 
@@ -42,6 +42,8 @@ def test_one_of_each_kind_runs_once() -> None:
     again = program((2,), (1,))
     assert first_runs(again, tensors(again), "gpu") == [0]
     assert first_runs(again, tensors(again), "another") == [0, 1]
+    forget_first_runs()
+    assert first_runs(made, tensors(made), "gpu") == [0, 2, 3, 5]
 
 
 def test_layout_and_alignment_count() -> None:

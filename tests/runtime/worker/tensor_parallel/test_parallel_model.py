@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from sidestream import LLM, SamplingParams, VersionConflictError
 from sidestream.compiler.options import OptionError
+from sidestream.compiler.run import cuda_graph
 from sidestream.graphs.adapter_config import CONFIG, AdapterError
 from sidestream.graphs.model_directory import WEIGHTS
 from sidestream.ops.core.kv_layout import PAGE_SIZE
@@ -84,6 +85,7 @@ def test_two_ranks_answer_as_one_process_does_and_end_together(tmp_path: Path, m
     batches.append([{"one": 0.7, "three": 0.3}, None, "two"])
     found = []
     for ranks, speculation in ((1, "off"), (2, 3)):
+        cuda_graph._made.add("step of an earlier engine")
         llm = LLM(
             base.path,
             {"one": one, "two": two},
@@ -92,6 +94,8 @@ def test_two_ranks_answer_as_one_process_does_and_end_together(tmp_path: Path, m
             kv_disk=tmp_path / "pages",
             **SIZES,
         )  # the ranks draft from the same former answers, or they would compute different steps
+        # a new rank runs all of them, and on GPUs some of them wait for the same step of rank 0
+        assert ("step of an earlier engine" in cuda_graph._made) == (ranks == 1)
         llm.add_adapter("three", three)  # one more than there are slots
         results = [answers(llm, batch) for batch in batches]
         llm.remove_adapter("one")
