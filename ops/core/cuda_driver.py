@@ -1,4 +1,4 @@
-"""Calls of the CUDA driver by ctypes, without torch: a client's process may export its memory."""
+"""Calls of the CUDA driver by ctypes."""
 
 import ctypes
 from functools import cache
@@ -40,11 +40,3 @@ def export_memory(driver: Any, nbytes: int) -> tuple[ctypes.c_uint64, bytes]:
         driver.cuMemFree_v2(address)
         raise
     return address, bytes(handle)
-
-
-def device_uuid(driver: Any, index: int) -> str:
-    """Return the UUID (hex) of a visible device, which is the same in all processes. Raises RuntimeError."""
-    device, uuid = ctypes.c_int(), ctypes.create_string_buffer(16)
-    call_driver(driver, "cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
-    call_driver(driver, "cuDeviceGetUuid_v2", uuid, device)
-    return uuid.raw.hex()

@@ -48,23 +48,6 @@ class AdapterUpdate:
         self._header = _header(tensors, _json(config))
         self.nbytes = len(self._header) + sum(map(_nbytes, tensors.values()))
 
-    @property
-    def header(self) -> bytes:
-        """The file's first bytes; the tensors follow in their order."""
-        return self._header
-
-    @property
-    def tensors(self) -> list[Any]:
-        """The tensors, contiguous, on their devices."""
-        return [tensor.detach().contiguous() for tensor in self._tensors.values()]
-
-    @property
-    def gpu(self) -> int | None:
-        """Index of the GPU that has all tensors, or None."""
-        devices = {tensor.device for tensor in self._tensors.values()}
-        device = devices.pop() if len(devices) == 1 else None
-        return device.index if device is not None and device.type == "cuda" else None
-
     def write(self, handle: int) -> None:
         """Write the update at the start of an open file. Raises OSError."""
         end = write_at(handle, memoryview(self._header), 0)

@@ -6,6 +6,5 @@ connection       greeting, heartbeats, open requests and calls
 link             the socket on an asyncio loop
 requests         requests as messages, and chunks as outputs
 update           write an adapter's update into memory that server and client share
-device_buffer    copy an update to GPU memory that the server maps
 lora_requests    load the adapters of vLLM's LoRARequest on the server
 """

@@ -34,7 +34,6 @@ from ..text.prompts import (
 )
 from ..text.scoring import pair_requests, prompts_and_responses, score_output
 from .connection import Connection
-from .device_buffer import DeviceBuffer
 from .lora_requests import LoraRequests
 from .requests import OutputAssembler, continuation_field, submission
 from .update import check_shared, open_buffer, write_update
@@ -89,7 +88,7 @@ class AsyncClient:
         self.connect_timeout, self.call_timeout = connect_timeout, call_timeout
         self._request_numbers = itertools.count(1)
         self._renderer = ChatRenderer()
-        self._updates, self._device_buffer = asyncio.Lock(), DeviceBuffer()  # updates share the connection's buffers
+        self._updates = asyncio.Lock()  # they share the connection's buffer
         self._lora_requests = LoraRequests(self.list_adapters, self.load_adapter)
         self._connection = Connection(self.address, client_keys, connect_timeout, silence_seconds, name)
         self._connection.on_lost = on_lost
@@ -105,7 +104,6 @@ class AsyncClient:
         """End the connection; open requests are aborted and raise EngineDeadError."""
         self._connection.close()
         self._renderer.close()
-        self._device_buffer.close()
 
     async def __aenter__(self) -> Self:
         await self.connect()
@@ -425,17 +423,15 @@ class AsyncClient:
     ) -> AdapterVersion:
         """Make tensors in memory the newest version of an adapter, as `LLM.update_adapter` does; see there.
 
-        The tensors go through memory that is shared with the server, so the address must be ipc: the GPU's, if all are
-        on one that the server reads, or host memory. Raises ServerError if the server refuses them.
+        The tensors go through memory that is shared with the server, so the address must be ipc. Raises ServerError if
+        the server refuses them.
         """
         check_shared(self.address)
         update = AdapterUpdate(tensors, config, inflight)
         async with self._updates:
             buffer = await self._call(protocol.OpenBuffer, protocol.Buffer, timeout, bytes=update.nbytes)
-            memory = await asyncio.to_thread(self._device_buffer.write, update, buffer.devices)
-            if memory is None:
-                await asyncio.to_thread(write_update, update, self.address, buffer.path)
-            return await self.apply_update(name, buffer.token, update.nbytes, version, inflight, timeout, memory)
+            await asyncio.to_thread(write_update, update, self.address, buffer.path)
+            return await self.apply_update(name, buffer.token, update.nbytes, version, inflight, timeout)
 
     async def open_update_buffer(self, nbytes: int) -> tuple[int, str]:
         """Return this connection's buffer for one update, as an open file that the caller closes, and its token; for
@@ -455,14 +451,9 @@ class AsyncClient:
         version: int | None = None,
         inflight: Literal["pin", "switch"] = "pin",
         timeout: float | None = None,
-        memory: tuple[str, bytes] | None = None,
     ) -> AdapterVersion:
-        """Make the first bytes of this connection's buffer, or of `memory` (UUID of its GPU, IPC handle), the newest
-        version of an adapter; see `update_adapter`.
-        """
+        """Make the first bytes of this connection's buffer the newest version of an adapter; see `update_adapter`."""
         fields = {"name": name, "token": token, "bytes": nbytes, "version": version, "inflight": inflight}
-        if memory is not None:
-            fields |= {"device": memory[0], "handle": memory[1]}
         made = await self._call(protocol.UpdateAdapter, protocol.Updated, timeout, **fields)
         return AdapterVersion(made.name, made.version, made.content)
 

@@ -48,12 +48,10 @@ TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 CallId = Annotated[int, Meta(ge=0, lt=1 << 53)]
 MAX_SHORT = 256
 Short = Annotated[str, Meta(max_length=MAX_SHORT)]
-Handle = Annotated[bytes, Meta(max_length=64)]
 Path = Annotated[str, Meta(min_length=1, max_length=4096, pattern=r"^[^\x00]*\Z")]
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 MAX_TEMPLATE_CHARACTERS = 1 << 18
 MAX_TEMPLATES = 32
-MAX_DEVICES = 64
 Template = Annotated[str, Meta(max_length=MAX_TEMPLATE_CHARACTERS)]
 Templates = Annotated[dict[Short, Template], Meta(max_length=MAX_TEMPLATES)]
 MAX_SPECIAL_TOKENS = 64
@@ -252,8 +250,6 @@ class UpdateAdapter(Call, tag="update_adapter", frozen=True):
     token     of the buffer, which has a safetensors file with the config in its `__metadata__`
     version   above the last one; None: the last one + 1
     inflight  running requests finish with their version (pin), or go on with this one (switch)
-    device    UUID (hex) of a GPU of the buffer's `devices`, in whose memory the file is instead; "": in the buffer
-    handle    CUDA IPC handle of the memory's allocation, which begins with the file; keep it until the answer
     """
 
     name: AdapterName
@@ -261,8 +257,6 @@ class UpdateAdapter(Call, tag="update_adapter", frozen=True):
     bytes: Annotated[int, Meta(ge=1, lt=1 << 53)]
     version: Annotated[int, Meta(ge=1, lt=1 << 31)] | None = None
     inflight: Literal["pin", "switch"] = "pin"
-    device: Short = ""
-    handle: Handle = b""
 
 
 class ListAdapters(Call, tag="list_adapters", frozen=True):
@@ -429,14 +423,10 @@ class Done(Call, tag="done", frozen=True):
 
 
 class Buffer(Call, tag="buffer", frozen=True):
-    """Answer to `open_buffer`: an existing file to write to, and its token for `update_adapter`.
-
-    devices   UUIDs (hex) of the GPUs from whose memory the server reads updates by an IPC handle
-    """
+    """Answer to `open_buffer`: an existing file to write to, and its token for `update_adapter`."""
 
     path: Path
     token: Short
-    devices: Annotated[list[Short], Meta(max_length=MAX_DEVICES)] = []
 
 
 class Updated(Call, tag="updated", frozen=True):

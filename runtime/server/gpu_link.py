@@ -77,7 +77,6 @@ class Ready(Notice, frozen=True, tag="ready"):
     dtype                     of hidden states, such as `torch.bfloat16`
     logprobs_mode             of sampled tokens: raw_logprobs or processed_logprobs
     max_logprobs              likeliest tokens that a request may ask for at each position
-    devices                   see `Buffer`
     """
 
     vocabulary: int
@@ -112,7 +111,6 @@ class Ready(Notice, frozen=True, tag="ready"):
     dtype: str = ""
     max_logprobs: int = DEFAULT_MAX_LOGPROBS
     logprobs_mode: str = RAW_LOGPROBS
-    devices: list[str] = []
 
 
 class Alive(Notice, frozen=True, tag="alive"):
@@ -190,10 +188,7 @@ class Unload(Notice, frozen=True, tag="unload"):
 
 
 class Update(Notice, frozen=True, tag="update"):
-    """Batcher -> GPU: copy, check and pack the first bytes of a file, as the newest version of an adapter.
-
-    handle   IPC handle of the GPU memory that has the bytes instead; b"": they are in the file
-    """
+    """Batcher -> GPU: copy, check and pack the first bytes of a file, as the newest version of an adapter."""
 
     ticket: int
     name: str
@@ -201,7 +196,6 @@ class Update(Notice, frozen=True, tag="update"):
     nbytes: int
     version: int | None
     switch: bool
-    handle: bytes = b""
 
 
 class UpdateReply(Notice, frozen=True, tag="update_reply"):

@@ -7,9 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable
-from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import NoReturn, Protocol
 
@@ -25,7 +23,7 @@ from ..scheduler.step_plan import Runner
 from ..text.prompts import most_logprobs
 from .gpu_link import LOST_UPDATE, LoadedAdapter, Ready, Update, changed_files
 from .settings import ServeSettings
-from .updates.files import UpdateFiles, copy_file
+from .updates.files import UpdateFiles
 
 _log = logging.getLogger(__name__)
 EXIT_DEVICE_LOST = 70
@@ -75,7 +73,6 @@ class ServedModel:
         from ..engine.resolve import PageTransfer
         from ..worker.model_loader import find_model
         from ..worker.tensor_parallel.parallel_model import load_parallel_model
-        from .updates.device_memory import readable_devices
 
         source, options = find_model(settings.model, **settings.llm)
         if settings.kv_role:
@@ -129,7 +126,6 @@ class ServedModel:
             numerics=model.numerics,
             dtype=str(model.compiled.options.model_dtype),
             logprobs_mode=options.engine.logprobs_mode,
-            devices=readable_devices(options.device),
             max_logprobs=min(
                 most_logprobs(options.engine.max_logprobs, model.source.config.vocab_size), MAX_CHUNK_LOGPROBS
             ),
@@ -148,7 +144,7 @@ class ServedModel:
     def update_adapter(self, update: Update) -> tuple[LoadedAdapter, list[str]]:
         registry = self._model.registry
         before = list(registry.numbers)
-        with self._updates.copied(partial(self._copy_update, update)) as handle:
+        with self._updates.copied(update.path, update.nbytes) as handle:
             made, _ = self._model.update_adapter(update.name, handle, update.version, update.switch)
             try:
                 self._updates.keep(made.name)
@@ -157,17 +153,6 @@ class ServedModel:
         removed = [name for name in before if name not in registry.numbers]
         self._updates.remove(removed)
         return self._loaded(made.number), removed
-
-    def _copy_update(self, update: Update, target: int) -> None:
-        """Copy an update's file to an open one."""
-        if not update.handle:
-            copy_file(update.path, update.nbytes, target)
-            return
-        from .updates.device_memory import copy_device_memory
-
-        loader = self._model.runner.slot_loader
-        calls = nullcontext() if loader is None else loader.device_calls
-        copy_device_memory(update.handle, update.nbytes, self._model.options.device, calls, target)
 
     def restore_update(self, update: AdapterVersion) -> LoadedAdapter:
         with self._updates.opened(version_name(update.name, update.version)) as handle:

@@ -5,7 +5,7 @@ client still writes into its buffer, and the next GPU process reads it again.
 import contextlib
 import os
 import stat
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from pathlib import Path
 
 from ...api.adapter_versions import version_of
@@ -22,17 +22,17 @@ class UpdateFiles:
         self._folder = folder
 
     @contextlib.contextmanager
-    def copied(self, copy: Callable[[int], None]) -> Generator[int]:
-        """Return the descriptor of a new file that `copy` fills. It is deleted, unless `keep` gives it a name.
+    def copied(self, source: str, nbytes: int) -> Generator[int]:
+        """Copy the first bytes of a file; return the copy's descriptor. It is deleted, unless `keep` gives it a name.
 
-        Raises the errors of `copy`, and OSError.
+        Raises RequestError for a source that is no file or is too short, and OSError.
         """
         self._folder.mkdir(mode=0o700, exist_ok=True)
         new = self._folder / _NEW
         new.unlink(missing_ok=True)
         handle = os.open(new, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
-            copy(handle)
+            _copy(source, handle, nbytes)
             yield handle
         finally:
             os.close(handle)
@@ -57,10 +57,7 @@ class UpdateFiles:
             (self._folder / name).unlink(missing_ok=True)
 
 
-def copy_file(source: str, nbytes: int, target: int) -> None:
-    """Copy the first bytes of a file to an open one. Raises RequestError for a source that is no file or is too short,
-    and OSError.
-    """
+def _copy(source: str, target: int, nbytes: int) -> None:
     handle = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):

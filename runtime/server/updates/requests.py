@@ -3,9 +3,6 @@
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from msgspec import structs
-
-from ....ops.core.cuda_driver import HANDLE_BYTES
 from ...api.adapter_versions import AdapterVersion, names_to_remove, split_version, version_of
 from ...api.errors import RequestError, some_of
 from ...protocol.adapter_map import AdapterEntry
@@ -49,9 +46,7 @@ class UpdateRequests:
         refusal = self._forbidden()
         try:
             if refusal is None:
-                buffer, stepper = self._buffers.open(client, message), self._state.stepper
-                devices = [] if stepper is None else stepper.ready.devices
-                self._connections.send(client, structs.replace(buffer, devices=devices))
+                self._connections.send(client, self._buffers.open(client, message))
         except (RequestError, OSError) as problem:
             text = str(problem) if isinstance(problem, RequestError) else f"no buffer could be made: {problem.strerror}"
             refusal = "invalid_request", text
@@ -63,8 +58,6 @@ class UpdateRequests:
         stepper, refusal = self._state.stepper, self._refusal(message)
         try:
             path = "" if refusal is not None else self._buffers.path(client, message)
-            if stepper is not None and (message.device or message.handle):
-                _check_handle(message, stepper.ready.devices)
         except RequestError as problem:
             refusal = "invalid_request", str(problem)
         if refusal is not None or stepper is None:
@@ -74,8 +67,7 @@ class UpdateRequests:
         self._pending[self._next_ticket] = client, message
         self._state.updating[message.name] += 1
         switch = message.inflight == "switch"
-        update = Update(self._next_ticket, message.name, path, message.bytes, message.version, switch, message.handle)
-        stepper.link.send(update)
+        stepper.link.send(Update(self._next_ticket, message.name, path, message.bytes, message.version, switch))
 
     def unload(self, client: ClientConnection, message: UnloadAdapter) -> None:
         """Unload an old version of an adapter, or send an error. Running requests keep it until they end."""
@@ -148,17 +140,6 @@ class UpdateRequests:
             self._connections.send_error(client, "engine_dead", text, call=message.call, retry_after=retry_after)
         self._pending.clear()
         self._state.updating.clear()
-
-
-def _check_handle(message: UpdateAdapter, devices: list[str]) -> None:
-    """Raise RequestError for memory of another device, and for a handle of another size."""
-    if message.device not in devices:
-        raise RequestError(
-            f"device {message.device!r} is not a GPU whose memory this server reads (these are: {some_of(devices)}); "
-            "write the update into the buffer, and leave out device and handle"
-        )
-    if len(message.handle) != HANDLE_BYTES:
-        raise RequestError(f"handle has {len(message.handle)} bytes; a CUDA IPC handle has {HANDLE_BYTES}")
 
 
 def _versions(stepper: Stepper) -> Iterator[AdapterVersion]:
