@@ -27,11 +27,6 @@ Lookup = Callable[[str], torch.Tensor]
 ROWS_AT_ONCE = 512  # of a weight in fp64: 56 MiB for 14,336 columns
 
 
-def unchanged(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor itself."""
-    return tensor
-
-
 def lora_shape_for(
     adapters: Iterable[Adapter],
     max_loras: int,
@@ -200,37 +195,26 @@ def slot_tensors(
 
 
 def slot_tensor(
-    adapter: Adapter,
-    config: LlamaConfig,
-    lora: LoraShape,
-    name: str,
-    dtype: torch.dtype = torch.bfloat16,
-    bring: Callable[[torch.Tensor], torch.Tensor] = unchanged,
+    adapter: Adapter, config: LlamaConfig, lora: LoraShape, name: str, dtype: torch.dtype = torch.bfloat16
 ) -> torch.Tensor:
-    """Return the entry `name` of `slot_tensors`. It may be the adapter's own tensor, so do not write to it.
-
-    `bring` is applied to the adapter's tensors, for example to move them to a device; the result has the same bits.
-    """
+    """Return the entry `name` of `slot_tensors`. It may be the adapter's own tensor, so do not write to it."""
     module, _, side = name.rpartition(".")
     if is_stack(module):
-        return bring(_expert_slot(adapter, config, lora, module, side, dtype))
+        return _expert_slot(adapter, config, lora, module, side, dtype)
     outputs, inputs = config.module_shape(module)
     if side in PROJECTION_STACKS.values():
         vector = adapter.parts.get(module, {}).get(side)
-        return bring(torch.zeros(outputs) if vector is None else vector)
+        return torch.zeros(outputs) if vector is None else vector
     turned = side == "lora_a" and module in config.vocabulary_modules[:1]
     shape = (inputs, lora.rank) if turned else (lora.rank, inputs) if side == "lora_a" else (outputs, lora.rank)
     if module not in adapter.tensors:
-        return bring(torch.zeros(shape, dtype=dtype))
+        return torch.zeros(shape, dtype=dtype)
     a, b = adapter.tensors[module]
-    if side == "lora_a":
-        tensor = bring(a).to(dtype)
-        tensor = tensor.T if turned else tensor
-    else:
-        tensor = (bring(b).to(torch.float32) * adapter.scaling[module]).to(dtype)
+    a = a.T if turned else a
+    tensor = a.to(dtype) if side == "lora_a" else (b.to(torch.float32) * adapter.scaling[module]).to(dtype)
     if tensor.shape == shape:
         return tensor.contiguous()
-    padded = tensor.new_zeros(shape)
+    padded = torch.zeros(shape, dtype=dtype)
     padded[: tensor.shape[0], : tensor.shape[1]] = tensor
     return padded
 

@@ -12,7 +12,6 @@ from .recipe import Recipe, RecipeError, rounded_name, share_of
 
 LARGEST_BALANCE = 16  # log2 of the largest factor
 ROWS_AT_ONCE = 8192  # rows quantized together: the fp32 copy of a 128256 x 4096 matrix would be 2 GB
-GPU_VALUES = 1 << 22  # values quantized together on a GPU at least: short rows would need many launches
 
 
 def quantize_weight(
@@ -26,9 +25,8 @@ def quantize_weight(
     scales = torch.empty(weight.shape[:-1], dtype=torch.float32, device=weight.device)
     rows, width = weight.reshape(-1, weight.shape[-1]), weight.shape[-1]
     flat_values, flat_scales = values.view(-1, width), scales.view(-1)
-    at_once = ROWS_AT_ONCE if weight.device.type == "cpu" else max(ROWS_AT_ONCE, GPU_VALUES // width)
-    for first in range(0, rows.shape[0], at_once):
-        part = slice(first, first + at_once)
+    for first in range(0, rows.shape[0], ROWS_AT_ONCE):
+        part = slice(first, first + ROWS_AT_ONCE)
         flat_values[part], flat_scales[part] = quantize_rowwise_reference(rows[part], dtype, rotate)
     return values, scales
 

@@ -59,8 +59,7 @@ def rotate_blocks(x: torch.Tensor, rotate: int) -> torch.Tensor:
 def reference(x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (q [..., K] e4m3 or int8, scale [...] fp32) of x [..., K], any float dtype."""
     values = rotate_blocks(x, rotate)
-    largest = values.abs().amax(-1).clamp_min(1e-12)
-    scale = largest / torch.full_like(largest, QUANTIZED_MAX[dtype])  # torch on CUDA multiplies by 1 / number
+    scale = values.abs().amax(-1).clamp_min(1e-12) / QUANTIZED_MAX[dtype]
     return to_steps(values, scale.unsqueeze(-1), dtype), scale
 
 

@@ -63,20 +63,16 @@ class Block:
     """One adapter's slot of every stack, in their order: `tensors` and `bytes` (numpy) are views of `memory`."""
 
     def __init__(self, shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> None:
-        self._shapes, self._sizes = shapes, [math.prod(shape) * dtype.itemsize for shape, dtype in shapes]
-        self._offsets = block_offsets(self._sizes)
-        self.memory = host_bytes(self._offsets[-1])
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes]
+        offsets = block_offsets(sizes)
+        self.memory = host_bytes(offsets[-1])
         self.bytes = self.memory.numpy()
-        self.tensors = self.views(self.memory)
+        self.tensors = [
+            self.memory[first : first + size].view(dtype).view(shape)
+            for first, size, (shape, dtype) in zip(offsets, sizes, shapes, strict=False)
+        ]
         self.num_users = 0
         self.locked = False
-
-    def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors of a block in other memory, such as a copy on a device."""
-        return [
-            memory[first : first + size].view(dtype).view(shape)
-            for first, size, (shape, dtype) in zip(self._offsets, self._sizes, self._shapes, strict=False)
-        ]
 
     def page_lock(self, device_calls: Any, steps_running: bool) -> None:
         """Page-lock the block. While steps run, lock it in chunks with pauses, since it takes tens of milliseconds."""

@@ -1,12 +1,10 @@
 """Cache of adapters in host memory, packed as their slots, page-locked for a GPU."""
 
-import logging
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import cached_property, partial
+from collections.abc import Mapping
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -16,15 +14,13 @@ from ...compiler.graph.recipe import Recipe
 from ...graphs.adapter import Adapter
 from ...graphs.draft.config import LAYER
 from ...graphs.lora import LoraShape
-from ...graphs.lora_stacks import check_fits, slot_tensor, unchanged
+from ...graphs.lora_stacks import check_fits, slot_tensor
 from .base_weights import BaseWeights
 from .disk_cache import packing_key, slot_key
-from .host_memory import CHUNK_BYTES, Block
-from .packing import GPU_GROUP_ELEMENTS, GROUP_ELEMENTS, Packer
-from .pinned_uploads import PinnedUploads
+from .host_memory import Block
+from .packing import Packer
 from .registry import AdapterRegistry
 
-_log = logging.getLogger(__name__)
 NO_DRAFT_LORA = Adapter(0, {}, {}, (), "")
 
 
@@ -60,17 +56,13 @@ class HostStore:
         # dtype of the recipes' inputs; scales, gains and shifts are fp32
         narrow = min(dtypes, key=lambda dtype: dtype.itemsize)
         self._dtype = torch.bfloat16 if narrow.itemsize == 1 else narrow
-        self._device = next(iter(stacks.values())).device
-        self._pinned = self._device.type == "cuda"
-        self._stream = torch.cuda.Stream(self._device) if self._pinned else None
-        self._uploads: PinnedUploads | None = None
+        self._pinned = next(iter(stacks.values())).device.type == "cuda"
         self._shapes = [(tuple(stacks[name].shape[1:]), stacks[name].dtype) for name in recipes]
         self._blocks: OrderedDict[int, Block] = OrderedDict()
         self._free: list[Block] = []
         self._num_blocks = 0
         self._lock, self._preparing = threading.Lock(), threading.Lock()
-        group_elements = GPU_GROUP_ELEMENTS if self._pinned else GROUP_ELEMENTS
-        self._packer = Packer(recipes, [shape for shape, _ in self._shapes], group_elements)
+        self._packer = Packer(recipes, [shape for shape, _ in self._shapes])
         sources = frozenset[str]().union(*(recipe.sources() for recipe in recipes.values()))
         self._constants = {name: constants[name].cpu() for name in sorted(sources & constants.keys())}
 
@@ -108,13 +100,12 @@ class HostStore:
             adapter = None if key else self._read(number)
             block = self._allocate()
             try:
-                if self._pinned and not block.locked:
-                    block.bytes.fill(0)
-                    block.page_lock(self._device_calls, self.steps_running)
                 if adapter is None and not self._load(key, block):
                     adapter = self._read(number)
                 if adapter is not None:
                     self._pack(adapter, block)
+                if self._pinned and not block.locked:
+                    block.page_lock(self._device_calls, self.steps_running)
             except BaseException as error:
                 if isinstance(error, MemoryError):
                     self._num_blocks -= 1  # partly page-locked: cannot be reused
@@ -176,42 +167,16 @@ class HostStore:
         return adapter if self._base is None else self._base.resolved(adapter, self._device_calls)
 
     def _pack(self, adapter: Adapter, block: Block) -> None:
-        """Pack on the device, whose bits are those of a CPU; on a CPU if the device's memory is too small."""
-        if self._pinned:
-            try:
-                self._pack_on_device(adapter, block)
-                return
-            except torch.OutOfMemoryError:
-                _log.info("an adapter is packed on the CPU: too little memory of the device is free")
-        self._packer.pack(partial(self._slot_tensor, adapter, unchanged), block.tensors)
+        def lookup(name: str) -> torch.Tensor:
+            if name in self._constants:
+                return self._constants[name]
+            registry = self._registry
+            if name.startswith(LAYER) and registry.draft is not None and registry.draft_lora is not None:
+                draft = adapter.draft or NO_DRAFT_LORA
+                return slot_tensor(draft, registry.draft, registry.draft_lora, name, self._dtype)
+            return slot_tensor(adapter, registry.config, self._lora, name, self._dtype)
 
-    def _slot_tensor(self, adapter: Adapter, bring: Callable[[torch.Tensor], torch.Tensor], name: str) -> torch.Tensor:
-        if name in self._constants:
-            return bring(self._constants[name])
-        registry = self._registry
-        if name.startswith(LAYER) and registry.draft is not None and registry.draft_lora is not None:
-            draft = adapter.draft or NO_DRAFT_LORA
-            return slot_tensor(draft, registry.draft, registry.draft_lora, name, self._dtype, bring)
-        return slot_tensor(adapter, registry.config, self._lora, name, self._dtype, bring)
-
-    def _pack_on_device(self, adapter: Adapter, block: Block) -> None:
-        with self._device_turn() as uploads:
-            packed = torch.zeros_like(block.memory, device=self._device)
-        self._packer.pack(partial(self._slot_tensor, adapter, uploads.copy), block.views(packed), self._device_turn)
-        with self._device_turn():  # the driver copies no memory of which parts were page-locked one by one
-            for target, source in zip(block.memory.split(CHUNK_BYTES), packed.split(CHUNK_BYTES), strict=True):
-                target.copy_(source, non_blocking=True)
-
-    @contextmanager
-    def _device_turn(self) -> Iterator[PinnedUploads]:
-        """Enqueue on a stream of its own, and wait for it, so that a step waits for one group of layers at most."""
-        with self._device_calls, torch.cuda.stream(self._stream):
-            uploads = self._uploads = self._uploads or PinnedUploads(self._device)
-            try:
-                yield uploads
-            finally:
-                torch.cuda.current_stream(self._device).synchronize()
-                uploads.reset()
+        self._packer.pack(lookup, block.tensors)
 
     def drop(self, number: int) -> None:
         """Free the block of an adapter that the registry has dropped."""

@@ -7,7 +7,6 @@ launches steps needs the GIL, so packing must acquire it rarely.
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,6 @@ from ...compiler.graph.materialize import materialize
 from ...compiler.graph.recipe import Recipe
 
 GROUP_ELEMENTS = 1 << 21  # 8 MiB in fp32: intermediate copies stay within the CPU's caches
-GPU_GROUP_ELEMENTS = 1 << 22  # on a GPU; a step is slower for a quarter of a millisecond at most
 PACKING_THREADS = 8
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -44,13 +42,9 @@ class Bundle:
 
 
 class Packer:
-    """Packs adapters. `recipes`: by stack, in the stacks' order; `shapes`: of one slot of each stack; `group_elements`:
-    of a stack that are packed together.
-    """
+    """Packs adapters. `recipes`: by stack, in the stacks' order; `shapes`: of one slot of each stack."""
 
-    def __init__(
-        self, recipes: Mapping[str, Recipe], shapes: Sequence[tuple[int, ...]], group_elements: int = GROUP_ELEMENTS
-    ) -> None:
+    def __init__(self, recipes: Mapping[str, Recipe], shapes: Sequence[tuple[int, ...]]) -> None:
         bundles: dict[frozenset[str], Bundle] = {}
         for stack, recipe in enumerate(recipes.values()):
             sources = recipe.sources()
@@ -58,26 +52,18 @@ class Packer:
         by_form: dict[tuple[Any, ...], list[Bundle]] = {}
         for bundle in bundles.values():
             by_form.setdefault((bundle.form, *(shapes[stack] for stack in bundle.stacks)), []).append(bundle)
-        self._groups = [group for equal in by_form.values() for group in _split(equal, shapes, group_elements)]
+        self._groups = [group for equal in by_form.values() for group in _split(equal, shapes)]
 
-    def pack(
-        self,
-        lookup: Callable[[str], torch.Tensor],
-        targets: Sequence[torch.Tensor],
-        turn: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    ) -> None:
-        """Fill `targets`, one slot of each stack; `lookup` returns the adapter's tensor of a module and side, on any
-        device. `turn()` is entered for each group of layers.
-        """
+    def pack(self, lookup: Callable[[str], torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        """Fill `targets`, one slot of each stack; `lookup` returns the adapter's tensor of a module and side."""
         for group in self._groups:
             first = group[0]
             find = partial(_stacked, lookup, None if first.separate else [bundle.names for bundle in group])
             memo: dict[Recipe, Any] = {}  # shared by values and scales
-            with turn():
-                for index, recipe in enumerate(first.recipes):
-                    slots = materialize(recipe, find, memo)
-                    for bundle, slot in zip(group, slots, strict=True):
-                        targets[bundle.stacks[index]].copy_(slot)
+            for index, recipe in enumerate(first.recipes):
+                slots = materialize(recipe, find, memo)
+                for bundle, slot in zip(group, slots, strict=True):
+                    targets[bundle.stacks[index]].copy_(slot)
 
 
 def limit_torch_threads() -> None:
@@ -101,10 +87,10 @@ def _stacked(
     return torch.stack([lookup(names[_LAYER.sub("#", name)]) for names in layers])
 
 
-def _split(bundles: list[Bundle], shapes: Sequence[tuple[int, ...]], group_elements: int) -> Iterator[list[Bundle]]:
-    """Split into groups of `group_elements`, or of one bundle."""
+def _split(bundles: list[Bundle], shapes: Sequence[tuple[int, ...]]) -> Iterator[list[Bundle]]:
+    """Split into groups of GROUP_ELEMENTS, or of one bundle."""
     size = max(torch.Size(shapes[stack]).numel() for stack in bundles[0].stacks)
-    count = 1 if bundles[0].separate else max(1, group_elements // max(1, size))
+    count = 1 if bundles[0].separate else max(1, GROUP_ELEMENTS // max(1, size))
     return (bundles[first : first + count] for first in range(0, len(bundles), count))
 
 

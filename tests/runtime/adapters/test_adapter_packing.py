@@ -2,16 +2,13 @@
 file holds.
 """
 
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Literal
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from sidestream import LLM
 from sidestream.compiler.api import compile_model
 from sidestream.compiler.graph.materialize import materialize
 from sidestream.compiler.graph.recipe import Recipe, cat, item, param, quantize, zeros
@@ -21,10 +18,7 @@ from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora_stacks import lora_shape_for, slot_tensor, slot_tensors
 from sidestream.graphs.model_directory import WEIGHTS
-from sidestream.runtime.adapters import pinned_uploads
-from sidestream.runtime.adapters.host_memory import Block
 from sidestream.runtime.adapters.packing import Packer
-from sidestream.tools.bench.random_model import TINY, write_model
 from support.tiny import AdapterSpec, tiny_adapters, tiny_llama
 
 
@@ -103,22 +97,3 @@ def test_contents_are_copied_hashed_and_checked(tmp_path: Path, dtype: torch.dty
         save_file({**stored, name: changed}, path / WEIGHTS)
         with pytest.raises(AdapterError, match="NaN, infinity or magnitudes"):
             load_adapter(path, config, 64)
-
-
-def test_the_way_through_a_device_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With this process's memory as the device and as page-locked memory, which is too small for some tensors."""
-    empty, stream = torch.empty, SimpleNamespace(synchronize=lambda: None)
-    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **given: empty(*sizes, **given))
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(pinned_uploads, "STAGING_BYTES", 1 << 15)
-    adapters = write_model(tmp_path, TINY, 2, 5)
-    sizes = {"max_model_len": 64, "max_num_seqs": 2, "load_format": "dummy", "precision": "int8", "device": "cpu"}
-    with LLM(TINY, adapters, show_progress=False, **sizes) as llm:
-        store = llm.model.runner.slot_loader.store
-        for number in llm.registry.numbers.values():
-            packed, block = Block(store._shapes), store.prepare(number)
-            packed.bytes.fill(0xFF)
-            store._pack_on_device(store._read(number), packed)
-            assert torch.equal(packed.memory, block.memory)
-            store.release(block)
