@@ -66,6 +66,8 @@ from .served_model import (
 from .settings import ServeSettings
 
 _log = logging.getLogger(__name__)
+MESSAGES_PER_TURN = 8
+"""Messages between two looks for ended loads: on a CPU the next plan is there as soon as a step has ended."""
 POLL_LOADS_MS = 1
 HOST_MEMORY_SECONDS = 0.1
 END_SECONDS = 1.5
@@ -116,7 +118,9 @@ class _Loop:
         try:
             while not self._device_lost.is_set():
                 arrived = dict(poller.poll(POLL_LOADS_MS if self._loads or self._copies else 500))
-                while (message := self._link.receive()) is not None:
+                for _ in range(MESSAGES_PER_TURN):
+                    if (message := self._link.receive()) is None:
+                        break
                     self._receive(message)
                 self._report_loads()
                 if self._copies:

@@ -23,6 +23,7 @@ from sidestream.runtime.server.gpu_link import (
     PagesCopied,
     Ready,
     Retire,
+    StartLoad,
 )
 from sidestream.runtime.server.gpu_process import run
 from sidestream.runtime.server.settings import ServeSettings
@@ -194,6 +195,52 @@ gpu_process.main()
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (3, "served 7\n"), ended.stderr
+
+
+class Loading(Forgetful):
+    """A runner whose steps take until the next plans are there, as on a CPU; a load ends at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.all_sent = threading.Event()
+
+    def start_load(self, slot, number):
+        self.done.append(("load", number))
+
+    def loaded(self):
+        self.done.append(("loaded", 0))
+        return []
+
+    def submit(self, plan):
+        assert self.all_sent.wait(GUARD)
+        return super().submit(plan)
+
+
+def test_ended_loads_are_noticed_between_plans_that_follow_each_other(tmp_path):
+    served, (channel, theirs) = Loading(), Channel.pair()
+    process = threading.Thread(target=lambda: run(theirs.detach(), lambda settings: served))
+    process.start()
+    channel.send({"settings": msgspec.to_builtins(ServeSettings(model="none", directory=str(tmp_path)))})
+    with zmq.Context() as context:
+        batcher, deadline = BatcherLink(context, tmp_path, 0), time.monotonic() + GUARD
+        batcher.send(StartLoad(0, 7))
+        for step in range(100):
+            batcher.submit(replace(plan(sampling(2)), step=step))
+        while ("load", 7) not in served.done and time.monotonic() < deadline:
+            batcher.flush()
+            time.sleep(0.002)
+        batcher.flush()
+        time.sleep(0.2)  # the plans are in the socket now
+        served.all_sent.set()
+        while ("submit", 99) not in served.done and time.monotonic() < deadline:
+            batcher.flush()
+            time.sleep(0.002)
+        channel.close()
+        process.join(GUARD)
+        batcher.close()
+        context.destroy(linger=0)
+    steps = served.done[served.done.index(("submit", 0)) : served.done.index(("submit", 99))]
+    assert steps.count(("loaded", 0)) > 5
 
 
 class Copying(Forgetful):
