@@ -78,12 +78,11 @@ def _kind(module: torch.nn.Module) -> Hashable:
 def _with_graph(captured: Captured, graph: fx.Graph, module: LayeredModel) -> Captured:
     inputs = pytree.tree_flatten(((), module.example_inputs()))[1]
     shared = {name: value for name, value in captured.constants.items() if layer_of_name(name) is None}
-    first = next(iter(captured.user_inputs))
-    names = [node.name for node in graph.nodes if node.op == "placeholder"]
+    names = [node.name for node in graph.nodes if node.op == "placeholder" and node.meta["kind"] == "input"]
     return Captured(
         _LazyGraphModule(captured.graph_module, graph),
         {**dict(module.named_buffers()), **shared},
-        names[names.index(first) :],
+        names,
         inputs,
         captured.out_spec,
     )
