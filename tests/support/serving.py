@@ -60,6 +60,11 @@ class Answer:
     error: Error | None = None
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens so far; a busy server sends several in one chunk."""
+        return sum(map(len, self.token_ids.values()))
+
+    @property
     def over(self) -> bool:
         return self.usage is not None or self.error is not None
 

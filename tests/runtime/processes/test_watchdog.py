@@ -180,7 +180,7 @@ def test_a_stopped_gpu_process_is_reported_killed_and_replaced(tmp_path):
     with serve_fake(tmp_path, silence_seconds=10.0) as server, server.connect() as wire:
         with server.held(beyond=20):
             wire.submit("a", LONG, prompt_token_ids=[1])
-            wire.until(lambda: len(wire.answers["a"].chunks) > 2)
+            wire.until(lambda: wire.answers["a"].num_tokens > 2)
             os.kill(server.child("fake_gpu"), signal.SIGSTOP)
         wire.until(lambda: server.health().status == "stalled", GUARD)
         error = wire.answer("a", GUARD).error
@@ -216,7 +216,7 @@ def test_only_the_request_with_which_a_step_hangs_is_lost(tmp_path):
         wire.submit("two", TWO, prompt_token_ids=[3])
         wire.submit("scored", Sampling(temperature=0.0, ignore_eos=True, max_tokens=400, prompt_logprobs=1),
                     prompt_token_ids=[6] * 40, stream=False)  # fmt: skip
-        wire.until(lambda: all(len(wire.answers[name].chunks) > 2 for name in ("streams", "two")))
+        wire.until(lambda: all(wire.answers[name].num_tokens > 2 for name in ("streams", "two")))
         wire.until(lambda: bool(wire.answers["scored"].chunks))
         wire.submit("waits", SHORT, prompt_token_ids=[4])
         wire.submit("gone", Sampling(temperature=0.0, ignore_eos=True, max_tokens=8000), prompt_token_ids=[5])
@@ -246,7 +246,7 @@ def test_after_a_pause_of_everything_no_process_is_killed(tmp_path):
         server.connect() as wire,
     ):
         wire.submit("a", LONG, prompt_token_ids=[1])
-        wire.until(lambda: len(wire.answers["a"].chunks) > 2)
+        wire.until(lambda: wire.answers["a"].num_tokens > 2)
         processes = [server.process.pid, server.child("server.batcher"), server.child("fake_gpu")]
         for process in processes:
             os.kill(process, signal.SIGSTOP)

@@ -203,7 +203,7 @@ def test_a_wrong_instance_ends_its_requests(server):
         long = Sampling(temperature=0.0, ignore_eos=True, max_tokens=450)
         with server.held(beyond=20):
             wire.submit("a", long, prompt_token_ids=[1])
-            wire.until(lambda: len(wire.answers["a"].chunks) > 2)
+            wire.until(lambda: wire.answers["a"].num_tokens > 2)
             wire.send(Beat(), b"x" * 16)
             wire.until(lambda: any(getattr(other, "code", "") == "wrong_instance" for other in wire.others))
         server.wait_for(lambda values: values["requests_open"] == 0 and values["pages_in_use"] == 0)

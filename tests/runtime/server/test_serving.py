@@ -173,7 +173,7 @@ def test_an_abort_ends_a_request_and_frees_its_pages(server, wire):
     with server.held(beyond=120):
         wire.submit("gone", sampling(max_tokens=400), prompt_token_ids=[1] * 100)
         wire.submit("stays", sampling(max_tokens=30), prompt_token_ids=[2])
-        wire.until(lambda: len(wire.answers["gone"].chunks) > 3)
+        wire.until(lambda: wire.answers["gone"].num_tokens > 3)
         wire.send(Abort(["gone", "unknown"]))
         wire.call(GetStats(1))  # what was sent before it has been read
     answer = wire.answer("gone")
@@ -247,7 +247,7 @@ def test_adapters_come_and_go(server, wire, tmp_path_factory):
     number = next(number for number in range(4, 30) if fresh == continuation([4], number, 8, VOCABULARY))
     assert wire.call(LoadAdapter(3, "fresh", str(directory / "newer"))).code == "adapter_in_use"
     wire.submit("old", sampling(max_tokens=200), prompt_token_ids=[4], adapter="fresh")
-    wire.until(lambda: len(wire.answers["old"].chunks) > 1)
+    wire.until(lambda: wire.answers["old"].num_tokens > 1)
     assert type(wire.call(LoadAdapter(4, "fresh", str(directory / "newer"), replace=True))).__name__ == "Done"
     wire.submit("young", prompt_token_ids=[4], adapter="fresh")
     assert wire.answer("young").token_ids[0] == continuation([4], number + 1, 8, VOCABULARY), (
@@ -265,7 +265,7 @@ def test_adapters_come_and_go(server, wire, tmp_path_factory):
     assert not any(str(directory) in problem.message for problem in problems)
     with server.held(beyond=20):
         wire.submit("open", sampling(max_tokens=400), prompt_token_ids=[4], adapter="fresh")
-        wire.until(lambda: len(wire.answers["open"].chunks) > 1)
+        wire.until(lambda: wire.answers["open"].num_tokens > 1)
         assert wire.call(UnloadAdapter(10, "fresh")).code == "adapter_in_use"
         wire.send(Abort(["open"]))
         wire.call(GetStats(12))
@@ -343,7 +343,7 @@ def test_sigterm_drains(tmp_path):
         with server.held(beyond=10):
             wire.submit("short", sampling(max_tokens=30), prompt_token_ids=[1])
             wire.submit("endless", sampling(max_tokens=400), prompt_token_ids=[2])
-            wire.until(lambda: len(wire.answers["endless"].chunks) > 2)
+            wire.until(lambda: wire.answers["endless"].num_tokens > 2)
             server.process.send_signal(signal.SIGTERM)
             wire.until(lambda: server.health().status == "draining")
             wire.submit("late", prompt_token_ids=[3])
@@ -413,7 +413,7 @@ def test_one_connections_long_streams_make_way_for_another(tmp_path):
     ):
         for index in range(6):
             greedy.submit(f"g{index}", sampling(max_tokens=8000), prompt_token_ids=[index])
-        greedy.until(lambda: len(greedy.answers["g0"].chunks) > 1)
+        greedy.until(lambda: greedy.answers["g0"].num_tokens > 1)
         other.submit("o", sampling(max_tokens=4), prompt_token_ids=[9])
         assert other.answer("o").token_ids[0] == continuation([9], -1, 4, VOCABULARY)
         while greedy.receive():

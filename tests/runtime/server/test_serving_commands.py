@@ -146,7 +146,7 @@ def test_processes_that_sleep_for_a_while_go_on(tmp_path, stopped):
             prompt_token_ids=[2],
             deadline_seconds=GUARD,
         )
-        wire.until(lambda: all(len(wire.answers[name].chunks) > 2 for name in "ab"))
+        wire.until(lambda: all(wire.answers[name].num_tokens > 2 for name in "ab"))
         child = server.child(stopped)
         os.kill(child, signal.SIGSTOP)
         time.sleep(1.5)

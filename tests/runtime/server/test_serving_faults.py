@@ -46,15 +46,18 @@ def test_a_killed_clients_pages_are_free_within_two_steps(server):
         with server.held(beyond=80):
             child = os.fork()
             if child == 0:  # a client of its own process, killed in mid-stream
-                context = zmq.Context()
-                client = Wire(server.address, context).hello()
-                for index in range(4):
-                    client.submit(f"r{index}", LONG, prompt_token_ids=[1] * 65)
-                client.until(lambda: all(len(answer.chunks) > 2 for answer in client.answers.values()))
-                os.write(writer, b"x")
-                while True:
-                    client.receive(1.0)
-            os.read(reader, 1)
+                try:
+                    client = Wire(server.address, zmq.Context()).hello()
+                    for index in range(4):
+                        client.submit(f"r{index}", LONG, prompt_token_ids=[1] * 65)
+                    client.until(lambda: all(answer.num_tokens > 2 for answer in client.answers.values()))
+                    os.write(writer, b"x")
+                    while True:
+                        client.receive(1.0)
+                finally:
+                    os._exit(1)
+            os.close(writer)
+            assert os.read(reader, 1), "the client has failed"
             wire.submit("other", LONG, prompt_token_ids=[5])
             wire.until(lambda: wire.answers["other"].accepted is not None)
             aborted = server.stats()["aborted_total"]
@@ -70,7 +73,7 @@ def test_the_pages_of_a_lost_connection_are_free_for_the_next_plan(server):
     with server.connect() as watcher:
         with server.held(beyond=120):
             wire.submit("r", LONG, prompt_token_ids=[1] * 100)
-            wire.until(lambda: len(wire.answers["r"].chunks) > 2)
+            wire.until(lambda: wire.answers["r"].num_tokens > 2)
             steps = server.stats()["steps_total"]
             wire.socket.close(0)
             server.wait_for(lambda stats: stats["requests_open"] == 0)
@@ -84,7 +87,7 @@ def test_a_poison_request_ends_alone(server):
         with server.held(beyond=20):
             for index in range(6):
                 wire.submit(f"good{index}", LONG, prompt_token_ids=[index])
-            wire.until(lambda: any(len(wire.answers[f"good{index}"].chunks) > 2 for index in range(6)))
+            wire.until(lambda: any(wire.answers[f"good{index}"].num_tokens > 2 for index in range(6)))
             wire.submit("poison", SHORT, prompt_token_ids=[1, 250, 250, 250, 1])
             wire.until(lambda: wire.answers["poison"].accepted is not None)
         error = wire.answer("poison").error
@@ -231,7 +234,7 @@ def test_the_death_of_the_gpu_process_is_told(tmp_path):
     ):
         with server.held(beyond=20):
             wire.submit("a", LONG, prompt_token_ids=[1])
-            wire.until(lambda: len(wire.answers["a"].chunks) > 2)
+            wire.until(lambda: wire.answers["a"].num_tokens > 2)
             other.submit("b", LONG, prompt_token_ids=[2], stream=False)
             other.until(lambda: other.answers["b"].accepted is not None)
             os.kill(server.child("fake_gpu"), signal.SIGKILL)
@@ -247,7 +250,7 @@ def test_the_engine_comes_back(tmp_path):
         former = wire.instance
         with server.held(beyond=20):
             wire.submit("a", LONG, prompt_token_ids=[1])
-            wire.until(lambda: len(wire.answers["a"].chunks) > 2)
+            wire.until(lambda: wire.answers["a"].num_tokens > 2)
             os.kill(server.child("fake_gpu"), signal.SIGKILL)
         error = wire.answer("a").error
         assert error.code == "engine_dead" and error.retry_after > 0

@@ -86,7 +86,7 @@ def test_requests_end_the_group_comes_back_and_clients_live_on(server: Served, f
         former, so_far = ranks_of(server.process.pid), len(server.log)
         for name in ("a", "b", "c"):
             wire.submit(name, LONG, prompt_token_ids=PROMPT)
-        wire.until(lambda: len(wire.answers["a"].chunks) > 2, GUARD)
+        wire.until(lambda: wire.answers["a"].num_tokens > 2, GUARD)
         for rank, number in signals:
             os.kill(former[rank], number)
         for name in ("a", "b", "c"):
