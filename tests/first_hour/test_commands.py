@@ -171,9 +171,9 @@ def test_the_demo_ends_with_where_the_command_is_and_three_things_to_try(
     said = next_steps("dump").strip().splitlines()
     assert said[0].startswith("The command is .venv/bin/sidestream.") and "dump/index.html" in said[0]
     calls = [each.strip().removeprefix(".venv/bin/sidestream ") for each in said if each.startswith("    .venv/bin/")]
-    assert [shlex.split(call)[0] for call in calls] == ["generate", "serve", "chat", "explain"]
+    assert [shlex.split(call)[0] for call in calls] == ["generate", "serve", "chat", "inspect"]
     for call in calls:
-        cli.build_parser().parse_args(cli.with_new_name(shlex.split(call)))
+        cli.build_parser().parse_args(shlex.split(call))
     assert len([each for each in said if each.endswith(":") and each.startswith("  ")]) == 3
 
 

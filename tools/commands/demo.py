@@ -118,7 +118,7 @@ def next_steps(dump: str) -> str:
     tries = (
         ("ask it something else", 'generate -p "What is the capital of Spain?" -a yoda'),
         ("serve it, and talk with it from another terminal", "serve", "chat -a pirate"),
-        ("see where a step of a large model spends its time", "explain --shape llama-3.1-8b"),
+        ("see where a step of a large model spends its time", "inspect explain --shape llama-3.1-8b"),
     )
     lines = [f"The command is {name}. Open {dump}/index.html in a browser, or try:"]
     for title, *calls in tries:
