@@ -4,11 +4,14 @@ The folder `calibrations` of the cache directory then has a calibration and roun
 their digests, under a key of the checkpoint's weights, the options and the sources. Deleting them is always safe.
 """
 
+import fcntl
 import gc
 import hashlib
 import json
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -73,8 +76,8 @@ def calibrate_at_first_start(source: ModelSource, options: LoadOptions) -> LoadO
         begin = time.perf_counter()
         doing = f"calibrating, once for this model, about {seconds:.0f} s (calibration='off' disables it)"
         try:
-            with stage(doing, show):
-                files = _calibrate(folder, key, source, options, tokenizer, keywords)
+            with stage(doing, show), _alone(folder):  # engines of one server must use the same calibration
+                files = _find(folder, key) or _calibrate(folder, key, source, options, tokenizer, keywords)
         except (OSError, RuntimeError, ValueError) as error:  # the model works without
             text = " ".join(str(error).split())[:200]
             print_line(f"not calibrated, and served without a calibration: {type(error).__name__}: {text}", show)
@@ -161,6 +164,18 @@ def _cache_key(directory: Path, config: LlamaConfig, keywords: Mapping[str, Any]
 def _file_names(key: str) -> tuple[str, str, str]:
     """Return the names of the calibration, the rounded weights and their digests."""
     return f"{key}.{FILE_NAME}", f"{key}.{file_name('int8')}", f"{key}.sums"
+
+
+@contextmanager
+def _alone(folder: CacheFolder) -> Iterator[None]:
+    """Wait until no other process calibrates. The kernel releases the lock of a process that ends. Raises OSError."""
+    folder.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle = os.open(folder.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _find(folder: CacheFolder, key: str) -> tuple[Path, Path] | None:

@@ -1,5 +1,8 @@
 """An engine that calibrates a model when it first starts: once, where it is soon done, and never unasked on a CPU."""
 
+import hashlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from sidestream.runtime.llm import LLM
 from sidestream.runtime.quantization.calibration import load_calibration
 from sidestream.runtime.quantization.rounded_weights import open_rounding
 from sidestream.runtime.worker.calibrate import first_start
+from sidestream.runtime.worker.model_loader import find_model
 from sidestream.tools.options.models import SHAPES
 from support.tiny import TinyBase, tiny_llama
 
@@ -60,6 +64,35 @@ def test_the_first_start_calibrates_and_the_next_one_finds_it(
 
     rounded.write_bytes(rounded.read_bytes()[:-1] + b"\x55")
     assert start(base) == used and "calibrated in" in capfd.readouterr().err
+
+
+def test_engines_that_start_together_use_one_calibration(
+    base: TinyBase, soon: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second engine waits for the first; the files of both would differ on GPUs."""
+    both, made = threading.Barrier(2), []
+
+    def calibrate(folder: CacheFolder, key: str, *given: Any) -> tuple[Path, Path]:
+        made.append(key)
+        names = first_start._file_names(key)
+        for name in names[:2]:
+            folder.keep(name, b"")
+        paths = folder.directory / names[0], folder.directory / names[1]
+        folder.keep(names[2], " ".join(hashlib.sha256(path.read_bytes()).hexdigest() for path in paths).encode())
+        return paths
+
+    def estimated(config: LlamaConfig) -> float:
+        both.wait(60)  # both have found nothing
+        return 1.0
+
+    monkeypatch.setattr(first_start, "_calibrate", calibrate)
+    monkeypatch.setattr(first_start, "estimate_seconds", estimated)
+    source, options = find_model(base.path, precision="int8", show_progress=False, **ENGINE)
+    with ThreadPoolExecutor(2) as threads:
+        found = [threads.submit(first_start.calibrate_at_first_start, source, options) for _ in range(2)]
+    engines = [each.result().engine for each in found]
+    assert len(made) == 1 and engines[0].calibration == engines[1].calibration
+    assert engines[0].rounded_weights == engines[1].rounded_weights
 
 
 def test_a_cached_file_that_cannot_be_read_is_made_again(tmp_path: Path) -> None:
