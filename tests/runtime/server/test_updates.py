@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import stat
 import struct
 import urllib.request
@@ -227,14 +228,20 @@ def test_two_updates_at_once(server, client, adapters):
     with server.connect() as wire:
         buffer = wire.call(OpenBuffer(1, len(data)))
         Path(buffer.path).write_bytes(data)
-        for call in (2, 3, 4):
-            wire.send(UpdateAdapter(call, "twice", buffer.token, len(data)))
-        wire.send(UnloadAdapter(5, "twice"))
-        wire.until(lambda: len(wire.others) == 4)
-        replies = {reply.call: reply for reply in wire.others}
+        gpu_process = server.child("gpu_process")
+        os.kill(gpu_process, signal.SIGSTOP)  # neither update can end before the refusals
+        try:
+            for call in (2, 3, 4):
+                wire.send(UpdateAdapter(call, "twice", buffer.token, len(data)))
+            wire.send(UnloadAdapter(5, "twice"))
+            wire.until(lambda: len(wire.others) == 2)
+            assert [(each.call, each.code) for each in wire.others] == [(4, "adapter_in_use"), (5, "adapter_in_use")]
+        finally:
+            os.kill(gpu_process, signal.SIGCONT)
         wire.others.clear()
-        assert [replies[call].version for call in (2, 3)] == [1, 2] and isinstance(replies[2], Updated)
-        assert [replies[call].code for call in (4, 5)] == ["adapter_in_use", "adapter_in_use"]
+        wire.until(lambda: len(wire.others) == 2)
+        assert [(type(each), each.call, each.version) for each in wire.others] == [(Updated, 2, 1), (Updated, 3, 2)]
+        wire.others.clear()
         assert isinstance(wire.call(UnloadAdapter(6, "twice")), Done)
 
 
