@@ -1,5 +1,6 @@
 """Load a model onto its device and execute step plans: tensors, CUDA graphs, sampling.
 
+model               a loaded model: its adapters, its runner, what its numbers depend on
 model_loader        load a model: adapters, compilation, memory plan, weights, programs
 weight_loader       load a program's weights from a checkpoint by compiler.graph.materialize, or make random ones
 memory_budget       memory demand of an engine, and the number of KV pages that fit

@@ -33,7 +33,7 @@ from ...quantization.model_statistics import calibrate
 from ...quantization.rounded_weights import checkpoint_digest
 from ...quantization.texts import CHARACTERS_A_TOKEN, documents, standard_text
 from ...text.tokenizer import Tokenizer, load_tokenizer
-from ..model_loader import ModelSource
+from ..model import ModelSource
 from ..progress import print_line, stage
 from .rounding import ROW_ELEMENTS, round_weights
 from .scorer import Document

@@ -30,7 +30,8 @@ from ...quantization.rounded_weights import (
     options_of,
     write_rounding,
 )
-from ..model_loader import Model, find_model, load_model
+from ..model import Model
+from ..model_loader import find_model, load_model
 from ..weight_loader import checkpoint_lookup, load_weights
 from .scorer import Chunk, Document, Scorer, plan, step_sizes
 

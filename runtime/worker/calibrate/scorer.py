@@ -13,7 +13,7 @@ from ....compiler.program.program import Bucket
 from ....compiler.run.bound_program import BoundProgram, OnStep
 from ....ops.core.kv_layout import PAGE_SIZE
 from ...scheduler.sequence import find_activation
-from ..model_loader import Model
+from ..model import Model
 
 LOGIT_ELEMENTS = 1 << 26  # of one step: 256 MiB in fp32
 MAX_TOKENS, MIN_TOKENS = 8192, 64

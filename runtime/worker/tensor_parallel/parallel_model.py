@@ -27,7 +27,8 @@ from ...quantization.rounded_weights import RoundingError
 from ...scheduler.step_codec import pack_masks, pack_plan
 from ...scheduler.step_plan import SLOT_DAMAGED, PageCopies, Runner, StepDrafts, StepMasks, StepPlan, StepResult
 from ..calibrate.first_start import calibrate_at_first_start
-from ..model_loader import Model, ModelSource, load_model
+from ..model import Model, ModelSource
+from ..model_loader import load_model
 from ..sleep import Sleeper, check_level, tags_of
 from .peer_messages import (
     AddAdapter,
