@@ -230,9 +230,10 @@ class SlotLoader:
         return True
 
     def forget_slots(self) -> None:
-        """Stop auditing the slots' present contents, before their memory is released."""
+        """Forget which adapters the slots hold, before their memory is released. No step and no copy may run."""
         with self.device_calls:
             self._copied.clear()
+        self._numbers.fill(-1)
 
     def before_step(self, slots: NDArray[np.int32]) -> None:
         """Make the device's current stream wait for copies into `slots` that were reported before their end."""

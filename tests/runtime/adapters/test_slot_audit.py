@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sidestream.runtime.adapters.host_memory import Block
@@ -107,6 +108,8 @@ def test_slots_without_a_block_or_memory_are_not_compared(llm: LLM) -> None:
     llm.sleep()
     assert not loader.audit(slot), "the memory of the slot is released"
     llm.wake_up()
+    with pytest.raises(RuntimeError, match="holds adapter -1"):  # a plan from before would read zeros
+        loader.check_slots(np.array([slot]), np.array([number]))
     assert answer(llm, "a")
     slot = slot_of(llm, "a")
     assert loader.audit(slot)
