@@ -15,9 +15,7 @@ staging             copy small arrays to the device in one transfer, and back
 step_handle         a submitted step's results on their way to the host
 sampler             logits -> tokens and log-probabilities
 sharded_sampler     the same for vocabularies split over tensor-parallel ranks
-token_history       tokens of running sequences on the device, and n-gram drafts from them
-trained_draft       compile and run a trained draft (EAGLE head)
-spec_decode_graphs  place, sample and accept drafts around a program, as CUDA graphs
+speculation/        drafts, and their acceptance around a program
 disk/               KV pages in files below host memory
 sleep               sleep mode: release a model's memory and restore it
 sleep_memory        memory that is restored at the same addresses

@@ -56,8 +56,8 @@ from .model_runner import ModelRunner
 from .program_processes import ProgramProcesses, number_of_processes
 from .progress import print_line, progress, stage
 from .sleep import Sleeper
-from .token_history import TokenHistory
-from .trained_draft import DraftModel
+from .speculation.token_history import TokenHistory
+from .speculation.trained_draft import DraftModel
 from .transfer.page_copier import PageCopier, stacked_specs, unstacked
 from .transfer.page_reader import PageReader
 from .transfer.page_writer import PageWriter

@@ -22,11 +22,11 @@ from .buckets import Buckets
 from .progress import progress, stage
 from .sampler import Sampler, edits_logits, needs_logprobs
 from .sharded_sampler import ShardedSampler
-from .spec_decode_graphs import SpecDecodeGraphs, extra_inputs
+from .speculation.spec_decode_graphs import SpecDecodeGraphs, extra_inputs
+from .speculation.token_history import TokenHistory
+from .speculation.trained_draft import BoundFirstPass
 from .step_handle import StepHandle
 from .step_inputs import StepInputs
-from .token_history import TokenHistory
-from .trained_draft import BoundFirstPass
 from .transfer.page_copier import PageCopier
 from .transfer.page_reader import PageReader
 

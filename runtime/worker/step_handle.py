@@ -7,7 +7,7 @@ import torch
 
 from ..scheduler.step_plan import Int32, StepDrafts, StepPlan, StepResult
 from .sampler import DeviceSamples
-from .spec_decode_graphs import VerifyResult
+from .speculation.spec_decode_graphs import VerifyResult
 from .staging import to_host
 
 

@@ -11,7 +11,7 @@ import torch
 from sidestream import LLM, RequestOutput, SamplingParams
 from sidestream.graphs.config import LlamaConfig
 from sidestream.runtime.scheduler.step_plan import FORMER_ANSWERS, OWN_TOKENS, TRAINED_DRAFT
-from sidestream.runtime.worker import spec_decode_graphs
+from sidestream.runtime.worker.speculation import spec_decode_graphs
 from support.eagle import eagle_head
 from support.tiny import TinyBase, tiny_llama
 

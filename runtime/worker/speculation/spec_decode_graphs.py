@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from ...compiler.program.program import Bucket
-from ...compiler.run.cuda_graph import capture
-from ...ops.elementwise.argmax import argmax
-from ..scheduler.step_plan import Int32, StepMasks, StepPlan
-from .sampler import PARAMETERS, draw
-from .step_inputs import ExtraInput, StepInputs
+from ....compiler.program.program import Bucket
+from ....compiler.run.cuda_graph import capture
+from ....ops.elementwise.argmax import argmax
+from ...scheduler.step_plan import Int32, StepMasks, StepPlan
+from ..sampler import PARAMETERS, draw
+from ..step_inputs import ExtraInput, StepInputs
 from .token_history import TokenHistory
 
 

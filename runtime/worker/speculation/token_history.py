@@ -8,15 +8,15 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import torch
 
-from ...compiler.program.program import Bucket
-from ...ops.spec_decode.accept_drafts import accept_drafts
-from ...ops.spec_decode.draft_from_answers import draft_recalled
-from ...ops.spec_decode.draft_ngram import draft_ngram
-from ...ops.spec_decode.place_drafts import place_drafts
-from ...ops.spec_decode.store_answers import keep_answers
-from ..scheduler.step_plan import FORMER_ANSWERS, OWN_TOKENS, RINGS, TRAINED_DRAFT, Int32, StepMasks, StepPlan
-from .staging import Staging
-from .step_inputs import ExtraInput
+from ....compiler.program.program import Bucket
+from ....ops.spec_decode.accept_drafts import accept_drafts
+from ....ops.spec_decode.draft_from_answers import draft_recalled
+from ....ops.spec_decode.draft_ngram import draft_ngram
+from ....ops.spec_decode.place_drafts import place_drafts
+from ....ops.spec_decode.store_answers import keep_answers
+from ...scheduler.step_plan import FORMER_ANSWERS, OWN_TOKENS, RINGS, TRAINED_DRAFT, Int32, StepMasks, StepPlan
+from ..staging import Staging
+from ..step_inputs import ExtraInput
 from .trained_draft import TrainedDraft
 
 DraftOp = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]

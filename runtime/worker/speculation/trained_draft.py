@@ -15,26 +15,26 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...compiler.api import CompiledModel, compile_model
-from ...compiler.graph.recipe import Recipe
-from ...compiler.options import CompileOptions, OptionError
-from ...compiler.pipeline import Pass
-from ...compiler.program.cache import ProgramCache
-from ...compiler.program.program import Bucket, Program
-from ...compiler.run.bound_program import BoundProgram
-from ...graphs.draft.config import EagleConfig
-from ...graphs.draft.eagle import EMBEDDING, MAPPING
-from ...graphs.draft.steps import ChainStep, FirstPass
-from ...graphs.draft.weights import read_eagle_tensors
-from ...graphs.lora import LoraShape
-from ...ops.core.kv_layout import PAGE_SIZE
-from ..api.checks import MAX_DRAFTS
-from ..scheduler.step_plan import StepPlan
-from .bound_programs import BoundPrograms
-from .buckets import Buckets
-from .memory_budget import MemoryDemand, Specs, kv_specs, nbytes, specs_of
-from .step_inputs import ExtraInput
-from .weight_loader import load_weights
+from ....compiler.api import CompiledModel, compile_model
+from ....compiler.graph.recipe import Recipe
+from ....compiler.options import CompileOptions, OptionError
+from ....compiler.pipeline import Pass
+from ....compiler.program.cache import ProgramCache
+from ....compiler.program.program import Bucket, Program
+from ....compiler.run.bound_program import BoundProgram
+from ....graphs.draft.config import EagleConfig
+from ....graphs.draft.eagle import EMBEDDING, MAPPING
+from ....graphs.draft.steps import ChainStep, FirstPass
+from ....graphs.draft.weights import read_eagle_tensors
+from ....graphs.lora import LoraShape
+from ....ops.core.kv_layout import PAGE_SIZE
+from ...api.checks import MAX_DRAFTS
+from ...scheduler.step_plan import StepPlan
+from ..bound_programs import BoundPrograms
+from ..buckets import Buckets
+from ..memory_budget import MemoryDemand, Specs, kv_specs, nbytes, specs_of
+from ..step_inputs import ExtraInput
+from ..weight_loader import load_weights
 
 PREFIX = "draft."
 """Prefix of the draft's weights, stacks and caches among the target's."""
