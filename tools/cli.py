@@ -74,7 +74,12 @@ NEAR = 0.8
 
 
 class Parser(ConfigParser):
-    """A parser that reports an error on one line, without the usage."""
+    """A parser that reports an error on one line, without the usage, and takes no shortened flags: a misspelled one
+    could be the beginning of another.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def format_help(self) -> str:
         """Return the help with the advanced group last."""

@@ -70,6 +70,19 @@ def test_an_old_name_works_and_names_the_new_one(
     assert cli.with_new_name(new) == new and not capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "suggested"),
+    [(["serve", "--max-model", "100"], "--max-model-len"), (["generate", "-p", "hi", "--n", "0"], None)],
+)
+def test_a_flag_is_not_taken_for_a_longer_one(
+    arguments: list[str], suggested: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--n 0` was read as --no-hadamard with the model 0."""
+    assert run_expecting_exit(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"unrecognized arguments: {arguments[-2]}" in line and (suggested is None or f"mean {suggested}?" in line)
+
+
 def test_help_is_quick_because_torch_is_not_imported() -> None:
     code = (
         "import sys; from sidestream.tools import cli; cli.build_parser(); print('torch' in sys.modules, "
