@@ -29,6 +29,7 @@ _STATUS = {
     "unknown_adapter": 404,
     "adapter_changed": 409,
     "adapter_error": 400,
+    "adapter_not_found": 400,
     "adapter_in_use": 409,
     "version_conflict": 409,
     "forbidden": 403,
