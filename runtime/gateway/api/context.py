@@ -25,7 +25,7 @@ from ...text.chat_files import DEFAULT, ChatTemplates
 from ...text.chat_renderer import ChatRenderer
 from ...text.reasoning import CLOSER, ReasoningParser, reasoning_start
 from ..intake.adapter_resolver import AdapterResolver
-from ..intake.body_decoder import BodyDecoder
+from ..intake.body_decoder import BodyDecoder, Shapes
 from ..intake.body_memory import BODY, BodyMemory, HeldBody
 from ..intake.fair_queue import FairQueue
 from ..interfaces import AdapterCard, Admission, Caller, Engines, GatewayError, ModelInfo, Observer
@@ -68,11 +68,11 @@ class Target:
 
 
 class GatewayContext:
-    """See the module. `numbers` makes names unique within this process."""
+    """See the module. `numbers` makes names unique within this process; `open_requests` counts sessions."""
 
     def __init__(self, engines: Engines, admission: Admission, observer: Observer, settings: GatewaySettings) -> None:
         self.engines, self.admission, self.observer, self.settings = engines, admission, observer, settings
-        self.numbers = itertools.count()
+        self.numbers, self.open_requests = itertools.count(), 0
         processes = min(MAX_TEMPLATE_PROCESSES, len(os.sched_getaffinity(0)))
         self._renderer = ChatRenderer(processes)
         self._renderings = FairQueue(processes, max(1, processes - 1))
@@ -90,7 +90,7 @@ class GatewayContext:
         self._renderer.close()
         self._decoder.close()
 
-    async def read_body(self, request: Request, shape: type[T]) -> T:
+    async def read_body(self, request: Request, shape: Shapes[T]) -> T:
         """Return the body decoded as `shape`. Its bytes count for the owner.
 
         A large body is decoded in the turn of its owner. Raises GatewayError, 404 for the model of a large body.
