@@ -67,6 +67,15 @@ def test_no_spelling_of_a_path_avoids_the_key(path: str, status: int) -> None:
     run(scene)
 
 
+def test_a_path_that_only_starts_like_the_prefix_is_without_it() -> None:
+    async def scene() -> None:
+        async with gateway(FakeEngines(), root_path="/ver") as http:
+            for path in ("/version", "/ver/version"):
+                assert (await http.get(path)).json().keys() == {"version"}
+
+    run(scene)
+
+
 def test_documents_errors_and_redirections_have_the_prefix() -> None:
     async def scene() -> None:
         for prefix in ("/llm", ""):
