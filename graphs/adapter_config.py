@@ -259,7 +259,7 @@ def _check_choices(fields: Mapping[str, Any]) -> None:
     init = fields.get("init_lora_weights", True)
     if isinstance(init, str) and init.startswith(_CHANGED_BASE):
         raise AdapterError(
-            f"{CONFIG}: init_lora_weights = {value_of(init, _INITS)} changed the base while training: convert the "
+            f"{CONFIG}: init_lora_weights={value_of(init, _INITS)} changed the base while training: convert the "
             "adapter to plain LoRA in its trainer (PiSSA, OLoRA and CorDA: save_pretrained with "
             "path_initial_model_for_weight_conversion), or merge it there, into the changed base"
         )

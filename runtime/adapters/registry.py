@@ -445,7 +445,7 @@ class AdapterRegistry:
     def _check_capacity(self, name: str, replace_name: bool) -> None:
         if name in self.numbers:
             if not replace_name:
-                raise RequestError(f"adapter {name!r} already exists; choose another name, or give replace=True")
+                raise RequestError(f"adapter {name!r} has already been loaded; use another name, or give replace=True")
         elif len(self.numbers) >= self.max_adapters:
             raise RequestError(
                 f"adapter {name!r} exceeds the maximum of {self.max_adapters} adapters; remove another first"

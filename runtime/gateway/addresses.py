@@ -7,6 +7,7 @@ from collections.abc import Iterable
 ALL = "*"
 _HOST_HEADER = re.compile(r"(\[[^\]]*\]|[^:]*)(:\d{0,5})?")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
+_PREFIX = re.compile(r"(/(?!\.{1,2}(/|$))[A-Za-z0-9._-]+)+")
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
@@ -69,6 +70,17 @@ def parse_networks(values: Iterable[str]) -> list[str]:
         if network.version == 4:
             networks.append(f"::ffff:{network.network_address}/{96 + network.prefixlen}")
     return networks
+
+
+def parse_root_path(value: str) -> str:
+    """Return the prefix of --root-path without a slash at its end; "" for none. Raises ValueError."""
+    prefix = value.rstrip("/")
+    if prefix and (_PREFIX.fullmatch(prefix) is None or f"{prefix}/".startswith("/v1/")):
+        raise ValueError(
+            f"--root-path: {value!r} is not the prefix of a proxy; give a path of letters, digits, '.', '_' and '-' "
+            "that is not below /v1, as in /llm"
+        )
+    return prefix
 
 
 def in_networks(host: str, networks: Iterable[Network]) -> bool:

@@ -13,7 +13,7 @@ from .api import chat, completions, health, models, pages, score, tokenize
 from .api.anthropic import messages
 from .api.context import GatewayContext
 from .api.responses import endpoint as responses
-from .api.vllm import batch, generative_scoring, render
+from .api.vllm import batch, generative_scoring, invocations, render
 from .auth.admission import KeyAdmission, NoAuth
 from .auth.key_store import KeyStore
 from .auth.usage_log import PayloadLog, UsageLog
@@ -29,7 +29,7 @@ from .router.adapter_folder import AdapterFolder
 from .router.router import Router
 from .settings import GatewaySettings
 
-_CHATS = (chat, batch, render, completions, responses, messages)
+_CHATS = (chat, batch, render, completions, invocations, responses, messages)
 _ENDPOINTS = (*_CHATS, score, generative_scoring, models, tokenize, health, pages)
 
 
@@ -55,7 +55,7 @@ def build_app(
             context.close()
 
     table = RouteTable([route for endpoint in _ENDPOINTS for route in endpoint.routes(context)], lifespan=lifespan)
-    return GatewayMiddleware(table, admission, observer, OriginPolicy(settings))
+    return GatewayMiddleware(table, admission, observer, OriginPolicy(settings), settings.root_path)
 
 
 async def _sample(observer: Observer, engines: Engines) -> None:

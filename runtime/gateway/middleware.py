@@ -5,6 +5,7 @@ import re
 import time
 import uuid
 
+from starlette.datastructures import URL, MutableHeaders
 from starlette.routing import Router
 from starlette.types import Message, Receive, Scope, Send
 
@@ -45,17 +46,44 @@ def _authorization(keys: dict[bytes, str]) -> str | None:
     return None if name is None else keys[name] if name == KEY_HEADERS[0] else f"Bearer {keys[name]}"
 
 
+def _path_below(root_path: str, path: str) -> str | None:
+    """Return a path without the prefix; None if it does not have it."""
+    rest = path.removeprefix(root_path)
+    return (rest or "/") if rest != path and rest[:1] in ("", "/") else None
+
+
+def _with_location_below(root_path: str, send: Send) -> Send:
+    """Return `send` that adds the prefix to a redirection, which the proxy may pass on as it is."""
+
+    async def send_below(message: Message) -> None:
+        if message["type"] == "http.response.start" and message["status"] == 307:
+            headers = MutableHeaders(raw=message["headers"])
+            url = URL(headers["location"])
+            headers["location"] = str(url.replace(path=root_path + url.path))
+        await send(message)
+
+    return send_below
+
+
 class GatewayMiddleware:
     """Wraps the routes. Sets `sidestream.request_id` and `sidestream.caller` in each request's scope."""
 
-    def __init__(self, router: Router, admission: Admission, observer: Observer, origins: OriginPolicy) -> None:
-        self.router = router
+    def __init__(
+        self, router: Router, admission: Admission, observer: Observer, origins: OriginPolicy, root_path: str = ""
+    ) -> None:
+        self.router, self._root_path = router, root_path
         self._admission, self._observer, self._origins = admission, observer, origins
         self._refusal_pace = RefusalPace()
         self._serve_with_cors = origins.with_cors(self._serve)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request. CORS answers preflights itself, so those to a foreign Host do not reach it."""
+        """Serve one request. CORS answers preflights itself, so those to a foreign Host do not reach it.
+
+        The prefix of a proxy is removed first and once, so that authentication and routes see the same path.
+        """
+        path = _path_below(self._root_path, scope["path"]) if self._root_path and scope["type"] == "http" else None
+        if path is not None:
+            scope["path"], send = path, _with_location_below(self._root_path, send)
         headers = dict(reversed(scope["headers"])) if scope["type"] == "http" else {}
         if b"origin" in headers and self._origins.allows_host(headers.get(b"host", b"").decode("latin-1")):
             await self._serve_with_cors(scope, receive, send)

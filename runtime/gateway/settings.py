@@ -31,6 +31,7 @@ class GatewaySettings(Struct, frozen=True, kw_only=True):
     allowed_hosts            allowed Host headers besides `host`, localhost and IP addresses ("*": all); None: no others
                              if `host` is a loopback address, otherwise all
     trusted_proxies          addresses and networks of proxies whose X-Forwarded-For names the client
+    root_path                prefix of a proxy, such as "/llm": paths are served with and without it; "": none
     max_body_bytes           larger bodies get status 413
     body_seconds             slower bodies get status 408
     max_connections          open connections of all clients
@@ -44,6 +45,7 @@ class GatewaySettings(Struct, frozen=True, kw_only=True):
     access_log               file of JSON lines, "-": standard output, None: no log
     reasoning_parser         how reasoning is separated from the content of answers, see `ReasoningFormat`
     force_usage              streams of completions and chats report the usage in each event, as if requested
+    per_request_metrics      answers of completions and chats have `metrics`
     tokens_as_ids            log-probabilities name tokens by their ids unless a request sets that itself
     store_responses          responses of /v1/responses that are kept in memory; 0: none
     metrics_compat           "vllm": export vLLM's metric names too
@@ -67,6 +69,7 @@ class GatewaySettings(Struct, frozen=True, kw_only=True):
     allowed_origins: list[str] | None = None
     allowed_hosts: list[str] | None = None
     trusted_proxies: list[str] = field(default_factory=list)
+    root_path: str = ""
     max_body_bytes: int = MAX_BODY_BYTES
     body_seconds: float = BODY_SECONDS
     max_connections: int = MAX_CONNECTIONS
@@ -79,6 +82,7 @@ class GatewaySettings(Struct, frozen=True, kw_only=True):
     access_log: str | None = None
     reasoning_parser: ReasoningFormat = "auto"
     force_usage: bool = False
+    per_request_metrics: bool = False
     tokens_as_ids: bool = False
     store_responses: int = 0
     metrics_compat: str | None = None

@@ -71,6 +71,7 @@ ErrorCode = Literal[
     "unknown_adapter",
     "adapter_changed",
     "adapter_error",
+    "adapter_not_found",
     "adapter_in_use",
     "version_conflict",
     "forbidden",

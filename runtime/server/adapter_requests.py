@@ -7,6 +7,7 @@ from typing import Literal
 
 from msgspec import structs
 
+from ...graphs.adapter_config import CONFIG
 from ..adapters.remote_adapter import is_remote, remote_address
 from ..api.adapter_sum import SUM_PATH, is_sum, sum_parts
 from ..api.errors import RequestError, some_of
@@ -156,7 +157,7 @@ class AdapterRequests:
                 "--max-lora-rank R",
             )
         if (adapter or name in self._state.named_sums) and not message.replace:
-            return "adapter_in_use", f"adapter {name!r} already exists; choose another name, or give replace=True"
+            return "adapter_in_use", f"adapter {name!r} has already been loaded; use another name, or give replace=True"
         if message.path.startswith(SUM_PATH):
             return self._sum_refusal(stepper, message)
         if not is_within(message.path, self._roots) and remote_address(message.path, self._roots) is None:
@@ -213,7 +214,7 @@ class AdapterRequests:
                 stepper.link.send(Retire(adapter.number))
                 problem = changed_files(message.name)
         if problem is not None:
-            self._connections.send_error(client, "adapter_error", problem, call=message.call)
+            self._connections.send_error(client, _load_error(message), problem, call=message.call)
         else:
             self._connections.send(client, Done(message.call, replaced))
 
@@ -266,6 +267,13 @@ def _info(stepper: Stepper, adapter: LoadedAdapter) -> AdapterInfo:
     chat, invocation = adapter.chat.digest, list(adapter.invocation)
     users = slots.users(number)
     return AdapterInfo(adapter.name, adapter.rank, adapter.content, where, users, waiting, chat, invocation)
+
+
+def _load_error(message: LoadAdapter | UnloadAdapter) -> ErrorCode:
+    """Return the code of a failed change. The path of a load is within the roots."""
+    if isinstance(message, UnloadAdapter) or is_remote(message.path):
+        return "adapter_error"
+    return "adapter_error" if os.path.isfile(os.path.join(message.path, CONFIG)) else "adapter_not_found"
 
 
 def _path_error(path: str) -> str:

@@ -208,8 +208,8 @@ def check_vocabulary(ids: list[int], vocabulary: int, where: str = "") -> None:
     low, high = min(ids), max(ids)
     if low < 0 or high >= vocabulary:
         raise RequestError(
-            f"{where}token id {low if low < 0 else high} is outside the model's vocabulary of {vocabulary}; is this "
-            "another model's tokenizer?"
+            f"{where}token id {low if low < 0 else high} is out of vocabulary: the model has {vocabulary} tokens; is "
+            "this another model's tokenizer?"
         )
 
 

@@ -199,7 +199,7 @@ def test_adapters_come_and_go(llm, base, adapters):
         base, adapters["first"], ids, 10
     )
     llm.remove_adapter("later")
-    with pytest.raises(RequestError, match="already exists"):
+    with pytest.raises(RequestError, match="already been loaded"):
         llm.add_adapter("first", adapters["third"])
     with pytest.raises(RequestError, match="letters, digits"):
         llm.add_adapter("a/b", adapters["third"])
@@ -256,8 +256,8 @@ def test_random_weights_without_a_directory():
     [
         ({"prompts": []}, None),
         ({"prompts": [[1], []]}, "prompt 1: the prompt is empty"),
-        ({"prompts": [1, 320]}, "token id 320 is outside the model's vocabulary of 320"),
-        ({"prompts": [[1], [5, -3]]}, "prompt 1: token id -3 is outside"),
+        ({"prompts": [1, 320]}, "token id 320 is out of vocabulary: the model has 320 tokens"),
+        ({"prompts": [[1], [5, -3]]}, "prompt 1: token id -3 is out of vocabulary"),
         ({"prompts": [1] * 256}, "max_model_len=256; shorten it or raise max_model_len"),
         ({"prompts": {"prompt": "a", "prompt_token_ids": [1]}}, "exactly one of the keys"),
         ({"prompts": {"text": "a"}}, "exactly one of the keys"),

@@ -54,6 +54,8 @@ def add_gateway_options(parser: argparse.ArgumentParser, keys_flags: list[str]) 
         metavar="ADDRESS",
         help="addresses or networks of proxies whose X-Forwarded-For names the client in logs (default: none)",
     )
+    about = "path of a proxy in front, such as /llm: paths are served with and without it (default: none)"
+    group.add_argument("--root-path", default="", metavar="PREFIX", help=about)
     group.add_argument(
         "--reasoning-parser",
         choices=get_args(ReasoningFormat),
@@ -65,6 +67,11 @@ def add_gateway_options(parser: argparse.ArgumentParser, keys_flags: list[str]) 
         "--enable-force-include-usage",
         action="store_true",
         help="report the usage in each event of streams of completions and chats, as if requested",
+    )
+    group.add_argument(
+        "--enable-per-request-metrics",
+        action="store_true",
+        help="completions and chats with one answer report the times of its queue, first token and tokens",
     )
     group.add_argument(
         "--return-tokens-as-token-ids",
@@ -137,7 +144,7 @@ def gateway_settings(options: argparse.Namespace) -> Any:
 
     Raises ValueError for contradictory options, and for access from other machines without keys.
     """
-    from ...runtime.gateway.addresses import parse_hosts, parse_networks
+    from ...runtime.gateway.addresses import parse_hosts, parse_networks, parse_root_path
     from ...runtime.gateway.auth.key_store import parse, read_bytes
     from ...runtime.gateway.metrics.tracing import check_endpoint
     from ...runtime.gateway.origin_policy import parse_origins
@@ -168,6 +175,7 @@ def gateway_settings(options: argparse.Namespace) -> Any:
         allowed_origins=None if options.allowed_origins is None else parse_origins(options.allowed_origins),
         allowed_hosts=None if options.allowed_hosts is None else parse_hosts(options.allowed_hosts),
         trusted_proxies=parse_networks(options.trusted_proxies),
+        root_path=parse_root_path(options.root_path),
         max_connections=options.max_connections,
         connections_per_client=options.connections_per_client,
         drain_seconds=options.drain_seconds,
@@ -178,6 +186,7 @@ def gateway_settings(options: argparse.Namespace) -> Any:
         access_log=options.access_log,
         reasoning_parser=options.reasoning_parser,
         force_usage=options.enable_force_include_usage,
+        per_request_metrics=options.enable_per_request_metrics,
         tokens_as_ids=options.return_tokens_as_token_ids,
         store_responses=options.store_responses,
         metrics_compat=options.metrics_compat,

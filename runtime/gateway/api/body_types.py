@@ -76,6 +76,25 @@ class Usage(Answer, frozen=True, kw_only=True):
     adapter_active: bool | UnsetType = UNSET
 
 
+class RequestMetrics(Answer, frozen=True, kw_only=True):
+    """Times of a request with one answer, as in vLLM with --enable-per-request-metrics.
+
+    time_to_first_token_ms  from the end of the queue to the first token
+    generation_time_ms      from the first token to the last; `mean_itl_ms`: its part per token after the first
+    tokens_per_second       tokens of the answer over the time from the end of the queue
+    """
+
+    time_to_first_token_ms: float
+    generation_time_ms: float
+    queue_time_ms: float
+    mean_itl_ms: float | UnsetType = UNSET
+    tokens_per_second: float | UnsetType = UNSET
+
+
+MetricsField = RequestMetrics | UnsetType
+"""With --enable-per-request-metrics, in the response to a request with one answer."""
+
+
 class StreamOptions(Body, frozen=True, kw_only=True):
     """`include_usage`: the last event reports the usage. `include_obfuscation` is ignored.
 

@@ -17,7 +17,7 @@ from ...api.structured_outputs import StructuredOutputsParams
 from ...protocol.messages import Chunk
 from ...text.reasoning import ReasoningParser, has_reasoning, template_variables
 from ..interfaces import GatewayError, ModelInfo
-from .body_types import Answer, Part, ReceiptField, Refused, TemplateText, TemplateVariables, Text, Usage
+from .body_types import Answer, MetricsField, Part, ReceiptField, Refused, TemplateText, TemplateVariables, Text, Usage
 from .completion_session import (
     CompletionResult,
     CompletionSession,
@@ -230,6 +230,7 @@ class ChatCompletion(Answer, frozen=True, kw_only=True):
     object: Literal["chat.completion"] = "chat.completion"
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
+    metrics: MetricsField = UNSET
     sidestream_receipt: ReceiptField = UNSET
 
 
@@ -440,7 +441,12 @@ def choices_of(
 async def chat_completions(context: GatewayContext, request: Request) -> Response:
     """Handle one request."""
     context.admission.count(caller_of(request), uses_tokens=True)
-    body = (await context.read_body(request, ChatRequest)).with_tokens_as_ids(context.settings.tokens_as_ids)
+    return await answer_chat(context, request, await context.read_body(request, ChatRequest))
+
+
+async def answer_chat(context: GatewayContext, request: Request, given: ChatRequest) -> Response:
+    """Answer a counted request."""
+    body = given.with_tokens_as_ids(context.settings.tokens_as_ids)
     chat = await open_chat(context, request, body)
     session, messages, prompt_ids = chat.session, chat.messages, chat.prompt_ids
     answer_id, created = new_id("chatcmpl"), int(time.time())
@@ -466,6 +472,7 @@ async def chat_completions(context: GatewayContext, request: Request) -> Respons
         if body.prompt_logprobs is None
         else prompt_logprobs(results[0].prompt_logprobs, body.prompt_logprobs),
         prompt_token_ids=prompt_ids,
+        metrics=session.counts.metrics,
         sidestream_receipt=session.counts.receipt,
         choices=choices,
     )

@@ -18,7 +18,7 @@ from ...text.reasoning import ReasoningParser
 from ...text.scoring import ScoreRequest
 from ..intake.body_memory import BODY
 from ..interfaces import KEY_HEADERS, AdmittedRequest, EngineRequest, GatewayError, Ticket, UsageRecord
-from .body_types import CompletionTokensDetails, PromptTokensDetails, ReceiptField, Usage
+from .body_types import CompletionTokensDetails, MetricsField, PromptTokensDetails, ReceiptField, RequestMetrics, Usage
 from .context import MODEL, GatewayContext, Target, caller_of, owner_tag, request_id_of
 from .errors import CLIENT_GONE, to_gateway_error
 from .request_body import while_connected
@@ -50,6 +50,7 @@ class TokenCounts:
     finished_prompts  prompts with complete answers
     reasoning         parsers of the answers' reasoning, which count its tokens
     receipts          prompt index -> receipt of its answer
+    reports_metrics   whether the response has `metrics`
     """
 
     by_prompt: dict[int, int] = field(default_factory=dict)
@@ -71,6 +72,7 @@ class TokenCounts:
     finished_prompts: int = 0
     reasoning: list[ReasoningParser] = field(default_factory=list)
     receipts: dict[int, dict[str, Any]] = field(default_factory=dict)
+    reports_metrics: bool = False
 
     @property
     def reasoning_tokens(self) -> int:
@@ -113,6 +115,21 @@ class TokenCounts:
         """The receipt of the answer, or the list of those of several prompts, if there are any."""
         receipts = [self.receipts[index] for index in sorted(self.receipts)]
         return UNSET if not receipts else receipts[0] if len(receipts) == 1 else receipts
+
+    @property
+    def metrics(self) -> MetricsField:
+        """The engine's times of the answer, if the response has them."""
+        if not self.reports_metrics:
+            return UNSET
+        queue, first, total = self.engine_queue_seconds, self.engine_first_token_seconds, self.engine_total_seconds
+        computing, generating, tokens = total - queue, total - first, self.output_tokens
+        return RequestMetrics(
+            time_to_first_token_ms=1000 * (first - queue),
+            generation_time_ms=1000 * generating,
+            queue_time_ms=1000 * queue,
+            mean_itl_ms=1000 * generating / (tokens - 1) if tokens > 1 else UNSET,
+            tokens_per_second=tokens / computing if computing > 0 else UNSET,
+        )
 
     def usage(self) -> Usage:
         """Return the counts as a response reports them."""
@@ -178,13 +195,15 @@ class CompletionSession:
         self._context, self._request, self._ticket, self._target = context, request, ticket, target
         self._owner = owner
         self._priority, self._deadline = priority, deadline
-        self.counts = TokenCounts()
+        is_single = len(request.prompts) * request.params.n == 1
+        self.counts = TokenCounts(reports_metrics=is_single and context.settings.per_request_metrics)
         self.headers = dict(ticket.headers)
         self.keepalive_seconds = context.settings.stream_keepalive_seconds
         self.constraint_field = "structured_outputs"  # the field of the body that sets a constraint
         self.scores_only = False  # drop generated tokens
         self._started = time.monotonic()
         self._recorded = False
+        context.open_requests += 1
         self._stream: ChunkStream | None = None
         self._last_arrivals = [self._started] * len(request.prompts)
 
@@ -317,6 +336,7 @@ class CompletionSession:
         if self._recorded:
             return
         self._recorded = True
+        self._context.open_requests -= 1
         request, counts, card = self._request, self.counts, self._target.adapter
         record = UsageRecord(
             time=request.started,

@@ -18,7 +18,7 @@ from ...api.checks import MAX_TOKENS
 from ...api.sampling_params import SamplingParams
 from ...protocol.messages import MAX_PROMPT_TOKENS, Chunk, TokenLogprob
 from ..interfaces import Engines, GatewayError, ModelInfo
-from .body_types import MAX_PROMPTS, Answer, ReceiptField, Text, TokenId, TokenIds, Usage
+from .body_types import MAX_PROMPTS, Answer, MetricsField, ReceiptField, Text, TokenId, TokenIds, Usage
 from .completion_session import CompletionResult, estimated_tokens, open_session, reserved_tokens
 from .context import GatewayContext, caller_of, json_response, new_id
 from .event_stream import ChunkEncoder, EventStream, TextChunkEncoder
@@ -117,6 +117,7 @@ class Completion(Answer, frozen=True, kw_only=True):
     choices: list[CompletionChoice]
     object: Literal["text_completion"] = "text_completion"
     usage: Usage | None = None
+    metrics: MetricsField = UNSET
     sidestream_receipt: ReceiptField = UNSET
 
 
@@ -223,7 +224,12 @@ def _without_space(token: TokenLogprob) -> TokenLogprob:
 async def completions(context: GatewayContext, request: Request) -> Response:
     """Handle one request."""
     context.admission.count(caller_of(request), uses_tokens=True)
-    body = (await context.read_body(request, CompletionRequest)).with_tokens_as_ids(context.settings.tokens_as_ids)
+    return await answer_completion(context, request, await context.read_body(request, CompletionRequest))
+
+
+async def answer_completion(context: GatewayContext, request: Request, given: CompletionRequest) -> Response:
+    """Answer a counted request."""
+    body = given.with_tokens_as_ids(context.settings.tokens_as_ids)
     target = await context.target(request, body.model, body.lora_path, body.lora_weights)
     params, prompts = body.sampling(target.model), body.prompts()
     stream, tokens, choices = bool(body.stream), sum(map(estimated_tokens, prompts)), params.n * len(prompts)
@@ -267,6 +273,7 @@ async def completions(context: GatewayContext, request: Request) -> Response:
         created=created,
         model=target.name,
         usage=session.counts.usage(),
+        metrics=session.counts.metrics,
         sidestream_receipt=session.counts.receipt,
         choices=[
             _choice(

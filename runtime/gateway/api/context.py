@@ -25,7 +25,7 @@ from ...text.chat_files import DEFAULT, ChatTemplates
 from ...text.chat_renderer import ChatRenderer
 from ...text.reasoning import CLOSER, ReasoningParser, reasoning_start
 from ..intake.adapter_resolver import AdapterResolver
-from ..intake.body_decoder import BodyDecoder
+from ..intake.body_decoder import BodyDecoder, Shapes
 from ..intake.body_memory import BODY, BodyMemory, HeldBody
 from ..intake.fair_queue import FairQueue
 from ..interfaces import AdapterCard, Admission, Caller, Engines, GatewayError, ModelInfo, Observer
@@ -39,6 +39,8 @@ MAX_CACHED_TEMPLATES = 256
 NO_TEMPLATE = (
     "the model has no chat template; use /v1/completions with a prompt, or start the server with --chat-template FILE"
 )
+_PROBED_ROLES = ("system", "user", "assistant", "system", "user")
+"""Chat templates with the system only at the start refuse such messages, or render them without the fourth text."""
 NAMES_SECONDS = 1.0
 MAX_TEMPLATE_PROCESSES = 4
 BODIES_PER_OWNER = 4
@@ -66,11 +68,11 @@ class Target:
 
 
 class GatewayContext:
-    """See the module. `numbers` makes names unique within this process."""
+    """See the module. `numbers` makes names unique within this process; `open_requests` counts sessions."""
 
     def __init__(self, engines: Engines, admission: Admission, observer: Observer, settings: GatewaySettings) -> None:
         self.engines, self.admission, self.observer, self.settings = engines, admission, observer, settings
-        self.numbers = itertools.count()
+        self.numbers, self.open_requests = itertools.count(), 0
         processes = min(MAX_TEMPLATE_PROCESSES, len(os.sched_getaffinity(0)))
         self._renderer = ChatRenderer(processes)
         self._renderings = FairQueue(processes, max(1, processes - 1))
@@ -80,6 +82,7 @@ class GatewayContext:
         self._resolver = AdapterResolver(settings.resolve_roots, engines)
         self._names: tuple[float, list[str]] | None = None
         self._templates: OrderedDict[tuple[str, str], ChatTemplates] = OrderedDict()
+        self._accepts_inline_system: OrderedDict[str, bool] = OrderedDict()  # by the text of a chat template
         self._closer: list[int] | None = None  # tokens of </think>
 
     def close(self) -> None:
@@ -87,7 +90,7 @@ class GatewayContext:
         self._renderer.close()
         self._decoder.close()
 
-    async def read_body(self, request: Request, shape: type[T]) -> T:
+    async def read_body(self, request: Request, shape: Shapes[T]) -> T:
         """Return the body decoded as `shape`. Its bytes count for the owner.
 
         A large body is decoded in the turn of its owner. Raises GatewayError, 404 for the model of a large body.
@@ -186,6 +189,27 @@ class GatewayContext:
                 self._templates.popitem(last=False)
         self._templates.move_to_end(key)
         return self._templates[key].over(base)
+
+    async def accepts_inline_system(self, request: Request, templates: ChatTemplates, has_tools: bool) -> bool:
+        """Return whether the chat template renders messages of the system after the first message.
+
+        Raises ClientDisconnect like `chat_prompt`.
+        """
+        if not templates.templates:
+            return False
+        with errors_as_400("messages"):
+            source = templates.select(None, has_tools)
+        known = self._accepts_inline_system
+        if source not in known:
+            probe = [{"role": role, "content": f"text-{index}"} for index, role in enumerate(_PROBED_ROLES)]
+            try:
+                prompt = await self.chat_prompt(request, ChatTemplates({DEFAULT: source}, templates.tokens), probe)
+                known[source] = "text-3" in prompt or "text-0" not in prompt
+            except GatewayError:
+                known[source] = False
+            if len(known) > MAX_CACHED_TEMPLATES:
+                known.popitem(last=False)
+        return known[source]
 
     async def chat_prompt(
         self,

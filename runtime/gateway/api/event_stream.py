@@ -195,10 +195,11 @@ class ChunkEncoder:
         return self._head + b"[" + encode(choice) + b"]" + ids + self._tail
 
     def format_end(self, counts: TokenCounts) -> list[bytes]:
-        """Return the last events: the usage if it was requested, and [DONE]."""
+        """Return the last events: the usage if it was requested, with the metrics, and [DONE]."""
         if not self._include_usage:
             return [DONE]
-        return [self._head + b'[],"usage":' + encode(counts.usage()) + b"}\n\n", DONE]
+        end = {"usage": counts.usage()} | ({"metrics": counts.metrics} if counts.reports_metrics else {})
+        return [self._head + b"[]," + encode(end)[1:] + b"\n\n", DONE]
 
     def format_error(self, problem: GatewayError) -> bytes:
         """Return the event that ends a stream after an error."""

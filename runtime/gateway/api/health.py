@@ -1,4 +1,4 @@
-"""/health, /ready, /ping, /version, /metrics, /console/history.
+"""/health, /ready, /ping, /version, /metrics, /load, /console/history.
 
 For trainers, as in vLLM: /pause, /resume, /is_paused, /get_world_size, /server_info.
 """
@@ -34,6 +34,12 @@ class Version(Answer, frozen=True, kw_only=True):
     """This package's release."""
 
     version: str
+
+
+class Load(Answer, frozen=True, kw_only=True):
+    """Number of requests that this gateway is answering, as in vLLM with --enable-server-load-tracking."""
+
+    server_load: int
 
 
 class PauseChanged(Answer, frozen=True, kw_only=True):
@@ -120,6 +126,12 @@ async def metrics(context: GatewayContext, request: Request) -> Response:
     _metrics_only(request)
     content_type, body = await context.observer.metrics(context.engines)
     return Response(body, headers={"Content-Type": content_type})
+
+
+async def load(context: GatewayContext, request: Request) -> Response:
+    """Return the number of open requests. Raises GatewayError 403 like /metrics."""
+    _metrics_only(request)
+    return json_response(Load(server_load=context.open_requests))
 
 
 async def history(context: GatewayContext, request: Request) -> Response:
@@ -218,6 +230,7 @@ def routes(context: GatewayContext) -> list[Route]:
         Route("/version", version, methods=["GET"]),
         Route("/console/history", functools.partial(history, context), methods=["GET"]),
         Route("/metrics", functools.partial(metrics, context), methods=["GET"]),
+        Route("/load", functools.partial(load, context), methods=["GET"]),
         Route("/pause", functools.partial(pause, context), methods=["POST"]),
         Route("/resume", functools.partial(resume, context), methods=["POST"]),
         Route("/is_paused", functools.partial(is_paused, context), methods=["GET"]),

@@ -1,8 +1,12 @@
-"""/v1/models; loading and unloading of adapters at vLLM's paths and at SGLang's: bodies and handlers."""
+"""/v1/models; loading and unloading of adapters at vLLM's paths and at SGLang's: bodies and handlers.
+
+vLLM's paths have vLLM's statuses. A path outside the roots for adapters gets 403 whether it exists or not.
+"""
 
 import functools
 import re
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Annotated, Literal
 
@@ -24,6 +28,12 @@ from .event_stream import encode
 from .request_body import read_body
 
 Change = Callable[[GatewayContext, Request], Awaitable[str]]
+_VLLM_STATUSES = {
+    "adapter_not_found": (404, "NotFoundError"),
+    "model_not_found": (404, "NotFoundError"),
+    "adapter_error": (500, "InternalServerError"),
+}
+"""Code of an error -> vLLM's status and type."""
 ANTHROPIC_VERSION = "anthropic-version"
 """Header of Anthropic's clients."""
 
@@ -145,14 +155,26 @@ async def get_model(context: GatewayContext, request: Request) -> Response:
 
 async def load_adapter(context: GatewayContext, request: Request) -> Response:
     """Load an adapter from a directory on the engines' machines."""
-    name = await _load(context, request)
+    name = await _with_vllm_statuses(_load, context, request)
     return Response(f"Success: LoRA adapter '{name}' added successfully.", media_type="text/plain")
 
 
 async def unload_adapter(context: GatewayContext, request: Request) -> Response:
     """Unload an adapter."""
-    name = await _unload(context, request)
+    name = await _with_vllm_statuses(_unload, context, request)
     return Response(f"Success: LoRA adapter '{name}' removed successfully.", media_type="text/plain")
+
+
+async def _with_vllm_statuses(change: Change, context: GatewayContext, request: Request) -> str:
+    """Load or unload an adapter. Raises GatewayError with the status and type that vLLM has for the same error."""
+    try:
+        return await change(context, request)
+    except (GatewayError, ServerError) as problem:
+        error = to_gateway_error(problem)
+        is_name_taken = error.status == 409 and error.param == "lora_name"
+        other = (400, "InvalidUserInput") if is_name_taken else (error.status, error.kind)
+        status, kind = _VLLM_STATUSES.get(error.code or "", other)
+        raise replace(error, status=status, kind=kind) from None
 
 
 async def _load(context: GatewayContext, request: Request) -> str:
@@ -172,7 +194,13 @@ async def _load(context: GatewayContext, request: Request) -> str:
         raise GatewayError(400, "give exactly one of lora_path and lora_sum", param="lora_path")
     elif path.startswith(SUM_PATH):
         raise GatewayError(400, "lora_path is a directory; give the weights of a sum in lora_sum", param="lora_path")
-    await context.engines.load_adapter(body.lora_name, path, bool(body.load_inplace))
+    try:
+        await context.engines.load_adapter(body.lora_name, path, bool(body.load_inplace))
+    except ServerError as problem:
+        is_taken = problem.code == "adapter_in_use" and not body.load_inplace
+        if is_taken and await context.engines.adapter(body.lora_name) is not None:
+            raise replace(to_gateway_error(problem), param="lora_name") from None
+        raise
     return body.lora_name
 
 

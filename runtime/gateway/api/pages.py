@@ -1,9 +1,9 @@
 """/openapi.json, generated from the structs of the bodies; /docs, the same as a page; / (the console)."""
 
 import base64
+import functools
 import hashlib
 import re
-from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from .chat import ChatChunk, ChatCompletion, ChatRequest
 from .completions import Completion, CompletionRequest
 from .context import GatewayContext
 from .errors import AnthropicErrorBody, ErrorBody
-from .health import PauseChanged, Paused, ServerInfo, Status, Version, WorldSize
+from .health import Load, PauseChanged, Paused, ServerInfo, Status, Version, WorldSize
 from .models import AdaptersChanged, AdapterUpdated, LoadAdapter, ModelCard, ModelList, UnloadAdapter
 from .responses.output import Response as ModelResponse
 from .responses.output import ResponseEvent
@@ -85,7 +85,7 @@ _HEADERS = {
 }
 
 
-@cache
+@functools.cache
 def console_page() -> tuple[bytes, dict[str, str]]:
     """Return the page in UTF-8, and headers that allow only its own script and style and forbid all loads."""
     style, script = ("\n".join(map(read_file, names)) for names in (STYLES, SCRIPTS))
@@ -145,6 +145,7 @@ ENDPOINTS = (
     Endpoint("post", "/v1/responses/render", "The tokens of its prompt", ResponseRequest, RenderedPrompt),
     Endpoint("post", "/v1/messages/render", "The tokens of its prompt", MessagesRequest, RenderedPrompt),
     Endpoint("post", "/v1/completions", "Continue prompts", CompletionRequest, Completion, Completion),
+    Endpoint("post", "/invocations", "A chat or a completion", ChatRequest, ChatCompletion, ChatChunk),
     Endpoint("post", "/v1/score", "Log-probabilities of sampled tokens", ScoreBody, Scores),
     Endpoint("post", "/generative_scoring", "Probability of a label", GenerativeScoringBody, ItemScores),
     Endpoint("post", "/v1/responses", "Answer a conversation", ResponseRequest, ModelResponse, ResponseEvent),
@@ -180,6 +181,7 @@ ENDPOINTS = (
     Endpoint("post", "/ping", "The same", open=True, text="text/plain"),
     Endpoint("get", "/version", "The release", None, Version),
     Endpoint("get", "/metrics", "Counters and gauges for Prometheus", text="text/plain"),
+    Endpoint("get", "/load", "Number of open requests", None, Load),
     Endpoint("get", "/console/history", "Metrics of the last day, for the console", None, HistoryReport),
     Endpoint("get", "/docs", "This document as a page", open=True, text="text/html"),
     Endpoint("get", "/openapi.json", "This document", open=True),
@@ -187,8 +189,8 @@ ENDPOINTS = (
 )
 
 
-def openapi_document(version: str) -> dict[str, Any]:
-    """Return the document for a release."""
+def openapi_document(version: str, root_path: str = "") -> dict[str, Any]:
+    """Return the document for a release. `root_path`: see `GatewaySettings`."""
     types = {
         kind
         for each in ENDPOINTS
@@ -204,6 +206,7 @@ def openapi_document(version: str) -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "Sidestream", "version": version, "description": "LoRA fine-tunes of one base model."},
+        "servers": [{"url": root_path or "/"}],
         "paths": paths,
         "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
     }
@@ -247,9 +250,9 @@ def _operation(each: Endpoint, refs: dict[type, Any]) -> dict[str, Any]:
     return operation
 
 
-async def document(request: Request) -> Response:
+async def document(context: GatewayContext, request: Request) -> Response:
     """Return the OpenAPI document."""
-    return Response(_document(), media_type="application/json")
+    return Response(_document(context.settings.root_path), media_type="application/json")
 
 
 async def page(request: Request) -> Response:
@@ -263,12 +266,12 @@ async def console(request: Request) -> Response:
     return Response(page, media_type="text/html", headers=headers)
 
 
-@cache
-def _document() -> bytes:
-    return msgspec.json.encode(openapi_document(__version__))
+@functools.cache
+def _document(root_path: str) -> bytes:
+    return msgspec.json.encode(openapi_document(__version__, root_path))
 
 
-@cache
+@functools.cache
 def _page() -> str:
     components = openapi_document(__version__)["components"]["schemas"]
     fields = {
@@ -308,6 +311,6 @@ def routes(context: GatewayContext) -> list[Route]:
     """Return the routes of the pages."""
     return [
         Route("/", console, methods=["GET"]),
-        Route("/openapi.json", document, methods=["GET"]),
+        Route("/openapi.json", functools.partial(document, context), methods=["GET"]),
         Route("/docs", page, methods=["GET"]),
     ]

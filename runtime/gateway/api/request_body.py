@@ -8,7 +8,7 @@ from typing import TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
-from ..intake.body_decoder import LARGE_BODY_BYTES, decode
+from ..intake.body_decoder import LARGE_BODY_BYTES, Shapes, decode
 from ..intake.body_memory import HeldBody
 from ..interfaces import GatewayError
 from ..settings import GatewaySettings
@@ -26,12 +26,12 @@ _GZIP = 31
 
 async def read_body(
     request: Request,
-    shape: type[T],
+    shape: Shapes[T],
     settings: GatewaySettings,
     held: HeldBody | None = None,
     decode_large: Callable[[bytes], Awaitable[T]] | None = None,
 ) -> T:
-    """Return the body decoded as the struct type `shape`. `held` counts its bytes.
+    """Return the body decoded as a struct type of `shape`. `held` counts its bytes.
 
     decode_large   decodes bodies above LARGE_BODY_BYTES; None: they are decoded here
 

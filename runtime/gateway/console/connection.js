@@ -15,7 +15,8 @@ class ApiError extends Error {
 // Returns a response of the API. Errors are thrown with the gateway's message.
 async function call(path, body, signal) {
   const headers = { ...(key() ? { Authorization: `Bearer ${key()}` } : {}), ...(body ? { "Content-Type": "application/json" } : {}) };
-  const answer = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal, cache: "no-store", credentials: "omit" });
+  const below = location.pathname.replace(/\/$/, ""); // with --root-path the page is at the prefix of a proxy
+  const answer = await fetch(below + path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal, cache: "no-store", credentials: "omit" });
   if (answer.ok || path === "/health") return answer;
   let message = `${answer.status} ${answer.statusText}`;
   try { message = (await answer.json()).error.message || message; } catch { /* not a JSON error of the gateway */ }

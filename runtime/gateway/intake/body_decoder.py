@@ -5,8 +5,10 @@ decodes a large body first, so that a malformed one costs no time here. Lists of
 """
 
 import asyncio
+import contextlib
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -17,6 +19,8 @@ from ..interfaces import GatewayError
 from .body_errors import malformed
 
 T = TypeVar("T")
+Shapes = type[T] | Mapping[str, type[T]]
+"""Struct type of a body; or several, each by a field that only its bodies have."""
 LARGE_BODY_BYTES = 512 << 10
 DECODE_SECONDS = 20.0
 SEPARATOR = b"\x01"
@@ -30,17 +34,33 @@ _ids_decoder = msgspec.json.Decoder(list[int])
 class BodyHead(msgspec.Struct, omit_defaults=True):
     """First part of the child's answer.
 
+    field    key of the body's type in `Shapes`
     model    field of the body
     error    status, message and field of the error, if it cannot be decoded
     """
 
+    field: str = ""
     model: str | None = None
     error: tuple[int, str, str | None] | None = None
 
 
-def decode(data: bytes, shape: type[T]) -> T:
-    """Return a body as the struct type `shape`. Raises GatewayError 400."""
-    return decode_with_source(data, shape)[0]
+def decode(data: bytes, shapes: Shapes[T]) -> T:
+    """Return a decoded body. Raises GatewayError 400."""
+    return decode_with_source(data, by_field(shapes)[field_in(data, shapes)])[0]
+
+
+def by_field(shapes: Shapes[T]) -> Mapping[str, type[T]]:
+    """Return the types by field; the field of a single type is ""."""
+    return shapes if isinstance(shapes, Mapping) else {"": shapes}
+
+
+def field_in(data: bytes, shapes: Shapes[T]) -> str:
+    """Return the first field of `shapes` that a body has, else the first one: decoding then reports the error."""
+    fields, given = [*by_field(shapes)], dict[str, msgspec.Raw]()
+    if len(fields) > 1:
+        with contextlib.suppress(ValueError, RecursionError):
+            given = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    return next((field for field in fields if field in given), fields[0])
 
 
 def decode_with_source(data: bytes, shape: type[T]) -> tuple[T, bytes]:
@@ -106,9 +126,11 @@ class BodyDecoder:
         command = [sys.executable, "-P", "-m", f"{__package__}.body_worker"]
         self._child = HelperProcess(command, 2 * max_body_bytes + (1 << 20))
 
-    def check(self, data: bytes, shape: type[T]) -> ValidBody[T]:
+    def check(self, data: bytes, shapes: Shapes[T]) -> ValidBody[T]:
         """Decode a body in the child process. Raises GatewayError."""
-        name = f"{shape.__module__}:{shape.__qualname__} ".encode()
+        types = by_field(shapes)
+        names = (f"{field}={shape.__module__}:{shape.__qualname__}" for field, shape in types.items())
+        name = ",".join(names).encode() + b" "
         # a line cannot contain newlines; in JSON they are white space
         try:
             answer = self._child.ask(name + data.replace(b"\n", b" ") + b"\n", DECODE_SECONDS)
@@ -129,7 +151,7 @@ class BodyDecoder:
         if head.error is not None:
             status, message, param = head.error
             raise GatewayError(status, message, param=param)
-        return ValidBody(head.model, shape, parts[0] if parts else data, parts[1:])
+        return ValidBody(head.model, types[head.field], parts[0] if parts else data, parts[1:])
 
     def close(self) -> None:
         """End the child process."""

@@ -1,12 +1,13 @@
 """Body worker: decodes large request bodies in a child process of the gateway.
 
-Protocol: {} when ready, then lines `MODULE:STRUCT BODY` in, and lines of parts out, divided by SEPARATOR: a BodyHead,
-and for a body whose prompt is a list of lists of token ids the body without it, and each list. A body with integers
-that are written as decimal numbers comes back rewritten.
+Protocol: {} when ready, then lines `FIELD=MODULE:STRUCT,... BODY` in (see `Shapes`), and lines of parts out, divided by
+SEPARATOR: a BodyHead, and for a body whose prompt is a list of lists of token ids the body without it, and each list. A
+body with integers that are written as decimal numbers comes back rewritten.
 """
 
 import functools
 import importlib
+import re
 import resource
 import sys
 from typing import Any
@@ -14,30 +15,35 @@ from typing import Any
 import msgspec
 
 from ..interfaces import GatewayError
-from .body_decoder import SEPARATOR, BodyHead, decode_with_source
+from .body_decoder import SEPARATOR, BodyHead, decode_with_source, field_in
 
 MEMORY_BYTES = 4 << 30
 
 
 @functools.cache
-def _shape(name: str) -> type[Any]:
-    module, _, struct = name.partition(":")
-    shape: type[Any] = getattr(importlib.import_module(module), struct)
-    return shape
+def _shapes(names: str) -> dict[str, type[Any]]:
+    """Return the types by field."""
+    shapes: dict[str, type[Any]] = {}
+    for each in names.split(","):
+        field, module, struct = re.split("[=:]", each)
+        shapes[field] = getattr(importlib.import_module(module), struct)
+    return shapes
 
 
 def answer(line: bytes) -> bytes:
     """Return the answer to one line."""
-    name, _, data = line.partition(b" ")
+    names, _, data = line.partition(b" ")
     encode = msgspec.json.encode
     try:
-        body, source = decode_with_source(data, _shape(name.decode()))
+        shapes = _shapes(names.decode())
+        field = field_in(data, shapes)
+        body, source = decode_with_source(data, shapes[field])
     except GatewayError as error:
         return encode(BodyHead(error=(error.status, error.message, error.param)))
     except MemoryError:
         text = f"the body needs more than {MEMORY_BYTES >> 20} MiB of memory; send less in one request"
         return encode(BodyHead(error=(413, text, None)))
-    head, prompt = encode(BodyHead(getattr(body, "model", None))), getattr(body, "prompt", None)
+    head, prompt = encode(BodyHead(field, getattr(body, "model", None))), getattr(body, "prompt", None)
     if isinstance(prompt, list) and all(isinstance(each, list) for each in prompt):
         rest = msgspec.structs.replace(body, prompt=[0])
         return SEPARATOR.join([head, encode(rest), *map(encode, prompt)])

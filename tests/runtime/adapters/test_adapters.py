@@ -210,7 +210,7 @@ def test_roots_names_and_counts(config, paths, tmp_path):
     registry.add("second", root / "inside")
     with pytest.raises(RequestError, match="maximum of 2 adapters"):
         registry.add("third", root / "inside")
-    with pytest.raises(RequestError, match="already exists"):
+    with pytest.raises(RequestError, match="already been loaded"):
         registry.add("second", root / "inside")
     with pytest.raises(RequestError, match="max_lora_rank"):
         registry.lora = LoraShape(2, 16, ("q_proj", "k_proj", "v_proj"))

@@ -169,7 +169,7 @@ def test_what_cannot_be_summed_is_refused(refusing: Server, fields: dict[str, An
         ("b", "sum:a0*nan", "invalid_request", "is not a sum of adapters"),
         ("b", "sum:a0*0.5+z*0.5", "unknown_adapter", "adapter 'z' is not known"),
         ("b", "sum:mix*0.5", "invalid_request", "adapter 'mix' is a sum"),
-        ("a0", "sum:a0*0.5", "adapter_in_use", "already exists"),
+        ("a0", "sum:a0*0.5", "adapter_in_use", "already been loaded"),
         ("b", "sum:a0*1.5+a1*0.5+a2*0.5", "adapter_error", "rank 24 .*--max-lora-rank 24"),
     ],
 )

@@ -184,7 +184,7 @@ def test_an_abort_ends_a_request_and_frees_its_pages(server, wire):
 
 @pytest.mark.parametrize(("fields", "options", "code", "words"), [
     ({"prompt_token_ids": [1], "adapter": "nobody"}, {}, "unknown_adapter", "nobody"),
-    ({"prompt_token_ids": [251]}, {}, "invalid_request", "vocabulary of 251"),
+    ({"prompt_token_ids": [251]}, {}, "invalid_request", "out of vocabulary: the model has 251 tokens"),
     ({"prompt_token_ids": []}, {}, "invalid_request", "empty"),
     ({"prompt_token_ids": [1], "prompt": "x"}, {}, "invalid_request", "exactly one"),
     ({}, {}, "invalid_request", "exactly one"),
@@ -261,7 +261,7 @@ def test_adapters_come_and_go(server, wire, tmp_path_factory):
         wire.call(LoadAdapter(6, "x", str(directory / ".." / ".."))),
         wire.call(LoadAdapter(7, "x", str(directory / "missing"))),
     ]
-    assert [problem.code for problem in problems] == ["forbidden", "forbidden", "adapter_error"]
+    assert [problem.code for problem in problems] == ["forbidden", "forbidden", "adapter_not_found"]
     assert not any(str(directory) in problem.message for problem in problems)
     with server.held(beyond=20):
         wire.submit("open", sampling(max_tokens=400), prompt_token_ids=[4], adapter="fresh")
@@ -294,7 +294,7 @@ def test_one_change_of_a_name_at_a_time(wire, tmp_path_factory):
     assert type(wire.call(UnloadAdapter(4, "twice"))).__name__ == "Done"
     assert "twice" not in {info.name for info in wire.call(ListAdapters(5)).adapters}
     (directory / "circle").symlink_to(directory / "circle")
-    assert wire.call(LoadAdapter(6, "circle", str(directory / "circle"))).code == "adapter_error"
+    assert wire.call(LoadAdapter(6, "circle", str(directory / "circle"))).code == "adapter_not_found"
 
 
 def test_hello_comes_first_and_the_instance_must_be_right(server):

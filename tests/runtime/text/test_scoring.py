@@ -33,8 +33,8 @@ def test_the_last_sampled_token_is_sampled_and_the_others_are_scored(segments, p
         ([(True, [1, 2])], "x: the first token is sampled"),
         ([(False, []), (True, [1, 2])], "x: the first token is sampled"),
         ([(False, [1]), (True, [2] * 5)], "x: the sequence has 6 tokens, more than max_model_len=5"),
-        ([(False, [1]), (True, [10])], "x: token id 10 is outside the model's vocabulary of 10"),
-        ([(False, [1]), (True, [2]), (False, [10])], "x: token id 10 is outside"),
+        ([(False, [1]), (True, [10])], "x: token id 10 is out of vocabulary: the model has 10 tokens"),
+        ([(False, [1]), (True, [2]), (False, [10])], "x: token id 10 is out of vocabulary"),
     ],
 )
 def test_what_cannot_be_scored_is_refused(segments, words):

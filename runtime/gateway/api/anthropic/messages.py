@@ -150,13 +150,17 @@ class CountTokensRequest(Part, frozen=True, kw_only=True):
     mcp_servers: Refused = None
     container: Refused = None
 
-    def as_chat(self) -> ChatRequest:
-        """Return the body of a chat with the same conversation. Raises GatewayError 400 that names the field."""
+    def as_chat(self, inline_system: bool = False) -> ChatRequest:
+        """Return the body of a chat with the same conversation. Raises GatewayError 400 that names the field.
+
+        inline_system   messages of the system stay where they are; otherwise those after the first message become
+                        text of the user's turn
+        """
         for field, remedy in _REMEDIES.items():
             if getattr(self, field):
                 text = f"{field} is not supported; {remedy}"
                 raise GatewayError(400, text, code="unsupported_parameter", param=field)
-        conversation, continues = self._conversation(), self.messages[-1].role == "assistant"
+        conversation, continues = self._conversation(inline_system), self.messages[-1].role == "assistant"
         if not conversation:
             raise GatewayError(400, "messages has no content; add a text block to one of them", param="messages")
         if continues and conversation[-1].tool_calls:
@@ -183,7 +187,7 @@ class CountTokensRequest(Part, frozen=True, kw_only=True):
             return None
         return ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(name="", schema=given.schema))
 
-    def _conversation(self) -> list[ChatMessage]:
+    def _conversation(self, inline_system: bool) -> list[ChatMessage]:
         messages: list[ChatMessage] = []
         system = [TextBlock(text=self.system)] if isinstance(self.system, str) else self.system or []
         parts = [TextPart(type="text", text=each.text) for each in system if not each.text.startswith(BILLING_HEADER)]
@@ -194,7 +198,7 @@ class CountTokensRequest(Part, frozen=True, kw_only=True):
             if message.role == "assistant":
                 messages.append(_answer(message.blocks, names, f"messages[{index}]"))
             else:
-                _add_input(messages, message, names, f"messages[{index}]")
+                _add_input(messages, message, names, f"messages[{index}]", inline_system)
         return messages
 
     def _chat_tools(self) -> list[Tool] | None:
@@ -232,10 +236,10 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
     lora_weights: LoraWeights | None = None
     receipt: bool | None = None
 
-    def as_chat(self) -> ChatRequest:
+    def as_chat(self, inline_system: bool = False) -> ChatRequest:
         """Return the body of the same chat. Raises GatewayError 400 that names the field."""
         return structs.replace(
-            super().as_chat(),
+            super().as_chat(inline_system),
             max_tokens=self.max_tokens,
             stream=self.stream,
             stop=self.stop_sequences,
@@ -291,10 +295,12 @@ def _answer(blocks: Sequence[Block], names: dict[str, str], where: str) -> ChatM
     )
 
 
-def _add_input(messages: list[ChatMessage], message: MessageParam, names: dict[str, str], where: str) -> None:
-    """Add a message of the user or the system.
+def _add_input(
+    messages: list[ChatMessage], message: MessageParam, names: dict[str, str], where: str, inline_system: bool
+) -> None:
+    """Add a message of the user or the system. Adjacent ones of one role become one turn.
 
-    Adjacent ones become one turn, also with the system's, since chat templates allow the system only at the start.
+    inline_system   the chat template allows the system after the start
     """
     for index, block in enumerate(message.blocks):
         if isinstance(block, ToolResultBlock):
@@ -303,8 +309,10 @@ def _add_input(messages: list[ChatMessage], message: MessageParam, names: dict[s
             name = names.get(block.tool_use_id)
             messages.append(ChatMessage(role="tool", content=parts, tool_call_id=block.tool_use_id, name=name))
         elif isinstance(block, TextBlock):
-            is_first = not messages or messages[-1].role == "system"
-            role: Any = "system" if message.role == "system" and is_first else "user"
+            if message.role == "system" and block.text.startswith(BILLING_HEADER):
+                continue
+            keeps_role = inline_system or not messages or messages[-1].role == "system"
+            role: Any = "system" if message.role == "system" and keeps_role else "user"
             part = TextPart(type="text", text=block.text)
             last = messages[-1] if messages else None
             if last is not None and last.role == role and isinstance(last.content, list):
@@ -320,12 +328,24 @@ def _misplaced(where: str, kind: str, role: str) -> GatewayError:
     return GatewayError(400, text, param=where)
 
 
+async def chat_of(context: GatewayContext, request: Request, body: CountTokensRequest) -> ChatRequest:
+    """Return the body of the same chat, with the system's messages in place if the chat template renders them there.
+
+    Raises GatewayError.
+    """
+    inline_system = any(message.role == "system" for message in body.messages)
+    if inline_system:
+        templates = await context.templates(await context.target(request, body.model))
+        inline_system = await context.accepts_inline_system(request, templates, bool(body.tools))
+    return body.as_chat(inline_system)
+
+
 async def create_message(context: GatewayContext, request: Request) -> Response:
     """Handle one request."""
     context.admission.count(caller_of(request), uses_tokens=True)
     body = await context.read_body(request, MessagesRequest)
     with renamed_fields(_FIELDS):
-        chat = await open_chat(context, request, body.as_chat())
+        chat = await open_chat(context, request, await chat_of(context, request, body))
     session, (message,), max_model_len = chat.session, chat.messages, chat.target.model.max_model_len
     session.constraint_field = "tools" if body.tools else "output_config.format"
     message_id = new_id("msg").replace("-", "_")
@@ -350,7 +370,7 @@ async def create_message(context: GatewayContext, request: Request) -> Response:
 async def count_tokens(context: GatewayContext, request: Request) -> Response:
     """Return the number of tokens of a conversation. An engine counts them, as for its prompts."""
     headers = context.admission.count(caller_of(request), uses_tokens=False)
-    body = (await context.read_body(request, CountTokensRequest)).as_chat()
+    body = await chat_of(context, request, await context.read_body(request, CountTokensRequest))
     target, tools = await context.target(request, body.model), body.offered_tools
     prompt = await context.chat_prompt(
         request,

@@ -2,5 +2,6 @@
 
 batch               /v1/chat/completions/batch
 generative_scoring  /generative_scoring
+invocations         /invocations
 render              /render below the endpoints that generate text
 """

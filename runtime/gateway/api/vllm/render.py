@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 from ....api.sampling_params import SamplingParams
 from ...interfaces import GatewayError
-from ..anthropic.messages import MessagesRequest
+from ..anthropic.messages import MessagesRequest, chat_of
 from ..body_types import Answer, StreamOptions
 from ..chat import ChatRequest, render_chat
 from ..completions import CompletionRequest
@@ -79,14 +79,14 @@ async def render_conversation(
 ) -> Response:  # fmt: skip
     """Render the prompt of a chat, a response or a message. `prefix`: of request ids; `shape`: of the body."""
     headers = context.admission.count(caller_of(request), uses_tokens=False)
-    given = await context.read_body(request, shape)
+    given: ChatRequest | ResponseRequest | MessagesRequest = await context.read_body(request, shape)
     _refuse_offsets(given)
     if isinstance(given, ResponseRequest):
         none = ResponseStore(0)  # a prompt does not depend on this gateway's state
         none.stores(given)
         body = given.as_chat(none.conversation("", given))
     else:
-        body = given if isinstance(given, ChatRequest) else given.as_chat()
+        body = given if isinstance(given, ChatRequest) else await chat_of(context, request, given)
     target = await context.target(request, body.model, body.lora_path, body.lora_weights)
     body = structs.replace(body, return_token_ids=True)
     chat = await render_chat(context, request, body, target, body.sampling(target.model), body.conversation())

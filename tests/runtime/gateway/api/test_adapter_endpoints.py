@@ -125,3 +125,39 @@ def test_an_unknown_adapter_is_named_as_it_was_given() -> None:
                 assert answer.status_code == 404 and shown in answer.json()["error"]["message"]
 
     run(scene)
+
+
+@pytest.mark.parametrize(
+    ("problem", "vllm", "sglang"),
+    [
+        (ServerError("adapter 'sql' has already been loaded", "adapter_in_use"), (409, "invalid_request_error"), 409),
+        (ServerError("adapter 'pirate' has already been loaded", "adapter_in_use"), (400, "InvalidUserInput"), 409),
+        (ServerError("adapter directory x does not exist", "adapter_not_found"), (404, "NotFoundError"), 400),
+        (ServerError("adapter_config.json is not valid", "adapter_error"), (500, "InternalServerError"), 400),
+        (ServerError("the path is outside", "forbidden"), (403, "invalid_request_error"), 403),
+        (ServerError("adapter 'sql' is not known", "unknown_adapter"), (404, "NotFoundError"), 404),
+    ],
+)
+def test_a_refused_change_has_vllm_s_status_and_type_on_its_paths_only(
+    problem: ServerError, vllm: tuple[int, str], sglang: int
+) -> None:
+    """The first name does not exist: another change of it is in progress, which vLLM waits for."""
+
+    class Refusing(FakeEngines):
+        async def load_adapter(self, name: str, path: str, replace: bool) -> None:
+            raise problem
+
+        async def unload_adapter(self, name: str) -> None:
+            raise problem
+
+    async def scene() -> None:
+        name = "pirate" if "pirate" in str(problem) else "sql"
+        change, path = ("unload", {}) if "known" in str(problem) else ("load", {"lora_path": "/adapters/sql"})
+        body = {"lora_name": name} | path
+        async with gateway(Refusing()) as http:
+            answer = await http.post(f"/v1/{change}_lora_adapter", json=body)
+            error = answer.json()["error"]
+            assert ((answer.status_code, error["type"]), error["message"]) == (vllm, str(problem))
+            assert (await http.post(f"/{change}_lora_adapter", json=body)).status_code == sglang
+
+    run(scene)

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 from sidestream.runtime.api.errors import RequestError, ServerError
+from sidestream.runtime.gateway.interfaces import AdapterCard
 from support.gateway import FakeEngines, gateway
 
 COMPLETE, CHAT, RESPOND, LOAD = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/load_lora_adapter"
@@ -105,10 +106,11 @@ class FullEngines(FakeEngines):
     def __init__(self) -> None:
         super().__init__()
         self.loaded = {"sql": "/adapters/sql"}
+        self.cards = [AdapterCard("sql", 8, "aa")]
 
     async def load_adapter(self, name: str, path: str, replace: bool) -> None:
         if name in self.loaded and not replace:
-            text = f"adapter {name!r} already exists; choose another name, or give replace=True"
+            text = f"adapter {name!r} has already been loaded; use another name, or give replace=True"
             raise ServerError(text, "adapter_in_use")
         await super().load_adapter(name, path, replace)
 
@@ -124,7 +126,7 @@ def test_a_message_of_the_engine_is_in_words_of_http_and_its_remedy_works() -> N
         async with gateway(engines := FullEngines()) as http:
             refused = await http.post(LOAD, json=body)
             message = refused.json()["error"]["message"]
-            assert refused.status_code == 409 and 'give "load_inplace": true' in message and "replace" not in message
+            assert refused.status_code == 400 and 'give "load_inplace": true' in message and "replace" not in message
             name, _, value = message.rpartition("give ")[2].partition(": ")
             again = await http.post(LOAD, json=body | {json.loads(name): json.loads(value)})
             assert again.status_code == 200 and engines.calls == [("load", "sql", "/adapters/new", True)]

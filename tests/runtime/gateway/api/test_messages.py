@@ -119,7 +119,7 @@ def test_a_conversation_becomes_that_of_a_chat() -> None:
     prompt = asyncio.run(prompt_of(body | {"service_tier": "auto", "metadata": {"user_id": "u"}}))
     assert prompt == (
         "[tools get <tool_call>]<system>X<user>Q<assistant><think>hmm</think>A"
-        'get{"a": 1}put{}<tool>R=get<tool>no=put<user>S\nT\nU<assistant><think></think>'
+        'get{"a": 1}put{}<tool>R=get<tool>no=put<user>S\nT<system>U<assistant><think></think>'
     )
 
 
@@ -339,7 +339,48 @@ def test_claude_code_calls_a_tool_and_goes_on() -> None:
         assert replay(events(second.text))["content"] == [{"type": "text", "text": "It is 42."}]
         one, two = (str(request.prompt) for request in engines.asked)
         assert "billing" not in one and "<system>You are an agent.\n\n# Harness" in one
-        assert "6*7?\nAvailable agent types" in one
+        assert "6*7?<system>Available agent types" in one
         assert two.startswith(one) and two.endswith("<tool>42=Bash<assistant>"), "the prefix cache has the first prompt"
+
+    run(scene)
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt"),
+    [
+        ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", "<system>S<user>a<system>I<user>b"),
+        (
+            "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('first') }}"
+            "{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}",
+            "<system>S<user>a\nI\nb",
+        ),
+        (
+            "{% for m in messages %}{% if m.role != 'system' or loop.first %}<{{ m.role }}>{{ m.content }}{% endif %}"
+            "{% endfor %}",
+            "<system>S<user>a\nI\nb",
+        ),
+        ("{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}", "<user>a<user>b"),
+    ],
+)
+def test_a_message_of_the_system_is_where_the_template_renders_it(template: str, prompt: str) -> None:
+    """In place as in vLLM, unless the template refuses or drops it there: then its text is the user's."""
+    talk = [
+        {"role": "user", "content": "a"},
+        {"role": "system", "content": [{"type": "text", "text": "x-anthropic-billing-header: cch=1"}]},
+        {"role": "system", "content": "I"},
+        {"role": "user", "content": "b"},
+    ]
+
+    async def scene() -> None:
+        engines = answering("ok")
+        engines.info = replace(engines.info, templates=ChatTemplates({"default": template}))
+        body = ASK | {"system": "S", "messages": talk}
+        async with gateway(engines) as http:
+            for _ in range(2):
+                assert (await http.post("/v1/messages", json=body)).status_code == 200
+            counted = await http.post("/v1/messages/count_tokens", json={"system": "S", "messages": talk})
+            rendered = await http.post("/v1/messages/render", json=body)
+        assert [request.prompt for request in engines.asked] == [prompt] * 2
+        assert counted.json()["input_tokens"] == len(rendered.json()["token_ids"]) == len(prompt)
 
     run(scene)

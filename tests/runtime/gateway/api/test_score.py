@@ -100,7 +100,7 @@ def test_a_client_scores_texts_tops_and_sums_of_adapters(served):
         for arguments, words in (
             (([[1]], [[2], [3]]), "responses has 2 entries for 1 prompts"),
             (([[1]], [[2] * 256]), "the sequence has 257 tokens, more than max_model_len=256"),
-            (([[1], [1]], [[2], [1 << 20]]), "pair 1: token id 1048576 is outside"),
+            (([[1], [1]], [[2], [1 << 20]]), "pair 1: token id 1048576 is out of vocabulary"),
             (([[1]], [[2]], "gone"), "adapter 'gone' is not known"),
         ):
             with pytest.raises(RequestError) as caught:
@@ -146,8 +146,8 @@ SCORED = [[("given", [1, 2]), ("sampled", [3])]]
         (body_of([[("given", [1])]]), "sequences[0]", "no token is sampled"),
         (body_of([[("given", [1]), ("sampled", [])]]), "sequences[0]", "no token is sampled"),
         (body_of([*SCORED, [("sampled", [1, 2])]]), "sequences[1]", "sequences[1]: the first token is sampled"),
-        (body_of([[("given", [1]), ("sampled", [256])]]), "sequences[0]", "outside the model's vocabulary of 256"),
-        (body_of([[("given", [256]), ("sampled", [1])]]), "sequences[0]", "outside the model's vocabulary of 256"),
+        (body_of([[("given", [1]), ("sampled", [256])]]), "sequences[0]", "out of vocabulary: the model has 256"),
+        (body_of([[("given", [256]), ("sampled", [1])]]), "sequences[0]", "out of vocabulary: the model has 256"),
         (body_of([[("given", [1] * 4096), ("sampled", [1])]]), "sequences[0]", "4097 tokens, more than max_model_len"),
         (body_of([[("given", [-1]), ("sampled", [1])]]), "sequences[0].segments[0].token_ids[0]", "at least 0"),
         (body_of([[("guessed", [1])]]), "sequences[0].segments[0].kind", "must be 'given' or 'sampled'"),

@@ -1,13 +1,16 @@
-"""Batches of chats and rendered prompts, as in vLLM. What they answer is what the single endpoints do."""
+"""Endpoints and options of vLLM: batches of chats, rendered prompts, /invocations, /load, metrics of a request."""
 
 import asyncio
+import json
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import httpx
 import pytest
+from msgspec import structs
+from sidestream.runtime.api.errors import ServerError
 from sidestream.runtime.gateway.interfaces import EngineRequest
-from support.gateway import Books, FakeEngines, gateway
+from support.gateway import Books, FakeEngines, events, gateway
 from support.live_server import Served
 from support.scripted import ScriptedEngines
 
@@ -128,5 +131,122 @@ def test_a_rendered_prompt_has_the_request_id_and_the_constraint() -> None:
                 answer = await http.post(path, json=wrong)
                 assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
             assert not engines.asked
+
+    run(scene)
+
+
+@pytest.mark.parametrize("padding", [0, 600 << 10])  # the larger body is decoded in a child process
+def test_invocations_answers_a_chat_or_a_completion(padding: int) -> None:
+    ids = [[7] * 40] * 2
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        (CHAT, {"messages": FRANCE, "model": "pirate", "logprobs": True}),
+        ("/v1/completions", {"model": "pirate", "logprobs": 2, "prompt": ids}),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 0, "echo": True}),
+        ("/v1/completions", {"prompt": "x", "stream": True}),
+    ]
+
+    async def scene() -> None:
+        engines, books = FakeEngines(), Books("key")
+        async with gateway(engines, books) as http:
+            for path, body in bodies:
+                content = json.dumps(body) + " " * padding
+                headers = {"Authorization": "Bearer key", "Content-Type": "application/json"}
+                direct, invoked = [
+                    await http.post(each, content=content, headers=headers) for each in (path, "/invocations")
+                ]
+                assert direct.status_code == invoked.status_code == 200, invoked.text
+                if body.get("stream"):
+                    assert invoked.text.count("data: ") == direct.text.count("data: ") > 3
+                    continue
+                one, other = direct.json(), invoked.json()
+                assert one.pop("id").partition("-")[0] == other.pop("id").partition("-")[0]
+                assert one | {"created": 0} == other | {"created": 0}
+        assert [record.endpoint for record in books.records[1::2]] == ["/invocations"] * len(bodies)
+        assert len({(each.owner, each.adapter, each.output_tokens) for each in books.records[:2]}) == 1
+
+    run(scene)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": FRANCE, "prompt": "x"}, "prompt"),
+        ({"messages": FRANCE, "temperature": -1}, "temperature"),
+        ({"prompt": "x", "temperature": -1}, "temperature"),
+        ({"prompt": "x", "tools": []}, "tools"),
+        ({"model": "base"}, "messages"),
+        ([], None),
+    ],
+)
+def test_invocations_explains_a_wrong_body(body: Any, param: str | None) -> None:
+    async def scene() -> None:
+        async with gateway(FakeEngines(), Books("key")) as http:
+            assert (await http.post("/invocations", json=body)).status_code == 401
+            answer = await http.post("/invocations", json=body, headers={"Authorization": "Bearer key"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+    run(scene)
+
+
+def test_load_counts_the_requests_that_are_open() -> None:
+    async def scene() -> None:
+        engines = FakeEngines()
+        engines.gate.clear()
+        async with gateway(engines) as http:
+
+            async def load() -> int:
+                answer = await http.get("/load")
+                assert answer.json().keys() == {"server_load"}
+                return int(answer.json()["server_load"])
+
+            assert await load() == 0
+            body = {"prompt": "x", "max_tokens": 2}
+            tasks = [asyncio.create_task(http.post("/v1/completions", json=body)) for _ in range(3)]
+            while len(engines.asked) < 3:
+                await asyncio.sleep(0)
+            assert await load() == 3
+            engines.problem = lambda request: ServerError("full", "overloaded") if request is engines.asked[0] else None
+            tasks[1].cancel()
+            engines.gate.set()
+            answers = await asyncio.gather(*tasks, return_exceptions=True)
+            assert [getattr(each, "status_code", None) for each in answers] == [429, None, 200]
+            assert await load() == 0
+
+    run(scene)
+
+
+class Timed(FakeEngines):
+    """Answers whose first token comes after 2 s, of which the request waited 0.5 s, and the last after 5 s."""
+
+    def _chunk(self, *args: Any) -> Any:
+        chunk = super()._chunk(*args)
+        if chunk.usage is None:
+            return chunk
+        times = structs.replace(chunk.usage, queue_seconds=0.5, first_token_seconds=2.0, total_seconds=5.0)
+        return structs.replace(chunk, usage=times)
+
+
+@pytest.mark.parametrize("body", [{"messages": FRANCE}, {"prompt": "x"}])
+def test_the_metrics_of_a_request_are_the_engine_s_times(body: dict[str, Any]) -> None:
+    path = CHAT if "messages" in body else "/v1/completions"
+    times = {"time_to_first_token_ms": 1500.0, "generation_time_ms": 3000.0, "queue_time_ms": 500.0}
+    four = times | {"mean_itl_ms": 1000.0, "tokens_per_second": pytest.approx(4 / 4.5)}
+
+    async def scene() -> None:
+        async with gateway(Timed(), per_request_metrics=True) as http:
+
+            async def ask(**options: Any) -> Any:
+                return await http.post(path, json=body | {"max_tokens": 4} | options)
+
+            assert (await ask()).json()["metrics"] == four
+            one = (await ask(max_tokens=1)).json()["metrics"]
+            assert one == times | {"tokens_per_second": pytest.approx(1 / 4.5)}
+            assert "metrics" not in (await ask(n=2)).json()
+            *chunks, last, end = events((await ask(stream=True, stream_options={"include_usage": True})).text)
+            assert (end, last["choices"], last["metrics"]) == ("[DONE]", [], four) and "usage" in last
+            assert not any("metrics" in chunk for chunk in chunks)
+            assert "metrics" not in (await ask(stream=True)).text
+        async with gateway(Timed()) as http:
+            assert "metrics" not in (await http.post(path, json=body)).json()
 
     run(scene)

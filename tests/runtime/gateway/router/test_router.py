@@ -140,7 +140,7 @@ def test_answers_are_right_whole_and_streamed_text_and_ids(router, loop):
             check(router, "whole", [4, 5], stream=False),
             check(router, "several", [6, 7], n=3, adapter="a2"),
         )
-        with pytest.raises(RequestError, match="vocabulary of 251"):
+        with pytest.raises(RequestError, match="out of vocabulary: the model has 251"):
             await answer(router, "bad", [9999])
         with pytest.raises(ServerError) as refused:
             await answer(router, "unknown", [1], adapter="nobody")
