@@ -31,7 +31,6 @@ Change = Callable[[GatewayContext, Request], Awaitable[str]]
 _VLLM_STATUSES = {
     "adapter_not_found": (404, "NotFoundError"),
     "model_not_found": (404, "NotFoundError"),
-    "adapter_error": (500, "InternalServerError"),
 }
 """Code of an error -> vLLM's status and type."""
 ANTHROPIC_VERSION = "anthropic-version"

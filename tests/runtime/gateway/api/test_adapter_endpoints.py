@@ -133,7 +133,7 @@ def test_an_unknown_adapter_is_named_as_it_was_given() -> None:
         (ServerError("adapter 'sql' has already been loaded", "adapter_in_use"), (409, "invalid_request_error"), 409),
         (ServerError("adapter 'pirate' has already been loaded", "adapter_in_use"), (400, "InvalidUserInput"), 409),
         (ServerError("adapter directory x does not exist", "adapter_not_found"), (404, "NotFoundError"), 400),
-        (ServerError("adapter_config.json is not valid", "adapter_error"), (500, "InternalServerError"), 400),
+        (ServerError("adapter_config.json is not valid", "adapter_error"), (400, "invalid_request_error"), 400),
         (ServerError("the path is outside", "forbidden"), (403, "invalid_request_error"), 403),
         (ServerError("adapter 'sql' is not known", "unknown_adapter"), (404, "NotFoundError"), 404),
     ],
