@@ -144,7 +144,7 @@ class Storm:
             change.acknowledged = change.ended if status == http.client.OK else change.acknowledged
             code = "acknowledged" if status == http.client.OK else f"{status} {answer['error'].get('code')}"
             self.seen.counts[f"{kind}: {code}"] += 1
-        if status == http.client.INTERNAL_SERVER_ERROR and answer["error"].get("code") != "adapter_error":
+        if status == http.client.INTERNAL_SERVER_ERROR:
             self._find("HTTP 500", f"{kind} of {name}: {answer}")
         time.sleep(source.choice((0.0, 0.0, 0.3)) if status == http.client.OK else 0.2)
 
