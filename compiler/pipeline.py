@@ -202,7 +202,7 @@ def check_disabled(options: CompileOptions, passes: tuple[Pass, ...] = PASSES) -
             raise OptionError(
                 f"disable names {name!r}, which is not a pass"
                 + (f"; did you mean {near[0]!r}?" if near else ".")
-                + f" Passes: {', '.join(names)}"
+                + f" Passes: {', '.join(map(repr, names))}"
             )
         if name in ALWAYS_ON:
             raise OptionError(f"pass {name!r} can't be disabled: all later patterns need it")

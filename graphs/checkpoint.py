@@ -151,6 +151,9 @@ class Checkpoint:
                 f"{pickles[0]} is a pickle, which can run code and is never loaded: save the model again with "
                 "safe_serialization=True"
             )
+        shards = sorted(path.name for path in self.directory.glob("*.safetensors"))
+        if shards:
+            return f"{self.directory} has {shards[0]}, but neither {SINGLE} nor {INDEX}: download or copy the index too"
         return f"{self.directory} has neither {SINGLE} nor {INDEX}: point at a Hugging Face checkpoint"
 
     def names(self) -> list[str]:

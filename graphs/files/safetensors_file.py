@@ -54,7 +54,7 @@ class SafetensorsFile:
         if self.dtypes[name] not in FLOATING:
             raise self.error(
                 f"{self.path.name}: tensor {name!r} has dtype {self.dtypes[name]}, expected one of "
-                f"{', '.join(FLOATING)}: save it unquantized"
+                f"{', '.join(FLOATING)}: save it unquantized, in one of these"
             )
 
 

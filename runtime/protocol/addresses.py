@@ -160,8 +160,8 @@ def check_private_directory(address: Address) -> None:
         raise AddressError(f"{directory} belongs to another user; choose an address in your own directory")
     if stat.S_IMODE(found.st_mode) & 0o077:
         raise AddressError(
-            f"{directory} is open to other users (mode {stat.S_IMODE(found.st_mode):03o}); chmod 700 it, or choose "
-            "another directory"
+            f"{directory} is open to other users (mode {stat.S_IMODE(found.st_mode):03o}); choose a directory for the "
+            "socket alone (`mkdir -m 700 DIR`)"
         )
 
 

@@ -242,6 +242,12 @@ WRONG: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
         "leave --usage-log",
     ),
     ("an access log in nowhere", ("serve", "--access-log", "{nowhere}/a"), "{nowhere}/a", "existing directory"),
+    (
+        "sampling defaults from nowhere",
+        ("serve", "--bind", "tcp://127.0.0.1:0", "--no-http", "--generation-config", "{nowhere}"),
+        "{nowhere}/generation_config.json",
+        "as --generation-config, or",
+    ),
     ("metrics of a third", ("serve", "--metrics-compat", "tgi"), "'tgi'", "'vllm'"),
     ("a collector without a scheme", ("serve", "--otel-endpoint", "host:4318"), "host:4318", "http://localhost:4318"),
     ("no connections", ("gateway", "--max-connections", "0"), "--max-connections", "at least 1"),

@@ -125,6 +125,8 @@ def test_wrong_shape(single: TinyBase) -> None:
 def test_quantized_tensor(single: TinyBase) -> None:
     edit(single, lambda tensors: tensors.update({"model.norm.weight": torch.ones(128, dtype=torch.int8)}))
     refused(single, "model.norm.weight", "I8", "unquantized")
+    edit(single, lambda tensors: tensors.update({"model.norm.weight": torch.ones(128, dtype=torch.float64)}))
+    refused(single, "model.norm.weight", "F64", "one of BF16, F16, F32", "in one of these")
 
 
 def test_unknown_tensor(single: TinyBase) -> None:
@@ -185,6 +187,11 @@ def test_broken_index(sharded: TinyBase, content: str) -> None:
 def test_pickles_are_never_loaded(single: TinyBase) -> None:
     (single.path / "model.safetensors").rename(single.path / "pytorch_model.bin")
     refused(single, "pytorch_model.bin", "safe_serialization")
+
+
+def test_shards_without_their_index(sharded: TinyBase) -> None:
+    (sharded.path / "model.safetensors.index.json").unlink()
+    refused(sharded, "model-00001-of", "model.safetensors.index.json", "download or copy the index too")
 
 
 def test_empty_and_missing_directories(tmp_path: Path) -> None:

@@ -193,6 +193,7 @@ def settings_of(options: argparse.Namespace) -> Any:
     from ...runtime.quantization.defaults import AUTO, OFF
     from ...runtime.server.settings import ServeSettings
     from ...runtime.text.chat_files import read_template_file
+    from ...runtime.text.generation_config import sampling_defaults
 
     folder = options.lora_modules_from and str(Path(options.lora_modules_from).resolve())
     if folder is not None:
@@ -217,6 +218,7 @@ def settings_of(options: argparse.Namespace) -> Any:
         llm["enable_prefix_caching"] = False
     if llm.get("generation_config", AUTO) not in (AUTO, "vllm"):
         llm["generation_config"] = str(Path(llm["generation_config"]).resolve())
+        sampling_defaults(None, llm["generation_config"])  # raise before anything is loaded
     if llm.get("calibration", OFF) not in (AUTO, OFF):
         llm["calibration"] = str(Path(llm["calibration"]).resolve())
     if "kv_disk" in llm:
@@ -231,6 +233,8 @@ def settings_of(options: argparse.Namespace) -> Any:
         llm.setdefault("max_lora_rank", min(MAX_RANK, max([DEFAULT_LORA_RANK, *map(rank_in, configs)])))
     llm["disable_passes"] = list(llm.get("disable_passes", ()))
     names = options.served_model_name or [Path(model).name]
+    if not all(names):
+        raise ValueError("--served-model-name must not be empty; name the model, or leave it out")
     if adapters.keys() & set(names):
         raise ValueError(f"{min(adapters.keys() & set(names))!r} names the model and an adapter; rename one of them")
     bind = str(parse(options.bind or default_address()))

@@ -9,7 +9,7 @@ from typing import TypeVar
 from ...api.adapter_sum import is_sum, sum_parts
 from ...api.errors import EngineDeadError, OverloadedError, RequestError, ServerError
 from ..interfaces import EngineRequest
-from .adapter_catalogue import AdapterCatalogue
+from .adapter_catalogue import AdapterCatalogue, is_named_sum
 from .engine_link import NOT_SERVING, EngineLink
 from .load_balancer import LoadBalancer, RoutingDecision
 from .stream_migration import MigratingStream
@@ -135,7 +135,8 @@ class Dispatcher:
             changed = [problem for problem in refusals.values() if problem.code == "adapter_changed"]
             if changed:
                 raise changed[0]
-            raise unknown_adapter(adapter)
+            entry = self._catalogue.changes.loaded(adapter)
+            raise unknown_adapter(adapter, entry is not None and is_named_sum(entry))
 
     def _lacks(self, link: EngineLink, adapter: str, refusals: Refusals) -> bool:
         """Return whether an engine does not have an adapter, or has another version of it."""
@@ -186,7 +187,8 @@ class Dispatcher:
         self._changed = asyncio.Event()
 
 
-def unknown_adapter(name: str) -> ServerError:
-    """Return the error for an adapter that does not exist."""
-    text = f"an adapter of {name!r}" if is_sum(name) else f"adapter {name!r}"
-    return ServerError(f"{text} is not known", "unknown_adapter")
+def unknown_adapter(name: str, is_named: bool = False) -> ServerError:
+    """Return the error for an adapter that does not exist. `is_named`: it is the name of a sum, which lacks one."""
+    text = f"an adapter of {name!r}" if is_sum(name) or is_named else f"adapter {name!r}"
+    remedy = "; load it again, or give the name to another sum" if is_named else ""
+    return ServerError(f"{text} is not known{remedy}", "unknown_adapter")

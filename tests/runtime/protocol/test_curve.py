@@ -199,8 +199,9 @@ def test_an_ipc_directory_must_be_private(tmp_path: Path) -> None:
     addresses.make_private_directory(address)
     (tmp_path / "mine").chmod(0o755)
     for check in (addresses.check_private_directory, addresses.make_private_directory):
-        with pytest.raises(AddressError, match="chmod 700"):
+        with pytest.raises(AddressError, match="mkdir -m 700") as refused:
             check(address)
+        assert "chmod" not in str(refused.value)  # the directory may be / or /tmp
     (tmp_path / "mine").chmod(0o700)
     (tmp_path / "link").symlink_to(tmp_path / "mine")
     with pytest.raises(AddressError, match="not a directory"):

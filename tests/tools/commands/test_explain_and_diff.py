@@ -136,6 +136,7 @@ def test_a_longer_context_takes_longer(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(("arguments", "message"), [
     (["x", "--shape", "llama-3.1-8b"], "name two models"), (["no/such/place"], "no config.json"),
     (["--gpu", "A100"], "no figures for 'A100'"),
+    (["--disable-pass", "nope"], "'fold_multipliers', 'rotate_values', 'smooth_channels'"),
 ])  # fmt: skip
 def test_explain_says_what_is_wrong(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("inspect", "explain", *arguments) == 2

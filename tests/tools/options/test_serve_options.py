@@ -76,6 +76,7 @@ def test_adapters_of_a_directory(model, tmp_path):
             "--resolve-adapters loads adapters while the server runs.* add --allow-adapter-loading",
         ),
         (["--lora-modules", "a=ROOT/a", "--served-model-name", "m", "a"], "'a' names the model and an adapter"),
+        (["--served-model-name", "m", ""], "--served-model-name must not be empty"),
     ],
 )
 def test_contradictory_adapters(model, tmp_path, flags, words):

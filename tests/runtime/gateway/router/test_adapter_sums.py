@@ -130,6 +130,10 @@ def test_a_named_sum_is_on_all_engines_and_comes_back(servers: list[Server], tmp
             await ready(router)
         await router.load_adapter("a1", str(tmp_path / "more" / "other"), True)
         assert await ask(router, "follows", "mix") == await content_of(router, ("a0", 0.7), ("a1", 0.3)) != expected
+        await router.unload_adapter("a1")
+        with pytest.raises(ServerError, match="an adapter of 'mix' is not known; load it again") as problem:
+            await ask(router, "lacks-one", "mix")
+        assert problem.value.code == "unknown_adapter"
         await router.unload_adapter("mix")
         assert await router.adapter("mix") is None
 
