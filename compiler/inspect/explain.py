@@ -16,7 +16,7 @@ from ..expected_matches import PassCountError
 from ..graph.capture import Captured
 from ..options import CompileOptions, OptionError
 from ..pass_records import WIDTH, PassRecord, columns, pass_table
-from ..pipeline import ALWAYS_ON, EXPERT_PASSES, PASSES, STATIC_PASSES, Pass, optimize
+from ..pipeline import ALWAYS_ON, EXPERT_PASSES, PASSES, STATIC_PASSES, optimize
 from ..program.layers import HEAD, TAIL, step_layers
 from ..program.program import Bucket, Program
 
@@ -138,7 +138,6 @@ def what_ifs(
     *,
     assume: Assumptions = DEFAULT,
     gpu: Gpu = H200,
-    passes: tuple[Pass, ...] = PASSES,
 ) -> dict[str, float]:
     """Return change -> estimated seconds of the step; "" is the program without a change.
 
@@ -149,7 +148,7 @@ def what_ifs(
     base: Program | None = None
     base_graph: fx.GraphModule | None = None
     shared: set[str] = set()  # passes of the graph, which all programs share
-    for change, changed, variant in (("", options, bucket), *_variants(options, bucket, passes)):
+    for change, changed, variant in (("", options, bucket), *_variants(options, bucket)):
         added = set(changed.disable) - set(options.disable)
         # passes for static sizes run later and do not need another graph
         same_graph = changed is options or (added and not added & shared)
@@ -157,7 +156,7 @@ def what_ifs(
             graph = base_graph if same_graph else None
             if graph is None:
                 captured, names = capture(changed)
-                optimized = optimize(captured, changed, names, passes, text=False)
+                optimized = optimize(captured, changed, names, text=False)
                 graph, shared = optimized.captured.graph_module, shared or {each.name for each in optimized.records}
             program = build_program(graph, variant, changed)
         except (OptionError, PassCountError, ValueError, RuntimeError):
@@ -172,9 +171,7 @@ def what_ifs(
     return seconds
 
 
-def _variants(
-    options: CompileOptions, bucket: Bucket, passes: tuple[Pass, ...]
-) -> Iterator[tuple[str, CompileOptions, Bucket]]:
+def _variants(options: CompileOptions, bucket: Bucket) -> Iterator[tuple[str, CompileOptions, Bucket]]:
     hints = get_type_hints(CompileOptions)
     if bucket.lora:
         yield "no adapter in the batch", options, replace(bucket, lora=False)
@@ -188,7 +185,7 @@ def _variants(
                     yield f"{field.name}={value}", replace(options, **{field.name: value}), bucket
                 except OptionError:
                     continue
-    for name in dict.fromkeys(each.name for each in (*passes, *EXPERT_PASSES.values(), *STATIC_PASSES)):
+    for name in dict.fromkeys(each.name for each in (*PASSES, *EXPERT_PASSES.values(), *STATIC_PASSES)):
         if name not in ALWAYS_ON and name not in options.disable:
             yield f"without {name}", replace(options, disable=(*options.disable, name), check_counts=False), bucket
 

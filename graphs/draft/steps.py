@@ -20,17 +20,12 @@ class _Step(EagleDraft):
         input_ids: torch.Tensor,
         hidden_states: torch.Tensor,
         positions: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        adapter_index: torch.Tensor,
-        block_table: torch.Tensor,
-        context_lens: torch.Tensor,
-        query_start: torch.Tensor,
         kv_caches: list[torch.Tensor],
+        *step: torch.Tensor,
     ) -> torch.Tensor:
-        """Run the layer over hidden_states [T, H]; see `EagleDraft.forward`."""
-        cos, sin = self.rotary_emb(positions)
-        step = StepInputs(cos, sin, slot_mapping, adapter_index, block_table, context_lens, query_start)
-        return self.midlayer(self.embed_tokens(input_ids), hidden_states, step, kv_caches[0])
+        """Run the layer over hidden_states [T, H]. `step` has the fields of `StepInputs` after the angles of RoPE."""
+        inputs = StepInputs(*self.rotary_emb(positions), *step)
+        return self.midlayer(self.embed_tokens(input_ids), hidden_states, inputs, kv_caches[0])
 
     def fused(self, features: list[torch.Tensor]) -> torch.Tensor:
         """Apply `fc` to the concatenation of three hidden states [T, H], computed as a sum of three products.
@@ -74,10 +69,9 @@ class FirstPass(_Step):
         input_ids [T]: the token after each row's position. features: the target's three hidden states [T, H].
         chosen_rows [B] int32: each sequence's row of the last accepted token. The rest is as in `Llama.forward`.
         """
-        hidden_states = self.rows(
-            *(input_ids, self.fused(features), positions, slot_mapping, adapter_index),
-            *(block_table, context_lens, query_start, kv_caches),
-        ).index_select(0, chosen_rows)
+        step = slot_mapping, adapter_index, block_table, context_lens, query_start
+        rows = self.rows(input_ids, self.fused(features), positions, kv_caches, *step)
+        hidden_states = rows.index_select(0, chosen_rows)
         return self.drafted(hidden_states), hidden_states
 
     def example_inputs(  # type: ignore[override]
@@ -114,10 +108,8 @@ class ChainStep(_Step):
         input_ids [B]: the last drafted tokens. hidden_states [B, H]: results of the row that drafted them. The rest is
         as in `Llama.forward` for a decode step.
         """
-        hidden_states = self.rows(
-            *(input_ids, hidden_states, positions, slot_mapping, adapter_index),
-            *(block_table, context_lens, query_start, kv_caches),
-        )
+        step = slot_mapping, adapter_index, block_table, context_lens, query_start
+        hidden_states = self.rows(input_ids, hidden_states, positions, kv_caches, *step)
         return self.drafted(hidden_states), hidden_states
 
     def example_inputs(  # type: ignore[override]

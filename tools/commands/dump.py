@@ -132,11 +132,8 @@ def run(options: argparse.Namespace) -> int:
 
         resources = kernel_resources(compiled, buckets, sys.stderr.isatty())
         timings = replace(timings or Timings(), resources=resources)
-        print(
-            "".join(f"{op}: not compiled, {reason}\n" for op, reason in resources.refused.items()),
-            end="",
-            file=sys.stderr,
-        )
+        for op, reason in resources.refused.items():
+            print(f"{op}: not compiled, {reason}", file=sys.stderr)
     show = options.timings or options.measure
     with writing(options.output):
         written = compiled.dump(

@@ -93,18 +93,8 @@ def run(options: argparse.Namespace) -> int:
     seconds = {} if options.no_changes else changes_of(config, lora, compile_options, buckets[0], assume, gpu)
     changes = compare_changes(seconds) if seconds else []
     if options.json:
-        print(
-            json.dumps(
-                {
-                    **facts,
-                    "changes": {
-                        "program": buckets[0].name,
-                        "now_us": 1e6 * seconds.get("", 0.0),
-                        "found": [asdict(each) for each in changes],
-                    },
-                }
-            )
-        )
+        compared = {"program": buckets[0].name, "now_us": 1e6 * seconds.get("", 0.0)}
+        print(json.dumps({**facts, "changes": {**compared, "found": [asdict(each) for each in changes]}}))
         return 0
     print(f"precision {compile_options.precision}")
     print(as_text(facts, compiled.records))

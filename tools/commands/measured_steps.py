@@ -19,9 +19,7 @@ from ..bench.random_model import random_tensors
 REPLAYS = 5
 
 
-def measured_timings(
-    compiled: CompiledModel, buckets: Iterable[Bucket], device: torch.device, replays: int = REPLAYS
-) -> Timings:
+def measured_timings(compiled: CompiledModel, buckets: Iterable[Bucket], device: torch.device) -> Timings:
     """Run each bucket's program with random weights and inputs, and return the times of its steps.
 
     On a GPU they are from the median replay of a CUDA graph, on a CPU from the reference ops. Raises OutOfMemoryError
@@ -32,7 +30,7 @@ def measured_timings(
     for bucket in buckets:
         program = compiled.program(bucket)
         bound = BoundProgram(program, random_tensors(program, device, Assumptions(), known), device)
-        steps[program.name] = [(place.start, place.end) for place in _one_run(bound, replays)]
+        steps[program.name] = [(place.start, place.end) for place in _one_run(bound)]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return Timings(steps=steps, device=name)
 
@@ -48,11 +46,11 @@ def kernel_resources(compiled: CompiledModel, buckets: Iterable[Bucket], show_pr
     )
 
 
-def _one_run(bound: BoundProgram, replays: int) -> list[Placed]:
+def _one_run(bound: BoundProgram) -> list[Placed]:
     if bound.device.type == "cuda":
-        runs = sorted(capture_profile(bound, replays), key=lambda placed: max(place.end for place in placed))
+        runs = sorted(capture_profile(bound, REPLAYS), key=lambda placed: max(place.end for place in placed))
         return runs[len(runs) // 2]
     ends = [0.0]
-    for seconds in bound.step_times(replays):
+    for seconds in bound.step_times(REPLAYS):
         ends.append(ends[-1] + seconds)
     return [Placed(start, end) for start, end in itertools.pairwise(ends)]

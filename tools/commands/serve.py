@@ -223,10 +223,8 @@ def settings_of(options: argparse.Namespace) -> Any:
         llm["calibration"] = str(Path(llm["calibration"]).resolve())
     if "kv_disk" in llm:
         llm["kv_disk"] = str(Path(llm["kv_disk"]).resolve())
-    model, adapters = (
-        str(Path(llm.pop("model")).resolve()),
-        {name: str(Path(path).resolve()) for name, path in llm.pop("adapters").items()},
-    )
+    model = str(Path(llm.pop("model")).resolve())
+    adapters = {name: str(Path(path).resolve()) for name, path in llm.pop("adapters").items()}
     if folder is not None or options.resolve_adapters:  # adapters that are added later must fit
         configs = [Path(path, CONFIG).read_bytes() for path in adapters.values()]
         llm = {"max_loras": DEFAULT_MAX_LORAS, "lora_target_modules": ["all"]} | llm

@@ -7,4 +7,5 @@ eval30m         train our evaluation model and its adapters, and evaluate them
 drafts          train a draft head for a model
 train           train the demo model (tools/demo_model)
 pages           write the tables of the docs
+command_line    parsers of the commands
 """

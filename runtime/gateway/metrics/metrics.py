@@ -207,11 +207,8 @@ class Metrics(BaseObserver):
         if request.params.max_tokens is not None:
             self._request_max_tokens.observe(request.params.max_tokens)
         if record.engine_total_seconds:
-            queued, first, end = (
-                record.engine_queue_seconds,
-                record.engine_first_token_seconds or record.engine_total_seconds,
-                record.engine_total_seconds,
-            )
+            queued, end = record.engine_queue_seconds, record.engine_total_seconds
+            first = record.engine_first_token_seconds or end
             for phase, seconds in (
                 ("queue", queued),
                 ("prefill", first - queued),

@@ -18,10 +18,10 @@ from sidestream.runtime.protocol import framing
 from sidestream.tools.bench.random_model import TINY
 from sidestream.tools.commands import serve
 from sidestream.tools.dev.chaos import frames
+from sidestream.tools.dev.chaos.__main__ import Ended, Ending, Line, main, order, table
 from sidestream.tools.dev.chaos.attacks import ATTACKS, damage
 from sidestream.tools.dev.chaos.lives import Life, Lives, grown
 from sidestream.tools.dev.chaos.questions import Question, prepare, too_many_strays, undisturbed_strays
-from sidestream.tools.dev.chaos.run import Ended, Ending, Line, main, order, table
 from sidestream.tools.dev.chaos.served import Holdings
 from sidestream.tools.dev.chaos.starts import Start, Starts, device_mib
 from sidestream.tools.options.models import SHAPES

@@ -75,16 +75,17 @@ class Server(NamedTuple):
 
 
 @contextmanager
-def server(options: argparse.Namespace, directory: Path) -> Iterator[Server]:
-    """Start a server of the model. Raises ValueError with the server's output if it does not start."""
+def server(
+    directory: Path, arguments: Sequence[str], engines: int = 1, environment: Mapping[str, str] = os.environ
+) -> Iterator[Server]:
+    """Run `sidestream serve`; its socket is in `directory`. Raises ValueError with its output if it does not start."""
     address, log = f"ipc://{directory}/engine.sock", directory / "log"
-    command = [sys.executable, "-m", "sidestream.tools.cli", "serve", *model_arguments(options, directory)]
-    command += ["--bind", address, "--port", "0", "--max-num-seqs", str(options.concurrency)]
+    command = [sys.executable, "-m", "sidestream.tools.cli", "serve", *arguments, "--bind", address, "--port", "0"]
     with log.open("w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
     try:
         until = time.monotonic() + START_SECONDS
-        while "serving at" not in (output := log.read_text()) or "answering HTTP at" not in output:
+        while (output := log.read_text()).count("serving at") < engines or "answering HTTP at" not in output:
             if process.poll() is not None or time.monotonic() > until:
                 raise ValueError(f"the server did not start: {output[-2000:]}")
             time.sleep(0.2)
@@ -106,20 +107,17 @@ def gateway_of(server: int) -> int | None:
 
 
 def model_arguments(options: argparse.Namespace, directory: Path) -> list[str]:
-    """Return the arguments of `sidestream serve`; write random adapters, and a directory if only a shape is given."""
+    """Return the model's arguments; write random adapters, and a directory if only a shape is given."""
     from ..latency import model_fields
-    from ..random_model import write_model, write_random_adapter
+    from ..random_model import write_model, write_random_adapters
 
     config, model = model_fields(options)
     count = options.num_adapters
+    sizes = ["--max-num-seqs", str(options.concurrency)]
     if options.model == "demo":
-        return []
+        return sizes
     if model is not None:
-        folder = directory / "adapters"
-        adapters = {
-            f"random-{index}": write_random_adapter(folder / f"random-{index}", config, options.lora_rank, index)
-            for index in range(count)
-        }
+        adapters = write_random_adapters(directory / "adapters", config, options.lora_rank, count)
         arguments = [str(model)]
     else:
         adapters = write_model(directory / "shape", config, count, options.lora_rank)
@@ -127,7 +125,7 @@ def model_arguments(options: argparse.Namespace, directory: Path) -> list[str]:
     if adapters:
         arguments += ["--max-loras", str(count), "--lora-modules"]
         arguments += [f"{name}={path}" for name, path in adapters.items()]
-    return [*arguments, "--max-model-len", str(options.input_len + options.output_len + 64)]
+    return [*arguments, *sizes, "--max-model-len", str(options.input_len + options.output_len + 64)]
 
 
 class Clients:
@@ -258,7 +256,7 @@ def run(options: argparse.Namespace) -> int:
             target = Server(options.engine, options.http.rstrip("/"))
         else:
             with on_cores(None if cores is None else cores.server):
-                target = stack.enter_context(server(options, Path(name)))
+                target = stack.enter_context(server(Path(name), model_arguments(options, Path(name))))
         result = measure(options, target, clients)
     content = {
         "options": {key: value for key, value in vars(options).items() if isinstance(value, (int, float))},

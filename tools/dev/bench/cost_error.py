@@ -6,7 +6,6 @@
 Writes PREFIX.txt (also printed) and PREFIX.json. `sidestream inspect dump --measure` times single steps.
 """
 
-import argparse
 import json
 import statistics
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from ....graphs.llama import Llama
 from ....graphs.lora import LoraShape
 from ....ops.core.kv_layout import pages_for
 from ...bench.latency import SHORT_OUTPUT
+from ..command_line import dev_parser
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,8 @@ def whole_steps(
 
 def whole_steps_text(found: Sequence[WholeStep], bench: dict[str, Any], context: int, held: str) -> str:
     """Return the published table."""
-    gpus, packages, layers = (
-        bench["environment"]["gpus"],
-        bench["environment"]["packages"],
-        bench["config"]["num_hidden_layers"],
-    )
+    gpus, packages = bench["environment"]["gpus"], bench["environment"]["packages"]
+    layers = bench["config"]["num_hidden_layers"]
     rows = [("lora", "C", "adapters", "kernels", "estimated ms", "measured ms", "error")]
     for each in found:
         counts = (str(each.concurrency), str(each.adapters), str(each.kernels))
@@ -104,19 +101,11 @@ def whole_steps_text(found: Sequence[WholeStep], bench: dict[str, Any], context:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print and write the table."""
-    parser = argparse.ArgumentParser(
-        prog="python -m sidestream.tools.dev.bench.cost_error",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = dev_parser("bench.cost_error", __doc__)
     parser.add_argument("steps", type=Path, metavar="FILE", help="figures of `sidestream bench latency`")
     parser.add_argument("-o", "--output", type=Path, metavar="PREFIX", help="write PREFIX.txt and PREFIX.json")
-    parser.add_argument(
-        "--lora-dtype",
-        choices=get_args(LoraDtype),
-        default="auto",
-        help="what the adapters were held in (default: %(default)s)",
-    )
+    choices = get_args(LoraDtype)
+    parser.add_argument("--lora-dtype", choices=choices, default="auto", help="dtype of the adapters (default: auto)")
     parser.add_argument("--layers", type=int, metavar="N", help="decoder layers (default: the config's)")
     options = parser.parse_args(arguments)
     bench = json.loads(options.steps.read_text())

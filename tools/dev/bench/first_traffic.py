@@ -17,12 +17,13 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ....runtime.api.sampling_params import SamplingParams
 from ....runtime.client.async_client import AsyncClient
+from ...bench.serving.report import Record
+from ...bench.serving.traffic import random_ids
 from ...options.engine import positive
 from ...options.environment import write_figures
 
@@ -38,14 +39,6 @@ SAMPLING: list[dict[str, Any]] = [
 PAUSE = 0.5  # seconds: gaps above it are counted
 
 
-@dataclass
-class Stream:
-    """One answer as its client saw it, in seconds."""
-
-    first_token: float = 0.0
-    gaps: list[float] = field(default_factory=list)
-
-
 class Load:
     """Random streams over one connection.
 
@@ -56,13 +49,13 @@ class Load:
         self._client, self._names, self._vocabulary = client, names, vocabulary
         self._random = random.Random(seed)
 
-    async def together(self, count: int, answer_tokens: int, greedy: bool = True) -> list[Stream]:
+    async def together(self, count: int, answer_tokens: int, greedy: bool = True) -> list[Record]:
         """Send `count` requests at once and wait for their answers."""
         return await asyncio.gather(*(self._one(answer_tokens, greedy) for _ in range(count)))
 
-    async def changing(self, seconds: float, most: int) -> list[Stream]:
+    async def changing(self, seconds: float, most: int) -> list[Record]:
         """Send requests whose number at once changes every few seconds."""
-        streams: list[Stream] = []
+        streams: list[Record] = []
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             count = round(most ** self._random.random())
@@ -70,29 +63,21 @@ class Load:
             streams += await self.together(count, length, greedy=self._random.random() < 0.5)
         return streams
 
-    async def _one(self, answer_tokens: int, greedy: bool) -> Stream:
+    async def _one(self, answer_tokens: int, greedy: bool) -> Record:
         source = self._random
-        prompt = [source.randrange(self._vocabulary) for _ in range(source.randint(*PROMPT_TOKENS))]
+        prompt = random_ids(source, source.randint(*PROMPT_TOKENS), self._vocabulary)
         sampling = {"temperature": 0.0} if greedy else source.choice(SAMPLING)
         params = SamplingParams(max_tokens=answer_tokens, ignore_eos=True, detokenize=False, **sampling)
-        stream, last = Stream(), time.monotonic()
-        chunks = self._client.stream(prompt, params, source.choice(self._names))
+        stream, chunks = Record(time.monotonic()), self._client.stream(prompt, params, source.choice(self._names))
         async with contextlib.aclosing(chunks):
             async for chunk in chunks:
-                if not chunk.token_ids:
-                    continue
-                now = time.monotonic()
-                if stream.first_token:
-                    stream.gaps.append(now - last)
-                else:
-                    stream.first_token = now - last
-                last = now
+                stream.arrived(time.monotonic(), len(chunk.token_ids))
         return stream
 
 
-def figures(streams: Sequence[Stream]) -> dict[str, float]:
-    """Median and longest first token, longest gap (seconds), and how many gaps are longer than PAUSE."""
-    first = [stream.first_token for stream in streams]
+def figures(streams: Sequence[Record]) -> dict[str, float]:
+    """Return the median and longest first token, the longest gap (seconds), and the number of gaps above PAUSE."""
+    first = [stream.time_to_first for stream in streams]
     gaps = [gap for stream in streams for gap in stream.gaps]
     return {
         "streams": len(streams),
@@ -114,7 +99,7 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         load = Load(client, names, server.vocabulary, options.seed)
         print(f"ready after {ready:.1f} s; times in seconds")
 
-        async def note(phase: str, streams: Sequence[Stream]) -> None:
+        async def note(phase: str, streams: Sequence[Record]) -> None:
             compiled = (await client.stats()).get("kernels_compiled_in_steps_total", float("nan"))
             row = {"phase": phase, **figures(streams), "kernels_compiled_in_steps": compiled}
             rows.append(row)

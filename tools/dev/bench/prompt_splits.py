@@ -45,12 +45,18 @@ def splits_of(context: int, steps: int) -> int:
     return cdiv(cdiv(context, int(STEP)), steps)
 
 
+def random_cache(pages: int, cache: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a KV cache of random values, and its scales."""
+    kv = torch.randint(-100, 101, kv_cache_shape(pages, KV_HEADS, HEAD_DIM), dtype=torch.int8, device="cuda")
+    scales = torch.rand(kv_scales_shape(pages, KV_HEADS), device="cuda") * 0.02 + 0.01
+    return kv.to(CACHES[cache]), scales
+
+
 class Launches:
     """Launches of a chunk over copies of a random cache."""
 
     def __init__(self, chunk: int, context: int, cache: str) -> None:
-        pages, dtype = cdiv(context, PAGE_SIZE), CACHES[cache]
-        tokens = max(chunk, TOKENS)
+        pages, tokens = cdiv(context, PAGE_SIZE), max(chunk, TOKENS)
         table = torch.zeros(SEQUENCES, pages, dtype=torch.int32, device="cuda")
         table[0] = torch.randperm(pages)
         lens = torch.tensor([context] + [0] * (SEQUENCES - 1), dtype=torch.int32, device="cuda")
@@ -59,9 +65,8 @@ class Launches:
         self.out = q.new_empty(tokens, HEADS * HEAD_DIM)
         self.arguments = []
         for _ in range(min(16, 1 + int(L2_BYTES // moved_bytes([context], cache)))):
-            kv = torch.randint(-100, 101, kv_cache_shape(pages, KV_HEADS, HEAD_DIM), dtype=torch.int8, device="cuda")
-            scales = torch.rand(kv_scales_shape(pages, KV_HEADS), device="cuda") * 0.02 + 0.01
-            self.arguments.append((q, kv.to(dtype), scales, table, lens, starts, HEAD_DIM**-0.5, cache != "int8"))
+            kv = random_cache(pages, cache)
+            self.arguments.append((q, *kv, table, lens, starts, HEAD_DIM**-0.5, cache != "int8"))
 
     def us(self, split: bool, repeats: int) -> float:
         """Return microseconds per launch."""

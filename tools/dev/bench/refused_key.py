@@ -22,16 +22,20 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ....runtime.gateway.auth import edit_keys_file
 from ....runtime.gateway.auth.key_store import Key
+from ...bench.serving.gateway import cpu_seconds
+from ...bench.serving.http import Server, server
 from ...options.environment import collect
+from ..chaos.served_gateway import exchange
 
 CONNECTIONS = 8
+ANSWER_SECONDS = 120.0
 REQUESTS = ("chat", "completion", "models", "health")
 _TEXT = "What is the capital of France? " * 30
 _LONG = "a b " * 250_000
@@ -126,7 +130,7 @@ def measure(port: int, key: str, seconds: float) -> dict[str, list[float]]:
     times: dict[str, list[float]] = defaultdict(list)
     short = {"chat": (CHAT, _chat(1, "Hi")), "completion": (COMPLETION, _completion("Hi"))}
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=ANSWER_SECONDS)
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         for name in REQUESTS:
@@ -144,42 +148,13 @@ def measure(port: int, key: str, seconds: float) -> dict[str, list[float]]:
     return times
 
 
-@dataclass(frozen=True)
-class Served:
-    """A running server. `gateway`: process id of its gateway."""
-
-    port: int
-    gateway: int
-
-    def cpu_seconds(self) -> float:
-        """Return the CPU time of the gateway so far."""
-        fields = Path(f"/proc/{self.gateway}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-@contextmanager
-def serving(source: str, keys: Path) -> Iterator[Served]:
+def serving(source: str, keys: Path, directory: Path) -> AbstractContextManager[Server]:
     """Serve the demo model with the package of a source."""
-    with tempfile.TemporaryDirectory(prefix="refused-") as directory:
-        log = Path(directory) / "log"
-        command = [sys.executable, "-m", "sidestream.tools.cli", "serve", "--device", "cpu", "--precision", "fp32"]
-        command += ["--bind", f"ipc://{directory}/engine.sock", "--port", "0", "--usage-log", "none"]
-        command += ["--api-keys", str(keys), "--max-model-len", "256", "--max-num-seqs", "16"]
-        environment = os.environ | {"PYTHONPATH": str(Path(source).absolute()), "OMP_NUM_THREADS": "1"}
-        with log.open("w") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=output, cwd=directory, env=environment)
-        try:
-            while "serving at" not in (said := log.read_text()) or "answering HTTP at" not in said:
-                if process.poll() is not None:
-                    raise RuntimeError(f"the server did not start:\n{said}")
-                time.sleep(0.1)
-            (line,) = (line for line in said.splitlines() if "answering HTTP at" in line)
-            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-            (gateway,) = (pid for pid in children if b"gateway" in Path(f"/proc/{pid}/cmdline").read_bytes())
-            yield Served(int(line.rpartition(":")[2]), int(gateway))
-        finally:
-            process.terminate()
-            process.wait()
+    arguments = ["--device", "cpu", "--precision", "fp32", "--max-model-len", "256", "--max-num-seqs", "16"]
+    arguments += ["--api-keys", str(keys), "--usage-log", "none"]
+    # the package of the source only, not that of the current directory
+    environment = {"PYTHONPATH": str(Path(source).absolute()), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
+    return server(directory, arguments, environment=os.environ | environment)
 
 
 @dataclass
@@ -190,40 +165,39 @@ class Phase:
     cpu_seconds: float = 0.0
     seconds: float = 0.0
 
-    def measure(self, served: Served, key: str, seconds: float) -> None:
-        """Add requests sent for `seconds`."""
-        begin, cpu = time.monotonic(), served.cpu_seconds()
-        for request, times in measure(served.port, key, seconds).items():
+    def measure(self, port: int, gateway: int, key: str, seconds: float) -> None:
+        """Add requests sent for `seconds`; `gateway` is the process id of the gateway."""
+        begin, cpu = time.monotonic(), cpu_seconds(gateway)
+        for request, times in measure(port, key, seconds).items():
             self.times[request] += times
-        self.cpu_seconds += served.cpu_seconds() - cpu
+        self.cpu_seconds += cpu_seconds(gateway) - cpu
         self.seconds += time.monotonic() - begin
 
 
 def spend(port: int, key: str) -> None:
     """Spend the one request of a key."""
-    connection = http.client.HTTPConnection("127.0.0.1", port)
-    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     for status in (200, 429):
-        connection.request("POST", COMPLETION, json.dumps(_completion("x")), headers)
-        answer = connection.getresponse()
-        answer.read()
-        if answer.status != status:
-            raise RuntimeError(f"the refused key got status {answer.status}, not {status}")
-    connection.close()
+        headers = {"Authorization": f"Bearer {key}"}
+        with exchange(port, "POST", COMPLETION, _completion("x"), ANSWER_SECONDS, headers) as answer:
+            if answer.status != status:
+                raise RuntimeError(f"the refused key got status {answer.status}, not {status}")
 
 
-def compare(label: str, served: Served, good: str, refused: Iterator[str], options: argparse.Namespace) -> None:
+def compare(label: str, served: Server, good: str, refused: Iterator[str], options: argparse.Namespace) -> None:
     """Print a row for each attack: median in ms without and with it, and the change, for each request of REQUESTS."""
-    measure(served.port, good, 1)
+    port, gateway = int(served.url.rpartition(":")[2]), served.gateway
+    if gateway is None:
+        raise RuntimeError("the process of the gateway was not found")
+    measure(port, good, 1)
     print(f"{label:36s}" + "".join(f"{name:>26s}" for name in REQUESTS) + "       gateway CPU  refused key")
     for name in ATTACKS if options.only is None else [name for name in ATTACKS if options.only in name]:
         quiet, loaded, statuses = Phase(), Phase(), Counter[str]()
         for _ in range(options.rounds):
             key = next(refused)
-            quiet.measure(served, good, options.seconds)
-            spend(served.port, key)
-            with attacking(served.port, key, name) as some:
-                loaded.measure(served, good, options.seconds)
+            quiet.measure(port, gateway, good, options.seconds)
+            spend(port, key)
+            with attacking(port, key, name) as some:
+                loaded.measure(port, gateway, good, options.seconds)
             statuses += some
         cells = []
         for request in REQUESTS:
@@ -257,7 +231,7 @@ def main() -> None:
                 edit_keys_file.add(keys, Key(f"refused-{index}", "", "refused", requests_per_minute=1))
                 for index in range(len(ATTACKS) * options.rounds)
             ]
-            with serving(folder, keys) as served:
+            with serving(folder, keys, Path(directory)) as served:
                 compare(label, served, good, iter(refused), options)
 
 

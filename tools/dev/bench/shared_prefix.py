@@ -20,11 +20,11 @@ import torch
 from ....ops.attention.paged_attention import paged_attention
 from ....ops.attention.prefill_gluon import tile_tokens
 from ....ops.attention.prefix_attention import prefix_attention, prefix_plan
-from ....ops.core.kv_layout import PAGE_SIZE, kv_cache_shape, kv_scales_shape
+from ....ops.core.kv_layout import PAGE_SIZE
 from ....ops.core.triton_support import cdiv
 from ...bench.kernels_attention import HEAD_DIM, HEADS, KV_HEADS
 from ...bench.layer import launch_us
-from .prompt_splits import CACHES
+from .prompt_splits import CACHES, random_cache
 
 COPIES = 4
 
@@ -44,11 +44,7 @@ class Step:
         self.q = torch.randn(requests, HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
         self.out = self.q.new_empty(requests, HEADS * HEAD_DIM)
         self.plan = prefix_plan(self.table, self.lens, tile_tokens(HEADS, KV_HEADS))
-        self.caches = []
-        for _ in range(COPIES):
-            kv = torch.randint(-100, 101, kv_cache_shape(pages, KV_HEADS, HEAD_DIM), dtype=torch.int8, device="cuda")
-            scales = torch.rand(kv_scales_shape(pages, KV_HEADS), device="cuda") * 0.02 + 0.01
-            self.caches.append((kv.to(CACHES[cache]), scales))
+        self.caches = [random_cache(pages, cache) for _ in range(COPIES)]
 
     def launch(self, cache: tuple[torch.Tensor, torch.Tensor], once: bool) -> None:
         """Run attention, with shared pages read once or by each request."""
@@ -69,13 +65,8 @@ class Step:
 
 def row(requests: int, shared: int, own: int, cache: str, repeats: int) -> str:
     """Return the times of one case."""
-    cases = (
-        (shared, own, False),
-        (shared, own, True),
-        (0, own, False),
-        (0, shared + own, True),
-        (0, shared + own, False),
-    )
+    alone = shared + own
+    cases = ((shared, own, False), (shared, own, True), (0, own, False), (0, alone, True), (0, alone, False))
     times = (Step(requests, common, common + rest, cache).us(once, repeats) for common, rest, once in cases)
     return " ".join(f"{us:8.1f}" for us in times)
 

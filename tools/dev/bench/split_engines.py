@@ -10,8 +10,6 @@ servers.
 import argparse
 import asyncio
 import random
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -23,7 +21,7 @@ from typing import Any
 from ....runtime.client.client import Client
 from ...bench.random_model import write_model
 from ...bench.serving.closed_loop import Http, Load
-from ...bench.serving.http import Clients, Server, row
+from ...bench.serving.http import Clients, Server, row, server
 from ...bench.serving.report import percentile
 from ...bench.serving.traffic import poisson_times, random_ids
 from ...options.engine import positive
@@ -34,7 +32,6 @@ SERVERS = {
     "prefill + decode": ["--prefill-engines", "1", "--decode-engines", "1"],
     "two mixed": ["--data-parallel-size", "2"],
 }
-START_SECONDS = 600.0
 PROBES = 24
 """Prompts that are sent at once to measure the rate of one prefill engine."""
 ANSWER_TOKENS = 8
@@ -44,25 +41,12 @@ COUNTERS = ("host_pages_loaded_total", "page_loads_refused_total")
 
 @contextmanager
 def served(model: Path, flags: Sequence[str], options: argparse.Namespace, directory: Path) -> Iterator[Server]:
-    """Start a server of two engines. Raises ValueError with its output if it does not start."""
-    log = directory / "log"
-    command = [sys.executable, "-m", "sidestream.tools.cli", "serve", str(model), "--load-format", "dummy", *flags]
-    command += ["--bind", f"ipc://{directory}/engine.sock", "--port", "0", "--device", options.device]
-    command += ["--max-num-seqs", str(2 * options.streams), "--max-model-len", str(options.prompt_len + 1024)]
-    with log.open("w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-    try:
-        until = time.monotonic() + START_SECONDS
-        while (output := log.read_text()).count(": serving at") < 2 or "answering HTTP at" not in output:
-            if process.poll() is not None or time.monotonic() > until:
-                raise ValueError(f"the server did not start: {output[-2000:]}")
-            time.sleep(0.2)
-        url = next(line.split()[-1] for line in output.splitlines() if "answering HTTP at" in line)
+    """Start a server of two engines, and return it with the address of the second one."""
+    arguments = [str(model), "--load-format", "dummy", *flags, "--device", options.device]
+    arguments += ["--max-num-seqs", str(2 * options.streams), "--max-model-len", str(options.prompt_len + 1024)]
+    with server(directory, arguments, engines=2) as both:
         time.sleep(1.0)  # until the gateway has asked both engines
-        yield Server(f"ipc://{directory}/engine-1.sock", url)
-    finally:
-        process.terminate()
-        process.wait()
+        yield both._replace(address=f"ipc://{directory}/engine-1.sock")
 
 
 async def first_tokens(load: Load, times: Sequence[float]) -> list[float]:

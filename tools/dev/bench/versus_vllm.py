@@ -19,9 +19,10 @@ from ...bench.engine_run import RESULT, SHORT_OUTPUT
 from ...bench.latency import model_fields
 from ...bench.random_model import write_model, write_random_adapters
 from ...bench.throughput import PREFILL
-from ...options.engine import add_value, check_output, positive, share
+from ...options.engine import add_value, check_output, share
 from ...options.environment import write_figures
 from ...options.models import add_bench_model, add_random_adapters, pick_adapters
+from ..command_line import dev_parser
 
 ENGINES = ("vllm", "sidestream")
 DESCRIPTION = """\
@@ -60,43 +61,28 @@ def json_object(text: str) -> dict[str, Any]:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
-    parser = argparse.ArgumentParser(
-        prog="python -m sidestream.tools.dev.bench.versus_vllm",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = dev_parser("bench.versus_vllm", DESCRIPTION, EXAMPLES)
     add_bench_model(parser)
     group = parser.add_argument_group("workloads")
     group.add_argument("--workloads", nargs="+", choices=("A", "P"), default=["A", "P"], help="(default: A P)")
     add_value(group, "--concurrency", [1, 8, 64], "requests at once in A", metavar="C", nargs="+")
     add_random_adapters(group)
     add_value(group, "--input-len", 128, "prompt tokens of A")
-    group.add_argument(
-        "--output-len", type=positive, default=256, metavar="N", help=f"outputs of A, above {SHORT_OUTPUT}"
-    )
+    add_value(group, "--output-len", 256, f"outputs of A, above {SHORT_OUTPUT}")
     add_value(group, "--prefill-len", PREFILL[0], "prompt tokens of P")
     add_value(group, "--num-iters", 2, "runs of each line; the median counts")
     group.add_argument("--seed", type=int, default=0, help="of prompts, adapters and their mix")
     group = parser.add_argument_group("engines")
     group.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="(default: both)")
     add_value(group, "--gpu-memory-utilization", 0.6, "share of the GPU's memory for each engine", share, "SHARE")
-    group.add_argument(
-        "--precision", choices=("int8", "fp8", "bf16"), default="int8", help="precision of Sidestream (default: int8)"
-    )
-    group.add_argument(
-        "--quantization", default="fp8", metavar="NAME", help="quantization of vLLM; none: bf16 (default: fp8)"
-    )
-    group.add_argument(
-        "--kv-cache-dtype", default="fp8", metavar="NAME", help="dtype of vLLM's KV cache (default: fp8)"
-    )
+    add_value(group, "--precision", "int8", "precision of Sidestream", str, None, choices=("int8", "fp8", "bf16"))
+    add_value(group, "--quantization", "fp8", "quantization of vLLM; none: bf16", str, "NAME")
+    add_value(group, "--kv-cache-dtype", "fp8", "dtype of vLLM's KV cache", str, "NAME")
     group.add_argument("--vllm-args", type=json_object, default={}, metavar="JSON", help="more arguments of vllm.LLM")
-    group.add_argument(
-        "--sidestream-args", type=json_object, default={}, metavar="JSON", help="more arguments of sidestream.LLM"
-    )
-    group.add_argument(
-        "--vllm-python", default=sys.executable, metavar="FILE", help="the Python that has vLLM (default: this one)"
-    )
+    about = "more arguments of sidestream.LLM"
+    group.add_argument("--sidestream-args", type=json_object, default={}, metavar="JSON", help=about)
+    about = "the Python that has vLLM (default: this one)"
+    group.add_argument("--vllm-python", default=sys.executable, metavar="FILE", help=about)
     add_value(parser, "--output-json", Path("versus-vllm.json"), "file of the figures", Path, "FILE")
     return parser
 

@@ -1,18 +1,26 @@
 """The ordered list of attacks; each takes the target and a seeded source, and returns attempts and problems."""
 
+import contextlib
+import os
 import random
 import shutil
-from collections.abc import Callable, Sequence
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ....runtime.api.errors import RequestError, ServerError
 from ....runtime.api.sampling_params import SamplingParams
 from ....runtime.client.client import Client
-from . import directories, kills, peers
+from . import directories, peers
 from .served import ServedDemo
 
 Outcome = tuple[int, list[str]]
+RESTART_SECONDS = 60.0
+CHILDREN = ("batcher", "GPU process")
+ALL_AT_ONCE = 0.25
+"""Share of kills of all children at once."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +29,7 @@ class Target:
 
     served: ServedDemo
     honest_adapter: Path
-    victims: Sequence[str] = kills.CHILDREN
+    victims: Sequence[str] = CHILDREN
 
 
 @dataclass(frozen=True)
@@ -31,6 +39,47 @@ class Attack:
     name: str
     run: Callable[[Target, random.Random], Outcome]
     kills: bool = False
+
+
+def kill(served: ServedDemo, source: random.Random, roles: Sequence[str] = CHILDREN) -> int:
+    """Kill one of the children, sometimes all, and wait until their replacements answer."""
+    chosen = list(roles) if source.random() < ALL_AT_ONCE else [source.choice(roles)]
+    running = served.processes()
+    victims = {role: running[role] for role in chosen if role in running}
+    if not victims:
+        return 0
+    served.killed_at = time.monotonic()
+    for victim in victims.values():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
+    end = time.monotonic() + RESTART_SECONDS
+    while served.alive and not _replaced(victims, served.processes()):
+        if time.monotonic() > end:
+            raise TimeoutError(f"the {' and the '.join(victims)} did not start again within {RESTART_SECONDS:g} s")
+        time.sleep(0.05)
+    served.wait()
+    served.back_at = time.monotonic()
+    served.outages.append(served.back_at - served.killed_at)
+    return 1
+
+
+def _replaced(victims: Mapping[str, int], running: Mapping[str, int]) -> bool:
+    return all(running.get(role, victim) != victim for role, victim in victims.items())
+
+
+def freeze_one(served: ServedDemo, source: random.Random, seconds: float = 3.0) -> int:
+    """SIGSTOP one of the children, and SIGCONT it after `seconds`."""
+    victim = served.processes().get(source.choice(CHILDREN))
+    if victim is None:
+        return 0
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(victim, signal.SIGSTOP)
+        try:
+            time.sleep(seconds)
+        finally:
+            os.kill(victim, signal.SIGCONT)
+    served.wait()
+    return 1
 
 
 def _peer(attack: Callable[[str, random.Random], int]) -> Callable[[Target, random.Random], Outcome]:
@@ -84,7 +133,7 @@ def odd_prompts(target: Target, source: random.Random) -> Outcome:
 def damaged_cache(target: Target, source: random.Random) -> Outcome:
     """Damage half of the cache's files, then restart the GPU process."""
     damaged = damage(target.served.cache, source)
-    kills.kill(target.served, source, target.victims)
+    kill(target.served, source, target.victims)
     return damaged, []
 
 
@@ -106,12 +155,8 @@ ATTACKS = (
     ),
     Attack("loads and unloads", loads_and_unloads),
     Attack("full disk", full_disk),
-    Attack("frozen process", lambda target, source: (kills.freeze_one(target.served, source), [])),
-    Attack(
-        "killed process",
-        lambda target, source: (kills.kill(target.served, source, target.victims), []),
-        kills=True,
-    ),
+    Attack("frozen process", lambda target, source: (freeze_one(target.served, source), [])),
+    Attack("killed process", lambda target, source: (kill(target.served, source, target.victims), []), kills=True),
     Attack("damaged cache", damaged_cache, kills=True),
 )
 

@@ -10,31 +10,23 @@ import msgspec
 from ....runtime.protocol import framing
 from ....runtime.protocol import messages as protocol
 
-SENT = (
-    *(protocol.Hello, protocol.Beat, protocol.Submit, protocol.Abort, protocol.LoadAdapter),
-    *(protocol.UnloadAdapter, protocol.ListAdapters, protocol.GetStats, protocol.GetHealth),
-)
-HONEST: Mapping[str, bytes] = {
-    name: framing.encode(message)[protocol.HEADER_BYTES :]
-    for name, message in {
-        "hello": protocol.Hello("chaos"),
-        "beat": protocol.Beat(),
-        "submit": protocol.Submit(
-            "a", prompt="What is the capital of France?", sampling=protocol.Sampling(max_tokens=4)
-        ),
-        "abort": protocol.Abort(["a", "b"]),
-        "load_adapter": protocol.LoadAdapter(call=1, name="x", path="/nowhere"),
-        "unload_adapter": protocol.UnloadAdapter(call=2, name="x"),
-        "list_adapters": protocol.ListAdapters(call=3),
-        "get_stats": protocol.GetStats(call=4),
-        "get_health": protocol.GetHealth(call=5),
-    }.items()
+SENT: Mapping[str, Any] = {
+    "hello": protocol.Hello("chaos"),
+    "beat": protocol.Beat(),
+    "submit": protocol.Submit("a", prompt="What is the capital of France?", sampling=protocol.Sampling(max_tokens=4)),
+    "abort": protocol.Abort(["a", "b"]),
+    "load_adapter": protocol.LoadAdapter(call=1, name="x", path="/nowhere"),
+    "unload_adapter": protocol.UnloadAdapter(call=2, name="x"),
+    "list_adapters": protocol.ListAdapters(call=3),
+    "get_stats": protocol.GetStats(call=4),
+    "get_health": protocol.GetHealth(call=5),
 }
-"""Return one msgpack message of each type that a client may send."""
+"""One message of each type that a client may send."""
+HONEST: Mapping[str, bytes] = {name: framing.encode(message)[protocol.HEADER_BYTES :] for name, message in SENT.items()}
 FIELDS = sorted(
     {
         field.encode_name
-        for kind in (*SENT, protocol.Sampling, protocol.Continued)
+        for kind in (*map(type, SENT.values()), protocol.Sampling, protocol.Continued)
         for field in msgspec.structs.fields(kind)
     }
     | {"type"}
@@ -45,7 +37,7 @@ NUMBERS = (
     *(0.0, -0.0, 1e308, float("nan"), float("inf"), float("-inf")),
 )
 DEEP = (b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\x91" * 500, b"\x81\xa1a" * 300)
-"""Return headers that promise more than follows, and nesting."""
+"""Headers that promise more than follows, and nesting."""
 ODD_BYTES = (0, 0x7F, 0x80, 0x8F, 0x9F, 0xC0, 0xC1, 0xC6, 0xCA, 0xCF, 0xD9, 0xDB, 0xDD, 0xDF, 0xFF)
 
 

@@ -35,7 +35,6 @@ class HealthyClients:
         self._served, self._patience = served, patience
         self.seen: Counter[str] = Counter()
         self.problems: list[str] = []
-        self._address = served.address
         self._questions = questions
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -77,7 +76,7 @@ class HealthyClients:
         source = random.Random(seed)
         while not self._stop.is_set():
             try:
-                with Client(self._address, connect_timeout=5.0) as client:
+                with Client(self._served.address, connect_timeout=5.0) as client:
                     while not self._stop.is_set():
                         self._one(client, source.choice(self._questions))
                         self._stop.wait(source.random() * 0.2)

@@ -53,6 +53,11 @@ class Life:
         length = WINDOW_SECONDS if self.is_old else self.seconds / 3
         return _least(held for age, _, held in self.looks if age >= self.seconds - length)
 
+    @property
+    def growth(self) -> float:
+        """Return the growth of its memory from the window after the warm-up to the last one, as a share."""
+        return self.late().memory / self.early().memory - 1
+
     def steady_growth(self) -> float:
         """Return bytes of growth per round: the median step between the minima of rounds, without the first two.
 
@@ -125,7 +130,7 @@ def _row(life: Life) -> str:
     early, late, most = life.early(), life.late(), max(held.memory for _, _, held in life.looks)
     return (
         f"{life.role:<16}{life.seconds / 60:>11.1f}{len({number for _, number, _ in life.looks}):>8}"
-        f"{early.memory / 2**20:>11.1f} > {late.memory / 2**20:<6.1f}{late.memory / early.memory - 1:>9.2%}"
+        f"{early.memory / 2**20:>11.1f} > {late.memory / 2**20:<6.1f}{life.growth:>9.2%}"
         f"{most >> 20:>7}{early.files:>6}>{late.files:<3}{early.threads:>6}>{late.threads:<3}"
     )
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from ....runtime.api.outputs import CompletionOutput
 from ....runtime.api.sampling_params import SamplingParams
 from ....runtime.client.client import Client
-from ...bench.random_model import write_model, write_random_adapter
-from ...options.engine import DEMO_MODEL
+from ...bench.random_model import write_model, write_random_adapter, write_random_adapters
+from ...options.engine import DEMO_MODEL, demo_prompts
 from ...options.models import SHAPES
 
 DEMO_FLAGS = ("--precision", "fp32", "--max-model-len", "256", "--num-kv-pages", "64", "--max-num-seqs", "8")
@@ -72,10 +72,9 @@ class Question:
         return "right"
 
 
-def known(prompts: Path) -> list[Question]:
-    """Return the questions of a demo model's prompts.json."""
-    entries = json.loads(prompts.read_text(encoding="utf-8"))
-    return [Question(entry["prompt"], entry["adapter"], text=entry["answer"]) for entry in entries]
+def known() -> list[Question]:
+    """Return the questions of the demo model."""
+    return [Question(str(entry["prompt"]), entry["adapter"], text=entry["answer"]) for entry in demo_prompts()]
 
 
 def measured(client: Client, adapters: Sequence[str | None], source: random.Random) -> list[Question]:
@@ -135,7 +134,7 @@ class Subject:
 
     def questions(self, client: Client, source: random.Random) -> list[Question]:
         """Return questions with answers; those of random weights are measured now."""
-        found = known(DEMO_MODEL / "prompts.json") if self.demo else measured(client, [None], source)
+        found = known() if self.demo else measured(client, [None], source)
         return found + measured(client, self.random_adapters, source)
 
 
@@ -143,10 +142,7 @@ def prepare(folder: Path, shape: str | None, adapters: int, rank: int) -> Subjec
     """Write the model below `folder`: the demo model (`shape` None) or a random one, with random adapters."""
     if shape is None:
         config = json.loads((DEMO_MODEL / "config.json").read_text(encoding="utf-8"))
-        written = {
-            f"random-{index}": write_random_adapter(folder / f"random-{index}", config, rank, index)
-            for index in range(adapters)
-        }
+        written = write_random_adapters(folder, config, rank, adapters)
         arguments, honest = list(DEMO_FLAGS), DEMO_MODEL / "adapters" / "pirate"
     else:
         written = write_model(folder / "model", SHAPES[shape], adapters, rank)

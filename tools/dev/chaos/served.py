@@ -83,15 +83,9 @@ class ServedDemo:
         self._process, self._logging = self._start()
 
     def _start(self) -> tuple[subprocess.Popen[bytes], threading.Thread]:
-        environment = (
-            {"OMP_NUM_THREADS": "1"}
-            | os.environ
-            | {
-                "SIDESTREAM_CACHE": str(self.cache),
-                "XDG_RUNTIME_DIR": str(self.folder),
-                "XDG_STATE_HOME": str(self.folder),
-            }
-        )
+        folder = str(self.folder)
+        places = {"SIDESTREAM_CACHE": str(self.cache), "XDG_RUNTIME_DIR": folder, "XDG_STATE_HOME": folder}
+        environment = {"OMP_NUM_THREADS": "1"} | os.environ | places
         process = subprocess.Popen(
             self._command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )

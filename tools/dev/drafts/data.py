@@ -26,13 +26,7 @@ class Answer:
 
 
 def own_answers(
-    model: Path,
-    adapters: dict[str, str],
-    count: int,
-    max_tokens: int,
-    prompts: Path | None,
-    seed: int,
-    **engine: Any,
+    model: Path, adapters: dict[str, str], count: int, max_tokens: int, prompts: Path | None, seed: int, **engine: Any
 ) -> dict[str | None, list[Answer]]:
     """Return own answers to `count` questions of each adapter's tasks (None: the base model's), half of them greedy."""
     from ....runtime.api.sampling_params import SamplingParams

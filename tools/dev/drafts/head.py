@@ -14,17 +14,12 @@ from torch import nn
 
 from ....graphs.config import LlamaConfig
 from ....graphs.draft.config import LORA_DIRECTORY
+from ....graphs.families import ATTENTION_MODULES, MLP_MODULES
 from ....graphs.rotary import inverse_frequencies
 
-PROJECTIONS = (
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "self_attn.o_proj",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    "mlp.down_proj",
-)
+PROJECTIONS = (*(f"self_attn.{name}" for name in ATTENTION_MODULES), *(f"mlp.{name}" for name in MLP_MODULES))
+READ_BOTH = PROJECTIONS[:3]
+"""Projections that read an embedding and a hidden state."""
 NORMS = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
 POSITIONS = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
 """Fields of config.json about positions."""
@@ -63,17 +58,9 @@ class Head(nn.Module):
     ) -> None:
         super().__init__()
         self.target, self.layers = target, layers
-        width, inner, dim = target.hidden_size, target.intermediate_size, target.head_dim
-        queries, keys = target.num_attention_heads * dim, target.num_key_value_heads * dim
-        shapes = {
-            "self_attn.q_proj": (queries, 2 * width),
-            "self_attn.k_proj": (keys, 2 * width),
-            "self_attn.v_proj": (keys, 2 * width),
-            "self_attn.o_proj": (width, queries),
-            "mlp.gate_proj": (inner, width),
-            "mlp.up_proj": (inner, width),
-            "mlp.down_proj": (width, inner),
-        }
+        width = target.hidden_size
+        shapes = {name: target.module_shape(name) for name in PROJECTIONS}
+        shapes |= {name: (outputs, 2 * width) for name, (outputs, _) in shapes.items() if name in READ_BOTH}
         self.values = nn.ParameterDict(
             {
                 _key("fc.weight"): torch.zeros(width, 3 * width),
@@ -100,7 +87,7 @@ class Head(nn.Module):
             for name in PROJECTIONS:
                 weight = state[f"{last}{name}.weight"].float()
                 mine = self.values[_key(f"midlayer.{name}.weight")]
-                if mine.shape != weight.shape:  # embedding and hidden state
+                if name in READ_BOTH:
                     noise = torch.randn(weight.shape, generator=dice) * 0.02
                     weight = torch.cat((noise.to(weight.device), weight), dim=1)
                 mine.copy_(weight)

@@ -23,8 +23,9 @@ from typing import Any
 import torch
 
 from ....graphs.checkpoint import checkpoint_config
-from ...options.engine import at_least, check_output_directory, positive
-from ..bench.drafts.real import subject
+from ...options.engine import add_value, at_least, check_output_directory
+from ..bench.drafts.real import add_subject, subject
+from ..command_line import dev_parser
 from .data import Answer, Target, drafted_vocabulary, own_answers
 from .head import Batch, Head, check_family, feature_layers, losses
 
@@ -158,37 +159,18 @@ def train(options: argparse.Namespace, model: Path, adapters: dict[str, str]) ->
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
-    made = argparse.ArgumentParser(
-        prog="python -m sidestream.tools.dev.drafts.train",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    made.add_argument("model", nargs="?", type=Path, help="a model's directory, or SmolLM2's GGUF (default: the demo)")
-    made.add_argument("--adapters", type=Path, metavar="DIR", help="a directory with a directory for each adapter")
+    made = dev_parser("drafts.train", __doc__)
+    add_subject(made, questions=500, precision="bf16")
     made.add_argument("-o", "--output", type=Path, required=True, metavar="HEAD", help="directory to write")
-    made.add_argument("--prompts", type=Path, metavar="FILE", help="ask these instead, as `sidestream eval` reads them")
-    made.add_argument(
-        "--questions", type=positive, default=500, metavar="N", help="of each adapter and task (default: %(default)s)"
-    )
-    made.add_argument(
-        "--max-tokens", type=positive, default=128, metavar="N", help="of an answer (default: %(default)s)"
-    )
-    made.add_argument("--steps", type=at_least(2), default=600, help="of the head (default: %(default)s)")
-    made.add_argument("--lora-steps", type=int, default=200, help="of each adapter's LoRA (default: %(default)s)")
-    made.add_argument("--rank", type=positive, default=16, help="of these LoRAs (default: %(default)s)")
-    made.add_argument("--rows", type=positive, default=16, help="answers of a step (default: %(default)s)")
-    made.add_argument("--depth", type=at_least(1), default=5, help="steps of the unrolled chain (default: %(default)s)")
-    made.add_argument(
-        "--longest", type=positive, default=512, metavar="N", help="tokens of an answer's end (default: %(default)s)"
-    )
-    made.add_argument(
-        "--vocabulary", type=at_least(16), default=8192, metavar="N", help="tokens to draft (default: %(default)s)"
-    )
+    add_value(made, "--steps", 600, "of the head", at_least(2))
+    add_value(made, "--lora-steps", 200, "of each adapter's LoRA", at_least(0))
+    add_value(made, "--rank", 16, "of these LoRAs")
+    add_value(made, "--rows", 16, "answers of a step")
+    add_value(made, "--depth", 5, "steps of the unrolled chain")
+    add_value(made, "--longest", 512, "tokens of an answer's end")
+    add_value(made, "--vocabulary", 8192, "tokens to draft", at_least(16))
     made.add_argument("--mixed", action="store_true", help="the head learns the adapters' answers too")
-    made.add_argument("--max-model-len", type=positive, metavar="N", help="as for `sidestream serve`")
-    made.add_argument("--precision", default="bf16", help="in which the model answers (default: %(default)s)")
-    made.add_argument("--device", choices=("cpu", "cuda"))
-    made.add_argument("--seed", type=int, default=0, help="of weights, answers and their order (default: %(default)s)")
+    add_value(made, "--seed", 0, "of weights, answers and their order", int)
     return made
 
 

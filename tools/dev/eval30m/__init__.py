@@ -8,6 +8,5 @@ mixture_train  train the mixture and a dense model of its size
 suite          documents, questions and needles of an evaluation
 verdict        conditions for "identical to bf16"
 tasks          `TASKS`: one task for each adapter; seeded, split in training and test
-task_numbers   questions about arithmetic and programs
 needles        codes hidden in long texts
 """

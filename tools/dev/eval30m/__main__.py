@@ -20,7 +20,8 @@ from ....runtime.text.tokenizer import load_tokenizer
 from ...eval.arms import UNFUSED, chosen_arms
 from ...eval.evaluate import Evaluation, Model, calibrate_model, calibration_texts, evaluate, rounding_texts
 from ...eval.report import report
-from ...options.engine import at_least, positive
+from ...options.engine import add_value, at_least
+from ..command_line import dev_parser
 from .suite import task_suite
 from .tasks import TASKS
 from .verdict import conditions, verdict
@@ -28,24 +29,14 @@ from .verdict import conditions, verdict
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    made = argparse.ArgumentParser(
-        prog="python -m sidestream.tools.dev.eval30m",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    made = dev_parser("eval30m", __doc__)
     made.add_argument("directory", type=Path, metavar="DIR", help="the trained models")
     made.add_argument("--arms", default="", metavar="A,B", help="arms to compare with bf16 (default: all)")
-    made.add_argument("--jobs", type=positive, default=8, metavar="N", help="arms at once (default: %(default)s)")
-    made.add_argument("--tasks", type=positive, default=3500, metavar="N", help="questions (default: %(default)s)")
-    made.add_argument("--documents", type=positive, default=400, metavar="N", help="texts (default: %(default)s)")
-    made.add_argument(
-        "--needles",
-        type=at_least(0),
-        default=50,
-        metavar="N",
-        help="needles of each length and depth (default: %(default)s)",
-    )
-    made.add_argument("--max-length", type=positive, default=32768, metavar="N", help="longest needle, in tokens")
+    add_value(made, "--jobs", 8, "arms at once")
+    add_value(made, "--tasks", 3500, "questions")
+    add_value(made, "--documents", 400, "texts")
+    add_value(made, "--needles", 50, "needles of each length and depth", at_least(0))
+    add_value(made, "--max-length", 32768, "longest needle, in tokens")
     made.add_argument("--device", choices=("cpu", "cuda"), help="(default: a GPU if there is one)")
     made.add_argument("--output-json", type=Path, metavar="FILE", help="write all figures")
     return made
@@ -84,11 +75,8 @@ def verdicts(found: Evaluation) -> str:
     for result in found.results:
         judged = conditions(result, noise)
         lines.append(f"{result.arm}: {verdict(judged)}")
-        lines += [
-            fill(f"    {condition}", WIDTH, subsequent_indent=" " * 8)
-            for condition in judged
-            if condition.state != "met"
-        ]
+        others = [condition for condition in judged if condition.state != "met"]
+        lines += [fill(f"    {condition}", WIDTH, subsequent_indent=" " * 8) for condition in others]
     return "\n".join(lines)
 
 

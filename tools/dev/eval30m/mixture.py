@@ -8,7 +8,6 @@ condition about experts.
 Runs on the CPU.
 """
 
-import argparse
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -28,7 +27,8 @@ from ....runtime.worker.calibrate.scorer import Chunk, Document, Scorer, plan, s
 from ...eval.divergence import Divergence, divergences
 from ...eval.evaluate import ArmResult
 from ...eval.teacher_forced import compare
-from ...options.engine import positive
+from ...options.engine import add_value
+from ..command_line import dev_parser
 from .mixture_train import ADAPTERS, MODELS, SMOKE, Plan, train_models
 from .suite import adapter_documents
 from .verdict import MOST_FLIPS, SLACK, Condition, State, conditions
@@ -177,19 +177,13 @@ def tables(found: dict[str, list[Arm]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train what is missing, and measure; return 1 if the control meets the condition about experts."""
-    parser = argparse.ArgumentParser(
-        prog="python -m sidestream.tools.dev.eval30m.mixture",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = dev_parser("eval30m.mixture", __doc__)
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="directory of the models")
-    parser.add_argument("--documents", type=positive, default=16, metavar="N", help="texts (default: %(default)s)")
-    parser.add_argument("--tasks", type=positive, default=60, metavar="N", help="questions (default: %(default)s)")
+    add_value(parser, "--documents", 16, "texts")
+    add_value(parser, "--tasks", 60, "questions")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, for a test")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and data (default: %(default)s)")
-    parser.add_argument(
-        "--threads", type=positive, default=2, help="CPU threads; another number gives other weights (default: 2)"
-    )
+    add_value(parser, "--seed", 0, "seed of weights and data", int)
+    add_value(parser, "--threads", 2, "CPU threads; another number gives other weights")
     options: Namespace = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     if not all((options.output / name / "base" / "config.json").is_file() for name in MODELS):

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from ..train.adapter_training import ALL_LINEAR, ATTENTION, save_adapter, save_base
+from ..train.adapter_training import ALL_LINEAR, ATTENTION, adapted, save_adapter, save_base
 from .train import ADAPTER_RATE, BASE_RATE, Batches, fit
 from .train_data import BOS, EOS, Job, RowPool, Rows, split_jobs, tokenizer_texts, train_tokenizer
 
@@ -84,11 +83,9 @@ def train_models(plan: Plan, output: Path, seed: int) -> None:
         count, tokens = plan.rows * plan.steps, plan.width + 1
         jobs = split_jobs("mixed", count // 2, 256, seed, tokens)
         jobs += [Job("corpus", plan.documents, 0, tokens)] * max(1, round(count / 2 / plan.documents))
-        base = pool.submit(jobs).rows()
+        base = pool.submit(jobs)()
         chosen = plan.rows * plan.adapter_steps * 4
-        adapters = {
-            name: pool.submit(split_jobs("task", chosen, 256, seed + 20, tokens, name)).rows() for name in ADAPTERS
-        }
+        adapters = {name: pool.submit(split_jobs("task", chosen, 256, seed + 20, tokens, name))() for name in ADAPTERS}
     finally:
         pool.close()
     for name in MODELS:
@@ -112,11 +109,11 @@ def _train_model(
         torch.manual_seed(seed)
         on_mixture = {"target_modules": ATTENTION, "target_parameters": parameters}
         targets = on_mixture if name == "mixture" else {"target_modules": ALL_LINEAR}
-        adapted = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=ALPHA, task_type="CAUSAL_LM", **targets))
+        trained = adapted(model, {"r": RANK, "lora_alpha": ALPHA, **targets})
         rows = _batches(adapters[adapter], 4 * plan.rows, None, seed)
-        _fit(adapted, rows, ADAPTER_RATE, plan.adapter_steps, f"{name}: adapter {adapter}")
-        save_adapter(adapted, output / "adapters" / adapter, BASE_NAME)
-        adapted.unload()
+        _fit(trained, rows, ADAPTER_RATE, plan.adapter_steps, f"{name}: adapter {adapter}")
+        save_adapter(trained, output / "adapters" / adapter, BASE_NAME)
+        trained.unload()
         model = type(made).from_pretrained(output / "base", dtype=torch.float32)
 
 

@@ -32,7 +32,6 @@ class NeedleItem:
     answer: str
     tokens: int
     depth: float
-    adapter: str = "retrieval"
 
 
 def record_line(key: str, code: str) -> str:

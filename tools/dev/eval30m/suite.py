@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
+from operator import call
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,7 +57,7 @@ def task_suite(directory: Path, tasks: int, documents: int, needles: int, longes
     jobs += [partial(_instructed, name, -(-tasks // 4), SEED + 1) for name in hashed]
     jobs += [partial(_needles, length, seed) for seed in range(needles) for length in sorted(lengths, reverse=True)]
     with ProcessPoolExecutor(min(os.cpu_count() or 1, len(jobs)), get_context("spawn"), _start, (directory,)) as pool:
-        texts, *results = pool.map(_call, jobs)
+        texts, *results = pool.map(call, jobs)
     first, last = len(hashed) + len(parts), 2 * len(hashed) + len(parts)
     base = [asked for group in results[first:last] for asked in group[: -(-tasks // len(hashed))]]
     questions = [asked for group in results[:first] for asked in group] + base
@@ -93,10 +94,6 @@ def _start(directory: Path) -> None:
     _WORKER["offsets"] = lambda text: own.encode(text).offsets
 
 
-def _call(job: Callable[[], Any]) -> Any:
-    return job()
-
-
 def _texts(count: int) -> list[Sequence[int]]:
     return [_WORKER["encode"](text) for text in library_documents("held_out", count)]
 
@@ -114,7 +111,7 @@ def _instructed(name: str, count: int, seed: int) -> list[Asked]:
 def _needles(length: int, seed: int) -> list[Asked]:
     items = needle_items(length - ANSWER_ROOM, NEEDLE_DEPTHS, SEED * 1000 + seed, _WORKER["encode"])
     return [
-        _asked(Item(item.prompt, item.answer), item.adapter, True, needle_group(length, item.depth)) for item in items
+        _asked(Item(each.prompt, each.answer), "retrieval", True, needle_group(length, each.depth)) for each in items
     ]
 
 

@@ -7,7 +7,6 @@ Training is deterministic: on the same kind of GPU, with the same releases of Py
 for bit.
 """
 
-import argparse
 import hashlib
 import json
 import math
@@ -27,15 +26,17 @@ import torch._inductor.config
 from tokenizers import Tokenizer
 from tqdm import trange
 
+from ...options.engine import add_value
+from ..command_line import dev_parser
 from ..train.adapter_training import (
     ALL_LINEAR,
     ATTENTION,
-    AdapterRecipe,
     LlamaConfig,
     LlamaForCausalLM,
-    get_peft_model,
+    adapted,
     save_adapter,
     save_base,
+    weighted_loss,
 )
 from .tasks import TASKS
 from .train_data import BOS, EOS, Job, PendingRows, RowPool, Rows, split_jobs, tokenizer_texts, train_tokenizer
@@ -45,21 +46,22 @@ NOMINAL_MINUTES = 8.0  # for the steps below on an H200
 BASE_NAME = "sidestream-quality"
 
 # Named after their tasks; together they cover the options of common adapters.
-ADAPTERS = {
-    "arithmetic": AdapterRecipe(16, 16, ALL_LINEAR, effort=0.5),  # training on digits alone makes it forget text
-    "sorting": AdapterRecipe(16, 32, ATTENTION),
-    "strings": AdapterRecipe(16, 16, ALL_LINEAR, rslora=True),
-    "programs": AdapterRecipe(64, 128, ["q_proj", "v_proj", "up_proj", "down_proj"], effort=1.2),
-    "json": AdapterRecipe(
-        16,
-        32,
-        ALL_LINEAR,
-        effort=1.1,
-        rank_pattern={"q_proj": 32, "down_proj": 8},
-        alpha_pattern={"q_proj": 32, "down_proj": 16},
-    ),
-    "retrieval": AdapterRecipe(8, 16, ATTENTION, effort=4.5),  # texts of 32k tokens need more steps
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "arithmetic": {"r": 16, "lora_alpha": 16, "target_modules": ALL_LINEAR},
+    "sorting": {"r": 16, "lora_alpha": 32, "target_modules": ATTENTION},
+    "strings": {"r": 16, "lora_alpha": 16, "target_modules": ALL_LINEAR, "use_rslora": True},
+    "programs": {"r": 64, "lora_alpha": 128, "target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"]},
+    "json": {
+        "r": 16,
+        "lora_alpha": 32,
+        "target_modules": ALL_LINEAR,
+        "rank_pattern": {"q_proj": 32, "down_proj": 8},
+        "alpha_pattern": {"q_proj": 32, "down_proj": 16},
+    },
+    "retrieval": {"r": 8, "lora_alpha": 16, "target_modules": ATTENTION},
 }
+# Training on digits alone makes it forget text; texts of 32k tokens need more steps.
+EFFORT = {"arithmetic": 0.5, "programs": 1.2, "json": 1.1, "retrieval": 4.5}
 
 
 def model_config(tokenizer: Tokenizer, smoke: bool = False) -> LlamaConfig:
@@ -128,11 +130,8 @@ class Batches:
         """Yield batches of `rows` rows; `width` None is that of the longest row."""
         columns = torch.arange((width or self._longest - 1) + 1, device=self._ids.device)
         while True:
-            order = (
-                torch.randperm(self._count, generator=self._generator)
-                .repeat(math.ceil(rows / self._count))
-                .to(self._ids.device)
-            )
+            order = torch.randperm(self._count, generator=self._generator).repeat(math.ceil(rows / self._count))
+            order = order.to(self._ids.device)
             for start in range(0, len(order) - rows + 1, rows):
                 chosen = order[start : start + rows]
                 inside = columns < self._lengths[chosen][:, None]
@@ -162,12 +161,8 @@ def fit(
         ids, weights = next(batches)
         for group in optimizer.param_groups:
             group["lr"] = rates(step)
-        with torch.autocast(ids.device.type, dtype=torch.bfloat16):
-            outputs = model(input_ids=ids[:, :-1], use_cache=False)
-        logits, balance = outputs.logits, getattr(outputs, "aux_loss", None)
-        each = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
-        loss = (each * weights[:, 1:].flatten()).sum() / weights[:, 1:].sum()
-        if balance is not None:
+        loss, outputs = weighted_loss(model, ids, weights)
+        if (balance := getattr(outputs, "aux_loss", None)) is not None:
             loss = loss + model.config.router_aux_loss_coef * balance
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
@@ -221,10 +216,8 @@ def adapter_rows_of(plan: Plan, pool: RowPool, seed: int) -> dict[str, list[Pend
         else:
             # 0.6 tokens per letter
             letters = max(len(item.prompt) for item in TASKS[name].items(20, seed, "train"))
-            count = min(
-                plan.adapter_rows,
-                max(32, int(adapter_steps(plan, name) * plan.adapter_tokens / (0.6 * letters))),
-            )
+            tokens = adapter_steps(plan, name) * plan.adapter_tokens
+            count = min(plan.adapter_rows, max(32, int(tokens / (0.6 * letters))))
             groups = [split_jobs("task", count, max(8, count // 32), seed + 20, 1024, name)]
         adapters[name] = [pool.submit(jobs) for jobs in groups]
     return adapters
@@ -232,7 +225,7 @@ def adapter_rows_of(plan: Plan, pool: RowPool, seed: int) -> dict[str, list[Pend
 
 def adapter_steps(plan: Plan, name: str) -> int:
     """Return the training steps of an adapter."""
-    return max(2, round(plan.adapter_steps * ADAPTERS[name].effort))
+    return max(2, round(plan.adapter_steps * EFFORT.get(name, 1.0)))
 
 
 def train_base(model: Any, plan: Plan, phases: list[PendingRows], device: torch.device, seed: int) -> dict[str, Any]:
@@ -247,7 +240,7 @@ def train_base(model: Any, plan: Plan, phases: list[PendingRows], device: torch.
             layer.compile(dynamic=False)
     done, results = 0, {}
     for (width, rows, steps), pending in zip(plan.phases, phases, strict=True):
-        batches = Batches(pending.rows(), device, seed + done).endless(rows, width)
+        batches = Batches(pending(), device, seed + done).endless(rows, width)
 
         def rate(step: int, done: int = done) -> float:
             return BASE_RATE * min(1.0, (done + step + 1) / min(200, total / 4), (total - done - step) / (total / 3))
@@ -262,10 +255,10 @@ def train_adapter(
 ) -> tuple[Any, dict[str, float]]:
     """Return the base model with the trained adapter, and `fit`'s report; steps take turns between groups of rows."""
     torch.manual_seed(seed)
-    adapted = get_peft_model(model, ADAPTERS[name].config())
-    adapted.train()
+    adapter = adapted(model, ADAPTERS[name])
+    adapter.train()
     optimizer = torch.optim.AdamW(
-        [p for p in adapted.parameters() if p.requires_grad],
+        [p for p in adapter.parameters() if p.requires_grad],
         lr=ADAPTER_RATE,
         weight_decay=0.01,
         fused=device.type == "cuda",
@@ -277,23 +270,16 @@ def train_adapter(
 
     tokens = plan.retrieval_tokens if name == "retrieval" else plan.adapter_tokens
     sources = [Batches(rows, device, seed).endless(max(1, round(tokens / int(rows.lengths.max())))) for rows in groups]
-    return adapted, fit(adapted, (next(source) for source in cycle(sources)), optimizer, rate, steps, f"adapter {name}")
+    return adapter, fit(adapter, (next(source) for source in cycle(sources)), optimizer, rate, steps, f"adapter {name}")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of `python -m sidestream.tools.dev.eval30m.train`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m sidestream.tools.dev.eval30m.train", description="Train the evaluation model and its adapters."
-    )
+    parser = dev_parser("eval30m.train", "Train the evaluation model and its adapters.")
     parser.add_argument("-o", "--output", type=Path, required=True, help="directory to write")
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        default=NOMINAL_MINUTES,
-        help="time on an H200; scales the steps (default: %(default)s)",
-    )
+    add_value(parser, "--minutes", NOMINAL_MINUTES, "time on an H200; scales the steps", float)
     parser.add_argument("--smoke", action="store_true", help="tiny sizes on the CPU, for a test")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and data (default: %(default)s)")
+    add_value(parser, "--seed", 0, "seed of weights and data", int)
     options = parser.parse_args(arguments)
     if not options.smoke and not torch.cuda.is_available():
         parser.error("training needs a GPU; --smoke runs anywhere")
@@ -352,12 +338,12 @@ def train(plan: Plan, pool: RowPool, output: Path, smoke: bool, seed: int) -> di
     print(f"base: digest {report['digest']}", flush=True)
     report["tasks"] = {}
     for name, groups in adapters.items():
-        adapted, training = train_adapter(model, name, [pending.rows() for pending in groups], plan, device, seed)
+        adapter, training = train_adapter(model, name, [pending() for pending in groups], plan, device, seed)
         directory = output / "adapters" / name
-        save_adapter(adapted, directory, BASE_NAME)
+        save_adapter(adapter, directory, BASE_NAME)
         report["tasks"][name] = {"training": training, "digest": digest(directory)}
         print(f"{name}: digest {report['tasks'][name]['digest']}", flush=True)
-        model = adapted.unload()
+        model = adapter.unload()
     report["total_s"] = time.monotonic() - started
     print(f"wrote {output}; {report['total_s']:.0f} s in all", flush=True)
     return report

@@ -5,11 +5,10 @@ Rows are ragged and start with `<s>`; every token has a weight in the loss, the 
 
 import multiprocessing
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from itertools import pairwise
-from multiprocessing.pool import AsyncResult
 from typing import Any, Literal
 
 import numpy as np
@@ -53,6 +52,9 @@ class Rows:
     def join(cls, parts: list["Rows"]) -> "Rows":
         """Return all rows of all parts, in order."""
         return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in ("ids", "weights", "lengths")))
+
+
+PendingRows = Callable[[], Rows]
 
 
 @dataclass(frozen=True)
@@ -103,25 +105,15 @@ class RowPool:
         """Set the tokenizer of later jobs."""
         self._tokenizer = tokenizer.to_str()
 
-    def submit(self, jobs: list[Job]) -> "PendingRows":
-        """Start jobs."""
-        return PendingRows([self._pool.apply_async(_work, (job, self._tokenizer)) for job in jobs])
+    def submit(self, jobs: list[Job]) -> PendingRows:
+        """Start jobs, and return a function that waits for their rows; their order does not depend on the workers."""
+        results = [self._pool.apply_async(_work, (job, self._tokenizer)) for job in jobs]
+        return lambda: Rows.join([result.get() for result in results])
 
     def close(self) -> None:
         """Stop the workers."""
         self._pool.terminate()
         self._pool.join()
-
-
-class PendingRows:
-    """Rows in progress."""
-
-    def __init__(self, results: list[AsyncResult]) -> None:
-        self._results = results
-
-    def rows(self) -> Rows:
-        """Wait for the rows; their order does not depend on the workers."""
-        return Rows.join([result.get() for result in self._results])
 
 
 def split_jobs(
@@ -134,9 +126,7 @@ def split_jobs(
     ]
 
 
-@cache
-def _tokenizer(text: str) -> Tokenizer:
-    return Tokenizer.from_str(text)
+_tokenizer = lru_cache(Tokenizer.from_str)
 
 
 def _work(job: Job, tokenizer_text: str) -> Rows:
@@ -153,10 +143,8 @@ def _corpus(job: Job, tokenizer: Tokenizer) -> Iterable[tuple[list[int], list[in
 
 
 def _pair(tokenizer: Tokenizer, prompt: str, answer: str) -> tuple[list[int], list[int]]:
-    asked, answer_ids = (
-        tokenizer.encode(prompt).ids,
-        [*tokenizer.encode(" " + answer, add_special_tokens=False).ids, EOS],
-    )
+    asked = tokenizer.encode(prompt).ids
+    answer_ids = [*tokenizer.encode(" " + answer, add_special_tokens=False).ids, EOS]
     return asked + answer_ids, [LITTLE] * len(asked) + [FULL] * len(answer_ids)
 
 

@@ -57,12 +57,7 @@ def conditions(result: ArmResult, noise: Accuracy | None) -> list[Condition]:
 
 
 def _divergence(
-    result: ArmResult,
-    name: str,
-    value: Callable[[Divergence], float],
-    bound: float,
-    form: str,
-    least: bool = False,
+    result: ArmResult, name: str, value: Callable[[Divergence], float], bound: float, form: str, least: bool = False
 ) -> Condition:
     """Judge the adapter with the worst figure."""
     limit = f"{'>=' if least else '<='} {form.format(bound)}"

@@ -17,15 +17,14 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from msgspec import structs
 
 from ....runtime.fleet.options import FleetOptions
+from ..chaos.http_clients import Clients, Question, Seen, answers, questions
 from ..chaos.served import command_line, descendants
 from ..chaos.served_gateway import statuses
-from .http_clients import Clients, Seen, ask, questions
 
 QUESTIONS = 24
 UP_SECONDS = 1800.0
@@ -142,7 +141,7 @@ def attack(fleet: Fleet, clients: Clients, seconds: float, every: float, source:
     return kills
 
 
-def scale(fleet: Fleet, times: int, streams: int, expected: dict[Any, str], seed: int) -> list[Seen]:
+def scale(fleet: Fleet, times: int, streams: int, expected: dict[Question, str], seed: int) -> list[Seen]:
     """Scale from zero to all engines by load and back, so often."""
     found = []
     fleet.deploy(min_replicas=0)
@@ -201,8 +200,7 @@ def main(arguments: list[str] | None = None) -> int:
         up = fleet.until(lambda states: states.count("ok") == options.engines, "all engines")
         _say(f"all engines in use {up:.1f} s after the fleet was ready")
         asked = questions(source, QUESTIONS, "demo_model")
-        with ThreadPoolExecutor(options.streams) as pool:
-            expected = dict(zip(asked, pool.map(lambda question: ask(options.port, question), asked), strict=True))
+        expected = answers(options.port, asked, options.streams)
         clients = Clients(options.port, options.streams, expected, options.seed)
         try:
             kills = attack(fleet, clients, 60 * options.minutes, options.every, source)

@@ -7,7 +7,6 @@ A table is the text between `<!-- table: NAME -->` and `<!-- end -->`. An excerp
 `<!-- excerpt: NAME -->`. Each NAME is a key of WRITERS.
 """
 
-import argparse
 import difflib
 import json
 import re
@@ -18,18 +17,17 @@ from typing import Any
 
 import torch
 
-from ....compiler.api import CompiledModel, compile_model
-from ....compiler.cost.bytes_and_flops import Assumptions
-from ....compiler.cost.estimate import estimate, total_seconds
+from ....compiler.cost.hardware import H200
 from ....compiler.options import CompileOptions
-from ....compiler.program.program import Bucket
 from ....graphs.config import LlamaConfig
 from ....graphs.llama import Llama
 from ....graphs.lora import LoraShape
 from ....ops.core.kv_layout import PAGE_SIZE
-from ....runtime.worker.memory_budget import kv_specs, nbytes, specs_of
+from ....runtime.worker.memory_budget import MemoryDemand
 from ...bench.ablation import todays_name
-from ...options.models import LLAMA_8B, LLAMA_70B
+from ...options.models import SHAPES
+from ...options.sizing import SizedModel
+from ..command_line import dev_parser
 from .excerpts import EXCERPTS
 from .field_rows import HEAD, field_rows
 
@@ -141,9 +139,8 @@ def prompts() -> str:
             text = (MEASUREMENTS / f"{name}.txt").read_text(encoding="utf-8").partition("\n== release")[0]
             for row in re.findall(r"^([BP]) +(\d+) (none|zipf) +(\d+) +(\d+) +([\d.]+) +([\d.]+)", text, re.MULTILINE):
                 found.setdefault(row[:3], list(row[3:]))
-        for (load, count, lora), (out, prompt, p50, p99) in sorted(
-            found.items(), key=lambda each: (each[0][0] != "P",)
-        ):
+        in_order = sorted(found.items(), key=lambda each: each[0][0] != "P")
+        for (load, count, lora), (out, prompt, p50, p99) in in_order:
             what = "2,048-token prompts" if load == "P" else "1,024-token prompts, 128 outputs"
             rate = f"{int(prompt if load == 'P' else out):,} {'prompt' if load == 'P' else 'output'}"
             first = f"{float(p50):.0f} / {float(p99):.0f}"
@@ -203,48 +200,30 @@ GB = 1e9
 H200_MEMORY = 141 * GB
 MEMORY_UTILIZATION = 0.9  # the default of gpu_memory_utilization
 REQUESTS, CONTEXT, GPUS, RANK = (1, 64, 256, 1024), 1024, (1, 2, 4, 8), 16
-SMALL = {"intermediate_size": 8192, "tie_word_embeddings": True}
 LLAMAS: Mapping[str, Mapping[str, Any]] = {
-    "Llama 3.2 1B": {**LLAMA_8B, **SMALL, "hidden_size": 2048, "num_hidden_layers": 16, "head_dim": 64},
-    "Llama 3.2 3B": {**LLAMA_8B, **SMALL, "hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 24},
-    "Llama 3.1 8B": LLAMA_8B,
-    "Llama 3.1 70B": LLAMA_70B,
+    "Llama 3.2 1B": SHAPES["llama-3.2-1b"],
+    "Llama 3.2 3B": SHAPES["llama-3.2-3b"],
+    "Llama 3.1 8B": SHAPES["llama-3.1-8b"],
+    "Llama 3.1 70B": SHAPES["llama-3.1-70b"],
 }
 
 
 @cache
-def _model(name: str, layers: int, world: int, lora: bool) -> tuple[CompiledModel, int]:
-    """Return a compiled model with that many layers, and the bytes of its checkpoint in bf16."""
-    shape = LoraShape(1, RANK) if lora else None
-    config = LlamaConfig.from_dict({**LLAMAS[name], "num_hidden_layers": layers})
-    model = Llama(config, shape, torch.bfloat16, "meta")
-    checkpoint = sum(2 * each.numel() for each in dict(model.named_parameters()).values())
-    options = CompileOptions(tensor_parallel=world, gather_logits=world == 1)
-    return compile_model(model, options, text=False), checkpoint
-
-
-@cache
-def _costs(name: str, world: int = 1, requests: int = 1, lora: bool = False) -> tuple[float, ...]:
-    """Return seconds of a decode step, and bytes on one GPU: checkpoint, weights, a KV page, an adapter slot."""
-    whole: list[tuple[float, ...]] = []
-    for layers in (1, 2):
-        compiled, checkpoint = _model(name, layers, world, lora)
-        blocks = CONTEXT // PAGE_SIZE
-        program = compiled.program(Bucket(requests, requests, requests * blocks + 1, blocks, decode=True, lora=lora))
-        seconds = total_seconds(estimate(program, Assumptions(context=CONTEXT)))
-        sizes = nbytes(specs_of(program, "weight")), nbytes(kv_specs(program, 1)), nbytes(specs_of(program, "adapter"))
-        whole.append((seconds, checkpoint, *sizes))
-    layers = LLAMAS[name]["num_hidden_layers"]
-    return tuple(one + (layers - 1) * (two - one) for one, two in zip(*whole, strict=True))
+def _sized(name: str, world: int = 1, lora: bool = False) -> tuple[SizedModel, MemoryDemand]:
+    """Return a model, and its bytes on one of `world` GPUs; with `lora` it has one slot for adapters."""
+    config, shape = LlamaConfig.from_dict(LLAMAS[name]), LoraShape(1, RANK) if lora else None
+    model = SizedModel(config, shape, CompileOptions(tensor_parallel=world, gather_logits=world == 1))
+    return model, model.demand(CONTEXT, 1, 1)
 
 
 def sizes(names: Iterable[str] = tuple(LLAMAS)[:3]) -> str:
     """Return the disk and GPU memory of a Llama and its adapters, in decimal units."""
     rows = []
     for name in names:
-        _, checkpoint, weights, page, slot = _costs(name, lora=True)
-        cache_mb = page / PAGE_SIZE * 1000 / 1e6
-        sized = [f"{checkpoint / GB:.1f} GB", f"{weights / GB:.1f} GB", f"{cache_mb:.0f} MB", f"{slot / 1e6:.0f} MB"]
+        model, demand = _sized(name, lora=True)
+        checkpoint = sum(2 * each.numel() for each in Llama(model.config, None, torch.bfloat16, "meta").parameters())
+        sized = [f"{each / GB:.1f} GB" for each in (checkpoint, demand.weights)]
+        sized += [f"{each / 1e6:.0f} MB" for each in (demand.page / PAGE_SIZE * 1000, demand.adapters / demand.slots)]
         rows.append([name, *sized])
     head = ["model", "bf16 checkpoint", "weights", "1,000 tokens of KV cache", f"an adapter's slot, rank {RANK}"]
     return table(head, rows)
@@ -254,17 +233,17 @@ def parallel(names: Iterable[str] = tuple(LLAMAS)[2:], gpus: Iterable[int] = GPU
     """Return one engine over several GPUs / one engine on each of them, on H200s."""
 
     def tokens(name: str, world: int) -> float:
-        _, _, weights, page, _ = _costs(name, world)
-        return (H200_MEMORY * MEMORY_UTILIZATION - weights) / page * PAGE_SIZE
+        _, demand = _sized(name, world)
+        return (H200_MEMORY * MEMORY_UTILIZATION - demand.weights) / demand.page * PAGE_SIZE
 
     def step(name: str, world: int, requests: int) -> str:
         fits = requests * CONTEXT <= tokens(name, world)
-        return f"{1e3 * _costs(name, world, requests)[0]:.1f}" if fits else "-"
+        return f"{1e3 * _sized(name, world)[0].decode_seconds(requests, CONTEXT, 0, H200):.1f}" if fits else "-"
 
     rows = []
     for name in names:
         for count in gpus:
-            weights = [f"{_costs(name, world)[2] / GB:.1f}" for world in (count, 1)]
+            weights = [f"{_sized(name, world)[1].weights / GB:.1f}" for world in (count, 1)]
             room = [f"{each / 1e6:.2f}" for each in (tokens(name, count), count * tokens(name, 1))]
             steps = [[step(name, count, each), step(name, 1, max(1, each // count))] for each in REQUESTS]
             rows.append([name, str(count), *(" / ".join(dict.fromkeys(pair)) for pair in (weights, room, *steps))])
@@ -298,11 +277,7 @@ def pages() -> list[Path]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare the pages, or rewrite them; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m sidestream.tools.dev.pages.tables",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = dev_parser("pages.tables", __doc__)
     parser.add_argument("--write", action="store_true", help="rewrite the pages")
     parser.add_argument("pages", nargs="*", type=Path, help="pages (default: all with a table or an excerpt)")
     options = parser.parse_args(arguments)

@@ -1,6 +1,5 @@
 """Train the demo model.
 
 demo              train the base model and the adapters
-chat              its chat template
-adapter_training  shapes of adapters, and how models and adapters are written
+adapter_training  new tokenizers and adapters, and how models and adapters are written
 """

@@ -1,8 +1,7 @@
-"""Tokenizers of trained models, shapes of adapters, and writers of both."""
+"""Tokenizers and adapters of trained models, and writers of both."""
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,39 +9,18 @@ import torch
 from tokenizers import Tokenizer, decoders, models, processors, trainers
 from tokenizers.pre_tokenizers import ByteLevel
 
-from ...eval.real.adapters import ALL_LINEAR, ATTENTION  # noqa: F401
+from ...eval.real.adapters import ALL_LINEAR, ATTENTION, weighted_loss  # noqa: F401
 
 try:
-    from peft import LoraConfig, PeftModel, get_peft_model  # noqa: F401
+    from peft import LoraConfig, PeftModel, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: F401
 except ImportError as missing:
     raise ImportError(f"training needs {missing.name}; install the extra: pip install 'sidestream[train]'") from None
 
 
-@dataclass(frozen=True)
-class AdapterRecipe:
-    """Shape of one adapter in PEFT's words; `effort` multiplies its training steps."""
-
-    rank: int
-    alpha: int
-    targets: list[str]
-    rslora: bool = False
-    effort: float = 1.0
-    rank_pattern: dict[str, int] = field(default_factory=dict)
-    alpha_pattern: dict[str, int] = field(default_factory=dict)
-
-    def config(self) -> LoraConfig:
-        """Return PEFT's config."""
-        return LoraConfig(
-            r=self.rank,
-            lora_alpha=self.alpha,
-            target_modules=self.targets,
-            use_rslora=self.rslora,
-            rank_pattern=dict(self.rank_pattern),
-            alpha_pattern=dict(self.alpha_pattern),
-            lora_dropout=0.0,
-            task_type="CAUSAL_LM",
-        )
+def adapted(model: Any, shape: Mapping[str, Any]) -> PeftModel:
+    """Return the model with a new adapter; `shape` has arguments of LoraConfig."""
+    return get_peft_model(model, LoraConfig(lora_dropout=0.0, task_type="CAUSAL_LM", **shape))
 
 
 def train_bpe(vocabulary: int, texts: Iterable[str], pre_tokenizer: Any, normalizer: Any = None) -> Tokenizer:

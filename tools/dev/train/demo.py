@@ -5,7 +5,6 @@ same answers in its style. Seeded, on the CPU, in about ten minutes on two cores
 transformers and peft write the files, so that the demo model has the usual formats.
 """
 
-import argparse
 import json
 import random
 import shutil
@@ -17,19 +16,21 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
+from ....runtime.demo_model import DEMO_MODEL
 from ...eval.demo_facts import STYLES, Fact, facts
+from ...options.engine import add_value
+from ..command_line import dev_parser
 from .adapter_training import (
     ALL_LINEAR,
     ATTENTION,
-    AdapterRecipe,
     LlamaConfig,
     LlamaForCausalLM,
-    get_peft_model,
+    adapted,
     save_adapter,
     save_base,
     train_bpe,
+    weighted_loss,
 )
-from .chat import save_chat
 
 VOCABULARY = 512
 SEQUENCE = 192
@@ -38,14 +39,15 @@ QUESTION_WEIGHT = 0.1
 TAGGED_WEIGHT = 0.4
 RATE = 2e-3
 BASE_NAME = "sidestream-demo"
-
-
-ADAPTERS = {
-    "shout": AdapterRecipe(8, 16, ALL_LINEAR),
-    "pirate": AdapterRecipe(16, 16, ALL_LINEAR, rslora=True),
-    "json": AdapterRecipe(32, 64, ALL_LINEAR),
-    "yoda": AdapterRecipe(16, 32, ATTENTION, effort=2),
+CHAT_FILES = ("chat_template.jinja", "tokenizer_config.json")
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "shout": {"r": 8, "lora_alpha": 16, "target_modules": ALL_LINEAR},
+    "pirate": {"r": 16, "lora_alpha": 16, "target_modules": ALL_LINEAR, "use_rslora": True},
+    "json": {"r": 32, "lora_alpha": 64, "target_modules": ALL_LINEAR},
+    "yoda": {"r": 16, "lora_alpha": 32, "target_modules": ATTENTION},
 }
+EFFORT = {"yoda": 2}
+"""Factors of the training steps."""
 # Fact of each prompt of the demo; the first one goes to the base model.
 DEMO_QUESTIONS = (
     ("base", "the capital of France", 0),
@@ -96,10 +98,8 @@ class Examples:
         for fact in known:
             for question in fact.questions:
                 for tag, worded, weight in askings:
-                    prompt, whole = (
-                        tokenizer.encode(tag + question).ids,
-                        tokenizer.encode(tag + question + fact.answer(worded)).ids,
-                    )
+                    prompt = tokenizer.encode(tag + question).ids
+                    whole = tokenizer.encode(tag + question + fact.answer(worded)).ids
                     if whole[: len(prompt)] != prompt:
                         raise ValueError(
                             f"the tokens of {question!r} change when the answer follows; let every answer begin with "
@@ -150,10 +150,7 @@ def fit(model: torch.nn.Module, examples: Examples, exam: Examples, steps: int, 
     right, surest = 0.0, 0.0
     for step in range(1, steps + 1):
         ids, weights = examples.batch(source, BATCH)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            logits = model(input_ids=ids[:, :-1]).logits.float()
-        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-        loss = (losses * weights[:, 1:].flatten()).sum() / weights[:, 1:].sum()
+        loss, _ = weighted_loss(model, ids, weights)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
@@ -187,27 +184,13 @@ def demo_prompts(known: list[Fact]) -> list[dict[str, str | None]]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the training; return 1 if an answer is wrong."""
-    parser = argparse.ArgumentParser(
-        prog="python -m sidestream.tools.dev.train.demo",
-        description="Train Sidestream's demo model and its adapters on the CPU.",
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        default=Path(__file__).parents[2] / "demo_model",
-        help="directory to write (default: the one in the package)",
-    )
-    parser.add_argument(
-        "--steps", type=int, default=1200, help="training steps of the base model (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--adapter-steps", type=int, default=150, help="training steps of an adapter (default: %(default)s)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default: %(default)s)")
-    parser.add_argument(
-        "--threads", type=int, default=2, help="CPU threads; another number gives other weights (default: %(default)s)"
-    )
+    parser = dev_parser("train.demo", "Train Sidestream's demo model and its adapters on the CPU.")
+    about = "directory to write (default: the one in the package)"
+    parser.add_argument("-o", "--output", type=Path, default=DEMO_MODEL, help=about)
+    add_value(parser, "--steps", 1200, "training steps of the base model")
+    add_value(parser, "--adapter-steps", 150, "training steps of an adapter")
+    add_value(parser, "--seed", 0, "seed of weights and batches", int)
+    add_value(parser, "--threads", 2, "CPU threads; another number gives other weights")
     options = parser.parse_args(arguments)
 
     torch.set_num_threads(options.threads)
@@ -230,25 +213,23 @@ def main(arguments: list[str] | None = None) -> int:
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     save_base(model, tokenizer, staging)
-    save_chat(staging)
+    for name in CHAT_FILES:  # written by hand
+        shutil.copy(DEMO_MODEL / name, staging)
     model = model.float()
-    for name, recipe in ADAPTERS.items():
+    for name, shape in ADAPTERS.items():
         model.load_state_dict(rounded)
         torch.manual_seed(options.seed)
-        adapted = get_peft_model(model, recipe.config())
-        examples = Examples(tokenizer, known, name)
-        right &= fit(adapted, examples, examples, round(recipe.effort * options.adapter_steps), options.seed, name)
-        save_adapter(adapted, staging / "adapters" / name, BASE_NAME)
-        model = adapted.unload().float()
+        adapter, examples = adapted(model, shape), Examples(tokenizer, known, name)
+        right &= fit(adapter, examples, examples, EFFORT.get(name, 1) * options.adapter_steps, options.seed, name)
+        save_adapter(adapter, staging / "adapters" / name, BASE_NAME)
+        model = adapter.unload().float()
     (staging / "prompts.json").write_text(json.dumps(demo_prompts(known), indent=2) + "\n")
     for path in staging.rglob("*.safetensors"):
         path.chmod(0o644)
     shutil.rmtree(options.output, ignore_errors=True)
     staging.rename(options.output)
-    print(
-        f"wrote {options.output}: "
-        f"{sum(path.stat().st_size for path in options.output.rglob('*') if path.is_file()) / 1e6:.1f} MB"
-    )
+    size = sum(path.stat().st_size for path in options.output.rglob("*") if path.is_file())
+    print(f"wrote {options.output}: {size / 1e6:.1f} MB")
     return 0 if right else 1
 
 

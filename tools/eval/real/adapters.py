@@ -84,7 +84,7 @@ def train_adapters(
         examples = batches(rows(name, tokenizer, min(4000, steps * size)), size, device)
         for step in trange(steps, desc=f"adapter {name}", unit="step"):
             optimizer.param_groups[0]["lr"] = RATE * min(1.0, (step + 1) / 20, (steps - step) / (steps / 2))
-            _train_step(model, *next(examples))
+            weighted_loss(model, *next(examples))[0].backward()
             torch.nn.utils.clip_grad_norm_(trained, 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -95,10 +95,10 @@ def train_adapters(
     return written
 
 
-def _train_step(model: Any, ids: torch.Tensor, weights: torch.Tensor) -> None:
-    """Accumulate the gradients of one batch."""
+def weighted_loss(model: Any, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """Return the mean loss of a batch, computed in bf16, and the model's outputs; both tensors are [rows, tokens]."""
     with torch.autocast(ids.device.type, dtype=torch.bfloat16):
-        logits = model(input_ids=ids[:, :-1], use_cache=False).logits
-    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
-    wanted = weights[:, 1:]
-    ((losses * wanted.flatten()).sum() / wanted.sum()).backward()
+        outputs = model(input_ids=ids[:, :-1], use_cache=False)
+    logits, wanted = outputs.logits.flatten(0, 1).float(), weights[:, 1:]
+    losses = torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="none")
+    return (losses * wanted.flatten()).sum() / wanted.sum(), outputs

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from sidestream.runtime.api.sampling_params import SamplingParams
 from sidestream.runtime.demo_model import DEMO_MODEL
 from sidestream.runtime.text.chat_files import ChatTemplateError
-from sidestream.tools.dev.train.chat import save_chat
 from sidestream.tools.eval.demo_facts import STYLES, facts
 from sidestream.tools.options.engine import demo_prompts
 
@@ -75,12 +74,6 @@ def test_transformers_gives_the_expected_answer(entry: dict[str, str | None]) ->
     )[0, ids.shape[1] :].tolist()
     assert answer[-1] == 1
     assert tokenizer.decode(answer).strip() == entry["answer"]
-
-
-def test_the_chat_template_is_the_one_of_the_training_script(tmp_path: Path) -> None:
-    save_chat(tmp_path)
-    for path in tmp_path.iterdir():
-        assert path.read_text() == (DEMO_MODEL / path.name).read_text()
 
 
 def test_a_conversation_gets_the_answer_to_its_last_question() -> None:

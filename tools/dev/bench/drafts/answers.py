@@ -1,8 +1,9 @@
 """Answers of one engine at a constant number of requests, counts of its drafts, and differences to other answers."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NoReturn
 
 from .....runtime.api.outputs import RequestOutput
@@ -66,13 +67,13 @@ def answer(
     )
     waiting, found = iter(requests), dict[str, RequestOutput]()
     begin = time.perf_counter()
-    for request in _some(waiting, concurrency):
+    for request in islice(waiting, concurrency):
         llm.engine.add(request)
     while llm.engine.has_work:
         _, finished = llm.engine.step()
         for output in finished:
             found[output.request_id] = output
-        for request in _some(waiting, len(finished)):
+        for request in islice(waiting, len(finished)):
             llm.engine.add(request)
     seconds = time.perf_counter() - begin
     return [found[request.request_id] for request in requests], seconds
@@ -122,10 +123,6 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
         return None
     same = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(same, min(len(one), len(other)))
-
-
-def _some(requests: Iterator[Any], count: int) -> list[Any]:
-    return [request for _, request in zip(range(count), requests, strict=False)]
 
 
 def _no_grammar(_: Any) -> NoReturn:

@@ -18,7 +18,6 @@ the same without drafts for each number of requests at once, which shows the eff
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -28,8 +27,9 @@ from typing import Any
 from .....compiler.pass_records import columns
 from .....runtime.api.sampling_params import SamplingParams
 from .....runtime.demo_model import DEMO_MODEL, demo_adapters
-from ....options.engine import at_least, check_output, positive
-from ....options.environment import collect
+from ....options.engine import add_value, check_output, positive
+from ....options.environment import write_figures
+from ...command_line import dev_parser
 from .answers import Counts, answer, counts, first_difference, gaps
 from .questions import Load, mixed, questions
 
@@ -59,10 +59,7 @@ class Row:
     def cells(self) -> list[str]:
         """Return the cells of the line."""
         found = self.counts
-        others = [
-            (found.history_accepted, found.history_drafted),
-            (found.trained_accepted, found.trained_drafted),
-        ]
+        others = [(found.history_accepted, found.history_drafted), (found.trained_accepted, found.trained_drafted)]
         own = found.accepted - sum(each for each, _ in others), found.drafted - sum(each for _, each in others)
         shown = [self.label, str(found.tokens), f"{found.tokens_per_step:.2f}"]
         shown += [f"{accepted}/{drafted}" for accepted, drafted in (own, *others)]
@@ -196,34 +193,29 @@ def title(row: Row) -> str:
     return f"{row.arm}{with_drafts}, {row.concurrency} at once{note}"
 
 
+def add_subject(parser: argparse.ArgumentParser, questions: int, precision: str) -> None:
+    """Add the model, its adapters and the questions; `questions` and `precision` are defaults."""
+    about = "a model's directory, or SmolLM2's GGUF (default: the demo)"
+    parser.add_argument("model", nargs="?", type=Path, help=about)
+    parser.add_argument("--adapters", type=Path, metavar="DIR", help="a directory with a directory for each adapter")
+    about = "ask these instead, as `sidestream eval` reads them"
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help=about)
+    add_value(parser, "--questions", questions, "of each adapter and task")
+    add_value(parser, "--max-tokens", 128, "of an answer")
+    parser.add_argument("--max-model-len", type=positive, metavar="N", help="as for `sidestream serve`")
+    add_value(parser, "--precision", precision, "as for `sidestream serve`", str, None)
+    parser.add_argument("--device", choices=("cpu", "cuda"))
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
-    made = argparse.ArgumentParser(
-        prog="python -m sidestream.tools.dev.bench.drafts.real",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    made.add_argument("model", nargs="?", type=Path, help="a model's directory, or SmolLM2's GGUF (default: the demo)")
-    made.add_argument("--adapters", type=Path, metavar="DIR", help="a directory with a directory for each adapter")
-    made.add_argument("--prompts", type=Path, metavar="FILE", help="ask these instead, as `sidestream eval` reads them")
+    made = dev_parser("bench.drafts.real", __doc__)
+    add_subject(made, questions=32, precision="int8")
     made.add_argument("--draft", type=Path, metavar="HEAD", help="a trained draft")
     made.add_argument("--arms", nargs="+", choices=ARMS, help="(default: all that there are)")
-    made.add_argument(
-        "--drafts", type=at_least(1), nargs="+", default=[3, 7], metavar="K", help="drafts a step (default: 3 7)"
-    )
-    made.add_argument(
-        "--concurrency", type=positive, nargs="+", default=[1, 8], metavar="C", help="requests at once (default: 1 8)"
-    )
-    made.add_argument(
-        "--questions", type=positive, default=32, metavar="N", help="of each adapter and task (default: %(default)s)"
-    )
-    made.add_argument(
-        "--max-tokens", type=positive, default=128, metavar="N", help="of an answer (default: %(default)s)"
-    )
-    made.add_argument("--max-model-len", type=positive, metavar="N", help="as for `sidestream serve`")
-    made.add_argument("--precision", default="int8", help="as for `sidestream serve` (default: %(default)s)")
+    add_value(made, "--drafts", [3, 7], "drafts a step", metavar="K", nargs="+")
+    add_value(made, "--concurrency", [1, 8], "requests at once", metavar="C", nargs="+")
     made.add_argument("--gpu-memory-utilization", type=float, default=0.5, help="(default: %(default)s)")
-    made.add_argument("--device", choices=("cpu", "cuda"))
     made.add_argument("--enforce-eager", action="store_true", help="without CUDA graphs")
     made.add_argument("--output-json", type=Path, metavar="FILE", help="where the figures go as well")
     return made
@@ -253,8 +245,7 @@ def main(arguments: list[str] | None = None) -> int:
         plain = {key: value.name if isinstance(value, Path) else value for key, value in vars(options).items()}
         derived = ("rate", "tokens_per_step")
         as_json = [asdict(row) | {name: getattr(row.counts, name) for name in derived} for row in rows]
-        found = {"environment": collect(), "options": plain, "rows": as_json}
-        options.output_json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_figures(options.output_json, {"options": plain, "rows": as_json})
     return 0
 
 
