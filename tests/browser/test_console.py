@@ -16,7 +16,7 @@ from support.page_checks import cut_off, nameless_controls, poor_contrast, prefe
 
 TEXT = "return document.querySelector(arguments[0]).innerText"
 SAMPLED = "return samples.length > 0"
-TABS = ("live", "playground")
+TABS = ("live", "day", "playground")
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,8 @@ def failed_loads(window: Browser, *statuses: str) -> None:
 
 def test_it_asks_nobody_but_the_gateway(console: Browser, running: tuple[LiveEngines, str]) -> None:
     asked = console.run("return performance.getEntriesByType('resource').map((entry) => entry.name)")
-    assert {url.removeprefix(running[1]) for url in asked} == {"metrics", "health", "v1/models"}
+    paths = {url.removeprefix(running[1]) for url in asked}
+    assert paths == {"metrics", "health", "v1/models", "console/history?after=0"}
     assert console.run("return document.scripts.length") == 1
     console.run(
         "const script = document.createElement('script'); script.text = 'broken = 1'; document.body.append(script)"
@@ -107,9 +108,8 @@ def test_latencies_and_errors_are_those_of_requests(console: Browser, running: t
         "return [0.5, 0.99].map((q) => quantile(latest(), samples[0], 'sidestream_inter_token_seconds', q))"
     )
     assert 0.005 < p50 <= p99, "eight times that were at least 10 ms"
-    errors = " ".join(
-        console.run("return [...document.querySelectorAll('#panel-live .card')].at(-1).innerText").split()
-    )
+    cards = console.run("return [...document.querySelectorAll('#panel-live .card')].map((card) => card.innerText)")
+    (errors,) = (" ".join(card.split()) for card in cards if card.startswith("Errors by model"))
     assert "404 not found POST /v1/completions 1 " in errors
     failed_loads(console, "404")
 
@@ -178,7 +178,8 @@ def test_what_one_adapter_refuses_is_said_on_its_side_alone(console: Browser, en
     )
     ask(console, "x")
     wait_for(
-        console, "return !document.getElementById('go').disabled && document.getElementById('said').innerText !== ''"
+        console,
+        "return !document.getElementById('go').disabled && document.getElementById('progress').innerText !== ''",
     )
     assert "the queue is full" in console.run(TEXT, "#answer-right + .facts")
     assert console.run(TEXT, "#answer-left").startswith("a b c")
@@ -194,7 +195,8 @@ def test_the_keyboard_does_everything(console: Browser, engines: LiveEngines) ->
         seen.append(console.run(where))
     assert seen == ["key", "Use key", "theme", "tab-live", "panel-live"]
     console.run("document.getElementById('tab-live').focus()")
-    console.press("ArrowRight")
+    for _ in TABS[1:]:
+        console.press("ArrowRight")
     assert console.run("return location.hash") == "#playground"
     console.run("document.getElementById('prompt').focus()")
     console.press(*"hello")
@@ -202,7 +204,7 @@ def test_the_keyboard_does_everything(console: Browser, engines: LiveEngines) ->
         "const key = { key: 'Enter', ctrlKey: true, bubbles: true, cancelable: true };"
         "document.activeElement.dispatchEvent(new KeyboardEvent('keydown', key))"
     )
-    wait_for(console, "return document.getElementById('said').innerText.includes('shout has answered')")
+    wait_for(console, "return document.getElementById('progress').innerText.includes('shout has answered')")
     assert {each.prompt for each in engines.asked} == {"hello"}
 
 
@@ -255,7 +257,7 @@ def test_the_key_is_asked_for_and_kept_for_this_tab_alone(window: Browser) -> No
         window.open(address)
         wait_for(window, SAMPLED)
         ask(window, "x")
-        wait_for(window, "return document.getElementById('said').innerText.includes('shout has answered')")
+        wait_for(window, "return document.getElementById('progress').innerText.includes('shout has answered')")
         window.click("#forget")
         wait_for(window, "return document.getElementById('status').innerText === 'needs a key'")
         assert window.run("return sessionStorage.length") == 0

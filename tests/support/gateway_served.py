@@ -33,6 +33,7 @@ class LiveEngines(FakeEngines):
             AdapterCard("shout", 4, "bb", {"gpu-0": "disk"}),
         ]
         self.numbers: dict[str, int | float] = {
+            "on_gpu": 1,
             "tokens_total": 1000, "requests_running": 3, "requests_waiting": 5, "pages": 400, "pages_in_use": 100,
             "adapters_resident": 1, "adapter_hits_total": 10, "adapter_misses_total": 2, "adapter_evictions_total": 1,
             "preemptions_total": 0,
