@@ -193,7 +193,10 @@ class LLM:
     def _check_idle(self) -> None:
         self._check_open()
         if self._busy:
-            raise RequestError("a stream of this LLM is still open; read it to its end or close() it first")
+            raise RequestError(
+                "a stream of this LLM is still open, or a call of another thread; read the stream to its end or "
+                "close() it first, and give the prompts of all threads to one call, or to a server with Client"
+            )
 
     def _check_ready(self) -> None:
         self._check_idle()
@@ -610,11 +613,13 @@ class LLM:
             while self.engine.has_work:
                 yield self.engine.step()
         finally:
-            self._busy = False
-            for request in requests:
-                self.engine.abort(request.request_id)
-            while self.engine.has_work:
-                self.engine.step()
+            try:
+                for request in requests:
+                    self.engine.abort(request.request_id)
+                while self.engine.has_work:  # before another call: these steps drop outputs
+                    self.engine.step()
+            finally:
+                self._busy = False
 
 
 def _find_part(registry: AdapterRegistry, name: str) -> SumPart:

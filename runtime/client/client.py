@@ -45,7 +45,7 @@ class Client:
                 print(chunk.text, end="")
 
     Arguments, errors and behaviour are those of `AsyncClient`. Thread-safe: calls of several threads share the
-    connection; an iterator of `stream` belongs to one thread at a time. It cannot be used in a forked child. Ctrl-C
+    connection; an iterator of `stream` belongs to one thread at a time. A forked child needs one of its own. Ctrl-C
     during a call aborts its requests.
     """
 
@@ -175,6 +175,9 @@ class Client:
             if self._closed:
                 work.close()
                 raise RequestError("this client is closed; make a new one")
+            if not self._thread.is_alive():  # a fork copies no threads
+                work.close()
+                raise RequestError("this client belongs to the process that made it; make one in each process")
             return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:

@@ -45,6 +45,7 @@ class Connection:
         self._link: ClientLink | None = None
         self._welcome: Welcome | None = None
         self._instance = protocol.NO_INSTANCE
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._connecting: asyncio.Task[Welcome] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._greeting: asyncio.Future[Welcome] | None = None
@@ -131,9 +132,12 @@ class Connection:
     def _check_open(self) -> None:
         if self._closed:
             raise RequestError("this client is closed; make a new one")
+        if self._link is not None and self._loop is not asyncio.get_running_loop():
+            raise RequestError("this client belongs to another event loop; make one in each asyncio.run")
 
     def _open_link(self) -> ClientLink:
         check_private_directory(self.address)
+        self._loop = asyncio.get_running_loop()
         self._last_sent = self._last_received = time.monotonic()
         self._link = ClientLink(self.address, self.keys, self._receive, self._lose)
         self._schedule_heartbeat(self._link)

@@ -1,6 +1,7 @@
 """LLM from directory to text, against transformers and peft."""
 
 import dataclasses
+import threading
 from pathlib import Path
 
 import pytest
@@ -180,6 +181,39 @@ def test_a_stream_that_is_left_early_leaves_nothing_behind(llm):
     with pytest.raises(RequestError, match="still open"):
         llm.generate([1, 2, 3], GREEDY, use_tqdm=False)
     chunks.close()
+    assert_idle(llm)
+    llm.generate([1, 2, 3], GREEDY, use_tqdm=False)
+
+
+def test_a_call_is_refused_while_another_thread_s_runs(llm, monkeypatch):
+    """From its first step to the last abort: each step returns the outputs of all requests."""
+    refused = []
+
+    def call():
+        try:
+            llm.generate([1, 2, 3], GREEDY, use_tqdm=False)
+        except RequestError as problem:
+            refused.append(str(problem))
+
+    def meanwhile(method):
+        def run(*arguments):
+            if threading.current_thread() is threading.main_thread():
+                other = threading.Thread(target=call)
+                other.start()
+                other.join()
+            return method(*arguments)
+
+        return run
+
+    chunks = llm.stream(prompts(30, 40), GREEDY)
+    next(chunks)
+    for name in ("step", "abort"):
+        monkeypatch.setattr(llm.engine, name, meanwhile(getattr(llm.engine, name)))
+    next(chunks)
+    assert len(refused) == 1 and "a call of another thread" in refused[0]
+    chunks.close()
+    monkeypatch.undo()
+    assert len(refused) >= 3  # two requests were aborted
     assert_idle(llm)
     llm.generate([1, 2, 3], GREEDY, use_tqdm=False)
 

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Iterator
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -16,7 +17,10 @@ from ..interfaces import GatewayError
 
 MAX_SEARCHED_BYTES = 1 << 20
 """Size of bodies that are searched for the field with a lone surrogate."""
+MAX_SEARCHED_ENTRIES = 1024
+"""Entries of an object that are searched for the invalid one."""
 MAX_SHOWN_CHARACTERS = 60
+_ANY_KEY = "[...]"
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]{0,200})`$")
 _STEP = re.compile(r"\[(\d+|\.\.\.)\]|([^.\[\]]+)")
 _KINDS = {
@@ -91,14 +95,21 @@ def malformed(problem: Exception, data: bytes, shape: type) -> GatewayError:
         return GatewayError(400, f"the body must be a JSON object{_example(shape)}, not {_kind(data)}")
     value = _value_at(data, path)
     if found is not None and "`key` in" in found[0] and isinstance(value, dict):
-        wrong = some_of([repr(key[:40]) for key in value if not key.isdecimal()])
+        keys = [repr(key[:40]) for key, _ in _invalid_entries(value, path, f"`key` in `$.{path}`", shape)]
+        wrong = some_of(keys) if keys else "them"
         return GatewayError(
             400, _printable(f"{path}: each key {_requirement(text, shape, path)}; change {wrong}"), param=path
         )
+    named = path
+    if path.endswith(_ANY_KEY):  # msgspec does not report the key
+        field = path.removesuffix(_ANY_KEY)
+        entry = next(_invalid_entries(_value_at(data, field), field, f"`$.{path}`", shape), None)
+        if entry is not None:
+            named, value = f"{field}[{_shorten(entry[0])}]", entry[1]
     shown = "" if isinstance(value, (dict, list)) or value is ... else f"={_shorten(value)}"
     remedy = _REMEDIES.get((path.rpartition(".")[2], value)) if isinstance(value, str) else None
     advice = f"; {remedy}" if remedy else ""
-    return GatewayError(400, _printable(f"{path}{shown} {_requirement(text, shape, path)}{advice}"), param=path[:128])
+    return GatewayError(400, _printable(f"{named}{shown} {_requirement(text, shape, path)}{advice}"), param=path[:128])
 
 
 def _advice(unknown: str, shape: type, path: str) -> str:
@@ -159,6 +170,16 @@ def _value_at(data: bytes, path: str) -> Any:
     except (LookupError, ValueError, TypeError, RecursionError):
         return ...
     return value
+
+
+def _invalid_entries(entries: Any, field: str, place: str, shape: type) -> Iterator[tuple[str, Any]]:
+    """Yield the entries of an object of the body that msgspec refuses at `place`."""
+    for key, value in islice(entries.items(), MAX_SEARCHED_ENTRIES) if isinstance(entries, dict) else ():
+        try:
+            msgspec.convert({field: {key: value}}, shape, str_keys=True)
+        except msgspec.ValidationError as problem:
+            if str(problem).endswith(f" - at {place}"):
+                yield key, value
 
 
 def _requirement(text: str, shape: type, path: str) -> str:

@@ -432,6 +432,16 @@ def test_curve_end_to_end(tmp_path: Path) -> None:
     go(work())
 
 
+def test_a_client_of_another_event_loop_is_refused(server: WireServer) -> None:
+    client = AsyncClient(server.address)
+    with asyncio.Runner() as first:
+        assert first.run(client.health()).status == "ok"
+        with pytest.raises(RequestError, match=r"another event loop; make one in each asyncio\.run"):
+            go(client.health())
+        assert first.run(client.health()).status == "ok"
+        first.run(client.close())
+
+
 def test_beyond_the_loopback_a_client_needs_keys() -> None:
     with pytest.raises(ValueError, match="keys curve"):
         AsyncClient("tcp://gpu-host:5757")

@@ -263,6 +263,31 @@ def test_a_program_may_end_without_closing_and_ctrl_c_aborts(server: WireServer)
     until(lambda: server.aborts == ["interrupted"])
 
 
+def test_a_forked_child_is_told_to_make_its_own(server: WireServer) -> None:
+    code = textwrap.dedent(f"""
+        import os
+        from sidestream import Client
+        with Client({server.address!r}) as client:
+            client.stats()
+            child = os.fork()
+            if child == 0:
+                for use in (client.stats, lambda: next(client.stream("x"))):
+                    try:
+                        use()
+                    except ValueError as problem:
+                        print(problem, flush=True)
+                with Client({server.address!r}) as own:
+                    print(own.health().status, flush=True)
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+            print(client.health().status)
+    """)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300)
+    refused = "this client belongs to the process that made it; make one in each process"
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [refused, refused, "ok", "ok"]
+
+
 @pytest.mark.parametrize(
     ("code", "exit_code"),
     [
