@@ -241,6 +241,10 @@ class Engines(Protocol):
         """Return the tokens of a text: id, and spelling in the vocabulary."""
         ...
 
+    async def token_offsets(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, tuple[int, int]]]:
+        """Return the tokens of a text: id, and the range of its characters as (start, end)."""
+        ...
+
     async def detokenize(self, token_ids: list[int]) -> str:
         """Return the text of token ids, with special tokens."""
         ...

@@ -266,11 +266,14 @@ class ListAdapters(Call, tag="list_adapters", frozen=True):
 
 
 class Tokenize(Call, tag="tokenize", frozen=True):
-    """Request the token ids of a text. `add_special_tokens`: as a prompt has them; `spellings`: return these, too."""
+    """Request the token ids of a text. `add_special_tokens`: as a prompt has them; `spellings`, `offsets`: return
+    these, too.
+    """
 
     text: Annotated[str, Meta(max_length=MAX_PROMPT_CHARACTERS)]
     add_special_tokens: bool = True
     spellings: bool = False
+    offsets: bool = False
 
 
 class Detokenize(Call, tag="detokenize", frozen=True):
@@ -464,10 +467,13 @@ class Adapters(Call, tag="adapters", frozen=True):
 
 
 class Tokens(Call, tag="tokens", frozen=True):
-    """Answer to `tokenize`. `spellings`: of each token in the vocabulary, if requested."""
+    """Answer to `tokenize`. If requested: `spellings` of each token in the vocabulary, and `offsets` in the text of
+    each token's first character and of the one after its last: start, end, start, ...
+    """
 
     token_ids: Annotated[list[TokenId], Meta(max_length=MAX_PROMPT_TOKENS)]
     spellings: list[str] = []
+    offsets: Annotated[list[Count], Meta(max_length=2 * MAX_PROMPT_TOKENS)] = []
 
 
 class Text(Call, tag="text", frozen=True):

@@ -77,11 +77,15 @@ class TokenizeRequests:
 
 def _tokens(tokenizer: Tokenizer, message: protocol.Tokenize) -> protocol.Tokens:
     """Return the answer to a call. Raises TooManyTokens."""
-    ids = tokenizer.encode(message.text, message.add_special_tokens, MAX_PROMPT_TOKENS)
+    offsets: list[int] = []
+    if message.offsets:
+        ids, offsets = tokenizer.encode_with_offsets(message.text, message.add_special_tokens, MAX_PROMPT_TOKENS)
+    else:
+        ids = tokenizer.encode(message.text, message.add_special_tokens, MAX_PROMPT_TOKENS)
     spellings = list(map(tokenizer.spelling, ids)) if message.spellings else []
     if sum(len(each.encode()) for each in spellings) > MAX_PROMPT_CHARACTERS:
         raise TooManyTokens(len(ids))
-    return protocol.Tokens(message.call, ids, spellings)
+    return protocol.Tokens(message.call, ids, spellings, offsets)
 
 
 class PauseRequests:

@@ -162,6 +162,11 @@ class FakeEngines:
     async def token_spellings(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, str]]:
         return [(token, f"<{token}>") for token in await self.tokenize(text, add_special_tokens)]
 
+    async def token_offsets(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, tuple[int, int]]]:
+        first = int(add_special_tokens)
+        ids = await self.tokenize(text, add_special_tokens)
+        return [(token, (max(0, index - first), index + 1 - first)) for index, token in enumerate(ids)]
+
     async def detokenize(self, token_ids: list[int]) -> str:
         return "".join(chr(token % 256) for token in token_ids)
 

@@ -62,7 +62,7 @@ ROWS = (
     _accepted("return_cached_tokens_details return_spec_tokens_details", "usage has these details"),
     _accepted(
         "length_penalty early_stopping routed_experts_start_len routed_experts_prompt_start "
-        "return_token_offsets return_flat_raw_top_logprobs_b64",
+        "return_flat_raw_top_logprobs_b64",
         "they modify fields that are refused",
     ),
     _accepted("separate_reasoning stream_reasoning", "--reasoning-parser of the server decides"),

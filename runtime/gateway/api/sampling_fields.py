@@ -1,7 +1,7 @@
 """Sampling parameters in bodies, and their conversion to `SamplingParams`."""
 
 import dataclasses
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, TypeVar
 
 from msgspec import Meta, structs
 
@@ -23,6 +23,7 @@ from .body_types import Body, LoraWeights, ModelName, StreamOptions, TokenId
 from .field_table import refuse_unsupported
 from .response_format import ResponseFormat, StructuredOutputsBody, constraint_of
 
+T = TypeVar("T")
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -64,6 +65,7 @@ class GenerationBody(Body, frozen=True, kw_only=True):
     bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
     speculation: Literal["off", "auto"] | Annotated[int, Meta(ge=1, le=MAX_DRAFTS)] | None = None
     structured_outputs: StructuredOutputsBody | None = None
+    return_token_offsets: Annotated[bool, Meta(description="of `/render` only")] | None = None
 
 
 class SamplingBody(GenerationBody, frozen=True, kw_only=True):
@@ -118,7 +120,7 @@ class TokenBody(SamplingBody, frozen=True, kw_only=True):
         """Whether the gateway needs the tokens of a text prompt."""
         return bool(self.return_token_ids) or self.truncate_prompt_tokens is not None
 
-    def truncated(self, ids: list[int], max_model_len: int, max_tokens: int | None) -> list[int]:
+    def truncated(self, ids: list[T], max_model_len: int, max_tokens: int | None) -> list[T]:
         """Return the prompt's tokens after truncation. Raises GatewayError 400 for an invalid length."""
         kept = self.truncate_prompt_tokens
         if kept is None:

@@ -427,6 +427,9 @@ class Router:
     async def token_spellings(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, str]]:
         return await self._query_one(lambda link: link.client.token_spellings(text, add_special_tokens))
 
+    async def token_offsets(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, tuple[int, int]]]:
+        return await self._query_one(lambda link: link.client.token_offsets(text, add_special_tokens))
+
     async def detokenize(self, token_ids: list[int]) -> str:
         return await self._query_one(lambda link: link.client.detokenize(token_ids))
 
