@@ -509,9 +509,12 @@ class AsyncClient:
         ranges = zip(tokens.offsets[::2], tokens.offsets[1::2], strict=True)
         return list(zip(tokens.token_ids, ranges, strict=True))
 
-    async def detokenize(self, token_ids: Sequence[int], timeout: float | None = None) -> str:
-        """Return the text of token ids, special tokens included."""
-        return (await self._call(protocol.Detokenize, protocol.Text, timeout, token_ids=list(token_ids))).text
+    async def detokenize(
+        self, token_ids: Sequence[int], timeout: float | None = None, *, skip_special_tokens: bool = False
+    ) -> str:
+        """Return the text of token ids, special tokens included by default."""
+        fields = {"token_ids": list(token_ids), "skip_special_tokens": skip_special_tokens}
+        return (await self._call(protocol.Detokenize, protocol.Text, timeout, **fields)).text
 
     async def pause(self, abort: bool = False, timeout: float | None = None) -> None:
         """Stop planning steps until `resume`. Returns when no step runs. Requests wait, with `abort` open ones end with

@@ -277,9 +277,10 @@ class Tokenize(Call, tag="tokenize", frozen=True):
 
 
 class Detokenize(Call, tag="detokenize", frozen=True):
-    """Request the text of token ids, special tokens included."""
+    """Request the text of token ids, special tokens included unless `skip_special_tokens`."""
 
     token_ids: Annotated[list[TokenId], Meta(max_length=MAX_PROMPT_TOKENS)]
+    skip_special_tokens: bool = False
 
 
 class GetChatTemplates(Call, tag="get_chat_templates", frozen=True):
@@ -320,6 +321,7 @@ class Welcome(Message, tag="welcome", frozen=True):
     dtype            of hidden states, such as `torch.bfloat16`
     logprobs_mode    of sampled tokens: raw_logprobs or processed_logprobs
     max_logprobs     largest `logprobs` and `prompt_logprobs` of a request; -1 counts as `vocabulary`
+    eos_token_ids    tokens that end an answer
     """
 
     server_version: Short
@@ -342,6 +344,7 @@ class Welcome(Message, tag="welcome", frozen=True):
     dtype: Short = ""
     max_logprobs: Count = DEFAULT_MAX_LOGPROBS
     logprobs_mode: Short = RAW_LOGPROBS
+    eos_token_ids: list[TokenId] = []
 
 
 class Accepted(Message, tag="accepted", frozen=True):

@@ -47,7 +47,7 @@ class TokenizeRequests:
             work: partial[Any] = partial(_tokens, self._tokenizer, message)
             size = len(message.text)
         else:
-            work = partial(self._tokenizer.decode, message.token_ids, skip_special_tokens=False)
+            work = partial(self._tokenizer.decode, message.token_ids, message.skip_special_tokens)
             size = CHARACTERS_PER_TOKEN * len(message.token_ids)
         if not self._encoder.has_room_for(size):
             text = "too much text waits to be tokenized"
@@ -252,6 +252,7 @@ class MessageRouter:
             dtype=ready.dtype,
             max_logprobs=ready.max_logprobs,
             logprobs_mode=ready.logprobs_mode,
+            eos_token_ids=ready.eos_ids,
         )
 
     def _stats(self) -> dict[str, int | float]:

@@ -17,6 +17,7 @@ from ...api.structured_outputs import StructuredOutputsParams
 from ...protocol.messages import Chunk
 from ...text.reasoning import ReasoningParser, has_reasoning, template_variables
 from ..interfaces import GatewayError, ModelInfo
+from .beam_search import beam_search_params
 from .body_types import Answer, Part, ReceiptField, Refused, TemplateText, TemplateVariables, Text, Usage
 from .completion_session import (
     CompletionResult,
@@ -396,7 +397,8 @@ async def open_chat(context: GatewayContext, request: Request, body: ChatRequest
     target = await context.target(request, body.model, body.lora_path, body.lora_weights)
     params, conversation, tools = body.sampling(target.model), body.conversation(), body.offered_tools
     estimate = estimated_tokens([conversation, for_template(tools) if tools else None])
-    with reserved_tokens(context, request, target, estimate, params, params.n) as ticket:
+    beams = beam_search_params(body, params, target.model)
+    with reserved_tokens(context, request, target, estimate, params, body.num_choices) as ticket:
         rendered = await render_chat(context, request, body, target, params, conversation)
         session = open_session(
             context,
@@ -410,7 +412,7 @@ async def open_chat(context: GatewayContext, request: Request, body: ChatRequest
             body.deadline_seconds,
             add_special_tokens=bool(body.add_special_tokens),
         )
-    session.constraint_field = body.constraint_field
+    session.constraint_field, session.beams = body.constraint_field, beams
     session.counts.reasoning = parsers = rendered.reasoning
     names, include_reasoning = [tool.function.name for tool in tools], body.include_reasoning is not False
     messages = [

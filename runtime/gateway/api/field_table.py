@@ -61,8 +61,7 @@ ROWS = (
     _accepted("stream_interval", "events are sent as tokens arrive"),
     _accepted("return_cached_tokens_details return_spec_tokens_details", "usage has these details"),
     _accepted(
-        "length_penalty early_stopping routed_experts_start_len routed_experts_prompt_start "
-        "return_flat_raw_top_logprobs_b64",
+        "routed_experts_start_len routed_experts_prompt_start return_flat_raw_top_logprobs_b64",
         "they modify fields that are refused",
     ),
     _accepted("separate_reasoning stream_reasoning", "--reasoning-parser of the server decides"),
@@ -75,8 +74,9 @@ ROWS = (
     ),
     _refused("reasoning_effort", "use /v1/chat/completions", ("none",), ("completions",)),
     _refused("thinking task", "use chat_template_kwargs", endpoints=("chat",)),
-    _refused("use_beam_search", "use n and choose among its answers, or LLM.beam_search in Python"),
-    _refused("best_of", "use n and choose among its answers", (1,), ("chat",)),
+    _accepted("early_stopping", "a beam search ends when no open continuation can become one of the best"),
+    _accepted("length_penalty", "it modifies a field that is refused", ("responses",)),
+    _refused("use_beam_search", "use /v1/chat/completions", endpoints=("responses",)),
     _refused("logits_processors custom_logit_processor custom_params vllm_xargs", "use logit_bias or bad_words"),
     _refused(
         "guided_json guided_regex guided_choice guided_grammar guided_whitespace_pattern json_schema regex ebnf "

@@ -102,12 +102,17 @@ class TokenBody(SamplingBody, frozen=True, kw_only=True):
     return_token_ids            return the tokens of the prompt and of the answers
     return_tokens_as_token_ids  log-probabilities name tokens `token_id:` and their ids
     truncate_prompt_tokens      keep the prompt's last tokens, or with truncation_side="right" its first ones
+    use_beam_search             answer with the `n` best continuations that a search `best_of` wide finds (default: n);
+                                the score of one is its log-probability / its number of tokens ** `length_penalty`
     """
 
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, description="-1: as many as fit with max_tokens")] | None = None
     truncation_side: Literal["left", "right"] | None = None
+    use_beam_search: bool | None = None
+    best_of: int | None = None
+    length_penalty: Annotated[float, Meta(ge=-10, le=10)] | None = None
 
     def with_tokens_as_ids(self, default: bool) -> Self:
         """Return the body with the server's default of `return_tokens_as_token_ids`."""
@@ -118,7 +123,12 @@ class TokenBody(SamplingBody, frozen=True, kw_only=True):
     @property
     def needs_prompt_ids(self) -> bool:
         """Whether the gateway needs the tokens of a text prompt."""
-        return bool(self.return_token_ids) or self.truncate_prompt_tokens is not None
+        return bool(self.return_token_ids or self.use_beam_search) or self.truncate_prompt_tokens is not None
+
+    @property
+    def num_choices(self) -> int:
+        """Continuations of a prompt that count for the limits of a key."""
+        return (self.use_beam_search and self.best_of) or self.n or 1
 
     def truncated(self, ids: list[T], max_model_len: int, max_tokens: int | None) -> list[T]:
         """Return the prompt's tokens after truncation. Raises GatewayError 400 for an invalid length."""
@@ -157,9 +167,7 @@ _SHARED_FIELDS = sorted(
 """Fields with the same meaning in bodies and in SamplingParams."""
 
 
-def sampling_params(
-    body: SamplingBody, max_tokens: int | None, logprobs: int | None, model: ModelInfo
-) -> SamplingParams:
+def sampling_params(body: TokenBody, max_tokens: int | None, logprobs: int | None, model: ModelInfo) -> SamplingParams:
     """Return the parameters of a body, with the model's defaults for fields that it does not set.
 
     `max_tokens` and `logprobs` are arguments because their fields differ between endpoints. `max_tokens` None: up to
@@ -168,6 +176,8 @@ def sampling_params(
     Raises GatewayError 400 that names the field.
     """
     refuse_unsupported(body)
+    if body.best_of not in (None, body.n or 1) and not body.use_beam_search:
+        raise GatewayError(400, "best_of needs use_beam_search; use n and choose among its answers", param="best_of")
     options = body.stream_options
     if options is not None and not body.stream and (options.include_usage or options.continuous_usage_stats):
         raise GatewayError(400, "stream_options needs stream=true", param="stream_options")

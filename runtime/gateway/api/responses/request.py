@@ -176,6 +176,9 @@ class ResponseRequest(GenerationBody, frozen=True, kw_only=True):
         return made, choice
 
 
-_DIFFERENT = {"tools", "tool_choice", "stream_options", "metadata", "chat_template_kwargs", "logprob_token_ids"}
+_DIFFERENT = {
+    "tools", "tool_choice", "stream_options", "metadata", "chat_template_kwargs", "logprob_token_ids",
+    "use_beam_search", "length_penalty",
+}  # fmt: skip
 _SHARED_FIELDS = sorted(set(ResponseRequest.__struct_fields__) & set(ChatRequest.__struct_fields__) - _DIFFERENT)
 """Fields with the same meaning in both bodies."""

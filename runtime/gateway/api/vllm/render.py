@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ....api.sampling_params import SamplingParams
+from ...interfaces import GatewayError
 from ..anthropic.messages import MessagesRequest
 from ..body_types import Answer, StreamOptions
 from ..chat import ChatRequest, render_chat
@@ -44,7 +45,10 @@ async def _rendered(
     special: bool,
     params: SamplingParams,
 ) -> RenderedPrompt:
-    """Return a prompt with its tokens. `special`: add the special tokens of a text."""
+    """Return a prompt with its tokens. `special`: add the special tokens of a text. Raises GatewayError 400."""
+    if body.use_beam_search:
+        text = "use_beam_search does not work with /render; leave it out, since the prompt is the same"
+        raise GatewayError(400, text, param="use_beam_search")
     offsets: list[tuple[int, int]] | None = None
     limits = target.model.max_model_len, params.max_tokens
     if body.return_token_offsets and isinstance(prompt, str):
