@@ -11,6 +11,7 @@ from msgspec import Meta, Struct
 from ..api.adapter_sum import MAX_PARTS, MAX_WEIGHT
 from ..api.sampling_defaults import SamplingDefaults
 from ..api.sampling_params import DEFAULT_MAX_LOGPROBS, MAX_LOGPROBS, RAW_LOGPROBS
+from ..api.structured_outputs import ReasoningStart
 from .adapter_map import AdapterEntry, Stamp
 
 MAGIC = b"SS"
@@ -94,6 +95,8 @@ class StructuredOutputs(Struct, frozen=True, omit_defaults=True):
     json_object: bool | None = None
     disable_any_whitespace: bool = False
     whitespace_pattern: Constraint | None = None
+    reasoning: ReasoningStart = "none"
+    reasoning_tokens: Annotated[int, Meta(ge=0, le=1 << 24)] | None = None
 
 
 class Sampling(Struct, frozen=True, omit_defaults=True):

@@ -21,8 +21,10 @@ CONTEXT_TOKENS = 16
 _WITHOUT_SEARCH = (
     "stream", "tools", "stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens",
     "frequency_penalty", "presence_penalty", "repetition_penalty", "prompt_logprobs", "logprob_token_ids", "receipt",
+    "thinking_token_budget",
 )  # fmt: skip
 """Fields that change the text or the scores of a sampled answer, or need one."""
+_NEUTRAL = {"repetition_penalty": 1, "thinking_token_budget": -1}
 
 
 def beam_search_params(body: TokenBody, params: SamplingParams, model: ModelInfo) -> BeamSearchParams | None:
@@ -34,7 +36,7 @@ def beam_search_params(body: TokenBody, params: SamplingParams, model: ModelInfo
         return None
     for name in _WITHOUT_SEARCH:
         value = getattr(body, name, None)
-        if value not in (None, False, [], {}) and (name, value) != ("repetition_penalty", 1):
+        if value not in (None, False, [], {}, _NEUTRAL.get(name)):
             raise GatewayError(400, f"{name} does not work with use_beam_search; leave one out", param=name)
     if params.structured_outputs is not None:
         name = body.constraint_field

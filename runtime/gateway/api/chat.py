@@ -15,7 +15,7 @@ from starlette.routing import Route
 from ...api.sampling_params import SamplingParams
 from ...api.structured_outputs import StructuredOutputsParams
 from ...protocol.messages import Chunk
-from ...text.reasoning import ReasoningParser, has_reasoning, template_variables
+from ...text.reasoning import ANY_ANSWER, ReasoningParser, has_reasoning, template_variables
 from ..interfaces import GatewayError, ModelInfo
 from .beam_search import beam_search_params
 from .body_types import Answer, Part, ReceiptField, Refused, TemplateText, TemplateVariables, Text, Usage
@@ -32,7 +32,7 @@ from .event_stream import ChunkEncoder, EventStream, TextChunkEncoder
 from .field_table import with_table_fields
 from .logprobs import ChatLogprobs, PromptLogprobs, TokenLogprobs, chat_logprobs, prompt_logprobs
 from .response_format import make_constraint, schema_of
-from .sampling_fields import LogprobCount, TokenBody, TokenCount, sampling_params
+from .sampling_fields import LogprobCount, ThinkingBudget, TokenBody, TokenCount, sampling_params
 from .tool_call_parser import AnswerParser, CallDelta
 from .tools import (
     MAX_TOOLS,
@@ -114,6 +114,7 @@ class ChatRequest(TokenBody, frozen=True, kw_only=True):
     chat_template: TemplateText | None = None
     chat_template_kwargs: TemplateVariables | None = None
     include_reasoning: bool | None = None
+    thinking_token_budget: ThinkingBudget = None
     documents: Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)] | None = None
 
     @property
@@ -368,9 +369,13 @@ async def render_chat(
         for_template(tools) if tools else None,
     )
     parsers = await context.reasoning_parsers(templates, bool(tools), text, body.continued_text(), params.n)
-    constraint = params.structured_outputs
+    constraint, start, budget = params.structured_outputs, parsers[0].start, body.thinking_token_budget
+    limit = None if budget == -1 or start == "none" else budget
+    if constraint is None and limit is not None:
+        constraint = StructuredOutputsParams(grammar=ANY_ANSWER)
     if isinstance(constraint, StructuredOutputsParams):
-        params = replace(params, structured_outputs=replace(constraint, reasoning=parsers[0].start))
+        constraint = replace(constraint, reasoning=start, reasoning_tokens=limit)
+        params = replace(params, structured_outputs=constraint)
     prompt: Prompt = text
     if body.needs_prompt_ids:
         ids = await context.prompt_ids(request, text, bool(body.add_special_tokens))

@@ -67,11 +67,7 @@ ROWS = (
     _accepted("separate_reasoning stream_reasoning", "--reasoning-parser of the server decides"),
     _refused("spaces_between_special_tokens", "leave it out", (True,)),
     _refused("include_reasoning", "drop the reasoning of the answer", (True,), ("completions", "responses")),
-    _refused(
-        "thinking_token_budget",
-        "limit the answer with max_tokens, or switch thinking off with chat_template_kwargs",
-        (-1,),
-    ),
+    _refused("thinking_token_budget", "use /v1/chat/completions", (-1,), ("completions",)),
     _refused("reasoning_effort", "use /v1/chat/completions", ("none",), ("completions",)),
     _refused("thinking task", "use chat_template_kwargs", endpoints=("chat",)),
     _accepted("early_stopping", "a beam search ends when no open continuation can become one of the best"),

@@ -29,6 +29,10 @@ BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 TokenCount = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
 LogprobCount = Annotated[int, Meta(ge=-1, le=MAX_LOGPROBS)]
+ThinkingBudget = (
+    Annotated[int, Meta(ge=-1, le=MAX_TOKENS, description="tokens of reasoning, then </think> is forced; -1: no limit")]
+    | None
+)
 Biases = Annotated[dict[TokenId, Annotated[float, Meta(ge=-BIAS_LIMIT, le=BIAS_LIMIT)]], Meta(max_length=MAX_BIASES)]
 
 

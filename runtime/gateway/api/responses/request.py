@@ -10,7 +10,7 @@ from ..body_types import Body, Ignored, Part, TemplateText, TemplateVariables, T
 from ..chat import MAX_MESSAGES, ChatMessage, ChatRequest
 from ..field_table import refuse_unsupported, with_table_fields
 from ..response_format import JsonSchemaFormat, ResponseFormat, Schema
-from ..sampling_fields import GenerationBody, LogprobCount, TokenCount
+from ..sampling_fields import GenerationBody, LogprobCount, ThinkingBudget, TokenCount
 from ..tools import MAX_TOOLS, ChosenFunction, ChosenTool, Function, FunctionName, Tool
 from .items import Id, InputItem
 
@@ -122,6 +122,7 @@ class ResponseRequest(GenerationBody, frozen=True, kw_only=True):
     reasoning: ReasoningOptions | None = None
     chat_template: TemplateText | None = None
     chat_template_kwargs: TemplateVariables | None = None
+    thinking_token_budget: ThinkingBudget = None
     receipt: bool | None = None
     store: bool | None = None
     background: bool | None = None
