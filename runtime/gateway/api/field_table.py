@@ -103,8 +103,9 @@ ROWS = (
     ),
     _refused("cache_salt", "start the server with --no-prefix-caching to keep prompts apart"),
     _refused("session_params", "send the whole prompt; the prefix cache finds its beginning"),
+    _refused("kv_transfer_params", "leave it out", endpoints=("completions", "responses")),
     _refused(
-        "kv_transfer_params ec_transfer_params bootstrap_host bootstrap_port bootstrap_room disagg_prefill_dp_rank",
+        "ec_transfer_params bootstrap_host bootstrap_port bootstrap_room disagg_prefill_dp_rank",
         "leave it out; an engine computes prompts and answers",
     ),
     _refused("watermark watermarking", "leave it out; answers have no watermark"),
@@ -122,7 +123,6 @@ ROWS = (
         endpoints=("responses",),
     ),
     _refused("context_management", "shorten the input", endpoints=("responses",)),
-    _refused("enable_response_messages", "use /tokenize", endpoints=("responses",)),
 )
 _OPTIONS = {name: row.option for row in ROWS for name in row.names.split()}
 _OTHER = Unsupported(EMPTY, "leave it out")

@@ -124,6 +124,9 @@ class ResponseRequest(GenerationBody, frozen=True, kw_only=True):
     chat_template_kwargs: TemplateVariables | None = None
     thinking_token_budget: ThinkingBudget = None
     receipt: bool | None = None
+    enable_response_messages: Annotated[bool, Meta(description="show prompt and answer as text and tokens")] | None = (
+        None
+    )
     store: bool | None = None
     background: bool | None = None
     previous_response_id: Id | None = None
@@ -150,6 +153,7 @@ class ResponseRequest(GenerationBody, frozen=True, kw_only=True):
             tools=tools,
             tool_choice=choice,
             chat_template_kwargs=template_variables(effort) | (self.chat_template_kwargs or {}),
+            return_token_ids=self.enable_response_messages,
         )
 
     def _tools(self) -> tuple[list[Tool], Any]:
@@ -179,7 +183,7 @@ class ResponseRequest(GenerationBody, frozen=True, kw_only=True):
 
 _DIFFERENT = {
     "tools", "tool_choice", "stream_options", "metadata", "chat_template_kwargs", "logprob_token_ids",
-    "use_beam_search", "length_penalty",
+    "use_beam_search", "length_penalty", "kv_transfer_params", "return_token_ids",
 }  # fmt: skip
 _SHARED_FIELDS = sorted(set(ResponseRequest.__struct_fields__) & set(ChatRequest.__struct_fields__) - _DIFFERENT)
 """Fields with the same meaning in both bodies."""

@@ -31,7 +31,7 @@ class BatchChatRequest(ChatRequest, frozen=True, kw_only=True):
 
     def chats(self) -> list[ChatRequest]:
         """Return the bodies of the single chats. Raises GatewayError 400 that names a field that a batch lacks."""
-        for name in ("stream", "tools", "prompt_logprobs", "use_beam_search"):
+        for name in ("stream", "tools", "prompt_logprobs", "use_beam_search", "kv_transfer_params"):
             if getattr(self, name) not in (None, False, []):
                 raise GatewayError(400, f"{name} does not work in a batch; use /v1/chat/completions", param=name)
         if self.n not in (None, 1):
