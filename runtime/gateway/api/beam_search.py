@@ -165,6 +165,7 @@ async def _chunk(
         before = await engines.detokenize(context, skips)
         text = (await engines.detokenize([*context, *(ids[:-1] if dropped else ids)], skips))[len(before) :]
     steps: list[Any] = found.logprobs
+    reason: Any = found.finish_reason  # "stop" or "length"
     wants_logprobs = request.params.logprobs is not None
     return Chunk(
         request.request_id,
@@ -172,7 +173,7 @@ async def _chunk(
         0,
         text,
         ids,
-        found.finish_reason,
+        reason,
         found.stop_reason,
         [[step[token], *step.reported] for token, step in zip(ids, steps, strict=True)] if wants_logprobs else None,
         text_offsets=[min(step.offset, len(text)) for step in steps] if wants_logprobs else None,

@@ -3,4 +3,5 @@
 batch               /v1/chat/completions/batch
 generative_scoring  /generative_scoring
 render              /render below the endpoints that generate text
+tokenize            /tokenize, /detokenize, /tokenizer_info
 """
