@@ -88,18 +88,19 @@ class BeamSearchOutput:
 class BeamSearch:
     """Search of one prompt. `beams`: open continuations; none once they cannot beat the complete ones.
 
-    counts_prompt   length for the penalty: prompt and answer without an end of sequence; False: the answer with it
+    prompt       its tokens count for the length penalty; [] if they do not
+    counts_eos   an end of sequence counts for it, too
     """
 
     def __init__(
-        self, prompt: list[int], params: BeamSearchParams, eos_ids: frozenset[int], counts_prompt: bool = True
+        self, prompt: list[int], params: BeamSearchParams, eos_ids: frozenset[int], counts_eos: bool = False
     ) -> None:
         self.beams = [BeamSearchSequence(list(prompt))]
         self._complete: list[BeamSearchSequence] = []
         self._params = params
         self._eos_ids = frozenset() if params.ignore_eos else eos_ids
-        self._counts_prompt, self._uncounted = counts_prompt, 0 if counts_prompt else len(prompt)
-        self._longest = len(prompt) + params.max_tokens - self._uncounted
+        self._counts_eos = counts_eos
+        self._longest = len(prompt) + params.max_tokens
 
     def extend(self, candidates: Sequence[Mapping[int, Any]]) -> None:
         """Extend each beam by one of its candidates: token id -> an object with its `logprob`."""
@@ -130,8 +131,7 @@ class BeamSearch:
         return nlargest(self._params.beam_width, self._complete + self.beams, key=self._score)
 
     def _score(self, sequence: BeamSearchSequence) -> float:
-        length = len(sequence.tokens) - self._uncounted
-        length -= self._counts_prompt and sequence.finish_reason == "stop"
+        length = len(sequence.tokens) - (sequence.finish_reason == "stop" and not self._counts_eos)
         return float(sequence.cum_logprob / length**self._params.length_penalty)
 
     def _score_bound(self, beam: BeamSearchSequence) -> float:
@@ -140,7 +140,7 @@ class BeamSearch:
         They are at most as likely as the beam. With a penalty above 0 the longest one has the highest score.
         """
         penalty = self._params.length_penalty
-        length = self._longest if penalty > 0 else len(beam.tokens) - self._uncounted
+        length = self._longest if penalty > 0 else len(beam.tokens)
         return float(beam.cum_logprob / length**penalty)
 
 

@@ -96,7 +96,7 @@ async def search(
     ids = request.prompt if isinstance(request.prompt, list) else await engines.tokenize(request.prompt)
     room = min(params.max_tokens, request.params.max_tokens or params.max_tokens, model.max_model_len - len(ids))
     params, started = replace(params, max_tokens=max(1, room)), time.monotonic()
-    state = BeamSearch(ids, params, frozenset(model.eos_token_ids), counts_prompt=False)
+    state = BeamSearch([], params, frozenset(model.eos_token_ids), counts_eos=True)  # of the answer's tokens alone
     first_usage: Usage | None = None
     usage: Usage | None = None
     for step in range(params.max_tokens):
@@ -106,7 +106,7 @@ async def search(
         if left is not None and (left := left - (time.monotonic() - started)) <= 0:
             raise DeadlineError("the request's deadline passed; allow it more time", "deadline_exceeded")
         own = replace(
-            _step_request(request, params, state.beams, len(ids)),
+            _step_request(request, params, state.beams),
             request_id=f"{request.request_id}-{step}",
             when_accepted=None if step else request.when_accepted,
             deadline_seconds=left,
@@ -123,7 +123,9 @@ async def search(
         first_usage = first_usage or usage
         state.extend(candidates)
     best = state.best()[: request.params.n]
-    chunks = [await _chunk(engines, request, index, each, len(ids), model) for index, each in enumerate(best)]
+    chunks = [
+        await _chunk(engines, request, index, each, ids[-CONTEXT_TOKENS:], model) for index, each in enumerate(best)
+    ]
     if first_usage is not None:
         whole = structs.replace(first_usage, total_seconds=time.monotonic() - started)
         chunks[-1] = structs.replace(chunks[-1], usage=whole)
@@ -131,10 +133,10 @@ async def search(
 
 
 def _step_request(
-    request: EngineRequest, params: BeamSearchParams, beams: Sequence[BeamSearchSequence], num_prompt: int
+    request: EngineRequest, params: BeamSearchParams, beams: Sequence[BeamSearchSequence]
 ) -> EngineRequest:
     """Return the request for the candidates of all beams."""
-    asked, length = request.params.logprobs or 0, len(beams[0].tokens) - num_prompt
+    asked, length = request.params.logprobs or 0, len(beams[0].tokens)
     sampling = replace(
         params.sampling,
         n=len(beams),
@@ -144,7 +146,7 @@ def _step_request(
         skip_special_tokens=request.params.skip_special_tokens,
     )
     offsets = [cast(_Candidates, each.logprobs[-1]).offset for each in beams if length]
-    earlier = [Continuation(each.tokens[num_prompt:], offset) for each, offset in zip(beams, offsets, strict=False)]
+    earlier = [Continuation(each.tokens, offset) for each, offset in zip(beams, offsets, strict=False)]
     return replace(request, params=sampling, continues=earlier, stream=True, direct=None)
 
 
@@ -155,12 +157,16 @@ def _add_candidates(candidates: _Candidates, chunk: Chunk, most: int) -> None:
 
 
 async def _chunk(
-    engines: Engines, request: EngineRequest, index: int, found: BeamSearchSequence, num_prompt: int, model: ModelInfo
+    engines: Engines,
+    request: EngineRequest,
+    index: int,
+    found: BeamSearchSequence,
+    context: list[int],
+    model: ModelInfo,
 ) -> Chunk:
-    """Return a continuation as one chunk."""
-    skips, ids = request.params.skip_special_tokens, found.tokens[num_prompt:]
+    """Return a continuation as one chunk. `context`: the prompt's last tokens."""
+    skips, ids, text = request.params.skip_special_tokens, found.tokens, ""
     dropped = found.finish_reason == "stop" and not request.params.include_stop_str_in_output
-    context, text = found.tokens[max(0, num_prompt - CONTEXT_TOKENS) : num_prompt], ""
     if model.has_tokenizer:
         before = await engines.detokenize(context, skips)
         text = (await engines.detokenize([*context, *(ids[:-1] if dropped else ids)], skips))[len(before) :]
