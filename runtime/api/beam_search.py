@@ -1,13 +1,18 @@
-"""Parameters and outputs of `LLM.beam_search`, with vLLM's names."""
+"""Beam search: parameters and outputs of `LLM.beam_search`, with vLLM's names, and the choice of continuations."""
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import nlargest
+from typing import Any
 
 from .checks import make_plain
 from .errors import RequestError
 from .lora_request import LoRARequest
 from .outputs import FinishReason, Logprob
 from .sampling_params import DEFAULT_MAX_LOGPROBS, SamplingParams
+
+MAX_BEAM_WIDTH = DEFAULT_MAX_LOGPROBS // 2
 
 
 @dataclass(frozen=True)
@@ -33,8 +38,8 @@ class BeamSearchParams:
     def __post_init__(self) -> None:
         make_plain(self)
         width, penalty = self.beam_width, self.length_penalty
-        if isinstance(width, bool) or not isinstance(width, int) or not 1 <= width <= DEFAULT_MAX_LOGPROBS // 2:
-            raise RequestError(f"beam_width={width!r} must be an integer from 1 to {DEFAULT_MAX_LOGPROBS // 2}")
+        if isinstance(width, bool) or not isinstance(width, int) or not 1 <= width <= MAX_BEAM_WIDTH:
+            raise RequestError(f"beam_width={width!r} must be an integer from 1 to {MAX_BEAM_WIDTH}")
         if isinstance(penalty, bool) or not isinstance(penalty, (int, float)) or not math.isfinite(penalty):
             raise RequestError(f"length_penalty={penalty!r} must be a number; 0 ranks by cum_logprob alone")
         if self.max_tokens is None:
@@ -78,3 +83,66 @@ class BeamSearchOutput:
     """Continuations of one prompt, best first."""
 
     sequences: list[BeamSearchSequence]
+
+
+class BeamSearch:
+    """Search of one prompt. `beams`: open continuations; none once they cannot beat the complete ones.
+
+    prompt       its tokens count for the length penalty; [] if they do not
+    counts_eos   an end of sequence counts for it, too
+    """
+
+    def __init__(
+        self, prompt: list[int], params: BeamSearchParams, eos_ids: frozenset[int], counts_eos: bool = False
+    ) -> None:
+        self.beams = [BeamSearchSequence(list(prompt))]
+        self._complete: list[BeamSearchSequence] = []
+        self._params = params
+        self._eos_ids = frozenset() if params.ignore_eos else eos_ids
+        self._counts_eos = counts_eos
+        self._longest = len(prompt) + params.max_tokens
+
+    def extend(self, candidates: Sequence[Mapping[int, Any]]) -> None:
+        """Extend each beam by one of its candidates: token id -> an object with its `logprob`."""
+        if not self.beams:
+            return
+        width = self._params.beam_width
+        extensions = [
+            (beam.cum_logprob + entry.logprob, token, beam, entries)
+            for beam, entries in zip(self.beams, candidates, strict=True)
+            for token, entry in entries.items()
+        ]
+        unfinished = [each for each in extensions if each[1] not in self._eos_ids]
+        self.beams = [_extended(*each) for each in nlargest(width, unfinished, key=lambda each: each[0])]
+        for each in extensions:
+            if each[1] in self._eos_ids:
+                ended = _extended(*each)
+                ended.finish_reason, ended.stop_reason = "stop", ended.tokens[-1]
+                self._complete.append(ended)
+        self._complete = nlargest(width, self._complete, key=self._score)
+        bound = max(map(self._score_bound, self.beams), default=0.0)
+        if len(self._complete) == width and self._score(self._complete[-1]) >= bound:
+            self.beams = []
+
+    def best(self) -> list[BeamSearchSequence]:
+        """Return the best continuations, best first."""
+        for beam in self.beams:
+            beam.finish_reason = "length"
+        return nlargest(self._params.beam_width, self._complete + self.beams, key=self._score)
+
+    def _score(self, sequence: BeamSearchSequence) -> float:
+        length = len(sequence.tokens) - (sequence.finish_reason == "stop" and not self._counts_eos)
+        return float(sequence.cum_logprob / length**self._params.length_penalty)
+
+    def _score_bound(self, beam: BeamSearchSequence) -> float:
+        """Return an upper bound of the scores of a beam's continuations.
+
+        They are at most as likely as the beam. With a penalty above 0 the longest one has the highest score.
+        """
+        penalty = self._params.length_penalty
+        length = self._longest if penalty > 0 else len(beam.tokens)
+        return float(beam.cum_logprob / length**penalty)
+
+
+def _extended(total: float, token: int, beam: BeamSearchSequence, entries: Any) -> BeamSearchSequence:
+    return BeamSearchSequence([*beam.tokens, token], total, logprobs=[*beam.logprobs, entries])

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
-from .checks import check_text
+from .checks import MAX_TOKENS, check_integer, check_text
 from .errors import RequestError
 
 MAX_CONSTRAINT_BYTES = 256 << 10
@@ -33,6 +33,7 @@ class StructuredOutputsParams:
     disable_any_whitespace  no white space between JSON tokens
     whitespace_pattern      regular expression for the white space between JSON tokens
     reasoning     "inside": the constraint begins after </think>; "optional": the same if the answer begins with <think>
+    reasoning_tokens  </think> is forced after so many tokens of reasoning; None: the model ends it
 
     Give exactly one of the first five. `disable_fallback` has no effect; other fields of vLLM are refused.
 
@@ -50,6 +51,7 @@ class StructuredOutputsParams:
     whitespace_pattern: str | None = None
     structural_tag: str | None = None
     reasoning: ReasoningStart = "none"
+    reasoning_tokens: int | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in _KINDS if self._is_given(name)]
@@ -67,6 +69,8 @@ class StructuredOutputsParams:
             raise RequestError(
                 f"structured_outputs.reasoning={self.reasoning!r} must be one of {', '.join(get_args(ReasoningStart))}"
             )
+        if self.reasoning_tokens is not None:
+            check_integer("structured_outputs.reasoning_tokens", self.reasoning_tokens, 0, MAX_TOKENS)
         for name in ("regex", "grammar", "whitespace_pattern"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):

@@ -497,9 +497,24 @@ class AsyncClient:
         tokens = await self._call(protocol.Tokenize, protocol.Tokens, timeout, **fields)
         return list(zip(tokens.token_ids, tokens.spellings, strict=True))
 
-    async def detokenize(self, token_ids: Sequence[int], timeout: float | None = None) -> str:
-        """Return the text of token ids, special tokens included."""
-        return (await self._call(protocol.Detokenize, protocol.Text, timeout, token_ids=list(token_ids))).text
+    async def token_offsets(
+        self, text: str, add_special_tokens: bool = True, timeout: float | None = None
+    ) -> list[tuple[int, tuple[int, int]]]:
+        """Return a text's tokens as in `tokenize`: id, and the range of its characters as (start, end).
+
+        Added special tokens have (0, 0). The tokens of one character that has several all have its range.
+        """
+        fields = {"text": text, "add_special_tokens": add_special_tokens, "offsets": True}
+        tokens = await self._call(protocol.Tokenize, protocol.Tokens, timeout, **fields)
+        ranges = zip(tokens.offsets[::2], tokens.offsets[1::2], strict=True)
+        return list(zip(tokens.token_ids, ranges, strict=True))
+
+    async def detokenize(
+        self, token_ids: Sequence[int], timeout: float | None = None, *, skip_special_tokens: bool = False
+    ) -> str:
+        """Return the text of token ids, special tokens included by default."""
+        fields = {"token_ids": list(token_ids), "skip_special_tokens": skip_special_tokens}
+        return (await self._call(protocol.Detokenize, protocol.Text, timeout, **fields)).text
 
     async def pause(self, abort: bool = False, timeout: float | None = None) -> None:
         """Stop planning steps until `resume`. Returns when no step runs. Requests wait, with `abort` open ones end with

@@ -113,6 +113,7 @@ class Client:
     list_adapters = _blocking(AsyncClient.list_adapters)
     tokenize = _blocking(AsyncClient.tokenize)
     token_spellings = _blocking(AsyncClient.token_spellings)
+    token_offsets = _blocking(AsyncClient.token_offsets)
     detokenize = _blocking(AsyncClient.detokenize)
     pause = _blocking(AsyncClient.pause)
     resume = _blocking(AsyncClient.resume)

@@ -9,11 +9,11 @@ from typing import Any
 
 from starlette.routing import Router as RouteTable
 
-from .api import chat, completions, health, models, pages, score, tokenize
+from .api import chat, completions, health, models, pages, score
 from .api.anthropic import messages
 from .api.context import GatewayContext
 from .api.responses import endpoint as responses
-from .api.vllm import batch, generative_scoring, invocations, render
+from .api.vllm import batch, generative_scoring, invocations, render, tokenize
 from .auth.admission import KeyAdmission, NoAuth
 from .auth.key_store import KeyStore
 from .auth.usage_log import PayloadLog, UsageLog

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from ..api.adapter_sum import SUM_PATH
+from ..api.request import Continuation
 from ..api.sampling_defaults import SamplingDefaults
 from ..api.sampling_params import DEFAULT_MAX_LOGPROBS, RAW_LOGPROBS, SamplingParams
 from ..protocol.messages import Chunk
@@ -60,6 +61,7 @@ class ModelInfo:
     dtype              of hidden states, such as `torch.bfloat16`
     logprobs_mode      of sampled tokens: raw_logprobs or processed_logprobs
     max_logprobs       largest `logprobs` and `prompt_logprobs` of a request
+    eos_token_ids      tokens that end an answer
     """
 
     name: str
@@ -74,6 +76,7 @@ class ModelInfo:
     dtype: str = ""
     max_logprobs: int = DEFAULT_MAX_LOGPROBS
     logprobs_mode: str = RAW_LOGPROBS
+    eos_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,7 @@ class EngineRequest:
     direct              called with chunks from the middle of the answer as they arrive, while the consumer awaits the
                         next list. If it returns True, the chunk is not put into a list, and no task is woken for it
     scored              ranges of prompt tokens that earlier answers sampled; `prompt_logprobs` are of these only
+    continues           earlier output of each completion, which the chunks continue
     """
 
     request_id: str
@@ -169,6 +173,7 @@ class EngineRequest:
     add_special_tokens: bool = True
     direct: Callable[[Chunk], bool] | None = None
     scored: Sequence[tuple[int, int]] = ()
+    continues: Sequence[Continuation] = ()
 
 
 class Engines(Protocol):
@@ -241,8 +246,12 @@ class Engines(Protocol):
         """Return the tokens of a text: id, and spelling in the vocabulary."""
         ...
 
-    async def detokenize(self, token_ids: list[int]) -> str:
-        """Return the text of token ids, with special tokens."""
+    async def token_offsets(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, tuple[int, int]]]:
+        """Return the tokens of a text: id, and the range of its characters as (start, end)."""
+        ...
+
+    async def detokenize(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
+        """Return the text of token ids, by default with special tokens."""
         ...
 
 

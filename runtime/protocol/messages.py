@@ -11,6 +11,7 @@ from msgspec import Meta, Struct
 from ..api.adapter_sum import MAX_PARTS, MAX_WEIGHT
 from ..api.sampling_defaults import SamplingDefaults
 from ..api.sampling_params import DEFAULT_MAX_LOGPROBS, MAX_LOGPROBS, RAW_LOGPROBS
+from ..api.structured_outputs import ReasoningStart
 from .adapter_map import AdapterEntry, Stamp
 
 MAGIC = b"SS"
@@ -95,6 +96,8 @@ class StructuredOutputs(Struct, frozen=True, omit_defaults=True):
     json_object: bool | None = None
     disable_any_whitespace: bool = False
     whitespace_pattern: Constraint | None = None
+    reasoning: ReasoningStart = "none"
+    reasoning_tokens: Annotated[int, Meta(ge=0, le=1 << 24)] | None = None
 
 
 class Sampling(Struct, frozen=True, omit_defaults=True):
@@ -267,17 +270,21 @@ class ListAdapters(Call, tag="list_adapters", frozen=True):
 
 
 class Tokenize(Call, tag="tokenize", frozen=True):
-    """Request the token ids of a text. `add_special_tokens`: as a prompt has them; `spellings`: return these, too."""
+    """Request the token ids of a text. `add_special_tokens`: as a prompt has them; `spellings`, `offsets`: return
+    these, too.
+    """
 
     text: Annotated[str, Meta(max_length=MAX_PROMPT_CHARACTERS)]
     add_special_tokens: bool = True
     spellings: bool = False
+    offsets: bool = False
 
 
 class Detokenize(Call, tag="detokenize", frozen=True):
-    """Request the text of token ids, special tokens included."""
+    """Request the text of token ids, special tokens included unless `skip_special_tokens`."""
 
     token_ids: Annotated[list[TokenId], Meta(max_length=MAX_PROMPT_TOKENS)]
+    skip_special_tokens: bool = False
 
 
 class GetChatTemplates(Call, tag="get_chat_templates", frozen=True):
@@ -318,6 +325,7 @@ class Welcome(Message, tag="welcome", frozen=True):
     dtype            of hidden states, such as `torch.bfloat16`
     logprobs_mode    of sampled tokens: raw_logprobs or processed_logprobs
     max_logprobs     largest `logprobs` and `prompt_logprobs` of a request; -1 counts as `vocabulary`
+    eos_token_ids    tokens that end an answer
     """
 
     server_version: Short
@@ -340,6 +348,7 @@ class Welcome(Message, tag="welcome", frozen=True):
     dtype: Short = ""
     max_logprobs: Count = DEFAULT_MAX_LOGPROBS
     logprobs_mode: Short = RAW_LOGPROBS
+    eos_token_ids: list[TokenId] = []
 
 
 class Accepted(Message, tag="accepted", frozen=True):
@@ -465,10 +474,13 @@ class Adapters(Call, tag="adapters", frozen=True):
 
 
 class Tokens(Call, tag="tokens", frozen=True):
-    """Answer to `tokenize`. `spellings`: of each token in the vocabulary, if requested."""
+    """Answer to `tokenize`. If requested: `spellings` of each token in the vocabulary, and `offsets` in the text of
+    each token's first character and of the one after its last: start, end, start, ...
+    """
 
     token_ids: Annotated[list[TokenId], Meta(max_length=MAX_PROMPT_TOKENS)]
     spellings: list[str] = []
+    offsets: Annotated[list[Count], Meta(max_length=2 * MAX_PROMPT_TOKENS)] = []
 
 
 class Text(Call, tag="text", frozen=True):

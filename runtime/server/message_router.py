@@ -47,7 +47,7 @@ class TokenizeRequests:
             work: partial[Any] = partial(_tokens, self._tokenizer, message)
             size = len(message.text)
         else:
-            work = partial(self._tokenizer.decode, message.token_ids, skip_special_tokens=False)
+            work = partial(self._tokenizer.decode, message.token_ids, message.skip_special_tokens)
             size = CHARACTERS_PER_TOKEN * len(message.token_ids)
         if not self._encoder.has_room_for(size):
             text = "too much text waits to be tokenized"
@@ -77,11 +77,15 @@ class TokenizeRequests:
 
 def _tokens(tokenizer: Tokenizer, message: protocol.Tokenize) -> protocol.Tokens:
     """Return the answer to a call. Raises TooManyTokens."""
-    ids = tokenizer.encode(message.text, message.add_special_tokens, MAX_PROMPT_TOKENS)
+    offsets: list[int] = []
+    if message.offsets:
+        ids, offsets = tokenizer.encode_with_offsets(message.text, message.add_special_tokens, MAX_PROMPT_TOKENS)
+    else:
+        ids = tokenizer.encode(message.text, message.add_special_tokens, MAX_PROMPT_TOKENS)
     spellings = list(map(tokenizer.spelling, ids)) if message.spellings else []
     if sum(len(each.encode()) for each in spellings) > MAX_PROMPT_CHARACTERS:
         raise TooManyTokens(len(ids))
-    return protocol.Tokens(message.call, ids, spellings)
+    return protocol.Tokens(message.call, ids, spellings, offsets)
 
 
 class PauseRequests:
@@ -248,6 +252,7 @@ class MessageRouter:
             dtype=ready.dtype,
             max_logprobs=ready.max_logprobs,
             logprobs_mode=ready.logprobs_mode,
+            eos_token_ids=ready.eos_ids,
         )
 
     def _stats(self) -> dict[str, int | float]:

@@ -15,6 +15,11 @@ OPENER, CLOSER = "<think>", "</think>"
 SPACE = r"[ \n\r\t]{0,32}"
 NOT_REASONING = rf"~/{SPACE}<think>(.|\n)*/"
 """Terminal of Lark: a text that does not begin with reasoning."""
+ANY_ANSWER = "start: TEXT\n" + rf"TEXT: /(.|\n)*/ & {NOT_REASONING}"
+"""Grammar in Lark's notation of any text, for a limit on the reasoning before it."""
+_NO_CLOSER = "|".join(
+    CLOSER[1:end].replace("/", r"\/") + f"[^<{CLOSER[end]}]".replace("/", r"\/") for end in range(1, len(CLOSER))
+)
 ReasoningFormat = Literal["auto", "qwen3", "deepseek_r1", "none"]
 """Values of --reasoning-parser, with vLLM's names.
 
@@ -145,19 +150,30 @@ class ReasoningParser:
             self._count_ended = self._is_done
 
 
-def grammar_after_reasoning(grammar: str, start: ReasoningStart) -> str:
+def grammar_after_reasoning(grammar: str, start: ReasoningStart, most: int | None = None) -> str:
     """Return a grammar of llguidance that applies `grammar` after the reasoning, and to an answer without it.
 
     grammar   in Lark's notation, or llguidance's JSON with a list of grammars
+    most      number of tokens between the markers after which the closer is forced
     """
     if start == "none":
         return grammar
     answer = json.loads(grammar)["grammars"] if grammar.startswith('{"grammars"') else [{"lark_grammar": grammar}]
     opener = "" if start == "inside" else SPACE + re.escape(OPENER)
     closer = re.escape(CLOSER).replace("/", r"\/")
-    lines = [
-        "start: reasoning SPACE @answer" + ("" if start == "inside" else " | @answer"),
-        rf"reasoning[lazy]: /{opener}(.|\n)*{closer}/",
-        f"SPACE: /{SPACE}/",
-    ]
-    return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}, answer[0] | {"name": "answer"}, *answer[1:]]})
+    lines = ["start: reasoning SPACE @answer" + ("" if start == "inside" else " | @answer"), f"SPACE: /{SPACE}/"]
+    thoughts = []
+    if most is None:
+        lines.append(rf"reasoning[lazy]: /{opener}(.|\n)*{closer}/")
+    else:
+        # llguidance counts one token less for a subgrammar at the start of an answer
+        limit = most - (start == "inside")
+        lines.append(f"reasoning: {'OPENER ' if opener else ''}{'thoughts ' if limit > 0 else ''}CLOSER")
+        lines += [f"CLOSER: /{closer}/", *([f"OPENER: /{opener}/"] if opener else [])]
+        if limit > 0:
+            lines.append(f"thoughts[max_tokens={limit}]: @thoughts")
+            # terminals that end before a closer, so that the model may write one
+            text = f"start: (PLAIN | ANGLE)*\nPLAIN: /[^<]+/\nANGLE: /<({_NO_CLOSER})/"
+            thoughts.append({"lark_grammar": text, "name": "thoughts"})
+    first = {"lark_grammar": "\n".join(lines)}
+    return json.dumps({"grammars": [first, answer[0] | {"name": "answer"}, *answer[1:], *thoughts]})

@@ -27,6 +27,12 @@ class Tokenizer(Protocol):
         Raises TooManyTokens for more than `most` tokens, because a list of a million ids takes tens of MiB.
         """
 
+    def encode_with_offsets(self, text: str, add_special_tokens: bool, most: int) -> tuple[list[int], list[int]]:
+        """Return the text's ids as `encode`, and the offsets of the characters of each token: start, end, start, ...
+
+        They are indices of `text`; 0, 0 for added special tokens. Tokens of a part of a character have its offsets.
+        """
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the ids' text; incomplete UTF-8 becomes U+FFFD."""
 
@@ -69,6 +75,12 @@ class FastTokenizer:
         if most is not None and len(found) > most:
             raise TooManyTokens(len(found))
         return list(found.ids)
+
+    def encode_with_offsets(self, text: str, add_special_tokens: bool, most: int) -> tuple[list[int], list[int]]:
+        (found,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        if len(found) > most:
+            raise TooManyTokens(len(found))
+        return list(found.ids), [offset for pair in found.offsets for offset in pair]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))

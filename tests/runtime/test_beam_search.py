@@ -13,6 +13,7 @@ from sidestream.runtime.api.outputs import CompletionOutput, Logprob, RequestOut
 from sidestream.runtime.api.request import Request
 from sidestream.runtime.demo_model import DEMO_MODEL, demo_adapters
 from sidestream.runtime.engine.beam_search import beam_search
+from support.beams import transformers_beams
 
 PROMPTS = ["What is the colour of the sky?", "The cat"]
 
@@ -36,31 +37,6 @@ def pirate() -> Any:
 
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
     return PeftModel.from_pretrained(model, demo_adapters()["pirate"]).eval()
-
-
-def transformers_beams(
-    model: Any, ids: list[int], width: int, tokens: int, eos: list[int] | None
-) -> list[tuple[list[int], float]]:
-    """(token ids without padding, cumulative log-probability) of each beam, best first."""
-    found = model.generate(
-        input_ids=torch.tensor([ids]),
-        attention_mask=torch.ones(1, len(ids), dtype=torch.long),
-        num_beams=width,
-        num_return_sequences=width,
-        max_new_tokens=tokens,
-        do_sample=False,
-        length_penalty=0.0,
-        early_stopping="never",
-        eos_token_id=eos,
-        pad_token_id=0,
-        return_dict_in_generate=True,
-        output_scores=True,
-    )
-    rows = []
-    for row, score in zip(found.sequences.tolist(), found.sequences_scores.tolist(), strict=True):
-        ends = [place for place in range(len(ids), len(row)) if eos and row[place] in eos]
-        rows.append((row[: ends[0] + 1] if ends else row, score))
-    return rows
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])

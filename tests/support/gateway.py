@@ -85,7 +85,7 @@ class FakeEngines:
                 card = next((card for card in self.cards if card.name == request.adapter), None)
                 request.when_accepted(len(request.prompt), "" if card is None else card.content)
             count, n = self._tokens(request), request.params.n
-            for token in range(count):
+            for token in range(len(request.continues[0].token_ids) if request.continues else 0, count):
                 last = token == count - 1
                 if token == 2 and self.late is not None:
                     ended = True
@@ -162,7 +162,12 @@ class FakeEngines:
     async def token_spellings(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, str]]:
         return [(token, f"<{token}>") for token in await self.tokenize(text, add_special_tokens)]
 
-    async def detokenize(self, token_ids: list[int]) -> str:
+    async def token_offsets(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, tuple[int, int]]]:
+        first = int(add_special_tokens)
+        ids = await self.tokenize(text, add_special_tokens)
+        return [(token, (max(0, index - first), index + 1 - first)) for index, token in enumerate(ids)]
+
+    async def detokenize(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
         return "".join(chr(token % 256) for token in token_ids)
 
 

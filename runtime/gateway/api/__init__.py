@@ -4,13 +4,13 @@ chat                /v1/chat/completions
 completions         /v1/completions, with echo
 responses           /v1/responses (a folder), also stored ones
 anthropic           /v1/messages (a folder)
-vllm                batches of chats, rendered prompts, scores of labels (a folder)
+vllm                batches of chats, rendered prompts, scores of labels, tokens of texts (a folder)
 models              /v1/models, and loading and unloading of adapters
 score               /v1/score
-tokenize            /tokenize, /detokenize, /tokenizer_info
 health              /health, /ready, /version, /metrics, /pause, /resume, /is_paused, /get_world_size, /server_info
 pages               /openapi.json with the OpenAPI document, /docs, / (the console)
 context             what handlers share: engines, admission, observer; resolves `model`; applies chat templates
+beam_search         beam search of completions and chats
 completion_session  a request from admission through its chunks to its usage record
 event_stream        responses as server-sent events
 request_body        reads and decodes bodies; errors for malformed ones

@@ -15,9 +15,22 @@ from starlette.routing import Route
 from ...api.sampling_params import SamplingParams
 from ...api.structured_outputs import StructuredOutputsParams
 from ...protocol.messages import Chunk
-from ...text.reasoning import ReasoningParser, has_reasoning, template_variables
+from ...text.reasoning import ANY_ANSWER, ReasoningParser, has_reasoning, template_variables
 from ..interfaces import GatewayError, ModelInfo
-from .body_types import Answer, MetricsField, Part, ReceiptField, Refused, TemplateText, TemplateVariables, Text, Usage
+from .beam_search import beam_search_params
+from .body_types import (
+    Answer,
+    Body,
+    MetricsField,
+    Part,
+    ReceiptField,
+    Refused,
+    TemplateText,
+    TemplateVariables,
+    Text,
+    TokenIds,
+    Usage,
+)
 from .completion_session import (
     CompletionResult,
     CompletionSession,
@@ -31,7 +44,7 @@ from .event_stream import ChunkEncoder, EventStream, TextChunkEncoder
 from .field_table import with_table_fields
 from .logprobs import ChatLogprobs, PromptLogprobs, TokenLogprobs, chat_logprobs, prompt_logprobs
 from .response_format import make_constraint, schema_of
-from .sampling_fields import LogprobCount, TokenBody, TokenCount, sampling_params
+from .sampling_fields import LogprobCount, ThinkingBudget, TokenBody, TokenCount, sampling_params
 from .tool_call_parser import AnswerParser, CallDelta
 from .tools import (
     MAX_TOOLS,
@@ -50,6 +63,8 @@ from .tools import (
 )
 
 MAX_MESSAGES = 4096
+TAIL_TOKENS = 32
+"""Last tokens of a given prompt that may end with a marker of reasoning."""
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _NO_TEXT = "".join(("no", "text"))
 """Stands for a missing text, known by its identity, so that `text` always has the type of a text."""
@@ -91,11 +106,20 @@ class ChatMessage(Part, frozen=True, kw_only=True):
     function_call: Refused = None
 
 
+class KvTransferParams(Body, frozen=True, kw_only=True):
+    """Tokens of a prompt that another server has rendered, as in vLLM. An engine computes prompts and answers, so there
+    are no other parameters of a transfer.
+    """
+
+    prompt_token_ids: Annotated[TokenIds, Meta(min_length=1)] | None = None
+
+
 @with_table_fields("chat")
 class ChatRequest(TokenBody, frozen=True, kw_only=True):
     """A conversation. The model's chat template turns it into a prompt.
 
-    `echo`: the answer begins with the content of the last message, if that is the assistant's.
+    `echo`: the answer begins with the content of the last message, if that is the assistant's. With
+    `kv_transfer_params.prompt_token_ids` these are the prompt.
     """
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -113,6 +137,8 @@ class ChatRequest(TokenBody, frozen=True, kw_only=True):
     chat_template: TemplateText | None = None
     chat_template_kwargs: TemplateVariables | None = None
     include_reasoning: bool | None = None
+    thinking_token_budget: ThinkingBudget = None
+    kv_transfer_params: KvTransferParams | None = None
     documents: Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)] | None = None
 
     @property
@@ -154,6 +180,11 @@ class ChatRequest(TokenBody, frozen=True, kw_only=True):
     def conversation(self) -> list[dict[str, Any]]:
         """Return the messages for the chat template. Raises GatewayError 400 that names the field."""
         return template_messages(self.messages)
+
+    @property
+    def given_ids(self) -> list[int] | None:
+        """The tokens of the prompt, if the body has them."""
+        return None if self.kv_transfer_params is None else self.kv_transfer_params.prompt_token_ids
 
     @property
     def template_variables(self) -> dict[str, Any]:
@@ -358,22 +389,35 @@ async def render_chat(
             template = templates.select(None, True) if templates.templates else ""
         tool_format = format_of(template)
         params = body.with_tools(params, tool_format, has_reasoning(context.settings.reasoning_parser, template))
-    text = await context.chat_prompt(
-        request,
-        templates,
-        conversation,
-        body.add_generation_prompt,
-        body.continue_final_message,
-        body.template_variables,
-        for_template(tools) if tools else None,
-    )
+    given = body.given_ids
+    if given is not None:
+        if (highest := max(given)) >= target.model.vocabulary:
+            name = "kv_transfer_params.prompt_token_ids"
+            text = f"{name} names token {highest}, which is outside the model's vocabulary of {target.model.vocabulary}"
+            raise GatewayError(400, text, param=name)
+        tail = functools.partial(context.engines.detokenize, given[-TAIL_TOKENS:])
+        text = await context.in_tokenizing_turn(request, tail)  # it shows whether the answer begins in the reasoning
+    else:
+        text = await context.chat_prompt(
+            request,
+            templates,
+            conversation,
+            body.add_generation_prompt,
+            body.continue_final_message,
+            body.template_variables,
+            for_template(tools) if tools else None,
+        )
     parsers = await context.reasoning_parsers(templates, bool(tools), text, body.continued_text(), params.n)
-    constraint = params.structured_outputs
+    constraint, start, budget = params.structured_outputs, parsers[0].start, body.thinking_token_budget
+    limit = None if budget == -1 or start == "none" else budget
+    if constraint is None and limit is not None:
+        constraint = StructuredOutputsParams(grammar=ANY_ANSWER)
     if isinstance(constraint, StructuredOutputsParams):
-        params = replace(params, structured_outputs=replace(constraint, reasoning=parsers[0].start))
-    prompt: Prompt = text
+        constraint = replace(constraint, reasoning=start, reasoning_tokens=limit)
+        params = replace(params, structured_outputs=constraint)
+    prompt: Prompt = given or text
     if body.needs_prompt_ids:
-        ids = await context.prompt_ids(request, text, bool(body.add_special_tokens))
+        ids = await context.prompt_ids(request, prompt, bool(body.add_special_tokens))
         prompt = body.truncated(ids, target.model.max_model_len, params.max_tokens)
     return RenderedChat(prompt, params, parsers, tool_format)
 
@@ -396,8 +440,9 @@ async def open_chat(context: GatewayContext, request: Request, body: ChatRequest
     """Admit a counted request, render its prompt and open its session. Raises GatewayError."""
     target = await context.target(request, body.model, body.lora_path, body.lora_weights)
     params, conversation, tools = body.sampling(target.model), body.conversation(), body.offered_tools
-    estimate = estimated_tokens([conversation, for_template(tools) if tools else None])
-    with reserved_tokens(context, request, target, estimate, params, params.n) as ticket:
+    estimate = estimated_tokens(body.given_ids or [conversation, for_template(tools) if tools else None])
+    beams = beam_search_params(body, params, target.model)
+    with reserved_tokens(context, request, target, estimate, params, body.num_choices) as ticket:
         rendered = await render_chat(context, request, body, target, params, conversation)
         session = open_session(
             context,
@@ -411,7 +456,7 @@ async def open_chat(context: GatewayContext, request: Request, body: ChatRequest
             body.deadline_seconds,
             add_special_tokens=bool(body.add_special_tokens),
         )
-    session.constraint_field = body.constraint_field
+    session.constraint_field, session.beams = body.constraint_field, beams
     session.counts.reasoning = parsers = rendered.reasoning
     names, include_reasoning = [tool.function.name for tool in tools], body.include_reasoning is not False
     messages = [

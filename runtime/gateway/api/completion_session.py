@@ -12,12 +12,14 @@ from msgspec import UNSET, structs
 from starlette.requests import Request
 from starlette.types import Receive
 
+from ...api.beam_search import BeamSearchParams
 from ...api.sampling_params import DEFAULT_MAX_LOGPROBS, SamplingParams
 from ...protocol.messages import Chunk, TokenLogprob
 from ...text.reasoning import ReasoningParser
 from ...text.scoring import ScoreRequest
 from ..intake.body_memory import BODY
 from ..interfaces import KEY_HEADERS, AdmittedRequest, EngineRequest, GatewayError, Ticket, UsageRecord
+from .beam_search import search
 from .body_types import CompletionTokensDetails, MetricsField, PromptTokensDetails, ReceiptField, RequestMetrics, Usage
 from .context import MODEL, GatewayContext, Target, caller_of, owner_tag, request_id_of
 from .errors import CLIENT_GONE, to_gateway_error
@@ -51,6 +53,7 @@ class TokenCounts:
     reasoning         parsers of the answers' reasoning, which count its tokens
     receipts          prompt index -> receipt of its answer
     reports_metrics   whether the response has `metrics`
+    counts_chunks     the tokens of chunks are output; False: a beam search counts those of its steps
     """
 
     by_prompt: dict[int, int] = field(default_factory=dict)
@@ -73,6 +76,7 @@ class TokenCounts:
     reasoning: list[ReasoningParser] = field(default_factory=list)
     receipts: dict[int, dict[str, Any]] = field(default_factory=dict)
     reports_metrics: bool = False
+    counts_chunks: bool = True
 
     @property
     def reasoning_tokens(self) -> int:
@@ -92,7 +96,7 @@ class TokenCounts:
         """Count chunks of one prompt's answer. Returns whether the engine aborted it."""
         aborted = False
         for chunk in chunks:
-            self.output_tokens += len(chunk.token_ids)
+            self.output_tokens += len(chunk.token_ids) * self.counts_chunks
             if chunk.finish_reason is not None:
                 aborted |= chunk.finish_reason == "abort"
                 self.longest_output_tokens = max(self.longest_output_tokens, chunk.first + len(chunk.token_ids))
@@ -201,6 +205,7 @@ class CompletionSession:
         self.keepalive_seconds = context.settings.stream_keepalive_seconds
         self.constraint_field = "structured_outputs"  # the field of the body that sets a constraint
         self.scores_only = False  # drop generated tokens
+        self.beams: BeamSearchParams | None = None  # of a beam search
         self._started = time.monotonic()
         self._recorded = False
         context.open_requests += 1
@@ -253,7 +258,7 @@ class CompletionSession:
 
     async def _arrivals(self, direct: Callable[[Chunk], bool] | None) -> ChunkStream:
         counts, status, error = self.counts, CLIENT_GONE, "client_gone"
-        streams = [self._context.engines.stream(request) for request in self._engine_requests(direct)]
+        streams = [self._open(request) for request in self._engine_requests(direct)]
         arriving: AsyncGenerator[Any, None] = streams[0] if len(streams) == 1 else _merge(streams)
         try:
             async with aclosing(arriving):
@@ -280,6 +285,16 @@ class CompletionSession:
             raise problem from None
         finally:
             self._record(status, error)
+
+    def _open(self, request: EngineRequest) -> AsyncGenerator[list[Chunk], None]:
+        engines = self._context.engines
+        if self.beams is None:
+            return engines.stream(request)
+        self.counts.counts_chunks = False
+        return search(engines, self.beams, self._target.model, self._count_step, request)
+
+    def _count_step(self, tokens: int) -> None:
+        self.counts.output_tokens += tokens
 
     async def close(self) -> None:
         """End the session, and abort open requests."""

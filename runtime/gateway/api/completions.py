@@ -18,6 +18,7 @@ from ...api.checks import MAX_TOKENS
 from ...api.sampling_params import SamplingParams
 from ...protocol.messages import MAX_PROMPT_TOKENS, Chunk, TokenLogprob
 from ..interfaces import Engines, GatewayError, ModelInfo
+from .beam_search import beam_search_params
 from .body_types import MAX_PROMPTS, Answer, MetricsField, ReceiptField, Text, TokenId, TokenIds, Usage
 from .completion_session import CompletionResult, estimated_tokens, open_session, reserved_tokens
 from .context import GatewayContext, caller_of, json_response, new_id
@@ -39,7 +40,6 @@ class CompletionRequest(TokenBody, frozen=True, kw_only=True):
         Meta(description="a text, a list of token ids, or a list of texts or of lists of token ids"),
     ]
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
-    best_of: int | None = None
     echo: bool | None = None
     logprobs: LogprobCount | bool | None = None
     add_special_tokens: Annotated[bool, Meta(description="for texts; default: true")] | None = None
@@ -62,8 +62,6 @@ class CompletionRequest(TokenBody, frozen=True, kw_only=True):
 
     def sampling(self, model: ModelInfo) -> SamplingParams:
         """Return the sampling parameters. Raises GatewayError 400 that names the field."""
-        if self.best_of not in (None, self.n or 1):
-            raise GatewayError(400, "best_of is not supported; use n and choose among its answers", param="best_of")
         if self.scores_only and not self.echo:
             text = "max_tokens=0 generates nothing; give at least 1, or echo=true to score the prompt"
             raise GatewayError(400, text, param="max_tokens")
@@ -232,7 +230,8 @@ async def answer_completion(context: GatewayContext, request: Request, given: Co
     body = given.with_tokens_as_ids(context.settings.tokens_as_ids)
     target = await context.target(request, body.model, body.lora_path, body.lora_weights)
     params, prompts = body.sampling(target.model), body.prompts()
-    stream, tokens, choices = bool(body.stream), sum(map(estimated_tokens, prompts)), params.n * len(prompts)
+    beams, stream = beam_search_params(body, params, target.model), bool(body.stream)
+    tokens, choices = sum(map(estimated_tokens, prompts)), body.num_choices * len(prompts)
     with reserved_tokens(context, request, target, tokens, params, choices) as ticket:
         ids: list[list[int]] = []
         special, scored = body.add_special_tokens is not False, bool(body.echo) and body.top_logprobs is not None
@@ -257,7 +256,7 @@ async def answer_completion(context: GatewayContext, request: Request, given: Co
             body.deadline_seconds,
             special,
         )
-    session.constraint_field, session.scores_only = body.constraint_field, body.scores_only
+    session.constraint_field, session.scores_only, session.beams = body.constraint_field, body.scores_only, beams
     answer_id, created = new_id("cmpl"), int(time.time())
     if stream:
         encoder = ChunkEncoder(

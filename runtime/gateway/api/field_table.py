@@ -61,22 +61,18 @@ ROWS = (
     _accepted("stream_interval", "events are sent as tokens arrive"),
     _accepted("return_cached_tokens_details return_spec_tokens_details", "usage has these details"),
     _accepted(
-        "length_penalty early_stopping routed_experts_start_len routed_experts_prompt_start "
-        "return_token_offsets return_flat_raw_top_logprobs_b64",
+        "routed_experts_start_len routed_experts_prompt_start return_flat_raw_top_logprobs_b64",
         "they modify fields that are refused",
     ),
     _accepted("separate_reasoning stream_reasoning", "--reasoning-parser of the server decides"),
     _refused("spaces_between_special_tokens", "leave it out", (True,)),
     _refused("include_reasoning", "drop the reasoning of the answer", (True,), ("completions", "responses")),
-    _refused(
-        "thinking_token_budget",
-        "limit the answer with max_tokens, or switch thinking off with chat_template_kwargs",
-        (-1,),
-    ),
+    _refused("thinking_token_budget", "use /v1/chat/completions", (-1,), ("completions",)),
     _refused("reasoning_effort", "use /v1/chat/completions", ("none",), ("completions",)),
     _refused("thinking task", "use chat_template_kwargs", endpoints=("chat",)),
-    _refused("use_beam_search", "use n and choose among its answers, or LLM.beam_search in Python"),
-    _refused("best_of", "use n and choose among its answers", (1,), ("chat",)),
+    _accepted("early_stopping", "a beam search ends when no open continuation can become one of the best"),
+    _accepted("length_penalty", "it modifies a field that is refused", ("responses",)),
+    _refused("use_beam_search", "use /v1/chat/completions", endpoints=("responses",)),
     _refused("logits_processors custom_logit_processor custom_params vllm_xargs", "use logit_bias or bad_words"),
     _refused(
         "guided_json guided_regex guided_choice guided_grammar guided_whitespace_pattern json_schema regex ebnf "
@@ -107,8 +103,9 @@ ROWS = (
     ),
     _refused("cache_salt", "start the server with --no-prefix-caching to keep prompts apart"),
     _refused("session_params", "send the whole prompt; the prefix cache finds its beginning"),
+    _refused("kv_transfer_params", "leave it out", endpoints=("completions", "responses")),
     _refused(
-        "kv_transfer_params ec_transfer_params bootstrap_host bootstrap_port bootstrap_room disagg_prefill_dp_rank",
+        "ec_transfer_params bootstrap_host bootstrap_port bootstrap_room disagg_prefill_dp_rank",
         "leave it out; an engine computes prompts and answers",
     ),
     _refused("watermark watermarking", "leave it out; answers have no watermark"),
@@ -126,7 +123,6 @@ ROWS = (
         endpoints=("responses",),
     ),
     _refused("context_management", "shorten the input", endpoints=("responses",)),
-    _refused("enable_response_messages", "use /tokenize", endpoints=("responses",)),
 )
 _OPTIONS = {name: row.option for row in ROWS for name in row.names.split()}
 _OTHER = Unsupported(EMPTY, "leave it out")

@@ -28,10 +28,10 @@ from .responses.output import Response as ModelResponse
 from .responses.output import ResponseEvent
 from .responses.request import ResponseRequest
 from .score import ScoreBody, Scores
-from .tokenize import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest, TokenizerInfo
 from .vllm.batch import BatchChatRequest
 from .vllm.generative_scoring import GenerativeScoringBody, ItemScores
 from .vllm.render import RenderedPrompt
+from .vllm.tokenize import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest, TokenizerInfo
 
 PACKAGE = __name__.partition(".runtime.")[0]
 

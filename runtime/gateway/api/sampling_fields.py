@@ -1,7 +1,7 @@
 """Sampling parameters in bodies, and their conversion to `SamplingParams`."""
 
 import dataclasses
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, TypeVar
 
 from msgspec import Meta, structs
 
@@ -23,11 +23,16 @@ from .body_types import Body, LoraWeights, ModelName, StreamOptions, TokenId
 from .field_table import refuse_unsupported
 from .response_format import ResponseFormat, StructuredOutputsBody, constraint_of
 
+T = TypeVar("T")
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 TokenCount = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
 LogprobCount = Annotated[int, Meta(ge=-1, le=MAX_LOGPROBS)]
+ThinkingBudget = (
+    Annotated[int, Meta(ge=-1, le=MAX_TOKENS, description="tokens of reasoning, then </think> is forced; -1: no limit")]
+    | None
+)
 Biases = Annotated[dict[TokenId, Annotated[float, Meta(ge=-BIAS_LIMIT, le=BIAS_LIMIT)]], Meta(max_length=MAX_BIASES)]
 
 
@@ -64,6 +69,7 @@ class GenerationBody(Body, frozen=True, kw_only=True):
     bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
     speculation: Literal["off", "auto"] | Annotated[int, Meta(ge=1, le=MAX_DRAFTS)] | None = None
     structured_outputs: StructuredOutputsBody | None = None
+    return_token_offsets: Annotated[bool, Meta(description="of `/render` only")] | None = None
 
 
 class SamplingBody(GenerationBody, frozen=True, kw_only=True):
@@ -100,12 +106,17 @@ class TokenBody(SamplingBody, frozen=True, kw_only=True):
     return_token_ids            return the tokens of the prompt and of the answers
     return_tokens_as_token_ids  log-probabilities name tokens `token_id:` and their ids
     truncate_prompt_tokens      keep the prompt's last tokens, or with truncation_side="right" its first ones
+    use_beam_search             answer with the `n` best continuations that a search `best_of` wide finds (default: n);
+                                the score of one is its log-probability / its number of tokens ** `length_penalty`
     """
 
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, description="-1: as many as fit with max_tokens")] | None = None
     truncation_side: Literal["left", "right"] | None = None
+    use_beam_search: bool | None = None
+    best_of: int | None = None
+    length_penalty: Annotated[float, Meta(ge=-10, le=10)] | None = None
 
     def with_tokens_as_ids(self, default: bool) -> Self:
         """Return the body with the server's default of `return_tokens_as_token_ids`."""
@@ -116,9 +127,14 @@ class TokenBody(SamplingBody, frozen=True, kw_only=True):
     @property
     def needs_prompt_ids(self) -> bool:
         """Whether the gateway needs the tokens of a text prompt."""
-        return bool(self.return_token_ids) or self.truncate_prompt_tokens is not None
+        return bool(self.return_token_ids or self.use_beam_search) or self.truncate_prompt_tokens is not None
 
-    def truncated(self, ids: list[int], max_model_len: int, max_tokens: int | None) -> list[int]:
+    @property
+    def num_choices(self) -> int:
+        """Continuations of a prompt that count for the limits of a key."""
+        return (self.use_beam_search and self.best_of) or self.n or 1
+
+    def truncated(self, ids: list[T], max_model_len: int, max_tokens: int | None) -> list[T]:
         """Return the prompt's tokens after truncation. Raises GatewayError 400 for an invalid length."""
         kept = self.truncate_prompt_tokens
         if kept is None:
@@ -155,9 +171,7 @@ _SHARED_FIELDS = sorted(
 """Fields with the same meaning in bodies and in SamplingParams."""
 
 
-def sampling_params(
-    body: SamplingBody, max_tokens: int | None, logprobs: int | None, model: ModelInfo
-) -> SamplingParams:
+def sampling_params(body: TokenBody, max_tokens: int | None, logprobs: int | None, model: ModelInfo) -> SamplingParams:
     """Return the parameters of a body, with the model's defaults for fields that it does not set.
 
     `max_tokens` and `logprobs` are arguments because their fields differ between endpoints. `max_tokens` None: up to
@@ -166,6 +180,8 @@ def sampling_params(
     Raises GatewayError 400 that names the field.
     """
     refuse_unsupported(body)
+    if body.best_of not in (None, body.n or 1) and not body.use_beam_search:
+        raise GatewayError(400, "best_of needs use_beam_search; use n and choose among its answers", param="best_of")
     options = body.stream_options
     if options is not None and not body.stream and (options.include_usage or options.continuous_usage_stats):
         raise GatewayError(400, "stream_options needs stream=true", param="stream_options")

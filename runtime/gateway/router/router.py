@@ -268,6 +268,7 @@ class Router:
                 link.welcome.dtype,
                 link.welcome.max_logprobs,
                 link.welcome.logprobs_mode,
+                tuple(link.welcome.eos_token_ids),
             )
             if self._model is None or not self._is_served_elsewhere(self._model, link):
                 self._model = model
@@ -427,8 +428,13 @@ class Router:
     async def token_spellings(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, str]]:
         return await self._query_one(lambda link: link.client.token_spellings(text, add_special_tokens))
 
-    async def detokenize(self, token_ids: list[int]) -> str:
-        return await self._query_one(lambda link: link.client.detokenize(token_ids))
+    async def token_offsets(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, tuple[int, int]]]:
+        return await self._query_one(lambda link: link.client.token_offsets(text, add_special_tokens))
+
+    async def detokenize(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
+        return await self._query_one(
+            lambda link: link.client.detokenize(token_ids, skip_special_tokens=skip_special_tokens)
+        )
 
     async def _query_one(self, query: Callable[[EngineLink], Awaitable[T]]) -> T:
         """Return the answer of the least loaded engine, or of the next one if that dies."""

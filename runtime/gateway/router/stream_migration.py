@@ -39,7 +39,9 @@ class MigratingStream:
         self._clock = clock
         self._started = clock()
         self._first_token: float | None = None
-        self._completions = [_Received() for _ in range(request.params.n)]
+        self._completions = [
+            _Received(each.token_ids[:], each.characters, each.finished) for each in request.continues
+        ] or [_Received() for _ in range(request.params.n)]
         self._held: list[Chunk] = []  # chunks of a request without streaming
         self._scored = 0  # prompt tokens with log-probabilities that the consumer received
         self._scored_here = 0  # the same that this engine sent

@@ -76,7 +76,7 @@ class GrammarCompiler:
 
     def _compiled(self, params: StructuredOutputsParams) -> Grammar:
         llguidance, tokens = import_llguidance(), self._prepare()
-        source = grammar_after_reasoning(self._source(params), params.reasoning)
+        source = grammar_after_reasoning(self._source(params), params.reasoning, params.reasoning_tokens)
         limits = llguidance.LLParserLimits(**LIMITS)
 
         def compiled() -> Any:

@@ -38,8 +38,46 @@ def fast(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def piece(tmp_path_factory):
-    return load_tokenizer(sentencepiece_model(tmp_path_factory.mktemp("piece"), [TEXTS[0]] * 200 + TEXTS))
+def piece_directory(tmp_path_factory):
+    return sentencepiece_model(tmp_path_factory.mktemp("piece"), [TEXTS[0]] * 200 + TEXTS)
+
+
+@pytest.fixture(scope="module")
+def piece(piece_directory):
+    return load_tokenizer(piece_directory)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_offsets_of_bytes_are_those_of_transformers(fast, tmp_path, text):
+    from transformers import PreTrainedTokenizerFast
+
+    (tmp_path / "tokenizer.json").write_text(fast.definition())
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    for special in (True, False):
+        expected = theirs(text, add_special_tokens=special, return_offsets_mapping=True)
+        ids, offsets = fast.encode_with_offsets(text, special, 1000)
+        pairs = list(zip(offsets[::2], offsets[1::2], strict=True))
+        assert ids == fast.encode(text, special) == expected["input_ids"] and pairs == expected["offset_mapping"]
+        assert (pairs[0] == (0, 0)) is special and pairs[-1][1] == len(text)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_offsets_of_pieces_are_those_of_sentencepiece(piece, piece_directory, text):
+    import sentencepiece
+
+    theirs = sentencepiece.SentencePieceProcessor(model_file=str(piece_directory / "tokenizer.model"))
+    ids, offsets = piece.encode_with_offsets(text, False, 1000)
+    pieces = theirs.encode(text, return_type="proto").pieces
+    assert ids == [each.id for each in pieces]
+    for start, end, each in zip(offsets[::2], offsets[1::2], pieces, strict=True):
+        # the last byte of a character has all of it there, the others have nothing; ours all have it
+        assert text[start:end] == each.surface or not each.surface
+    assert any(not each.surface.isascii() for each in pieces) is not text.isascii()
+
+
+def test_too_many_tokens_have_no_offsets(fast):
+    with pytest.raises(TooManyTokens):
+        fast.encode_with_offsets(TEXTS[0], True, 3)
 
 
 @pytest.mark.parametrize("kind", ["fast", "piece"])

@@ -7,7 +7,7 @@ from ....protocol.messages import TokenLogprob
 from ..context import new_id
 from ..logprobs import ChatLogprob, chat_logprobs
 from ..tool_call_parser import AnswerParser, CallDelta
-from .output import FunctionCallItem, OutputItem, OutputMessage, OutputText, ReasoningItem, ReasoningText
+from .output import FunctionCallItem, OutputItem, OutputMessage, OutputText, RawMessage, ReasoningItem, ReasoningText
 
 Event = tuple[str, dict[str, Any]]
 """(type, fields) of an event without its number."""
@@ -53,6 +53,8 @@ class OutputBuilder:
     def __init__(self, parser: AnswerParser, top: int) -> None:
         self._parser, self._top = parser, top
         self.output: list[OutputItem] = []
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
         self._open: _OpenItem | None = None
         self._events: list[Event] = []
         self._logprobs: list[list[TokenLogprob]] = []  # of tokens whose text is not sent yet
@@ -62,6 +64,8 @@ class OutputBuilder:
         self, text: str, last: bool, token_ids: Sequence[int], logprobs: list[list[TokenLogprob]] | None
     ) -> list[Event]:
         """Add text. Returns the events to send. `last`: the text is complete."""
+        self._texts.append(text)
+        self._token_ids += token_ids
         parsed = self._parser.push(text, last, token_ids)
         self._logprobs += logprobs or []
         self._num_tokens += len(logprobs or [])
@@ -81,6 +85,11 @@ class OutputBuilder:
             self._add_text("message", "")
         self._close("incomplete" if cut_off else "completed")
         return self._take_events()
+
+    @property
+    def raw(self) -> RawMessage:
+        """The text and the tokens so far."""
+        return RawMessage(message="".join(self._texts), tokens=self._token_ids)
 
     def _take_events(self) -> list[Event]:
         events, self._events = self._events, []

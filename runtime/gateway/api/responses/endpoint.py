@@ -18,7 +18,7 @@ from ..completion_session import CompletionResult, CompletionSession, TokenCount
 from ..context import GatewayContext, caller_of, json_response, new_id, renamed_fields
 from ..event_stream import EventStream, named_event
 from .builder import Event, OutputBuilder
-from .output import Response, ResponseError, final_response, initial_response
+from .output import RawMessage, Response, ResponseError, final_response, initial_response
 from .request import ResponseRequest
 from .store import ResponseStore, StoredResponse
 
@@ -40,6 +40,14 @@ async def responses(context: GatewayContext, store: ResponseStore, request: Requ
     initial = initial_response(
         body, new_id("resp"), int(time.time()), chat.target.name, params.temperature, params.top_p, stores
     )
+    if chat.prompt_ids is not None:
+        try:
+            detokenize = functools.partial(context.engines.detokenize, chat.prompt_ids)
+            text = await context.in_tokenizing_turn(request, detokenize)
+        except BaseException:
+            await session.close()
+            raise
+        initial = structs.replace(initial, input_messages=[RawMessage(message=text, tokens=chat.prompt_ids)])
     builder = OutputBuilder(message.parser, body.top_logprobs or 0)
     stored = StoredResponse(owner, initial, messages)
 
@@ -69,7 +77,7 @@ def _whole(initial: Response, builder: OutputBuilder, result: CompletionResult, 
     cut_off = result.finish_reason == "length"
     builder.push(result.text, True, result.token_ids, result.logprobs)
     builder.finish(cut_off)
-    return final_response(initial, builder.output, cut_off, counts)
+    return final_response(initial, builder.output, builder.raw, cut_off, counts)
 
 
 async def _compute(
@@ -117,7 +125,8 @@ class _ResponseFormatter:
 
     def format_end(self, counts: TokenCounts) -> list[bytes]:
         events = self._encoded(self._builder.finish(self._cut_off))
-        response = final_response(self._initial, self._builder.output, self._cut_off, counts)
+        builder = self._builder
+        response = final_response(self._initial, builder.output, builder.raw, self._cut_off, counts)
         self._finish(response)
         return [*events, self._event(f"response.{response.status}", response=response)]
 

@@ -119,8 +119,18 @@ class TextFormat(Answer, frozen=True, kw_only=True):
     verbosity: str | UnsetType = UNSET
 
 
+class RawMessage(Answer, frozen=True, kw_only=True):
+    """The text of a prompt or of an answer with its markers, and its tokens."""
+
+    message: str
+    tokens: list[int]
+    type: Literal["raw_message_tokens"] = "raw_message_tokens"
+
+
 class Response(Answer, frozen=True, kw_only=True):
-    """The response. In a stream, also the initial one without output."""
+    """The response. In a stream, also the initial one without output. `input_messages`, `output_messages`: with
+    `enable_response_messages`, as in vLLM.
+    """
 
     id: str
     created_at: int
@@ -147,6 +157,8 @@ class Response(Answer, frozen=True, kw_only=True):
     previous_response_id: str | None = None
     store: bool = False
     sidestream_receipt: ReceiptField = UNSET
+    input_messages: list[RawMessage] | UnsetType = UNSET
+    output_messages: list[RawMessage] | UnsetType = UNSET
 
 
 class ResponseEvent(Answer, frozen=True, kw_only=True):
@@ -198,13 +210,16 @@ def initial_response(
     )
 
 
-def final_response(initial: Response, output: list[OutputItem], cut_off: bool, counts: TokenCounts) -> Response:
-    """Return the response with its output. `cut_off`: it ended at the limit of its tokens."""
+def final_response(
+    initial: Response, output: list[OutputItem], raw: RawMessage, cut_off: bool, counts: TokenCounts
+) -> Response:
+    """Return the response with its output. `raw`: the answer; `cut_off`: it ended at the limit of its tokens."""
     return structs.replace(
         initial,
         status="incomplete" if cut_off else "completed",
         incomplete_details=IncompleteDetails(reason="max_output_tokens") if cut_off else None,
         output=output,
+        output_messages=UNSET if initial.input_messages is UNSET else [raw],
         sidestream_receipt=counts.receipt,
         usage=ResponseUsage(
             input_tokens=counts.prompt_tokens,

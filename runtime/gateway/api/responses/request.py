@@ -10,7 +10,7 @@ from ..body_types import Body, Ignored, Part, TemplateText, TemplateVariables, T
 from ..chat import MAX_MESSAGES, ChatMessage, ChatRequest
 from ..field_table import refuse_unsupported, with_table_fields
 from ..response_format import JsonSchemaFormat, ResponseFormat, Schema
-from ..sampling_fields import GenerationBody, LogprobCount, TokenCount
+from ..sampling_fields import GenerationBody, LogprobCount, ThinkingBudget, TokenCount
 from ..tools import MAX_TOOLS, ChosenFunction, ChosenTool, Function, FunctionName, Tool
 from .items import Id, InputItem
 
@@ -122,7 +122,11 @@ class ResponseRequest(GenerationBody, frozen=True, kw_only=True):
     reasoning: ReasoningOptions | None = None
     chat_template: TemplateText | None = None
     chat_template_kwargs: TemplateVariables | None = None
+    thinking_token_budget: ThinkingBudget = None
     receipt: bool | None = None
+    enable_response_messages: Annotated[bool, Meta(description="show prompt and answer as text and tokens")] | None = (
+        None
+    )
     store: bool | None = None
     background: bool | None = None
     previous_response_id: Id | None = None
@@ -149,6 +153,7 @@ class ResponseRequest(GenerationBody, frozen=True, kw_only=True):
             tools=tools,
             tool_choice=choice,
             chat_template_kwargs=template_variables(effort) | (self.chat_template_kwargs or {}),
+            return_token_ids=self.enable_response_messages,
         )
 
     def _tools(self) -> tuple[list[Tool], Any]:
@@ -176,6 +181,9 @@ class ResponseRequest(GenerationBody, frozen=True, kw_only=True):
         return made, choice
 
 
-_DIFFERENT = {"tools", "tool_choice", "stream_options", "metadata", "chat_template_kwargs", "logprob_token_ids"}
+_DIFFERENT = {
+    "tools", "tool_choice", "stream_options", "metadata", "chat_template_kwargs", "logprob_token_ids",
+    "use_beam_search", "length_penalty", "kv_transfer_params", "return_token_ids",
+}  # fmt: skip
 _SHARED_FIELDS = sorted(set(ResponseRequest.__struct_fields__) & set(ChatRequest.__struct_fields__) - _DIFFERENT)
 """Fields with the same meaning in both bodies."""

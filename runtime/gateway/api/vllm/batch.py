@@ -23,13 +23,15 @@ Conversation = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_ME
 
 
 class BatchChatRequest(ChatRequest, frozen=True, kw_only=True):
-    """Conversations with the same options. Without `stream`, `tools`, `prompt_logprobs` and several answers each."""
+    """Conversations with the same options. Without `stream`, `tools`, `prompt_logprobs`, beam search, and several
+    answers each.
+    """
 
     messages: Annotated[list[Conversation], Meta(min_length=1, max_length=MAX_PROMPTS)]  # type: ignore[assignment]
 
     def chats(self) -> list[ChatRequest]:
         """Return the bodies of the single chats. Raises GatewayError 400 that names a field that a batch lacks."""
-        for name in ("stream", "tools", "prompt_logprobs"):
+        for name in ("stream", "tools", "prompt_logprobs", "use_beam_search", "kv_transfer_params"):
             if getattr(self, name) not in (None, False, []):
                 raise GatewayError(400, f"{name} does not work in a batch; use /v1/chat/completions", param=name)
         if self.n not in (None, 1):

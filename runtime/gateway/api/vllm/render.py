@@ -14,6 +14,7 @@ from ...interfaces import GatewayError
 from ..anthropic.messages import MessagesRequest, chat_of
 from ..body_types import Answer, StreamOptions
 from ..chat import ChatRequest, render_chat
+from ..completion_session import Prompt
 from ..completions import CompletionRequest
 from ..context import GatewayContext, Target, caller_of, json_response, request_id_of
 from ..responses.request import ResponseRequest
@@ -21,24 +22,46 @@ from ..responses.store import ResponseStore
 
 
 class RenderedPrompt(Answer, frozen=True, kw_only=True):
-    """A prompt as token ids, with the sampling parameters that have a value."""
+    """A prompt as token ids, with the sampling parameters that have a value. `token_offsets`: with
+    `return_token_offsets` the range of each token's characters in a text; (0, 0) for added special tokens.
+    """
 
     request_id: str
     model: str
     token_ids: list[int]
-    token_offsets: None = None
+    token_offsets: list[tuple[int, int]] | None = None
     sampling_params: dict[str, Any]
     stream: bool = False
     stream_options: StreamOptions | UnsetType = UNSET
 
 
-def _rendered(
-    body: CompletionRequest | ChatRequest, target: Target, request_id: str, token_ids: list[int], params: SamplingParams
+async def _rendered(
+    context: GatewayContext,
+    request: Request,
+    body: CompletionRequest | ChatRequest,
+    target: Target,
+    request_id: str,
+    prompt: Prompt,
+    special: bool,
+    params: SamplingParams,
 ) -> RenderedPrompt:
+    """Return a prompt with its tokens. `special`: add the special tokens of a text. Raises GatewayError 400."""
+    if body.use_beam_search:
+        text = "use_beam_search does not work with /render; leave it out, since the prompt is the same"
+        raise GatewayError(400, text, param="use_beam_search")
+    offsets: list[tuple[int, int]] | None = None
+    limits = target.model.max_model_len, params.max_tokens
+    if body.return_token_offsets and isinstance(prompt, str):
+        offsets_of = functools.partial(context.engines.token_offsets, prompt, special)
+        tokens = body.truncated(await context.in_tokenizing_turn(request, offsets_of), *limits)
+        ids, offsets = [token for token, _ in tokens], [offset for _, offset in tokens]
+    else:
+        ids = body.truncated(await context.prompt_ids(request, prompt, special), *limits)
     return RenderedPrompt(
         request_id=request_id,
         model=target.name,
-        token_ids=token_ids,
+        token_ids=ids,
+        token_offsets=offsets,
         sampling_params={name: value for name, value in asdict(params).items() if value is not None},
         stream=bool(body.stream),
         stream_options=body.stream_options or UNSET,
@@ -51,25 +74,17 @@ def _request_id(request: Request, prefix: str, given: Any) -> str:
     return prefix + (request_id_of(request) if has_header else given)
 
 
-def _refuse_offsets(body: Any) -> None:
-    if getattr(body, "return_token_offsets", None):
-        text = "return_token_offsets is not supported; /tokenize returns the text of tokens with return_token_strs=true"
-        raise GatewayError(400, text, code="unsupported_parameter", param="return_token_offsets")
-
-
 async def render_completion(context: GatewayContext, request: Request) -> Response:
     """Render the prompts of a completion, in a list."""
     headers = context.admission.count(caller_of(request), uses_tokens=False)
     body = await context.read_body(request, CompletionRequest)
-    _refuse_offsets(body)
     target = await context.target(request, body.model, body.lora_path, body.lora_weights)
     params, prompts = body.sampling(target.model), body.prompts()
     request_id, rendered = _request_id(request, "cmpl-", getattr(body, "request_id", None)), []
     for index, prompt in enumerate(prompts):
-        ids = await context.prompt_ids(request, prompt, body.add_special_tokens is not False)
-        ids = body.truncated(ids, target.model.max_model_len, params.max_tokens)
         each_id = request_id if len(prompts) == 1 else f"{request_id}-{index}"
-        rendered.append(_rendered(body, target, each_id, ids, params))
+        special = body.add_special_tokens is not False
+        rendered.append(await _rendered(context, request, body, target, each_id, prompt, special, params))
     return json_response(rendered, headers)
 
 
@@ -80,7 +95,6 @@ async def render_conversation(
     """Render the prompt of a chat, a response or a message. `prefix`: of request ids; `shape`: of the body."""
     headers = context.admission.count(caller_of(request), uses_tokens=False)
     given: ChatRequest | ResponseRequest | MessagesRequest = await context.read_body(request, shape)
-    _refuse_offsets(given)
     if isinstance(given, ResponseRequest):
         none = ResponseStore(0)  # a prompt does not depend on this gateway's state
         none.stores(given)
@@ -88,11 +102,12 @@ async def render_conversation(
     else:
         body = given if isinstance(given, ChatRequest) else await chat_of(context, request, given)
     target = await context.target(request, body.model, body.lora_path, body.lora_weights)
-    body = structs.replace(body, return_token_ids=True)
-    chat = await render_chat(context, request, body, target, body.sampling(target.model), body.conversation())
-    ids = chat.prompt if isinstance(chat.prompt, list) else []
+    as_text = structs.replace(body, return_token_ids=None, truncate_prompt_tokens=None)
+    chat = await render_chat(context, request, as_text, target, body.sampling(target.model), body.conversation())
     request_id = _request_id(request, prefix, getattr(given, "request_id", None))
-    return json_response(_rendered(body, target, request_id, ids, chat.params), headers)
+    special = bool(body.add_special_tokens)
+    rendered = await _rendered(context, request, body, target, request_id, chat.prompt, special, chat.params)
+    return json_response(rendered, headers)
 
 
 def routes(context: GatewayContext) -> list[Route]:

@@ -13,7 +13,7 @@ from sidestream.runtime.text.generation_config import eos_token_ids
 from sidestream.runtime.text.structured.grammar_compiler import GrammarCompiler
 from sidestream.runtime.text.tokenizer import Tokenizer, load_tokenizer
 from support.gateway import events, gateway
-from support.live_server import serving
+from support.live_server import Served, serving
 from support.masks import num_allowed
 from support.scripted import ScriptedEngines
 
@@ -219,5 +219,53 @@ def test_a_server_thinks_before_the_schema(tmp_path: Path) -> None:
         response = http.post("/v1/responses", json={"input": "two?", "max_output_tokens": 5, "temperature": 0}).json()
     (choice,) = answer["choices"]
     assert choice["message"]["content"] is None and choice["message"]["reasoning"].strip("{ \n")
+    assert not choice["message"]["reasoning"].startswith("{"), "the schema does not reach the thoughts"
     assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 12
     assert [item["type"] for item in response["output"]] == ["reasoning"] and response["status"] == "incomplete"
+
+
+def test_a_budget_ends_the_thoughts(served: Served) -> None:
+    """The first tokens are those without a budget, with speculation and in every answer; then the model goes on."""
+    asked = CHAT | {"chat_template": R1, "temperature": 0, "max_tokens": 30, "return_token_ids": True}
+
+    def post(path: str = PATH, **fields: Any) -> Any:
+        answer = httpx.post(served.url + path, json=asked | fields, timeout=600)
+        assert answer.status_code == 200, answer.text
+        return answer if fields.get("stream") else answer.json()
+
+    closer = httpx.post(served.url + "/tokenize", json={"prompt": "</think>", "add_special_tokens": False}, timeout=600)
+    ends = closer.json()["tokens"]
+    (free,) = post(thinking_token_budget=-1)["choices"]
+    assert free["message"]["content"] is None, "the demo model never closes its thoughts"
+    for budget in (0, 4):
+        answer = post(thinking_token_budget=budget, n=2)
+        for choice in answer["choices"]:
+            assert choice["token_ids"][: budget + len(ends)] == free["token_ids"][:budget] + ends
+            assert choice["message"]["content"] and bool(budget) is bool(choice["message"].get("reasoning"))
+    whole = answer["choices"][0]["message"]
+    streamed = events(post(thinking_token_budget=4, stream=True).text)[:-1]
+    assert (joined(streamed, "reasoning"), joined(streamed, "content")) == (whole["reasoning"], whole["content"])
+    formed = post(thinking_token_budget=4, response_format={"type": "json_object"})["choices"][0]
+    assert formed["message"]["reasoning"] == whole["reasoning"] and formed["message"]["content"].startswith("{")
+    ignored = post(thinking_token_budget=4, chat_template=PLAIN)["choices"][0]
+    assert ignored == post(chat_template=PLAIN)["choices"][0], "this template has no thoughts"
+    body = {"input": CHAT["messages"], "chat_template": R1, "temperature": 0, "thinking_token_budget": 4}
+    answer = httpx.post(served.url + "/v1/responses", json=body | {"max_output_tokens": 30}, timeout=600).json()
+    assert answer["output"][0]["content"][0]["text"] == whole["reasoning"]
+    assert answer["output"][1]["content"][0]["text"] == whole["content"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [(PATH, CHAT), ("/v1/responses", {"input": "a"}), ("/v1/completions", {"prompt": "a"})],
+)
+@pytest.mark.parametrize("wrong", [-2, "4", True, 1.5, 1 << 25])
+def test_a_budget_is_a_number_of_tokens(path: str, body: dict[str, Any], wrong: Any) -> None:
+    async def scene() -> None:
+        engines = ScriptedEngines(["x"], template=R1)
+        async with gateway(engines) as http:
+            answer = await http.post(path, json=body | {"thinking_token_budget": wrong})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "thinking_token_budget"), answer.text
+        assert not engines.asked
+
+    run(scene)

@@ -363,3 +363,25 @@ def test_log_probabilities_are_those_of_the_text() -> None:
         assert [entry["token"] for delta in deltas for entry in delta] == wanted
 
     run(scene)
+
+
+def test_raw_messages_are_the_prompt_and_the_answer() -> None:
+    """With the markers of reasoning and calls, whole and in the last event of a stream."""
+
+    async def scene() -> None:
+        engines = ScriptedEngines(CALLS, template=TEMPLATE)
+        body = {"input": [USER], "tools": [WEATHER], "enable_response_messages": True}
+        async with gateway(engines) as http:
+            whole = (await http.post(PATH, json=body)).json()
+            plain = (await http.post(PATH, json=body | {"enable_response_messages": False})).json()
+            streamed = events((await http.post(PATH, json=body | {"stream": True})).text)
+        assert "input_messages" not in plain and "output_messages" not in plain
+        prompt = engines.asked[0].prompt
+        assert isinstance(prompt, list)
+        for answer in (whole, streamed[-1]["response"]):
+            (given,), (made,) = answer["input_messages"], answer["output_messages"]
+            assert given == {"type": "raw_message_tokens", "message": "".join(map(chr, prompt)), "tokens": prompt}
+            assert made["message"] == "".join(CALLS) and len(made["tokens"]) == len(CALLS)
+            assert [item["type"] for item in answer["output"]].count("function_call") == 2
+
+    run(scene)

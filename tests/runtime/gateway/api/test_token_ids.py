@@ -4,6 +4,7 @@ import asyncio
 import functools
 
 import pytest
+from sidestream.runtime.gateway.auth.admission import NoAuth
 from support.gateway import FakeEngines, events, gateway
 
 HELLO = {"messages": [{"role": "user", "content": "hey"}], "max_tokens": 3}
@@ -184,3 +185,57 @@ def test_a_text_can_be_continued_without_special_tokens():
     assert asked[0].prompt == "hey" and not asked[0].add_special_tokens
     _, answer, asked = complete(prompt="hey", add_special_tokens=False, return_token_ids=True)
     assert answer["choices"][0]["prompt_token_ids"] == asked[0].prompt == [*map(ord, "hey")]
+
+
+def test_given_tokens_of_a_prompt_take_the_place_of_the_messages():
+    """As vLLM's routers send them to the server that answers after the one that rendered the chat."""
+    given = [9, 10, 11, *map(ord, "<think>")]
+    fields = {"kv_transfer_params": {"prompt_token_ids": given}, "return_token_ids": True}
+    _, answer, asked = chat(**HELLO, **fields)
+    assert answer["prompt_token_ids"] == asked[0].prompt == given and answer["choices"][0]["token_ids"] == [0, 1, 2]
+    _, stream, _ = chat(**HELLO, **fields, stream=True)
+    assert stream[0]["prompt_token_ids"] == given
+    _, _, (cut,) = chat(**HELLO, **fields, truncate_prompt_tokens=2)
+    assert cut.prompt == given[-2:]
+    kwargs = {"chat_template": "{{ '<think>' }}", "structured_outputs": {"choice": ["a"]}}
+    for tokens, start in ((given, "inside"), ([5, 6], "optional")):
+        _, _, (request,) = chat(**HELLO, **kwargs, kv_transfer_params={"prompt_token_ids": tokens})
+        assert request.params.structured_outputs.reasoning == start, "their end shows how the answer begins"
+    for nothing in ({}, None, {"prompt_token_ids": None}):
+        _, answer, _ = chat(**HELLO, kv_transfer_params=nothing, return_token_ids=True)
+        assert answer["prompt_token_ids"] == RENDERED
+
+
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [
+        ({"prompt_token_ids": [256]}, "kv_transfer_params.prompt_token_ids"),
+        ({"prompt_token_ids": [-1]}, "kv_transfer_params.prompt_token_ids[0]"),
+        ({"prompt_token_ids": [True]}, "kv_transfer_params.prompt_token_ids[0]"),
+        ({"prompt_token_ids": []}, "kv_transfer_params.prompt_token_ids"),
+        ({"prompt_token_ids": "12"}, "kv_transfer_params.prompt_token_ids"),
+        ({"do_remote_prefill": True}, "kv_transfer_params.do_remote_prefill"),
+    ],
+)
+def test_given_tokens_are_checked(params, param):
+    status, answer, asked = chat(**HELLO, kv_transfer_params=params)
+    assert (status, answer["error"]["param"]) == (400, param) and not asked, answer
+    status, answer, asked = ask("/v1/chat/completions/batch", messages=[HELLO["messages"]], kv_transfer_params=params)
+    assert status == 400 and not asked
+
+
+def test_given_tokens_count_for_the_limits_of_a_key():
+    reserved = []
+
+    class Admission(NoAuth):
+        def admit(self, caller, model, prompt_tokens, *rest):
+            reserved.append(prompt_tokens)
+            return super().admit(caller, model, prompt_tokens, *rest)
+
+    async def run():
+        async with gateway(FakeEngines(), Admission()) as http:
+            params = {"prompt_token_ids": [5] * 900}
+            await http.post("/v1/chat/completions", json=HELLO | {"kv_transfer_params": params})
+
+    asyncio.run(run())
+    assert reserved == [900]

@@ -102,6 +102,40 @@ def test_a_rendered_prompt_is_that_of_the_request(served: Served) -> None:
     assert one["stream"] is True and one["sampling_params"]["max_tokens"] == 5
 
 
+def test_offsets_are_those_of_the_text(served: Served) -> None:
+    """Each token's characters are at its offsets; truncation keeps them together."""
+    text, path = "Ahoy, naïve café 🦊 there", "/v1/completions/render"
+    (plain,) = post(served, path, {"prompt": text})
+    (found,) = post(served, path, {"prompt": text, "return_token_offsets": True})
+    assert plain["token_offsets"] is None and found["token_ids"] == plain["token_ids"]
+    assert _characters(served, text, found)
+    cut = {"prompt": text, "return_token_offsets": True, "truncate_prompt_tokens": 4}
+    (last,) = post(served, path, cut)
+    (first,) = post(served, path, cut | {"truncation_side": "right"})
+    assert (last["token_ids"], last["token_offsets"]) == (found["token_ids"][-4:], found["token_offsets"][-4:])
+    assert (first["token_ids"], first["token_offsets"]) == (found["token_ids"][:4], found["token_offsets"][:4])
+    one, two = post(served, path, {"prompt": ["Hi", "And?"], "return_token_offsets": True})
+    assert one["token_offsets"][-1][1] == 2 and two["token_offsets"][-1][1] == 4
+    (ids,) = post(served, path, {"prompt": found["token_ids"], "return_token_offsets": True})
+    assert ids["token_ids"] == found["token_ids"] and ids["token_offsets"] is None  # there is no text
+    for endpoint, body in ((CHAT, {"messages": ITALY}), ("/v1/responses", {"input": ITALY})):
+        chat = post(served, f"{endpoint}/render", body | {"return_token_offsets": True})
+        prompt = post(served, "/detokenize", {"tokens": chat["token_ids"]})["prompt"]
+        assert _characters(served, prompt, chat)
+
+
+def _characters(served: Served, text: str, rendered: dict[str, Any]) -> bool:
+    """Return whether the text of each token, without spaces, is at its offsets; part of a character: the whole one."""
+    whole = []
+    for token, (start, end) in zip(rendered["token_ids"], rendered["token_offsets"], strict=True):
+        spelled = post(served, "/detokenize", {"tokens": [token]})["prompt"]
+        if start == end:
+            continue  # an added special token
+        assert spelled.strip() == text[start:end].strip() or ("\ufffd" in spelled and end - start == 1)
+        whole += range(start, end)
+    return set(whole) >= {place for place, letter in enumerate(text) if not letter.isspace()}
+
+
 def test_a_rendered_prompt_has_the_request_id_and_the_constraint() -> None:
     async def scene() -> None:
         engines = ScriptedEngines(["x"])
@@ -124,7 +158,7 @@ def test_a_rendered_prompt_has_the_request_id_and_the_constraint() -> None:
             assert found["sampling_params"]["structured_outputs"]["choice"] == ["a", "b"]
             assert found["stream_options"].items() >= options.items()
             for path, wrong, param in (
-                (f"{CHAT}/render", {"messages": FRANCE, "return_token_offsets": True}, "return_token_offsets"),
+                (f"{CHAT}/render", {"messages": FRANCE, "return_token_offsets": 2}, "return_token_offsets"),
                 ("/v1/responses/render", {"input": "a", "previous_response_id": "resp_1"}, "previous_response_id"),
                 ("/v1/completions/render", {"prompt": "a", "top_k": -2}, "top_k"),
             ):

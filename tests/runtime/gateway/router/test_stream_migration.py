@@ -117,6 +117,14 @@ def test_the_next_engine_is_told_what_the_caller_has():
     assert stream.continuations() == (Continuation([5, 6, 8], 3), Continuation([7], 1, True))
 
 
+def test_a_request_that_continues_keeps_its_output_for_the_next_engine():
+    given = (Continuation([5, 6], 2), Continuation([7, 8], 1))
+    stream = stream_of(n=2, continues=given)
+    assert stream.continuations() == given and stream.required_content == ""
+    stream.receive([Chunk("r", 1, 2, "x", [9])])
+    assert stream.continuations() == (given[0], Continuation([7, 8, 9], 2)) and given[1].token_ids == [7, 8]
+
+
 def test_what_the_caller_took_directly_it_has_and_what_it_refused_it_has_not():
     taken = []
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from sidestream import RequestError, StructuredOutputsParams
 from sidestream.runtime.demo_model import DEMO_MODEL
 from sidestream.runtime.text.generation_config import eos_token_ids
+from sidestream.runtime.text.reasoning import ANY_ANSWER
 from sidestream.runtime.text.structured import trial, trial_process
 from sidestream.runtime.text.structured.grammar_compiler import GrammarCompiler
 from sidestream.runtime.text.structured.mask_filling import consume_outputs
@@ -224,6 +225,43 @@ def test_what_fits_a_schema_is_allowed(model, name, age):
     tokens = tokenizer.encode("\n" + text, False)[len(before) :]
     consume_outputs([matcher], [(tokens, 0)], in_parallel=False)
     assert matcher.accepting
+
+
+@pytest.mark.parametrize("model", ["fast"], indirect=True)
+@pytest.mark.parametrize("most", [0, 1, 2, 5, 9])
+def test_the_reasoning_ends_after_so_many_tokens(model, most):
+    """The closer is forced, also where the text looks like one, and the constraint follows."""
+    compiler, tokenizer, ends = model
+    thoughts = ["x y z w v u t s r q p", "a <b <c </t d </think e < f <", "<think>a b c d e f g h i j k l m"]
+    for start, before in (("inside", ""), ("optional", "<think>"), ("optional", "\n<think>")):
+        for constraint, answer in (({"json_object": True}, "{}"), ({"grammar": ANY_ANSWER}, "Ahoy </think> <b")):
+            params = StructuredOutputsParams(**constraint, reasoning=start, reasoning_tokens=most)
+            for thought in thoughts:
+                matcher = compiler.compile(params).matcher()
+                matcher.consume(tokenizer.encode(before, add_special_tokens=False))
+                wanted, free, forced = tokenizer.encode(thought, add_special_tokens=False), [], ""
+                while wanted[len(free)] in (allowed := allowed_in(fill_masks([matcher])[0])):
+                    free.append(wanted[len(free)])
+                    matcher.consume(free[-1:])
+                while "</think>" not in tokenizer.decode(free) + forced:
+                    byte = min(allowed, key=lambda token: len(tokenizer.token_bytes(token)))
+                    forced += tokenizer.token_bytes(byte).decode()
+                    matcher.consume([byte])
+                    allowed = allowed_in(fill_masks([matcher])[0])
+                assert not matcher.failed and forced and "</think>".endswith(forced)
+                end = (tokenizer.decode(free) + forced).index("</think>")
+                count = sum(len(tokenizer.decode(free[: place + 1])) <= end for place in range(len(free)))
+                exact = most - (start == "inside" and most == 1)
+                assert count == exact or (count < exact and "<" in thought[: end + 1]), (start, thought)
+                rest = [*tokenizer.encode(answer, add_special_tokens=False), min(ends)]
+                assert num_allowed(matcher, rest) == len(rest), (constraint, thought)
+    if most > 8:
+        early = [*tokenizer.encode("a</think>{}", add_special_tokens=False), min(ends)]
+        params = StructuredOutputsParams(json_object=True, reasoning="inside", reasoning_tokens=most)
+        assert num_allowed(compiler.compile(params).matcher(), early) == len(early)
+    params = StructuredOutputsParams(grammar=ANY_ANSWER, reasoning="optional", reasoning_tokens=most)
+    tokens = tokenizer.encode("No <think>, and no limit on this, as long as it may be", add_special_tokens=False)
+    assert num_allowed(compiler.compile(params).matcher(), tokens) == len(tokens)
 
 
 @pytest.mark.parametrize("model", ["fast"], indirect=True)

@@ -8,12 +8,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...text.chat_files import DEFAULT
-from ..interfaces import GatewayError
-from .body_types import Answer, Body, ModelName, TemplateText, TemplateVariables, Text, TokenIds
-from .chat import MAX_MESSAGES, ChatMessage, template_messages
-from .context import GatewayContext, caller_of, errors_as_400, json_response
-from .tools import Tools, for_template, offered_tools
+from ....text.chat_files import DEFAULT
+from ...interfaces import GatewayError
+from ..body_types import Answer, Body, ModelName, TemplateText, TemplateVariables, Text, TokenIds
+from ..chat import MAX_MESSAGES, ChatMessage, template_messages
+from ..context import GatewayContext, caller_of, errors_as_400, json_response
+from ..tools import Tools, for_template, offered_tools
 
 
 class TokenizeRequest(Body, frozen=True, kw_only=True):
