@@ -23,8 +23,8 @@ class BeamSearchParams:
     max_tokens       maximum number of tokens of each continuation
     ignore_eos       continue after an end of sequence
     temperature      above 0: also extend each continuation by one sampled token, in addition to the likeliest ones
-    length_penalty   rank by cum_logprob / length ** length_penalty; as in vLLM length includes the prompt but not an
-                     end of sequence
+    length_penalty   rank by cum_logprob / length ** length_penalty, with the length of the continuation and its end of
+                     sequence, as in vLLM 0.33 and transformers
     include_stop_str_in_output   show special tokens, such as an end of sequence, in `text`
     """
 
@@ -88,19 +88,14 @@ class BeamSearchOutput:
 class BeamSearch:
     """Search of one prompt. `beams`: open continuations; none once they cannot beat the complete ones.
 
-    prompt       its tokens count for the length penalty; [] if they do not
-    counts_eos   an end of sequence counts for it, too
+    prompt   the first tokens of each continuation
     """
 
-    def __init__(
-        self, prompt: list[int], params: BeamSearchParams, eos_ids: frozenset[int], counts_eos: bool = False
-    ) -> None:
+    def __init__(self, prompt: list[int], params: BeamSearchParams, eos_ids: frozenset[int]) -> None:
         self.beams = [BeamSearchSequence(list(prompt))]
         self._complete: list[BeamSearchSequence] = []
         self._params = params
         self._eos_ids = frozenset() if params.ignore_eos else eos_ids
-        self._counts_eos = counts_eos
-        self._longest = len(prompt) + params.max_tokens
 
     def extend(self, candidates: Sequence[Mapping[int, Any]]) -> None:
         """Extend each beam by one of its candidates: token id -> an object with its `logprob`."""
@@ -131,8 +126,7 @@ class BeamSearch:
         return nlargest(self._params.beam_width, self._complete + self.beams, key=self._score)
 
     def _score(self, sequence: BeamSearchSequence) -> float:
-        length = len(sequence.tokens) - (sequence.finish_reason == "stop" and not self._counts_eos)
-        return float(sequence.cum_logprob / length**self._params.length_penalty)
+        return float(sequence.cum_logprob / len(sequence.logprobs) ** self._params.length_penalty)
 
     def _score_bound(self, beam: BeamSearchSequence) -> float:
         """Return an upper bound of the scores of a beam's continuations.
@@ -140,7 +134,7 @@ class BeamSearch:
         They are at most as likely as the beam. With a penalty above 0 the longest one has the highest score.
         """
         penalty = self._params.length_penalty
-        length = self._longest if penalty > 0 else len(beam.tokens)
+        length = self._params.max_tokens if penalty > 0 else len(beam.logprobs)
         return float(beam.cum_logprob / length**penalty)
 
 

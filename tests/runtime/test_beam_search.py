@@ -111,8 +111,7 @@ def test_a_beam_as_wide_as_all_that_can_be_said_finds_the_best(penalty: float) -
             total = sum(
                 math.log(probabilities(source, (*prompt, *answer[:place]))[token]) for place, token in enumerate(answer)
             )
-            length = len(prompt) + len(answer) - (answer[-1] == EOS)
-            every.append((total / length**penalty, [*prompt, *answer]))
+            every.append((total / len(answer) ** penalty, [*prompt, *answer]))
 
         def generate(prompts: list[list[int]], sampling: SamplingParams, origins: list[Request]) -> Any:
             assert [origin.adapter for origin in origins] == ["a"] * len(prompts) and sampling.max_tokens == 1

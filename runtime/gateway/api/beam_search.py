@@ -96,7 +96,7 @@ async def search(
     ids = request.prompt if isinstance(request.prompt, list) else await engines.tokenize(request.prompt)
     room = min(params.max_tokens, request.params.max_tokens or params.max_tokens, model.max_model_len - len(ids))
     params, started = replace(params, max_tokens=max(1, room)), time.monotonic()
-    state = BeamSearch([], params, frozenset(model.eos_token_ids), counts_eos=True)  # of the answer's tokens alone
+    state = BeamSearch([], params, frozenset(model.eos_token_ids))
     first_usage: Usage | None = None
     usage: Usage | None = None
     for step in range(params.max_tokens):
