@@ -93,7 +93,6 @@ class Ready(Notice, frozen=True, tag="ready"):
     speculation: str | int = "off"
     step_times: list[tuple[int, int, float]] = []
     speculation_history: int = 0
-    seconds: dict[str, float] = {}
     longest_step: float = 0.0
     masks: str = ""
     lora_rank: int = 0

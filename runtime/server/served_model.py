@@ -107,7 +107,6 @@ class ServedModel:
             eos_ids=sorted(model.eos_ids),
             adapters=[self._loaded(number) for number in model.registry.numbers.values()],
             device=str(options.device),
-            seconds=dict(model.seconds),
             prefix_caching=limits.prefix_caching,
             speculation=limits.speculation,
             step_times=list(limits.step_times),

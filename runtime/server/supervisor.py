@@ -61,6 +61,7 @@ class Supervisor(SupervisorLoop):
         self._deaths = 0
         self._was_ready = False
         self._drain_deadline = 0.0
+        self._gpu_started = 0.0
 
     def _start(self) -> None:
         self._batcher = self._start_batcher()
@@ -87,7 +88,8 @@ class Supervisor(SupervisorLoop):
 
     def _start_gpu(self) -> Child:
         command = self._settings.gpu_command or [sys.executable, "-m", "sidestream.runtime.server.gpu_process"]
-        return Child.start("GPU process", command, self._settings, self._clock.seconds)
+        self._gpu_started = self._clock.seconds
+        return Child.start("GPU process", command, self._settings, self._gpu_started)
 
     def _engines(self) -> list[Child]:
         return [child for child in (self._batcher, self._gpu) if child is not None]
@@ -166,7 +168,7 @@ class Supervisor(SupervisorLoop):
 
     def _keep_adapter_limits(self, ready: Ready) -> None:
         """Give restarted GPU processes the same adapter slots and ranks."""
-        self._print_line(capacity_line(ready))
+        self._print_line(capacity_line(ready, self._clock.seconds - self._gpu_started))
         limits = {
             "max_loras": ready.num_slots,
             "max_lora_rank": ready.lora_rank,
@@ -241,8 +243,8 @@ class Supervisor(SupervisorLoop):
                 return  # the loop handles its death
 
 
-def capacity_line(ready: Ready) -> str:
-    seconds = sum(ready.seconds.values())
+def capacity_line(ready: Ready, seconds: float) -> str:
+    """Return a line with what the engine can hold, and the seconds that its start took."""
     return (
         f"ready in {seconds:.1f} s on {ready.device}: {ready.num_pages * ready.page_size} KV tokens "
         f"({ready.num_pages} pages), "
