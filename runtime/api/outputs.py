@@ -106,6 +106,7 @@ class RequestOutput:
     num_draft_tokens, num_accepted_tokens   numbers of computed drafts, and of drafts that became output
     num_history_*       the same for drafts from earlier answers of the adapter
     num_trained_*       the same for drafts from a trained draft model
+    num_preemptions     how often its completions were preempted
     adapter_active      False: the base model answered, since the prompt lacks the aLoRA adapter's invocation
     receipt             of a server's answer, if it was requested
     """
@@ -126,5 +127,6 @@ class RequestOutput:
     num_history_accepted_tokens: int = 0
     num_trained_draft_tokens: int = 0
     num_trained_accepted_tokens: int = 0
+    num_preemptions: int = 0
     adapter_active: bool = True
     receipt: dict[str, Any] | None = None

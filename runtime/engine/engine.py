@@ -415,5 +415,6 @@ def _output(open_request: _OpenRequest) -> RequestOutput:
         num_history_accepted_tokens=drafts.history_accepted,
         num_trained_draft_tokens=drafts.trained_drafted,
         num_trained_accepted_tokens=drafts.trained_accepted,
+        num_preemptions=sum(each.sequence.preemptions for each in completions),
         adapter_active=completions[0].sequence.active_from >= 0,
     )

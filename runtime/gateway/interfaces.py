@@ -289,6 +289,7 @@ class UsageRecord:
     trained_draft_tokens, trained_accepted_tokens   the same for a trained draft model; not in the usage log
     engine_queue_seconds   part of engine_first_token_seconds in the engine's queue; not in the usage log
     longest_output_tokens  tokens of the longest completion; not in the usage log
+    preemptions      of all completions; not in the usage log
     status           HTTP status; 499: the client disconnected. An error during a stream has the status that it would
                      have had before the stream
     error            OpenAI error code, "" for none
@@ -319,6 +320,7 @@ class UsageRecord:
     trained_accepted_tokens: int = 0
     engine_queue_seconds: float = 0.0
     longest_output_tokens: int = 0
+    preemptions: int = 0
 
 
 def _ignore(record: UsageRecord | None) -> None:

@@ -391,6 +391,7 @@ class Usage(Struct, frozen=True):
     trained_accepted_tokens: int = 0
     queue_seconds: float = 0.0
     adapter_active: bool = True
+    preemptions: int = 0
 
 
 class Chunk(Struct, frozen=True, array_like=True, gc=False):

@@ -84,6 +84,7 @@ class SchedulerStats(DraftCounts):
 
     running: int
     waiting: int
+    waiting_for_adapters: int
     pages: int
     pages_used: int
     pages_cached: int

@@ -170,6 +170,7 @@ class Scheduler:
         return SchedulerStats(
             running=len(states.running),
             waiting=self.num_waiting,
+            waiting_for_adapters=states.waiting.count(lambda number: number >= 0 and number not in slots.resident),
             pages=pages.num_pages,
             pages_used=pages.num_used,
             pages_cached=pages.num_cached,

@@ -88,6 +88,11 @@ class WaitingQueues:
         """Return the number of waiting sequences of all owners with this prefix."""
         return sum(count for owner, count in self._waiting.items() if owner.startswith(prefix))
 
+    def count(self, is_wanted: Callable[[int], bool]) -> int:
+        """Return the number of waiting sequences of all wanted adapters (by number)."""
+        wanted = (queues for number, queues in self._queues.items() if is_wanted(number))
+        return sum(not entry[-1].finished for queues in wanted for queue in queues.values() for entry in queue)
+
     def enter(self, sequence: Sequence, queued: bool = True) -> None:
         """Add a new sequence, to its queue if `queued`. It counts as unfinished until `leave`."""
         self._owners.add(sequence.owner)

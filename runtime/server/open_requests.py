@@ -71,6 +71,7 @@ class OpenRequest:
             history_accepted_tokens=output.num_history_accepted_tokens,
             trained_draft_tokens=output.num_trained_draft_tokens,
             trained_accepted_tokens=output.num_trained_accepted_tokens,
+            preemptions=output.num_preemptions,
             adapter_active=output.adapter_active,
         )
 
@@ -95,6 +96,7 @@ class OpenRequests:
             "aborted_total": 0,
             "failed_total": 0,
             "refused_total": 0,
+            "overloaded_total": 0,  # of those refused
         }
 
     def __len__(self) -> int:

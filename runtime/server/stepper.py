@@ -354,6 +354,7 @@ def published(counted: dict[str, int]) -> dict[str, int | float]:
     tiers = ("host_pages", "host_pages_used", "disk_pages", "disk_pages_used", "page_leases", "pages_leased")
     gauges = ("pages_cached", "adapters_resident", "adapters_loading", *tiers)
     values |= {name: counted[name] for name in gauges}
+    values["requests_waiting_for_adapters"] = counted["waiting_for_adapters"]
     totals = (
         "preemptions",
         "timeouts",

@@ -137,6 +137,7 @@ class Submissions:
         refusal = refusal or self._refusal(client, message)
         if refusal is not None:
             self._requests.counts["refused_total"] += 1
+            self._requests.counts["overloaded_total"] += refusal.code == "overloaded"
             self._connections.send(client, refusal)
             return
         stream = message.stream and not message.prefill_only

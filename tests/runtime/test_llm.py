@@ -96,6 +96,7 @@ def test_preemption_does_not_change_the_output(llm):
     together = llm.generate(batch, params, use_tqdm=False)
     llm.engine.scheduler.preemption.preempt = preempt
     assert seen, "seven pages do not hold four sequences of three pages"
+    assert sum(output.num_preemptions for output in together) == len(seen)
     assert [output.outputs[0].token_ids for output in together] == alone
     assert_idle(llm)
 

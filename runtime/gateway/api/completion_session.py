@@ -32,14 +32,16 @@ PromptChunks = tuple[int, list[Chunk]]
 ChunkStream = AsyncGenerator[PromptChunks, None]
 CHARACTERS_PER_TOKEN = 4
 MAX_QUEUED_LISTS = 256
-_DRAFT_COUNTS = (
+_SUMMED = (
     "draft_tokens",
     "accepted_tokens",
     "history_draft_tokens",
     "history_accepted_tokens",
     "trained_draft_tokens",
     "trained_accepted_tokens",
+    "preemptions",
 )
+"""Counts that an answer's prompts add up to, by their names in Usage and UsageRecord."""
 
 
 @dataclass
@@ -65,6 +67,7 @@ class TokenCounts:
     history_accepted_tokens: int = 0
     trained_draft_tokens: int = 0
     trained_accepted_tokens: int = 0
+    preemptions: int = 0
     adapter_active: bool = True
     adapter_content: str = ""
     first_token_seconds: float = 0.0
@@ -106,7 +109,7 @@ class TokenCounts:
                 if chunk.receipt is not None:
                     self.receipts[prompt_index] = chunk.receipt
                 self.by_prompt[prompt_index] = usage.prompt_tokens
-                for name in ("cached_tokens", *_DRAFT_COUNTS):
+                for name in ("cached_tokens", *_SUMMED):
                     setattr(self, name, getattr(self, name) + getattr(usage, name))
                 self.adapter_active &= usage.adapter_active
                 self.engine_queue_seconds = usage.queue_seconds
@@ -373,7 +376,7 @@ class CompletionSession:
             engine_total_seconds=counts.engine_total_seconds,
             engine_queue_seconds=counts.engine_queue_seconds,
             longest_output_tokens=counts.longest_output_tokens,
-            **{name: getattr(counts, name) for name in _DRAFT_COUNTS},
+            **{name: getattr(counts, name) for name in _SUMMED},
         )
         self._ticket.finish(record)
         self._context.observer.on_finished(request, record)

@@ -88,6 +88,7 @@ _GAUGES = {
 _COUNTERS = {
     "spec_decode_num_drafts": ("drafts_total", "Steps of a sequence with drafts."),
     "num_preemptions": ("preemptions_total", "Preemptions."),
+    "admission_rejections": ("overloaded_total", "Requests refused because too many wait."),
     "prefix_cache_queries": ("prefix_queries_total", "Prompt tokens that were looked up in the prefix cache."),
     "spec_decode_num_draft_tokens": ("draft_tokens_total", "Draft tokens that were computed."),
     "spec_decode_num_accepted_tokens": ("accepted_tokens_total", "Draft tokens that became output."),
@@ -108,6 +109,7 @@ def vllm_families(
     model = snapshot.model.name
     for name, (ours, help_text) in _GAUGES.items():
         yield _by_engine(GaugeMetricFamily(f"vllm:{name}", help_text, labels=_LABELS), snapshot, model, ours)
+    yield _waiting_by_reason(snapshot, model)
     for name, (ours, help_text) in _COUNTERS.items():
         yield _by_engine(CounterMetricFamily(f"vllm:{name}", help_text, labels=_LABELS), snapshot, model, ours)
     for former in ("hits", "queries"):  # their names until vLLM 0.9
@@ -136,6 +138,17 @@ def vllm_families(
         success.add_metric([model, "0", reason], value)
     yield success
     yield _adapters(snapshot, snapshot.model)
+
+
+def _waiting_by_reason(snapshot: EngineSnapshot, model: str) -> Metric:
+    """Return the waiting requests: `deferred` ones until their adapter is on the device, others until there is room."""
+    help_text = "Requests in the queue, by reason."
+    family = GaugeMetricFamily("vllm:num_requests_waiting_by_reason", help_text, labels=[*_LABELS, "reason"])
+    for index, values in enumerate(snapshot.stats.values()):
+        deferred = values.get("requests_waiting_for_adapters", 0)
+        family.add_metric([model, str(index), "deferred"], deferred)
+        family.add_metric([model, str(index), "capacity"], max(0, values.get("requests_waiting", 0) - deferred))
+    return family
 
 
 def _adapters(snapshot: EngineSnapshot, model: ModelInfo) -> Metric:

@@ -35,6 +35,7 @@ TOKEN_SECONDS = (
 )  # fmt: skip
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 COMPLETIONS = (1, 2, 5, 10, 20)
+PREEMPTIONS = (0, 1, 2, 3, 4, 5, 10, 20)
 _PHASES = {
     "queue": ("Time in an engine's queue.", FIRST_TOKEN_SECONDS),
     "prefill": ("Time from a request's first step to its first token.", FIRST_TOKEN_SECONDS),
@@ -169,6 +170,7 @@ class Metrics(BaseObserver):
         )
         self._request_max_tokens = histogram("request_max_tokens", "max_tokens of requests that set it.", TOKENS)
         self._request_completions = histogram("request_completions", "Completions per prompt (n).", COMPLETIONS)
+        self._request_preemptions = histogram("request_preemptions", "Preemptions of a request.", PREEMPTIONS)
         self._finish_reasons = counter("completions", "Completions that ended, by reason.", "reason")
         ProcessCollector(registry=self._registry)
         self._registry.register(_CallbackCollector(self._collect))
@@ -204,6 +206,7 @@ class Metrics(BaseObserver):
         self._request_computed_tokens.observe(record.prompt_tokens - record.cached_tokens)
         self._request_longest_tokens.observe(record.longest_output_tokens)
         self._request_completions.observe(request.params.n)
+        self._request_preemptions.observe(record.preemptions)
         if request.params.max_tokens is not None:
             self._request_max_tokens.observe(request.params.max_tokens)
         if record.engine_total_seconds:
@@ -259,6 +262,7 @@ class Metrics(BaseObserver):
                 "request_prefill_kv_computed_tokens": self._request_computed_tokens,
                 "request_params_max_tokens": self._request_max_tokens,
                 "request_params_n": self._request_completions,
+                "request_num_preemptions": self._request_preemptions,
             } | {f"request_{phase}_time_seconds": histogram for phase, histogram in self._by_phase.items()}
             counters = {
                 "prompt_tokens": self._by_model["prompt_tokens"].counter,

@@ -39,6 +39,7 @@ def test_a_copy_starts_at_arrival_even_if_the_request_cannot():
     ask(engine, "b", prompt(9), 3, "adapter1")
     assert engine.runner.started == 1 and not engine.runner.prefetched, "the only row is taken, a slot is not"
     run(engine)
+    assert engine.scheduler.stats().waiting_for_adapters == 0
     ask(engine, "c", prompt(9, 1), 3, "adapter1")
     run(engine)
     assert engine.runner.started == 1 and not engine.runner.prefetched, "resident by now"
@@ -51,6 +52,8 @@ def test_without_a_slot_it_is_brought_into_host_memory():
         engine.step()
     ask(engine, "b", prompt(9), 3, "adapter1")
     engine.step()
+    stats = engine.scheduler.stats()
+    assert (stats.waiting, stats.waiting_for_adapters) == (1, 1)
     assert engine.runner.prefetched[-1] == 1 and engine.runner.started == 1
     assert tokens(run(engine))["b"] == continuation(prompt(9), 1, 3, VOCABULARY)
 

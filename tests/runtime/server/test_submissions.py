@@ -67,6 +67,7 @@ class Server:
 def test_a_client_leaves_places_for_the_next_one():
     server = Server(64)
     taken, answer = server.fill(1)
+    assert server.submissions._requests.counts["overloaded_total"] == 1
     assert taken == 32 and "32 are this client's; the 32 free places are for others" in answer
     assert [server.fill(number)[0] for number in (2, 3, 4, 5, 6)] == [16, 8, 4, 2, 1]
     assert server.fill(7) == (1, "too many requests are waiting")

@@ -28,6 +28,7 @@ EXCHANGE = AdmittedRequest(
 RECORD = UsageRecord(
     1e9, "r1", "/v1/completions", "search", "search-1", "llama", "sql", "aa", 10, 5, 4, 0.25, 1.25, 200,
     engine_queue_seconds=0.125, engine_first_token_seconds=0.375, engine_total_seconds=0.875, longest_output_tokens=5,
+    preemptions=3,
 )  # fmt: skip
 ANSWER = HttpExchange(1e9, "r1", "POST", "/v1/completions", "/v1/completions", 200, 1.3, 99, "10.0.0.1", "search")
 
@@ -170,6 +171,9 @@ VLLM = (
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
     "vllm:kv_cache_usage_perc",
+    "vllm:num_requests_waiting_by_reason",
+    "vllm:request_num_preemptions_bucket",
+    "vllm:admission_rejections_total",
     "vllm:num_preemptions_total",
     "vllm:prefix_cache_queries_total",
     "vllm:prefix_cache_hits_total",
@@ -213,7 +217,8 @@ def test_vllms_names_tell_the_same_numbers() -> None:
         | {"preemptions_total": 1, "prefix_queries_total": 90, "prefix_hits_total": 40, "page_tokens": 64}
         | {"draft_tokens_total": 9, "accepted_tokens_total": 6, "drafts_total": 4, "prefix_caching": 1}
         | {"planned_steps_total": 7, "planned_tokens_total": 1400, "steps_up_to_1_tokens_total": 2}
-        | {"steps_up_to_512_tokens_total": 6}
+        | {"steps_up_to_512_tokens_total": 6, "overloaded_total": 11}
+        | {"requests_waiting": 5, "requests_waiting_for_adapters": 2}
     }
     found = read(metrics, Engines(stats))
     assert [name for name in VLLM if not found.get(name)] == []
@@ -226,6 +231,10 @@ def test_vllms_names_tell_the_same_numbers() -> None:
     assert found["vllm:gpu_cache_usage_perc"] == found["vllm:kv_cache_usage_perc"]
     assert found["vllm:spec_decode_num_drafts_total"] == {both: 4}
     assert found["vllm:iteration_tokens_total_sum"] == {both: 1400}
+    reasons = {dict(labels)["reason"]: value for labels, value in found["vllm:num_requests_waiting_by_reason"].items()}
+    assert reasons == {"deferred": 2, "capacity": 3} and found["vllm:num_requests_waiting"] == {both: 5}
+    assert found["vllm:admission_rejections_total"] == {both: 11}
+    assert found["vllm:request_num_preemptions_sum"] == {both: RECORD.preemptions}
     sizes = {dict(labels)["le"]: value for labels, value in found["vllm:iteration_tokens_total_bucket"].items()}
     assert sizes == {"1.0": 2, "512.0": 6, "+Inf": 7}
     ((labels, value),) = found["vllm:cache_config_info"].items()
