@@ -112,9 +112,10 @@ class FakeEngines:
         letter = chr(97 + token % 26)
         logprobs = None
         if params.logprobs is not None:
+            ids = params.logprob_token_ids or range(token, token + max(1, params.logprobs))
             tops = [
-                TokenLogprob(token + other, -0.5 - other, 1 + other, f"{chr(97 + (token + other) % 26)} ".encode())
-                for other in range(max(1, params.logprobs))
+                TokenLogprob(each, -0.5 - other, 1 + other, f"{chr(97 + each % 26)} ".encode())
+                for other, each in enumerate(ids)
             ]
             logprobs = [tops]
         prompt = len(request.prompt)
