@@ -214,7 +214,8 @@ class AdapterRequests:
                 stepper.link.send(Retire(adapter.number))
                 problem = changed_files(message.name)
         if problem is not None:
-            self._connections.send_error(client, _load_error(message), problem, call=message.call)
+            code = "adapter_error" if adapter is not None else _load_error(message)
+            self._connections.send_error(client, code, problem, call=message.call)
         else:
             self._connections.send(client, Done(message.call, replaced))
 
@@ -270,7 +271,7 @@ def _info(stepper: Stepper, adapter: LoadedAdapter) -> AdapterInfo:
 
 
 def _load_error(message: LoadAdapter | UnloadAdapter) -> ErrorCode:
-    """Return the code of a failed change. The path of a load is within the roots."""
+    """Return the code of a change that the GPU process could not make. The path of a load is within the roots."""
     if isinstance(message, UnloadAdapter) or is_remote(message.path):
         return "adapter_error"
     return "adapter_error" if os.path.isfile(os.path.join(message.path, CONFIG)) else "adapter_not_found"

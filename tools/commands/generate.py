@@ -216,7 +216,9 @@ def show(output: Any, options: argparse.Namespace, prompt: str | list[int] | Non
         print(json.dumps(asked | fields | {"finish_reason": answer.finish_reason}, ensure_ascii=False), flush=True)
         return
     shown = text if text is not None else ",".join(map(str, token_ids))
-    answered = answer.text or ",".join(map(str, answer.token_ids))
+    answered = answer.text
+    if text is None and not answered:  # the model has no tokenizer
+        answered = ",".join(map(str, answer.token_ids))
     echo = shown if options.echo else ""
     if prompt is not None:
         shown, echo, answered = printable(shown), printable(echo), printable(answered)

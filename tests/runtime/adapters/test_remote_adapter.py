@@ -100,7 +100,7 @@ def test_a_server_loads_an_adapter_from_an_address(tmp_path: Path, monkeypatch: 
             refused = load(path)
             assert refused.status_code == 403 and "--adapter-root" in refused.json()["error"]["message"]
         missing = load(f"file://{adapters}/nobody")
-        assert missing.status_code == 500 and "check it" in missing.json()["error"]["message"]
+        assert missing.status_code == 400 and "check it" in missing.json()["error"]["message"]
         assert load(f"file://{adapters}/pirate").status_code == 200
         (card,) = [each for each in http.get("/v1/models").json()["data"] if each["id"] == "hearty"]
         assert card["root"] == f"file://{adapters}/pirate"
