@@ -238,6 +238,10 @@ class Engines(Protocol):
         """Return counters and gauges by engine name, without engines that do not answer."""
         ...
 
+    def last_stats(self) -> Mapping[str, Mapping[str, int | float]]:
+        """Return what `stats` returned of connected engines at their last poll, half a second ago or less."""
+        ...
+
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text."""
         ...

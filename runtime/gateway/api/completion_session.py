@@ -25,6 +25,7 @@ from .context import MODEL, GatewayContext, Target, caller_of, owner_tag, reques
 from .errors import CLIENT_GONE, to_gateway_error
 from .request_body import while_connected
 from .response_format import name_constraint_field
+from .vllm.load_report import FORMAT_HEADER, load_report
 
 Prompt = str | list[int]
 PromptChunks = tuple[int, list[Chunk]]
@@ -205,6 +206,8 @@ class CompletionSession:
         is_single = len(request.prompts) * request.params.n == 1
         self.counts = TokenCounts(reports_metrics=is_single and context.settings.per_request_metrics)
         self.headers = dict(ticket.headers)
+        if FORMAT_HEADER in request.headers and request.caller.metrics:  # the load is that of all owners
+            self.headers |= load_report(request.headers[FORMAT_HEADER], context.engines.last_stats())
         self.keepalive_seconds = context.settings.stream_keepalive_seconds
         self.constraint_field = "structured_outputs"  # the field of the body that sets a constraint
         self.scores_only = False  # drop generated tokens

@@ -328,6 +328,10 @@ class Router:
         counts = self.counts
         return {name: stats | counts[name] for name, stats in answers.items() if isinstance(stats, dict)}
 
+    def last_stats(self) -> dict[str, dict[str, int | float]]:
+        """See `Engines`."""
+        return {name: link.stats for name, link in self._links.items() if link.lost_at is None}
+
     async def pause(self, mode: PauseMode) -> None:
         """See `Engines`. With `wait`, new requests wait here until those of this gateway have ended."""
         self._holds_requests = mode == "wait"

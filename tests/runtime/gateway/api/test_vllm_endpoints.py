@@ -9,6 +9,8 @@ import httpx
 import pytest
 from msgspec import structs
 from sidestream.runtime.api.errors import ServerError
+from sidestream.runtime.gateway.api.vllm.load_report import FORMAT_HEADER
+from sidestream.runtime.gateway.auth.admission import NoAuth
 from sidestream.runtime.gateway.interfaces import EngineRequest
 from support.gateway import Books, FakeEngines, events, gateway
 from support.live_server import Served
@@ -245,6 +247,40 @@ def test_load_counts_the_requests_that_are_open() -> None:
             answers = await asyncio.gather(*tasks, return_exceptions=True)
             assert [getattr(each, "status_code", None) for each in answers] == [429, None, 200]
             assert await load() == 0
+
+    run(scene)
+
+
+class Loaded(FakeEngines):
+    """Two engines with different loads."""
+
+    def last_stats(self) -> dict[str, dict[str, int | float]]:
+        return {
+            "gpu-0": {"pages": 300, "pages_in_use": 90, "requests_waiting": 2},
+            "gpu-1": {"pages": 100, "pages_in_use": 10, "requests_waiting": 1},
+        }
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", CHAT])
+def test_a_load_report_comes_with_an_answer(path: str) -> None:
+    """In the two formats of ORCA that vLLM has, whole and streamed, but not for a user's key."""
+
+    async def scene() -> None:
+        body = {"prompt": "x"} if path == "/v1/completions" else {"messages": FRANCE}
+        async with gateway(Loaded(), admission=NoAuth("user", admin_key="admin")) as http:
+
+            async def reported(form: str | None, key: str = "admin", **fields: Any) -> str | None:
+                headers = {"Authorization": f"Bearer {key}"} | ({} if form is None else {FORMAT_HEADER: form})
+                answer = await http.post(path, json=body | {"max_tokens": 2} | fields, headers=headers)
+                assert answer.status_code == 200
+                return answer.headers.get("endpoint-load-metrics")
+
+            named = "named_metrics.kv_cache_usage_perc=0.25, named_metrics.num_requests_waiting=3.0"
+            assert await reported("TEXT") == await reported("text", stream=True) == f"TEXT {named}"
+            kind, _, report = str(await reported("JSON")).partition(" ")
+            values = {"kv_cache_usage_perc": 0.25, "num_requests_waiting": 3.0}
+            assert kind == "JSON" and json.loads(report) == {"named_metrics": values}
+            assert [await reported(None), await reported("BIN"), await reported("TEXT", "user")] == [None, None, None]
 
     run(scene)
 
