@@ -19,13 +19,13 @@ from ...text.reasoning import ReasoningParser
 from ...text.scoring import ScoreRequest
 from ..intake.body_memory import BODY
 from ..interfaces import KEY_HEADERS, AdmittedRequest, EngineRequest, GatewayError, Ticket, UsageRecord
+from ..metrics.load_report import FORMAT_HEADER, load_report
 from .beam_search import search
 from .body_types import CompletionTokensDetails, MetricsField, PromptTokensDetails, ReceiptField, RequestMetrics, Usage
 from .context import MODEL, GatewayContext, Target, caller_of, owner_tag, request_id_of
 from .errors import CLIENT_GONE, to_gateway_error
 from .request_body import while_connected
 from .response_format import name_constraint_field
-from .vllm.load_report import FORMAT_HEADER, load_report
 
 Prompt = str | list[int]
 PromptChunks = tuple[int, list[Chunk]]

@@ -6,6 +6,7 @@ engines, with the label engine="0".
 
 import asyncio
 import contextlib
+import math
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -123,7 +124,7 @@ def vllm_families(
             if values.get("pages"):
                 usage.add_metric([model, str(index)], values.get("pages_in_use", 0) / values["pages"])
         yield usage
-    yield _cache_config(snapshot, model)
+    yield _cache_config(snapshot, snapshot.model)
     yield _step_tokens(snapshot, model)
     for name, histogram in histograms.items():
         yield _renamed(f"vllm:{name}", histogram, {"model_name": model, "engine": "0"})
@@ -165,13 +166,17 @@ def _adapters(snapshot: EngineSnapshot, model: ModelInfo) -> Metric:
     return family
 
 
-def _cache_config(snapshot: EngineSnapshot, model: str) -> Metric:
-    """Return the sizes of the engines' KV caches as labels. The value is 1."""
-    own = ["block_size", "num_gpu_blocks", "enable_prefix_caching"]
+def _cache_config(snapshot: EngineSnapshot, model: ModelInfo) -> Metric:
+    """Return the sizes of the engines' KV caches as labels; concurrency is that of requests of maximum length. The
+    value is 1.
+    """
+    own = ["block_size", "num_gpu_blocks", "enable_prefix_caching", "kv_cache_size_tokens", "kv_cache_max_concurrency"]
     family = GaugeMetricFamily("vllm:cache_config_info", "Sizes of the KV cache.", labels=[*_LABELS, *own])
     for index, values in enumerate(snapshot.stats.values()):
-        sizes = [str(int(values.get(name, 0))) for name in ("page_tokens", "pages")]
-        family.add_metric([model, str(index), *sizes, str(bool(values.get("prefix_caching")))], 1.0)
+        sizes = [int(values.get(name, 0)) for name in ("page_tokens", "pages")]
+        tokens = math.prod(sizes)
+        labels = [*sizes, bool(values.get("prefix_caching")), tokens, round(tokens / model.max_model_len, 2)]
+        family.add_metric([model.name, str(index), *map(str, labels)], 1.0)
     return family
 
 

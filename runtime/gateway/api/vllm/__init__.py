@@ -3,7 +3,6 @@
 batch               /v1/chat/completions/batch
 generative_scoring  /generative_scoring
 invocations         /invocations
-load_report         the header endpoint-load-metrics
 render              /render below the endpoints that generate text
 tokenize            /tokenize, /detokenize, /tokenizer_info
 """

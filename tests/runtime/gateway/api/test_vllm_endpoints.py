@@ -9,9 +9,9 @@ import httpx
 import pytest
 from msgspec import structs
 from sidestream.runtime.api.errors import ServerError
-from sidestream.runtime.gateway.api.vllm.load_report import FORMAT_HEADER
 from sidestream.runtime.gateway.auth.admission import NoAuth
 from sidestream.runtime.gateway.interfaces import EngineRequest
+from sidestream.runtime.gateway.metrics.load_report import FORMAT_HEADER
 from support.gateway import Books, FakeEngines, events, gateway
 from support.live_server import Served
 from support.scripted import ScriptedEngines

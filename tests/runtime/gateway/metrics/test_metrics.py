@@ -240,7 +240,7 @@ def test_vllms_names_tell_the_same_numbers() -> None:
     ((labels, value),) = found["vllm:cache_config_info"].items()
     assert value == 1 and dict(labels) == {
         "block_size": "64", "num_gpu_blocks": "200", "enable_prefix_caching": "True", "engine": "0",
-        "model_name": "llama",
+        "model_name": "llama", "kv_cache_size_tokens": "12800", "kv_cache_max_concurrency": "3.12",
     }  # fmt: skip
     phases = {name: found[f"vllm:request_{name}_time_seconds_sum"][both] for name in ("queue", "prefill", "decode")}
     assert phases == {"queue": 0.125, "prefill": 0.25, "decode": 0.5}
