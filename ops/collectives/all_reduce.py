@@ -84,7 +84,7 @@ def launch(
     pdl: bool = False,
     one_shot: Optional[bool] = None,
 ) -> None:
-    """Fill `out` = (sum,), through the process group (NCCL between GPUs) if there is no shared memory.
+    """Fill `out` = (sum,), through the process group if there is no shared memory.
 
     `one_shot` overrides the choice by size. Ignores `sm_budget`: one program per row.
     """

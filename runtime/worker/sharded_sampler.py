@@ -8,7 +8,7 @@ logits.
 
 import torch
 
-from ...ops.collectives.all_gather import all_gather
+from ...ops.collectives.all_gather import all_gather, gather_parts
 from ...ops.collectives.tensor_parallel_group import RankGroup
 from ...ops.elementwise.sample import GREEDY_BELOW
 from ...ops.elementwise.vocab_parallel_argmax import best_of_part, tokens_of, values_of
@@ -55,7 +55,7 @@ class ShardedSampler:
         if part.shape[1] != self._vocabulary:
             columns, first = (0, part.shape[1]), part[:1]
             zeros = [torch.zeros(1, dtype=dtype, device=part.device) for dtype in (torch.float32, torch.int64)]
-            best_of_part(first, *columns)
+            gather_parts(best_of_part(first, *columns), self._group.name)
             best_of_part(first, *columns, zeros[0], zeros[0], zeros[1], zeros[1])
 
     def _best(self, part: torch.Tensor, sampling: SamplingPlan, positions: torch.Tensor | None) -> torch.Tensor:
@@ -71,4 +71,4 @@ class ShardedSampler:
         return tokens.where(largest.isfinite(), -1)
 
     def _largest(self, keys: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self._group.gather(keys)).amax(0)
+        return gather_parts(keys, self._group.name).amax(0)

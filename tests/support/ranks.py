@@ -21,22 +21,24 @@ PRELOAD = [  # imported once, not by each rank; torch imports its own when a gra
 ]
 
 
-def run_on_ranks(world: int, work: Callable[..., Any], directory: Path, *args: Any, backend: str = "gloo") -> list[Any]:
+def run_on_ranks(world: int, work: Callable[..., Any], directory: Path, *args: Any, on_gpus: bool = False) -> list[Any]:
     """What `work(group, *args)` returns on each of `world` ranks, in rank order; `directory` is for this call alone.
-    With nccl in `backend` each rank has its GPU. Fails with the first rank that fails.
+    `on_gpus`: each rank has its GPU. Fails with the first rank that fails.
     """
     multiprocessing.set_forkserver_preload(PRELOAD)
-    start_processes(_rank, (world, work, str(directory), args, backend), nprocs=world, start_method="forkserver")
+    start_processes(_rank, (world, work, str(directory), args, on_gpus), nprocs=world, start_method="forkserver")
     return [torch.load(directory / f"result{rank}.pt", weights_only=True) for rank in range(world)]
 
 
-def _rank(rank: int, world: int, work: Callable[..., Any], directory: str, args: tuple[Any, ...], backend: str) -> None:
+def _rank(
+    rank: int, world: int, work: Callable[..., Any], directory: str, args: tuple[Any, ...], on_gpus: bool
+) -> None:
     torch.set_num_threads(1)
     sidestream.compiler.api.capture_module = capture_once
-    if "nccl" in backend:
+    if on_gpus:
         torch.cuda.set_device(rank)
     distributed.init_process_group(
-        backend, init_method=f"file://{directory}/meet", rank=rank, world_size=world, timeout=timedelta(seconds=SECONDS)
+        "gloo", init_method=f"file://{directory}/meet", rank=rank, world_size=world, timeout=timedelta(seconds=SECONDS)
     )
     group = RankGroup(tensor_parallel_group(world), rank, world, distributed.group.WORLD)
     register_group(group)

@@ -14,11 +14,7 @@ from ....ops.collectives.tensor_parallel_group import RankGroup, forget_group, r
 
 TIMEOUT_SECONDS = 120.0
 POLL_SECONDS = 0.01
-ENVIRONMENT = {
-    "GLOO_SOCKET_IFNAME": "lo",  # all ranks are on one host: do not listen on a network
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_NVLS_ENABLE": "0",  # NVLink multicast belongs to the whole machine
-}
+ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo"}  # all ranks are on one host: do not listen on a network
 
 
 def create_store_file() -> int:
@@ -53,7 +49,7 @@ def join_group(
     if on_gpu:
         torch.cuda.set_device(device)
     distributed.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        "gloo",  # tensors of GPUs go through the memory of `open_exchange`
         store=store,
         rank=tp_rank,
         world_size=tp_size,

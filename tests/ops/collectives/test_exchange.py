@@ -7,6 +7,7 @@ from typing import Any, Optional
 
 import pytest
 import torch
+from sidestream.ops.collectives.all_gather import all_gather, gather_parts
 from sidestream.ops.collectives.all_reduce import add_in_rank_order, all_reduce
 from sidestream.ops.collectives.all_reduce_add_rms_norm_quant import (
     all_reduce_add_rms_norm_quant,
@@ -165,6 +166,32 @@ def test_more_rows_than_a_slot_holds() -> None:
 
 
 @pytest.mark.interpret
+@pytest.mark.parametrize("world", [2, 3])
+def test_parts_of_any_size_are_gathered_between_sums(world: int) -> None:
+    """More words than a slot holds, and bytes that are no whole words."""
+    exchanges = shared_exchanges(world)
+    shapes = [((3, 11000), F32), ((7, 5), BF16), ((4,), torch.int64), ((3,), BF16), ((1, 1), INT8)]
+    parts = [[(100 * torch.randn(shape)).to(dtype) for shape, dtype in shapes] for _ in range(world)]
+    found = [[shared_tensor((world, *shape), dtype) for shape, dtype in shapes] for _ in range(world)]
+    sums = [shared_tensor((2, 64), F32) for _ in range(world)]
+    columns = [shared_tensor((7, 4 * world), BF16) for _ in range(world)]
+
+    def work(group: RankGroup) -> None:
+        for part, target in zip(parts[group.rank], found[group.rank], strict=True):
+            target.copy_(gather_parts(part, group.name))
+            all_reduce.launch(torch.full((2, 64), 1.0 + group.rank), group.name, out=(sums[group.rank],))
+        all_gather.launch(parts[group.rank][1], group.name, 4 * world, out=(columns[group.rank],))
+
+    run_ranks(exchanges, work)
+    for place in range(len(shapes)):
+        expected = torch.stack([parts[rank][place] for rank in range(world)])
+        assert all(torch.equal(bits(each[place]), bits(expected)) for each in found), shapes[place]
+    assert all((each == sum(range(1, world + 1))).all() for each in sums)
+    joined = torch.cat([each[1] for each in parts], dim=-1)[:, : 4 * world]
+    assert all(torch.equal(each, joined) for each in columns)
+
+
+@pytest.mark.interpret
 def test_the_same_inputs_give_the_same_bits() -> None:
     exchanges = shared_exchanges(2)
     case = replace(TWO, delta=True, spread=True)
@@ -207,6 +234,9 @@ def test_machine_code(world: int, width: int) -> None:
         (code,) = launched(all_reduce, x, group, one_shot=one_shot, pdl=True)
         assert code.spills == 0
         check_order(code, 1 if one_shot else 2)
+    (code,) = launched(all_gather, x[:4], group, world * width, pdl=True)
+    assert code.spills == 0
+    check_order(code, 1)
 
 
 def check_order(code: Any, waits: int) -> None:

@@ -2,12 +2,12 @@
 both.
 """
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from sidestream.ops.collectives.all_gather import gather_parts
 from sidestream.ops.collectives.all_reduce import add_in_rank_order, all_reduce
 from sidestream.ops.collectives.all_reduce_add_rms_norm_quant import all_reduce_add_rms_norm_quant, with_delta
 from sidestream.ops.collectives.exchange import Exchange, free_exchange, open_exchange, unmap_peers
@@ -63,6 +63,8 @@ class Launch:
         wanted = round_residual(summed, self.residual.dtype, torch.bfloat16)
         alone = rms_norm_quant(wanted, self.weight, 1e-5, self.keep, torch.int8, 8)
         self.wrong += (residual != wanted)[self.own].sum() + (total != add_in_rank_order(self.bases).bfloat16()).sum()
+        gathered = gather_parts(self.bases[self.group.rank] * factor, self.group.name)
+        self.wrong += (gathered != torch.stack([base * factor for base in self.bases])).sum()
         # a kernel may add up a row in another order: the last bit of its statistics may flip, and so a rounding
         self.wrong += ((q.int() - alone[1].int()).abs() > 2).sum()
         for got, want in ((scale, alone[2]), (y, alone[0])):
@@ -107,8 +109,7 @@ def replayed(group: RankGroup) -> list[tuple[int, int]]:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < WORLD, reason="needs two GPUs")
-def test_ranks_hold_the_same_bits_through_all_replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(os.environ, "NCCL_NVLS_ENABLE", "0")
-    results: list[Any] = run_on_ranks(WORLD, replayed, tmp_path, backend="cpu:gloo,cuda:nccl")
+def test_ranks_hold_the_same_bits_through_all_replays(tmp_path: Path) -> None:
+    results: list[Any] = run_on_ranks(WORLD, replayed, tmp_path, on_gpus=True)
     assert all(wrong == 0 for result in results for wrong, _ in result), results
     assert results[0] == results[1] and len({folded for _, folded in results[0]}) > 1
