@@ -6,6 +6,7 @@ imports no other file of Sidestream, so that the Python with vLLM can run it by 
   engine      "vllm" or "sidestream"
   arguments   of `LLM`
   adapters    directories; adapter i is the i-th
+  request     more arguments of `LoRARequest`
   vocabulary  prompts are random ids below it
   seed, repeats
   loads       [{"workload", "concurrency", "input_len", "output_len", "chosen": [index of an adapter or null, ...]}]
@@ -84,7 +85,8 @@ class Engine:
         self.module = import_module(job["engine"])
         lora = import_module("vllm.lora.request") if job["engine"] == "vllm" else self.module
         self.adapters = [
-            lora.LoRARequest(f"adapter-{index}", index + 1, path) for index, path in enumerate(job["adapters"])
+            lora.LoRARequest(f"adapter-{index}", index + 1, path, **job["request"])
+            for index, path in enumerate(job["adapters"])
         ]
         if job["engine"] == "vllm" and job["arguments"].get("load_format") == "dummy":
             draw_larger_weights()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import sidestream
+import torch
 from support.expert_adapters import DOWN, GATE_UP, SIZES, on_parameters, one_by_one, tiny_moe
 from support.tiny import AdapterSpec, tiny_adapters
 
@@ -62,6 +63,22 @@ def test_answers_are_those_of_a_cpu(tmp_path: Path, family: str, precision: str)
     assert min(effects) > 0.01 and max(effects) > 0.3, "an adapter changes too little for this test"
     if precision == "fp32":
         assert alone == [output.outputs[0].token_ids for output in found["cuda"]]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_answer_as_one(tmp_path: Path) -> None:
+    base = tiny_moe(tmp_path, "Qwen3Moe")
+    paths = {"stacks": str(on_parameters(base, GATE_UP, DOWN, targets=["q_proj", "o_proj"]))}
+    dice = random.Random(3)
+    chosen = [None, "stacks"] * 4
+    prompts = [[dice.randrange(320) for _ in range(dice.randrange(3, 90))] for _ in chosen]
+    found = {}
+    for size in (1, 2):
+        with sidestream.LLM(str(base.path), paths, precision="fp32", tensor_parallel_size=size, **OPTIONS) as llm:
+            found[size] = llm.generate(prompts, GREEDY, adapter=chosen, use_tqdm=False)
+    for one, two in zip(found[1], found[2], strict=True):
+        assert one.outputs[0].token_ids == two.outputs[0].token_ids
+        assert max(distances(one, two)) < 1e-3
 
 
 def distances(one: Any, other: Any) -> list[float]:

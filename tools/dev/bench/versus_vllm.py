@@ -10,10 +10,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ....graphs.config import LlamaConfig
 from ...bench import engine_run
 from ...bench.engine_run import RESULT, SHORT_OUTPUT
 from ...bench.latency import model_fields
@@ -130,10 +131,10 @@ def job(
     model: Path,
     dummy: bool,
     adapters: Sequence[str],
-    vocabulary: int,
+    config: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return the job for `engine_run`; engines differ only in the spelling of the precision."""
-    asked = loads(options, kind)
+    asked, request = loads(options, kind), dict[str, Any]()
     arguments: dict[str, Any] = {
         "model": str(model),
         "max_model_len": max(each["input_len"] + each["output_len"] for each in asked),
@@ -150,6 +151,8 @@ def job(
     if engine == "vllm":
         arguments |= {"dtype": "bfloat16", "kv_cache_dtype": options.kv_cache_dtype, "skip_tokenizer_init": True}
         arguments |= {} if options.quantization == "none" else {"quantization": options.quantization}
+        if kind != "none" and LlamaConfig.from_dict(config).num_experts:  # PEFT's adapters of stacked experts
+            arguments["enable_mixed_moe_lora_format"] = request["is_3d_lora_weight"] = True
         arguments |= {"disable_log_stats": True, **options.vllm_args}
     else:
         arguments |= {"precision": options.precision, **options.sidestream_args}
@@ -157,7 +160,8 @@ def job(
         "engine": engine,
         "arguments": arguments,
         "adapters": list(adapters) if kind != "none" else [],
-        "vocabulary": vocabulary,
+        "request": request,
+        "vocabulary": config["vocab_size"],
         "seed": options.seed,
         "repeats": options.num_iters,
         "loads": asked,
@@ -227,7 +231,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
                     (directory or scratch / "model").resolve(),
                     directory is None,
                     adapters,
-                    config["vocab_size"],
+                    config,
                 )
                 print(f"{engine}, adapters: {kind} ...", file=sys.stderr, flush=True)
                 python = options.vllm_python if engine == "vllm" else sys.executable

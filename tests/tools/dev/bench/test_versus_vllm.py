@@ -7,7 +7,9 @@ import os
 from pathlib import Path
 
 import pytest
+from sidestream.tools.bench.random_model import LLAMA_8B
 from sidestream.tools.dev.bench import versus_vllm
+from sidestream.tools.options.models import shape_fields
 
 SUPPORT = Path(__file__).parents[3] / "support"
 SMALL = [
@@ -83,7 +85,7 @@ def test_the_table_shows_both_engines_and_how_many_times_as_fast() -> None:
 def test_each_engine_gets_its_own_spelling() -> None:
     options = versus_vllm.build_parser().parse_args(["--vllm-args", '{"specialize_active_lora": true}'])
     jobs = {
-        engine: versus_vllm.job(options, engine, "zipf", Path("/m"), True, ["/a", "/b"], 100)
+        engine: versus_vllm.job(options, engine, "zipf", Path("/m"), True, ["/a", "/b"], LLAMA_8B)
         for engine in versus_vllm.ENGINES
     }
     assert jobs["vllm"]["loads"] == jobs["sidestream"]["loads"]
@@ -92,8 +94,15 @@ def test_each_engine_gets_its_own_spelling() -> None:
     assert peer["specialize_active_lora"] and peer["quantization"] == "fp8" and "precision" not in peer
     assert ours["precision"] == "int8" and "quantization" not in ours
     assert peer["max_model_len"] == ours["max_model_len"] == 2049 and peer["load_format"] == "dummy"
-    alone = versus_vllm.job(options, "vllm", "none", Path("/m"), False, ["/a"], 100)
+    alone = versus_vllm.job(options, "vllm", "none", Path("/m"), False, ["/a"], LLAMA_8B)
     assert "enable_lora" not in alone["arguments"] and "load_format" not in alone["arguments"]
+    assert jobs["vllm"]["request"] == {} and "enable_mixed_moe_lora_format" not in peer
+    experts = {
+        engine: versus_vllm.job(options, engine, "zipf", Path("/m"), True, ["/a"], shape_fields("qwen3-30b-a3b"))
+        for engine in versus_vllm.ENGINES
+    }
+    assert experts["vllm"]["request"] == {"is_3d_lora_weight": True} and experts["sidestream"]["request"] == {}
+    assert experts["vllm"]["arguments"]["enable_mixed_moe_lora_format"]
     assert alone["adapters"] == [] and set(alone["loads"][0]["chosen"]) == {None}
 
 
