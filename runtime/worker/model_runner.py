@@ -19,12 +19,14 @@ from ..adapters.slot_loader import LoadReport, SlotLoader
 from ..scheduler.step_plan import PageCopies, StepDrafts, StepMasks, StepPlan, StepResult
 from .bound_programs import BoundPrograms, measure_programs
 from .buckets import Buckets
+from .decode_rows import as_decode_rows
 from .progress import progress, stage
 from .sampler import Sampler, edits_logits, needs_logprobs
 from .sharded_sampler import ShardedSampler
 from .speculation.spec_decode_graphs import SpecDecodeGraphs, extra_inputs
 from .speculation.token_history import TokenHistory
 from .speculation.trained_draft import BoundFirstPass
+from .staging import Staging
 from .step_handle import StepHandle
 from .step_inputs import StepInputs
 from .transfer.page_copier import PageCopier
@@ -58,7 +60,9 @@ class ModelRunner:
     as CUDA graphs: those of decode buckets, captured by `warm_up`, and those of mixed buckets of up to CAPTURE_TOKENS,
     captured at their second use. On a CPU programs run the ops' references.
 
-    tensors   all weights, adapter stacks and KV caches by name
+    tensors      all weights, adapter stacks and KV caches by name
+    decode_rows  run steps with few prompt tokens as decode steps (`decode_rows.py`): on a GPU unless `exact`, in which
+                 tokens of prompts and of answers have other bits
     """
 
     def __init__(
@@ -87,6 +91,8 @@ class ModelRunner:
         self.page_copier = page_copier
         self.trained_draft = None if token_history is None else token_history.trained
         self.captures = device.type == "cuda" and not enforce_eager
+        self.decode_rows = self.captures and not compiled.options.exact
+        self._logits_rows = Staging([("rows", (buckets.max_num_seqs,), torch.int64)], device)
         self._tensors = dict(tensors)
         self._arena = torch.empty(arena_bytes, dtype=torch.uint8, device=device)
         self._vocabulary = vocabulary
@@ -209,6 +215,10 @@ class ModelRunner:
         if self.page_copier is not None:
             self.page_copier.before_step(plan)
         parts = self.slot_loader is not None and self.slot_loader.has_parts(plan.adapter_index)
+        handle = StepHandle(plan)
+        rows = as_decode_rows(plan, self.buckets.max_num_seqs) if self.decode_rows else None
+        sampled = plan.logits_indices
+        plan = plan if rows is None else rows
         program = self._program(self.buckets.pick(plan, parts))
         program.uses += 1
         if (
@@ -220,7 +230,6 @@ class ModelRunner:
             self._capture(program)
         inputs, spec_decode = program.inputs.tensors, program.spec_decode
         positions: torch.Tensor | None = None
-        handle = StepHandle(plan)
         if not plan.follows:
             program.inputs.fill(plan, self._last_tokens)
         else:
@@ -236,6 +245,10 @@ class ModelRunner:
                 positions = positions.index_select(0, inputs["logits_indices"])
         program.bound.replay()
         logits = program.logits[: len(plan.logits_indices)]
+        if rows is not None:
+            self._logits_rows.host["rows"][: len(sampled)] = sampled
+            self._logits_rows.upload(len(sampled))
+            logits = logits.index_select(0, self._logits_rows.device["rows"][: len(sampled)])
         if len(plan.masked_rows):
             handle.unsampled = program, logits, positions
             self._awaiting_masks = handle
