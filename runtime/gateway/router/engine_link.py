@@ -47,8 +47,8 @@ class EngineLink:
 
     `on_report(link, report)` is called with each report, and `on_lost(link, problem)` as soon as the connection is
     lost. An engine that did not serve at the last report gets the changes of `catalogue` before it is reported;
-    `before_use()` is awaited first, to make the catalogue complete. Later changes are passed on between polls, since
-    a load may be slow.
+    `before_use(link)` is awaited first, to make the catalogue complete. Later changes are passed on between polls,
+    since a load may be slow.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class EngineLink:
         catalogue: AdapterCatalogue,
         on_report: Callable[["EngineLink", EngineReport], None],
         on_lost: Callable[["EngineLink", Exception], None],
-        before_use: Callable[[], Awaitable[None]],
+        before_use: Callable[["EngineLink"], Awaitable[None]],
         poll_seconds: float = POLL_SECONDS,
         is_prefill: bool = False,
     ) -> None:
@@ -142,7 +142,7 @@ class EngineLink:
         await self.pull()
         is_new, accepts = self.status in ("dead", "loading"), health.status in ("ok", "stalled") and welcome.admin
         if is_new:
-            await self._before_use()
+            await self._before_use(self)
         if accepts and is_new:
             await self._pass_on()
         elif accepts and (self._pass_task is None or self._pass_task.done()):

@@ -80,7 +80,7 @@ class Router:
         self._balancer = balancer or LoadBalancer()
         self._catalogue = AdapterCatalogue()
         self._links: dict[str, EngineLink] = {}
-        self._started = self._holds_requests = False
+        self._started = self._holds_requests = self._paused = False
         self._leaving: dict[EngineLink, asyncio.Task[None]] = {}
         self._changes = AdapterChanges(self._links, self._catalogue, poll_seconds, lambda: self._dispatch.no_engine())
         self._updates = AdapterUpdates(
@@ -118,12 +118,19 @@ class Router:
         """Add an engine. Raises ValueError if the name is taken, AddressError for an invalid address. `is_prefill`: it
         only computes prompts.
         """
-        callbacks = self._on_report, self._on_lost, self._changes.pull_all
+        callbacks = self._on_report, self._on_lost, self._before_use
         link = EngineLink(name, address, self._keys, self._catalogue, *callbacks, self._poll_seconds, is_prefill)
         self._balancer.add(name, is_prefill)
         self._links[name] = link
         if self._started:
             link.start()
+
+    async def _before_use(self, link: EngineLink) -> None:
+        """Get all changes of adapters, and pause a new engine if the others are paused."""
+        await self._changes.pull_all()
+        others = [each for each in self._links.values() if each is not link and each.lost_at is None]
+        if self._paused and all(each.stats.get("paused") for each in others):  # not resumed by another gateway
+            await link.client.pause(False)
 
     def remove(self, name: str) -> None:
         """Remove an engine that is stopping: it gets no new requests, and its streams continue until they end."""
@@ -340,14 +347,18 @@ class Router:
                 if not self._holds_requests:  # resumed, or paused in another mode
                     return
                 await self._dispatch.wait_for_change(None)
+            self._paused = True
             await self._call_all(lambda link: link.client.pause(mode == "abort"))
+        except BaseException:
+            self._paused = False
+            raise
         finally:
             self._holds_requests = False
             self._dispatch.notify()
 
     async def resume(self) -> None:
         """See `Engines`."""
-        self._holds_requests = False
+        self._holds_requests = self._paused = False
         self._dispatch.notify()
         await self._call_all(lambda link: link.client.resume())
 

@@ -355,6 +355,40 @@ def test_an_engine_that_stops_gets_nothing_new_and_loses_nothing(tmp_path):
         asyncio.run(ask([stack.enter_context(serve_fake(tmp_path / name, **sizes)) for name in "ab"]))
 
 
+def test_an_engine_that_comes_back_in_a_pause_is_paused(tmp_path):
+    async def ask(servers):
+        router = Router([server.address for server in servers], poll_seconds=0.05)
+        await router.start()
+        await all_ok(router, 2)
+
+        async def paused():
+            return [values["paused"] for values in (await router.stats()).values()]
+
+        await router.pause("keep")
+        kill(servers[1], VICTIMS[0])
+        async with asyncio.timeout(60):
+            while (await router.health()).engines["engine-1"] == "ok":
+                await asyncio.sleep(0.01)
+        await all_ok(router, 2)
+        assert await paused() == [1, 1]
+        waiting = [asyncio.create_task(check(router, f"p{index}", [index], 8)) for index in range(8)]
+        assert not (await asyncio.wait(waiting, timeout=0.3))[0]
+        await router.resume()
+        await asyncio.gather(*waiting)
+        kill(servers[0], VICTIMS[0])
+        async with asyncio.timeout(60):
+            while (await router.health()).engines["engine-0"] == "ok":
+                await asyncio.sleep(0.01)
+        await all_ok(router, 2)
+        assert await paused() == [0, 0]
+        await router.close()
+
+    with contextlib.ExitStack() as stack:
+        for name in "ab":
+            (tmp_path / name).mkdir()
+        asyncio.run(ask([stack.enter_context(serve_fake(tmp_path / name)) for name in "ab"]))
+
+
 def test_without_any_engine_requests_fail_when_patience_ends(loop, tmp_path):
     async def ask():
         lonely = Router([f"ipc://{tmp_path}/nobody.sock"], patience_seconds=0.5, poll_seconds=0.05)
