@@ -239,6 +239,8 @@ class Checkpoint:
                 hint = f"it does not belong to this config.json; {_AGAIN}"
                 if name == HEAD:
                     hint = "set tie_word_embeddings in config.json if the model uses its embedding as output head"
+                elif (bare := name.removeprefix("model.")) in self._file_of:
+                    hint = f"they have {bare!r}, so AutoModel saved them; save the model of AutoModelForCausalLM"
                 raise CheckpointError(f"tensor {name!r} is missing from {self._where()}: {hint}")
             file = self._file_of[name]
             if self.shape(name) != tuple(shape):

@@ -196,6 +196,8 @@ def family_of(fields: Fields) -> Family:
         return family
     served = ", ".join(FAMILIES)
     refusal = _refusal(kind, fields)
+    if f"{(named or '').removesuffix('Model')}ForCausalLM" in FAMILIES:
+        refusal = "it has no output head", "save the model of AutoModelForCausalLM, not of AutoModel"
     if refusal is not None:
         reason, remedy = refusal
         raise ConfigError(f"architecture {found} is not supported, because {reason}: {remedy}; supported are {served}")

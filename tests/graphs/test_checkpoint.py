@@ -117,6 +117,15 @@ def test_missing_head_suggests_tying(single: TinyBase) -> None:
     refused(single, "lm_head.weight", "tie_word_embeddings")
 
 
+def test_the_base_without_its_head_suggests_the_whole_model(single: TinyBase) -> None:
+    edit(
+        single, lambda tensors: tensors.update({name.removeprefix("model."): tensors.pop(name) for name in [*tensors]})
+    )
+    refused(
+        single, "'model.embed_tokens.weight'", "'embed_tokens.weight', so AutoModel saved them", "AutoModelForCausalLM"
+    )
+
+
 def test_wrong_shape(single: TinyBase) -> None:
     edit(single, lambda tensors: tensors.update({"model.norm.weight": torch.ones(64)}))
     refused(single, "model.safetensors", "model.norm.weight", "[64]", "[128]")

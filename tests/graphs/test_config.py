@@ -225,6 +225,7 @@ REFUSED = [
         "images or sound as well",
     ),
     ({"architectures": {"a": 1}, "model_type": ["x"]}, "is not supported"),
+    ({"architectures": ["LlamaModel"]}, "no output head: save the model of AutoModelForCausalLM"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}, "truncate=false"),
