@@ -136,6 +136,8 @@ class Stepper:
             disk_pages=ready.disk_pages,
             disk_prefix=ready.disk_prefix,
             exact=ready.exact,
+            cascade_tile=ready.cascade_tile,
+            cascade_pages=ready.cascade_pages,
             kv_role=ready.kv_role,
         )
         self.adapter_numbers = AdapterNumbers(
