@@ -138,3 +138,34 @@ def test_the_same_answers_with_and_without(tmp_path: Any, monkeypatch: pytest.Mo
         assert llm.engine.scheduler.states.preemptions
         llm.close()
     assert answers[0] == answers[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lora", [False, True])
+def test_on_the_gpu(lora: bool, tmp_path: Any) -> None:
+    """128 requests with a common prefix run in the captured program with cascade attention, and say what they say
+    without it. Roundings differ, and a greedy token of random weights may be a tie; but another context would change
+    nearly all.
+    """
+    fields = LLAMA_8B | {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 32000, "head_dim": 128}
+    fields["max_position_embeddings"] = 2048
+    adapters = write_model(tmp_path, fields, 1, 16) if lora else {}
+    sizes: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": 128, "num_kv_pages": 1000}
+    llm = sidestream.LLM(fields, adapters, load_format="dummy", show_progress=False, **sizes)
+    source = random.Random(0)
+    beginning = [source.randrange(32000) for _ in range(800)]
+    prompts = [beginning + [source.randrange(32000) for _ in range(source.randrange(1, 60))] for _ in range(128)]
+    params = sidestream.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    programs = llm.engine.runner.programs._programs
+    scheduler: Any = llm.engine.scheduler
+    answers = []
+    for tile in (scheduler.limits.cascade_tile, 0):
+        scheduler._shared_prefixes._tile = tile
+        before = {bucket: each.uses for bucket, each in programs.items()}
+        outputs = llm.generate(prompts, params, adapter=next(iter(adapters), None), use_tqdm=False)
+        answers.append([each.outputs[0].token_ids for each in outputs])
+        used = [bucket for bucket, each in programs.items() if each.uses > before.get(bucket, 0)]
+        assert any(bucket.cascade and bucket.lora == lora for bucket in used) == (tile > 0)
+    llm.close()
+    compared = [(one[1], other[1]) for one, other in zip(*answers, strict=True) if one[0] == other[0]]
+    assert len(compared) > 100 and sum(one == other for one, other in compared) > 0.8 * len(compared)
