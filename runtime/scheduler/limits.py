@@ -118,6 +118,7 @@ class SchedulerStats(DraftCounts):
     disk_pages_damaged: int = 0
     disk_failures: int = 0
     prefix_host_hits: int = 0
+    cascade_steps: int = 0
     page_leases: int = 0
     pages_leased: int = 0
     page_leases_expired: int = 0

@@ -82,6 +82,7 @@ class Scheduler:
         self.adapter_invocations = {} if adapter_invocations is None else adapter_invocations
         self.clock = clock
         self.timeouts = 0
+        self.cascade_steps = 0
         self.draft_counts = DraftCounts()
         self._issued: dict[int, IssuedStep] = {}
         self._masked = -1  # last step with complete masks
@@ -190,6 +191,7 @@ class Scheduler:
             slot_audit_failures=states.residency.audit_failures,
             **({} if host is None else host.stats()),
             prefix_host_hits=cache.host_hits,
+            cascade_steps=self.cascade_steps,
             **asdict(self.draft_counts),
         )
 
@@ -335,6 +337,7 @@ class Scheduler:
                 self._times.plan(states.step, len(work), int(plan.drafts.max(initial=0)))
             self._issued[states.step] = (plan, [sequence for sequence, _ in work])
             states.step += 1
+            self.cascade_steps += plan.cascade
             return plan
 
     def expire(self) -> None:

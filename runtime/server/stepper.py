@@ -367,6 +367,7 @@ def published(counted: dict[str, int]) -> dict[str, int | float]:
         "adapter_failures",
         "slot_audit_failures",
         "prefix_host_hits",
+        "cascade_steps",
         "host_pages_saved",
         "host_pages_loaded",
         "host_page_evictions",

@@ -166,6 +166,7 @@ def test_on_the_gpu(lora: bool, tmp_path: Any) -> None:
         answers.append([each.outputs[0].token_ids for each in outputs])
         used = [bucket for bucket, each in programs.items() if each.uses > before.get(bucket, 0)]
         assert any(bucket.cascade and bucket.lora == lora for bucket in used) == (tile > 0)
+    assert scheduler.stats().cascade_steps >= 5
     llm.close()
     compared = [(one[1], other[1]) for one, other in zip(*answers, strict=True) if one[0] == other[0]]
     assert len(compared) > 100 and sum(one == other for one, other in compared) > 0.8 * len(compared)

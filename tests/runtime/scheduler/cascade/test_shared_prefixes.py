@@ -150,7 +150,7 @@ def test_answers_do_not_depend_on_it(seed: int, monkeypatch: pytest.MonkeyPatch)
         engine.take_loads_in()
     assert_idle(engine)
     chosen = [plan for plan in plans if plan.cascade]
-    assert chosen and len(chosen) < len(plans)
+    assert chosen and len(chosen) < len(plans) and engine.scheduler.stats().cascade_steps == len(chosen)
     assert all(plan.decode and saved_reads(plan.block_table, plan.context_lens, 8) >= 12 for plan in chosen)
     assert pages > 26 or engine.scheduler.states.preemptions
 
