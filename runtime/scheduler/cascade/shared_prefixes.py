@@ -10,6 +10,7 @@ import numpy as np
 from ....ops.core.kv_layout import MIN_PREFIX_PAGES, MIN_PREFIX_SEQUENCES, PAGE_SIZE
 from ..limits import SchedulerLimits
 from ..plan_builder import RowTable, Work
+from ..sequence import Sequence
 from ..step_plan import CASCADE_SEQUENCES, Int32
 
 
@@ -17,7 +18,8 @@ class SharedPrefixes:
     """Groups sequences with the same prefix pages.
 
     Prefixes are compared at a few lengths only, by their last page: a page of the prefix cache is found by a key of all
-    tokens before it. The order depends on these pages alone, so it is kept until one of them changes.
+    tokens before it. A sequence keeps its pages and adds only pages of its own, so the order is kept while the step has
+    the same sequences. An outdated order, after a preemption, only saves fewer reads: programs compare all pages.
     """
 
     def __init__(self, limits: SchedulerLimits, rows: RowTable) -> None:
@@ -27,7 +29,7 @@ class SharedPrefixes:
         powers = [MIN_PREFIX_PAGES << power for power in range(widest.bit_length())]
         lengths = [length for power in powers for length in (power, power + power // 2)]
         self._lengths = np.array([length for length in lengths if length <= widest], np.int32)
-        self._known = np.zeros((0, 0), np.int32)
+        self._sequences: list[Sequence] = []
         self._order: list[int] | None = None
 
     def group(self, work: Work) -> bool:
@@ -35,21 +37,22 @@ class SharedPrefixes:
 
         Else `work` stays as it is. Answers do not depend on the order.
         """
-        few = not self._tile or len(work) < CASCADE_SEQUENCES or not len(self._lengths)
-        if few or any(count > 1 for _, count in work):
+        if not self._tile or len(work) < CASCADE_SEQUENCES or not len(self._lengths):
             return False
-        prefixes = self._prefixes(work)
-        if not np.array_equal(prefixes, self._known):
-            self._known, self._order = prefixes, self._find_order(prefixes)
+        sequences = [sequence for sequence, count in work if count == 1]
+        if len(sequences) < len(work):
+            return False
+        if sequences != self._sequences:
+            self._sequences, self._order = sequences, self._find_order(self._prefixes(sequences))
         if self._order is None:
             return False
         work[:] = [work[index] for index in self._order]
         return True
 
-    def _prefixes(self, work: Work) -> Int32:
+    def _prefixes(self, sequences: list[Sequence]) -> Int32:
         """Return the last page of each sequence's prefix of each length [B, lengths]; -1: it has fewer full pages."""
-        rows = np.array([sequence.row for sequence, _ in work], np.int32)
-        full = np.array([sequence.computed for sequence, _ in work], np.int32) // PAGE_SIZE
+        rows = np.array([sequence.row for sequence in sequences], np.int32)
+        full = np.array([sequence.computed for sequence in sequences], np.int32) // PAGE_SIZE
         pages = self._rows.pages[rows[:, None], self._lengths - 1]
         return np.where(full[:, None] >= self._lengths, pages, np.int32(-1))
 

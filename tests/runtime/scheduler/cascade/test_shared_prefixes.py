@@ -99,11 +99,12 @@ def test_the_limits_of_the_docs(sequences: int, fewest: int) -> None:
         assert batch.prefixes.group(batch.work) == (common >= fewest)
 
 
-def test_a_row_of_another_sequence_is_noticed() -> None:
-    """Rows are reused: the decision of an earlier step holds only while the pages are the same."""
+def test_a_step_with_other_sequences_is_decided_anew() -> None:
+    """Rows are reused: sequences of their own follow eight that shared the prefix, in the same rows."""
     batch = Batch([(0, 16, 20)] * 130, least=1900)
     assert batch.prefixes.group(batch.work)
     batch.rows.pages[:8] = 999_000 + np.arange(8 * WIDTH).reshape(8, WIDTH)
+    batch.work[:8] = [(SimpleNamespace(row=row, computed=20 * PAGE_SIZE), 1) for row in range(8)]
     assert not batch.prefixes.group(batch.work)
 
 
@@ -122,7 +123,7 @@ def test_the_estimate_is_a_lower_bound(seed: int) -> None:
     batch = Batch(sequences, least=0, tile=tile)
     before = batch.saved()
     assert batch.prefixes.group(batch.work)
-    estimate = batch.prefixes._saved(batch.prefixes._prefixes(batch.work))
+    estimate = batch.prefixes._saved(batch.prefixes._prefixes([sequence for sequence, _ in batch.work]))
     assert estimate <= batch.saved() <= 1.5 * estimate + 1 and batch.saved() >= before
 
 
