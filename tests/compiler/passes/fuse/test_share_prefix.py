@@ -47,11 +47,14 @@ def decode(sequences: int, lora: bool = False, cascade: bool = True) -> Bucket:
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
 @pytest.mark.parametrize(("sequences", "lora"), [(16, False), (20, True), (64, True)])
 def test_where_it_applies(precision: str, sequences: int, lora: bool) -> None:
-    """With each form of attention; the plan is older than the kernels before attention, which reads it early."""
+    """With each form of attention; the plan is complete before the kernels before attention, which reads it early."""
     made = program(decode(sequences, lora), precision=precision)
     assert ops(made)["prefix_attention"] == 2 and ops(made)["prefix_plan"] == 1
     names = [step.op.removeprefix("sidestream.") for step in made.steps]
-    assert names.index("prefix_plan") < 2 and names.index("prefix_attention") > 4
+    plan = names.index("prefix_plan")
+    assert plan < 2 and names.index("prefix_attention") > 4
+    launches = [step.pdl for step in made.steps[plan + 1 :] if step.stream == "main"]
+    assert not launches[0] and all(launches[1:]), "only the next kernel waits until the plan is written"
     plain = program(decode(sequences, lora, cascade=False), precision=precision)
     assert not ops(plain)["prefix_attention"] and "share_prefix" not in plain.passes
     assert ops(made) - ops(plain) == Counter(prefix_attention=2, prefix_plan=1)
