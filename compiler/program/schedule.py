@@ -171,8 +171,8 @@ def _steps(
         budget = budgets.get(position) if lane == SIDE else _main_budget(position, timing, side, budgets, sm_count)
         before = previous[lane]
         forks = lane == SIDE and bool(waits[position])
-        chained = pdl and own and before is not None and is_kernel(before) and not forks
-        chained = chained and before.op not in READ_EARLY
+        follows = before is not None and is_kernel(before) and before.op not in READ_EARLY
+        chained = pdl and own and follows and not forks
         steps.append(
             Step(
                 index=position,
