@@ -197,12 +197,6 @@ class CompileOptions:
         more="on: for all sizes that the kernel supports; auto: for those where it is faster; activations then have "
         "one scale per token and 128 columns",
     )
-    cascade_attention: bool = option(
-        False,
-        "in decode steps of 16 and more requests, read KV pages that neighbouring requests share once",
-        more="faster if many requests have the same long prefix; otherwise each layer has one launch more; for "
-        "head_dim 128, 8-bit caches and no sliding window",
-    )
     tensor_parallel: int = option(
         1,
         "processes that share the model, each on its own GPU with its part of every weight: 1, 2, 4 or 8",
@@ -278,7 +272,6 @@ class CompileOptions:
             "lora_dtype": ("int8", "auto"),
             "lora_input": ("int8", "auto"),
             "whole_layer": ("off", "auto"),
-            "cascade_attention": (False,),
             "tensor_parallel": (1,),
         }
         for name, values in supported.items():

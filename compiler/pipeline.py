@@ -114,7 +114,8 @@ EXPERT_PASSES: Mapping[str, Pass] = {
     "fuse_quantize": Pass(fuse_combine_norm, "keeps"),  # after finer_residual, which follows plain norms
     "lower_lora": Pass(lower_experts, "lowers"),
 }
-# For the static graph of a decode program: row b is sequence b, and a program without LoRA has no LoRA ops.
+# For the static graph of a decode program: row b is sequence b, and a program without LoRA has no LoRA ops. The last
+# pass runs only for buckets with `cascade`.
 DECODE_PASSES: tuple[Pass, ...] = (
     Pass(fuse_quantize, "keeps"),  # again: here no op selects rows between the last norm and its quantization
     Pass(fuse_all_reduce_norm, "keeps"),
@@ -141,11 +142,14 @@ ATTENTION_OPS = ("paged_attention", "paged_attention_quant")
 def static_passes(bucket: Bucket | None, options: CompileOptions) -> tuple[Pass, ...]:
     """Return the passes for the static graph of a bucket's program; none without a bucket.
 
-    With `size_independent`, only those that change no value, and fuse_decoder_block if whole_layer="on".
+    share_prefix is for buckets with `cascade`. With `size_independent`, only those that change no value, and
+    fuse_decoder_block if whole_layer="on".
     """
     if bucket is None:
         return ()
     chosen = DECODE_PASSES if bucket.decode else VERIFY_PASSES if bucket.verifies else PROMPT_PASSES
+    if not bucket.cascade:
+        chosen = tuple(each for each in chosen if each.run is not share_prefix)
     if not options.size_independent:
         return chosen
     kept = {*SAME_VALUES, "fuse_decoder_block"} if options.whole_layer == "on" else SAME_VALUES

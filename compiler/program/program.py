@@ -33,6 +33,7 @@ class Bucket:
     lora       False: a program without LoRA
     rows       maximum tokens per sequence in a step with drafts, with logits of every token
     parts      with `lora`: a program that also computes adapters' parts, such as DoRA's gains
+    cascade    with `decode`: attention reads pages that neighbouring sequences share once
     """
 
     tokens: int
@@ -43,6 +44,7 @@ class Bucket:
     lora: bool = True
     rows: int = 1
     parts: bool = False
+    cascade: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tokens", "sequences", "pages", "blocks", "rows"):
@@ -51,6 +53,8 @@ class Bucket:
                 raise ProgramError(f"bucket {name}={value!r} must be a positive integer")
         if self.parts and not self.lora:
             raise ProgramError("a bucket with parts=True must have lora=True: parts belong to adapters")
+        if self.cascade and not self.decode:
+            raise ProgramError("a bucket with cascade=True must have decode=True: only decode steps share pages")
         if self.decode and self.tokens != self.sequences:
             raise ProgramError(
                 f"a decode bucket has one token per sequence, not {self.tokens} tokens for {self.sequences} sequences; "
@@ -64,8 +68,8 @@ class Bucket:
 
     @property
     def key(self) -> dict[str, int]:
-        """The fields for keys of caches: without `parts` those of a compiler that knows no parts."""
-        return {name: value for name, value in vars(self).items() if name != "parts" or value}
+        """The fields for keys of caches: without `parts` and `cascade` those of a compiler that knows neither."""
+        return {name: value for name, value in vars(self).items() if name not in ("parts", "cascade") or value}
 
     @property
     def verifies(self) -> bool:
@@ -77,7 +81,8 @@ class Bucket:
         """The bucket's name, also a valid file name: `decode_t16_b16_p64_lora`, `verify_t64_b16_p64_lora`."""
         kind = "decode" if self.decode else "verify" if self.verifies else "mixed"
         lora = "full" if self.parts else "lora" if self.lora else "base"
-        return f"{kind}_t{self.tokens}_b{self.sequences}_p{self.blocks}_{lora}"
+        cascade = "_cascade" if self.cascade else ""
+        return f"{kind}_t{self.tokens}_b{self.sequences}_p{self.blocks}_{lora}{cascade}"
 
 
 @dataclass(frozen=True)

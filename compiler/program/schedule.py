@@ -13,6 +13,8 @@ from .lower import Operation
 from .program import Step, Stream
 
 MAIN, SIDE = 0, 1
+# ops whose results are read by later kernels before these wait: the next kernel starts when the op has finished
+READ_EARLY = frozenset({f"{NAMESPACE}.prefix_plan"})
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,8 @@ def schedule(
     sm_count     SMs of the GPU
     side_share   share of the SMs for side steps without an `sm_share` of their own; concurrent main steps get the rest.
                  None: no limits, which is fastest for LoRA: its many small CTAs fit next to those of the base GEMMs
-    pdl          programmatic dependent launch after a kernel of the same stream (not at a fork, where it is slower)
+    pdl          programmatic dependent launch after a kernel of the same stream (not at a fork, where it is slower, and
+                 not after READ_EARLY)
     """
     needed = dependencies(operations)
     order = emission_order(operations, needed, two_streams)
@@ -168,7 +171,8 @@ def _steps(
         budget = budgets.get(position) if lane == SIDE else _main_budget(position, timing, side, budgets, sm_count)
         before = previous[lane]
         forks = lane == SIDE and bool(waits[position])
-        chained = pdl and own and before is not None and is_kernel(before) and not forks
+        follows = before is not None and is_kernel(before) and before.op not in READ_EARLY
+        chained = pdl and own and follows and not forks
         steps.append(
             Step(
                 index=position,

@@ -11,7 +11,8 @@ Steps with drafts have up to ROWS rows per sequence; each row sees one token mor
 computes as many rows as fit its 8 or 16 columns (one per row and head); TILES programs, adjacent in the grid, read the
 same pages. Sequences with fewer than ROWS rows write to padding rows past the end, so that every row is written once.
 
-With `prefix`, the pages that a sequence shares are left to `prefix_attention`. The first split merges its result.
+With `prefix`, the pages that a sequence shares are left to `prefix_attention`. The first split merges its result, which
+it loads while its first pages arrive.
 
 Splits as in `decode`; with a window, of the visible pages. Under PDL all pages except those of the newest tokens are
 fetched before the wait, as are lengths and block table, because earlier steps wrote them.
@@ -33,7 +34,15 @@ from ..core.device import multiprocessors
 from ..core.gluon_support import cta_barrier, gdc_launch_dependents, gdc_wait, view_shared
 from ..core.kv_layout import PAGE_SIZE
 from ..core.triton_support import INTERPRETED, cdiv, next_power_of_2
-from .decode_gluon_merge import column_range, merge_prefix, merge_splits, merge_warps, store_result, store_rows
+from .decode_gluon_merge import (
+    column_range,
+    load_prefix,
+    merge_prefix,
+    merge_splits,
+    merge_warps,
+    store_result,
+    store_rows,
+)
 from .decode_gluon_softmax import (
     LOWEST,
     attend,
@@ -49,6 +58,7 @@ from .decode_gluon_softmax import (
     value_layout,
 )
 from .numerics import LOG2_E, split_workspace
+from .prefill_gluon_tiles import steps_per_part
 
 HEAD_DIM = 128
 COLUMNS = (8, 16)  # of S^T and O^T: the heads of one or several rows
@@ -165,6 +175,13 @@ def decode_kernel(
                 fetch_page(
                     page_boxes, scale_boxes, pages, scales, ready, old + 1, new_id * HK + head, BF16, True
                 )  # fmt: skip
+    if PREFIX:
+        share = steps_per_part(shared // 2, parts)
+        count_parts = gl.where(split == 0, (shared // 2 + share - 1) // share, 0)
+        first_row = sequence * (HK * G) + head * G
+        loaded = load_prefix(
+            prefix, prefix_lse, count_parts, first_row, sequences * (HK * G), USED, COLUMNS, WARPS
+        )  # fmt: skip
     q_transposed = load_queries(q + heads, rows, score_scale, G, HK * G, ROWS, USED, COLUMNS, WARPS, BF16)
     PRODUCT: gl.constexpr = product_layout(WARPS)
     BY_COLUMN: gl.constexpr = gl.SliceLayout(1, PRODUCT)
@@ -220,12 +237,8 @@ def decode_kernel(
     # page buffers are free now
     outputs = view_shared(pages, gl.float32, [WARPS, COLUMNS, 128], gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0]))
     o, lse = merge_warps(acc, top, total, outputs, states, ROWS, COLUMNS, WARPS, BF16)
-    if PREFIX:  # noqa: SIM102
-        if (split == 0) & (shared > 0):
-            first_row = sequence * (HK * G) + head * G
-            o, lse = merge_prefix(
-                o, lse, prefix, prefix_lse, shared // 2, parts, first_row, sequences * (HK * G), USED, COLUMNS, WARPS
-            )
+    if PREFIX:
+        o, lse = merge_prefix(o, lse, loaded)
     if SPLIT:
         active = (total_pages + chunk - 1) // chunk
         if active > 1:

@@ -5,7 +5,6 @@ from triton.experimental.gluon import language as gl
 
 from ..core.gluon_support import cta_barrier
 from .decode_gluon_softmax import LOWEST, PROBABILITY_SHIFT, merge_layout, places
-from .prefill_gluon_tiles import steps_per_part
 
 
 @gluon.jit
@@ -126,32 +125,46 @@ def merge_splits(
 
 
 @gluon.jit
-def merge_prefix(
-    o, lse, prefix, prefix_lse, steps, parts, first_row, rows, USED: gl.constexpr, WIDTH: gl.constexpr,
-    WARPS: gl.constexpr,
-):  # fmt: skip
-    """Merge o [WIDTH, 128] and its log2-sum-exp with the parts of a prefix of `steps` steps; return both.
+def load_prefix(
+    prefix, prefix_lse, count, first_row, rows, USED: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr
+):
+    """Return (sum of O, sum of weights, top) of `count` parts of a prefix; without parts (zeros, zeros, LOWEST).
 
-    prefix [parts, rows, 128] and prefix_lse [parts, rows] fp32, from `prefix_attention`; the columns are rows from
-    first_row on.
+    The weights are relative to 2^top. prefix [parts, rows, 128] and prefix_lse [parts, rows] fp32, from
+    `prefix_attention`; the columns are rows from first_row on.
     """
     LAYOUT: gl.constexpr = gl.SliceLayout(0, merge_layout(WARPS))
     column = column_range(WIDTH, WARPS)
     dim = gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
     offsets = (column * 128)[:, None] + dim[None, :]
     used = (column < USED)[:, None] & (dim < 128)[None, :]
-    share = steps_per_part(steps, parts)
-    top = lse
-    total = gl.full([WIDTH], 1.0, gl.float32, gl.SliceLayout(1, LAYOUT))
-    for i in range((steps + share - 1) // share):
-        at = i * rows + first_row
+    top = gl.full([WIDTH], LOWEST, gl.float32, gl.SliceLayout(1, LAYOUT))
+    total = gl.zeros([WIDTH], gl.float32, gl.SliceLayout(1, LAYOUT))
+    o = gl.zeros([WIDTH, 128], gl.float32, LAYOUT)
+    next_lse = gl.load(prefix_lse + first_row + column, mask=(column < USED) & (count > 0), other=LOWEST)
+    next_part = gl.load(prefix + first_row * 128 + offsets, mask=used & (count > 0), other=0.0)
+    for i in range(count):
         # lse is that of probabilities times 2^PROBABILITY_SHIFT
-        part_lse = gl.load(prefix_lse + at + column, mask=column < USED, other=LOWEST) + PROBABILITY_SHIFT
-        part = gl.load(prefix + at * 128 + offsets, mask=used, other=0.0)
+        part_lse, part = next_lse + PROBABILITY_SHIFT, next_part
+        at = (i + 1) * rows + first_row
+        left = i + 1 < count
+        next_lse = gl.load(prefix_lse + at + column, mask=(column < USED) & left, other=LOWEST)
+        next_part = gl.load(prefix + at * 128 + offsets, mask=used & left, other=0.0)
         new_top = gl.maximum(top, part_lse)
         keep = gl.exp2(top - new_top)
         weight = gl.exp2(part_lse - new_top)
         total = total * keep + weight
         o = o * keep[:, None] + part * weight[:, None]
         top = new_top
-    return o / total[:, None], top + gl.log2(total)
+    return o, total, top
+
+
+@gluon.jit
+def merge_prefix(o, lse, prefix):
+    """Merge o [WIDTH, 128] and its log2-sum-exp with the result of `load_prefix`; return both."""
+    prefix_o, prefix_total, prefix_top = prefix
+    top = gl.maximum(lse, prefix_top)
+    keep = gl.exp2(lse - top)
+    weight = gl.exp2(prefix_top - top)
+    total = keep + prefix_total * weight
+    return (o * keep[:, None] + prefix_o * weight[:, None]) / total[:, None], top + gl.log2(total)

@@ -26,7 +26,7 @@ from ..core.kv_layout import PAGE_SIZE
 from ..core.triton_support import INTERPRETED, cdiv, next_power_of_2
 from .numerics import LOG2_E, split_workspace
 from .prefill_gluon_softmax import consume, converter_layout, fetch, widen
-from .prefill_gluon_tiles import ROWS, SPLIT_TILES, STEP, find_tile, item_of, plan_splits, rounds
+from .prefill_gluon_tiles import PREFIXES, ROWS, SPLIT_TILES, STEP, find_tile, item_of, plan_splits, rounds
 from .widen_kv import NARROW_TILES, WIDENED
 
 HEAD_DIM = 128
@@ -159,7 +159,8 @@ def prefill_kernel(
     With PDL that kernel launches this one after all earlier kernels are done. This one runs during that kernel's last
     tiles and waits for it at its end. SPLIT_TILES: tiles are split as in `plan_splits`, into splits of at least
     min_steps steps, and merged in partial, logsumexp and arrivals (`exchange_splits`). PREFIXES: `parts` parts of each
-    prefix of `prefix_plan` (plan) are stored to partial and logsumexp (`store_part`); out is not written.
+    prefix of `prefix_plan` (plan) are stored to partial and logsumexp (`store_part`); out is not written. Then only the
+    consumers wait for the earlier kernel: earlier steps have written the pages, and the plan is complete at the start.
     """
     STORED: gl.constexpr = boxes.dtype
     BOX: gl.constexpr = boxes.layout
@@ -209,7 +210,7 @@ def prefill_kernel(
         if PLANNED:
             tiles = gl.load(begins + sequences)
     if PDL:  # noqa: SIM102
-        if not PLANNED:
+        if not PLANNED and SPLIT != PREFIXES:
             gdc_wait()
     batch = (query_start, context_lens, begins, tokens, sequences, tiles, chunk)
     planes = (partial, logsumexp, arrivals)

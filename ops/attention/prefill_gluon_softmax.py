@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..core.gluon_support import tma_load
+from ..core.gluon_support import gdc_wait, tma_load
 from .decode_gluon_softmax import LOWEST
 from .prefill_gluon_merge import exchange_splits, store_part
 from .prefill_gluon_tiles import PREFIXES, ROWS, SPLIT_TILES, STEP, find_tile, item_of, rounds
@@ -200,6 +200,8 @@ def consume(
     OUTPUT: gl.constexpr = output_layout()
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SCORES, 4 if FP8_SCORES else 2)
     STORE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    if SPLIT == PREFIXES:
+        gdc_wait()
     base = 0
     items, count = rounds(batch, HK)
     for number in range(count):

@@ -2,9 +2,9 @@
 
 Sequences with the same first tokens have the same first pages, from the prefix cache. `prefix_plan` finds them once per
 step, among the consecutive sequences of a tile: a product of the tensor cores has that many rows. The sequence whose
-first pages most others of the tile have too is the owner of the tile's prefix; all with at least MIN_PAGES of its pages
-share it. `prefix_attention` attends to the prefix. `paged_attention` and its other forms read the remaining pages of
-each sequence and merge both.
+first pages most others of the tile have too is the owner of the tile's prefix. All with at least MIN_PREFIX_PAGES of
+its pages share it. `prefix_attention` attends to the prefix. `paged_attention` and its other forms read the remaining
+pages of each sequence and merge both.
 """
 
 import torch
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ..core.device import multiprocessors
 from ..core.dtypes import QUANTIZED_MAX
-from ..core.kv_layout import PAGE_SIZE
+from ..core.kv_layout import MIN_PREFIX_PAGES, MIN_PREFIX_SEQUENCES, PAGE_SIZE
 from ..core.registry import register
 from ..core.triton_support import cdiv, pdl_options, pdl_start, require_contiguous
 from . import prefill_gluon
@@ -21,8 +21,6 @@ from .numerics import LOG2_E
 from .paged_attention import gather_keys_values, takes_prefix
 from .prefill_gluon_tiles import PART_STEPS, PREFIXES
 
-MIN_PAGES = 4  # of a prefix: reading fewer pages once gains less than merging takes
-MIN_SEQUENCES = 4  # that share a prefix
 MAX_PARTS = 8  # of a prefix; each is read by another program
 SHARED, PAGES, OWNER = range(3)  # rows of the plan
 
@@ -43,16 +41,16 @@ def prefix_plan_reference(block_table: torch.Tensor, context_lens: torch.Tensor,
     full = ((context_lens.cpu() - 1).clamp_min(0) // PAGE_SIZE).clamp_max(blocks)
     for number, first in enumerate(range(0, sequences, tile)):
         rows = range(first, min(first + tile, sequences))
-        able = [row for row in rows if full[row] >= MIN_PAGES]
-        keys = [int(table[row, MIN_PAGES - 1]) for row in able]
-        if not able or max(keys.count(key) for key in keys) < MIN_SEQUENCES:
+        able = [row for row in rows if full[row] >= MIN_PREFIX_PAGES]
+        keys = [int(table[row, MIN_PREFIX_PAGES - 1]) for row in able]
+        if not able or max(keys.count(key) for key in keys) < MIN_PREFIX_SEQUENCES:
             continue
-        owner = max(able, key=lambda row: (keys.count(int(table[row, MIN_PAGES - 1])), -row))
+        owner = max(able, key=lambda row: (keys.count(int(table[row, MIN_PREFIX_PAGES - 1])), -row))
         lengths = {}
         for row in able:
             same = (table[row] == table[owner]).int().cumprod(0).sum()
             length = min(int(same), int(full[row]), int(full[owner]))
-            if length >= MIN_PAGES:
+            if length >= MIN_PREFIX_PAGES:
                 lengths[row] = length
         pages = min(lengths.values()) // 2 * 2
         for row in lengths:
@@ -124,8 +122,8 @@ def prefix_plan_launch(
     require_contiguous("prefix_plan", block_table=block_table, context_lens=context_lens)
     sequences, num_blocks = block_table.shape
     _plan_kernel[(cdiv(sequences, tile),)](
-        block_table, context_lens, out[0], sequences, num_blocks, TILE=tile, PAGE=PAGE_SIZE, MIN_PAGES=MIN_PAGES,
-        MIN_SEQUENCES=MIN_SEQUENCES, CHUNK=max(1, 1024 // tile), num_warps=4, **pdl_options(pdl),
+        block_table, context_lens, out[0], sequences, num_blocks, TILE=tile, PAGE=PAGE_SIZE, MIN_PAGES=MIN_PREFIX_PAGES,
+        MIN_SEQUENCES=MIN_PREFIX_SEQUENCES, CHUNK=max(1, 1024 // tile), num_warps=4, **pdl_options(pdl),
     )  # fmt: skip
 
 

@@ -7,6 +7,8 @@ A slot is `page * PAGE_SIZE + offset`; padding tokens have slot -1 and are not w
 
 PAGE_SIZE = 64
 KEY, VALUE = 0, 1
+MIN_PREFIX_PAGES = 4  # of a prefix that decode attention reads once: with fewer, merging takes longer
+MIN_PREFIX_SEQUENCES = 4  # that share it
 
 
 def pages_for(tokens: int) -> int:

@@ -37,7 +37,6 @@ class LLMKeywords(TypedDict, total=False):
     lora_dtype: LoraDtype
     lora_sm_share: float | None
     whole_layer: WholeLayer
-    cascade_attention: bool
     tensor_parallel_size: int
     exact: bool
 
@@ -71,6 +70,7 @@ class LLMKeywords(TypedDict, total=False):
     enforce_eager: bool
     fail_on_compilation: bool
     enable_prefix_caching: bool
+    cascade_attention: bool
     speculation: Literal["off", "auto"] | int
     speculation_history: int
     draft: str | Path | None

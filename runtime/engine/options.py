@@ -165,6 +165,11 @@ class EngineOptions:
         False, "fail a step that would have to compile a kernel, instead of waiting; for tests and benchmarks"
     )
     enable_prefix_caching: bool = option(True, "reuse keys and values of common prompt prefixes")
+    cascade_attention: bool = option(
+        True,
+        "in decode steps of 128 and more requests, read KV pages that many of them share once",
+        more="only in steps where that is faster; for head_dim 128, 8-bit caches, no sliding window and no speculation",
+    )
     speculation: Any = option(
         "off",
         "draft tokens per step, from a request's own text and earlier answers: off, auto or 1 to 7",

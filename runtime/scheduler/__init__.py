@@ -17,6 +17,7 @@ logit_edits      biases, bad words, penalties of a step
 token_masks      grammar masks of a step
 prompt_logprobs  rows and results of prompt log-probabilities
 plan_builder     arrays of a step plan from tables of running sequences
+cascade/         order of a decode step's sequences by common prefix pages, for cascade attention
 step_plan        step plan, masks, drafts and result; interface of runners
 step_codec       these as bytes
 transfer         KV pages that a prefill engine computes and a decode engine reads

@@ -30,6 +30,9 @@ class SchedulerLimits:
     disk_pages              most files of KV pages; 0: none are written
     disk_prefix             path of these files up to the pages' keys
     exact                   a step computes either prompts or sampled tokens
+    cascade_tile            neighbouring sequences of a decode step whose common prefix attention can read once; 0: no
+                            program does
+    cascade_pages           fewest page reads that a step with cascade attention must save
     kv_role                 "prefill": other engines read its host pages; "decode": it reads those of others
     """
 
@@ -48,6 +51,8 @@ class SchedulerLimits:
     disk_pages: int = 0
     disk_prefix: str = ""
     exact: bool = False
+    cascade_tile: int = 0
+    cascade_pages: int = 0
     kv_role: KvRole = ""
 
     @property
@@ -113,6 +118,7 @@ class SchedulerStats(DraftCounts):
     disk_pages_damaged: int = 0
     disk_failures: int = 0
     prefix_host_hits: int = 0
+    cascade_steps: int = 0
     page_leases: int = 0
     pages_leased: int = 0
     page_leases_expired: int = 0

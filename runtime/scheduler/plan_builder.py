@@ -122,11 +122,16 @@ class RowTable:
 
 
 def build_plan(
-    step: int, work: Work, rows: RowTable, slot_loads: list[tuple[int, int]], answers: AnswerHistory | None = None
+    step: int,
+    work: Work,
+    rows: RowTable,
+    slot_loads: list[tuple[int, int]],
+    answers: AnswerHistory | None = None,
+    cascade: bool = False,
 ) -> StepPlan:
     """Return the plan of `work`, and count its tokens as computed or in flight. Tokens beyond a sequence's are drafts.
 
-    `answers`: the device keeps the sequences' tokens; None: it does not.
+    `answers`: the device keeps the sequences' tokens; None: it does not. `cascade`: from `SharedPrefixes.group`.
 
     Raises SequenceFault before anything has changed.
     """
@@ -192,6 +197,7 @@ def build_plan(
     plan = StepPlan(
         step=step,
         decode=decode,
+        cascade=cascade,
         input_ids=np.array(input_ids, np.int32),
         positions=positions,
         slot_mapping=rows.slots(token_rows, positions),

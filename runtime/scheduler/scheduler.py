@@ -20,6 +20,7 @@ from ...ops.core.kv_layout import PAGE_SIZE
 from ..api.errors import RequestError
 from ..text.structured.mask_filling import MaskFiller, Memory
 from .batch_builder import BatchBuilder
+from .cascade.shared_prefixes import SharedPrefixes
 from .disk.disk_pages import DiskBackedPages
 from .failed_steps import STEP_FAULT, IssuedStep, find_lost
 from .limits import SchedulerLimits, SchedulerStats
@@ -75,11 +76,13 @@ class Scheduler:
         self.states = SequenceStates(limits, adapter_hashes, asynchronous_loads)
         self.preemption = Preemption(self.states)
         self.batch_builder = BatchBuilder(self.states, self.preemption)
+        self._shared_prefixes = SharedPrefixes(limits, self.states.rows)
         self._times = self.batch_builder.draft_planner.times
         self.adapter_numbers = {} if adapter_numbers is None else adapter_numbers
         self.adapter_invocations = {} if adapter_invocations is None else adapter_invocations
         self.clock = clock
         self.timeouts = 0
+        self.cascade_steps = 0
         self.draft_counts = DraftCounts()
         self._issued: dict[int, IssuedStep] = {}
         self._masked = -1  # last step with complete masks
@@ -188,6 +191,7 @@ class Scheduler:
             slot_audit_failures=states.residency.audit_failures,
             **({} if host is None else host.stats()),
             prefix_host_hits=cache.host_hits,
+            cascade_steps=self.cascade_steps,
             **asdict(self.draft_counts),
         )
 
@@ -316,7 +320,8 @@ class Scheduler:
                 loads = [load for load in self._loads if states.slots.holds(*load)]
                 self._loads = loads + states.residency.loads_of_plan()
                 answers = states.answers if self.limits.speculates else None
-                plan = build_plan(states.step, work, states.rows, self._loads, answers)
+                cascade = self._shared_prefixes.group(work)
+                plan = build_plan(states.step, work, states.rows, self._loads, answers, cascade)
             except Exception as error:
                 culprit = error.sequence if isinstance(error, SequenceFault) else builder.current
                 if culprit is None or culprit.finished:
@@ -332,6 +337,7 @@ class Scheduler:
                 self._times.plan(states.step, len(work), int(plan.drafts.max(initial=0)))
             self._issued[states.step] = (plan, [sequence for sequence, _ in work])
             states.step += 1
+            self.cascade_steps += plan.cascade
             return plan
 
     def expire(self) -> None:

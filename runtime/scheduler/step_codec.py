@@ -22,8 +22,8 @@ _DTYPES = ((Int64, np.int64), (Float32, np.float32), (Int32, np.int32))
 _SAMPLING = tuple((name, dtype) for kind, dtype in _DTYPES for name in _names(SamplingPlan, kind))
 _PLAN = tuple(name for name in _names(StepPlan, Int32) if name not in _MATRICES)
 _EMPTY: dict[type, np.ndarray] = {dtype: np.zeros(0, dtype) for _, dtype in _DTYPES}
-# step, decode, greedy, num_logprobs, num_prompt_logprobs, number of rows of the block table, slot_loads and kept
-_FLAGS = 8
+# step, decode, cascade, greedy, num_logprobs, num_prompt_logprobs, numbers of rows of block table, slot_loads and kept
+_FLAGS = 9
 _HEADER = _FLAGS + len(_SAMPLING) + len(_PLAN) + 1
 _PADDING = bytes(4 * (_HEADER % 2))
 
@@ -34,7 +34,7 @@ def pack_plan(plan: StepPlan) -> bytes:
     arrays = [getattr(sampling, name) for name, _ in _SAMPLING]
     arrays += [getattr(plan, name) for name in _PLAN]
     table, loads, kept = plan.block_table, plan.slot_loads, plan.kept
-    flags = [plan.step, plan.decode, sampling.greedy, sampling.num_logprobs, sampling.num_prompt_logprobs]
+    flags = [plan.step, plan.decode, plan.cascade, sampling.greedy, sampling.num_logprobs, sampling.num_prompt_logprobs]
     flags += [len(table), len(loads), len(kept)]
     head = np.asarray(flags + [len(array) for array in arrays] + [table.shape[1]], np.int32)
     return b"".join([head.tobytes(), _PADDING, *(array.tobytes() for array in (*arrays, loads, kept, table))])
@@ -43,7 +43,7 @@ def pack_plan(plan: StepPlan) -> bytes:
 def unpack_plan(frame: bytes | bytearray) -> StepPlan:
     """Return the plan in a frame; its arrays are views of the frame."""
     head = np.frombuffer(frame, np.int32, _HEADER).tolist()
-    step, decode, greedy, num_logprobs, num_prompt_logprobs, rows, loads, kept = head[:_FLAGS]
+    step, decode, cascade, greedy, num_logprobs, num_prompt_logprobs, rows, loads, kept = head[:_FLAGS]
     at = _HEADER * 4 + len(_PADDING)
     lengths = iter(head[_FLAGS:])
 
@@ -64,6 +64,7 @@ def unpack_plan(frame: bytes | bytearray) -> StepPlan:
     return StepPlan(
         step=step,
         decode=bool(decode),
+        cascade=bool(cascade),
         sampling=SamplingPlan(
             greedy=bool(greedy), num_logprobs=num_logprobs, num_prompt_logprobs=num_prompt_logprobs, **sampling
         ),

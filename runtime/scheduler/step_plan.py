@@ -22,6 +22,8 @@ DRAFT_SIZES = (1, 3, 7)
 """Drafts per sequence for which there are programs; other numbers run in the next larger program."""
 VERIFIED_ROWS = 256
 """Most query rows of a step with drafts: beyond that more rows take as long as more steps."""
+CASCADE_SEQUENCES = 128
+"""Fewest sequences of a decode step with cascade attention: with fewer, reading shared pages once gains little."""
 RINGS = 64
 """Ring buffers for former answers on the device, one per adapter content."""
 OWN_TOKENS, FORMER_ANSWERS, TRAINED_DRAFT = 0, 1, 2
@@ -91,6 +93,7 @@ class StepPlan:
 
     step                number of the step
     decode              each sequence has exactly one query token
+    cascade             attention reads prefix pages that neighbouring sequences share once (`cascade`)
     input_ids [T]       0 for a token that is still on the device
     positions, slot_mapping [T], adapter_index [T]     adapter_index: -1 = base model
     adapter_numbers [B] each sequence's adapter, -1 = base model: the runner refuses a step whose slot holds another one
@@ -142,6 +145,7 @@ class StepPlan:
     next_tokens: Int32 = field(default_factory=no_rows)
     kept: Int32 = field(default_factory=lambda: no_rows().reshape(0, 5))
     adapter_numbers: Int32 = field(default_factory=no_rows)
+    cascade: bool = False
 
     @property
     def follows(self) -> bool:

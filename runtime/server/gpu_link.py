@@ -71,7 +71,8 @@ class Ready(Notice, frozen=True, tag="ready"):
                               limits for adapters that are loaded later
     host_pages                KV pages in host memory
     disk_pages, disk_prefix   see `SchedulerLimits`
-    exact, kv_role            see `SchedulerLimits`
+    exact, cascade_tile, cascade_pages, kv_role
+                              see `SchedulerLimits`
     left_out                  adapters that could not be read at a restart: name -> error for clients
     numerics                  see `Receipt`
     dtype                     of hidden states, such as `torch.bfloat16`
@@ -105,6 +106,8 @@ class Ready(Notice, frozen=True, tag="ready"):
     disk_pages: int = 0
     disk_prefix: str = ""
     exact: bool = False
+    cascade_tile: int = 0
+    cascade_pages: int = 0
     kv_role: KvRole = ""
     numerics: str = ""
     dtype: str = ""

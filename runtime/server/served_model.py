@@ -115,6 +115,8 @@ class ServedModel:
             disk_pages=limits.disk_pages,
             disk_prefix=limits.disk_prefix,
             exact=limits.exact,
+            cascade_tile=limits.cascade_tile,
+            cascade_pages=limits.cascade_pages,
             kv_role=limits.kv_role,
             longest_step=model.longest_step,
             lora_rank=0 if model.registry.lora is None else model.registry.lora.rank,

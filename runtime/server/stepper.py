@@ -136,6 +136,8 @@ class Stepper:
             disk_pages=ready.disk_pages,
             disk_prefix=ready.disk_prefix,
             exact=ready.exact,
+            cascade_tile=ready.cascade_tile,
+            cascade_pages=ready.cascade_pages,
             kv_role=ready.kv_role,
         )
         self.adapter_numbers = AdapterNumbers(
@@ -365,6 +367,7 @@ def published(counted: dict[str, int]) -> dict[str, int | float]:
         "adapter_failures",
         "slot_audit_failures",
         "prefix_host_hits",
+        "cascade_steps",
         "host_pages_saved",
         "host_pages_loaded",
         "host_page_evictions",

@@ -9,6 +9,7 @@ cpu_threads         number of torch threads for a model on a CPU
 model_runner        execute step plans: fill a bucket's inputs, replay its program, sample
 buckets             choose the bucket, and so the program, of each step
 decode_rows         steps with few prompt tokens as decode steps
+cascade_attention   whether there are programs with cascade attention, and for which steps
 program_processes   processes that build programs during a start
 bound_programs      keep the programs of buckets, build them in the background, measure their times
 step_inputs         static input tensors of a bucket

@@ -75,6 +75,7 @@ def _can_run(program: Bucket, wanted: Bucket) -> bool:
         and program.sequences >= wanted.sequences
         and program.lora >= wanted.lora
         and program.parts >= wanted.parts
+        and program.cascade <= wanted.cascade
     )
 
 

@@ -5,10 +5,11 @@ from itertools import pairwise
 
 from ...compiler.program.program import Bucket
 from ...ops.core.triton_support import next_power_of_2
-from ..scheduler.step_plan import DRAFT_SIZES, VERIFIED_ROWS, StepPlan, most_logits
+from ..scheduler.step_plan import CASCADE_SEQUENCES, DRAFT_SIZES, VERIFIED_ROWS, StepPlan, most_logits
 
 FINE_DECODE = 64
 SMALLEST_MIXED = 64
+CASCADE_STEP = 32  # between sizes of cascade buckets: few, since each takes time and memory at the start
 MIXED_SEQUENCES = (8, 64)
 
 
@@ -18,10 +19,12 @@ class Buckets:
 
     On a GPU there are decode buckets of 1, 2, 4, 8, then every 8 up to 64 and every 16 beyond; mixed buckets of 64,
     128, 192, 256, 384, ... tokens and 8, 64 or all sequences; and verify buckets for steps with drafts: 2, 4 and 8 rows
-    per sequence, up to VERIFIED_ROWS in all.
+    per sequence, up to VERIFIED_ROWS in all. With `cascade` there are further decode buckets, every 32 from
+    CASCADE_SEQUENCES on, for steps whose sequences share prefixes.
 
     drafts   maximum drafts per sequence
     parts    the engine has stacks for adapters' parts, so that steps with adapters have two kinds of programs
+    cascade  there are programs with cascade attention
     rounded  round all sizes up to powers of two; for the CPU, where a padded row takes as long as a real one
     """
 
@@ -33,11 +36,18 @@ class Buckets:
     rounded: bool = False
     drafts: int = 0
     parts: bool = False
+    cascade: bool = False
 
     def decode_sizes(self) -> list[int]:
         """Return batch sizes of the decode buckets, ascending; the last is max_num_seqs."""
         steps = [1, 2, 4, 8, *range(16, FINE_DECODE, 8), *range(FINE_DECODE, self.max_num_seqs, 16)]
         return [size for size in steps if size < self.max_num_seqs] + [self.max_num_seqs]
+
+    def cascade_sizes(self) -> list[int]:
+        """Return batch sizes of the cascade buckets, ascending; none without `cascade`."""
+        if not self.cascade or self.max_num_seqs < CASCADE_SEQUENCES:
+            return []
+        return [*range(CASCADE_SEQUENCES, self.max_num_seqs, CASCADE_STEP), self.max_num_seqs]
 
     def mixed_sizes(self) -> list[int]:
         """Return token counts of the mixed buckets, ascending; the last is max_num_batched_tokens."""
@@ -112,9 +122,14 @@ class Buckets:
         return [bucket for bucket in buckets if bucket not in first]
 
     def decode_buckets(self) -> list[Bucket]:
-        """Return the decode buckets, largest first."""
-        sizes = reversed(self.decode_sizes())
-        return [self._make(size, size, True, *variant) for size in sizes for variant in self._variants()]
+        """Return the decode buckets, largest first, and the cascade buckets."""
+        sizes = [(size, False) for size in reversed(self.decode_sizes())]
+        sizes += [(size, True) for size in reversed(self.cascade_sizes())]
+        return [
+            self._make(size, size, True, *variant, cascade=cascade)
+            for size, cascade in sizes
+            for variant in self._variants()
+        ]
 
     def captured_buckets(self) -> list[Bucket]:
         """Return the buckets that are captured as CUDA graphs at the start: decode and verify buckets."""
@@ -146,18 +161,19 @@ class Buckets:
         variant = lora, lora and parts
         if plan.verifies:
             return self._pick_verify(plan.num_sequences, 1 + int(plan.drafts.max()), variant)
+        cascade = self.cascade and plan.cascade
         if self.rounded:
             tokens = min(next_power_of_2(tokens), self.max_num_batched_tokens)
             most = self.max_num_seqs if sequences <= self.max_num_seqs else self.logit_rows
             sequences = min(next_power_of_2(sequences), most)
             return (
-                self._make(sequences, sequences, True, *variant)
+                self._make(sequences, sequences, True, *variant, cascade=cascade)
                 if plan.decode
                 else self._make(max(tokens, sequences), sequences, False, *variant)
             )
         if plan.decode:
-            size = _at_least(self.decode_sizes(), sequences)
-            return self._make(size, size, True, *variant)
+            size = _at_least(self.cascade_sizes() if cascade else self.decode_sizes(), sequences)
+            return self._make(size, size, True, *variant, cascade=cascade)
         return self._make(
             _at_least(self.mixed_sizes(), tokens), _at_least(self.sequence_sizes(), sequences), False, *variant
         )
@@ -172,8 +188,10 @@ class Buckets:
     def _make_verify(self, sequences: int, rows: int, lora: bool, parts: bool) -> Bucket:
         return Bucket(sequences * rows, sequences, self.pages, self.blocks, False, lora, rows, parts)
 
-    def _make(self, tokens: int, sequences: int, decode: bool, lora: bool, parts: bool = False) -> Bucket:
-        return Bucket(tokens, sequences, self.pages, self.blocks, decode, lora, parts=parts)
+    def _make(
+        self, tokens: int, sequences: int, decode: bool, lora: bool, parts: bool = False, cascade: bool = False
+    ) -> Bucket:
+        return Bucket(tokens, sequences, self.pages, self.blocks, decode, lora, parts=parts, cascade=cascade)
 
 
 def _at_least(sizes: list[int], wanted: int) -> int:

@@ -48,6 +48,7 @@ from ..scheduler.limits import SchedulerLimits
 from ..scheduler.speculation import max_drafts
 from .bound_programs import estimate_longest_step
 from .buckets import Buckets
+from .cascade_attention import cascade_limits
 from .cpu_threads import limit_cpu_threads
 from .disk.page_files import open_page_files
 from .memory_budget import NO_DEMAND, Specs, kv_specs, min_over_ranks, nbytes, num_host_pages, num_kv_pages, specs_of
@@ -266,6 +267,7 @@ class _Start:
             rounded=self.device.type == "cpu",
             drafts=max_drafts(self.engine.speculation),
             parts=lora is not None and lora.varies,
+            cascade=self._cascade[0] > 0,
         )
         largest = compiled.program(buckets.largest())
         if options.exact:
@@ -275,6 +277,10 @@ class _Start:
     @property
     def _config(self) -> LlamaConfig:
         return self.source.config.up_to(self.sizes.max_model_len)
+
+    @property
+    def _cascade(self) -> tuple[int, int]:
+        return cascade_limits(self._config, self.engine, self.compiler_options, self.sizes.max_num_seqs)
 
     def _program_cache(self, key: Mapping[str, object]) -> ProgramCache | None:
         """Return the cache on disk; None for other pass lists than the compiler's own: keys have only passes' names."""
@@ -404,6 +410,7 @@ class _Start:
         if self.engine.speculation == "auto":
             with self._timed("step_times"):
                 step_times = runner.measure_step_times()
+        cascade_tile, cascade_pages = self._cascade
         return SchedulerLimits(
             num_pages,
             self.sizes.max_model_len,
@@ -416,6 +423,8 @@ class _Start:
             speculation_history=self.engine.speculation_history,
             host_pages=host_pages,
             exact=self.compiler_options.exact,
+            cascade_tile=cascade_tile,
+            cascade_pages=cascade_pages,
             kv_role="" if self.options.transfer is None else self.options.transfer.role,
         )
 

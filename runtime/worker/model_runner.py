@@ -164,7 +164,7 @@ class ModelRunner:
     def _timed_programs(self) -> Iterator[tuple[Bucket, Callable[[], None]]]:
         """Yield each bucket and the function that runs its program; its inputs are valid until the next one."""
         for bucket in self.buckets.captured_buckets():
-            if bucket.lora != self.buckets.lora or bucket.parts:
+            if bucket.lora != self.buckets.lora or bucket.parts or bucket.cascade:
                 continue
             program = self._program(bucket)
             routes = any(step.op == ROUTE for step in program.bound.program.steps)

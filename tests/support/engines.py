@@ -49,11 +49,12 @@ def make_engine(
     disk_prefix="",
     exact=False,
     kv_role="",
+    cascade=(0, 0),
     **loading,
 ) -> Engine:
     """`adapters` many adapters, adapter0 with number 0 and so on; `asynchronous` copies them while steps run
     (`loading`: see LoadingFakeRunner, and with `speculation` FollowingFakeRunner). `history`: tokens of a ring of
-    answers. `exact`: with an ExactFakeRunner.
+    answers. `exact`: with an ExactFakeRunner. `cascade`: cascade_tile and cascade_pages.
     """
     numbers = {f"adapter{index}": index for index in range(adapters)}
     limits = SchedulerLimits(
@@ -72,6 +73,8 @@ def make_engine(
         disk_prefix=str(disk_prefix),
         exact=exact,
         kv_role=kv_role,
+        cascade_tile=cascade[0],
+        cascade_pages=cascade[1],
     )
     scheduler = Scheduler(limits, numbers, hashes, invocations, asynchronous_loads=asynchronous, clock=clock or Clock())
     runner: FakeRunner

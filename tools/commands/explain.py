@@ -52,8 +52,8 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add_shape(parser)
     add_buckets(
         parser,
-        "programs to explain: decode:N and mixed:N, and verify1:N, verify3:N and verify7:N for steps with drafts; "
-        "changes are compared for the first one",
+        "programs to explain: decode:N and mixed:N, verify1:N, verify3:N and verify7:N for steps with drafts, and "
+        "cascade:N for cascade attention, estimated without shared pages; changes are compared for the first one",
     )
     parser.add_argument(
         "--context", type=positive, metavar="N", help="cached tokens of a sequence (default: half of the bucket's)"

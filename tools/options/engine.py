@@ -207,7 +207,6 @@ def add_compile_options(parser: argparse.ArgumentParser, precision: Precision | 
     for name in ("hadamard", "center_keys", "balance_keys", "rotate_values"):
         add_option(group, name)
     add_option(group, "lora_dtype", type=short)
-    add_option(group, "cascade_attention")
     doc = keywords()["disable_passes"].metadata["doc"]
     group.add_argument("--disable-pass", action="append", default=[], metavar="PASS", help=f"{doc}; may be repeated")
 
@@ -248,6 +247,13 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add_option(group, "max_model_len")
     add_option(advanced(parser), "calibration", metavar="FILE|off")
     add_option(advanced(parser), "rounded_weights", metavar="FILE")
+    add_option(
+        advanced(parser),
+        "cascade_attention",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help=f"{keywords()['cascade_attention'].metadata['doc']} (default: on)",
+    )
     add_option(group, "max_num_seqs")
     add_option(group, "max_num_batched_tokens")
     add_option(group, "speculation", type=speculation, metavar="off|auto|N")
@@ -314,8 +320,6 @@ def precision_arguments(options: argparse.Namespace) -> dict[str, Any]:
     arguments = {"kv_cache_dtype": kv_dtype, "disable_passes": tuple(options.disable_pass)}
     if options.no_hadamard:
         arguments["hadamard"] = False
-    if options.cascade_attention:
-        arguments["cascade_attention"] = True
     names = "precision", "exact", "hadamard", "center_keys", "balance_keys", "rotate_values", "lora_dtype"
     return arguments | given(options, *names)
 
@@ -354,6 +358,7 @@ def llm_arguments(options: argparse.Namespace) -> dict[str, Any]:
         "device",
         "calibration",
         "rounded_weights",
+        "cascade_attention",
         "tensor_parallel_size",
     )
     if getattr(options, "enable_lora", False):

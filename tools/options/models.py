@@ -73,18 +73,18 @@ def zipf(names: Sequence[T], count: int, seed: int = 0) -> list[T]:
 
 
 def bucket(text: str) -> tuple[str, int]:
-    """Parse `decode:N` (or just `N`), `verify1:N`, `verify3:N`, `verify7:N` or `mixed:N`."""
-    match = re.fullmatch(r"(?:(decode|verify[137]|mixed):)?([1-9]\d{0,4})", text)
+    """Parse `decode:N` (or just `N`), `cascade:N`, `verify1:N`, `verify3:N`, `verify7:N` or `mixed:N`."""
+    match = re.fullmatch(r"(?:(decode|cascade|verify[137]|mixed):)?([1-9]\d{0,4})", text)
     if match is None:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is none of decode:SEQUENCES, verify3:SEQUENCES (3 drafts each; also 1 and 7) and mixed:TOKENS, "
-            "such as decode:8 or mixed:256"
+            f"{text!r} is none of decode:SEQUENCES, cascade:SEQUENCES, verify3:SEQUENCES (3 drafts each; also 1 and 7) "
+            "and mixed:TOKENS, such as decode:8 or mixed:256"
         )
     return match[1] or "decode", int(match[2])
 
 
 def as_bucket(kind: str, count: int, lora: bool) -> Any:
-    """Return the compiler's bucket for `decode:count`, `verify3:count` or `mixed:count`."""
+    """Return the compiler's bucket for `decode:count`, `cascade:count`, `verify3:count` or `mixed:count`."""
     from ...compiler.program.program import Bucket
 
     rows = 1 + int(kind.removeprefix("verify")) if kind.startswith("verify") else 1
@@ -94,9 +94,10 @@ def as_bucket(kind: str, count: int, lora: bool) -> Any:
         sequences=sequences,
         pages=sequences * CONTEXT_BLOCKS + 1,
         blocks=CONTEXT_BLOCKS,
-        decode=kind == "decode",
+        decode=kind in ("decode", "cascade"),
         lora=lora,
         rows=rows,
+        cascade=kind == "cascade",
     )
 
 

@@ -1,4 +1,4 @@
-"""Decode attention that reads pages of several sequences once: `cascade_attention`."""
+"""Decode attention that reads pages of several sequences once, in buckets with `cascade`."""
 
 from torch import fx
 
@@ -6,10 +6,8 @@ from ....ops.attention.paged_attention import paged_attention, paged_attention_q
 from ....ops.attention.paged_attention_blocks import paged_attention_blocks
 from ....ops.attention.prefill_gluon import tile_tokens
 from ....ops.attention.prefix_attention import prefix_attention, prefix_plan
-from ...graph.nodes import bind, calls, insert_call, insert_picks, is_call, last_placeholder, set_operands, shape_of
+from ...graph.nodes import bind, calls, insert_call, insert_picks, last_placeholder, set_operands, shape_of
 from ..base import Context, PassReport, Refused, rewrite_each
-
-FEWEST_SEQUENCES = 16  # with fewer, a step reads little of the KV cache
 
 
 def share_prefix(graph: fx.Graph, context: Context) -> PassReport:
@@ -20,8 +18,7 @@ def share_prefix(graph: fx.Graph, context: Context) -> PassReport:
             prefix, lse = prefix_attention(q, kv_cache, kv_scales, block_table, plan, softmax_scale)
             y = paged_attention(q, kv_cache, kv_scales, block_table, context_lens, query_start, ..., prefix, lse, plan)
 
-    Also for paged_attention_quant and paged_attention_blocks. Leaves steps with drafts, windows, few sequences, and
-    heads or caches without a kernel.
+    Also for paged_attention_quant and paged_attention_blocks. Leaves windows, and heads or caches without a kernel.
     """
     plans: dict[tuple[object, ...], fx.Node] = {}
 
@@ -39,21 +36,14 @@ def share_prefix(graph: fx.Graph, context: Context) -> PassReport:
             prefix, lse = insert_picks(graph, both, (0, 1), like=node)
         set_operands(node, prefix=prefix, prefix_lse=lse, prefix_plan=plans[key])
 
-    if not context.options.cascade_attention:
-        return PassReport(0)
     return rewrite_each(calls(graph, paged_attention, paged_attention_quant, paged_attention_blocks), share)
 
 
 def _check(node: fx.Node) -> None:
     attention = bind(node)
-    decode = attention.rows == 1 if is_call(node, paged_attention_blocks) else attention.decode
-    if not decode:
-        raise Refused("more than one token per sequence")
     if attention.window:
         raise Refused(f"its window has {attention.window} tokens")
-    (sequences, heads, dim), cache = shape_of(attention.q), attention.kv_cache
-    if sequences < FEWEST_SEQUENCES:
-        raise Refused(f"{sequences} sequences: faster from {FEWEST_SEQUENCES} on")
+    (_, heads, dim), cache = shape_of(attention.q), attention.kv_cache
     if not takes_prefix(int(heads), int(shape_of(cache)[1]), int(dim), cache.meta["val"].dtype):
         raise Refused(
             f"no kernel supports {heads} heads of {dim} on {shape_of(cache)[1]} KV heads over {cache.meta['val'].dtype}"

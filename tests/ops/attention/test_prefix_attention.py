@@ -6,6 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from sidestream.ops.attention import decode_gluon_merge
 from sidestream.ops.attention import prefix_attention as module
 from sidestream.ops.attention.paged_attention import gather_keys_values, paged_attention, paged_attention_quant
 from sidestream.ops.attention.paged_attention import paged_attention_reference as reference
@@ -17,6 +18,7 @@ from sidestream.ops.core.triton_support import INTERPRETED
 from sidestream.ops.elementwise.quantize_blocks import dequantize_blocks
 from support.attention import Batch, make_batch, relative_error, share_pages, spills_in_main_loop, tolerance
 from support.checks import EXACT, bits, check_kernel, poison
+from support.gluon_threads import _Pointer, kernels_in_threads
 from support.prefill_threads import in_threads
 from support.sm90 import compile_launch, launched, reads_under_way
 
@@ -175,6 +177,27 @@ def test_misfits_are_named() -> None:
         prefix_attention(batch.q, batch.kv_cache.float(), batch.kv_scales, batch.block_table, plan, 0.1)
     with pytest.raises(ValueError, match="plan is"):
         prefix_attention(batch.q, batch.kv_cache, batch.kv_scales, batch.block_table, plan[:1], 0.1)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs the kernel's own Python code")
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+def test_decode_merges_the_parts_of_a_prefix(count: int) -> None:
+    """Four query heads of a sequence, in a launch of three sequences; without parts its own result is unchanged."""
+    used, width, first = 4, 8, 4
+    parts, lses = torch.randn(3, 12, 128), 4 * torch.randn(3, 12)
+    o, lse = torch.randn(width, 128), 4 * torch.randn(width)
+    with kernels_in_threads(decode_gluon_merge):
+        loaded = decode_gluon_merge.load_prefix(
+            _Pointer(parts.view(-1)), _Pointer(lses.view(-1)), count, first, 12, used, width, 2
+        )
+        merged_o, merged_lse = decode_gluon_merge.merge_prefix(o, lse, loaded)
+    rows = slice(first, first + used)
+    # the sums of decode_gluon have a factor 2^8
+    weights = torch.cat([torch.exp2(lses[:count, rows] + 8), torch.exp2(lse[None, :used])])
+    want = (weights[..., None] * torch.cat([parts[:count, rows], o[None, :used]])).sum(0) / weights.sum(0)[:, None]
+    torch.testing.assert_close(torch.as_tensor(merged_o[:used]), want)
+    torch.testing.assert_close(torch.as_tensor(merged_lse[:used]), weights.sum(0).log2())
+    assert count or (torch.equal(merged_o, o) and torch.equal(merged_lse, lse))
 
 
 # Machine code

@@ -142,7 +142,6 @@ def test_what_is_not_exact_is_refused(adapters: dict[str, Path], tmp_path: Path)
         ("lm_head", "bf16", "lm_head='bf16' contradicts exact=True"),
         ("lora_dtype", "bf16", "lora_dtype='bf16' contradicts exact=True"),
         ("whole_layer", "on", "whole_layer='on' contradicts exact=True"),
-        ("cascade_attention", True, "cascade_attention=True contradicts exact=True"),
         ("logprobs_mode", "processed_logprobs", "logprobs_mode='processed_logprobs' contradicts exact=True"),
         ("tensor_parallel_size", 2, "tensor_parallel_size=2 contradicts exact=True"),
         ("speculation", "auto", "speculation='auto' contradicts exact=True"),

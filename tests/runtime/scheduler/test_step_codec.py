@@ -42,6 +42,7 @@ def random_plan(generator) -> StepPlan:
     plan |= {
         "step": int(generator.integers(0, 1 << 31)),
         "decode": bool(generator.integers(2)),
+        "cascade": bool(generator.integers(2)),
         "sampling": SamplingPlan(**sampling),
         "block_table": some(generator, "block_table", rows * columns).reshape(rows, columns),
         "slot_loads": some(generator, "", 2 * loads).reshape(-1, 2),

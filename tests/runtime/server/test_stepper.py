@@ -68,6 +68,12 @@ def test_the_scheduler_uses_the_speculation_settings_of_the_gpu_process() -> Non
     assert limits.ring_tokens == 300 and replace(limits, speculation="off").ring_tokens == 0
 
 
+def test_the_scheduler_uses_cascade_attention_as_the_gpu_process_can() -> None:
+    sent = Ready(97, 40, PAGE_SIZE, 320, 4, 4096, 0, [], [], cascade_tile=32, cascade_pages=1375)
+    limits = Stepper(sent, Link(), None).scheduler.limits  # type: ignore[arg-type]
+    assert (limits.cascade_tile, limits.cascade_pages) == (32, 1375)
+
+
 def test_the_step_limit_is_ten_times_the_longest_step_of_the_gpu_process() -> None:
     sent = Ready(97, 40, PAGE_SIZE, 320, 4, 4096, 0, [], [], "cuda:0", longest_step=60.0)
     ready = msgspec.convert(msgspec.to_builtins(sent), Ready)

@@ -158,6 +158,17 @@ def test_diff_tells_what_a_pass_did(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert run("inspect", "diff", first, str(tmp_path)) == 2
 
 
+def test_a_dump_has_programs_with_cascade_attention(tmp_path: Path) -> None:
+    fields = json.loads((config_directory(tmp_path / "model") / "config.json").read_text())
+    wide = fields | {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 128}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(wide))
+    buckets = ("--bucket", "decode:128", "cascade:128")
+    assert run("inspect", "dump", str(tmp_path / "model"), "-o", str(tmp_path / "dump"), *buckets) == 0
+    programs = {path.parent.name: path.read_text() for path in (tmp_path / "dump").glob("*/program.txt")}
+    shared = {name.split("_b128_")[1] for name, text in programs.items() if "sidestream.prefix_attention" in text}
+    assert len(programs) == 2 and shared == {"p8_base_cascade"}
+
+
 def test_explain_says_what_drafts_would_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     buckets = ("decode:8", "verify3:8", "verify7:8")
     assert (

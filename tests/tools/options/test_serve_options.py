@@ -128,6 +128,12 @@ def test_adapters_that_are_not_readable(model, text, capsys):
     assert "is not" in capsys.readouterr().err
 
 
+def test_cascade_attention_is_on_unless_it_is_switched_off(model):
+    assert "cascade_attention" not in settings(str(model)).llm
+    assert settings(str(model), "--cascade-attention").llm["cascade_attention"] is True
+    assert settings(str(model), "--no-cascade-attention").llm["cascade_attention"] is False
+
+
 def test_several_names_of_the_model(model, tmp_path):
     options = cli.build_parser().parse_args(["serve", str(model), "--port", "0", "--served-model-name", "m", "n", "o"])
     found = settings_of(options)

@@ -9,6 +9,7 @@ host_kv            first token of a long prompt from host memory, and decoding o
 prompt_splits      attention of short chunks over long contexts, with several numbers of splits
 refused_key        latencies of one key while another key's requests are refused
 shared_prefix      decode attention of requests with the same prefix, read by each and read once
+shared_prefix_steps  the same in whole decode steps, chosen by the scheduler
 split_engines      gaps between tokens with prefill and decode engines, and with engines that do both
 versus_vllm        workloads A and P on vLLM and on Sidestream, in turn
 drafts/            acceptance and speed of real drafts

@@ -1,13 +1,13 @@
-"""share_prefix: decode programs with `cascade_attention` attend to shared pages in a launch of their own."""
+"""share_prefix: programs of buckets with `cascade` attend to shared pages in a launch of their own."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from sidestream.compiler.options import CompileOptions
-from sidestream.compiler.passes.fuse import share_prefix
-from sidestream.compiler.program.program import Bucket, Program
+from sidestream.compiler.program.program import Bucket, Program, ProgramError
 from sidestream.graphs.lora import LoraShape
 from support.meta import compiled_without_weights
 from support.three_tokens import STEP, STEP_LORA, logits
@@ -33,29 +33,32 @@ FIELDS: dict[str, Any] = {
 
 def program(bucket: Bucket, fields: dict[str, Any] = FIELDS, **options: Any) -> Program:
     lora = LoraShape(2, 16) if bucket.lora else None
-    given = {"cascade_attention": True, **options}
-    return compiled_without_weights(fields, lora, CompileOptions(**given)).program(bucket)
+    return compiled_without_weights(fields, lora, CompileOptions(**options)).program(bucket)
 
 
 def ops(made: Program) -> Counter[str]:
     return Counter(step.op.removeprefix("sidestream.") for step in made.steps)
 
 
-def decode(sequences: int, lora: bool = False) -> Bucket:
-    return Bucket(sequences, sequences, 64, 4, decode=True, lora=lora)
+def decode(sequences: int, lora: bool = False, cascade: bool = True) -> Bucket:
+    return Bucket(sequences, sequences, 64, 4, decode=True, lora=lora, cascade=cascade)
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
 @pytest.mark.parametrize(("sequences", "lora"), [(16, False), (20, True), (64, True)])
 def test_where_it_applies(precision: str, sequences: int, lora: bool) -> None:
-    """With each form of attention; the plan is older than the kernels before attention, which reads it early."""
+    """With each form of attention; the plan is complete before the kernels before attention, which reads it early."""
     made = program(decode(sequences, lora), precision=precision)
     assert ops(made)["prefix_attention"] == 2 and ops(made)["prefix_plan"] == 1
     names = [step.op.removeprefix("sidestream.") for step in made.steps]
-    assert names.index("prefix_plan") < 2 and names.index("prefix_attention") > 4
-    plain = ops(program(decode(sequences, lora), precision=precision, cascade_attention=False))
-    assert not plain["prefix_attention"] and not plain["prefix_plan"]
-    assert ops(made) - plain == Counter(prefix_attention=2, prefix_plan=1)
+    plan = names.index("prefix_plan")
+    assert plan < 2 and names.index("prefix_attention") > 4
+    launches = [step.pdl for step in made.steps[plan + 1 :] if step.stream == "main"]
+    assert not launches[0] and all(launches[1:]), "only the next kernel waits until the plan is written"
+    plain = program(decode(sequences, lora, cascade=False), precision=precision)
+    assert not ops(plain)["prefix_attention"] and "share_prefix" not in plain.passes
+    assert ops(made) - ops(plain) == Counter(prefix_attention=2, prefix_plan=1)
+    assert plain.name + "_cascade" == made.name
 
 
 def test_what_is_left_alone() -> None:
@@ -64,17 +67,16 @@ def test_what_is_left_alone() -> None:
         assert not ops(made)["prefix_attention"] and not ops(made)["prefix_plan"]
         assert reason in made.passes
 
-    refused(decode(8), "8 sequences: faster from 16 on")
     refused(decode(16), "no kernel supports 8 heads of 64", {**FIELDS, "num_attention_heads": 8, "head_dim": 64})
     refused(decode(16), "over torch.bfloat16", precision="bf16")
     window = {"sliding_window": 128, "model_type": "mistral", "architectures": ["MistralForCausalLM"]}
     refused(decode(16), "its window has 128 tokens", {**FIELDS, **window})
-    refused(Bucket(64, 16, 64, 4, False, False, 4), "more than one token per sequence")
+    with pytest.raises(ProgramError, match="cascade=True must have decode=True"):
+        Bucket(64, 16, 64, 4, False, False, 4, cascade=True)
 
 
 @pytest.mark.parametrize("bucket", [STEP, STEP_LORA], ids=["base", "adapters"])
-def test_it_computes_the_same(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(share_prefix, "FEWEST_SEQUENCES", 1)
-    shared, plain = program(bucket), program(bucket, cascade_attention=False)
+def test_it_computes_the_same(bucket: Bucket) -> None:
+    shared, plain = program(replace(bucket, cascade=True)), program(bucket)
     assert ops(shared)["prefix_attention"] == 2
     assert torch.equal(logits(shared, [1, -1, 0]), logits(plain, [1, -1, 0]))

@@ -1,7 +1,11 @@
 """The benches of prompt attention's splits and of shared prefixes, without a GPU: their cases, the kernel's choice."""
 
+import json
+from pathlib import Path
+
 import pytest
-from sidestream.tools.dev.bench import prompt_splits, shared_prefix
+from sidestream.tools.bench.random_model import TINY
+from sidestream.tools.dev.bench import prompt_splits, shared_prefix, shared_prefix_steps
 
 
 def test_dry_run_lists_every_chunk(capsys: pytest.CaptureFixture[str]) -> None:
@@ -16,3 +20,13 @@ def test_dry_run_lists_every_prefix(capsys: pytest.CaptureFixture[str]) -> None:
     shared_prefix.main(["--dry-run", "--requests", "64", "256", "--shared", "1024"])
     lines = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
     assert lines == [["64", "1024", "256"], ["256", "1024", "256"]]
+
+
+def test_steps_are_timed_with_and_without_a_prefix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(TINY))
+    few = ["--requests", "3", "--shared", "64", "--own", "8", "--tokens", "4"]
+    shared_prefix_steps.main(["--shape", str(config), "--device", "cpu", *few])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [line[:2] for line in lines] == [["0", "False"], ["64", "False"], ["0", "True"], ["64", "True"]]
+    assert all(float(line[2]) > 0 and line[4] == "0" for line in lines), "a CPU has no such programs"
