@@ -17,6 +17,7 @@ from ...graphs.adapter_description import AGAIN_FROM_MEMORY, UPDATE, describe_ad
 from ...graphs.adapter_names import MLX, PEFT
 from ...graphs.config import LlamaConfig
 from ...graphs.draft.config import LORA_DIRECTORY, EagleConfig
+from ...graphs.files.update_file import UpdateFile
 from ...graphs.lora import LoraShape
 from ...graphs.lora_stacks import check_fits
 from ...graphs.model_directory import adapter_directory, without_file_name
@@ -236,7 +237,8 @@ class AdapterRegistry:
 
         def load(path: Path, config: LlamaConfig, max_rank: int) -> Adapter:
             find_hash = None if cache is None else cache.find_hash
-            loaded = load_adapter(path, config, max_rank, self._lenient, find_hash, roots, self._describe, self._base)
+            options = self._lenient, find_hash, roots, self._describe, self._base
+            loaded = load_adapter(path, config, max_rank, *options, with_source=cache is not None)
             if cache is not None and loaded.is_read:
                 cache.save_hash_later(loaded)
             return loaded
@@ -277,9 +279,9 @@ class AdapterRegistry:
                 self._delete(previous)
         return registered
 
-    def add_version(self, name: str, handle: int, version: int | None = None) -> RegisteredAdapter:
-        """Read, check and register an update from an open update file, without a name yet: `publish` gives it one,
-        `drop` deletes it. `version`: see `next_version`.
+    def add_version(self, name: str, file: UpdateFile, version: int | None = None) -> RegisteredAdapter:
+        """Read, check and register an update, without a name yet: `publish` gives it one, `drop` deletes it. `version`:
+        see `next_version`.
 
         Raises RequestError and AdapterError as `add` does, and VersionConflictError.
         """
@@ -289,7 +291,7 @@ class AdapterRegistry:
         describer, lenient = self._describe, self._lenient
         describe = describer.describe_update if isinstance(describer, AdapterDescriber) else describe_update
         try:
-            adapter = load_update(handle, self.config, self._fitting_rank, lenient, describe, self._base)
+            adapter = load_update(file, self.config, self._fitting_rank, lenient, describe, self._base)
         except AdapterError as error:
             text = str(error).replace(CONFIG, "config").replace(PEFT.weights, UPDATE.name)
             raise AdapterError(f"adapter {name!r}: {text.replace(PEFT.again, AGAIN_FROM_MEMORY)}") from None
@@ -398,9 +400,9 @@ class AdapterRegistry:
         if adapter.content_hash != registered.content_hash:
             if self.disk_cache is not None:
                 before = registered.adapter
-                for now, then in ((adapter, before), (adapter.draft, before.draft)):
-                    if now is not None and then is not None and now.source == then.source:
-                        self.disk_cache.remove_hash(now.source)
+                for each in (before, before.draft):  # in case the cache's hash was wrong
+                    if each is not None and each.source:
+                        self.disk_cache.remove_hash(each.source)
             raise AdapterError("its files have changed since it was registered; register it again")
         return adapter
 
