@@ -4,7 +4,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -123,7 +123,8 @@ def load_adapter(
     found = describe(directory, config, max_rank, lenient, roots)
     weights, copies = directory / found.form.weights, found.vocabulary.copies
     with AdapterFile(weights, AdapterError, found.form.again, found.layout, roots, copies) as file:
-        adapter = _read(file, found, config, max_rank, recall, base, with_source)
+        adapter, content_hash = _read(file, found, config, max_rank, recall, base, with_source)
+    adapter = replace(adapter, content_hash=content_hash())
     for difference in found.differences:
         _log.warning("adapter %r: %s", directory.name, difference)
     return adapter
@@ -136,9 +137,11 @@ def load_update(
     lenient: bool = False,
     describe: DescribeUpdate = describe_update,
     base: Path | None = None,
-) -> Adapter:
-    """Read an adapter from an update, as `load_adapter` reads one from a directory: the same tensors and config have
-    the same content_hash. It has no `source`.
+) -> tuple[Adapter, Callable[[], str]]:
+    """Read an adapter from an update, as `load_adapter` reads one from a directory, but without hashes.
+
+    The second result waits for its content_hash, which other threads compute: that of the same tensors and config in a
+    directory.
     """
     found = describe(update.handle, config, max_rank, lenient)
     copies = found.vocabulary.copies
@@ -154,8 +157,8 @@ def _read(
     recall: Recall | None,
     base: Path | None,
     with_source: bool,
-) -> Adapter:
-    """Read and check the tensors of a described adapter; see `load_adapter`."""
+) -> tuple[Adapter, Callable[[], str]]:
+    """Read and check the tensors of a described adapter; see `load_adapter`. Return it and its content_hash."""
     form = found.form
     file.read(with_source)
     rows = changed_rows(file, found.vocabulary, config, base, max_rank)
@@ -173,8 +176,10 @@ def _read(
             )
     tensors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     parts: dict[str, dict[str, torch.Tensor]] = {}
-    content_hash = recall(source) if recall is not None else None
-    if content_hash is None:
+    known = recall(source) if recall is not None else None
+    if known is not None:
+        content_hash: Callable[[], str] = partial(str, known)
+    else:
         file.check_values()
         content_hash = _content_hash(file, found, rows)
         for module, (first, second) in found.pairs.items():
@@ -200,19 +205,20 @@ def _read(
                 vectors = {kind: _factors(vectors, config.stored_shape(module)[0])}
             for part, row, end in config.parts_of(module):
                 parts[part] = {kind: arranged(config, part, kind, value[row:end]) for kind, value in vectors.items()}
-    return Adapter(
+    adapter = Adapter(
         rank=max((rank for module, rank in ranks.items() if not is_expert(module)), default=0),
         expert_rank=max((rank for module, rank in ranks.items() if is_expert(module)), default=0),
         scaling={part: scale for module, scale in scaling.items() for part, *_ in parts_of(config, module)},
         tensors=tensors,
         targets=_targets(config, (*ranks, *found.parts)),
-        content_hash=content_hash,
+        content_hash="",
         differences=found.differences,
         source=source,
         kinds=found.kinds(config),
         parts=parts,
         invocation=found.invocation,
     )
+    return adapter, content_hash
 
 
 def _targets(config: LlamaConfig, modules: Iterable[str]) -> tuple[str, ...]:
@@ -241,8 +247,8 @@ def _factors(vectors: Mapping[str, torch.Tensor], outputs: int) -> torch.Tensor:
     return factors
 
 
-def _content_hash(file: AdapterFile, found: Description, rows: Mapping[str, ChangedRows]) -> str:
-    """Return a sha256 (hex) over the modules' digests; several threads compute these."""
+def _content_hash(file: AdapterFile, found: Description, rows: Mapping[str, ChangedRows]) -> Callable[[], str]:
+    """Start to compute a sha256 (hex) over the modules' digests on other threads. The result waits for it."""
 
     def digest(module: str) -> bytes:
         form = "mlx" if found.mlx else found.stacked if is_stack(module) else ""
@@ -256,7 +262,11 @@ def _content_hash(file: AdapterFile, found: Description, rows: Mapping[str, Chan
 
     modules = found.modules
     parts = [modules[first : first + MODULES_AT_ONCE] for first in range(0, len(modules), MODULES_AT_ONCE)]
-    digests = chain.from_iterable(readers().map(lambda part: [digest(module) for module in part], parts))
-    changes = [module.encode() + changed.digest for module, changed in rows.items()]
-    invocation = f"invocation {found.invocation}".encode() if found.invocation else b""
-    return hashlib.sha256(b"".join((*digests, *changes, invocation))).hexdigest()
+    jobs = [readers().submit(lambda part=part: b"".join(map(digest, part))) for part in parts]
+
+    def result() -> str:
+        changes = [module.encode() + changed.digest for module, changed in rows.items()]
+        invocation = f"invocation {found.invocation}".encode() if found.invocation else b""
+        return hashlib.sha256(b"".join((*(job.result() for job in jobs), *changes, invocation))).hexdigest()
+
+    return result

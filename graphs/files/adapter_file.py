@@ -95,7 +95,7 @@ class AdapterFile:
             return hashlib.sha256(memory[piece].data).digest() if hashed else b""
 
         try:
-            digests = list(readers().map(digest, self._pieces))
+            digests = list(readers().map(digest, self._pieces if hashed or contents is None else ()))
         except (OSError, EOFError) as problem:
             raise self._damaged(problem) from None
         header = memory[: self._layout.header]

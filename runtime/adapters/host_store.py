@@ -170,8 +170,9 @@ class HostStore:
         return packing_key(self._recipes, self._shapes, self._dtype, registry.config, self._lora, self._constants, base)
 
     def _cache_key(self, number: int) -> str | None:
-        """Return the adapter's key in the disk cache; None if absent or if its files may have changed."""
-        if self.disk_cache is None or not self._registry.is_unchanged(number):
+        """Return the adapter's key in the disk cache; None if absent, for updates, or if its files may have changed."""
+        registry = self._registry
+        if self.disk_cache is None or registry.is_update(number) or not registry.is_unchanged(number):
             return None
         self.disk_cache.jobs.postpone()
         key = slot_key(self._packing_key, self._registry.by_number(number).content_hash)

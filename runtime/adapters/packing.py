@@ -19,7 +19,7 @@ import torch
 from ...compiler.graph.materialize import materialize
 from ...compiler.graph.recipe import Recipe
 
-GROUP_ELEMENTS = 1 << 18  # 1 MiB in fp32: intermediate copies stay within a core's cache
+GROUP_ELEMENTS = 1 << 19  # 2 MiB in fp32: intermediate copies stay within a core's cache
 PACKING_THREADS = 8
 # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of malloc.h: the largest values that glibc chooses itself. With smaller ones
 # each group's copies go back to the operating system, and a third of the time is page faults.

@@ -6,7 +6,7 @@ import os
 import re
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -129,6 +129,7 @@ class AdapterRegistry:
         self._by_number: dict[int, RegisteredAdapter] = {}
         self._unread: dict[int, Adapter] = {}
         self._unused: set[int] = set()
+        self._hashing: dict[int, Callable[[], Adapter]] = {}  # updates until `with_hash`
         self._next_number = 0
         self._lock = threading.Lock()
 
@@ -281,7 +282,7 @@ class AdapterRegistry:
 
     def add_version(self, name: str, file: UpdateFile, version: int | None = None) -> RegisteredAdapter:
         """Read, check and register an update, without a name yet: `publish` gives it one, `drop` deletes it. `version`:
-        see `next_version`.
+        see `next_version`. `with_hash` returns it with its content hash, before it is published.
 
         Raises RequestError and AdapterError as `add` does, and VersionConflictError.
         """
@@ -291,7 +292,7 @@ class AdapterRegistry:
         describer, lenient = self._describe, self._lenient
         describe = describer.describe_update if isinstance(describer, AdapterDescriber) else describe_update
         try:
-            adapter = load_update(file, self.config, self._fitting_rank, lenient, describe, self._base)
+            adapter, content_hash = load_update(file, self.config, self._fitting_rank, lenient, describe, self._base)
         except AdapterError as error:
             text = str(error).replace(CONFIG, "config").replace(PEFT.weights, UPDATE.name)
             raise AdapterError(f"adapter {name!r}: {text.replace(PEFT.again, AGAIN_FROM_MEMORY)}") from None
@@ -303,6 +304,16 @@ class AdapterRegistry:
             named = version_name(name, version)
             update = RegisteredAdapter(number, named, Path(), adapter.bare, None, chat, memory=adapter)
             self._store(update, ())
+            self._hashing[number] = lambda: replace(adapter, content_hash=content_hash())
+        return update
+
+    def with_hash(self, update: RegisteredAdapter) -> RegisteredAdapter:
+        """Wait for the content hash of an update that `add_version` has returned; return the update with it."""
+        memory = self._hashing[update.number]()
+        with self._lock:
+            update = replace(update, adapter=memory.bare, memory=memory)
+            if self._hashing.pop(update.number, None) is not None:  # else it was dropped meanwhile
+                self._store(update, ())
         return update
 
     def _store(self, registered: RegisteredAdapter, stamp: FileStamp | None) -> None:
@@ -366,7 +377,7 @@ class AdapterRegistry:
 
     def _delete(self, number: int) -> None:
         self._unused.discard(number)
-        for table in (self._by_number, self._unread, self._stamps, self.hashes, self.invocations):
+        for table in (self._by_number, self._unread, self._stamps, self._hashing, self.hashes, self.invocations):
             table.pop(number, None)
 
     def read(self, number: int) -> Adapter:

@@ -120,10 +120,10 @@ class Model:
                     "requests cannot switch to it; give inflight='pin'"
                 )
             self.runner.slot_loader.prefetch([update.number])
+            return self.registry.with_hash(update)
         except BaseException:
             self.drop_update(update.number)
             raise
-        return update
 
     def publish_update(self, update: RegisteredAdapter) -> list[int]:
         """See `AdapterRegistry.publish`."""

@@ -342,7 +342,7 @@ def test_the_child_process_describes_updates(base, adapters):
         registry = AdapterRegistry(config, 16, describe=describer, base=base.path)
         source = AdapterUpdate(*stored(adapters[1]), "pin")
         with private_update(source.nbytes, source.copy) as file:
-            update = registry.add_version("policy", file)
+            update = registry.with_hash(registry.add_version("policy", file))
         expected = load_adapter(adapters[1], config, 16)
         assert update.content_hash == expected.content_hash
         read = registry.read(update.number)
