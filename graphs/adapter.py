@@ -262,7 +262,7 @@ def _content_hash(file: AdapterFile, found: Description, rows: Mapping[str, Chan
 
     modules = found.modules
     parts = [modules[first : first + MODULES_AT_ONCE] for first in range(0, len(modules), MODULES_AT_ONCE)]
-    jobs = [readers().submit(lambda part=part: b"".join(map(digest, part))) for part in parts]
+    jobs = [readers().submit(lambda part: b"".join(map(digest, part)), part) for part in parts]
 
     def result() -> str:
         changes = [module.encode() + changed.digest for module, changed in rows.items()]
