@@ -88,7 +88,8 @@ def _packing_pool() -> ThreadPoolExecutor:
     with suppress(AttributeError):  # glibc only
         for option, nbytes in _MALLOC_OPTIONS:
             ctypes.CDLL(None).mallopt(option, nbytes)
-    count = max(1, min(PACKING_THREADS, len(os.sched_getaffinity(0)) // 2))
+    # an update's content hash is computed at the same time, and steps need cores too
+    count = max(1, min(PACKING_THREADS, len(os.sched_getaffinity(0)) * 3 // 8))
     return ThreadPoolExecutor(count, "adapter-packing", limit_torch_threads, (1,))
 
 
