@@ -4,7 +4,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from .config import LlamaConfig
 from .families import EXPERT_TARGETS, VOCABULARY_TARGETS
 from .files.adapter_file import AdapterFile, readers
 from .files.safetensors_file import FLOATING
+from .files.update_file import UpdateFile
 from .head_layout import arranged
 from .ia3 import BIASED_FACTORS, FACTORS, INPUTS, OUTPUTS
 from .moe.adapter_layouts import is_expert, is_stack, parts_of, target_of, unpacked
@@ -53,7 +54,7 @@ class Adapter:
     targets       projections that occur (`q_proj`, ...) and EXPERT_TARGETS, in Llama's order
     content_hash  sha256 (hex) of everything that affects outputs
     differences   contradictions between the tensors and adapter_config.json (the tensors are served)
-    source        sha256 (hex) of everything that was read: same source, same content_hash
+    source        sha256 (hex) of everything that was read: same source, same content_hash; "" if not computed
     invocation    token ids from whose last occurrence in a prompt on it is active (aLoRA); (): always
     draft         its adapter for a trained draft; it changes no output, but the content_hash includes it
     kinds         its parts besides LoRA, of ADAPTER_PARTS
@@ -106,6 +107,7 @@ def load_adapter(
     roots: Sequence[Path] | None = None,
     describe: Describe = describe_adapter,
     base: Path | None = None,
+    with_source: bool = True,
 ) -> Adapter:
     """Read the PEFT adapter in directory `path` for the base of `config`.
 
@@ -113,34 +115,38 @@ def load_adapter(
     stored content hash of a `source`, or None; with a stored hash the values are not checked again and `tensors` is
     empty. `roots`: resolved directories; after all links, each file must be inside one of them (None: anywhere).
     `describe`: reads the config and the weights' header. `base`: the base's checkpoint, for adapters that change rows
-    of the embedding or the output head. Raises AdapterError like `describe_adapter`, and for NaN,
-    infinity and values that are too large.
+    of the embedding or the output head. `with_source`: compute `source`, which hashes the file once more.
+
+    Raises AdapterError like `describe_adapter`, and for NaN, infinity and values that are too large.
     """
     directory = Path(path)
     found = describe(directory, config, max_rank, lenient, roots)
     weights, copies = directory / found.form.weights, found.vocabulary.copies
     with AdapterFile(weights, AdapterError, found.form.again, found.layout, roots, copies) as file:
-        adapter = _read(file, found, config, max_rank, recall, base)
+        adapter, content_hash = _read(file, found, config, max_rank, recall, base, with_source)
+    adapter = replace(adapter, content_hash=content_hash())
     for difference in found.differences:
         _log.warning("adapter %r: %s", directory.name, difference)
     return adapter
 
 
 def load_update(
-    handle: int,
+    update: UpdateFile,
     config: LlamaConfig,
     max_rank: int,
     lenient: bool = False,
     describe: DescribeUpdate = describe_update,
     base: Path | None = None,
-) -> Adapter:
-    """Read an adapter from an open update file, as `load_adapter` reads one from a directory: the same tensors and
-    config have the same content_hash.
+) -> tuple[Adapter, Callable[[], str]]:
+    """Read an adapter from an update, as `load_adapter` reads one from a directory, but without hashes.
+
+    The second result waits for its content_hash, which other threads compute: that of the same tensors and config in a
+    directory.
     """
-    found = describe(handle, config, max_rank, lenient)
+    found = describe(update.handle, config, max_rank, lenient)
     copies = found.vocabulary.copies
-    with AdapterFile(UPDATE, AdapterError, AGAIN_FROM_MEMORY, found.layout, left=copies, opened=handle) as file:
-        return _read(file, found, config, max_rank, None, base)
+    with AdapterFile(UPDATE, AdapterError, AGAIN_FROM_MEMORY, found.layout, left=copies, update=update) as file:
+        return _read(file, found, config, max_rank, None, base, with_source=False)
 
 
 def _read(
@@ -150,13 +156,15 @@ def _read(
     max_rank: int,
     recall: Recall | None,
     base: Path | None,
-) -> Adapter:
-    """Read and check the tensors of a described adapter; see `load_adapter`."""
+    with_source: bool,
+) -> tuple[Adapter, Callable[[], str]]:
+    """Read and check the tensors of a described adapter; see `load_adapter`. Return it and its content_hash."""
     form = found.form
-    file.read()
+    file.read(with_source)
     rows = changed_rows(file, found.vocabulary, config, base, max_rank)
     changes = "".join(f"\n{module} {changed.digest.hex()}" for module, changed in rows.items())
-    source = hashlib.sha256(f"{found.settings_sum}\n{config!r}\n{file.digest}{changes}".encode()).hexdigest()
+    read = f"{found.settings_sum}\n{config!r}\n{file.digest}{changes}"
+    source = hashlib.sha256(read.encode()).hexdigest() if with_source else ""
     ranks, scaling = {module: found.rank(module, config) for module in found.pairs}, dict(found.scaling)
     for module, changed in rows.items():
         ranks[module] = ranks.get(module, 0) + len(changed.ids)
@@ -168,8 +176,10 @@ def _read(
             )
     tensors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     parts: dict[str, dict[str, torch.Tensor]] = {}
-    content_hash = recall(source) if recall is not None else None
-    if content_hash is None:
+    known = recall(source) if recall is not None else None
+    if known is not None:
+        content_hash: Callable[[], str] = partial(str, known)
+    else:
         file.check_values()
         content_hash = _content_hash(file, found, rows)
         for module, (first, second) in found.pairs.items():
@@ -195,19 +205,20 @@ def _read(
                 vectors = {kind: _factors(vectors, config.stored_shape(module)[0])}
             for part, row, end in config.parts_of(module):
                 parts[part] = {kind: arranged(config, part, kind, value[row:end]) for kind, value in vectors.items()}
-    return Adapter(
+    adapter = Adapter(
         rank=max((rank for module, rank in ranks.items() if not is_expert(module)), default=0),
         expert_rank=max((rank for module, rank in ranks.items() if is_expert(module)), default=0),
         scaling={part: scale for module, scale in scaling.items() for part, *_ in parts_of(config, module)},
         tensors=tensors,
         targets=_targets(config, (*ranks, *found.parts)),
-        content_hash=content_hash,
+        content_hash="",
         differences=found.differences,
         source=source,
         kinds=found.kinds(config),
         parts=parts,
         invocation=found.invocation,
     )
+    return adapter, content_hash
 
 
 def _targets(config: LlamaConfig, modules: Iterable[str]) -> tuple[str, ...]:
@@ -236,8 +247,8 @@ def _factors(vectors: Mapping[str, torch.Tensor], outputs: int) -> torch.Tensor:
     return factors
 
 
-def _content_hash(file: AdapterFile, found: Description, rows: Mapping[str, ChangedRows]) -> str:
-    """Return a sha256 (hex) over the modules' digests; several threads compute these."""
+def _content_hash(file: AdapterFile, found: Description, rows: Mapping[str, ChangedRows]) -> Callable[[], str]:
+    """Start to compute a sha256 (hex) over the modules' digests on other threads. The result waits for it."""
 
     def digest(module: str) -> bytes:
         form = "mlx" if found.mlx else found.stacked if is_stack(module) else ""
@@ -251,7 +262,11 @@ def _content_hash(file: AdapterFile, found: Description, rows: Mapping[str, Chan
 
     modules = found.modules
     parts = [modules[first : first + MODULES_AT_ONCE] for first in range(0, len(modules), MODULES_AT_ONCE)]
-    digests = chain.from_iterable(readers().map(lambda part: [digest(module) for module in part], parts))
-    changes = [module.encode() + changed.digest for module, changed in rows.items()]
-    invocation = f"invocation {found.invocation}".encode() if found.invocation else b""
-    return hashlib.sha256(b"".join((*digests, *changes, invocation))).hexdigest()
+    jobs = [readers().submit(lambda part: b"".join(map(digest, part)), part) for part in parts]
+
+    def result() -> str:
+        changes = [module.encode() + changed.digest for module, changed in rows.items()]
+        invocation = f"invocation {found.invocation}".encode() if found.invocation else b""
+        return hashlib.sha256(b"".join((*(job.result() for job in jobs), *changes, invocation))).hexdigest()
+
+    return result

@@ -211,7 +211,9 @@ def slot_tensor(
         return torch.zeros(shape, dtype=dtype)
     a, b = adapter.tensors[module]
     a = a.T if turned else a
-    tensor = a.to(dtype) if side == "lora_a" else (b.to(torch.float32) * adapter.scaling[module]).to(dtype)
+    if side == "lora_b" and b.dtype != dtype:
+        b = b.to(torch.float32)  # else the product is also computed in fp32 and rounded once
+    tensor = (a if side == "lora_a" else b * adapter.scaling[module]).to(dtype)
     if tensor.shape == shape:
         return tensor.contiguous()
     padded = torch.zeros(shape, dtype=dtype)

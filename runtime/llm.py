@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, Self, Unpack
 import torch
 from tqdm import tqdm
 
+from ..graphs.files.update_file import private_update
 from .adapters.adapter_sums import AdapterNumbers, SumPart
 from .adapters.lora_requests import adapter_names
 from .adapters.registry import AdapterRegistry
@@ -276,8 +277,9 @@ class LLM:
         RequestError) for a version that is not above the last one; the adapters are then unchanged.
         """
         self._check_open()
-        with AdapterUpdate(tensors, config, inflight).in_memory() as handle:
-            update, gone = self.model.update_adapter(name, handle, version, inflight == "switch")
+        source = AdapterUpdate(tensors, config, inflight)
+        with private_update(source.nbytes, source.copy) as file:
+            update, gone = self.model.update_adapter(name, file, version, inflight == "switch")
         self._forget_adapters(gone)
         made = version_of(update.name)
         self.engine.switches.add(name, update.number, made, inflight == "switch")

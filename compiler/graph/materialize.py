@@ -102,6 +102,8 @@ def _evaluate(
         return torch.cat([operand.to(device) for operand in operands], dim=attrs["dim"])
     if recipe.op == "pad":
         missing = attrs["size"] - first.shape[attrs["dim"]]
+        if not missing:
+            return first
         shape = [missing if dim == attrs["dim"] else size for dim, size in enumerate(first.shape)]
         return torch.cat([first, first.new_zeros(shape)], dim=attrs["dim"])
     if recipe.op == "slice":

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from .safetensors_file import FLOATING, LARGEST, in_range, read_fully
 from .safetensors_header import Layout, damaged, open_file
 from .untrusted_files import name_of
+from .update_file import UpdateFile
 
-PIECE = 16 << 20
+PIECE = 4 << 20
 READERS = 8
 _CHANGED = "it changed while it was read"
 
@@ -32,13 +33,24 @@ def readers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(READERS, "adapter-content")
 
 
+def read_private(handle: int, nbytes: int) -> NDArray[np.uint8]:
+    """Read the first bytes of an open file into new memory, on several threads. Raises EOFError and OSError."""
+    memory = np.empty(nbytes, np.uint8)
+
+    def read(start: int) -> None:
+        read_fully(handle, memory[start : start + PIECE], start)
+
+    list(readers().map(read, range(0, nbytes, PIECE)))
+    return memory
+
+
 class AdapterFile:
     """An open file with the tensors of `layout`; `read` loads its contents, but not the tensors in `left`.
 
-    digest   hash of the loaded bytes (hex), after `read`
+    digest   hash of the loaded bytes (hex), after `read` with `hashed`
 
-    `roots`: directories; the file must be inside one of them (None: anywhere). `opened`: descriptor of an open file,
-    which is read in place of `path`. Every failure is raised as `error`, with `remedy`.
+    `roots`: directories; the file must be inside one of them (None: anywhere). `update`: an open file, which is read in
+    place of `path`, or its contents. Every failure is raised as `error`, with `remedy`.
     """
 
     def __init__(
@@ -49,13 +61,15 @@ class AdapterFile:
         layout: Layout,
         roots: Sequence[Path] | None = None,
         left: Collection[str] = (),
-        opened: int | None = None,
+        update: UpdateFile | None = None,
     ) -> None:
         self._path, self._error, self._remedy, self._layout = path, error, remedy, layout
         self.digest = ""
         self._memory = np.empty(0, np.uint8)
         self._pieces = _pieces(layout, left)
         self._left = left
+        self._contents = None if update is None else update.contents
+        opened = None if update is None else update.handle
         self._file = open(open_file(path, error, remedy, roots, opened), "rb", buffering=0)  # noqa: SIM115  see __exit__
         if os.fstat(self._file.fileno()).st_size != layout.size:
             self._file.close()
@@ -69,23 +83,26 @@ class AdapterFile:
     ) -> None:
         self._file.close()
 
-    def read(self) -> None:
-        """Read the file and set `digest`. Raises `error` if it cannot be read or has changed."""
+    def read(self, hashed: bool = True) -> None:
+        """Read the file; with `hashed` set `digest`. Raises `error` if it cannot be read or has changed."""
+        contents = self._contents
         # the kernel provides memory for the parts that are written
-        memory = np.empty(self._layout.size, np.uint8)
+        memory = np.empty(self._layout.size, np.uint8) if contents is None else contents
 
         def digest(piece: slice) -> bytes:
-            read_fully(self._file.fileno(), memory[piece], piece.start)
-            return hashlib.sha256(memory[piece].data).digest()
+            if contents is None:
+                read_fully(self._file.fileno(), memory[piece], piece.start)
+            return hashlib.sha256(memory[piece].data).digest() if hashed else b""
 
         try:
-            digests = list(readers().map(digest, self._pieces))
+            digests = list(readers().map(digest, self._pieces if hashed or contents is None else ()))
         except (OSError, EOFError) as problem:
             raise self._damaged(problem) from None
-        if hashlib.sha256(memory[: self._layout.header].data).hexdigest() != self._layout.header_sum:
+        header = memory[: self._layout.header]
+        if memory.size != self._layout.size or hashlib.sha256(header.data).hexdigest() != self._layout.header_sum:
             raise self._damaged(_CHANGED)
         self._memory = memory
-        self.digest = hashlib.sha256(b"".join(digests)).hexdigest()
+        self.digest = hashlib.sha256(b"".join(digests)).hexdigest() if hashed else ""
 
     def check_values(self) -> None:
         """Raise `error` for NaN, infinity and magnitudes of at least LARGEST."""
@@ -124,7 +141,10 @@ class AdapterFile:
         row = FLOATING[dtype].itemsize * math.prod(shape[1:])
         memory = np.empty((end - first) * row, np.uint8)
         try:
-            read_fully(self._file.fileno(), memory, start + first * row)
+            if self._contents is None:
+                read_fully(self._file.fileno(), memory, start + first * row)
+            else:
+                memory[:] = self._contents[start + first * row : start + end * row]
         except (OSError, EOFError) as problem:
             raise self._damaged(problem) from None
         return torch.from_numpy(memory).view(FLOATING[dtype]).view(end - first, *shape[1:])

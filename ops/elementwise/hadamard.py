@@ -30,14 +30,26 @@ def reference(x: torch.Tensor) -> torch.Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     rows = max(1, PART // width)
     for part, target in zip(x.reshape(-1, width).split(rows), out.view(-1, width).split(rows), strict=True):
-        values = part.float()
-        step = 1
-        while step < width:
-            first, second = values.reshape(-1, width // (2 * step), 2, step).unbind(2)
-            values = torch.stack((first + second, first - second), dim=2)
-            step *= 2
-        target.copy_(values.reshape(-1, width) * width**-0.5)
+        target.copy_(planes(part).T)
     return out
+
+
+def planes(x: torch.Tensor) -> torch.Tensor:
+    """Return H x / sqrt(D) of x [..., D] as fp32 [D, ...]. Whole planes are added several times faster than
+    neighbouring columns.
+    """
+    width = x.shape[-1]
+    check_width(width)
+    values = x.movedim(-1, 0).to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+    results = torch.empty_like(values)
+    step = 1
+    while step < width:
+        pairs, sums = (each.view(width // (2 * step), 2, step, -1) for each in (values, results))
+        torch.add(pairs[:, 0], pairs[:, 1], out=sums[:, 0])
+        torch.sub(pairs[:, 0], pairs[:, 1], out=sums[:, 1])
+        values, results = results, values
+        step *= 2
+    return values.mul_(width**-0.5)
 
 
 def fake(x: torch.Tensor) -> torch.Tensor:

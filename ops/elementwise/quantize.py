@@ -30,6 +30,7 @@ from ..core.triton_support import (
     row_scale,
     to_eight_bits,
 )
+from .hadamard import planes
 from .hadamard import reference as hadamard_reference
 
 E4M3 = torch.float8_e4m3fn
@@ -41,8 +42,8 @@ MANY_ROWS = 1024  # from here on fewer threads per row are faster (H200)
 def to_steps(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return fp32 values / scale, saturated and rounded to e4m3 or int8."""
     most = QUANTIZED_MAX[dtype]
-    steps = (values / scale).clamp(-most, most)
-    return (steps.round() if dtype == torch.int8 else steps).to(dtype)
+    steps = (values / scale).clamp_(-most, most)
+    return (steps.round_() if dtype == torch.int8 else steps).to(dtype)
 
 
 def rotated_width(width: int, rotate: int) -> int:
@@ -58,9 +59,12 @@ def rotate_blocks(x: torch.Tensor, rotate: int) -> torch.Tensor:
 
 def reference(x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (q [..., K] e4m3 or int8, scale [...] fp32) of x [..., K], any float dtype."""
-    values = rotate_blocks(x, rotate)
-    scale = values.abs().amax(-1).clamp_min(1e-12) / QUANTIZED_MAX[dtype]
-    return to_steps(values, scale.unsqueeze(-1), dtype), scale
+    block = rotated_width(x.shape[-1], rotate)
+    values = x.float() if block == 1 else planes(x.unflatten(-1, (-1, block)))  # planes: [block, ..., K / block]
+    largest = values.abs() if block == 1 else values.abs().amax(0)
+    scale = largest.amax(-1).clamp_min(1e-12) / QUANTIZED_MAX[dtype]
+    steps = to_steps(values, scale.unsqueeze(-1), dtype)
+    return (steps if block == 1 else steps.movedim(0, -1).contiguous().flatten(-2)), scale
 
 
 def fake(x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

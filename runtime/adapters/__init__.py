@@ -14,5 +14,6 @@ host_memory        page-locked blocks of host memory
 slot_audit         compare slots with their adapters in host memory, one a minute
 slot_loader        load adapters into GPU slots while steps run
 disk_cache         cache of packed adapters on disk
+file_stamps        whether adapters' files have changed
 background_jobs    run jobs of low priority on one background thread
 """

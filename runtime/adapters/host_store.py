@@ -15,6 +15,7 @@ from ...graphs.adapter import Adapter
 from ...graphs.draft.config import LAYER
 from ...graphs.lora import LoraShape
 from ...graphs.lora_stacks import check_fits, slot_tensor
+from .background_jobs import BackgroundJobs
 from .base_weights import BaseWeights
 from .disk_cache import packing_key, slot_key
 from .host_memory import Block
@@ -32,7 +33,8 @@ class HostStore:
     base          the model's weights, for adapters with parts that depend on them
     device_calls  context manager held while memory is page-locked, in chunks while `steps_running`
 
-    Blocks are reused. A block that is in use is never assigned to another adapter.
+    Blocks are reused. A block that is in use is never assigned to another adapter. On a GPU the next adapter's block is
+    page-locked in advance.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class HostStore:
         self._free: list[Block] = []
         self._num_blocks = 0
         self._lock, self._preparing = threading.Lock(), threading.Lock()
+        self._jobs = BackgroundJobs("adapter-blocks", idle_seconds=0.0)
         self._packer = Packer(recipes, [shape for shape, _ in self._shapes])
         sources = frozenset[str]().union(*(recipe.sources() for recipe in recipes.values()))
         self._constants = {name: constants[name].cpu() for name in sorted(sources & constants.keys())}
@@ -124,7 +127,27 @@ class HostStore:
             if self.disk_cache is not None and adapter is not None and not self._registry.is_update(number):
                 store, content_hash = weakref.ref(self), adapter.content_hash
                 self.disk_cache.jobs.submit(lambda stopped: _write_to_disk(store, number, content_hash, stopped))
+            if self._pinned:
+                owner = weakref.ref(self)
+                self._jobs.submit(lambda stopped: _lock_spare_block(owner))
             return block
+
+    def lock_spare_block(self) -> None:
+        """Page-lock a free block, unless there is one or `max_adapters` is reached. Raises MemoryError."""
+        with self._lock:
+            if self._free or self._num_blocks >= self._max_adapters:
+                return
+            self._num_blocks += 1
+        block = Block(self._shapes)
+        try:
+            block.bytes.fill(0)  # allocates its pages
+            block.page_lock(self._device_calls, self.steps_running)
+        except BaseException:
+            with self._lock:
+                self._num_blocks -= 1
+            raise
+        with self._lock:
+            self._free.append(block)
 
     def write_to_disk(self, number: int, content_hash: str, stopped: threading.Event | None = None) -> None:
         """Write the adapter's block to the disk cache unless it is there. Raises JobCancelled once `stopped` is set."""
@@ -147,8 +170,9 @@ class HostStore:
         return packing_key(self._recipes, self._shapes, self._dtype, registry.config, self._lora, self._constants, base)
 
     def _cache_key(self, number: int) -> str | None:
-        """Return the adapter's key in the disk cache; None if absent or if its files may have changed."""
-        if self.disk_cache is None or not self._registry.is_unchanged(number):
+        """Return the adapter's key in the disk cache; None if absent, for updates, or if its files may have changed."""
+        registry = self._registry
+        if self.disk_cache is None or registry.is_update(number) or not registry.is_unchanged(number):
             return None
         self.disk_cache.jobs.postpone()
         key = slot_key(self._packing_key, self._registry.by_number(number).content_hash)
@@ -206,3 +230,9 @@ def _write_to_disk(owner: "weakref.ref[HostStore]", number: int, content_hash: s
     store = owner()
     if store is not None:
         store.write_to_disk(number, content_hash, stopped)
+
+
+def _lock_spare_block(owner: "weakref.ref[HostStore]") -> None:
+    store = owner()
+    if store is not None:
+        store.lock_spare_block()

@@ -1,13 +1,17 @@
-"""Pack an adapter's tensors into the layout of its slot.
+"""Pack an adapter's tensors into the layout of its slot, on several threads.
 
-Equal layers are packed together, in some hundred large operations instead of ten thousand small ones. The thread that
-launches steps needs the GIL, so packing must acquire it rarely.
+Equal layers are packed together, in large operations that release the GIL. The thread that launches steps needs the
+GIL, so packing must acquire it rarely and briefly.
 """
 
+import ctypes
+import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,8 +19,12 @@ import torch
 from ...compiler.graph.materialize import materialize
 from ...compiler.graph.recipe import Recipe
 
-GROUP_ELEMENTS = 1 << 21  # 8 MiB in fp32: intermediate copies stay within the CPU's caches
+GROUP_ELEMENTS = 1 << 19  # 2 MiB in fp32: intermediate copies stay within a core's cache
 PACKING_THREADS = 8
+# M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of malloc.h: the largest values that glibc chooses itself. With smaller ones
+# each group's copies go back to the operating system, and a third of the time is page faults.
+_MALLOC_OPTIONS = ((-3, 1 << 25), (-1, 1 << 26))
+_setting_threads = threading.Lock()
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -56,26 +64,46 @@ class Packer:
 
     def pack(self, lookup: Callable[[str], torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         """Fill `targets`, one slot of each stack; `lookup` returns the adapter's tensor of a module and side."""
-        for group in self._groups:
-            first = group[0]
-            find = partial(_stacked, lookup, None if first.separate else [bundle.names for bundle in group])
-            memo: dict[Recipe, Any] = {}  # shared by values and scales
-            for index, recipe in enumerate(first.recipes):
-                slots = materialize(recipe, find, memo)
-                for bundle, slot in zip(group, slots, strict=True):
-                    targets[bundle.stacks[index]].copy_(slot)
+        jobs = [_packing_pool().submit(_pack_group, group, lookup, targets) for group in self._groups]
+        wait(jobs)  # also after an error: the caller may then fill `targets` again
+        for job in jobs:
+            job.result()
 
 
-def limit_torch_threads() -> None:
-    """Limit torch to PACKING_THREADS and half of the CPU's cores for operations of the calling thread.
+def _pack_group(
+    group: Sequence[Bundle], lookup: Callable[[str], torch.Tensor], targets: Sequence[torch.Tensor]
+) -> None:
+    first = group[0]
+    find = partial(_stacked, lookup, None if first.separate else [bundle.names for bundle in group])
+    memo: dict[Recipe, Any] = {}  # shared by values and scales
+    for index, recipe in enumerate(first.recipes):
+        slots = materialize(recipe, find, memo)
+        for bundle, slot in zip(group, slots, strict=True):
+            targets[bundle.stacks[index]].copy_(slot)
+
+
+@cache
+def _packing_pool() -> ThreadPoolExecutor:
+    """Return the threads, each with one thread of torch: threads of one operation would wait for each other."""
+    with suppress(AttributeError):  # glibc only
+        for option, nbytes in _MALLOC_OPTIONS:
+            ctypes.CDLL(None).mallopt(option, nbytes)
+    # an update's content hash is computed at the same time, and steps need cores too
+    count = max(1, min(PACKING_THREADS, len(os.sched_getaffinity(0)) * 3 // 8))
+    return ThreadPoolExecutor(count, "adapter-packing", limit_torch_threads, (1,))
+
+
+def limit_torch_threads(most: int = PACKING_THREADS) -> None:
+    """Limit torch to `most` threads and half of the CPU's cores for operations of the calling thread.
 
     New threads inherit the number that was set last, so a short-lived thread restores it.
     """
-    default = torch.get_num_threads()
-    torch.set_num_threads(max(1, min(PACKING_THREADS, default // 2)))
-    restore = threading.Thread(target=torch.set_num_threads, args=(default,))
-    restore.start()
-    restore.join()
+    with _setting_threads:
+        default = torch.get_num_threads()
+        torch.set_num_threads(max(1, min(most, default // 2)))
+        restore = threading.Thread(target=torch.set_num_threads, args=(default,))
+        restore.start()
+        restore.join()
 
 
 def _stacked(

@@ -6,7 +6,7 @@ import os
 import re
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,9 +14,10 @@ from pathlib import Path
 from ...graphs.adapter import Adapter, Describe, load_adapter, load_update
 from ...graphs.adapter_config import CONFIG, AdapterError
 from ...graphs.adapter_description import AGAIN_FROM_MEMORY, UPDATE, describe_adapter, describe_update
-from ...graphs.adapter_names import MLX, PEFT
+from ...graphs.adapter_names import PEFT
 from ...graphs.config import LlamaConfig
 from ...graphs.draft.config import LORA_DIRECTORY, EagleConfig
+from ...graphs.files.update_file import UpdateFile
 from ...graphs.lora import LoraShape
 from ...graphs.lora_stacks import check_fits
 from ...graphs.model_directory import adapter_directory, without_file_name
@@ -26,6 +27,7 @@ from ..api.errors import RequestError
 from ..text.chat_files import NO_CHAT, AdapterChat, ChatTemplateError, read_adapter_chat
 from .describer import AdapterDescriber
 from .disk_cache import AdapterDiskCache
+from .file_stamps import FileStamp, file_stamp, joined
 from .weighted_sum import weighted_sum
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -35,8 +37,8 @@ MAX_TEMPLATE_BYTES = 64 << 20
 UNREAD_BYTES = 16 << 30
 """Largest tensors in memory from `add` to the first `read`. An adapter on many experts has gigabytes."""
 READERS = 8  # threads; reading, checking and hashing release the GIL
-FileStamp = tuple[tuple[int, ...], ...]
 _Files = tuple[Path, Adapter, FileStamp | None, AdapterChat]
+_Roots = tuple[Path, ...] | None
 _log = logging.getLogger("sidestream")
 
 
@@ -128,6 +130,7 @@ class AdapterRegistry:
         self._by_number: dict[int, RegisteredAdapter] = {}
         self._unread: dict[int, Adapter] = {}
         self._unused: set[int] = set()
+        self._hashing: dict[int, Callable[[], Adapter]] = {}  # updates until `with_hash`
         self._next_number = 0
         self._lock = threading.Lock()
 
@@ -184,7 +187,7 @@ class AdapterRegistry:
         self._check_capacity(name, replace_name)
         try:
             directory = self._resolve(name, path)
-            stamp = _file_stamp(directory)
+            stamp = file_stamp(directory)
             adapter = self._load(directory, self._fitting_rank, self.allowed_roots, use_cache=True)
         except AdapterError as error:
             raise AdapterError(f"adapter {name!r}: {error}") from None
@@ -230,13 +233,16 @@ class AdapterRegistry:
         except ValueError as error:
             raise RequestError(f"adapter {name!r}, its LoRA of the draft: {error}") from error
 
-    def _load(self, directory: Path, max_rank: int, roots: tuple[Path, ...] | None, use_cache: bool = False) -> Adapter:
+    def _load(
+        self, directory: Path, max_rank: int, roots: _Roots, use_cache: bool = False, with_source: bool = False
+    ) -> Adapter:
         """Load an adapter and its LoRA of the draft; with `use_cache` without tensors if the hash is cached."""
         cache = self.disk_cache if use_cache else None
 
         def load(path: Path, config: LlamaConfig, max_rank: int) -> Adapter:
             find_hash = None if cache is None else cache.find_hash
-            loaded = load_adapter(path, config, max_rank, self._lenient, find_hash, roots, self._describe, self._base)
+            options = self._lenient, find_hash, roots, self._describe, self._base
+            loaded = load_adapter(path, config, max_rank, *options, with_source=with_source or cache is not None)
             if cache is not None and loaded.is_read:
                 cache.save_hash_later(loaded)
             return loaded
@@ -277,9 +283,9 @@ class AdapterRegistry:
                 self._delete(previous)
         return registered
 
-    def add_version(self, name: str, handle: int, version: int | None = None) -> RegisteredAdapter:
-        """Read, check and register an update from an open update file, without a name yet: `publish` gives it one,
-        `drop` deletes it. `version`: see `next_version`.
+    def add_version(self, name: str, file: UpdateFile, version: int | None = None) -> RegisteredAdapter:
+        """Read, check and register an update, without a name yet: `publish` gives it one, `drop` deletes it. `version`:
+        see `next_version`. `with_hash` returns it with its content hash, before it is published.
 
         Raises RequestError and AdapterError as `add` does, and VersionConflictError.
         """
@@ -289,7 +295,7 @@ class AdapterRegistry:
         describer, lenient = self._describe, self._lenient
         describe = describer.describe_update if isinstance(describer, AdapterDescriber) else describe_update
         try:
-            adapter = load_update(handle, self.config, self._fitting_rank, lenient, describe, self._base)
+            adapter, content_hash = load_update(file, self.config, self._fitting_rank, lenient, describe, self._base)
         except AdapterError as error:
             text = str(error).replace(CONFIG, "config").replace(PEFT.weights, UPDATE.name)
             raise AdapterError(f"adapter {name!r}: {text.replace(PEFT.again, AGAIN_FROM_MEMORY)}") from None
@@ -300,6 +306,15 @@ class AdapterRegistry:
             chat = NO_CHAT if former is None else former.chat
             named = version_name(name, version)
             update = RegisteredAdapter(number, named, Path(), adapter.bare, None, chat, memory=adapter)
+            self._store(update, ())
+            self._hashing[number] = lambda: replace(adapter, content_hash=content_hash())
+        return update
+
+    def with_hash(self, update: RegisteredAdapter) -> RegisteredAdapter:
+        """Wait for the content hash of an update that `add_version` has returned; return the update with it."""
+        memory = self._hashing.pop(update.number)()
+        with self._lock:
+            update = replace(update, adapter=memory.bare, memory=memory)
             self._store(update, ())
         return update
 
@@ -339,7 +354,7 @@ class AdapterRegistry:
             content = sum_content((part.content_hash, weight) for part, weight in chosen)
             adapter = weighted_sum([(part.adapter, weight) for part, weight in chosen], content)
             registered = RegisteredAdapter(number, name, chosen[0][0].path, adapter, parts=chosen)
-            self._store(registered, _joined(self._stamps[part] for part, _ in parts))
+            self._store(registered, joined(self._stamps[part] for part, _ in parts))
 
     def remove(self, name: str) -> int:
         """Remove a name and return its number, which active requests may use until `drop`."""
@@ -364,7 +379,7 @@ class AdapterRegistry:
 
     def _delete(self, number: int) -> None:
         self._unused.discard(number)
-        for table in (self._by_number, self._unread, self._stamps, self.hashes, self.invocations):
+        for table in (self._by_number, self._unread, self._stamps, self._hashing, self.hashes, self.invocations):
             table.pop(number, None)
 
     def read(self, number: int) -> Adapter:
@@ -394,10 +409,11 @@ class AdapterRegistry:
     def _read_again(self, registered: RegisteredAdapter) -> Adapter:
         if registered.memory is not None:
             return registered.memory
-        adapter = self._load(registered.path, self.max_rank, registered.roots)
+        place = registered.path, self.max_rank, registered.roots
+        adapter = self._load(*place)
         if adapter.content_hash != registered.content_hash:
             if self.disk_cache is not None:
-                before = registered.adapter
+                adapter, before = self._load(*place, with_source=True), registered.adapter
                 for now, then in ((adapter, before), (adapter.draft, before.draft)):
                     if now is not None and then is not None and now.source == then.source:
                         self.disk_cache.remove_hash(now.source)
@@ -479,22 +495,4 @@ class AdapterRegistry:
 def _stamp(registered: RegisteredAdapter) -> FileStamp | None:
     """Return the stamp of an adapter's files, or of those of a sum's parts."""
     parts = registered.parts or ((registered, 1.0),)
-    return _joined(() if part.memory is not None else _file_stamp(part.path) for part, _ in parts)
-
-
-def _joined(stamps: Iterable[FileStamp | None]) -> FileStamp | None:
-    found = list(stamps)
-    return None if None in found else tuple(file for stamp in found if stamp is not None for file in stamp)
-
-
-def _file_stamp(directory: Path) -> FileStamp | None:
-    """Return inode, size and times of an adapter's files, or None if they do not exist."""
-    states = []
-    try:
-        for folder in (directory, directory / LORA_DIRECTORY):
-            if folder is directory or folder.is_dir():
-                form = PEFT if (folder / PEFT.weights).exists() else MLX
-                states += [(folder / name).stat() for name in (form.weights, CONFIG)]
-    except (OSError, ValueError):  # ValueError: a null byte in the path
-        return None
-    return tuple((state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns) for state in states)
+    return joined(() if part.memory is not None else file_stamp(part.path) for part, _ in parts)

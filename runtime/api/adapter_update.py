@@ -1,14 +1,14 @@
 """An update of an adapter from a trainer's memory, as one file in the safetensors format.
 
-The adapter's config is JSON in the header's `__metadata__`, under `adapter_config`. The file may exist in memory only.
+The adapter's config is JSON in the header's `__metadata__`, under `adapter_config`.
 Tensors are torch's, but this file does not import torch: clients use it.
 """
 
-import contextlib
 import ctypes
 import json
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from typing import Any
 
@@ -16,6 +16,8 @@ from .errors import RequestError
 
 INFLIGHT = ("pin", "switch")
 MAX_TENSORS = 1 << 16
+PIECE = 1 << 20
+THREADS = 8
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # torch's names -> spellings in a header
 
 
@@ -51,21 +53,32 @@ class AdapterUpdate:
     def write(self, handle: int) -> None:
         """Write the update at the start of an open file. Raises OSError."""
         end = write_at(handle, memoryview(self._header), 0)
-        for tensor in self._tensors.values():
-            data = tensor.detach().cpu().contiguous()
+        for data in self._data():
             if _nbytes(data):  # not numpy, which has no bfloat16
                 view = (ctypes.c_ubyte * _nbytes(data)).from_address(data.data_ptr())
                 end = write_at(handle, memoryview(view).cast("B"), end)
 
-    @contextlib.contextmanager
-    def in_memory(self) -> Generator[int]:
-        """Return the descriptor of a file in memory with the update."""
-        handle = os.memfd_create("adapter-update", os.MFD_CLOEXEC)
-        try:
-            self.write(handle)
-            yield handle
-        finally:
-            os.close(handle)
+    def copy(self, target: memoryview) -> None:
+        """Copy the update into memory of `nbytes`, on several threads."""
+        start, end = ctypes.addressof(ctypes.c_ubyte.from_buffer(target)), len(self._header)
+        target[:end] = self._header
+        pieces, tensors = [], list(self._data())
+        for data in tensors:
+            size, source = _nbytes(data), data.data_ptr()
+            for first in range(0, size, PIECE):
+                pieces.append((start + end + first, source + first, min(PIECE, size - first)))
+            end += size
+
+        def copy(part: int) -> None:
+            for piece in pieces[part::THREADS]:
+                ctypes.memmove(*piece)  # releases the GIL
+
+        with ThreadPoolExecutor(THREADS, "adapter-update") as pool:
+            list(pool.map(copy, range(THREADS)))
+
+    def _data(self) -> Iterator[Any]:
+        """Yield the tensors on the CPU without gaps, in the file's order."""
+        return (tensor.detach().cpu().contiguous() for tensor in self._tensors.values())
 
 
 def _header(tensors: Mapping[str, Any], config: str) -> bytes:

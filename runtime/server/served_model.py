@@ -145,9 +145,10 @@ class ServedModel:
     def update_adapter(self, update: Update) -> tuple[LoadedAdapter, list[str]]:
         registry = self._model.registry
         before = list(registry.numbers)
-        with self._updates.copied(update.path, update.nbytes) as handle:
-            made, _ = self._model.update_adapter(update.name, handle, update.version, update.switch)
+        with self._updates.copied(update.path, update.nbytes) as file:
+            made, _ = self._model.update_adapter(update.name, file, update.version, update.switch)
             try:
+                file.complete()
                 self._updates.keep(made.name)
             except OSError as problem:  # it is served, but not by the next process
                 _log.warning("adapter %r: its update is lost if this process ends: %s", made.name, problem)
@@ -156,8 +157,8 @@ class ServedModel:
         return self._loaded(made.number), removed
 
     def restore_update(self, update: AdapterVersion) -> LoadedAdapter:
-        with self._updates.opened(version_name(update.name, update.version)) as handle:
-            made, _ = self._model.update_adapter(update.name, handle, update.version)
+        with self._updates.opened(version_name(update.name, update.version)) as file:
+            made, _ = self._model.update_adapter(update.name, file, update.version)
         return self._loaded(made.number)
 
     def add_sum(self, number: int, parts: list[tuple[int, float]]) -> None:

@@ -13,6 +13,7 @@ import triton
 from ...compiler.api import CompiledModel
 from ...compiler.program.cache import source_hash
 from ...graphs.config import LlamaConfig
+from ...graphs.files.update_file import UpdateFile
 from ..adapters.registry import AdapterRegistry, RegisteredAdapter
 from ..api.errors import RequestError
 from ..engine.exact import check_exact_update
@@ -88,28 +89,28 @@ class Model:
         return adapter
 
     def update_adapter(
-        self, name: str, handle: int, version: int | None = None, switch: bool = False
+        self, name: str, file: UpdateFile, version: int | None = None, switch: bool = False
     ) -> tuple[RegisteredAdapter, list[int]]:
-        """Make an update in an open update file the newest version of an adapter. Return it, and the numbers of
+        """Make an update the newest version of an adapter. Return it, and the numbers of
         adapters that have no name any more. `switch`: running requests are to go on with it.
 
         Raises errors as `add_adapter` does, and VersionConflictError; the adapters are then unchanged.
         """
-        update = self.stage_update(name, handle, version, switch)
+        update = self.stage_update(name, file, version, switch)
         try:
             return update, self.publish_update(update)
         except BaseException:
             self.drop_update(update.number)
             raise
 
-    def stage_update(self, name: str, handle: int, version: int | None, switch: bool) -> RegisteredAdapter:
+    def stage_update(self, name: str, file: UpdateFile, version: int | None, switch: bool) -> RegisteredAdapter:
         """Read an update into host memory, without a name yet; see `update_adapter`."""
         if self.runner.slot_loader is None:
             raise RequestError(
                 "the engine was started without adapters; give at least one in adapters={name: path}, or "
                 "max_loras and max_lora_rank"
             )
-        update = self.registry.add_version(name, handle, version)
+        update = self.registry.add_version(name, file, version)
         try:
             if self.limits.exact:
                 check_exact_update(name, switch)
@@ -119,10 +120,10 @@ class Model:
                     "requests cannot switch to it; give inflight='pin'"
                 )
             self.runner.slot_loader.prefetch([update.number])
+            return self.registry.with_hash(update)
         except BaseException:
             self.drop_update(update.number)
             raise
-        return update
 
     def publish_update(self, update: RegisteredAdapter) -> list[int]:
         """See `AdapterRegistry.publish`."""

@@ -1,12 +1,14 @@
 """Stacks: rank buckets, packed targets, and the scaling folded into B before it is rounded."""
 
+from itertools import cycle
+
 import pytest
 import torch
 from sidestream.graphs.adapter import Adapter, load_adapter
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import LoraShape
-from sidestream.graphs.lora_stacks import fill_slot, lora_shape_for, slot_tensors
+from sidestream.graphs.lora_stacks import fill_slot, lora_shape_for, slot_tensor, slot_tensors
 from support.lora import stack_shapes
 from support.tiny import AdapterSpec, TinyBase, tiny_adapters, tiny_llama
 
@@ -63,6 +65,25 @@ def test_slot_tensors_are_padded_and_scaled_in_fp32(
         "model.layers.1.mlp.down_proj.lora_a",
         "model.layers.1.mlp.down_proj.lora_b",
     ]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
+def test_b_is_rounded_once(config: LlamaConfig, stored: torch.dtype, dtype: torch.dtype) -> None:
+    """All normal 16-bit values and some scalings: the bits are those of the product in fp32."""
+    module = "model.layers.0.self_attn.q_proj"
+    outputs, inputs = config.module_shape(module)
+    every = torch.arange(0x0400, 0x7800, dtype=torch.int16).view(stored if stored.itemsize == 2 else torch.bfloat16)
+    values = every[(every.float() < 1e4) & (every.float() > 1e-6)].to(stored)
+    lora = LoraShape(1, 16, ("q_proj",))
+    for scaling, part in zip(cycle((7 / 20, 1 / 3, 2.0, 2**0.5)), values.split(outputs * 16), strict=False):
+        b = torch.zeros(outputs * 16, dtype=stored)
+        b[: len(part)] = part
+        adapter = Adapter(
+            16, {module: scaling}, {module: (torch.zeros(16, inputs), b.view(outputs, 16))}, ("q_proj",), ""
+        )
+        slot = slot_tensor(adapter, config, lora, f"{module}.lora_b", dtype)
+        assert torch.equal(slot, (b.float() * scaling).to(dtype).view(outputs, 16))
 
 
 def test_an_adapter_that_does_not_fit(adapters: list[Adapter], config: LlamaConfig) -> None:

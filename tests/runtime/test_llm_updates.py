@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from sidestream.graphs.adapter import load_adapter
 from sidestream.graphs.adapter_config import AdapterError
 from sidestream.graphs.config import LlamaConfig
+from sidestream.graphs.files.update_file import private_update
 from sidestream.runtime.adapters.describer import AdapterDescriber
 from sidestream.runtime.adapters.registry import AdapterRegistry
 from sidestream.runtime.api.adapter_update import AdapterUpdate
@@ -339,15 +340,17 @@ def test_the_child_process_describes_updates(base, adapters):
     describer = AdapterDescriber()
     try:
         registry = AdapterRegistry(config, 16, describe=describer, base=base.path)
-        with AdapterUpdate(*stored(adapters[1]), "pin").in_memory() as handle:
-            update = registry.add_version("policy", handle)
+        source = AdapterUpdate(*stored(adapters[1]), "pin")
+        with private_update(source.nbytes, source.copy) as file:
+            update = registry.with_hash(registry.add_version("policy", file))
         expected = load_adapter(adapters[1], config, 16)
         assert update.content_hash == expected.content_hash
         read = registry.read(update.number)
         for module, pair in expected.tensors.items():
             assert all(map(torch.equal, pair, read.tensors[module]))
-        with AdapterUpdate(*stored(adapters[4]), "pin").in_memory() as handle:  # noqa: SIM117
+        source = AdapterUpdate(*stored(adapters[4]), "pin")
+        with private_update(source.nbytes, source.copy) as file:  # noqa: SIM117
             with pytest.raises(AdapterError, match="above the limit of 16"):
-                registry.add_version("policy", handle)
+                registry.add_version("policy", file)
     finally:
         describer.close()

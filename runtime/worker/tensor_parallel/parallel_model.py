@@ -16,6 +16,7 @@ from ....graphs.adapter import Describe
 from ....graphs.adapter_config import AdapterError
 from ....graphs.adapter_description import describe_adapter
 from ....graphs.checkpoint import CheckpointError
+from ....graphs.files.update_file import UpdateFile
 from ....ops.collectives.exchange import end_waits, unmap_peers
 from ....ops.collectives.tensor_parallel_group import RankGroup
 from ...adapters.registry import RegisteredAdapter
@@ -221,13 +222,14 @@ class ParallelModel(Model):
         return adapter
 
     def update_adapter(
-        self, name: str, handle: int, version: int | None = None, switch: bool = False
+        self, name: str, file: UpdateFile, version: int | None = None, switch: bool = False
     ) -> tuple[RegisteredAdapter, list[int]]:
         """See `Model.update_adapter`; all ranks have the update before it gets its name. Raises RankError too."""
-        update = self.stage_update(name, handle, version, switch)
+        update = self.stage_update(name, file, version, switch)
         published = False
         try:
-            path, made = f"/proc/{os.getpid()}/fd/{handle}", version_of(update.name)
+            file.complete()
+            path, made = f"/proc/{os.getpid()}/fd/{file.handle}", version_of(update.name)
             self.peers.send_order(StageUpdate(name, path, made, update.number, update.content_hash))
             error = next((each["error"] for each in self.peers.wait_for("added") if each["error"]), None)
             if error is not None:

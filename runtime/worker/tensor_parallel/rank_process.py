@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from ....graphs.files.update_file import UpdateFile
 from ...adapters.registry import RegisteredAdapter
 from ...processes.channel import Channel, ChannelClosed
 from ...processes.garbage_collection import raise_gc_thresholds
@@ -166,8 +167,9 @@ class _RankProcess:
             if isinstance(order, AddAdapter):
                 adapter = self._model.add_adapter(order.name, order.path, order.replace)
             else:
-                with open(order.path, "rb") as file:
-                    adapter = self._model.stage_update(order.name, file.fileno(), order.version, switch=False)
+                with open(order.path, "rb") as opened:
+                    file = UpdateFile(opened.fileno())
+                    adapter = self._model.stage_update(order.name, file, order.version, switch=False)
                 self._staged = adapter
         except (ValueError, OSError) as error:
             return f"adapter {order.name!r}: {error}"

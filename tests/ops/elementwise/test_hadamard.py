@@ -21,6 +21,17 @@ def test_reference_is_sylvesters_matrix(width: int) -> None:
     torch.testing.assert_close(hadamard(x).double(), x.double() @ sylvester(width), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("width", [8, 128])
+def test_the_order_of_additions(width: int) -> None:
+    """Adapters that were packed by another version must have the same bits: neighbours are added first, in fp32."""
+    values = x = torch.randn(3, width) * torch.logspace(-6, 6, width)
+    for step in (1 << place for place in range(width.bit_length() - 1)):
+        index = torch.arange(width)
+        other, sign = values[:, index ^ step], torch.where(index & step == 0, 1.0, -1.0)
+        values = other + sign * values
+    assert torch.equal(hadamard(x), values * width**-0.5)
+
+
 def test_it_is_its_own_inverse_and_keeps_dot_products() -> None:
     q, k = torch.randn(2, 5, 64)
     torch.testing.assert_close(hadamard(hadamard(q)), q)

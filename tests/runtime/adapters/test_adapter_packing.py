@@ -70,6 +70,23 @@ def test_what_cannot_be_taken_together_is_taken_alone() -> None:
     assert all(torch.equal(target, tensor) for target, tensor in zip(targets, expected, strict=True))
 
 
+def test_an_error_is_raised_when_no_group_writes_any_more() -> None:
+    """The block is then reused for another adapter."""
+    found: list[str] = []
+
+    def lookup(name: str) -> torch.Tensor:
+        if name == "layers.0.a":
+            raise KeyError(name)
+        found.append(name)
+        return torch.ones(1)
+
+    pairs = [(f"layers.{layer}.a", f"layers.{layer + 8}.a") for layer in range(8)]  # of two layers: packed alone
+    recipes = {first: cat(1, [param(first), param(second)]) for first, second in pairs}
+    with pytest.raises(ValueError, match=r"no tensor 'layers\.0\.a'"):
+        Packer(recipes, [(2,)] * len(pairs)).pack(lookup, [torch.empty(2) for _ in pairs])
+    assert sorted(found) == sorted(name for pair in pairs[1:] for name in pair)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_contents_are_copied_hashed_and_checked(tmp_path: Path, dtype: torch.dtype) -> None:
     base = tiny_llama(tmp_path)

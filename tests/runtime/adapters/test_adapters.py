@@ -22,6 +22,7 @@ from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.files.adapter_file import AdapterFile
 from sidestream.graphs.lora import LoraShape
 from sidestream.graphs.lora_stacks import slot_tensors
+from sidestream.runtime.adapters import host_memory
 from sidestream.runtime.adapters import registry as adapter_registry
 from sidestream.runtime.adapters.host_store import Block
 from sidestream.runtime.adapters.registry import AdapterRegistry
@@ -103,6 +104,29 @@ def test_copies_next_to_the_steps(config, paths):
     assert len(stacks.store.numbers) == 2, "no more than `keep` in host memory"
     stacks.start_load(0, numbers[2])
     assert wait_for(stacks, 1) == [(0, 2, None)] and holds(stacks, 0, paths[2], config)
+
+
+def test_the_next_block_is_locked_in_advance(config, paths, monkeypatch):
+    """On a GPU, up to the limit; a load then locks no memory itself."""
+    locked, threads = [], []
+
+    def lock(block, *_):
+        locked.append(block)
+        threads.append(threading.current_thread().name)
+        block.locked = True
+
+    monkeypatch.setattr(host_memory.Block, "page_lock", lock)
+    registry = AdapterRegistry(config, 16)
+    numbers = [registry.add(f"a{index}", path).number for index, path in enumerate(paths[:4])]
+    store = make_stacks(config, registry, keep=3).store
+    store._pinned = True
+    for number in numbers:
+        block = store.prepare(number)
+        assert block.locked and len(set(map(id, locked))) == len(locked) <= 3
+        store.release(block)
+        assert store._jobs.flush(60)
+    assert threads == [threading.current_thread().name, "adapter-blocks", "adapter-blocks"]
+    assert len(store.numbers) == 3
 
 
 def test_fp8_stacks_hold_the_adapters_quantized_rows(config, paths):

@@ -86,8 +86,10 @@ def answer(client, adapter):
 
 def content(path):
     """An update's file."""
-    with AdapterUpdate(*stored(path), "pin").in_memory() as handle:
-        return os.pread(handle, os.fstat(handle).st_size, 0)
+    update = AdapterUpdate(*stored(path), "pin")
+    file = bytearray(update.nbytes)
+    update.copy(memoryview(file))
+    return bytes(file)
 
 
 def with_header(data, change):

@@ -5,8 +5,7 @@
     python -m sidestream.tools.dev.bench.adapter_updates ipc:///tmp/updates/engine.sock --devices cpu cuda
 
 first_traffic.py's page says how to write a model directory without weights. An update has all linears of `--shape` at
-rank 32 in bf16: 168 MB for Llama-3.1-8B. The trainer has the tensors on each of `--devices` in turn:
-those of a CPU go through shared memory, those of a GPU by an IPC handle where both processes reach it.
+rank 32 in bf16: 168 MB for Llama-3.1-8B. The trainer has the tensors on each of `--devices` in turn.
 
 Three windows per device, while `--streams` others decode: nothing else; `--updates` updates, one after the other, each
 timed until the first token of its version; and one update per second for `--seconds`. A gap is the time between two
