@@ -8,7 +8,8 @@ progress            start-up progress on stderr
 cpu_threads         number of torch threads for a model on a CPU
 model_runner        execute step plans: fill a bucket's inputs, replay its program, sample
 buckets             choose the bucket, and so the program, of each step
-program_processes   processes that build programs during a start
+program_processes   processes that build programs and compile their kernels during a start
+kernel_queue        queue of the kernels that these processes compile, each once
 bound_programs      keep the programs of buckets, build them in the background, measure their times
 step_inputs         static input tensors of a bucket
 staging             copy small arrays to the device in one transfer, and back

@@ -50,6 +50,7 @@ from .bound_programs import estimate_longest_step
 from .buckets import Buckets
 from .cpu_threads import limit_cpu_threads
 from .disk.page_files import open_page_files
+from .kernel_queue import KernelQueue, queue_target
 from .memory_budget import NO_DEMAND, Specs, kv_specs, min_over_ranks, nbytes, num_host_pages, num_kv_pages, specs_of
 from .model import Model, ModelSource, precision_line
 from .model_runner import ModelRunner
@@ -229,7 +230,7 @@ class _Start:
             self.registry.lora = self.lora
             # on another thread, while graphs are captured
             slot_loader.prefetch_later(list(self.registry.numbers.values())[: self.engine.max_cpu_loras])
-        self.seconds["programs_and_graphs"] = runner.warm_up(self.engine.show_progress, processes.wait)
+        self.seconds["programs_and_graphs"] = runner.warm_up(self.engine.show_progress, processes)
         limits = self._limits(num_pages, host_pages, runner)
         gpu = gpu_of(self.device) if self.device.type == "cuda" else None
         model = Model(
@@ -284,11 +285,15 @@ class _Start:
         return ProgramCache(folder, key, self.compiler_options, pass_names())
 
     def _program_processes(self, programs: _Programs) -> ProgramProcesses:
-        compiled, missing = programs.compiled, []
+        compiled, buckets, missing = programs.compiled, programs.buckets, []
         if self.options.passes == PASSES and self.device.type != "cpu":
-            missing = compiled.missing_programs(programs.buckets.built_at_start())
+            missing = compiled.missing_programs(buckets.built_at_start())
         count = number_of_processes(len(missing), self.compiler_options.tensor_parallel)
-        return ProgramProcesses(missing, compiled.keep, count)
+        kernels, target = None, queue_target(self.device) if count else None
+        if target is not None:
+            later = set(buckets.later_buckets())
+            kernels = KernelQueue([bucket for bucket in missing if bucket not in later], compiled.saved, target)
+        return ProgramProcesses(missing, compiled.keep, count, kernels)
 
     def _compile_draft(self, buckets: Buckets) -> DraftModel | None:
         head = self.registry.draft

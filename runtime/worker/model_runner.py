@@ -19,6 +19,7 @@ from ..adapters.slot_loader import LoadReport, SlotLoader
 from ..scheduler.step_plan import PageCopies, StepDrafts, StepMasks, StepPlan, StepResult
 from .bound_programs import BoundPrograms, measure_programs
 from .buckets import Buckets
+from .program_processes import ProgramProcesses
 from .progress import progress, stage
 from .sampler import Sampler, edits_logits, needs_logprobs
 from .sharded_sampler import ShardedSampler
@@ -109,42 +110,55 @@ class ModelRunner:
         """All weights, adapter stacks and KV caches by name, for other programs."""
         return self._tensors
 
-    def warm_up(self, show_progress: bool = False, wait: Callable[[Bucket], object] = lambda bucket: None) -> float:
+    def warm_up(self, show_progress: bool = False, processes: ProgramProcesses | None = None) -> float:
         """GPU only: compile every kernel that a step can launch, and capture the program of every decode bucket.
 
-        `wait` waits until another process has built a bucket's program. Returns the time in seconds.
+        `processes` build programs and compile their kernels. Returns the time in seconds.
 
         The mixed buckets of few sequences launch all kernels of those with more; a test checks this.
         """
         begin = time.perf_counter()
         if self.device.type == "cuda":
+            processes = processes or ProgramProcesses((), self.compiled.keep, 0)
             mixed, decode = self.buckets.warm_up_buckets(), self.buckets.captured_buckets()
             compiling = stage("compiling kernels, a minute or more at the first start", show_progress)
             with compiling, KernelsAhead(self.device) as ahead:
+                compiled_elsewhere = []
                 for bucket in progress([*mixed, *decode], "making programs", "program", show_progress):
-                    wait(bucket)
+                    processes.wait(bucket)
                     for bound in self._program(bucket).all_bound:
-                        ahead.add(bound)
+                        if processes.compile_kernels:
+                            compiled_elsewhere.append(bound)
+                        else:
+                            ahead.add(bound)
                 ahead.call(partial(self._sampler.warm_up, self._program(mixed[0]).logits))
                 if self.token_history is not None:
                     ahead.call(self.token_history.warm_up)
                 for bound in self.trained_draft.bound_chains() if self.trained_draft is not None else ():
                     ahead.add(bound)
-                # stored now: after a start from the cache a step would first have to trace the model
-                later = self.buckets.later_buckets()
-                for bucket in later:
-                    wait(bucket)
-                rest = self.compiled.missing_programs(later)
-                for bucket in progress(rest, "making programs of more sequences", "program", show_progress):
-                    self.compiled.keep(bucket)
+                if not processes.compile_kernels:
+                    self._keep_later(processes, show_progress)
+                processes.wait_for_kernels()
+                for bound in compiled_elsewhere:
+                    ahead.add(bound)  # reads kernels from Triton's cache
             for bucket in mixed if self.captures else [*mixed, *decode]:
                 for bound in self._program(bucket).all_bound:
                     bound.prepare()
             for bucket in progress(decode if self.captures else [], "capturing CUDA graphs", "graph", show_progress):
                 self._capture(self._program(bucket))
+            self._keep_later(processes, show_progress)
         if self.slot_loader is not None:
             self.slot_loader.store.steps_running = True
         return time.perf_counter() - begin
+
+    def _keep_later(self, processes: ProgramProcesses, show_progress: bool) -> None:
+        """Save the programs of later buckets: after a start from the cache a step would have to trace the model."""
+        later = self.buckets.later_buckets()
+        for bucket in later:
+            processes.wait(bucket)
+        rest = self.compiled.missing_programs(later)
+        for bucket in progress(rest, "making programs of more sequences", "program", show_progress):
+            self.compiled.keep(bucket)
 
     def measure_step_times(self) -> tuple[tuple[int, int, float], ...]:
         """Return (sequences, rows per sequence, seconds) of every captured decode and verify program, with LoRA if

@@ -1,0 +1,102 @@
+"""Processes compile the kernels of a start's programs, each once, and launches find them in Triton's cache."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sidestream.ops.core.triton_support import INTERPRETED
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+
+MODEL = """
+import json, os, sys
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from sidestream.compiler.api import compile_model
+from sidestream.compiler.cost.machine_code import HOPPER, launches_become
+from sidestream.compiler.options import CompileOptions
+from sidestream.compiler.pipeline import pass_names
+from sidestream.compiler.program.cache import LIMIT, ProgramCache
+from sidestream.compiler.program.cache_folder import CacheFolder
+from sidestream.compiler.program.calls import own_op
+from sidestream.compiler.program.program import Bucket
+from sidestream.compiler.run.bound_program import BoundProgram
+from sidestream.graphs.config import LlamaConfig
+from sidestream.graphs.llama import Llama
+from sidestream.graphs.lora import LoraShape
+from sidestream.runtime.worker.kernel_queue import KernelQueue
+from sidestream.runtime.worker.program_processes import ProgramProcesses
+from sidestream.runtime.worker.step_inputs import StepInputs
+from sidestream.tools.bench.random_model import TINY
+from triton import knobs
+from triton.runtime.jit import JITFunction
+
+options = CompileOptions(precision="int8")
+cache = ProgramCache(CacheFolder(Path(sys.argv[1]), LIMIT), {"config": "tiny"}, options, pass_names())
+llama = Llama(LlamaConfig.from_dict(TINY), LoraShape(slots=2, rank=16), dtype=options.model_dtype, device="meta")
+model = compile_model(llama, options, cache=cache, text=False)
+buckets = [Bucket(64, 8, 7, 4), Bucket(8, 8, 7, 4, decode=True, lora=False), Bucket(1, 1, 7, 4, decode=True)]
+later = Bucket(64, 64, 7, 4)
+"""
+COMPILE = """
+model.program(later)  # captures the model before the processes are forked
+compiled = []
+
+def listen(*, src, cache_hit, **_):
+    os.write(log, f"{src.name} {cache_hit}\\n".encode())
+
+log = os.open(sys.argv[2], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+knobs.compilation.listener = listen
+missing = model.missing_programs([*buckets, replace(later, lora=False)])
+kernels = KernelQueue(missing[:-1], model.saved, HOPPER)
+with ProgramProcesses(missing, model.keep, 2, kernels) as processes:
+    processes.wait_for_kernels()
+    print(Path(sys.argv[2]).read_text().count("\\n"))
+print(len(model.missing_programs([*missing, later])))
+"""
+LAUNCH = """
+seen = []
+run = JITFunction.run
+knobs.compilation.listener = lambda *, src, cache_hit, **_: seen.append((src.name, cache_hit))
+launch = lambda kernel, *args, **kwargs: run(kernel, *args, **{**kwargs, "warmup": True})
+for bucket in buckets:
+    program = model.program(replace(bucket, pages=33))
+    given = [each for each in program.buffers if each.kind != "temp"]
+    tensors = {each.name: torch.empty_strided(each.shape, each.strides, dtype=each.dtype) for each in given}
+    bound = BoundProgram(program, tensors | StepInputs(program, torch.device("cpu")).tensors)
+    for step in program.steps:
+        op = own_op(step.op)
+        if op is not None:
+            with launches_become(launch, HOPPER), patch.object(torch, "_scaled_mm", lambda *_, out, **__: out):
+                arguments = bound.arguments(step.index)
+                op.launch(*arguments, out=bound.outs[step.index], sm_budget=step.sm_budget, pdl=step.pdl)
+print(json.dumps(seen))
+"""
+
+
+def test_launches_find_all_kernels_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches have other addresses and another number of pages than the processes."""
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    log = tmp_path / "compiled"
+    counted, missing = output(COMPILE, tmp_path / "programs", log).splitlines()
+    compiled = log.read_text().splitlines()
+    assert int(counted) == len(compiled) == len(set(Path(tmp_path / "triton").iterdir())), "all when the wait ends"
+    assert all(line.endswith("False") for line in compiled), "none was compiled twice"
+    assert missing == "0", "later programs are built, too"
+    launched: list[tuple[str, bool]] = json.loads(output(LAUNCH, tmp_path / "programs"))
+    assert [kernel for kernel, was_cached in launched if not was_cached] == []
+    assert sorted(kernel for kernel, _ in launched) == sorted(line.split()[0] for line in compiled)
+
+
+def output(script: str, *arguments: Any) -> str:
+    command = [sys.executable, "-c", MODEL + script, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
