@@ -1,4 +1,4 @@
-"""Queue of kernels that forked processes compile into Triton's cache, each kernel once.
+"""Queue of kernels that forked processes compile into Triton's cache, each kernel once on a host.
 
 A process binds each program that it has built to meta tensors and adds the program's kernels; then all processes
 compile what is in the queue. Shapes, strides, offsets and constants of these launches are those of the GPU's, so the
@@ -12,6 +12,7 @@ import logging
 import os
 import struct
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -27,6 +28,7 @@ from ...compiler.cost.machine_code import launches_become
 from ...compiler.program.calls import own_op
 from ...compiler.program.program import Bucket, Program
 from ...compiler.run.bound_program import BoundProgram
+from ...compiler.run.compile_once import CompileOnce
 from ...compiler.run.cuda_graph import first_runs
 from ...ops.core.device import H200_SMS, multiprocessors
 from ...ops.linear.kernel_selection import table_path
@@ -69,12 +71,13 @@ class KernelQueue:
     def compile_all(self, report: Callable[[], object]) -> None:
         """Compile kernels until all processes have added theirs and none is left; call `report` after each."""
         os.close(self._added)
-        while task := os.read(self._tasks, _TASK.size):
-            index, step, launch = _TASK.unpack(task)
-            bound = self._bind_built(index)
-            if bound is not None:
-                self._run(bound, step, lambda place, kernel, launch=launch: kernel() if place == launch else None)
-            report()
+        with CompileOnce(_Here(), ignore_errors=True):
+            while task := os.read(self._tasks, _TASK.size):
+                index, step, launch = _TASK.unpack(task)
+                bound = self._bind_built(index)
+                if bound is not None:
+                    self._run(bound, step, partial(_compile_launch, launch))
+                report()
 
     def _run(self, bound: BoundProgram, step: int, instead: Callable[[int, Callable[[], Any]], object]) -> None:
         """Run a step with `instead(place, compile_kernel)` in place of each launch."""
@@ -120,6 +123,18 @@ class KernelQueue:
         return self._bound[index]
 
 
+class _Here(Executor):
+    """Executor that runs a function at once."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
+        future = Future[Any]()
+        try:
+            future.set_result(function(*args, **kwargs))
+        except Exception as error:  # a compiler may raise anything; the GPU process will raise it again
+            future.set_exception(error)
+        return future
+
+
 def queue_target(device: torch.device) -> GPUTarget | None:
     """Return the target of a GPU's kernels; None if launches with meta tensors, which assume an H200's number of SMs
     and tables, may choose other kernels.
@@ -129,6 +144,10 @@ def queue_target(device: torch.device) -> GPUTarget | None:
         return None
     major, minor = torch.cuda.get_device_capability(device)
     return GPUTarget("cuda", 10 * major + minor, 32)
+
+
+def _compile_launch(wanted: int, place: int, compile_kernel: Callable[[], Any]) -> Any:
+    return compile_kernel() if place == wanted else None
 
 
 def _bind(program: Program) -> BoundProgram:

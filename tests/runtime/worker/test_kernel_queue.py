@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sidestream.compiler.run.compile_once import LOCK_FILE
 from sidestream.ops.core.triton_support import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
@@ -39,9 +40,10 @@ from triton.runtime.jit import JITFunction
 
 options = CompileOptions(precision="int8")
 cache = ProgramCache(CacheFolder(Path(sys.argv[1]), LIMIT), {"config": "tiny"}, options, pass_names())
-llama = Llama(LlamaConfig.from_dict(TINY), LoraShape(slots=2, rank=16), dtype=options.model_dtype, device="meta")
+config = LlamaConfig.from_dict(TINY | {"num_hidden_layers": 1})
+llama = Llama(config, LoraShape(slots=2, rank=16), dtype=options.model_dtype, device="meta")
 model = compile_model(llama, options, cache=cache, text=False)
-buckets = [Bucket(64, 8, 7, 4), Bucket(8, 8, 7, 4, decode=True, lora=False), Bucket(1, 1, 7, 4, decode=True)]
+buckets = [Bucket(64, 8, 7, 4), Bucket(1, 1, 7, 4, decode=True)]
 later = Bucket(64, 64, 7, 4)
 """
 COMPILE = """
@@ -81,22 +83,30 @@ print(json.dumps(seen))
 
 
 def test_launches_find_all_kernels_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches have other addresses and another number of pages than the processes."""
+    """By the processes of two starts at the same time. Launches have other addresses and another number of pages."""
     tmp_path.chmod(0o700)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    log = tmp_path / "compiled"
-    counted, missing = output(COMPILE, tmp_path / "programs", log).splitlines()
-    compiled = log.read_text().splitlines()
-    assert int(counted) == len(compiled) == len(set(Path(tmp_path / "triton").iterdir())), "all when the wait ends"
-    assert all(line.endswith("False") for line in compiled), "none was compiled twice"
-    assert missing == "0", "later programs are built, too"
-    launched: list[tuple[str, bool]] = json.loads(output(LAUNCH, tmp_path / "programs"))
+    starts = [begin(COMPILE, tmp_path / name, tmp_path / f"{name}.log") for name in ("first", "second")]
+    compiled: list[str] = []
+    for start, name in zip(starts, ("first", "second"), strict=True):
+        counted, missing = output(start).splitlines()
+        lines = (tmp_path / f"{name}.log").read_text().splitlines()
+        assert int(counted) == len(lines), "all are compiled when the wait ends"
+        assert missing == "0", "later programs are built, too"
+        compiled += [line.split()[0] for line in lines if line.endswith("False")]
+    kernels = [path for path in (tmp_path / "triton").iterdir() if path.name != LOCK_FILE]
+    assert len(compiled) == len(kernels) == int(counted), "none is compiled twice"
+    launched: list[tuple[str, bool]] = json.loads(output(begin(LAUNCH, tmp_path / "first")))
     assert [kernel for kernel, was_cached in launched if not was_cached] == []
-    assert sorted(kernel for kernel, _ in launched) == sorted(line.split()[0] for line in compiled)
+    assert sorted(kernel for kernel, _ in launched) == sorted(compiled)
 
 
-def output(script: str, *arguments: Any) -> str:
+def begin(script: str, *arguments: Any) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", MODEL + script, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def output(process: subprocess.Popen[str]) -> str:
+    printed, errors = process.communicate()
+    assert process.returncode == 0, errors
+    return printed
