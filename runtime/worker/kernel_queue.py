@@ -68,9 +68,12 @@ class KernelQueue:
             if own_op(program.steps[step].op) is not None:
                 self._run(bound, step, partial(self._add_launch, index, step))
 
-    def compile_all(self, report: Callable[[], object]) -> None:
-        """Compile kernels until all processes have added theirs and none is left; call `report` after each."""
+    def close_input(self) -> None:
+        """Add no more kernels."""
         os.close(self._added)
+
+    def compile_all(self, report: Callable[[], object]) -> None:
+        """Compile kernels until all processes have closed the input and none is left; call `report` after each."""
         with CompileOnce(_Here(), ignore_errors=True):
             while task := os.read(self._tasks, _TASK.size):
                 index, step, launch = _TASK.unpack(task)

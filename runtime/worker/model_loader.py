@@ -285,15 +285,17 @@ class _Start:
         return ProgramCache(folder, key, self.compiler_options, pass_names())
 
     def _program_processes(self, programs: _Programs) -> ProgramProcesses:
-        compiled, buckets, missing = programs.compiled, programs.buckets, []
+        compiled, buckets = programs.compiled, programs.buckets
+        kinds = buckets.captured_buckets(), buckets.warm_up_buckets()[::-1], buckets.later_buckets()
         if self.options.passes == PASSES and self.device.type != "cpu":
-            missing = compiled.missing_programs(buckets.built_at_start())
+            captured, mixed, later = map(compiled.missing_programs, kinds)
+            missing = [*captured, *mixed, *later]
+        else:
+            captured, mixed, missing = [], [], []
         count = number_of_processes(len(missing), self.compiler_options.tensor_parallel)
-        kernels, target = None, queue_target(self.device) if count else None
-        if target is not None:
-            later = set(buckets.later_buckets())
-            kernels = KernelQueue([bucket for bucket in missing if bucket not in later], compiled.saved, target)
-        return ProgramProcesses(missing, compiled.keep, count, kernels)
+        target = queue_target(self.device) if count else None
+        queues = [] if target is None else [KernelQueue(each, compiled.saved, target) for each in (captured, mixed)]
+        return ProgramProcesses(missing, compiled.keep, count, queues)
 
     def _compile_draft(self, buckets: Buckets) -> DraftModel | None:
         head = self.registry.draft

@@ -1,7 +1,7 @@
 """Execute step plans: choose the bucket's program, fill its static inputs, replay it, sample, return tokens."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -113,7 +113,8 @@ class ModelRunner:
     def warm_up(self, show_progress: bool = False, processes: ProgramProcesses | None = None) -> float:
         """GPU only: compile every kernel that a step can launch, and capture the program of every decode bucket.
 
-        `processes` build programs and compile their kernels. Returns the time in seconds.
+        `processes` build programs and compile the kernels, first of captured programs, which are captured while the
+        others compile. Returns the time in seconds.
 
         The mixed buckets of few sequences launch all kernels of those with more; a test checks this.
         """
@@ -122,34 +123,53 @@ class ModelRunner:
             processes = processes or ProgramProcesses((), self.compiled.keep, 0)
             mixed, decode = self.buckets.warm_up_buckets(), self.buckets.captured_buckets()
             compiling = stage("compiling kernels, a minute or more at the first start", show_progress)
+            order = [*decode, *reversed(mixed)] if processes.num_queues else [*mixed, *decode]
             with compiling, KernelsAhead(self.device) as ahead:
-                compiled_elsewhere = []
-                for bucket in progress([*mixed, *decode], "making programs", "program", show_progress):
+                for bucket in progress(order, "making programs", "program", show_progress):
                     processes.wait(bucket)
-                    for bound in self._program(bucket).all_bound:
-                        if processes.compile_kernels:
-                            compiled_elsewhere.append(bound)
-                        else:
-                            ahead.add(bound)
+                    self._program(bucket)
+                    if not processes.num_queues:
+                        self._compile_ahead(ahead, [bucket])
                 ahead.call(partial(self._sampler.warm_up, self._program(mixed[0]).logits))
                 if self.token_history is not None:
                     ahead.call(self.token_history.warm_up)
                 for bound in self.trained_draft.bound_chains() if self.trained_draft is not None else ():
                     ahead.add(bound)
-                if not processes.compile_kernels:
+                if not processes.num_queues:
                     self._keep_later(processes, show_progress)
-                processes.wait_for_kernels()
-                for bound in compiled_elsewhere:
-                    ahead.add(bound)  # reads kernels from Triton's cache
-            for bucket in mixed if self.captures else [*mixed, *decode]:
-                for bound in self._program(bucket).all_bound:
-                    bound.prepare()
-            for bucket in progress(decode if self.captures else [], "capturing CUDA graphs", "graph", show_progress):
-                self._capture(self._program(bucket))
-            self._keep_later(processes, show_progress)
+                else:
+                    processes.wait_for_kernels(1)
+                    self._compile_ahead(ahead, decode)  # reads them from Triton's cache
+            if not processes.num_queues:
+                self._prepare(mixed)
+            self._capture_all(decode, show_progress)
+            if processes.num_queues:
+                with stage("compiling kernels of prompts", show_progress), KernelsAhead(self.device) as ahead:
+                    processes.wait_for_kernels(processes.num_queues)
+                    self._compile_ahead(ahead, mixed)
+                self._prepare(mixed)
+                self._keep_later(processes, show_progress)
         if self.slot_loader is not None:
             self.slot_loader.store.steps_running = True
         return time.perf_counter() - begin
+
+    def _compile_ahead(self, ahead: KernelsAhead, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
+            for bound in self._program(bucket).all_bound:
+                ahead.add(bound)
+
+    def _prepare(self, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
+            for bound in self._program(bucket).all_bound:
+                bound.prepare()
+
+    def _capture_all(self, buckets: Sequence[Bucket], show_progress: bool) -> None:
+        """Capture programs as CUDA graphs; with enforce_eager only run their kernels."""
+        if not self.captures:
+            self._prepare(buckets)
+            return
+        for bucket in progress(buckets, "capturing CUDA graphs", "graph", show_progress):
+            self._capture(self._program(bucket))
 
     def _keep_later(self, processes: ProgramProcesses, show_progress: bool) -> None:
         """Save the programs of later buckets: after a start from the cache a step would have to trace the model."""

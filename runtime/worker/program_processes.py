@@ -31,36 +31,37 @@ PR_SET_PDEATHSIG = 1
 _log = logging.getLogger(__name__)
 
 
-_BUILT, _COMPILED, _ALL_COMPILED = b"b", b"k", b"a"  # what a process reports: a program, a kernel, all kernels
+_BUILT, _COMPILED, _EMPTY = b"b", b"k", b"e"  # a process reports: program built, kernel compiled, queue empty
 
 
 @dataclass
 class _Process:
-    """A forked process: the buckets of its programs, how many are built, and whether the queue of kernels is empty."""
+    """A forked process: the buckets of its programs, how many are built, and how many queues of kernels are empty."""
 
     pid: int
     progress: int
     buckets: Sequence[Bucket]
     built: int = 0
-    compiled: bool = False
+    empty_queues: int = 0
 
 
 class ProgramProcesses:
     """Context in which processes call `build` for each of `buckets`; it ends when all are built.
 
-    with ProgramProcesses(buckets, compiled.keep, number_of_processes(len(buckets)), kernels) as processes:
+    with ProgramProcesses(buckets, compiled.keep, number_of_processes(len(buckets)), queues) as processes:
         processes.wait(bucket)  # before its program is read from the cache
-        processes.wait_for_kernels()
+        processes.wait_for_kernels(1)
 
-    They compile the kernels of the programs of `kernels.buckets` as soon as these are built, then build the others.
+    They compile the kernels of `queues`, one queue after the other. The queues have the first of `buckets`; programs of
+    the others are built at the end.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], build: Callable[[Bucket], Any], count: int, kernels: KernelQueue | None = None
+        self, buckets: Sequence[Bucket], build: Callable[[Bucket], Any], count: int, queues: Sequence[KernelQueue] = ()
     ) -> None:
         """Fork `count` processes; none if it is 0."""
         self._processes: list[_Process] = []
-        self.compile_kernels = kernels is not None and count > 0
+        self.num_queues = len(queues)
         for place in range(count):
             share = [replace(bucket, pages=1) for bucket in buckets[place::count]]  # as the cache stores programs
             ours, theirs = os.pipe()
@@ -69,11 +70,11 @@ class ProgramProcesses:
                 warnings.simplefilter("ignore", DeprecationWarning)
                 pid = os.fork()
             if pid == 0:
-                _build_all(share, build, theirs, kernels)
+                _build_all(share, build, theirs, queues)
             os.close(theirs)
             self._processes.append(_Process(pid, ours, share))
-        if kernels is not None:
-            kernels.close()
+        for queue in queues:
+            queue.close()
 
     def wait(self, bucket: Bucket) -> None:
         """Wait until a bucket's program is built for any number of pages, or its process has ended."""
@@ -83,10 +84,10 @@ class ProgramProcesses:
                 while process.buckets.index(bucket) >= process.built and self._receive(process):
                     pass
 
-    def wait_for_kernels(self) -> None:
-        """Wait until the kernels of `kernels.buckets` are compiled, or the processes have ended."""
+    def wait_for_kernels(self, queues: int) -> None:
+        """Wait until the kernels of the first `queues` queues are compiled, or the processes have ended."""
         for process in list(self._processes):
-            while self.compile_kernels and not process.compiled and self._receive(process):
+            while process.empty_queues < queues and self._receive(process):
                 pass
 
     def __enter__(self) -> Self:
@@ -109,7 +110,7 @@ class ProgramProcesses:
                 os.kill(process.pid, signal.SIGKILL)
         received = os.read(process.progress, 4096)
         process.built += received.count(_BUILT)
-        process.compiled |= _ALL_COMPILED in received
+        process.empty_queues += received.count(_EMPTY)
         if not received:
             self._processes.remove(process)
             os.close(process.progress)
@@ -131,25 +132,27 @@ def number_of_processes(programs: int, ranks: int = 1) -> int:
 
 
 def _build_all(
-    buckets: Sequence[Bucket], build: Callable[[Bucket], Any], progress: int, kernels: KernelQueue | None
+    buckets: Sequence[Bucket], build: Callable[[Bucket], Any], progress: int, queues: Sequence[KernelQueue]
 ) -> None:
     """Build the programs in a forked process, compile kernels, and end it."""
     code = 1
     report = partial(os.write, progress)
-    queued = 0 if kernels is None else sum(bucket in kernels.buckets for bucket in buckets)
     try:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         torch.set_num_threads(1)  # the threads of this process's parent are not there
-        if kernels is not None:
-            for bucket in buckets[:queued]:
-                program = build(bucket)
-                report(_BUILT)
-                kernels.add(bucket, program)
-            kernels.compile_all(partial(report, _COMPILED))
-            report(_ALL_COMPILED)
-        for bucket in buckets[queued:]:
+        queued = [(queue, bucket) for queue in queues for bucket in buckets if bucket in queue.buckets]
+        for queue, bucket in queued:
+            program = build(bucket)
+            report(_BUILT)
+            queue.add(bucket, program)
+        for queue in queues:
+            queue.close_input()
+        for queue in queues:
+            queue.compile_all(partial(report, _COMPILED))
+            report(_EMPTY)
+        for bucket in buckets[len(queued) :]:
             build(bucket)
             report(_BUILT)
         code = 0

@@ -56,10 +56,11 @@ def listen(*, src, cache_hit, **_):
 log = os.open(sys.argv[2], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 knobs.compilation.listener = listen
 missing = model.missing_programs([*buckets, replace(later, lora=False)])
-kernels = KernelQueue(missing[:-1], model.saved, HOPPER)
-with ProgramProcesses(missing, model.keep, 2, kernels) as processes:
-    processes.wait_for_kernels()
-    print(Path(sys.argv[2]).read_text().count("\\n"))
+queues = [KernelQueue([bucket], model.saved, HOPPER) for bucket in missing[:-1]]
+with ProgramProcesses(missing, model.keep, 2, queues) as processes:
+    for number in (1, 2):
+        processes.wait_for_kernels(number)
+        print(Path(sys.argv[2]).read_text().count("\\n"))
 print(len(model.missing_programs([*missing, later])))
 """
 LAUNCH = """
@@ -89,13 +90,13 @@ def test_launches_find_all_kernels_compiled_once(tmp_path: Path, monkeypatch: py
     starts = [begin(COMPILE, tmp_path / name, tmp_path / f"{name}.log") for name in ("first", "second")]
     compiled: list[str] = []
     for start, name in zip(starts, ("first", "second"), strict=True):
-        counted, missing = output(start).splitlines()
+        first, counted, missing = output(start).splitlines()
         lines = (tmp_path / f"{name}.log").read_text().splitlines()
-        assert int(counted) == len(lines), "all are compiled when the wait ends"
+        assert 0 < int(first) <= int(counted) == len(lines), "all are compiled when the wait ends"
         assert missing == "0", "later programs are built, too"
         compiled += [line.split()[0] for line in lines if line.endswith("False")]
     kernels = [path for path in (tmp_path / "triton").iterdir() if path.name != LOCK_FILE]
-    assert len(compiled) == len(kernels) == int(counted), "none is compiled twice"
+    assert len(compiled) == len(kernels), "none is compiled twice"
     launched: list[tuple[str, bool]] = json.loads(output(begin(LAUNCH, tmp_path / "first")))
     assert [kernel for kernel, was_cached in launched if not was_cached] == []
     assert sorted(kernel for kernel, _ in launched) == sorted(compiled)

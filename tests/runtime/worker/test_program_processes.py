@@ -103,9 +103,8 @@ def test_a_process_that_dies_or_stalls_ends_the_wait(monkeypatch: pytest.MonkeyP
 class DyingQueue:
     """A queue of kernels whose compiler crashes."""
 
-    buckets = BUCKETS[:2]
-
     def __init__(self) -> None:
+        self.buckets = [replace(bucket, pages=1) for bucket in BUCKETS[:2]]
         self.closed = False
 
     def close(self) -> None:
@@ -115,6 +114,9 @@ class DyingQueue:
         if bucket.lora:
             raise RuntimeError("a process that ends before it compiles")
 
+    def close_input(self) -> None:
+        pass
+
     def compile_all(self, report: Callable[[], object]) -> None:
         report()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -122,9 +124,9 @@ class DyingQueue:
 
 def test_a_compiler_that_crashes_ends_the_wait_for_kernels() -> None:
     queue: Any = DyingQueue()
-    with ProgramProcesses([replace(bucket, pages=1) for bucket in BUCKETS], lambda bucket: None, 2, queue) as processes:
-        assert processes.compile_kernels and queue.closed
-        processes.wait_for_kernels()
+    with ProgramProcesses(BUCKETS, lambda bucket: None, 2, [queue]) as processes:
+        assert processes.num_queues == 1 and queue.closed
+        processes.wait_for_kernels(1)
         assert processes._processes == []
         processes.wait(BUCKETS[-1])
 
