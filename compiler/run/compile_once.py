@@ -4,13 +4,13 @@ A process locks the byte at the hash of a kernel's cache key in a file of the ca
 kernel in the cache. The system releases the locks of a process that ends.
 """
 
+import errno
 import fcntl
 import hashlib
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from triton import knobs
 LOCK_FILE = "sidestream.lock"
 POLL_SECONDS = 0.05
 MAX_WAIT_SECONDS = 60.0
-"""After this time a kernel is compiled even if another process holds its lock: it may be stopped."""
+"""A process that holds a lock for longer may be stopped."""
 
 
 class CompileOnce(triton.AsyncCompileMode):
@@ -51,31 +51,29 @@ class CompileOnce(triton.AsyncCompileMode):
         return super().submit(key, partial(self.compile_locked, key, compile_fn), *rest)
 
     def compile_locked(self, key: str, compile_fn: Callable[[], Any]) -> Any:
-        """Return `compile_fn()`, called when no other process compiles `key`."""
+        """Return `compile_fn()`, called when no other process compiles `key`, at the latest after MAX_WAIT_SECONDS."""
         if self._file is None:
             return compile_fn()
-        with _locked(self._file, int.from_bytes(hashlib.sha256(key.encode()).digest()[:7])):
+        latest = time.monotonic() + MAX_WAIT_SECONDS
+        while not lock_byte(self._file, key) and time.monotonic() < latest:
+            time.sleep(POLL_SECONDS)
+        try:
             return compile_fn()
+        finally:
+            lock_byte(self._file, key, fcntl.LOCK_UN)
 
 
-@contextmanager
-def _locked(file: int, place: int) -> Iterator[None]:
-    """Lock a byte of a file, if possible within MAX_WAIT_SECONDS. Threads of one process do not exclude each other."""
-    latest = time.monotonic() + MAX_WAIT_SECONDS
-    with suppress(OSError):  # a file system without locks
-        while True:
-            try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
-                break
-            except (BlockingIOError, PermissionError):  # POSIX allows either for a held lock
-                if time.monotonic() > latest:
-                    break
-                time.sleep(POLL_SECONDS)
+def lock_byte(file: int, key: str, lock: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> bool:
+    """Lock or unlock the byte of a file at the hash of `key`; return False if another process holds it.
+
+    Threads of one process do not exclude each other. Return True if the file system has no locks.
+    """
+    place = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7])
     try:
-        yield
-    finally:
-        with suppress(OSError):
-            fcntl.lockf(file, fcntl.LOCK_UN, 1, place)
+        fcntl.lockf(file, lock, 1, place)
+    except OSError as error:
+        return error.errno not in (errno.EAGAIN, errno.EACCES)  # POSIX allows either
+    return True
 
 
 def _open_private(path: Path) -> int | None:

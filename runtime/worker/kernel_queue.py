@@ -6,8 +6,6 @@ keys in Triton's cache are the same. The number of KV pages is not, but no key d
 compile is compiled by the GPU process, which reports the error.
 """
 
-import fcntl
-import hashlib
 import logging
 import os
 import struct
@@ -28,7 +26,7 @@ from ...compiler.cost.machine_code import launches_become
 from ...compiler.program.calls import own_op
 from ...compiler.program.program import Bucket, Program
 from ...compiler.run.bound_program import BoundProgram
-from ...compiler.run.compile_once import CompileOnce
+from ...compiler.run.compile_once import CompileOnce, lock_byte
 from ...compiler.run.cuda_graph import first_runs
 from ...ops.core.device import H200_SMS, multiprocessors
 from ...ops.linear.kernel_selection import table_path
@@ -49,8 +47,8 @@ class KernelQueue:
         self.buckets = [replace(bucket, pages=1) for bucket in buckets]  # as the cache stores programs
         self._load, self._target = load, target
         self._bound: dict[int, BoundProgram] = {}
-        self._claimed: set[int] = set()
-        # a lock on the byte at a kernel's hash is the claim to it; a process's locks end with it
+        self._claimed: set[str] = set()
+        # a locked byte is a process's claim to a kernel, and ends with the process
         self._claims = os.memfd_create("kernels", os.MFD_CLOEXEC)
         self._tasks, self._added = os.pipe()
         os.set_blocking(self._added, False)
@@ -107,15 +105,9 @@ class KernelQueue:
 
     def _claim(self, kernel: str) -> bool:
         """Return whether this process is the first that asks for a kernel."""
-        place = int.from_bytes(hashlib.sha256(kernel.encode()).digest()[:7])
-        if place in self._claimed:
-            return False
-        self._claimed.add(place)
-        try:
-            fcntl.lockf(self._claims, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
-        except BlockingIOError:
-            return False
-        return True
+        known = kernel in self._claimed
+        self._claimed.add(kernel)
+        return not known and lock_byte(self._claims, kernel)
 
     def _bind_built(self, index: int) -> BoundProgram | None:
         if index not in self._bound:
