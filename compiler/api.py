@@ -166,12 +166,13 @@ class CompiledModel:
         made = [bucket for bucket in buckets if bucket not in self.programs]
         return made if self._cache is None else [bucket for bucket in made if not self._cache.has(bucket)]
 
-    def keep(self, bucket: Bucket) -> None:
-        """Build the program for `bucket` and save it in the cache."""
-        if self._cache is None:
-            self.program(bucket)
-        else:
-            self._build(bucket)
+    def keep(self, bucket: Bucket) -> Program:
+        """Build the program for `bucket`, save it in the cache and return it."""
+        return self.program(bucket) if self._cache is None else self._build(bucket)
+
+    def saved(self, bucket: Bucket) -> Program | None:
+        """Return the program for `bucket` from the cache, or None."""
+        return None if self._cache is None else self._cache.load(bucket)
 
     def rebuilt(self, bucket: Bucket, problem: Exception) -> Program:
         """Build the program for `bucket` again if binding the cached one failed; for a new one raise `problem`."""

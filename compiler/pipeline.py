@@ -5,15 +5,16 @@ The driver removes dead code, lints the graph, compares match counts with the mo
 
 import difflib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
 from ..ops.moe.route import moe_route
 from .expected_matches import Expectation, model_shape
 from .graph.capture import Captured
-from .graph.nodes import aten, calls, erase_unused
+from .graph.nodes import aten, calls, erase_unused, shared_values
 from .options import CompileOptions, OptionError
 from .pass_records import PassRecord, graph_lines, op_counts, text_of
 from .passes.base import Context, PassReport
@@ -277,11 +278,13 @@ def _run(
     """Run each enabled pass, lint and `clean` the graph, and yield the pass's record."""
     lines, counts = graph_lines(graph) if text else (), op_counts(graph)
     source = text_of(lines) if text else ""
+    values: dict[Hashable, Any] = {}
     for each in passes:
         if each.name in context.options.disable:
             continue
         old_lines, old_counts, old_source, start = lines, counts, source, time.perf_counter()
-        report = each.run(graph, context)
+        with shared_values(values):
+            report = each.run(graph, context)
         graph.lint()
         clean(graph)
         seconds = time.perf_counter() - start

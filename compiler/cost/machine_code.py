@@ -115,7 +115,7 @@ def compile_launch(
         compiled.append(_read(kernel, _function(self)))
         return kernel
 
-    with _launches_become(compile_instead, target):
+    with launches_become(compile_instead, target):
         function(*args, **kwargs)
     return compiled
 
@@ -123,13 +123,14 @@ def compile_launch(
 def name_launches(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[str]:
     """Call `function` and return the names of the kernels that it would launch on Hopper, in order. Not thread-safe."""
     names: list[str] = []
-    with _launches_become(lambda self, *_, **__: names.append(_function(self)), HOPPER):
+    with launches_become(lambda self, *_, **__: names.append(_function(self)), HOPPER):
         function(*args, **kwargs)
     return names
 
 
 @contextmanager
-def _launches_become(instead: Callable[..., Any], target: GPUTarget) -> Iterator[None]:
+def launches_become(instead: Callable[..., Any], target: GPUTarget) -> Iterator[None]:
+    """Call `instead(kernel, *args, **kwargs)` in place of launches, for `target`. Not thread-safe."""
     previous = driver._active
     driver.set_active(_CompileOnly(target))
     try:

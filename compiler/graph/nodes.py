@@ -1,8 +1,9 @@
 """Queries and edits of FX nodes: views, arguments by name, new nodes with fake values, replacement."""
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import cache
 from inspect import signature
 from typing import Any
@@ -223,14 +224,48 @@ def _value_mode(graph: fx.Graph, inputs: Any) -> AbstractContextManager[Any]:
     raise ValueError("the graph holds no fake tensors; capture it first")
 
 
+_shared: ContextVar[dict[Hashable, Any] | None] = ContextVar("_shared", default=None)
+
+
+@contextmanager
+def shared_values(values: dict[Hashable, Any]) -> Iterator[None]:
+    """Let inserted calls with equal inputs, as in each layer, share one fake value, which is only read."""
+    token = _shared.set(values)
+    try:
+        yield
+    finally:
+        _shared.reset(token)
+
+
+def _call_value(graph: fx.Graph, target: Any, inputs: tuple[Any, ...]) -> Any:
+    """Return the fake result of a call."""
+    with _value_mode(graph, inputs) as mode, torch.no_grad():
+        shared = _shared.get()
+        if shared is None or not isinstance(target, torch._ops.OpOverload):
+            return target(*inputs)
+        key = mode, target, _described(inputs)
+        if key not in shared:
+            shared[key] = target(*inputs)
+        return shared[key]
+
+
+def _described(value: Any) -> Hashable:
+    """Return a key of a call's input: what the metadata of the call's result can depend on."""
+    if isinstance(value, torch.Tensor):
+        sizes = value.shape, value.stride(), value.storage_offset()
+        return "tensor", value.dtype, value.device, value.requires_grad, *map(_described, sizes)
+    if isinstance(value, tuple | list):
+        return tuple(map(_described, value))
+    symbol = getattr(value, "node", None)
+    return (type(value), value) if symbol is None else ("symbol", symbol.expr)
+
+
 def insert_call(graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.Node | None = None) -> fx.Node:
     """Insert a call at the graph's insertion point, compute its fake value, and copy source information from `like`."""
     if isinstance(target, Op):
         target = target.overload
     node = graph.create_node("call_function", target, args, name=getattr(target, "_opname", None))
-    inputs = value_of(args)
-    with _value_mode(graph, inputs), torch.no_grad():
-        node.meta["val"] = target(*inputs)
+    node.meta["val"] = _call_value(graph, target, value_of(args))
     if like is not None:
         for key in ("stack_trace", "nn_module_stack"):
             if key in like.meta:

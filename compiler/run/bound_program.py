@@ -295,7 +295,7 @@ class BoundProgram:
         kwargs = {name: self._value(value) for name, value in step.kwargs}
         own = own_op(step.op)
         if own is not None:
-            if self.device.type == "cuda":
+            if self.device.type in ("cuda", "meta"):
                 launch, budget, pdl = own.launch, step.sm_budget, step.pdl
                 return lambda: launch(*args, out=outs, sm_budget=budget, pdl=pdl)
             reference = own.reference

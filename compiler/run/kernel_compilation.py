@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import triton
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from ..program.calls import own_op
 from .bound_program import BoundProgram
+from .compile_once import CompileOnce
 from .cuda_graph import first_runs
 
 MOST_THREADS = 16
@@ -36,7 +36,7 @@ class KernelsAhead:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._threads = _Threads(device)
-        self._mode = triton.AsyncCompileMode(self._threads, ignore_errors=True)
+        self._mode = CompileOnce(self._threads, ignore_errors=True)
 
     def __enter__(self) -> "KernelsAhead":
         self._mode.__enter__()

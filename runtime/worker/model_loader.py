@@ -51,6 +51,7 @@ from .buckets import Buckets
 from .cascade_attention import cascade_limits
 from .cpu_threads import limit_cpu_threads
 from .disk.page_files import open_page_files
+from .kernel_queue import KernelQueue, queue_target
 from .memory_budget import NO_DEMAND, Specs, kv_specs, min_over_ranks, nbytes, num_host_pages, num_kv_pages, specs_of
 from .model import Model, ModelSource, precision_line
 from .model_runner import ModelRunner
@@ -230,7 +231,7 @@ class _Start:
             self.registry.lora = self.lora
             # on another thread, while graphs are captured
             slot_loader.prefetch_later(list(self.registry.numbers.values())[: self.engine.max_cpu_loras])
-        self.seconds["programs_and_graphs"] = runner.warm_up(self.engine.show_progress, processes.wait)
+        self.seconds["programs_and_graphs"] = runner.warm_up(self.engine.show_progress, processes)
         limits = self._limits(num_pages, host_pages, runner)
         gpu = gpu_of(self.device) if self.device.type == "cuda" else None
         model = Model(
@@ -290,11 +291,17 @@ class _Start:
         return ProgramCache(folder, key, self.compiler_options, pass_names())
 
     def _program_processes(self, programs: _Programs) -> ProgramProcesses:
-        compiled, missing = programs.compiled, []
+        compiled, buckets = programs.compiled, programs.buckets
+        kinds = buckets.captured_buckets(), buckets.warm_up_buckets()[::-1], buckets.later_buckets()
         if self.options.passes == PASSES and self.device.type != "cpu":
-            missing = compiled.missing_programs(programs.buckets.built_at_start())
+            captured, mixed, later = map(compiled.missing_programs, kinds)
+            missing = [*captured, *mixed, *later]
+        else:
+            captured, mixed, missing = [], [], []
         count = number_of_processes(len(missing), self.compiler_options.tensor_parallel)
-        return ProgramProcesses(missing, compiled.keep, count)
+        target = queue_target(self.device) if count else None
+        queues = [] if target is None else [KernelQueue(each, compiled.saved, target) for each in (captured, mixed)]
+        return ProgramProcesses(missing, compiled.keep, count, queues)
 
     def _compile_draft(self, buckets: Buckets) -> DraftModel | None:
         head = self.registry.draft

@@ -1,7 +1,7 @@
 """Execute step plans: choose the bucket's program, fill its static inputs, replay it, sample, return tokens."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ from ..scheduler.step_plan import PageCopies, StepDrafts, StepMasks, StepPlan, S
 from .bound_programs import BoundPrograms, measure_programs
 from .buckets import Buckets
 from .decode_rows import as_decode_rows
+from .program_processes import ProgramProcesses
 from .progress import progress, stage
 from .sampler import Sampler, edits_logits, needs_logprobs
 from .sharded_sampler import ShardedSampler
@@ -115,42 +116,75 @@ class ModelRunner:
         """All weights, adapter stacks and KV caches by name, for other programs."""
         return self._tensors
 
-    def warm_up(self, show_progress: bool = False, wait: Callable[[Bucket], object] = lambda bucket: None) -> float:
+    def warm_up(self, show_progress: bool = False, processes: ProgramProcesses | None = None) -> float:
         """GPU only: compile every kernel that a step can launch, and capture the program of every decode bucket.
 
-        `wait` waits until another process has built a bucket's program. Returns the time in seconds.
+        `processes` build programs and compile the kernels, first of captured programs, which are captured while the
+        others compile. Returns the time in seconds.
 
         The mixed buckets of few sequences launch all kernels of those with more; a test checks this.
         """
         begin = time.perf_counter()
         if self.device.type == "cuda":
+            processes = processes or ProgramProcesses((), self.compiled.keep, 0)
             mixed, decode = self.buckets.warm_up_buckets(), self.buckets.captured_buckets()
             compiling = stage("compiling kernels, a minute or more at the first start", show_progress)
+            order = [*decode, *reversed(mixed)] if processes.num_queues else [*mixed, *decode]
             with compiling, KernelsAhead(self.device) as ahead:
-                for bucket in progress([*mixed, *decode], "making programs", "program", show_progress):
-                    wait(bucket)
-                    for bound in self._program(bucket).all_bound:
-                        ahead.add(bound)
+                for bucket in progress(order, "making programs", "program", show_progress):
+                    processes.wait(bucket)
+                    self._program(bucket)
+                    if not processes.num_queues:
+                        self._compile_ahead(ahead, [bucket])
                 ahead.call(partial(self._sampler.warm_up, self._program(mixed[0]).logits))
                 if self.token_history is not None:
                     ahead.call(self.token_history.warm_up)
                 for bound in self.trained_draft.bound_chains() if self.trained_draft is not None else ():
                     ahead.add(bound)
-                # stored now: after a start from the cache a step would first have to trace the model
-                later = self.buckets.later_buckets()
-                for bucket in later:
-                    wait(bucket)
-                rest = self.compiled.missing_programs(later)
-                for bucket in progress(rest, "making programs of more sequences", "program", show_progress):
-                    self.compiled.keep(bucket)
-            for bucket in mixed if self.captures else [*mixed, *decode]:
-                for bound in self._program(bucket).all_bound:
-                    bound.prepare()
-            for bucket in progress(decode if self.captures else [], "capturing CUDA graphs", "graph", show_progress):
-                self._capture(self._program(bucket))
+                if not processes.num_queues:
+                    self._keep_later(processes, show_progress)
+                else:
+                    processes.wait_for_kernels(1)
+                    self._compile_ahead(ahead, decode)  # reads them from Triton's cache
+            if not processes.num_queues:
+                self._prepare(mixed)
+            self._capture_all(decode, show_progress)
+            if processes.num_queues:
+                with stage("compiling kernels of prompts", show_progress), KernelsAhead(self.device) as ahead:
+                    processes.wait_for_kernels(processes.num_queues)
+                    self._compile_ahead(ahead, mixed)
+                self._prepare(mixed)
+                self._keep_later(processes, show_progress)
         if self.slot_loader is not None:
             self.slot_loader.store.steps_running = True
         return time.perf_counter() - begin
+
+    def _compile_ahead(self, ahead: KernelsAhead, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
+            for bound in self._program(bucket).all_bound:
+                ahead.add(bound)
+
+    def _prepare(self, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
+            for bound in self._program(bucket).all_bound:
+                bound.prepare()
+
+    def _capture_all(self, buckets: Sequence[Bucket], show_progress: bool) -> None:
+        """Capture programs as CUDA graphs; with enforce_eager only run their kernels."""
+        if not self.captures:
+            self._prepare(buckets)
+            return
+        for bucket in progress(buckets, "capturing CUDA graphs", "graph", show_progress):
+            self._capture(self._program(bucket))
+
+    def _keep_later(self, processes: ProgramProcesses, show_progress: bool) -> None:
+        """Save the programs of later buckets: after a start from the cache a step would have to trace the model."""
+        later = self.buckets.later_buckets()
+        for bucket in later:
+            processes.wait(bucket)
+        rest = self.compiled.missing_programs(later)
+        for bucket in progress(rest, "making programs of more sequences", "program", show_progress):
+            self.compiled.keep(bucket)
 
     def measure_step_times(self) -> tuple[tuple[int, int, float], ...]:
         """Return (sequences, rows per sequence, seconds) of every captured decode and verify program, with LoRA if

@@ -9,14 +9,17 @@ from sidestream.compiler.graph.nodes import (
     bind,
     erase_unused,
     has_operand,
+    insert_call,
     is_pick,
     picks_of,
     replace_picks,
     set_operands,
+    shared_values,
 )
 from sidestream.ops.elementwise.quantize import quantize_rowwise
 from sidestream.ops.elementwise.rms_norm import add_rms_norm, add_rms_norm_quant
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 def add_norm(graph: fx.Graph) -> fx.Node:
@@ -87,3 +90,30 @@ def test_what_nothing_reads_goes_and_what_writes_stays() -> None:
     graph.output(read)
     erase_unused(graph)
     assert [node for node in graph.nodes if node.op != "output"] == [x, other, written, read]
+
+
+def test_calls_share_a_value_only_if_their_inputs_are_equal() -> None:
+    graph = fx.Graph()
+    with FakeTensorMode():
+        for name, shape, dtype in (
+            ("x", (4, 8), torch.int32),
+            ("y", (4, 8), torch.int32),
+            ("z", (8,), torch.int32),
+            ("wide", (4, 8), torch.int64),
+        ):
+            graph.placeholder(name).meta["val"] = torch.empty(shape, dtype=dtype)
+    x, y, z, wide = graph.nodes
+
+    def add(*args: object) -> torch.Tensor:
+        return insert_call(graph, aten.add.Tensor, args).meta["val"]
+
+    assert add(x, y) is not add(x, y), "only within passes"
+    with shared_values({}):
+        assert add(x, y) is add(y, x)
+        results = [add(x, y), add(x, z), add(z, z), add(x, wide), add(x, 1), add(x, 1.0), add(x, True)]
+        turned = insert_call(graph, aten.transpose.int, (x, 0, 1))
+        assert add(turned, turned).shape == (8, 4)
+    assert len({*map(id, results)}) == len(results)
+    narrow, long = torch.int32, torch.int64
+    assert [each.dtype for each in results] == [narrow, narrow, narrow, long, narrow, torch.float32, narrow]
+    assert [each.dim() for each in results] == [2, 2, 1, 2, 2, 2, 2]

@@ -8,7 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sidestream.compiler.program.program import Bucket
@@ -97,6 +100,37 @@ def test_a_process_that_dies_or_stalls_ends_the_wait(monkeypatch: pytest.MonkeyP
             os.waitpid(pid, os.WNOHANG)
 
 
+class DyingQueue:
+    """A queue of kernels whose compiler crashes."""
+
+    def __init__(self) -> None:
+        self.buckets = [replace(bucket, pages=1) for bucket in BUCKETS[:2]]
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+    def add(self, bucket: Bucket, program: None) -> None:
+        if bucket.lora:
+            raise RuntimeError("a process that ends before it compiles")
+
+    def close_input(self) -> None:
+        pass
+
+    def compile_all(self, report: Callable[[], object]) -> None:
+        report()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_compiler_that_crashes_ends_the_wait_for_kernels() -> None:
+    queue: Any = DyingQueue()
+    with ProgramProcesses(BUCKETS, lambda bucket: None, 2, [queue]) as processes:
+        assert processes.num_queues == 1 and queue.closed
+        processes.wait_for_kernels(1)
+        assert processes._processes == []
+        processes.wait(BUCKETS[-1])
+
+
 def test_a_process_ends_with_its_parent() -> None:
     """Also if the parent is killed in the middle of a start."""
     with subprocess.Popen([sys.executable, "-c", HOLDS], stdout=subprocess.PIPE, text=True) as parent:
@@ -108,7 +142,7 @@ def test_a_process_ends_with_its_parent() -> None:
 
 
 def test_few_programs_or_cores_need_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    cases = ((16, 150, 1, 8), (16, 150, 4, 0), (2, 150, 1, 0), (16, 8, 1, 0), (4, 20, 1, 2))
+    cases = ((64, 150, 1, 16), (16, 150, 1, 15), (16, 150, 4, 0), (2, 150, 1, 0), (16, 8, 1, 0), (4, 20, 1, 2))
     for cores, programs, ranks, count in cases:
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
         assert number_of_processes(programs, ranks) == count
