@@ -19,8 +19,9 @@ import torch
 from ...compiler.graph.materialize import materialize
 from ...compiler.graph.recipe import Recipe
 
-GROUP_ELEMENTS = 1 << 19  # 2 MiB in fp32: intermediate copies stay within a core's cache
-PACKING_THREADS = 8
+GROUP_ELEMENTS = 1 << 21  # 8 MiB in fp32: with smaller groups a step waits more often for the interpreter lock
+PACKING_THREADS = 3  # each further one delays steps, too
+OPERATION_THREADS = 8
 # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of malloc.h: the largest values that glibc chooses itself. With smaller ones
 # each group's copies go back to the operating system, and a third of the time is page faults.
 _MALLOC_OPTIONS = ((-3, 1 << 25), (-1, 1 << 26))
@@ -93,7 +94,7 @@ def _packing_pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, "adapter-packing", limit_torch_threads, (1,))
 
 
-def limit_torch_threads(most: int = PACKING_THREADS) -> None:
+def limit_torch_threads(most: int = OPERATION_THREADS) -> None:
     """Limit torch to `most` threads and half of the CPU's cores for operations of the calling thread.
 
     New threads inherit the number that was set last, so a short-lived thread restores it.

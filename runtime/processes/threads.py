@@ -8,11 +8,14 @@ threads do not help: the interpreter joins them before it calls anything that co
 import atexit
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+SWITCH_SECONDS = 5e-5
+"""Time after which a thread that waits for the interpreter lock gets it from one that runs Python code."""
 END_SECONDS = 30.0
 """Time that an exit waits for all threads together: one may read a file over a network that is down."""
 END_SECONDS_AFTER_INTERRUPT = 2.0
@@ -21,6 +24,15 @@ POLL_SECONDS = 0.05
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
 _started: dict[threading.Thread, Callable[[], None]] = {}
+
+
+def switch_threads_often() -> None:
+    """Switch between this process's threads after SWITCH_SECONDS instead of Python's 5 ms.
+
+    A step gives up the interpreter lock at each of its dozens of calls of torch, and waits for it after each. While
+    another thread reads an adapter, every wait takes that long.
+    """
+    sys.setswitchinterval(SWITCH_SECONDS)
 
 
 def start_thread(target: Callable[..., None], *args: Any, name: str, stop: Callable[[], None]) -> threading.Thread:

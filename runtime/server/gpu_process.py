@@ -30,6 +30,7 @@ from ..processes.channel import Channel, ChannelClosed
 from ..processes.garbage_collection import raise_gc_thresholds
 from ..processes.logs import configure_logging
 from ..processes.out_of_memory import out_of_memory
+from ..processes.threads import switch_threads_often
 from ..processes.watchdog import HeartbeatThread
 from ..protocol.messages import ErrorCode
 from ..scheduler.step_plan import SLOT_DAMAGED, StepDrafts, StepMasks, StepPlan, no_rows
@@ -325,6 +326,7 @@ def _heartbeats(channel: Channel, sender: ResultSender) -> HeartbeatThread:
 def main() -> NoReturn:
     """Run and end without the interpreter's clean-up, which would break threads inside imports or tensor operations."""
     raise_gc_thresholds()
+    switch_threads_often()
     code = run(int(sys.argv[1]))
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
