@@ -10,9 +10,7 @@ model_runner        execute step plans: fill a bucket's inputs, replay its progr
 buckets             choose the bucket, and so the program, of each step
 decode_rows         steps with few prompt tokens as decode steps
 cascade_attention   whether there are programs with cascade attention, and for which steps
-program_processes   processes that build programs and compile their kernels during a start
-kernel_queue        queue of the kernels that these processes compile, each once
-bound_programs      keep the programs of buckets, build them in the background, measure their times
+programs/           programs of the buckets: built by processes, with their kernels, and kept
 step_inputs         static input tensors of a bucket
 staging             copy small arrays to the device in one transfer, and back
 step_handle         a submitted step's results on their way to the host

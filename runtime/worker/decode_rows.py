@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..scheduler.step_plan import Int32, StepPlan
+from ..scheduler.step_plan import StepPlan
 
 MOST_EXTRA_ROWS = 32
 """Most tokens besides one per sequence."""
@@ -27,11 +27,11 @@ def as_decode_rows(plan: StepPlan, max_rows: int) -> StepPlan | None:
     if plan.decode or plan.follows or rows > max_rows or extra > MOST_EXTRA_ROWS:
         return None
     sequences = np.repeat(np.arange(plan.num_sequences), np.diff(plan.query_start))
-    after: Int32 = plan.query_start[1:][sequences] - 1 - np.arange(rows, dtype=np.int32)  # tokens of the same sequence
+    every = np.arange(rows + 1, dtype=np.int32)
+    after = plan.query_start[1:][sequences] - every[1:]  # number of tokens of the same sequence
     contexts = plan.context_lens[sequences] - after
     if int(contexts[after > 0].sum()) > MOST_EXTRA_CONTEXT:
         return None
-    every = np.arange(rows + 1, dtype=np.int32)
     return replace(
         plan,
         decode=True,

@@ -46,16 +46,16 @@ from ..quantization.calibration import Calibration, calibrated
 from ..quantization.rounded_weights import Rounding, find_rounding
 from ..scheduler.limits import SchedulerLimits
 from ..scheduler.speculation import max_drafts
-from .bound_programs import estimate_longest_step
 from .buckets import Buckets
 from .cascade_attention import cascade_limits
 from .cpu_threads import limit_cpu_threads
 from .disk.page_files import open_page_files
-from .kernel_queue import KernelQueue, queue_target
 from .memory_budget import NO_DEMAND, Specs, kv_specs, min_over_ranks, nbytes, num_host_pages, num_kv_pages, specs_of
 from .model import Model, ModelSource, precision_line
 from .model_runner import ModelRunner
-from .program_processes import ProgramProcesses, number_of_processes
+from .programs.bound_programs import estimate_longest_step
+from .programs.kernel_queue import KernelQueue, queue_target
+from .programs.program_processes import ProgramProcesses, number_of_processes
 from .progress import print_line, progress, stage
 from .sleep import Sleeper
 from .speculation.token_history import TokenHistory

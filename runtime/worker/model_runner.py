@@ -17,10 +17,10 @@ from ...compiler.run.kernel_compilation import Compilations, KernelsAhead
 from ...ops.collectives.tensor_parallel_group import group_named, tensor_parallel_group
 from ..adapters.slot_loader import LoadReport, SlotLoader
 from ..scheduler.step_plan import PageCopies, StepDrafts, StepMasks, StepPlan, StepResult
-from .bound_programs import BoundPrograms, measure_programs
 from .buckets import Buckets
 from .decode_rows import as_decode_rows
-from .program_processes import ProgramProcesses
+from .programs.bound_programs import BoundPrograms, measure_programs
+from .programs.program_processes import ProgramProcesses
 from .progress import progress, stage
 from .sampler import Sampler, edits_logits, needs_logprobs
 from .sharded_sampler import ShardedSampler

@@ -30,9 +30,9 @@ from ....graphs.lora import LoraShape
 from ....ops.core.kv_layout import PAGE_SIZE
 from ...api.checks import MAX_DRAFTS
 from ...scheduler.step_plan import StepPlan
-from ..bound_programs import BoundPrograms
 from ..buckets import Buckets
 from ..memory_budget import MemoryDemand, Specs, kv_specs, nbytes, specs_of
+from ..programs.bound_programs import BoundPrograms
 from ..step_inputs import ExtraInput
 from ..weight_loader import load_weights
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from sidestream import LLM, SamplingParams
 from sidestream.compiler.cost.hardware import H200
-from sidestream.runtime.worker.bound_programs import estimate_longest_step
+from sidestream.runtime.worker.programs.bound_programs import estimate_longest_step
 from sidestream.tools.bench.random_model import TINY, write_model
 
 OPTIONS: dict[str, Any] = {

@@ -7,9 +7,9 @@ from typing import Any, cast
 import pytest
 from sidestream.compiler.program.program import Bucket
 from sidestream.runtime.worker import model_runner
-from sidestream.runtime.worker.bound_programs import BoundPrograms
 from sidestream.runtime.worker.buckets import Buckets
 from sidestream.runtime.worker.model_runner import ModelRunner
+from sidestream.runtime.worker.programs.bound_programs import BoundPrograms
 
 BUCKETS = Buckets(16, 128, 8, 8, lora=True)
 MIXED, DECODE, LATER = BUCKETS.warm_up_buckets(), BUCKETS.captured_buckets(), BUCKETS.later_buckets()

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import torch
 
-from ...compiler.program.program import Bucket
+from ....compiler.program.program import Bucket
 from .kernel_queue import KernelQueue
 
 MOST_PROCESSES = 16

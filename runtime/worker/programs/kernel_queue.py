@@ -22,14 +22,14 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from ...compiler.cost.machine_code import launches_become
-from ...compiler.program.calls import own_op
-from ...compiler.program.program import Bucket, Program
-from ...compiler.run.bound_program import BoundProgram
-from ...compiler.run.compile_once import CompileOnce, lock_byte
-from ...compiler.run.cuda_graph import first_runs
-from ...ops.core.device import H200_SMS, multiprocessors
-from ...ops.linear.kernel_selection import table_path
+from ....compiler.cost.machine_code import launches_become
+from ....compiler.program.calls import own_op
+from ....compiler.program.program import Bucket, Program
+from ....compiler.run.bound_program import BoundProgram
+from ....compiler.run.compile_once import CompileOnce, lock_byte
+from ....compiler.run.cuda_graph import first_runs
+from ....ops.core.device import H200_SMS, multiprocessors
+from ....ops.linear.kernel_selection import table_path
 
 META = torch.device("meta")
 _TASK = struct.Struct("<HHI")  # indices of a program, of its step, and of the step's launch; divides a pipe's buffers

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 from sidestream.compiler.program.program import Bucket
-from sidestream.runtime.worker import program_processes
-from sidestream.runtime.worker.program_processes import ProgramProcesses, number_of_processes
+from sidestream.runtime.worker.programs import program_processes
+from sidestream.runtime.worker.programs.program_processes import ProgramProcesses, number_of_processes
 
 BUCKETS = [Bucket(count, count, 7, 4, decode=True, lora=lora) for count in (1, 2, 4, 8) for lora in (False, True)]
 SAME = """
@@ -32,7 +32,7 @@ from sidestream.compiler.program.program import Bucket
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import LoraShape
-from sidestream.runtime.worker.program_processes import ProgramProcesses
+from sidestream.runtime.worker.programs.program_processes import ProgramProcesses
 from sidestream.tools.bench.random_model import TINY
 
 def model(folder):
@@ -55,7 +55,7 @@ print(len(missing), same, forked._from_cache == {*missing})
 HOLDS = """
 import os, time
 from sidestream.compiler.program.program import Bucket
-from sidestream.runtime.worker.program_processes import ProgramProcesses
+from sidestream.runtime.worker.programs.program_processes import ProgramProcesses
 
 def build(bucket):
     print(os.getpid(), flush=True)

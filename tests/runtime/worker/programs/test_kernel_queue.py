@@ -31,8 +31,8 @@ from sidestream.compiler.run.bound_program import BoundProgram
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import LoraShape
-from sidestream.runtime.worker.kernel_queue import KernelQueue
-from sidestream.runtime.worker.program_processes import ProgramProcesses
+from sidestream.runtime.worker.programs.kernel_queue import KernelQueue
+from sidestream.runtime.worker.programs.program_processes import ProgramProcesses
 from sidestream.runtime.worker.step_inputs import StepInputs
 from sidestream.tools.bench.random_model import TINY
 from triton import knobs

@@ -8,8 +8,8 @@ from sidestream.compiler import api
 from sidestream.compiler.program.program import Bucket
 from sidestream.runtime.server.gpu_process import ServedModel
 from sidestream.runtime.server.settings import ServeSettings
-from sidestream.runtime.worker.bound_programs import BoundPrograms
 from sidestream.runtime.worker.model_runner import ModelRunner
+from sidestream.runtime.worker.programs.bound_programs import BoundPrograms
 from sidestream.tools.bench.random_model import TINY, write_model
 
 OPTIONS = {"load_format": "dummy", "device": "cpu", "max_model_len": 192, "max_loras": 2, "show_progress": False}

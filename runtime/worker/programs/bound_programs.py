@@ -8,11 +8,11 @@ from typing import Generic, TypeVar
 
 import torch
 
-from ...compiler.cost.bytes_and_flops import Assumptions
-from ...compiler.cost.estimate import estimate, total_seconds
-from ...compiler.cost.hardware import Gpu
-from ...compiler.program.program import Bucket, Program
-from ..adapters.background_jobs import BackgroundJobs
+from ....compiler.cost.bytes_and_flops import Assumptions
+from ....compiler.cost.estimate import estimate, total_seconds
+from ....compiler.cost.hardware import Gpu
+from ....compiler.program.program import Bucket, Program
+from ...adapters.background_jobs import BackgroundJobs
 
 REPLAYS = 5
 T = TypeVar("T")
