@@ -20,7 +20,6 @@ from typing import Any
 from ....runtime.api.sampling_params import SamplingParams
 from ...bench.random_model import write_model
 from ...options.engine import positive
-from ...options.environment import write_figures
 from ...options.models import shape_fields
 
 FIRST_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
@@ -55,7 +54,7 @@ def measure(llm: Any, length: int, tail: int, rounds: int, seed: int = 0) -> dic
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print a table, and with --json write it with the environment."""
+    """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-3.1-8b", help="name of a model's shape, or its config.json")
     parser.add_argument("--prompt-len", type=positive, nargs="+", default=[8192, 32768], metavar="N")
@@ -63,23 +62,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rank", type=positive, default=32, metavar="R")
     parser.add_argument("--rounds", type=positive, default=5, metavar="N")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
     if not len(INVOCATION) < options.tail < min(options.prompt_len):
         parser.error(f"--tail {options.tail} must be above {len(INVOCATION)} and below --prompt-len")
     from ....runtime.llm import LLM
 
-    rows = []
     with tempfile.TemporaryDirectory(prefix="sidestream-alora-") as directory:
         adapters = write_adapters(Path(directory), shape_fields(options.shape), options.rank)
         sizes = {"max_model_len": max(options.prompt_len) + 64, "max_num_seqs": 8, "device": options.device}
         with LLM(directory, adapters, load_format="dummy", show_progress=False, **sizes) as llm:
             for length in options.prompt_len:
                 found = measure(llm, length, options.tail, options.rounds)
-                rows.append({"prompt": length, **found})
                 print(f"{length:7} tokens: " + ", ".join(f"{name} {found[name]}" for name in found), flush=True)
-    if options.json is not None:
-        write_figures(options.json, {"rows": rows})
 
 
 if __name__ == "__main__":

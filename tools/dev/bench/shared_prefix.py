@@ -2,12 +2,10 @@
 
     python -m sidestream.tools.dev.bench.shared_prefix                        # heads of Llama-3.1-8B, int8
     python -m sidestream.tools.dev.bench.shared_prefix --cache fp8_e4m3 --requests 256 --shared 1024
-    python -m sidestream.tools.dev.bench.shared_prefix --dry-run              # cases, without a GPU
 
 "each" is decode attention as without `cascade_attention`; "once" is prefix_attention and the attention that merges its
-result; "none" is decode attention of the other tokens alone. "apart" is "once" for requests of the same lengths that
-share nothing, next to "plain", their "each". All in microseconds per layer. Launches take turns on copies of the cache
-in a CUDA graph, with programmatic dependent launch.
+result; "none" is decode attention of the other tokens alone. All in microseconds per layer. Launches take turns on
+copies of the cache in a CUDA graph, with programmatic dependent launch.
 """
 
 import argparse
@@ -65,9 +63,8 @@ class Step:
 
 def row(requests: int, shared: int, own: int, cache: str, repeats: int) -> str:
     """Return the times of one case."""
-    alone = shared + own
-    cases = ((shared, own, False), (shared, own, True), (0, own, False), (0, alone, True), (0, alone, False))
-    times = (Step(requests, common, common + rest, cache).us(once, repeats) for common, rest, once in cases)
+    cases = ((shared, False), (shared, True), (0, False))
+    times = (Step(requests, common, common + own, cache).us(once, repeats) for common, once in cases)
     return " ".join(f"{us:8.1f}" for us in times)
 
 
@@ -79,14 +76,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--shared", type=int, nargs="+", default=[256, 1024, 4096], help="tokens of the prefix")
     parser.add_argument("--own", type=int, default=256, help="other tokens of each request")
     parser.add_argument("--repeats", type=int, default=10, help="replays per measurement")
-    parser.add_argument("--dry-run", action="store_true", help="print the cases")
     options = parser.parse_args(argv)
     print(f"cache {options.cache}, {HEADS} query heads on {KV_HEADS} KV heads of {HEAD_DIM}, us per layer")
-    print(f"requests shared   own {'each':>8} {'once':>8} {'none':>8} {'apart':>8} {'plain':>8}", flush=True)
+    print(f"requests shared   own {'each':>8} {'once':>8} {'none':>8}", flush=True)
     for requests in options.requests:
         for shared in options.shared:
-            measured = "" if options.dry_run else row(requests, shared, options.own, options.cache, options.repeats)
-            print(f"{requests:8d} {shared:6d} {options.own:5d} {measured}".rstrip(), flush=True)
+            measured = row(requests, shared, options.own, options.cache, options.repeats)
+            print(f"{requests:8d} {shared:6d} {options.own:5d} {measured}", flush=True)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ from ...bench.serving.http import Clients, Server, row, server
 from ...bench.serving.report import percentile
 from ...bench.serving.traffic import poisson_times, random_ids
 from ...options.engine import positive
-from ...options.environment import write_figures
 from ...options.models import shape_fields
 
 SERVERS = {
@@ -99,7 +98,7 @@ def measure(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print a table, and with --json write it with the environment."""
+    """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-3.1-8b", help="name of a model's shape, or its config.json")
     parser.add_argument("--streams", type=positive, default=64, metavar="N")
@@ -109,10 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=15.0, metavar="S")
     parser.add_argument("--processes", type=positive, default=4, metavar="N", help="client processes")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
     rate: float | None = None
-    result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="ssb-") as name:
         model = Path(name, "shape")
         write_model(model, shape_fields(options.shape), 0, 8)
@@ -120,14 +117,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             for kind, flags in SERVERS.items():
                 with served(model, flags, options, Path(name)) as target:
-                    result[kind], rate = measure(options, target, clients, rate)
+                    found, rate = measure(options, target, clients, rate)
                 for prompts in ("without", "with"):
-                    shown = {key: round(value, 2) for key, value in result[kind][prompts].items()}
+                    shown = {key: round(value, 2) for key, value in found[prompts].items()}
                     print(f"{kind}, {prompts} {rate:.1f} prompts/s: {shown}", flush=True)
         finally:
             clients.close()
-    if options.json is not None:
-        write_figures(options.json, {"rate": rate, "servers": result})
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """The bench of aLoRA's first token: what it prints of a tiny model."""
 
 import json
+import re
 from pathlib import Path
 
+import pytest
 from sidestream.tools.dev.bench.activated_lora import main
 from sidestream.tools.options.models import LLAMA_8B
 
@@ -12,9 +14,10 @@ TINY = {
 }  # fmt: skip
 
 
-def test_the_adapter_finds_the_base_s_pages_as_alora_alone(tmp_path: Path) -> None:
+def test_the_adapter_finds_the_base_s_pages_as_alora_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA_8B, **TINY, "head_dim": 64, "rope_scaling": None}))
     arguments = ["--shape", str(tmp_path), "--prompt-len", "300", "--tail", "20", "--rounds", "1", "--rank", "4"]
-    main([*arguments, "--device", "cpu", "--json", str(tmp_path / "found.json")])
-    (row,) = json.loads((tmp_path / "found.json").read_text())["rows"]
-    assert row["prompt"] == 300 and (row["alora"]["cached"], row["lora"]["cached"]) == (256, 0)
+    main([*arguments, "--device", "cpu"])
+    (row,) = capsys.readouterr().out.splitlines()
+    assert row.lstrip().startswith("300 tokens: lora ")
+    assert [int(each) for each in re.findall(r"'cached': (\d+)", row)] == [0, 256]

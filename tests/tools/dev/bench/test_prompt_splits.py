@@ -1,11 +1,11 @@
-"""The benches of prompt attention's splits and of shared prefixes, without a GPU: their cases, the kernel's choice."""
+"""The benches of prompt attention's splits (without a GPU: cases, the kernel's choice) and of shared prefixes."""
 
 import json
 from pathlib import Path
 
 import pytest
 from sidestream.tools.bench.random_model import TINY
-from sidestream.tools.dev.bench import prompt_splits, shared_prefix, shared_prefix_steps
+from sidestream.tools.dev.bench import prompt_splits, shared_prefix_steps
 
 
 def test_dry_run_lists_every_chunk(capsys: pytest.CaptureFixture[str]) -> None:
@@ -14,12 +14,6 @@ def test_dry_run_lists_every_chunk(capsys: pytest.CaptureFixture[str]) -> None:
     chosen = {(int(context), int(chunk)): int(splits) for context, chunk, _, _, _, splits in lines}
     assert chosen[2048, 32] == 4 and chosen[32768, 32] > 8, "at least four steps of 128 keys, on at most 132 SMs"
     assert chosen[2048, 512] == chosen[32768, 512] == 1, "128 tiles are enough programs"
-
-
-def test_dry_run_lists_every_prefix(capsys: pytest.CaptureFixture[str]) -> None:
-    shared_prefix.main(["--dry-run", "--requests", "64", "256", "--shared", "1024"])
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
-    assert lines == [["64", "1024", "256"], ["256", "1024", "256"]]
 
 
 def test_steps_are_timed_with_and_without_a_prefix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
