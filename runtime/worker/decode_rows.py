@@ -1,14 +1,15 @@
 """Steps with few prompt tokens as decode steps: each token is a row with its own context.
 
 A layer writes the keys and values of all rows before its attention reads them, so a token sees those before it in the
-same step. Decode programs have finer sizes than those of prompts, and CUDA graphs from the start. In return, every
-token reads its whole context.
+same step. This is true of a sequence's last page only: kernels fetch its other pages earlier. Decode programs have
+finer sizes than those of prompts, and CUDA graphs from the start. In return, every token reads its whole context.
 """
 
 from dataclasses import replace
 
 import numpy as np
 
+from ...ops.core.kv_layout import PAGE_SIZE
 from ..scheduler.step_plan import StepPlan
 
 MOST_EXTRA_ROWS = 32
@@ -20,8 +21,8 @@ MOST_EXTRA_CONTEXT = 1 << 16
 def as_decode_rows(plan: StepPlan, max_rows: int) -> StepPlan | None:
     """Return the step with one sequence per token; its logits have a row per token.
 
-    Returns None for a decode step, a step with speculation, one of more than `max_rows` tokens, and one that takes
-    longer this way.
+    Returns None for a decode step, a step with speculation, one of more than `max_rows` tokens, one that takes longer
+    this way, and one that writes to several pages of a sequence.
     """
     rows, extra = plan.num_tokens, plan.num_tokens - plan.num_sequences
     if plan.decode or plan.follows or rows > max_rows or extra > MOST_EXTRA_ROWS:
@@ -30,6 +31,8 @@ def as_decode_rows(plan: StepPlan, max_rows: int) -> StepPlan | None:
     every = np.arange(rows + 1, dtype=np.int32)
     after = plan.query_start[1:][sequences] - every[1:]  # number of tokens of the same sequence
     contexts = plan.context_lens[sequences] - after
+    if ((contexts - 1) // PAGE_SIZE != (plan.context_lens[sequences] - 1) // PAGE_SIZE).any():
+        return None
     if int(contexts[after > 0].sum()) > MOST_EXTRA_CONTEXT:
         return None
     return replace(

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from sidestream import LLM, SamplingParams
+from sidestream.ops.core.kv_layout import PAGE_SIZE
 from sidestream.runtime.scheduler.step_plan import StepPlan
 from sidestream.runtime.worker import decode_rows
 from sidestream.runtime.worker.decode_rows import as_decode_rows
@@ -96,4 +97,6 @@ def test_steps_that_would_take_longer_are_left_alone() -> None:
     long = decode_rows.MOST_EXTRA_CONTEXT
     assert as_decode_rows(step([1, 2], [long, long]), 256) is not None, "one row reads it once more"
     assert as_decode_rows(step([3], [long]), 256) is None
+    assert as_decode_rows(step([4], [PAGE_SIZE]), 256) is not None
+    assert as_decode_rows(step([1, 4], [7, PAGE_SIZE + 1]), 256) is None, "kernels fetch all but the last page earlier"
     assert as_decode_rows(step([2], [9], follow_rows=np.zeros(1, np.int32)), 256) is None, "with speculation"
