@@ -20,7 +20,6 @@ from ...adapters.registry import RegisteredAdapter
 from ...processes.channel import Channel, ChannelClosed
 from ...processes.garbage_collection import raise_gc_thresholds
 from ...processes.logs import configure_logging
-from ...processes.threads import switch_threads_often
 from ...processes.watchdog import HeartbeatThread
 from ...scheduler.step_codec import unpack_masks, unpack_plan
 from ...scheduler.step_plan import AHEAD, SLOT_DAMAGED
@@ -194,7 +193,6 @@ class _RankProcess:
 def main() -> NoReturn:
     """Run the process; end it without the interpreter's clean-up, as other threads may be running tensor operations."""
     raise_gc_thresholds()
-    switch_threads_often()
     channel_fd, plans_fd, store_fd = map(int, sys.argv[1:4])
     channel = Channel.from_fd(channel_fd)
     try:

@@ -1,8 +1,8 @@
 """Time updates of an adapter from a trainer's process, and their effect on other streams.
 
     sidestream serve m8b --load-format dummy --max-loras 4 --max-lora-rank 32 --allow-adapter-loading \\
-        --bind ipc:///tmp/updates/engine.sock
-    python -m sidestream.tools.dev.bench.adapter_updates ipc:///tmp/updates/engine.sock --devices cpu cuda
+        --bind ipc:///dev/shm/updates/engine.sock
+    python -m sidestream.tools.dev.bench.adapter_updates ipc:///dev/shm/updates/engine.sock --devices cpu cuda
 
 first_traffic.py's page says how to write a model directory without weights. An update has all linears of `--shape` at
 rank 32 in bf16: 168 MB for Llama-3.1-8B. The trainer has the tensors on each of `--devices` in turn.
@@ -123,7 +123,7 @@ async def measure(options: argparse.Namespace, device: str, directory: str) -> s
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("address", help="where the server is bound, such as ipc:///tmp/updates/engine.sock")
+    parser.add_argument("address", help="where the server is bound, such as ipc:///dev/shm/updates/engine.sock")
     parser.add_argument("--shape", default="llama-3.1-8b", help="the served model's shape, or its config.json")
     parser.add_argument("--devices", nargs="+", default=["cpu", "cuda"], help="of the trainer's tensors, in turn")
     parser.add_argument("--updates", type=positive, default=50, metavar="N")
