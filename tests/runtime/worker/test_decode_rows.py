@@ -1,5 +1,6 @@
 """Steps with few prompt tokens that run as decode steps give the answers of steps for prompts."""
 
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,27 @@ from sidestream.ops.core.kv_layout import PAGE_SIZE
 from sidestream.runtime.scheduler.step_plan import StepPlan
 from sidestream.runtime.worker import decode_rows
 from sidestream.runtime.worker.decode_rows import as_decode_rows
+from sidestream.tools.bench.random_model import write_model
 from support.sampling_plans import plan, sampling
 from support.tiny import AdapterSpec, tiny_adapters, tiny_llama
 
+WIDE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 4096,
+    "hidden_size": 2048,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
     "max_model_len": 128,
@@ -62,6 +81,46 @@ def test_answers_are_those_of_steps_for_prompts(
             ]
         assert any(ran) == rows
     assert found[True] == found[False]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("precision", "most", "mean"), [("fp32", 1e-3, 1e-4), ("int8", 0.5, 0.05)])
+def test_on_the_gpu(tmp_path: Path, precision: str, most: float, mean: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of decode steps read the keys of a row that another row of the same step has just written. Prompts that
+    begin in other ways differ by far more than roundings.
+    """
+    adapters = write_model(tmp_path, WIDE, 2, 8)
+    dice = random.Random(4)
+    prompts = [[dice.randrange(WIDE["vocab_size"]) for _ in range(dice.randrange(20, 90))] for _ in range(24)]
+    chosen = [[None, *adapters][index % 3] for index in range(24)]
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, prompt_logprobs=0)
+    sizes = {"max_model_len": 256, "num_kv_pages": 100, "max_num_seqs": 48, "max_num_batched_tokens": 64}
+    options = OPTIONS | sizes | {"device": "cuda"}
+    found, ran = {}, {False: 0, True: 0}
+    made = as_decode_rows
+
+    def counted(step: StepPlan, most_rows: int) -> StepPlan | None:
+        rows = made(step, most_rows)
+        ran[rows is not None] += 1
+        return rows
+
+    monkeypatch.setattr("sidestream.runtime.worker.model_runner.as_decode_rows", counted)
+    for rows in (False, True):
+        with LLM(WIDE, adapters, load_format="dummy", precision=precision, **options) as llm:
+            llm.model.runner.decode_rows = rows
+            outputs = []
+            for first in range(0, 24, 6):
+                some = slice(first, first + 6)
+                outputs += llm.generate(prompts[some], params, adapter=chosen[some], use_tqdm=False)
+        found[rows] = [
+            [output.prompt_logprobs[place][token].logprob for place, token in enumerate(prompt) if place]
+            for output, prompt in zip(outputs, prompts, strict=True)
+        ]
+    assert ran[True] > 20
+    errors = [abs(a - b) for one, other in zip(*found.values(), strict=True) for a, b in zip(one, other, strict=True)]
+    spread = [abs(a - b) for one in found[True] for a, b in itertools.pairwise(one)]
+    print(f"{ran} largest {max(errors):.5f}, mean {sum(errors) / len(errors):.6f}; between tokens {max(spread):.3f}")
+    assert max(errors) < most < max(spread) and sum(errors) < mean * len(errors) < sum(spread)
 
 
 def step(lengths: list[int], contexts: list[int], **fields: Any) -> StepPlan:
