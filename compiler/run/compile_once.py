@@ -2,6 +2,10 @@
 
 A process locks the byte at the hash of a kernel's cache key in a file of the cache. The others wait, and find the
 kernel in the cache. The system releases the locks of a process that ends.
+
+Launchers, the C modules that pass arguments to kernels of one signature, need this too: a module that is written again
+while a thread loads it leaves an inode free, and Python, which knows modules by their inodes, then takes the next
+module for it (`_PyImport_FindSharedFuncptr` in CPython's dynload_shlib.c).
 """
 
 import errno
@@ -9,8 +13,10 @@ import fcntl
 import hashlib
 import os
 import stat
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +39,7 @@ class CompileOnce(triton.AsyncCompileMode):
     def __init__(self, executor: Any, **options: Any) -> None:
         super().__init__(executor, **options)
         self._file: int | None = None
+        self._threads: dict[str, threading.Lock] = {}
 
     def __enter__(self) -> Any:
         self._file = _open_private(Path(knobs.cache.dir) / LOCK_FILE)
@@ -51,16 +58,24 @@ class CompileOnce(triton.AsyncCompileMode):
         return super().submit(key, partial(self.compile_locked, key, compile_fn), *rest)
 
     def compile_locked(self, key: str, compile_fn: Callable[[], Any]) -> Any:
-        """Return `compile_fn()`, called when no other process compiles `key`, at the latest after MAX_WAIT_SECONDS."""
-        if self._file is None:
+        """Return `compile_fn()`, called while `key` is locked."""
+        with self.locked(key):
             return compile_fn()
-        latest = time.monotonic() + MAX_WAIT_SECONDS
-        while not lock_byte(self._file, key) and time.monotonic() < latest:
-            time.sleep(POLL_SECONDS)
-        try:
-            return compile_fn()
-        finally:
-            lock_byte(self._file, key, fcntl.LOCK_UN)
+
+    @contextmanager
+    def locked(self, key: str) -> Iterator[None]:
+        """Wait until no other thread and no other process has `key`; for a process at most MAX_WAIT_SECONDS."""
+        with self._threads.setdefault(key, threading.Lock()):
+            if self._file is None:
+                yield
+                return
+            latest = time.monotonic() + MAX_WAIT_SECONDS
+            while not lock_byte(self._file, key) and time.monotonic() < latest:
+                time.sleep(POLL_SECONDS)
+            try:
+                yield
+            finally:
+                lock_byte(self._file, key, fcntl.LOCK_UN)
 
 
 def lock_byte(file: int, key: str, lock: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> bool:

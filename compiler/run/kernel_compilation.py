@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,8 +35,8 @@ class KernelsAhead:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._threads = _Threads(device)
-        self._mode = CompileOnce(self._threads, ignore_errors=True)
+        self._threads = ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0))), "kernels")
+        self._mode = _CompileAndLoad(device, self._threads)
 
     def __enter__(self) -> "KernelsAhead":
         self._mode.__enter__()
@@ -76,22 +76,17 @@ class KernelsAhead:
             self._threads.shutdown()
 
 
-class _Threads(Executor):
-    """Executor that compiles a kernel and loads its machine code."""
+class _CompileAndLoad(CompileOnce):
+    """Mode that also loads a kernel's machine code."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, threads: ThreadPoolExecutor) -> None:
+        super().__init__(threads, ignore_errors=True)
         self._device = device
-        self._pool = ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0))), "kernels")
 
-    def submit(self, compile_kernel: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
-        return self._pool.submit(self._compile_and_load, compile_kernel)
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        self._pool.shutdown(wait, cancel_futures=cancel_futures)
-
-    def _compile_and_load(self, compile_kernel: Callable[[], Any]) -> Any:
-        kernel = compile_kernel()
-        with torch.cuda.device(self._device):
+    def compile_locked(self, key: str, compile_fn: Callable[[], Any]) -> Any:
+        kernel = super().compile_locked(key, compile_fn)
+        signature = *kernel.src.signature.values(), getattr(kernel.metadata, "tensordesc_meta", None)
+        with self.locked(f"launcher {signature}"), torch.cuda.device(self._device):
             _ = kernel.run  # this property builds the launcher and loads the machine code
         return kernel
 

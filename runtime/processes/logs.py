@@ -3,6 +3,7 @@
 Level and format are environment variables, so that child processes inherit them.
 """
 
+import faulthandler
 import json
 import logging
 import os
@@ -36,7 +37,11 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logging(process: str, level: str = "info") -> None:
-    """Log to stderr under the name of this process. `level`: default if the environment has none."""
+    """Log to stderr under the name of this process, and the stacks of its threads if it crashes.
+
+    `level`: default if the environment has none.
+    """
+    faulthandler.enable(2)
     given = os.environ.get(LEVEL_VARIABLE, "")
     handler = logging.StreamHandler()
     if is_json():

@@ -3,9 +3,11 @@
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as StillRunning
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 from sidestream.compiler.run import compile_once
@@ -14,6 +16,7 @@ from triton import knobs
 
 OTHER = """
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from sidestream.compiler.run.compile_once import CompileOnce
@@ -54,6 +57,29 @@ def test_a_kernel_waits_for_the_process_that_compiles_it(cache: Path, ends: str)
         else:
             other.communicate("\n")
         assert found.result() == (ends == "compiles")
+
+
+def test_threads_wait_for_each_other(cache: Path) -> None:
+    running: set[str] = set()
+    met, together = [], Barrier(2)
+
+    def compile_kernel(key: str) -> None:
+        met.append(key in running)
+        running.add(key)
+        if key == "another":
+            together.wait()
+        else:
+            time.sleep(0.01)
+        running.discard(key)
+
+    with ThreadPoolExecutor(4) as threads, CompileOnce(threads) as mode:
+        other = threads.submit(mode.compile_locked, "another", lambda: compile_kernel("another"))
+        equal = [threads.submit(mode.compile_locked, "kernel", lambda: compile_kernel("kernel")) for _ in range(6)]
+        for future in equal:
+            future.result()
+        assert not other.done(), "other kernels do not wait"
+        together.wait()
+    assert met == [False] * 7
 
 
 def test_it_does_not_wait_forever(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
