@@ -24,6 +24,7 @@ _KINDS = {
 }
 Lookup = Callable[[str], torch.Tensor]
 """Returns a tensor of the checkpoint by its name, with the graph's head layout."""
+CPU = torch.device("cpu")
 ROWS_AT_ONCE = 512  # of a weight in fp64: 56 MiB for 14,336 columns
 
 
@@ -195,48 +196,63 @@ def slot_tensors(
 
 
 def slot_tensor(
-    adapter: Adapter, config: LlamaConfig, lora: LoraShape, name: str, dtype: torch.dtype = torch.bfloat16
+    adapter: Adapter,
+    config: LlamaConfig,
+    lora: LoraShape,
+    name: str,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device = CPU,
 ) -> torch.Tensor:
-    """Return the entry `name` of `slot_tensors`. It may be the adapter's own tensor, so do not write to it."""
+    """Return the entry `name` of `slot_tensors`, computed on `device`. It may be the adapter's own tensor, so do not
+    write to it.
+    """
     module, _, side = name.rpartition(".")
     if is_stack(module):
-        return _expert_slot(adapter, config, lora, module, side, dtype)
+        return _expert_slot(adapter, config, lora, module, side, dtype, device)
     outputs, inputs = config.module_shape(module)
     if side in PROJECTION_STACKS.values():
         vector = adapter.parts.get(module, {}).get(side)
-        return torch.zeros(outputs) if vector is None else vector
+        return torch.zeros(outputs, device=device) if vector is None else vector.to(device, non_blocking=True)
     turned = side == "lora_a" and module in config.vocabulary_modules[:1]
     shape = (inputs, lora.rank) if turned else (lora.rank, inputs) if side == "lora_a" else (outputs, lora.rank)
     if module not in adapter.tensors:
-        return torch.zeros(shape, dtype=dtype)
-    a, b = adapter.tensors[module]
-    a = a.T if turned else a
-    if side == "lora_b" and b.dtype != dtype:
-        b = b.to(torch.float32)  # else the product is also computed in fp32 and rounded once
-    tensor = (a if side == "lora_a" else b * adapter.scaling[module]).to(dtype)
+        return torch.zeros(shape, dtype=dtype, device=device)
+    values = adapter.tensors[module][side == "lora_b"].to(device, non_blocking=True)
+    if side == "lora_b":
+        if values.dtype != dtype:
+            values = values.to(torch.float32)  # else the product is also computed in fp32 and rounded once
+        values = values * adapter.scaling[module]
+    tensor = (values.T if turned else values).to(dtype)
     if tensor.shape == shape:
         return tensor.contiguous()
-    padded = torch.zeros(shape, dtype=dtype)
+    padded = torch.zeros(shape, dtype=dtype, device=device)
     padded[: tensor.shape[0], : tensor.shape[1]] = tensor
     return padded
 
 
 def _expert_slot(
-    adapter: Adapter, config: LlamaConfig, lora: LoraShape, stack: str, side: str, dtype: torch.dtype
+    adapter: Adapter,
+    config: LlamaConfig,
+    lora: LoraShape,
+    stack: str,
+    side: str,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> torch.Tensor:
     """Return A [E, n * R, K] or B [E, N, R] of a stack of experts, see `slot_tensors`."""
     (outputs, inputs), experts, rank = config.module_shape(stack), config.num_experts, lora.expert_rank
     linears = LINEARS[target_of(stack)]
     width = outputs // len(linears)
     shape = (experts, len(linears) * rank, inputs) if side == "lora_a" else (experts, outputs, rank)
-    slot = torch.zeros(shape, dtype=dtype)
+    slot = torch.zeros(shape, dtype=dtype, device=device)
     for index, linear in enumerate(linears):
         rows = slice(index * width, (index + 1) * width)
         for chosen, a, b, scaling in _expert_tensors(adapter, experts, stack, linear, rows):
             if side == "lora_a":
-                slot[chosen, index * rank : index * rank + a.shape[1]] = a.to(dtype)
+                slot[chosen, index * rank : index * rank + a.shape[1]] = a.to(device, non_blocking=True).to(dtype)
             else:
-                slot[chosen, rows, : b.shape[2]] = (b.to(torch.float32) * scaling).to(dtype)
+                scale = scaling.to(device) if isinstance(scaling, torch.Tensor) else scaling
+                slot[chosen, rows, : b.shape[2]] = (b.to(device, non_blocking=True).to(torch.float32) * scale).to(dtype)
     return slot
 
 

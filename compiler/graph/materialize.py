@@ -12,6 +12,7 @@ from .recipe import Recipe, RecipeError, rounded_name, share_of
 
 LARGEST_BALANCE = 16  # log2 of the largest factor
 ROWS_AT_ONCE = 8192  # rows quantized together: the fp32 copy of a 128256 x 4096 matrix would be 2 GB
+GPU_VALUES = 1 << 25  # the same for a GPU, if it is more: narrow rows would not keep it busy
 
 
 def quantize_weight(
@@ -25,8 +26,9 @@ def quantize_weight(
     scales = torch.empty(weight.shape[:-1], dtype=torch.float32, device=weight.device)
     rows, width = weight.reshape(-1, weight.shape[-1]), weight.shape[-1]
     flat_values, flat_scales = values.view(-1, width), scales.view(-1)
-    for first in range(0, rows.shape[0], ROWS_AT_ONCE):
-        part = slice(first, first + ROWS_AT_ONCE)
+    count = ROWS_AT_ONCE if weight.device.type == "cpu" else max(ROWS_AT_ONCE, GPU_VALUES // max(1, width))
+    for first in range(0, rows.shape[0], count):
+        part = slice(first, first + count)
         flat_values[part], flat_scales[part] = quantize_rowwise_reference(rows[part], dtype, rotate)
     return values, scales
 

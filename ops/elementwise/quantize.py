@@ -62,7 +62,8 @@ def reference(x: torch.Tensor, dtype: torch.dtype = E4M3, rotate: int = 0) -> tu
     block = rotated_width(x.shape[-1], rotate)
     values = x.float() if block == 1 else planes(x.unflatten(-1, (-1, block)))  # planes: [block, ..., K / block]
     largest = values.abs() if block == 1 else values.abs().amax(0)
-    scale = largest.amax(-1).clamp_min(1e-12) / QUANTIZED_MAX[dtype]
+    largest = largest.amax(-1).clamp_min(1e-12)
+    scale = largest / largest.new_full((), QUANTIZED_MAX[dtype])  # a GPU multiplies by the reciprocal of a number
     steps = to_steps(values, scale.unsqueeze(-1), dtype)
     return (steps if block == 1 else steps.movedim(0, -1).contiguous().flatten(-2)), scale
 

@@ -155,14 +155,15 @@ def packing_key(
     lora: LoraShape,
     constants: Mapping[str, torch.Tensor],
     base: str = "",
+    processor: str = "",
 ) -> str:
     """Return a hash of all inputs of a slot's bytes except the adapter's content. `base`: stamp of the base's weights,
-    on which adapters' parts depend.
+    on which adapters' parts depend. `processor`: the GPU that packs; default: this CPU.
     """
     content = {
         "sources": _sources(),
         "torch": torch.__version__,
-        "processor": torch.backends.cpu.get_cpu_capability(),
+        "processor": processor or torch.backends.cpu.get_cpu_capability(),
         "config": asdict(config),
         "lora": [lora.rank, *lora.targets],
         "dtype": str(dtype),

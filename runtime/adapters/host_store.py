@@ -4,7 +4,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -19,7 +19,7 @@ from .background_jobs import BackgroundJobs
 from .base_weights import BaseWeights
 from .disk_cache import packing_key, slot_key
 from .host_memory import Block
-from .packing import Packer
+from .packing import GPU_GROUP_ELEMENTS, GROUP_ELEMENTS, Packer
 from .registry import AdapterRegistry
 
 NO_DRAFT_LORA = Adapter(0, {}, {}, (), "")
@@ -58,14 +58,17 @@ class HostStore:
         # dtype of the recipes' inputs; scales, gains and shifts are fp32
         narrow = min(dtypes, key=lambda dtype: dtype.itemsize)
         self._dtype = torch.bfloat16 if narrow.itemsize == 1 else narrow
-        self._pinned = next(iter(stacks.values())).device.type == "cuda"
+        device = next(iter(stacks.values())).device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._page_locks = self._stream is not None
         self._shapes = [(tuple(stacks[name].shape[1:]), stacks[name].dtype) for name in recipes]
         self._blocks: OrderedDict[int, Block] = OrderedDict()
         self._free: list[Block] = []
         self._num_blocks = 0
         self._lock, self._preparing = threading.Lock(), threading.Lock()
         self._jobs = BackgroundJobs("adapter-blocks", idle_seconds=0.0)
-        self._packer = Packer(recipes, [shape for shape, _ in self._shapes])
+        elements = GROUP_ELEMENTS if self._stream is None else GPU_GROUP_ELEMENTS
+        self._packer = Packer(recipes, [shape for shape, _ in self._shapes], elements)
         sources = frozenset[str]().union(*(recipe.sources() for recipe in recipes.values()))
         self._constants = {name: constants[name].cpu() for name in sorted(sources & constants.keys())}
 
@@ -105,10 +108,10 @@ class HostStore:
             try:
                 if adapter is None and not self._load(key, block):
                     adapter = self._read(number)
+                if self._page_locks and not block.locked:
+                    block.page_lock(self._device_calls, self.steps_running)
                 if adapter is not None:
                     self._pack(adapter, block)
-                if self._pinned and not block.locked:
-                    block.page_lock(self._device_calls, self.steps_running)
             except BaseException as error:
                 if isinstance(error, MemoryError):
                     self._num_blocks -= 1  # partly page-locked: cannot be reused
@@ -127,7 +130,7 @@ class HostStore:
             if self.disk_cache is not None and adapter is not None and not self._registry.is_update(number):
                 store, content_hash = weakref.ref(self), adapter.content_hash
                 self.disk_cache.jobs.submit(lambda stopped: _write_to_disk(store, number, content_hash, stopped))
-            if self._pinned:
+            if self._page_locks:
                 owner = weakref.ref(self)
                 self._jobs.submit(lambda stopped: _lock_spare_block(owner))
             return block
@@ -167,7 +170,9 @@ class HostStore:
     def _packing_key(self) -> str:
         base = self._base.stamp if self._base is not None and self._lora.parts else ""
         registry = self._registry
-        return packing_key(self._recipes, self._shapes, self._dtype, registry.config, self._lora, self._constants, base)
+        settings = registry.config, self._lora, self._constants, base
+        processor = "" if self._stream is None else torch.cuda.get_device_name(self._stream.device)
+        return packing_key(self._recipes, self._shapes, self._dtype, *settings, processor)
 
     def _cache_key(self, number: int) -> str | None:
         """Return the adapter's key in the disk cache; None if absent, for updates, or if its files may have changed."""
@@ -191,16 +196,19 @@ class HostStore:
         return adapter if self._base is None else self._base.resolved(adapter, self._device_calls)
 
     def _pack(self, adapter: Adapter, block: Block) -> None:
-        def lookup(name: str) -> torch.Tensor:
+        def lookup(device: torch.device, name: str) -> torch.Tensor:
             if name in self._constants:
                 return self._constants[name]
             registry = self._registry
             if name.startswith(LAYER) and registry.draft is not None and registry.draft_lora is not None:
                 draft = adapter.draft or NO_DRAFT_LORA
-                return slot_tensor(draft, registry.draft, registry.draft_lora, name, self._dtype)
-            return slot_tensor(adapter, registry.config, self._lora, name, self._dtype)
+                return slot_tensor(draft, registry.draft, registry.draft_lora, name, self._dtype, device)
+            return slot_tensor(adapter, registry.config, self._lora, name, self._dtype, device)
 
-        self._packer.pack(lookup, block.tensors)
+        if self._stream is not None:
+            self._packer.pack_on_gpu(lookup, block.tensors, self._stream, self._device_calls)
+        else:
+            self._packer.pack(partial(lookup, torch.device("cpu")), block.tensors)
 
     def drop(self, number: int) -> None:
         """Free the block of an adapter that the registry has dropped."""

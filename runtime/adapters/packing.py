@@ -1,16 +1,17 @@
-"""Pack an adapter's tensors into the layout of its slot, on several threads.
+"""Pack an adapter's tensors into the layout of its slot, on the GPU or on several threads.
 
 Equal layers are packed together, in large operations that release the GIL. The thread that launches steps needs the
 GIL, so packing must acquire it rarely and briefly.
 """
 
 import ctypes
+import logging
 import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import cache, partial
 from typing import Any
 
@@ -20,12 +21,14 @@ from ...compiler.graph.materialize import materialize
 from ...compiler.graph.recipe import Recipe
 
 GROUP_ELEMENTS = 1 << 21  # 8 MiB in fp32: with smaller groups a step waits more often for the interpreter lock
+GPU_GROUP_ELEMENTS = 1 << 22  # steps wait for a kernel of this size for some ten microseconds
 PACKING_THREADS = 3  # each further one delays steps, too
 OPERATION_THREADS = 8
 # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of malloc.h: the largest values that glibc chooses itself. With smaller ones
 # each group's copies go back to the operating system, and a third of the time is page faults.
 _MALLOC_OPTIONS = ((-3, 1 << 25), (-1, 1 << 26))
 _setting_threads = threading.Lock()
+_log = logging.getLogger("sidestream")
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -51,9 +54,14 @@ class Bundle:
 
 
 class Packer:
-    """Packs adapters. `recipes`: by stack, in the stacks' order; `shapes`: of one slot of each stack."""
+    """Packs adapters. `recipes`: by stack, in the stacks' order; `shapes`: of one slot of each stack.
 
-    def __init__(self, recipes: Mapping[str, Recipe], shapes: Sequence[tuple[int, ...]]) -> None:
+    elements  of each stack in the operations of equal layers
+    """
+
+    def __init__(
+        self, recipes: Mapping[str, Recipe], shapes: Sequence[tuple[int, ...]], elements: int = GROUP_ELEMENTS
+    ) -> None:
         bundles: dict[frozenset[str], Bundle] = {}
         for stack, recipe in enumerate(recipes.values()):
             sources = recipe.sources()
@@ -61,7 +69,7 @@ class Packer:
         by_form: dict[tuple[Any, ...], list[Bundle]] = {}
         for bundle in bundles.values():
             by_form.setdefault((bundle.form, *(shapes[stack] for stack in bundle.stacks)), []).append(bundle)
-        self._groups = [group for equal in by_form.values() for group in _split(equal, shapes)]
+        self._groups = [group for equal in by_form.values() for group in _split(equal, shapes, elements)]
 
     def pack(self, lookup: Callable[[str], torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         """Fill `targets`, one slot of each stack; `lookup` returns the adapter's tensor of a module and side."""
@@ -69,6 +77,27 @@ class Packer:
         wait(jobs)  # also after an error: the caller may then fill `targets` again
         for job in jobs:
             job.result()
+
+    def pack_on_gpu(
+        self,
+        lookup: Callable[[torch.device, str], torch.Tensor],
+        targets: Sequence[torch.Tensor],
+        stream: torch.cuda.Stream,
+        device_calls: AbstractContextManager[Any],
+    ) -> None:
+        """Fill `targets`, in page-locked memory, by operations on `stream`, launched within `device_calls`.
+
+        The lookup's first argument is the device of the result. What does not fit into the GPU's memory is packed on
+        the CPU.
+        """
+        for group in self._groups:
+            try:
+                with device_calls, torch.cuda.stream(stream):
+                    _pack_group(group, partial(lookup, stream.device), targets)
+            except torch.cuda.OutOfMemoryError as error:
+                _log.debug("adapters are packed on the CPU: %s", error)
+                _pack_group(group, partial(lookup, torch.device("cpu")), targets)
+        stream.synchronize()
 
 
 def _pack_group(
@@ -80,7 +109,7 @@ def _pack_group(
     for index, recipe in enumerate(first.recipes):
         slots = materialize(recipe, find, memo)
         for bundle, slot in zip(group, slots, strict=True):
-            targets[bundle.stacks[index]].copy_(slot)
+            targets[bundle.stacks[index]].copy_(slot, non_blocking=True)
 
 
 @cache
@@ -116,10 +145,10 @@ def _stacked(
     return torch.stack([lookup(names[_LAYER.sub("#", name)]) for names in layers])
 
 
-def _split(bundles: list[Bundle], shapes: Sequence[tuple[int, ...]]) -> Iterator[list[Bundle]]:
-    """Split into groups of GROUP_ELEMENTS, or of one bundle."""
+def _split(bundles: list[Bundle], shapes: Sequence[tuple[int, ...]], elements: int) -> Iterator[list[Bundle]]:
+    """Split into groups of so many elements of a stack, or of one bundle."""
     size = max(torch.Size(shapes[stack]).numel() for stack in bundles[0].stacks)
-    count = 1 if bundles[0].separate else max(1, GROUP_ELEMENTS // max(1, size))
+    count = 1 if bundles[0].separate else max(1, elements // max(1, size))
     return (bundles[first : first + count] for first in range(0, len(bundles), count))
 
 

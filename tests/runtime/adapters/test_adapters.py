@@ -119,7 +119,7 @@ def test_the_next_block_is_locked_in_advance(config, paths, monkeypatch):
     registry = AdapterRegistry(config, 16)
     numbers = [registry.add(f"a{index}", path).number for index, path in enumerate(paths[:4])]
     store = make_stacks(config, registry, keep=3).store
-    store._pinned = True
+    store._page_locks = True
     for number in numbers:
         block = store.prepare(number)
         assert block.locked and len(set(map(id, locked))) == len(locked) <= 3

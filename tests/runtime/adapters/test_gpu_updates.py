@@ -2,6 +2,7 @@
 
 import json
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import sidestream
 import torch
 from safetensors.torch import load_file
+from sidestream.runtime.adapters.host_store import HostStore
 from sidestream.tools.bench.random_model import write_random_adapter
 
 from .test_gpu_adapters import CONFIG, OPTIONS
@@ -56,3 +58,18 @@ def test_tensors_of_the_gpu(tmp_path: Path, precision: str) -> None:
         begin = versions[1][0]
         assert tokens[:begin] == answer("policy@3")[0][:begin] and len(tokens) == 24
         assert answer("policy") == answer("policy@1"), "the same content"
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp8", "bf16", "fp32"])
+def test_a_gpu_packs_the_bits_of_a_cpu(tmp_path: Path, precision: str) -> None:
+    adapters = {f"a{rank}": write_random_adapter(tmp_path / str(rank), CONFIG, rank, rank) for rank in (4, 16)}
+    with sidestream.LLM(CONFIG, adapters, max_loras=2, **OPTIONS | {"precision": precision}) as llm:
+        loader = llm.model.runner.slot_loader
+        store = loader.store
+        stacks = {name: stack.cpu() for name, stack in loader.stacks.items()}
+        constants = store._constants
+        other = HostStore(store._recipes, stacks, llm.registry, loader.lora, 4, threading.Lock(), constants)
+        for name in adapters:
+            blocks = [each.prepare(llm.registry.numbers[name]) for each in (store, other)]
+            values = [torch.from_numpy(block.bytes) for block in blocks]
+            assert torch.equal(*values) and values[0].count_nonzero() > 10_000
