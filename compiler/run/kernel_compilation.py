@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from triton import knobs
+from triton.backends.nvidia import driver
 from triton.runtime.jit import JITFunction
 
 from ..program.calls import own_op
@@ -85,10 +86,15 @@ class _CompileAndLoad(CompileOnce):
 
     def compile_locked(self, key: str, compile_fn: Callable[[], Any]) -> Any:
         kernel = super().compile_locked(key, compile_fn)
-        signature = *kernel.src.signature.values(), getattr(kernel.metadata, "tensordesc_meta", None)
-        with self.locked(f"launcher {signature}"), torch.cuda.device(self._device):
+        with self.locked(_launcher_source(kernel) or f"load {key}"), torch.cuda.device(self._device):
             _ = kernel.run  # this property builds the launcher and loads the machine code
         return kernel
+
+
+def _launcher_source(kernel: Any) -> str:
+    """Return the C source of a kernel's launcher, which many kernels share; "" if Triton, from 3.7 on, builds none."""
+    make = getattr(driver, "make_launcher", None)
+    return "" if make is None else make({}, kernel.src.signature, getattr(kernel.metadata, "tensordesc_meta", None))
 
 
 @contextmanager

@@ -67,12 +67,26 @@ class Block:
         offsets = block_offsets(sizes)
         self.memory = host_bytes(offsets[-1])
         self.bytes = self.memory.numpy()
+        self._offsets = offsets
         self.tensors = [
             self.memory[first : first + size].view(dtype).view(shape)
             for first, size, (shape, dtype) in zip(offsets, sizes, shapes, strict=False)
         ]
         self.num_users = 0
         self.locked = False
+
+    def fill(self, index: int, values: torch.Tensor) -> None:
+        """Copy `values` to a tensor, asynchronously from a GPU. A copy never crosses CHUNK_BYTES, which may have been
+        page-locked alone.
+        """
+        target = self.tensors[index]
+        source = values.to(target.dtype).contiguous().view(-1).view(torch.uint8)
+        first, end = self._offsets[index], self._offsets[index] + source.numel()
+        place = first
+        while place < end:
+            upto = min(end, place - place % CHUNK_BYTES + CHUNK_BYTES)
+            self.memory[place:upto].copy_(source[place - first : upto - first], non_blocking=True)
+            place = upto
 
     def page_lock(self, device_calls: Any, steps_running: bool) -> None:
         """Page-lock the block. While steps run, lock it in chunks with pauses, since it takes tens of milliseconds."""

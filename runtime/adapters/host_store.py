@@ -206,7 +206,7 @@ class HostStore:
             return slot_tensor(adapter, registry.config, self._lora, name, self._dtype, device)
 
         if self._stream is not None:
-            self._packer.pack_on_gpu(lookup, block.tensors, self._stream, self._device_calls)
+            self._packer.pack_on_gpu(lookup, block.fill, self._stream, self._device_calls)
         else:
             self._packer.pack(partial(lookup, torch.device("cpu")), block.tensors)
 

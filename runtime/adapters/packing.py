@@ -73,7 +73,11 @@ class Packer:
 
     def pack(self, lookup: Callable[[str], torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         """Fill `targets`, one slot of each stack; `lookup` returns the adapter's tensor of a module and side."""
-        jobs = [_packing_pool().submit(_pack_group, group, lookup, targets) for group in self._groups]
+
+        def fill(stack: int, slot: torch.Tensor) -> None:
+            targets[stack].copy_(slot)
+
+        jobs = [_packing_pool().submit(_pack_group, group, lookup, fill) for group in self._groups]
         wait(jobs)  # also after an error: the caller may then fill `targets` again
         for job in jobs:
             job.result()
@@ -81,11 +85,12 @@ class Packer:
     def pack_on_gpu(
         self,
         lookup: Callable[[torch.device, str], torch.Tensor],
-        targets: Sequence[torch.Tensor],
+        fill: Callable[[int, torch.Tensor], None],
         stream: torch.cuda.Stream,
         device_calls: AbstractContextManager[Any],
     ) -> None:
-        """Fill `targets`, in page-locked memory, by operations on `stream`, launched within `device_calls`.
+        """Compute slots by operations on `stream`, launched within `device_calls`; `fill` copies one, given its stack's
+        index.
 
         The lookup's first argument is the device of the result. What does not fit into the GPU's memory is packed on
         the CPU.
@@ -93,15 +98,15 @@ class Packer:
         for group in self._groups:
             try:
                 with device_calls, torch.cuda.stream(stream):
-                    _pack_group(group, partial(lookup, stream.device), targets)
+                    _pack_group(group, partial(lookup, stream.device), fill)
             except torch.cuda.OutOfMemoryError as error:
                 _log.debug("adapters are packed on the CPU: %s", error)
-                _pack_group(group, partial(lookup, torch.device("cpu")), targets)
+                _pack_group(group, partial(lookup, torch.device("cpu")), fill)
         stream.synchronize()
 
 
 def _pack_group(
-    group: Sequence[Bundle], lookup: Callable[[str], torch.Tensor], targets: Sequence[torch.Tensor]
+    group: Sequence[Bundle], lookup: Callable[[str], torch.Tensor], fill: Callable[[int, torch.Tensor], None]
 ) -> None:
     first = group[0]
     find = partial(_stacked, lookup, None if first.separate else [bundle.names for bundle in group])
@@ -109,7 +114,7 @@ def _pack_group(
     for index, recipe in enumerate(first.recipes):
         slots = materialize(recipe, find, memo)
         for bundle, slot in zip(group, slots, strict=True):
-            targets[bundle.stacks[index]].copy_(slot, non_blocking=True)
+            fill(bundle.stacks[index], slot)
 
 
 @cache

@@ -129,6 +129,15 @@ def test_the_next_block_is_locked_in_advance(config, paths, monkeypatch):
     assert len(store.numbers) == 3
 
 
+def test_a_block_is_filled_across_the_chunks_that_are_locked(monkeypatch):
+    monkeypatch.setattr(host_memory, "CHUNK_BYTES", 8192)
+    values = [torch.arange(9000, dtype=torch.int32).view(90, 100).T, torch.tensor([1.0, 2.0]), torch.ones(70, 60)]
+    block = host_memory.Block([(tuple(each.shape), each.dtype) for each in values])
+    for index, each in enumerate(values):
+        block.fill(index, each)
+    assert all(torch.equal(*pair) for pair in zip(block.tensors, values, strict=True))
+
+
 def test_fp8_stacks_hold_the_adapters_quantized_rows(config, paths):
     name = "model.layers.0.self_attn.o_proj.lora_b"
     recipe = quantize(param(name))
