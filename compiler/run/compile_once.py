@@ -2,10 +2,6 @@
 
 A process locks the byte at the hash of a kernel's cache key in a file of the cache. The others wait, and find the
 kernel in the cache. The system releases the locks of a process that ends.
-
-Launchers, the C modules that pass arguments to kernels, need this too: a module that is written again while a thread
-loads it leaves an inode free, and Python, which knows modules by their inodes, then takes the next module for it
-(`_PyImport_FindSharedFuncptr` in CPython's dynload_shlib.c). A kernel is then launched with another one's arguments.
 """
 
 import errno

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from triton import knobs
 from triton.backends.nvidia import driver
+from triton.runtime import build
 from triton.runtime.jit import JITFunction
 
 from ..program.calls import own_op
@@ -78,21 +79,61 @@ class KernelsAhead:
 
 
 class _CompileAndLoad(CompileOnce):
-    """Mode that also loads a kernel's machine code."""
+    """Mode that also loads a kernel's machine code and its launcher, one at a time.
+
+    A launcher is a C module, which kernels share; all launchers have one name. Python loads a module that it knows
+    already into `sys.modules[name]`, where a thread that has just loaded another launcher would find it.
+    """
 
     def __init__(self, device: torch.device, threads: ThreadPoolExecutor) -> None:
         super().__init__(threads, ignore_errors=True)
         self._device = device
+        self._load = threading.Lock()
+        self._loads = 0  # the thread that has the lock
+        self._build = build._build  # the C compiler
+
+    def __enter__(self) -> Any:
+        build._build = self._build_unlocked
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            super().__exit__(*error)
+        finally:
+            build._build = self._build
 
     def compile_locked(self, key: str, compile_fn: Callable[[], Any]) -> Any:
         kernel = super().compile_locked(key, compile_fn)
-        with self.locked(_launcher_source(kernel) or f"load {key}"), torch.cuda.device(self._device):
-            _ = kernel.run  # this property builds the launcher and loads the machine code
+        with self.locked(_launcher_source(kernel) or f"load {key}"), self._alone(), torch.cuda.device(self._device):
+            _ = kernel.run  # this property builds the launcher and loads both
         return kernel
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        with self._load:
+            self._loads = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._loads = 0
+
+    def _build_unlocked(self, *args: Any, **kwargs: Any) -> Any:
+        """Let others load while a launcher is built."""
+        if self._loads != threading.get_ident():
+            return self._build(*args, **kwargs)
+        self._loads = 0
+        self._load.release()
+        try:
+            return self._build(*args, **kwargs)
+        finally:
+            self._load.acquire()
+            self._loads = threading.get_ident()
 
 
 def _launcher_source(kernel: Any) -> str:
-    """Return the C source of a kernel's launcher, which many kernels share; "" if Triton, from 3.7 on, builds none."""
+    """Return the C source of a kernel's launcher, which only one thread should build; "" if Triton, from 3.7 on, builds
+    none.
+    """
     make = getattr(driver, "make_launcher", None)
     return "" if make is None else make({}, kernel.src.signature, getattr(kernel.metadata, "tensordesc_meta", None))
 
