@@ -11,12 +11,25 @@ from typing import Any, Optional
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.jit import DependenciesFinder
 
 # Fuse products and sums (FMA) explicitly: Triton 3.9 warns that its default will change.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 INTERP = tl.constexpr(INTERPRETED)
+
+_add_callee = DependenciesFinder._update_hash
+
+
+def _add_hashed_callee(finder: Any, function: Any) -> None:
+    _ = function.cache_key
+    _add_callee(finder, function)
+
+
+# Triton 3.6 adds the constants of a called function before it finds them: a kernel's key in the cache depends on which
+# kernels were hashed before it, and another process may not find it
+DependenciesFinder._update_hash = _add_hashed_callee
 
 
 def cdiv(a: int, b: int) -> int:

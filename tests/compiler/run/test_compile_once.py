@@ -27,7 +27,7 @@ def compile_kernel():
     Path(sys.argv[1]).write_text("in the cache")
 
 with ThreadPoolExecutor(1) as threads, CompileOnce(threads) as mode:
-    mode.submit("kernel", compile_kernel, lambda kernel: None, lambda kernel: None)
+    mode.compile_locked("kernel", compile_kernel)
 """
 
 
