@@ -8,7 +8,7 @@ remote_adapter     copy adapters from addresses that fsspec reads
 adapter_limits     number of slots, LoRA rank and target projections of an engine
 base_weights       the base's weights, on which parts of adapters depend (DoRA, trained biases)
 weighted_sum       the weighted sum of adapters as one adapter
-packing            an adapter's tensors -> the layout of its slot
+packing            an adapter's tensors -> the layout of its slot, on the GPU or on threads
 host_store         cache of packed adapters in host memory
 host_memory        page-locked blocks of host memory
 slot_audit         compare slots with their adapters in host memory, one a minute
