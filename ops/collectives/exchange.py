@@ -34,7 +34,7 @@ from ..core.cuda_driver import HANDLE_BYTES
 from ..core.ipc_memory import ExportedMemory, MappedMemory
 from ..core.triton_support import cdiv
 from ..elementwise.quantize import row_block
-from .tensor_parallel_group import GroupError, RankGroup, group_named, world_of
+from .tensor_parallel_group import GroupError, RankGroup, group_named, rank_in, world_of
 
 PURPOSE = "exchange"  # key in RankGroup.buffers
 SLOT_BYTES = 16 << 20  # 1,024 rows of 8,192 columns in 16 bits; longer prompts are split
@@ -227,11 +227,12 @@ def _device_faults_logged() -> Iterator[None]:
 def exchange_of(group: str, device: torch.device) -> Optional[Exchange]:
     """Return the exchange that `open_exchange` made for this group, or None.
 
-    For meta tensors (compilation without a launch) return an exchange of rank 0 without memory, in any process.
+    For meta tensors (compilation without a launch) return an exchange without memory, in any process: of this process's
+    rank, or of rank 0 if it belongs to no such group.
     """
     if device.type == "meta":
         memory = torch.empty(exchange_bytes(world_of(group)), dtype=torch.uint8, device="meta")
-        return Exchange(0, (memory,) * world_of(group))
+        return Exchange(rank_in(group), (memory,) * world_of(group))
     return group_named(group).buffers.get(PURPOSE)
 
 

@@ -73,6 +73,11 @@ def forget_group(name: str) -> None:
     _GROUPS.pop(name, None)
 
 
+def rank_in(name: str) -> int:
+    """Return this process's rank in the registered group of this name, 0 if it belongs to none."""
+    return _GROUPS[name].rank if name in _GROUPS else 0
+
+
 def group_named(name: str) -> RankGroup:
     """Return the registered group. Raises GroupError if this process does not belong to it."""
     if name not in _GROUPS:

@@ -121,12 +121,10 @@ class ProgramProcesses:
 
 
 def number_of_processes(programs: int, ranks: int = 1) -> int:
-    """Return the number of processes for so many programs: none with several ranks, whose groups have threads that a
-    fork does not copy.
-    """
-    if not sys.platform.startswith("linux") or ranks > 1:
+    """Return the number of processes for so many programs of one rank, when so many ranks of a host start together."""
+    if not sys.platform.startswith("linux"):
         return 0
-    cores = len(os.sched_getaffinity(0)) - 1  # one loads the model
+    cores = len(os.sched_getaffinity(0)) // ranks - 1  # one loads the model
     count = min(MOST_PROCESSES, cores, programs // LEAST_PROGRAMS)
     return count if count > 1 else 0
 

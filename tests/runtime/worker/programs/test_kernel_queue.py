@@ -31,6 +31,8 @@ from sidestream.compiler.run.bound_program import BoundProgram
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
 from sidestream.graphs.lora import LoraShape
+from sidestream.ops.collectives.exchange import PURPOSE, Exchange, exchange_bytes
+from sidestream.ops.collectives.tensor_parallel_group import RankGroup, register_group
 from sidestream.runtime.worker.programs.kernel_queue import KernelQueue
 from sidestream.runtime.worker.programs.program_processes import ProgramProcesses
 from sidestream.runtime.worker.step_inputs import StepInputs
@@ -38,7 +40,11 @@ from sidestream.tools.bench.random_model import TINY
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-options = CompileOptions(precision="int8")
+ranks = int(sys.argv[3])
+if ranks > 1:  # the group of rank 1, as a start has joined it
+    memories = tuple(torch.zeros(exchange_bytes(ranks), dtype=torch.uint8) for _ in range(ranks))
+    register_group(RankGroup(f"tp{ranks}", 1, ranks, buffers={PURPOSE: Exchange(1, memories)}))
+options = CompileOptions(precision="int8", tensor_parallel=ranks, tensor_parallel_rank=int(ranks > 1))
 cache = ProgramCache(CacheFolder(Path(sys.argv[1]), LIMIT), {"config": "tiny"}, options, pass_names())
 config = LlamaConfig.from_dict(TINY | {"num_hidden_layers": 1})
 llama = Llama(config, LoraShape(slots=2, rank=16), dtype=options.model_dtype, device="meta")
@@ -83,11 +89,12 @@ print(json.dumps(seen))
 """
 
 
-def test_launches_find_all_kernels_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_launches_find_all_kernels_compiled_once(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the processes of two starts at the same time. Launches have other addresses and another number of pages."""
     tmp_path.chmod(0o700)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    starts = [begin(COMPILE, tmp_path / name, tmp_path / f"{name}.log") for name in ("first", "second")]
+    starts = [begin(COMPILE, tmp_path / name, tmp_path / f"{name}.log", ranks) for name in ("first", "second")]
     compiled: list[str] = []
     for start, name in zip(starts, ("first", "second"), strict=True):
         first, counted, missing = output(start).splitlines()
@@ -97,7 +104,7 @@ def test_launches_find_all_kernels_compiled_once(tmp_path: Path, monkeypatch: py
         compiled += [line.split()[0] for line in lines if line.endswith("False")]
     kernels = [path for path in (tmp_path / "triton").iterdir() if path.name != LOCK_FILE]
     assert len(compiled) == len(kernels), "none is compiled twice"
-    launched: list[tuple[str, bool]] = json.loads(output(begin(LAUNCH, tmp_path / "first")))
+    launched: list[tuple[str, bool]] = json.loads(output(begin(LAUNCH, tmp_path / "first", "", ranks)))
     assert [kernel for kernel, was_cached in launched if not was_cached] == []
     assert sorted(kernel for kernel, _ in launched) == sorted(compiled)
 

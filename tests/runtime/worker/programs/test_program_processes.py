@@ -142,7 +142,16 @@ def test_a_process_ends_with_its_parent() -> None:
 
 
 def test_few_programs_or_cores_need_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    cases = ((64, 150, 1, 16), (16, 150, 1, 15), (16, 150, 4, 0), (2, 150, 1, 0), (16, 8, 1, 0), (4, 20, 1, 2))
+    cases = (
+        (64, 150, 1, 16),
+        (16, 150, 1, 15),
+        (16, 150, 4, 3),
+        (64, 150, 2, 16),
+        (4, 150, 4, 0),
+        (2, 150, 1, 0),
+        (16, 8, 1, 0),
+        (4, 20, 1, 2),
+    )
     for cores, programs, ranks, count in cases:
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
         assert number_of_processes(programs, ranks) == count
