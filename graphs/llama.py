@@ -22,17 +22,32 @@ from .moe.sparse_mlp import SparseMLP
 from .rotary import apply_rotary, inverse_frequencies
 
 INV_FREQ = "model.rotary_emb.inv_freq"
-TOKENS, SEQUENCES, PAGES, BLOCKS = Dim("tokens"), Dim("sequences"), Dim("pages"), Dim("blocks")
-STEP_SHAPES: dict[str, Any] = {
-    "input_ids": {0: TOKENS},
-    "positions": {0: TOKENS},
-    "slot_mapping": {0: TOKENS},
-    "adapter_index": {0: TOKENS},
-    "block_table": {0: SEQUENCES, 1: BLOCKS},
-    "context_lens": {0: SEQUENCES},
-    "query_start": {0: SEQUENCES + 1},
-}
-"""Symbolic dimensions of the arguments that every step has."""
+
+
+class StepDims(NamedTuple):
+    """Symbolic dimensions of a step's arguments."""
+
+    tokens: Any
+    sequences: Any
+    pages: Any
+    blocks: Any
+
+    @staticmethod
+    def create() -> "StepDims":
+        """Return the dimensions. Torch imports its tracer for them: seconds that a warm start does not need."""
+        return StepDims(*map(Dim, StepDims._fields))
+
+    def shapes(self) -> dict[str, Any]:
+        """Return the dimensions of the arguments that every step has."""
+        return {
+            "input_ids": {0: self.tokens},
+            "positions": {0: self.tokens},
+            "slot_mapping": {0: self.tokens},
+            "adapter_index": {0: self.tokens},
+            "block_table": {0: self.sequences, 1: self.blocks},
+            "context_lens": {0: self.sequences},
+            "query_start": {0: self.sequences + 1},
+        }
 
 
 def times(x: torch.Tensor, factor: float) -> torch.Tensor:
@@ -346,8 +361,9 @@ class Llama(nn.Module):
 
     def dynamic_shapes(self) -> dict[str, Any]:
         """Return the symbolic dimensions of `example_inputs`, for `torch.export.export(..., strict=False)`."""
-        caches = [{0: PAGES} for _ in self.model.layers]
-        return {**STEP_SHAPES, "logits_indices": {0: SEQUENCES}, "kv_caches": caches}
+        dims = StepDims.create()
+        caches = [{0: dims.pages} for _ in self.model.layers]
+        return {**dims.shapes(), "logits_indices": {0: dims.sequences}, "kv_caches": caches}
 
 
 def _projection(

@@ -16,7 +16,10 @@ from typing import Any
 import torch
 from triton import knobs
 from triton.backends.nvidia import driver
+from triton.compiler.compiler import make_backend
 from triton.runtime import build
+from triton.runtime import driver as active_driver
+from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
 
 from ..program.calls import own_op
@@ -26,6 +29,12 @@ from .cuda_graph import first_runs
 
 MOST_THREADS = 16
 log = logging.getLogger(__name__)
+
+
+def prepare_triton() -> None:
+    """Do what a process's first launch does for all kernels: load Triton's driver, hash Triton's files."""
+    make_backend(active_driver.active.get_current_target()).hash()
+    triton_key()
 
 
 class KernelsAhead:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..llama import PAGES, SEQUENCES, STEP_SHAPES, TOKENS, StepInputs
+from ..llama import StepDims, StepInputs
 from .eagle import EagleDraft
 
 
@@ -85,7 +85,9 @@ class FirstPass(_Step):
 
     def dynamic_shapes(self) -> dict[str, Any]:
         """See `Llama.dynamic_shapes`."""
-        return STEP_SHAPES | {"kv_caches": [{0: PAGES}], "features": [{0: TOKENS}] * 3, "chosen_rows": {0: SEQUENCES}}
+        dims = StepDims.create()
+        rows = {"features": [{0: dims.tokens}] * 3, "chosen_rows": {0: dims.sequences}}
+        return {**dims.shapes(), "kv_caches": [{0: dims.pages}], **rows}
 
 
 class ChainStep(_Step):
@@ -123,4 +125,5 @@ class ChainStep(_Step):
 
     def dynamic_shapes(self) -> dict[str, Any]:
         """See `Llama.dynamic_shapes`."""
-        return STEP_SHAPES | {"kv_caches": [{0: PAGES}], "hidden_states": {0: TOKENS}}
+        dims = StepDims.create()
+        return {**dims.shapes(), "kv_caches": [{0: dims.pages}], "hidden_states": {0: dims.tokens}}

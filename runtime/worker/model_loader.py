@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ...compiler.pipeline import PASSES, pass_names
 from ...compiler.program.cache import LIMIT, ProgramCache
 from ...compiler.program.cache_folder import CacheFolder, cache_directory
 from ...compiler.program.program import Program
+from ...compiler.run.kernel_compilation import prepare_triton
 from ...graphs.adapter import Describe
 from ...graphs.adapter_description import describe_adapter
 from ...graphs.checkpoint import checkpoint_config
@@ -77,7 +79,8 @@ def find_model(model: str | Path | Mapping[str, Any], **keywords: Any) -> tuple[
     """
     engine, given = read_keywords(keywords)
     device = resolve_device(engine.device)
-    _create_context(device)
+    if device.type == "cuda":
+        _preparing(device)  # the first call that uses the GPU waits for its context
     source = _find_source(model, engine.load_format == "dummy")
     options = load_options(engine, given, device, source.config)
     limit_cpu_threads(device, options.compiler.tensor_parallel)
@@ -292,6 +295,8 @@ class _Start:
 
     def _program_processes(self, programs: _Programs) -> ProgramProcesses:
         compiled, buckets = programs.compiled, programs.buckets
+        if self.device.type == "cuda":
+            _preparing(self.device).join()  # processes inherit what it has found, and no lock that it holds
         kinds = buckets.captured_buckets(), buckets.warm_up_buckets()[::-1], buckets.later_buckets()
         if self.options.passes == PASSES and self.device.type != "cpu":
             captured, mixed, later = map(compiled.missing_programs, kinds)
@@ -472,10 +477,18 @@ def _zeros(specs: Specs, device: torch.device) -> dict[str, torch.Tensor]:
     }
 
 
-def _create_context(device: torch.device) -> None:
-    """Create a GPU's context on a thread, since it takes seconds. The first call that uses the GPU waits for it."""
-    if device.type == "cuda":
-        threading.Thread(target=torch.cuda.mem_get_info, args=(device,), name="cuda-context", daemon=True).start()
+@lru_cache
+def _preparing(device: torch.device) -> threading.Thread:
+    """Return a thread, started by the first call, that creates a GPU's context and prepares Triton."""
+
+    def prepare() -> None:
+        torch.cuda.mem_get_info(device)
+        with torch.cuda.device(device):
+            prepare_triton()
+
+    thread = threading.Thread(target=prepare, name="cuda-context", daemon=True)
+    thread.start()
+    return thread
 
 
 @contextmanager

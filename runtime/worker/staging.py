@@ -10,6 +10,8 @@ import torch
 from ..scheduler.step_plan import AHEAD
 
 ALIGNMENT = 16
+CACHE_LINE = 128
+PINNED_BYTES = 4 << 20
 NUMPY = {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32}
 
 
@@ -34,9 +36,7 @@ class Staging:
             name: self._flat[first : first + nbytes].view(dtype).view(shape)
             for name, shape, dtype, first, nbytes in self._fields
         }
-        self._host_flat = (
-            [torch.zeros(total, dtype=torch.uint8, pin_memory=True) for _ in range(AHEAD)] if on_gpu else [self._flat]
-        )
+        self._host_flat = [_PINNED.zeros(total) for _ in range(AHEAD)] if on_gpu else [self._flat]
         self._hosts = [self._views(flat) for flat in self._host_flat]
         self._current = 0
         self._transfers = [_Transfer(self._flat) for _ in self._host_flat] if on_gpu else []
@@ -62,6 +62,24 @@ class Staging:
                 count = first + nbytes // shape[0] * rows
             self._transfers[self._current].send(self._host_flat[self._current][:count], self._flat[:count])
             self._current = (self._current + 1) % len(self._hosts)
+
+
+class _PinnedMemory:
+    """Pinned host memory in large blocks, since an allocation takes a millisecond. Blocks live as long as tensors."""
+
+    def __init__(self) -> None:
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def zeros(self, nbytes: int) -> torch.Tensor:
+        """Return uint8 [nbytes], page-locked."""
+        used = -(-nbytes // CACHE_LINE) * CACHE_LINE
+        if used > len(self._free):
+            self._free = torch.zeros(max(used, PINNED_BYTES), dtype=torch.uint8, pin_memory=True)
+        found, self._free = self._free[:nbytes], self._free[used:]
+        return found
+
+
+_PINNED = _PinnedMemory()
 
 
 class _Transfer:
