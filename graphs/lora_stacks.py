@@ -206,28 +206,73 @@ def slot_tensor(
     """Return the entry `name` of `slot_tensors`, computed on `device`. It may be the adapter's own tensor, so do not
     write to it.
     """
-    module, _, side = name.rpartition(".")
+    return slot_stack(adapter, config, lora, [name], dtype, device)[0]
+
+
+def slot_stack(
+    adapter: Adapter,
+    config: LlamaConfig,
+    lora: LoraShape,
+    names: Sequence[str],
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device = CPU,
+) -> torch.Tensor:
+    """Return [len(names), ...]: entries of `slot_tensors` that differ in their layer only, see `slot_tensor`.
+
+    Equal layers are computed together. They are sent to a GPU in one copy from pinned memory.
+    """
+    modules, side = [name.rpartition(".")[0] for name in names], names[0].rpartition(".")[2]
+    module = modules[0]
+    if len(names) > 1 and not _are_alike(adapter, modules, side):
+        return torch.stack([slot_tensor(adapter, config, lora, name, dtype, device) for name in names])
     if is_stack(module):
-        return _expert_slot(adapter, config, lora, module, side, dtype, device)
+        return _expert_slot(adapter, config, lora, module, side, dtype, device).unsqueeze(0)
     outputs, inputs = config.module_shape(module)
     if side in PROJECTION_STACKS.values():
         vector = adapter.parts.get(module, {}).get(side)
-        return torch.zeros(outputs, device=device) if vector is None else vector.to(device, non_blocking=True)
+        found = torch.zeros(outputs, device=device) if vector is None else vector.to(device, non_blocking=True)
+        return found.unsqueeze(0)
     turned = side == "lora_a" and module in config.vocabulary_modules[:1]
     shape = (inputs, lora.rank) if turned else (lora.rank, inputs) if side == "lora_a" else (outputs, lora.rank)
     if module not in adapter.tensors:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    values = adapter.tensors[module][side == "lora_b"].to(device, non_blocking=True)
+        return torch.zeros((1, *shape), dtype=dtype, device=device)
+    values = _stacked([adapter.tensors[each][side == "lora_b"] for each in modules], device)
     if side == "lora_b":
         if values.dtype != dtype:
             values = values.to(torch.float32)  # else the product is also computed in fp32 and rounded once
         values = values * adapter.scaling[module]
-    tensor = (values.T if turned else values).to(dtype)
-    if tensor.shape == shape:
-        return tensor.contiguous()
-    padded = torch.zeros(shape, dtype=dtype, device=device)
-    padded[: tensor.shape[0], : tensor.shape[1]] = tensor
+    tensors = (values.mT if turned else values).to(dtype)
+    if tensors.shape[1:] == shape:
+        return tensors.contiguous()
+    padded = torch.zeros((len(names), *shape), dtype=dtype, device=device)
+    padded[:, : tensors.shape[1], : tensors.shape[2]] = tensors
     return padded
+
+
+def _are_alike(adapter: Adapter, modules: Sequence[str], side: str) -> bool:
+    """Return whether A or B of these modules have one shape, dtype and scaling, and are in host memory."""
+    if (
+        is_stack(modules[0])
+        or side in PROJECTION_STACKS.values()
+        or any(each not in adapter.tensors for each in modules)
+    ):
+        return False
+    tensors = [adapter.tensors[each][side == "lora_b"] for each in modules]
+    kinds = {
+        (tensor.shape, tensor.dtype, tensor.device, adapter.scaling[each])
+        for each, tensor in zip(modules, tensors, strict=True)
+    }
+    return len(kinds) == 1 and tensors[0].device == CPU
+
+
+def _stacked(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return equal tensors as one on `device`, a single one without a copy on the CPU."""
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first.unsqueeze(0).to(device, non_blocking=True)
+    shape, pinned = (len(tensors), *first.shape), device.type == "cuda"
+    together = torch.empty(shape, dtype=first.dtype, pin_memory=pinned)
+    return torch.stack(list(tensors), out=together).to(device, non_blocking=True)
 
 
 def _expert_slot(

@@ -75,18 +75,21 @@ class Block:
         self.num_users = 0
         self.locked = False
 
-    def fill(self, index: int, values: torch.Tensor) -> None:
-        """Copy `values` to a tensor, asynchronously from a GPU. A copy never crosses CHUNK_BYTES, which may have been
-        page-locked alone.
+    def fill(self, indices: Sequence[int], values: torch.Tensor) -> None:
+        """Copy values [len(indices), ...] to tensors, asynchronously from a GPU. No copy crosses CHUNK_BYTES, which may
+        have been page-locked alone.
         """
-        target = self.tensors[index]
-        source = values.to(target.dtype).contiguous().view(-1).view(torch.uint8)
-        first, end = self._offsets[index], self._offsets[index] + source.numel()
-        place = first
-        while place < end:
-            upto = min(end, place - place % CHUNK_BYTES + CHUNK_BYTES)
-            self.memory[place:upto].copy_(source[place - first : upto - first], non_blocking=True)
-            place = upto
+        values = values.to(self.tensors[indices[0]].dtype).contiguous()
+        targets, sources = [], []
+        for index, source in zip(indices, values.view(len(indices), -1).view(torch.uint8), strict=True):
+            place = first = self._offsets[index]
+            end = first + source.numel()
+            while place < end:
+                upto = min(end, place - place % CHUNK_BYTES + CHUNK_BYTES)
+                targets.append(self.memory[place:upto])
+                sources.append(source[place - first : upto - first])
+                place = upto
+        torch._foreach_copy_(targets, sources, non_blocking=True)
 
     def page_lock(self, device_calls: Any, steps_running: bool) -> None:
         """Page-lock the block. While steps run, lock it in chunks with pauses, since it takes tens of milliseconds."""

@@ -3,7 +3,7 @@
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
@@ -14,7 +14,7 @@ from ...compiler.graph.recipe import Recipe
 from ...graphs.adapter import Adapter
 from ...graphs.draft.config import LAYER
 from ...graphs.lora import LoraShape
-from ...graphs.lora_stacks import check_fits, slot_tensor
+from ...graphs.lora_stacks import check_fits, slot_stack
 from .background_jobs import BackgroundJobs
 from .base_weights import BaseWeights
 from .disk_cache import packing_key, slot_key
@@ -196,14 +196,14 @@ class HostStore:
         return adapter if self._base is None else self._base.resolved(adapter, self._device_calls)
 
     def _pack(self, adapter: Adapter, block: Block) -> None:
-        def lookup(device: torch.device, name: str) -> torch.Tensor:
-            if name in self._constants:
-                return self._constants[name]
+        def lookup(device: torch.device, names: Sequence[str]) -> torch.Tensor:
+            if names[0] in self._constants:
+                return torch.stack([self._constants[name] for name in names])
             registry = self._registry
-            if name.startswith(LAYER) and registry.draft is not None and registry.draft_lora is not None:
+            if names[0].startswith(LAYER) and registry.draft is not None and registry.draft_lora is not None:
                 draft = adapter.draft or NO_DRAFT_LORA
-                return slot_tensor(draft, registry.draft, registry.draft_lora, name, self._dtype, device)
-            return slot_tensor(adapter, registry.config, self._lora, name, self._dtype, device)
+                return slot_stack(draft, registry.draft, registry.draft_lora, names, self._dtype, device)
+            return slot_stack(adapter, registry.config, self._lora, names, self._dtype, device)
 
         if self._stream is not None:
             self._packer.pack_on_gpu(lookup, block.fill, self._stream, self._device_calls)

@@ -71,11 +71,14 @@ class Packer:
             by_form.setdefault((bundle.form, *(shapes[stack] for stack in bundle.stacks)), []).append(bundle)
         self._groups = [group for equal in by_form.values() for group in _split(equal, shapes, elements)]
 
-    def pack(self, lookup: Callable[[str], torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-        """Fill `targets`, one slot of each stack; `lookup` returns the adapter's tensor of a module and side."""
+    def pack(self, lookup: Callable[[Sequence[str]], torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        """Fill `targets`, one slot of each stack. `lookup` returns the adapter's tensors of a module and side in some
+        layers as one [layers, ...].
+        """
 
-        def fill(stack: int, slot: torch.Tensor) -> None:
-            targets[stack].copy_(slot)
+        def fill(stacks: Sequence[int], slots: torch.Tensor) -> None:
+            for stack, slot in zip(stacks, slots, strict=True):
+                targets[stack].copy_(slot)
 
         jobs = [_packing_pool().submit(_pack_group, group, lookup, fill) for group in self._groups]
         wait(jobs)  # also after an error: the caller may then fill `targets` again
@@ -84,13 +87,13 @@ class Packer:
 
     def pack_on_gpu(
         self,
-        lookup: Callable[[torch.device, str], torch.Tensor],
-        fill: Callable[[int, torch.Tensor], None],
+        lookup: Callable[[torch.device, Sequence[str]], torch.Tensor],
+        fill: Callable[[Sequence[int], torch.Tensor], None],
         stream: torch.cuda.Stream,
         device_calls: AbstractContextManager[Any],
     ) -> None:
-        """Compute slots by operations on `stream`, launched within `device_calls`; `fill` copies one, given its stack's
-        index.
+        """Compute slots by operations on `stream`, launched within `device_calls`; `fill` copies [layers, ...] to the
+        slots of stacks, given their indices.
 
         The lookup's first argument is the device of the result. What does not fit into the GPU's memory is packed on
         the CPU.
@@ -106,15 +109,19 @@ class Packer:
 
 
 def _pack_group(
-    group: Sequence[Bundle], lookup: Callable[[str], torch.Tensor], fill: Callable[[int, torch.Tensor], None]
+    group: Sequence[Bundle],
+    lookup: Callable[[Sequence[str]], torch.Tensor],
+    fill: Callable[[Sequence[int], torch.Tensor], None],
 ) -> None:
     first = group[0]
-    find = partial(_stacked, lookup, None if first.separate else [bundle.names for bundle in group])
+
+    def find(name: str) -> torch.Tensor:
+        form = _LAYER.sub("#", name)
+        return lookup([name] if first.separate else [bundle.names[form] for bundle in group])
+
     memo: dict[Recipe, Any] = {}  # shared by values and scales
     for index, recipe in enumerate(first.recipes):
-        slots = materialize(recipe, find, memo)
-        for bundle, slot in zip(group, slots, strict=True):
-            fill(bundle.stacks[index], slot)
+        fill([bundle.stacks[index] for bundle in group], materialize(recipe, find, memo))
 
 
 @cache
@@ -139,15 +146,6 @@ def limit_torch_threads(most: int = OPERATION_THREADS) -> None:
         restore = threading.Thread(target=torch.set_num_threads, args=(default,))
         restore.start()
         restore.join()
-
-
-def _stacked(
-    lookup: Callable[[str], torch.Tensor], layers: Sequence[Mapping[str, str]] | None, name: str
-) -> torch.Tensor:
-    """Return [layers, ...]: in each layer the tensor that is called `name` in the first one."""
-    if layers is None:
-        return lookup(name).unsqueeze(0)
-    return torch.stack([lookup(names[_LAYER.sub("#", name)]) for names in layers])
 
 
 def _split(bundles: list[Bundle], shapes: Sequence[tuple[int, ...]], elements: int) -> Iterator[list[Bundle]]:

@@ -50,14 +50,6 @@ class AdapterUpdate:
         self._header = _header(tensors, _json(config))
         self.nbytes = len(self._header) + sum(map(_nbytes, tensors.values()))
 
-    def write(self, handle: int) -> None:
-        """Write the update at the start of an open file. Raises OSError."""
-        end = write_at(handle, memoryview(self._header), 0)
-        for data in self._data():
-            if _nbytes(data):  # not numpy, which has no bfloat16
-                view = (ctypes.c_ubyte * _nbytes(data)).from_address(data.data_ptr())
-                end = write_at(handle, memoryview(view).cast("B"), end)
-
     def copy(self, target: memoryview) -> None:
         """Copy the update into memory of `nbytes`, on several threads."""
         start, end = ctypes.addressof(ctypes.c_ubyte.from_buffer(target)), len(self._header)
@@ -65,8 +57,7 @@ class AdapterUpdate:
         pieces, tensors = [], list(self._data())
         for data in tensors:
             size, source = _nbytes(data), data.data_ptr()
-            for first in range(0, size, PIECE):
-                pieces.append((start + end + first, source + first, min(PIECE, size - first)))
+            pieces += [(start + end + at, source + at, min(PIECE, size - at)) for at in range(0, size, PIECE)]
             end += size
 
         def copy(part: int) -> None:

@@ -36,7 +36,7 @@ from ..text.scoring import pair_requests, prompts_and_responses, score_output
 from .connection import Connection
 from .lora_requests import LoraRequests
 from .requests import OutputAssembler, continuation_field, submission
-from .update import check_shared, open_buffer, write_update
+from .update import SharedUpdate, check_shared, open_buffer
 
 CONNECT_SECONDS = 10.0
 CALL_SECONDS = 60.0
@@ -89,6 +89,7 @@ class AsyncClient:
         self._request_numbers = itertools.count(1)
         self._renderer = ChatRenderer()
         self._updates = asyncio.Lock()  # they share the connection's buffer
+        self._shared = SharedUpdate()
         self._lora_requests = LoraRequests(self.list_adapters, self.load_adapter)
         self._connection = Connection(self.address, client_keys, connect_timeout, silence_seconds, name)
         self._connection.on_lost = on_lost
@@ -104,6 +105,7 @@ class AsyncClient:
         """End the connection; open requests are aborted and raise EngineDeadError."""
         self._connection.close()
         self._renderer.close()
+        self._shared.close()
 
     async def __aenter__(self) -> Self:
         await self.connect()
@@ -430,7 +432,7 @@ class AsyncClient:
         update = AdapterUpdate(tensors, config, inflight)
         async with self._updates:
             buffer = await self._call(protocol.OpenBuffer, protocol.Buffer, timeout, bytes=update.nbytes)
-            await asyncio.to_thread(write_update, update, self.address, buffer.path)
+            await asyncio.to_thread(self._shared.write, update, self.address, buffer.path)
             return await self.apply_update(name, buffer.token, update.nbytes, version, inflight, timeout)
 
     async def open_update_buffer(self, nbytes: int) -> tuple[int, str]:

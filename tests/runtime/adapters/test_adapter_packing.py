@@ -2,6 +2,7 @@
 file holds.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -16,7 +17,7 @@ from sidestream.compiler.options import CompileOptions
 from sidestream.graphs.adapter import AdapterError, load_adapter
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
-from sidestream.graphs.lora_stacks import lora_shape_for, slot_tensor, slot_tensors
+from sidestream.graphs.lora_stacks import lora_shape_for, slot_stack, slot_tensors
 from sidestream.graphs.model_directory import WEIGHTS
 from sidestream.runtime.adapters.packing import Packer
 from support.tiny import AdapterSpec, tiny_adapters, tiny_llama
@@ -29,6 +30,7 @@ def test_the_same_bits_as_one_by_one(tmp_path: Path, precision: Literal["int8", 
     specs = [
         AdapterSpec(rank=20, alpha=7, targets=("q_proj", "down_proj")),
         AdapterSpec(rank=4, alpha=3, extra={"layers_to_transform": [1]}),
+        AdapterSpec(rank=8, alpha=5, alpha_pattern={"layers.1.self_attn.q_proj": 9}),
     ]
     adapters = [load_adapter(path, config, 64) for path in tiny_adapters(base, specs)]
     lora = lora_shape_for(adapters, 2)
@@ -46,7 +48,7 @@ def test_the_same_bits_as_one_by_one(tmp_path: Path, precision: Literal["int8", 
         for target in targets:
             target.view(torch.uint8).fill_(0xFF)
         packing = Packer(recipes, [tuple(tensor.shape) for tensor in expected])
-        packing.pack(partial(slot_tensor, adapter, config, lora), targets)
+        packing.pack(partial(slot_stack, adapter, config, lora), targets)
         for target, tensor in zip(targets, expected, strict=True):
             assert torch.equal(target.view(torch.uint8), tensor.view(torch.uint8))
 
@@ -66,7 +68,8 @@ def test_what_cannot_be_taken_together_is_taken_alone() -> None:
         recipes[f"t{layer}"] = cat(1, [param(f"layers.{layer}.b"), param(f"layers.{layer + 3}.b")])  # of two layers
     expected = [materialize(recipe, lambda name: sources[name].unsqueeze(0))[0] for recipe in recipes.values()]
     targets = [torch.full_like(tensor, 77) for tensor in expected]
-    Packer(recipes, [tuple(tensor.shape) for tensor in expected]).pack(sources.__getitem__, targets)
+    packer = Packer(recipes, [tuple(tensor.shape) for tensor in expected])
+    packer.pack(lambda names: torch.stack([sources[name] for name in names]), targets)
     assert all(torch.equal(target, tensor) for target, tensor in zip(targets, expected, strict=True))
 
 
@@ -74,11 +77,12 @@ def test_an_error_is_raised_when_no_group_writes_any_more() -> None:
     """The block is then reused for another adapter."""
     found: list[str] = []
 
-    def lookup(name: str) -> torch.Tensor:
+    def lookup(names: Sequence[str]) -> torch.Tensor:
+        (name,) = names
         if name == "layers.0.a":
             raise KeyError(name)
         found.append(name)
-        return torch.ones(1)
+        return torch.ones(1, 1)
 
     pairs = [(f"layers.{layer}.a", f"layers.{layer + 8}.a") for layer in range(8)]  # of two layers: packed alone
     recipes = {first: cat(1, [param(first), param(second)]) for first, second in pairs}

@@ -131,10 +131,12 @@ def test_the_next_block_is_locked_in_advance(config, paths, monkeypatch):
 
 def test_a_block_is_filled_across_the_chunks_that_are_locked(monkeypatch):
     monkeypatch.setattr(host_memory, "CHUNK_BYTES", 8192)
-    values = [torch.arange(9000, dtype=torch.int32).view(90, 100).T, torch.tensor([1.0, 2.0]), torch.ones(70, 60)]
+    numbers = torch.arange(18000, dtype=torch.int32).view(2, 90, 100).mT
+    values = [numbers[0], torch.tensor([1.0, 2.0]), numbers[1], torch.ones(70, 60)]
     block = host_memory.Block([(tuple(each.shape), each.dtype) for each in values])
-    for index, each in enumerate(values):
-        block.fill(index, each)
+    block.fill([0, 2], numbers)
+    for index in (1, 3):
+        block.fill([index], values[index].unsqueeze(0))
     assert all(torch.equal(*pair) for pair in zip(block.tensors, values, strict=True))
 
 

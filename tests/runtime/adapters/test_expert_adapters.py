@@ -15,7 +15,7 @@ from sidestream.graphs.adapter_config import CONFIG, AdapterError
 from sidestream.graphs.checkpoint import checkpoint_config
 from sidestream.graphs.config import LlamaConfig
 from sidestream.graphs.llama import Llama
-from sidestream.graphs.lora_stacks import lora_shape_for, slot_tensor, slot_tensors
+from sidestream.graphs.lora_stacks import lora_shape_for, slot_stack, slot_tensors
 from sidestream.graphs.model_directory import WEIGHTS
 from sidestream.runtime.adapters import packing, registry
 from sidestream.runtime.adapters.describer import AdapterDescriber
@@ -92,7 +92,7 @@ def test_stacks_of_experts_are_packed_layer_by_layer(base: TinyBase, monkeypatch
         expected = [materialize(recipe, tensors.__getitem__)[0] for recipe in recipes.values()]
         targets = [torch.full_like(tensor, 77) for tensor in expected]
         Packer(recipes, [tuple(tensor.shape) for tensor in expected]).pack(
-            partial(slot_tensor, adapter, config, lora), targets
+            partial(slot_stack, adapter, config, lora), targets
         )
         for name, target, tensor in zip(recipes, targets, expected, strict=True):
             assert torch.equal(target, tensor), name
