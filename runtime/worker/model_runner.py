@@ -58,8 +58,8 @@ class ModelRunner:
     """Owns the device's state: weights, adapter stacks, KV caches, one program per bucket.
 
     Implements `Runner`: executes plans in order on one stream. On a GPU without `enforce_eager`, programs are replayed
-    as CUDA graphs: those of decode buckets, captured by `warm_up`, and those of mixed buckets of up to CAPTURE_TOKENS,
-    captured at their second use. On a CPU programs run the ops' references.
+    as CUDA graphs: those of decode buckets and of mixed buckets of up to CAPTURE_TOKENS. `warm_up` captures most of
+    them; mixed buckets of more sequences are captured at their second use. On a CPU programs run the ops' references.
 
     tensors      all weights, adapter stacks and KV caches by name
     decode_rows  run steps with few prompt tokens as decode steps (`decode_rows.py`): on a GPU unless `exact`, in which
@@ -117,7 +117,8 @@ class ModelRunner:
         return self._tensors
 
     def warm_up(self, show_progress: bool = False, processes: ProgramProcesses | None = None) -> float:
-        """GPU only: compile every kernel that a step can launch, and capture the program of every decode bucket.
+        """GPU only: compile every kernel that a step can launch, and capture the programs of decode buckets and of
+        prompts.
 
         `processes` build programs and compile the kernels, first of captured programs, which are captured while the
         others compile. Returns the time in seconds.
@@ -146,14 +147,12 @@ class ModelRunner:
                 else:
                     processes.wait_for_kernels(1)
                     self._compile_ahead(ahead, decode)  # reads them from Triton's cache
-            if not processes.num_queues:
-                self._prepare(mixed)
-            self._capture_all(decode, show_progress)
+            self._capture_all(decode if processes.num_queues else [*mixed, *decode], show_progress)
             if processes.num_queues:
                 with stage("compiling kernels of prompts", show_progress), KernelsAhead(self.device) as ahead:
                     processes.wait_for_kernels(processes.num_queues)
                     self._compile_ahead(ahead, mixed)
-                self._prepare(mixed)
+                self._capture_all(mixed, show_progress)
                 self._keep_later(processes, show_progress)
         if self.slot_loader is not None:
             self.slot_loader.store.steps_running = True
@@ -164,18 +163,18 @@ class ModelRunner:
             for bound in self._program(bucket).all_bound:
                 ahead.add(bound)
 
-    def _prepare(self, buckets: Sequence[Bucket]) -> None:
-        for bucket in buckets:
-            for bound in self._program(bucket).all_bound:
-                bound.prepare()
-
     def _capture_all(self, buckets: Sequence[Bucket], show_progress: bool) -> None:
-        """Capture programs as CUDA graphs; with enforce_eager only run their kernels."""
-        if not self.captures:
-            self._prepare(buckets)
-            return
+        """Capture programs as CUDA graphs; run the kernels of those that are not captured."""
         for bucket in progress(buckets, "capturing CUDA graphs", "graph", show_progress):
-            self._capture(self._program(bucket))
+            program = self._program(bucket)
+            if self._is_captured(bucket):
+                self._capture(program)
+            else:
+                for bound in program.all_bound:
+                    bound.prepare()
+
+    def _is_captured(self, bucket: Bucket) -> bool:
+        return self.captures and (bucket.decode or bucket.verifies or bucket.tokens <= CAPTURE_TOKENS)
 
     def _keep_later(self, processes: ProgramProcesses, show_progress: bool) -> None:
         """Save the programs of later buckets: after a start from the cache a step would have to trace the model."""
@@ -253,14 +252,10 @@ class ModelRunner:
         rows = as_decode_rows(plan, self.buckets.max_num_seqs) if self.decode_rows else None
         sampled = plan.logits_indices
         plan = plan if rows is None else rows
-        program = self._program(self.buckets.pick(plan, parts))
+        bucket = self.buckets.pick(plan, parts)
+        program = self._program(bucket)
         program.uses += 1
-        if (
-            self.captures
-            and not program.bound.captured
-            and program.uses > 1
-            and program.bound.program.bucket.tokens <= CAPTURE_TOKENS  # type: ignore[union-attr]
-        ):
+        if not program.bound.captured and program.uses > 1 and self._is_captured(bucket):
             self._capture(program)
         inputs, spec_decode = program.inputs.tensors, program.spec_decode
         positions: torch.Tensor | None = None
