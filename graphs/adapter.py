@@ -176,12 +176,12 @@ def _read(
             )
     tensors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     parts: dict[str, dict[str, torch.Tensor]] = {}
+    content_hash: Callable[[], str]
     known = recall(source) if recall is not None else None
     if known is not None:
-        content_hash: Callable[[], str] = partial(str, known)
+        content_hash = partial(str, known)
     else:
         file.check_values()
-        content_hash = _content_hash(file, found, rows)
         for module, (first, second) in found.pairs.items():
             a, b = file.tensor(first), file.tensor(second)
             if form.transposed:
@@ -205,6 +205,7 @@ def _read(
                 vectors = {kind: _factors(vectors, config.stored_shape(module)[0])}
             for part, row, end in config.parts_of(module):
                 parts[part] = {kind: arranged(config, part, kind, value[row:end]) for kind, value in vectors.items()}
+        content_hash = _content_hash(file, found, rows)  # last: its threads need the interpreter lock, too
     adapter = Adapter(
         rank=max((rank for module, rank in ranks.items() if not is_expert(module)), default=0),
         expert_rank=max((rank for module, rank in ranks.items() if is_expert(module)), default=0),

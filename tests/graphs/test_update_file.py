@@ -1,7 +1,6 @@
 """An update in memory and in its file."""
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,15 +25,12 @@ def check(file: bytes) -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
 
 
-def test_copies_and_files_are_in_the_safetensors_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_are_in_the_safetensors_format(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter_update, "PIECE", 1000)
     update = AdapterUpdate(TENSORS, {"r": 4}, "pin")
     memory = bytearray(update.nbytes)
     update.copy(memoryview(memory))
     check(bytes(memory))
-    with open(tmp_path / "file", "wb") as file:
-        update.write(file.fileno())
-    check((tmp_path / "file").read_bytes())
 
 
 def test_other_processes_read_the_header_before_the_rest_is_written() -> None:
