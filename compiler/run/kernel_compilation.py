@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -31,10 +32,21 @@ MOST_THREADS = 16
 log = logging.getLogger(__name__)
 
 
-def prepare_triton() -> None:
-    """Do what a process's first launch does for all kernels: load Triton's driver, hash Triton's files."""
-    make_backend(active_driver.active.get_current_target()).hash()
-    triton_key()
+@lru_cache
+def preparing(device: torch.device) -> threading.Thread:
+    """Return a thread, started by the first call, that does for a GPU what takes a process seconds before its first
+    launch: create the context, load Triton's driver, and hash Triton's files.
+    """
+
+    def prepare() -> None:
+        torch.cuda.mem_get_info(device)
+        with torch.cuda.device(device):
+            make_backend(active_driver.active.get_current_target()).hash()
+            triton_key()
+
+    thread = threading.Thread(target=prepare, name="cuda-context", daemon=True)
+    thread.start()
+    return thread
 
 
 class KernelsAhead:

@@ -1,12 +1,10 @@
 """Load a model: read its adapters, compile it, plan the memory, load the weights, bind the programs."""
 
 import gc
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from ...compiler.pipeline import PASSES, pass_names
 from ...compiler.program.cache import LIMIT, ProgramCache
 from ...compiler.program.cache_folder import CacheFolder, cache_directory
 from ...compiler.program.program import Program
-from ...compiler.run.kernel_compilation import prepare_triton
+from ...compiler.run.kernel_compilation import preparing
 from ...graphs.adapter import Describe
 from ...graphs.adapter_description import describe_adapter
 from ...graphs.checkpoint import checkpoint_config
@@ -80,7 +78,7 @@ def find_model(model: str | Path | Mapping[str, Any], **keywords: Any) -> tuple[
     engine, given = read_keywords(keywords)
     device = resolve_device(engine.device)
     if device.type == "cuda":
-        _preparing(device)  # the first call that uses the GPU waits for its context
+        preparing(device)  # the first call that uses the GPU waits for its context
     source = _find_source(model, engine.load_format == "dummy")
     options = load_options(engine, given, device, source.config)
     limit_cpu_threads(device, options.compiler.tensor_parallel)
@@ -296,7 +294,7 @@ class _Start:
     def _program_processes(self, programs: _Programs) -> ProgramProcesses:
         compiled, buckets = programs.compiled, programs.buckets
         if self.device.type == "cuda":
-            _preparing(self.device).join()  # processes inherit what it has found, and no lock that it holds
+            preparing(self.device).join()  # processes inherit what it has found, and no lock that it holds
         kinds = buckets.captured_buckets(), buckets.warm_up_buckets()[::-1], buckets.later_buckets()
         if self.options.passes == PASSES and self.device.type != "cpu":
             captured, mixed, later = map(compiled.missing_programs, kinds)
@@ -475,20 +473,6 @@ def _zeros(specs: Specs, device: torch.device) -> dict[str, torch.Tensor]:
         name: torch.zeros(shape, dtype=torch.uint8 if dtype.itemsize == 1 else dtype, device=device).view(dtype)
         for name, (shape, dtype) in specs.items()
     }
-
-
-@lru_cache
-def _preparing(device: torch.device) -> threading.Thread:
-    """Return a thread, started by the first call, that creates a GPU's context and prepares Triton."""
-
-    def prepare() -> None:
-        torch.cuda.mem_get_info(device)
-        with torch.cuda.device(device):
-            prepare_triton()
-
-    thread = threading.Thread(target=prepare, name="cuda-context", daemon=True)
-    thread.start()
-    return thread
 
 
 @contextmanager
