@@ -70,13 +70,19 @@ class ClientLink:
         self._socket.connect(str(address))
 
     def send(self, frame: bytes) -> bool:
-        """Queue a frame; returns False when the queue is full."""
+        """Queue a frame; returns False when the queue is full. Raises what `on_lost` will get if the connection has
+        broken or was refused: there is no queue then.
+        """
         if self._closed:
             return False
         try:
             self._socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
-            return False
+            lost = self._read_events()
+            if lost is None:
+                return False
+            self._loop.call_soon(self._end, lost)
+            raise lost from None
         finally:
             if cast(int, self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 self.read_soon()  # sending cleared the signal that something arrived
@@ -119,10 +125,12 @@ class ClientLink:
         return True
 
     def _read_monitor(self) -> None:
-        """Handle connection events. Frames that arrived before the end are read first."""
         lost = None if self._closed else self._read_events()
-        if lost is None:
-            return
+        if lost is not None:
+            self._end(lost)
+
+    def _end(self, lost: ServerError) -> None:
+        """Call `on_lost`. Frames that arrived before the end are read first."""
         while self._read_frame():
             pass
         if not self._closed:

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 from sidestream.runtime.api.errors import DeadlineError, EngineDeadError, OverloadedError, RequestError, ServerError
 from sidestream.runtime.api.sampling_params import SamplingParams
 from sidestream.runtime.client.async_client import AsyncClient
+from sidestream.runtime.client.connection import Connection
+from sidestream.runtime.client.link import ClientLink
 from sidestream.runtime.protocol import curve_keys as curve
 from sidestream.runtime.protocol import framing
 from sidestream.runtime.protocol import messages as protocol
@@ -411,19 +414,46 @@ def test_a_prompt_that_cannot_travel_is_refused_here(server: WireServer, prompt:
     assert len(server.submits) == 1
 
 
+class WithoutQueue:
+    """A socket whose server has refused it."""
+
+    def __init__(self, socket: Any) -> None:
+        self.socket = socket
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.socket, name)
+
+    def send(self, *_: Any) -> None:
+        raise zmq.Again
+
+
 def test_curve_end_to_end(tmp_path: Path) -> None:
     (friend,) = curve.generate(tmp_path / "keys", ["friend"])
     (stranger,) = curve.generate(tmp_path / "other", ["stranger"])
     (stranger / "server.public").write_bytes((friend / "server.public").read_bytes())
+    open_link = Connection._open_link
+
+    def open_until_refused(self: Connection) -> ClientLink:
+        """The refusal arrives before the first message is sent, and there is no queue for it any more."""
+        link = open_link(self)
+        link._monitor.poll(60_000)
+        time.sleep(0.5)
+        link._socket = WithoutQueue(link._socket)  # type: ignore[assignment]
+        return link
 
     async def work() -> None:
         with WireServer("tcp://127.0.0.1:*", keys=curve.load_server_keys(tmp_path / "keys" / "server")) as server:
             async with AsyncClient(server.address, keys=friend) as client:
                 assert (await client.generate("x"))[0].finished
-            refused = AsyncClient(server.address, keys=stranger)
+            refused, refused_again = (AsyncClient(server.address, keys=stranger) for _ in range(2))
             with pytest.raises(ServerError, match="does not admit"):
                 await refused.connect()
             await refused.close()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Connection, "_open_link", open_until_refused)
+                with pytest.raises(ServerError, match="does not admit"):
+                    await refused_again.connect()
+            await refused_again.close()
             plain = AsyncClient(server.address, connect_timeout=0.5)
             with pytest.raises(ServerError):
                 await plain.connect()
