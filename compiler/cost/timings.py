@@ -44,7 +44,7 @@ class Timings:
     def load(path: str | Path) -> "Timings":
         """Read a `timings.json`. Raises TimingsError for other content, and OSError."""
         try:
-            timings = msgspec.json.decode(Path(path).read_bytes(), type=Timings)
+            timings = _decode(Path(path).read_bytes())
         except msgspec.ValidationError as error:
             raise TimingsError(f"{path} does not contain timings: {error}") from error
         except msgspec.DecodeError as error:
@@ -54,3 +54,6 @@ class Timings:
         if any(number not in range(len(resources.variants)) for number in numbers):
             raise TimingsError(f"{path} does not contain valid timings: launches name missing variants")
         return timings
+
+
+_decode = msgspec.json.Decoder(Timings).decode

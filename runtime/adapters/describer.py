@@ -46,6 +46,10 @@ class DescribeResponse(msgspec.Struct, forbid_unknown_fields=True, omit_defaults
     error: str = "it cannot be described"
 
 
+decode_request = msgspec.json.Decoder(DescribeRequest).decode
+decode_response = msgspec.json.Decoder(DescribeResponse).decode
+
+
 class AdapterDescriber:
     """Run `describe_adapter` in a child process (`describer_process`). Thread-safe; handles one call at a time."""
 
@@ -117,7 +121,7 @@ class AdapterDescriber:
             raise
         except OSError:
             answer = self._child.ask(line, self._seconds)
-        return msgspec.json.decode(answer, type=DescribeResponse)
+        return decode_response(answer)
 
     def close(self) -> None:
         """End the child process; the next call starts another."""

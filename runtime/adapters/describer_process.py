@@ -12,14 +12,14 @@ import msgspec
 from ...graphs.adapter_config import AdapterError
 from ...graphs.adapter_description import describe_adapter, describe_update
 from ..text.chat_files import ChatTemplateError, read_adapter_chat
-from .describer import DescribeRequest, DescribeResponse
+from .describer import DescribeResponse, decode_request
 
 MEMORY_BYTES = 1 << 30
 
 
 def describe(line: bytes) -> DescribeResponse:
     """Handle one line."""
-    request = msgspec.json.decode(line, type=DescribeRequest)
+    request = decode_request(line)
     directory = Path(request.directory)
     roots = None if request.roots is None else [Path(root) for root in request.roots]
     try:

@@ -57,6 +57,9 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sums: list[str]
 
 
+_decode_header = msgspec.json.Decoder(Header).decode
+
+
 class AdapterDiskCache:
     """Cached adapters of this machine. Reading never raises: damaged files are logged and removed."""
 
@@ -210,7 +213,7 @@ def _read_slot(handle: int, key: str, memory: NDArray[np.uint8]) -> str:
     size, chunk, start = memory.nbytes, _chunk_size(memory.nbytes), _header_size(memory.nbytes)
     if os.fstat(handle).st_size != start + size:
         return f"it has {os.fstat(handle).st_size} bytes instead of {start + size}"
-    header = msgspec.json.decode(os.pread(handle, start, 0), type=Header)
+    header = _decode_header(os.pread(handle, start, 0))
     if header != Header(FORMAT, key, size, chunk, header.sums) or len(header.sums) != -(-size // chunk):
         return "its header belongs to another slot"
 

@@ -18,6 +18,7 @@ from ..gateway.origin_policy import parse_origins
 from ..gateway.router.adapter_root import AdapterRoot
 from ..gateway.server_process import check_exposure
 from ..gateway.settings import GatewaySettings
+from ..processes.threads import prepare_types
 from ..protocol.curve_keys import load_client_keys, load_server_keys
 from ..server.settings import ServeSettings
 from ..text.reasoning import ReasoningFormat
@@ -111,6 +112,9 @@ class FleetOptions(Struct, frozen=True, kw_only=True, rename="kebab", forbid_unk
     def on_cpu(self) -> bool:
         """Whether engines run on a CPU."""
         return self.gpus == 0 or self.llm.get("device") == "cpu"
+
+
+prepare_types(FleetOptions)
 
 
 def read_options(path: Path) -> FleetOptions:

@@ -9,6 +9,7 @@ from msgspec import Struct, field
 
 from ...ops.core.kv_layout import PAGE_SIZE
 from ..gateway.router.router import Router
+from ..processes.threads import prepare_types
 
 _ROUTED = re.compile(r"routed_(\w+)_total")
 
@@ -44,6 +45,9 @@ class FleetStatus(Struct, frozen=True, kw_only=True):
     health: str = ""
     engines: list[EngineLine] = field(default_factory=list)
     adapters: int = 0
+
+
+prepare_types(FleetStatus)
 
 
 async def overview(router: Router) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from msgspec import Struct, field
 
+from ..processes.threads import prepare_types
 from ..text.reasoning import ReasoningFormat
 
 HOST, PORT = "127.0.0.1", 8000
@@ -91,3 +92,6 @@ class GatewaySettings(Struct, frozen=True, kw_only=True):
     adapters_folder: str | None = None
     adapter_versions: dict[str, str] = field(default_factory=dict)
     resolve_roots: list[str] = field(default_factory=list)
+
+
+prepare_types(GatewaySettings)

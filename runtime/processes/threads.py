@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 SWITCH_SECONDS = 5e-5
 """Time after which a thread that waits for the interpreter lock gets it from one that runs Python code."""
 END_SECONDS = 30.0
@@ -33,6 +35,17 @@ def switch_threads_often() -> None:
     another thread reads an adapter, every wait takes that long.
     """
     sys.setswitchinterval(SWITCH_SECONDS)
+
+
+def prepare_types(*types: Any) -> None:
+    """Build msgspec's tables of the types that `msgspec.convert` returns. Call it in the module that defines them.
+
+    msgspec builds the table of a struct or a dataclass at its first use, and shows it to other threads before it is
+    complete: two threads that use a new type at once crash the process (seen with msgspec 0.22). Only one thread at a
+    time imports a module. `decode(..., type=)` is not used with such types; modules make decoders instead.
+    """
+    for each in types:
+        msgspec.json.Decoder(each)
 
 
 def start_thread(target: Callable[..., None], *args: Any, name: str, stop: Callable[[], None]) -> threading.Thread:

@@ -12,6 +12,7 @@ from ..api.adapter_sum import MAX_PARTS, MAX_WEIGHT
 from ..api.sampling_defaults import SamplingDefaults
 from ..api.sampling_params import DEFAULT_MAX_LOGPROBS, MAX_LOGPROBS, RAW_LOGPROBS
 from ..api.structured_outputs import ReasoningStart
+from ..processes.threads import prepare_types
 from .adapter_map import AdapterEntry, Stamp
 
 MAGIC = b"SS"
@@ -130,6 +131,9 @@ class Sampling(Struct, frozen=True, omit_defaults=True):
     speculation: Literal["off", "auto"] | Annotated[int, Meta(ge=1, le=7)] | None = None
     receipt: bool = False
     logprob_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=4096)] | None = None
+
+
+prepare_types(Sampling)
 
 
 class Message(Struct, frozen=True, tag_field="type", omit_defaults=True):

@@ -62,6 +62,9 @@ class Origin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     adapters: list[str]
 
 
+_decode_origin = msgspec.json.Decoder(Origin).decode
+
+
 def options_of(options: CompileOptions) -> dict[str, Any]:
     """Return the options that rounded weights depend on, as in JSON."""
     return json.loads(json.dumps({name: getattr(options, name) for name in HOLDS_FOR}))
@@ -158,7 +161,7 @@ def open_rounding(path: str | Path) -> Rounding:
             text = (opened.metadata() or {}).get(KEY, "")
         if not text or len(text) > _MAX_METADATA or size > _tensor_bytes(file) + _MAX_EXTRA_BYTES:
             raise ValueError("it has no valid description")
-        origin = msgspec.json.decode(text, type=Origin)
+        origin = _decode_origin(text)
         if origin.version != VERSION:
             raise ValueError(f"it has version {origin.version}, this release reads {VERSION}")
         if not set(origin.options) >= set(HOLDS_FOR) or origin.options["precision"] not in VALUES:

@@ -18,6 +18,7 @@ from msgspec import Meta, Struct, structs
 
 from ..api.outputs import CompletionOutput, RequestOutput
 from ..api.sampling_params import SEED_LIMIT, SamplingParams
+from ..processes.threads import prepare_types
 from ..protocol.messages import MAX_CHOICES, Sampling
 
 MAX_BYTES = 1 << 18
@@ -69,6 +70,9 @@ class Receipt(Struct, frozen=True, forbid_unknown_fields=True):
     hidden: HashOrNone
     outputs: Annotated[list[Output], Meta(min_length=1, max_length=MAX_CHOICES)]
     mac: Sha256
+
+
+prepare_types(Receipt)
 
 
 def hash_of_ids(token_ids: Sequence[int]) -> str:

@@ -26,6 +26,9 @@ class _Saved(Struct, forbid_unknown_fields=True):
     entries: list[AdapterEntry]
 
 
+_decode = msgspec.json.Decoder(_Saved).decode
+
+
 class SavedAdapters:
     """The file of a server; it depends on the model's directory and the address. Does nothing if none is configured."""
 
@@ -52,7 +55,7 @@ class SavedAdapters:
         if self.path is None:
             return []
         try:
-            saved = msgspec.json.decode(_read_own(self.path), type=_Saved)
+            saved = _decode(_read_own(self.path))
         except FileNotFoundError:
             return []
         except (OSError, ValueError) as problem:

@@ -6,6 +6,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from ..api.adapter_versions import AdapterVersion
+from ..processes.threads import prepare_types
 from ..processes.watchdog import SILENCE_SECONDS
 from ..protocol.adapter_map import AdapterEntry
 from ..scheduler.limits import KvRole
@@ -79,3 +80,6 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
     def is_in_folder(self, path: str | None) -> bool:
         """Return whether an adapter's directory is in `adapters_folder`."""
         return path is not None and bool(self.adapters_folder) and os.path.dirname(path) == self.adapters_folder
+
+
+prepare_types(ServeSettings)

@@ -44,6 +44,9 @@ class BodyHead(msgspec.Struct, omit_defaults=True):
     error: tuple[int, str, str | None] | None = None
 
 
+_decode_head = msgspec.json.Decoder(BodyHead).decode
+
+
 def decode(data: bytes, shapes: Shapes[T]) -> T:
     """Return a decoded body. Raises GatewayError 400."""
     return decode_with_source(data, by_field(shapes)[field_in(data, shapes)])[0]
@@ -147,7 +150,7 @@ class BodyDecoder:
                 retry_after=1.0,
             ) from None
         first, *parts = answer[:-1].split(SEPARATOR)
-        head = msgspec.json.decode(first, type=BodyHead)
+        head = _decode_head(first)
         if head.error is not None:
             status, message, param = head.error
             raise GatewayError(status, message, param=param)

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from ....compiler.options import OptionError
+from ...processes.threads import prepare_types
 from ...quantization.defaults import AUTO, OFF
 from ...scheduler.step_plan import PageCopies
 
@@ -29,6 +30,9 @@ class PeerSettings(Struct, frozen=True, kw_only=True):
     model: str | dict[str, Any]
     llm: dict[str, Any]
     adapters: dict[str, str]
+
+
+prepare_types(PeerSettings)
 
 
 class AddAdapter(Struct, frozen=True, tag="add"):

@@ -71,6 +71,10 @@ class ClientFigures(msgspec.Struct):
     problems: list[str]
 
 
+_decode_load = msgspec.json.Decoder(Load).decode
+decode_figures = msgspec.json.Decoder(ClientFigures).decode
+
+
 @dataclass
 class Answer:
     """Times of one request and of its chunks, in seconds of time.monotonic()."""
@@ -203,7 +207,7 @@ def main() -> None:
     """Run loads until standard input ends."""
     print("ready", flush=True)
     for line in sys.stdin.buffer:
-        done = asyncio.run(run(msgspec.json.decode(line, type=Load)))
+        done = asyncio.run(run(_decode_load(line)))
         print(msgspec.json.encode(done).decode(), flush=True)
 
 

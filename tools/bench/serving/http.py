@@ -19,7 +19,7 @@ from ...options.engine import add_command, add_value, at_least, check_output
 from ...options.environment import write_figures
 from ...options.models import add_bench_model
 from ..throughput import percentile
-from .closed_loop import ClientFigures, Load
+from .closed_loop import ClientFigures, Load, decode_figures
 from .gateway import cpu_seconds
 from .report import engine_figures, shown
 
@@ -154,7 +154,7 @@ class Clients:
         for moment in (load.begin, load.end):
             time.sleep(max(0.0, moment - time.monotonic()))
             counted.append(counters())
-        figures = [msgspec.json.decode(self._line(process), type=ClientFigures) for process in self._processes]
+        figures = [decode_figures(self._line(process)) for process in self._processes]
         problems = [problem for each in figures for problem in each.problems]
         if problems:
             raise ValueError(f"{len(problems)} streams failed at {load.url}; the first: {problems[0]}")

@@ -15,6 +15,7 @@ import numpy as np
 from ....ops.core.kv_layout import PAGE_SIZE
 from ....runtime.api.adapter_versions import AdapterVersion
 from ....runtime.api.errors import RequestError
+from ....runtime.processes.threads import prepare_types
 from ....runtime.scheduler.step_plan import PageCopies, StepDrafts, StepMasks, StepPlan, StepResult, no_rows
 from ....runtime.server import gpu_process
 from ....runtime.server.gpu_link import LoadedAdapter, Ready, Update
@@ -36,6 +37,9 @@ class SimulatedSizes(msgspec.Struct, kw_only=True):
     vocabulary: int = 251
     eos_ids: list[int] = []
     seed: int = 0
+
+
+prepare_types(SimulatedSizes)
 
 
 class HashRunner:
