@@ -2,8 +2,10 @@
 GPU process nor reach its memory.
 """
 
+import hashlib
 import os
 import sys
+from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +21,10 @@ from ..text.chat_files import AdapterChat, ChatTemplateError
 TIMEOUT_SECONDS = 20.0
 MAX_RESPONSE_BYTES = 64 << 20
 """An adapter with a LoRA for each expert has tens of thousands of tensors, with 300 bytes in a response for each."""
+
+KEPT_UPDATES = 4
+MAX_KEPT_HEADER = 16 << 20
+"""Bytes of a header; descriptions of larger ones are not kept."""
 
 
 class DescribeRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -59,6 +65,7 @@ class AdapterDescriber:
             [sys.executable, "-P", "-m", f"{__package__}.describer_process"], MAX_RESPONSE_BYTES
         )
         self._seconds = seconds
+        self._kept: OrderedDict[bytes, Description] = OrderedDict()
 
     def __call__(
         self, directory: Path, config: LlamaConfig, max_rank: int, lenient: bool, roots: Sequence[Path] | None
@@ -70,9 +77,21 @@ class AdapterDescriber:
         return self._describe(request, config)
 
     def describe_update(self, handle: int, config: LlamaConfig, max_rank: int, lenient: bool) -> Description:
-        """See `describe_update`. Raises AdapterError, also when the child times out or dies."""
+        """See `describe_update`. Raises AdapterError, also when the child times out or dies.
+
+        The last descriptions are kept: updates of a training run have one header, and differ in the values after it.
+        """
         file = f"/proc/{os.getpid()}/fd/{handle}"
-        return self._describe(DescribeRequest(file, config, max_rank, lenient, None, update=True), config)
+        request = DescribeRequest(file, config, max_rank, lenient, None, update=True)
+        key = _key_of(handle, request)
+        if (kept := self._kept.get(key)) is not None:
+            return kept
+        found = self._describe(request, config)
+        if key:
+            self._kept[key] = found
+            while len(self._kept) > KEPT_UPDATES:
+                self._kept.popitem(last=False)
+        return found
 
     def _describe(self, request: DescribeRequest, config: LlamaConfig) -> Description:
         try:
@@ -126,6 +145,17 @@ class AdapterDescriber:
     def close(self) -> None:
         """End the child process; the next call starts another."""
         self._child.close()
+
+
+def _key_of(handle: int, request: DescribeRequest) -> bytes:
+    """Return a digest of all that an update's description depends on; b"" for a large header."""
+    length = int.from_bytes(os.pread(handle, 8, 0), "little")
+    if length > MAX_KEPT_HEADER:
+        return b""
+    digest = hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(request, directory="")))
+    digest.update(b"\n%d " % os.fstat(handle).st_size)
+    digest.update(os.pread(handle, 8 + length, 0))
+    return digest.digest()
 
 
 def _as_text(roots: Sequence[Path] | None) -> list[str] | None:

@@ -3,18 +3,21 @@
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from safetensors.torch import load_file
 from sidestream.graphs.adapter_config import CONFIG, AdapterConfig, AdapterError
-from sidestream.graphs.adapter_description import Description, describe_adapter
+from sidestream.graphs.adapter_description import Description, describe_adapter, describe_update
 from sidestream.graphs.config import LlamaConfig
+from sidestream.graphs.files.update_file import private_update
 from sidestream.graphs.model_directory import WEIGHTS
 from sidestream.runtime.adapters import describer as describer_module
 from sidestream.runtime.adapters.describer import AdapterDescriber
+from sidestream.runtime.api.adapter_update import AdapterUpdate
 from sidestream.runtime.demo_model import DEMO_MODEL
 from sidestream.runtime.server.gpu_process import ServedModel
 from sidestream.runtime.server.settings import ServeSettings
@@ -145,3 +148,42 @@ def test_the_gpu_process_parses_no_adapter(monkeypatch: pytest.MonkeyPatch, adap
     configure(adapter, use_dora=True)
     with pytest.raises(AdapterError, match="use_dora = True, but"):
         served.add_adapter("third", str(adapter), False)
+
+
+def test_updates_with_one_header_are_described_once(adapter: Path) -> None:
+    """Those of a training run; any other config, shape, or limit is described anew."""
+    fields, tensors = json.loads((adapter / CONFIG).read_text()), load_file(adapter / WEIGHTS)
+
+    def describe(limit: int = 128, factor: float = 1.0, rows: int | None = None, **changes: Any) -> tuple[Any, bool]:
+        """Return a description or an error, and whether the child was asked."""
+        describer._child.close()  # the next request starts one
+        changed = {name: (tensor[:rows] if "lora_A" in name else tensor) * factor for name, tensor in tensors.items()}
+        update = AdapterUpdate(changed, {**fields, **changes}, "pin")
+        with private_update(update.nbytes, update.copy) as file:
+            found = outcome(lambda: describer.describe_update(file.handle, CONFIG_OF_DEMO, limit, False))
+            assert found == outcome(lambda: describe_update(file.handle, CONFIG_OF_DEMO, limit, False))
+        return found, describer._child._child is not None
+
+    describer = AdapterDescriber()
+    try:
+        first, asked = describe()
+        assert asked and isinstance(first, Description)
+        assert describe(factor=2.0) == (first, False)
+        other, asked = describe(lora_alpha=fields["lora_alpha"] * 2)
+        assert asked and other.scaling != first.scaling
+        for wrong in ({"limit": 1}, {"rows": 1}, {"peft_type": "LOHA"}):
+            error, asked = describe(**wrong)
+            assert asked and isinstance(error, str)
+        assert describe() == (first, False)
+        for alpha in range(describer_module.KEPT_UPDATES):
+            describe(lora_alpha=100 + alpha)
+        assert describe() == (first, True)
+    finally:
+        describer.close()
+
+
+def outcome(describe: Callable[[], Description]) -> Any:
+    try:
+        return describe()
+    except AdapterError as error:
+        return str(error)
