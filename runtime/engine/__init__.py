@@ -10,5 +10,6 @@ resolve           their values for a given model and device
 exact             what an engine with exact=True refuses
 llm_keywords      the same options for type checkers
 flag_spelling     options in error messages as Python keywords or as flags
-vllm_keywords     keywords of vLLM's `LLM` that are refused or have no effect
+vllm_keywords     keywords of vLLM's `LLM` that are translated, refused or have no effect
+launcher_flags    the same for flags of the launchers of vLLM, SGLang and LoRAX
 """

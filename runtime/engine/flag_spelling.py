@@ -42,6 +42,17 @@ def with_flags(text: str, options: Collection[str]) -> str:
     return _named(frozenset(options)).sub(_flag, text)
 
 
+def with_keywords(text: str) -> str:
+    """Return a message with Python keywords in place of those flags that have one; see `with_flags`."""
+
+    def keyword(found: re.Match[str]) -> str:
+        name = found[1].replace("-", "_")
+        name = next((ours for ours, flag in _ALIASES.items() if flag == name), name)
+        return name if name in keywords() else found[0]
+
+    return re.sub(r"--([a-z][a-z-]*[a-z])", keyword, text).replace("--no-prefix-caching", "enable_prefix_caching=False")
+
+
 def with_server_flags(text: str) -> str:
     """Return a server's message with flags of `sidestream serve` in place of Python keywords, except for names that
     are also fields of requests.

@@ -1,5 +1,8 @@
-"""Unsupported keywords of vLLM's `LLM`: each is refused with a remedy, unless its value has no effect."""
+"""Keywords of vLLM's `LLM` and of other engines: each is translated, or refused with a remedy unless its value has no
+effect.
+"""
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,7 +10,11 @@ from ...compiler.options import OptionError
 from ..api.unsupported import ANY as ANY
 from ..api.unsupported import Unsupported as Unsupported
 from ..api.unsupported import has_no_effect as has_no_effect
+from .flag_spelling import with_keywords
+from .launcher_flags import read_flags
+from .options import keywords
 
+_log = logging.getLogger("sidestream")
 DEFAULT_LORA_RANK = 16
 DEFAULT_LORAS = 1
 
@@ -64,19 +71,26 @@ ACCEPTED = ("enable_lora",)
 
 
 def without_vllm_keywords(given: Mapping[str, Any], adapters: bool) -> dict[str, Any]:
-    """Return the keywords without vLLM's. `adapters`: whether adapters are given at the start.
+    """Return the keywords without those of vLLM and of other launchers; some of these have another name here.
 
     `enable_lora=True` without adapters sets max_loras and max_lora_rank to vLLM's defaults, unless they are given.
-
-    Raises OptionError for a keyword of vLLM's that asks for an unsupported feature.
+    `adapters`: whether adapters are given at the start. Raises OptionError for a keyword that asks for an unsupported
+    feature.
     """
-    kept = {name: value for name, value in given.items() if name not in UNSUPPORTED_KEYWORDS and name not in ACCEPTED}
-    if kept.get("seed", 0) is None:
-        del kept["seed"]  # vLLM's default
+    kept: dict[str, Any] = {}
     for name, value in given.items():
-        option = UNSUPPORTED_KEYWORDS.get(name)
-        if option is not None and not has_no_effect(option, value):
-            raise OptionError(f"{name}={value!r} is not supported; {option.remedy}")
+        if name in ACCEPTED or (name == "seed" and value is None):  # vLLM's default
+            continue
+        ours, translated = (name, value) if name in keywords(private=True) else _translated(name, value)
+        option, remedy = _unsupported(ours)
+        if option is None:
+            if ours in kept or (ours != name and ours in given):
+                raise OptionError(f"{name} is {ours} here, which is also given; give only one")
+            kept[ours] = translated
+        elif not has_no_effect(option, translated):
+            raise OptionError(f"{name}={value!r} is not supported; {remedy}")
+        elif name not in UNSUPPORTED_KEYWORDS and ANY in option.accepted and value is not None:
+            _log.warning("%s=%r has no effect: %s", name, value, remedy)
     if "enable_lora" in given:
         enabled = given["enable_lora"]
         if not isinstance(enabled, bool):
@@ -87,3 +101,25 @@ def without_vllm_keywords(given: Mapping[str, Any], adapters: bool) -> dict[str,
             kept.setdefault("max_loras", DEFAULT_LORAS)
             kept.setdefault("max_lora_rank", DEFAULT_LORA_RANK)
     return kept
+
+
+def _translated(name: str, value: Any) -> tuple[str, Any]:
+    """Return a keyword's name here and its value; both unchanged if it has no other name."""
+    target = read_flags()[0].get(_flag(name), "")
+    ours = target.removeprefix("--").replace("-", "_")
+    if target.startswith("--no-") and isinstance(value, bool):
+        positive = ours.removeprefix("no_")
+        return (positive if positive in keywords() else f"enable_{positive}"), not value
+    return (ours, value) if ours in keywords() or ours in UNSUPPORTED_KEYWORDS else (name, value)
+
+
+def _unsupported(name: str) -> tuple[Unsupported | None, str]:
+    """Return the entry of an unsupported keyword with its remedy in Python's spelling; None for others."""
+    if name in UNSUPPORTED_KEYWORDS:
+        return UNSUPPORTED_KEYWORDS[name], UNSUPPORTED_KEYWORDS[name].remedy
+    flag = None if name in keywords(private=True) else read_flags()[1].get(_flag(name))
+    return (None, "") if flag is None else (flag.unsupported, with_keywords(flag.unsupported.remedy))
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

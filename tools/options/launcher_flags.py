@@ -1,21 +1,18 @@
 """Flags of the launchers of vLLM, SGLang and LoRAX that are no flags here: renamed, translated, accepted without
 effect, or refused with a remedy.
 
-`launcher_flags.toml` lists them; those that are keywords of vLLM's `LLM` are in `runtime/engine/vllm_keywords.py`. A
-parser gets only the ones that its command line has.
+`runtime/engine` has the tables. A parser gets only the flags that its command line has.
 """
 
 import argparse
-import json
 import sys
-import tomllib
 from collections.abc import Sequence
 from functools import cache, partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...runtime.engine.flag_spelling import with_flags
-from ...runtime.engine.vllm_keywords import ACCEPTED, ANY, UNSUPPORTED_KEYWORDS, Unsupported, has_no_effect
+from ...runtime.engine.launcher_flags import LauncherFlag, add_flag, read_flags, read_value
+from ...runtime.engine.vllm_keywords import ACCEPTED, ANY, UNSUPPORTED_KEYWORDS, has_no_effect
 from .config_file import ConfigParser
 
 _PRECISIONS = {
@@ -25,39 +22,16 @@ _PRECISIONS = {
 """Flag -> its value -> --precision; None leaves the precision as it is."""
 
 
-class LauncherFlag(NamedTuple):
-    """A flag of another launcher. `nargs` as in argparse: 0 for a switch, None for one value, "+" for several."""
-
-    unsupported: Unsupported
-    nargs: int | str | None
-    is_keyword: bool = False
-
-
 @cache
 def launcher_flags() -> tuple[dict[str, str], dict[str, LauncherFlag]]:
     """Return the renamed flags with their names here, and the unsupported flags."""
-    content = tomllib.loads(Path(__file__).with_name("launcher_flags.toml").read_text(encoding="utf-8"))
+    renamed, others = read_flags()
     flags: dict[str, LauncherFlag] = {}
     for name, keyword in UNSUPPORTED_KEYWORDS.items():
         if name not in (*ACCEPTED, *_PRECISIONS):
             is_switch = any(isinstance(value, bool) for value in keyword.accepted)
-            _add(flags, f"--{name.replace('_', '-')}", LauncherFlag(keyword, 0 if is_switch else None, True))
-    for group in content["group"]:
-        for kind, nargs in (("switches", 0), ("values", None), ("lists", "+")):
-            accepted: dict[str, list[Any]] = {}
-            for word in group.get(kind, "").split():
-                flag, equals, value = word.partition("=")
-                accepted.setdefault(flag, []).extend([_read(value)] if equals else [False] if nargs == 0 else [])
-            for flag, values in accepted.items():
-                values = [ANY] if group.get("accepted") == "any" else values
-                _add(flags, flag, LauncherFlag(Unsupported(tuple(values), group["reason"]), nargs))
-    return content["renamed"], flags
-
-
-def _add(flags: dict[str, LauncherFlag], name: str, flag: LauncherFlag) -> None:
-    flags[name] = flag
-    if flag.nargs == 0 and name.startswith("--"):
-        flags[f"--no-{name[2:]}"] = flag
+            add_flag(flags, f"--{name.replace('_', '-')}", LauncherFlag(keyword, 0 if is_switch else None, True))
+    return renamed, flags | others
 
 
 def add_launcher_flags(parser: argparse.ArgumentParser) -> None:
@@ -136,14 +110,6 @@ def _unsupported(flag: LauncherFlag) -> type[argparse.Action]:
 def _read_all(values: str | list[str]) -> Any:
     """Return the value of a flag; a list may be several words, or JSON in one word."""
     if isinstance(values, str):
-        return _read(values)
-    read = [_read(value) for value in values]
+        return read_value(values)
+    read = [read_value(value) for value in values]
     return read[0] if len(read) == 1 and isinstance(read[0], list) else read
-
-
-def _read(text: str) -> Any:
-    """Return a flag's value as a Python value."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

@@ -50,6 +50,35 @@ def test_every_keyword_of_vllm_is_an_option_or_has_a_remedy() -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        ({"disable_cascade_attn": True}, {"cascade_attention": False}),
+        ({"kv_offloading_size": 8, "seed": None}, {"kv_host_gb": 8}),
+        ({"context_length": 512, "mem_fraction_static": 0.5}, {"max_model_len": 512, "gpu_memory_utilization": 0.5}),
+        (
+            {"disable_radix_cache": True, "disable_cuda_graph": True},
+            {"enable_prefix_caching": False, "enforce_eager": True},
+        ),
+        ({"page_size": 64, "pp_size": 1, "speculative_draft_model_path": "d"}, {"draft": "d"}),
+        ({"max_lora_ranks": 8}, {"max_lora_ranks": 8}),  # `LLM` names the closest keyword
+    ],
+)
+def test_other_names_are_translated(given: dict[str, object], ours: dict[str, object]) -> None:
+    assert without_vllm_keywords(given, adapters=False) == ours
+
+
+def test_a_keyword_under_two_names_is_refused() -> None:
+    with pytest.raises(OptionError, match="kv_offloading_size is kv_host_gb here, which is also given"):
+        without_vllm_keywords({"kv_host_gb": 2, "kv_offloading_size": 8}, adapters=False)
+
+
+def test_what_has_no_effect_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    assert without_vllm_keywords({"async_scheduling": True, "attention_backend": None}, adapters=False) == {}
+    (record,) = caplog.records
+    assert record.getMessage().startswith("async_scheduling=True has no effect: ")
+
+
+@pytest.mark.parametrize(
     ("name", "value", "remedy"),
     [
         ("trust_remote_code", True, "no code of a model is run"),
@@ -57,6 +86,10 @@ def test_every_keyword_of_vllm_is_an_option_or_has_a_remedy() -> None:
         ("tokenizer", "other/model", "put tokenizer.json"),
         ("tokenizer_mode", "slow", "put tokenizer.json"),
         ("revision", "main", "download the model first"),
+        ("offload_group_size", 8, "use kv_host_gb for KV pages"),
+        ("override_generation_config", {"top_k": 1}, "leave it out; generation_config names a directory"),
+        ("worker_cls", "my.Worker", "no code of a model or plugin is run"),
+        ("page_size", 16, "a KV page has 64 tokens"),
         ("swap_space", 16, "lower max_num_seqs"),
         ("cpu_offload_gb", 4, "smaller precision"),
         ("speculative_config", {"model": "x"}, "use speculation"),

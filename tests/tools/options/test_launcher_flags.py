@@ -7,7 +7,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from sidestream.runtime.engine.vllm_keywords import ACCEPTED, UNSUPPORTED_KEYWORDS
+from sidestream.compiler.options import OptionError
+from sidestream.runtime.engine.options import keywords
+from sidestream.runtime.engine.vllm_keywords import ACCEPTED, UNSUPPORTED_KEYWORDS, without_vllm_keywords
 from sidestream.tools import cli
 from sidestream.tools.commands.serve import settings_of
 from sidestream.tools.options.launcher_flags import launcher_flags
@@ -122,6 +124,20 @@ def test_every_flag_of_a_launcher_is_known(launcher: str, capsys: pytest.Capture
         if not re.search(rf"{flag} ?1? (has no effect: |is not supported; |is --)", said):
             unknown.append((flag, said))
     assert unknown == [] and len(words) > 30
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_every_flag_of_a_launcher_is_known_in_python(launcher: str) -> None:
+    """As a keyword of `LLM`, but flags of the server alone."""
+    served, unknown = set(serve_parser()._option_string_actions), []
+    for word in LAUNCHERS[launcher].split():
+        flag, takes_value, _ = word.partition("=")
+        if not flag.startswith("--") or flag in served | OTHERS or launcher_flags()[0].get(flag) in served:
+            continue
+        name = flag[2:].replace("-", "_")
+        with contextlib.suppress(OptionError):
+            unknown += without_vllm_keywords({name: "1" if takes_value else True}, adapters=False)
+    assert set(unknown) <= set(keywords())
 
 
 def test_the_table_leads_to_flags_of_serve_and_repeats_none_of_them() -> None:
