@@ -36,6 +36,11 @@ REFUSED = {
     "truncate_prompt_tokens": "cut the prompt's token ids before the call",
     "flat_logprobs": "leave it out",
     "extra_args": "leave it out",
+    "thinking_token_budget": "send the chat to a server's /v1/chat/completions, which has it",
+    "repetition_detection": "use repetition_penalty",
+    "prompt_logprob_token_ids": "use prompt_logprobs",
+    "prompt_logprob_start": "use prompt_logprobs, which begin at the second token",
+    "trace_decode_token_ids": "score given answers with LLM.score",
 }
 """Unsupported fields of vLLM -> remedy."""
 _FINAL, _CUMULATIVE, _DELTA = 2, 0, 1  # vLLM's RequestOutputKind
@@ -76,7 +81,8 @@ class SamplingParams:
     detokenize           False = token ids only, without text
     output_kind          vLLM's RequestOutputKind; `generate` always returns whole answers, DELTA is refused
 
-    Other fields of vLLM are refused unless they have no effect.
+    Other fields of vLLM are refused unless they have no effect, as stream_interval, skip_clone and
+    routed_experts_prompt_start.
     """
 
     n: int = 1
@@ -115,6 +121,14 @@ class SamplingParams:
     speculation: str | int | None = None
     receipt: bool = False
     logprob_token_ids: Sequence[int] | None = None
+    thinking_token_budget: int | None = None
+    repetition_detection: Any = None
+    prompt_logprob_token_ids: Sequence[int] | None = None
+    prompt_logprob_start: int | None = None
+    trace_decode_token_ids: Sequence[int] | None = None
+    stream_interval: int | None = None
+    skip_clone: bool = False
+    routed_experts_prompt_start: int = 0
 
     def __post_init__(self) -> None:
         make_plain(self)
@@ -186,6 +200,8 @@ class SamplingParams:
             return value is None or (isinstance(value, Sequence) and len(value) == 0)
         if name == "best_of":
             return value is None or value == self.n
+        if name == "thinking_token_budget" and value == -1:
+            return True
         return value is None or value is False
 
     @classmethod

@@ -1,5 +1,5 @@
-"""Names of the parameters of vLLM's calls, so that tests need no vLLM: 0.9 to 0.11, `use_beam_search` of older ones;
-for `LLM` with those of EngineArgs that its callers use.
+"""Names of the parameters of vLLM's calls, so that tests need no vLLM: 0.9 to 0.11 (`SamplingParams`: to 0.33),
+`use_beam_search` of older ones; for `LLM` with those of EngineArgs that its callers use.
 """
 
 LLM = (
@@ -27,5 +27,7 @@ SAMPLING_PARAMS = (
     "stop_token_ids ignore_eos max_tokens min_tokens logprobs prompt_logprobs flat_logprobs detokenize "
     "skip_special_tokens spaces_between_special_tokens logits_processors include_stop_str_in_output "
     "truncate_prompt_tokens output_kind guided_decoding structured_outputs logit_bias allowed_token_ids extra_args "
-    "bad_words skip_reading_prefix_cache"
+    "bad_words skip_reading_prefix_cache logprob_token_ids thinking_token_budget repetition_detection "
+    "prompt_logprob_token_ids prompt_logprob_start trace_decode_token_ids stream_interval skip_clone "
+    "routed_experts_prompt_start"
 )
