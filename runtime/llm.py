@@ -119,8 +119,9 @@ class LLM:
         self.tokenizer = load_tokenizer(source.directory)
         self.model = loaded = load_parallel_model(model, source, adapters or {}, options, given)
         self._end = weakref.finalize(self, loaded.close)
-        self._defaults = sampling_defaults(source.directory, options.engine.generation_config)
-        print_line(line := describe(self._defaults), options.engine.show_progress and bool(line))
+        override = options.engine.override_generation_config or {}
+        self._defaults = sampling_defaults(source.directory, options.engine.generation_config, override)
+        print_line(line := describe(self._defaults, override), options.engine.show_progress and bool(line))
         self.options, self.device, self.config = options.engine, options.device, source.config
         self.calibration, self.compiled, self.registry = loaded.calibration, loaded.compiled, loaded.registry
         self.num_pages, self.seconds = loaded.limits.num_pages, loaded.seconds
@@ -218,8 +219,8 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters of requests without their own.
 
-        Values come from the model's generation_config.json (see the option `generation_config`), else from
-        SamplingParams.
+        Values come from the model's generation_config.json (see the options `generation_config` and
+        `override_generation_config`), else from SamplingParams.
         """
         return self._defaults.params()
 

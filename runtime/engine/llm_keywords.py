@@ -3,9 +3,9 @@
 EngineOptions and CompileOptions declare them with documentation and defaults; a test compares names and types.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from ...compiler.options import KvDtype, LoraDtype, Precision, WholeLayer
 
@@ -47,6 +47,7 @@ class LLMKeywords(TypedDict, total=False):
     passes: "tuple[Pass, ...] | None"
     load_format: Literal["auto", "safetensors", "dummy"]
     generation_config: str | Path
+    override_generation_config: Mapping[str, Any] | None
     device: "str | torch.device | None"
     max_model_len: int | None
     max_num_seqs: int | None

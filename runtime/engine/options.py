@@ -21,6 +21,8 @@ from ...graphs.families import (
     VOCABULARY_TARGETS,
 )
 from ..api.checks import MAX_DRAFTS, is_speculation, plain
+from ..api.errors import RequestError
+from ..api.sampling_defaults import check_override
 from ..api.sampling_params import DEFAULT_MAX_LOGPROBS, MAX_LOGPROBS
 from ..quantization.defaults import AUTO, OFF
 
@@ -64,6 +66,11 @@ class EngineOptions:
         "source of sampling defaults: auto (the model's generation_config.json), vllm (none), or a directory with "
         "such a file",
         more="temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens, as in vLLM",
+    )
+    override_generation_config: Mapping[str, Any] | None = option(
+        None,
+        "sampling defaults in place of those of generation_config",
+        more="such as {'temperature': 0.7}; None drops a value",
     )
     load_format: Literal["auto", "safetensors", "dummy"] = option("auto", "dummy: random weights for measurements")
     device: Any = option(
@@ -200,6 +207,10 @@ class EngineOptions:
         object.__setattr__(self, "lora_parts", adapter_parts(self.lora_parts))
         if not isinstance(self.generation_config, (str, Path)):
             raise OptionError(f"generation_config={self.generation_config!r} must be 'auto', 'vllm' or a directory")
+        try:
+            check_override(self.override_generation_config or {})
+        except RequestError as problem:
+            raise OptionError(f"override_generation_config: {problem}") from None
         for each in fields(self):
             if "range" in each.metadata:
                 _check_range(each, getattr(self, each.name))

@@ -135,8 +135,10 @@ class Batcher:
             self._poller.register(source, zmq.POLLIN)
 
     def _sampling_defaults(self, model: Path) -> SamplingDefaults:
-        found = sampling_defaults(model, self._settings.llm.get("generation_config", AUTO))
-        if line := describe(found):
+        options = self._settings.llm
+        override = options.get("override_generation_config") or {}
+        found = sampling_defaults(model, options.get("generation_config", AUTO), override)
+        if line := describe(found, override):
             _log.info("%s", line)
         return found
 

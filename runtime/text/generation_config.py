@@ -1,60 +1,52 @@
 """End-of-text tokens and sampling defaults from generation_config.json and related files."""
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ...graphs.config_fields import ConfigError, read_json_object
 from ..api.errors import RequestError
-from ..api.sampling_defaults import SamplingDefaults
-from ..api.sampling_params import SamplingParams
+from ..api.sampling_defaults import FILE_FIELDS, SamplingDefaults, check_default
 from .tokenizer import load_tokenizer
 
 _log = logging.getLogger(__name__)
 FILE = "generation_config.json"
 AUTO, VLLM = "auto", "vllm"  # `generation_config` without a directory: the model's sampling defaults, or none
 _AGAIN = "download or save it again"
-_FIELDS = {  # sampling default in the file -> name in `SamplingParams`
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
 _DEFAULT_EOS = "</s>"  # of transformers, for a tokenizer.model without a name in tokenizer_config.json
 
 
-def sampling_defaults(directory: Path | None, source: str | Path = AUTO) -> SamplingDefaults:
+def sampling_defaults(
+    directory: Path | None, source: str | Path = AUTO, override: Mapping[str, Any] = MappingProxyType({})
+) -> SamplingDefaults:
     """Return the sampling defaults of a model's directory (None: none), as in vLLM.
 
     `do_sample` is ignored, and invalid values are dropped with a warning.
 
-    source   the option `generation_config`: "auto", "vllm" or a directory
+    source    the option `generation_config`: "auto", "vllm" or a directory
+    override  the option `override_generation_config`: values in place of those of the file; None: the file's is dropped
 
     Raises ConfigError for a file that is not JSON, and for a directory in `source` without such a file.
     """
-    if source == VLLM:
-        return SamplingDefaults()
-    fields = _read(directory, source)
-    found: dict[str, Any] = {}
-    for name, ours in _FIELDS.items():
-        value = fields.get(name)
-        if value is None:
-            continue
+    found = {} if source == VLLM else _read(directory, source)
+    given: dict[str, Any] = {}
+    for name, ours in FILE_FIELDS.items():
         try:
-            SamplingParams(**{ours: value})
+            check_default(name, found.get(name))
+            given[ours] = found.get(name)
         except RequestError as problem:
-            _log.warning("%s: %s; the value is ignored", FILE, str(problem).replace(f"{ours}=", f"{name}=", 1))
-        else:
-            found[ours] = value
-    return SamplingDefaults(**found)
+            _log.warning("%s: %s; the value is ignored", FILE, problem)
+    return SamplingDefaults(**given | {FILE_FIELDS[name]: value for name, value in override.items()})
 
 
-def describe(defaults: SamplingDefaults) -> str:
+def describe(defaults: SamplingDefaults, override: Mapping[str, Any] = MappingProxyType({})) -> str:
     """Return a start-up line with the defaults, under their names in the file; "" without defaults."""
     given = defaults.given()
-    named = ", ".join(f"{name} {given[ours]:g}" for name, ours in _FIELDS.items() if ours in given)
+    named = ", ".join(f"{name} {given[ours]:g}" for name, ours in FILE_FIELDS.items() if ours in given)
+    if override:
+        return f"the sampling defaults are {named or 'unset'} ({FILE} with override_generation_config)"
     return named and f"{FILE} sets the sampling defaults {named} (generation_config 'vllm' takes none)"
 
 

@@ -11,7 +11,8 @@ LLM = (
     # of EngineArgs
     "max_model_len max_num_seqs max_num_batched_tokens enable_lora max_loras max_lora_rank max_cpu_loras "
     "fully_sharded_loras kv_cache_dtype enable_prefix_caching enable_chunked_prefill block_size "
-    "num_gpu_blocks_override load_format download_dir code_revision generation_config pipeline_parallel_size "
+    "num_gpu_blocks_override load_format download_dir code_revision generation_config override_generation_config "
+    "pipeline_parallel_size "
     "data_parallel_size distributed_executor_backend speculative_config limit_mm_per_prompt max_logprobs logprobs_mode "
     "disable_log_stats served_model_name enable_sleep_mode"
 )

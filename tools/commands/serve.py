@@ -1,12 +1,14 @@
 """`sidestream serve`: serve a model and its adapters."""
 
 import argparse
+import json
 import os
 import socket
 import sys
 from pathlib import Path
 from typing import Any
 
+from ...runtime.api.sampling_defaults import check_override
 from ..options.config_file import ConfigAction
 from ..options.engine import (
     add_command,
@@ -177,8 +179,19 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         group, "enable_prefix_caching", "--no-enable-prefix-caching", dest="no_prefix_caching", help=argparse.SUPPRESS
     )
     add_option(group, "generation_config", metavar="auto|vllm|DIR")
+    add_option(group, "override_generation_config", metavar="JSON", type=sampling_defaults_in)
     add_option(advanced(parser), "fail_on_compilation")
     add_launcher_flags(parser)
+
+
+def sampling_defaults_in(text: str) -> dict[str, Any]:
+    """Return the JSON of --override-generation-config."""
+    try:
+        found: dict[str, Any] = json.loads(text)
+        check_override(found)
+    except ValueError as problem:
+        raise argparse.ArgumentTypeError(f"{problem}; give JSON such as '{{\"temperature\": 0.7}}'") from None
+    return found
 
 
 def settings_of(options: argparse.Namespace) -> Any:
@@ -210,6 +223,7 @@ def settings_of(options: argparse.Namespace) -> Any:
         "logprobs_mode",
         "load_format",
         "generation_config",
+        "override_generation_config",
     )
     llm = llm_arguments(options) | given(options, *own)
     if options.fail_on_compilation:

@@ -87,7 +87,7 @@ def test_what_has_no_effect_is_said(caplog: pytest.LogCaptureFixture) -> None:
         ("tokenizer_mode", "slow", "put tokenizer.json"),
         ("revision", "main", "download the model first"),
         ("offload_group_size", 8, "use kv_host_gb for KV pages"),
-        ("override_generation_config", {"top_k": 1}, "leave it out; generation_config names a directory"),
+        ("sampling_defaults", "openai", "generation_config and override_generation_config have the defaults"),
         ("worker_cls", "my.Worker", "no code of a model or plugin is run"),
         ("page_size", 16, "a KV page has 64 tokens"),
         ("swap_space", 16, "lower max_num_seqs"),

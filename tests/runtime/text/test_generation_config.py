@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from sidestream import LLM, RequestError, SamplingParams
+from sidestream.compiler.options import OptionError
 from sidestream.graphs.config_fields import ConfigError
 from sidestream.runtime.api.sampling_defaults import SamplingDefaults
 from sidestream.runtime.text.generation_config import describe, eos_token_ids, sampling_defaults
@@ -103,6 +104,21 @@ def test_defaults_are_the_files(tmp_path: Path) -> None:
         (tmp_path / "generation_config.json").write_text(damaged)
         with pytest.raises(ConfigError, match=r"generation_config\.json"):
             sampling_defaults(tmp_path)
+
+
+def test_an_override_replaces_single_values(base: TinyBase, capfd: pytest.CaptureFixture[str]) -> None:
+    override = {"temperature": 0, "top_k": None, "max_new_tokens": 3}
+    with LLM(base.path, override_generation_config=override, **{**SMALL, "show_progress": True}) as llm:
+        assert "the sampling defaults are temperature 0, max_new_tokens 3 (" in capfd.readouterr().err
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0, max_tokens=3)
+    assert sampling_defaults(base.path, "vllm", {"top_p": 0.5}) == SamplingDefaults(top_p=0.5)
+    for wrong, reason in (
+        ({"do_sample": False}, "'do_sample' is no sampling default; they are temperature, top_p"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0 must be"),
+        ('{"top_k": 1}', "must be a mapping such as"),
+    ):
+        with pytest.raises(OptionError, match=reason):
+            LLM(base.path, override_generation_config=wrong, **SMALL)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,7 @@ def test_the_help_shows_none_of_them() -> None:
         ("--max_model_len 4k", {"max_model_len": 4000}),
         ("--max-model-len=4K", {"max_model_len": 4096}),
         ("--max-running-requests 7 --mem-fraction-static=0.5", {"max_num_seqs": 7, "gpu_memory_utilization": 0.5}),
+        ('--preferred-sampling-params={"top_k":4}', {"override_generation_config": {"top_k": 4}}),
         ("-tp 2", {"tensor_parallel_size": 2}),
         ("-q fp8", {"precision": "fp8"}),
         ("--max-active-adapters 3 --quantize fp8", {"max_loras": 3, "precision": "fp8"}),

@@ -115,3 +115,14 @@ def test_a_server_reads_them(tmp_path: Path, source: str) -> None:
         log = (tmp_path / "server.log").read_text()
     assert ("sets the sampling defaults temperature 0.3, top_k 4" in log) is (source == "auto")
     assert ("top_p='x' must be a number" in log) is (source == "auto")
+
+
+def test_a_server_overrides_them(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"temperature": 0.3, "top_k": 4}))
+    override = {"temperature": 0.9, "max_new_tokens": 5}
+    with serve_fake(tmp_path, override_generation_config=override) as server, Client(server.address) as client:
+        taken = SamplingDefaults(temperature=0.9, top_k=4, max_tokens=5)
+        assert client.connect().sampling_defaults == taken
+    log = (tmp_path / "server.log").read_text()
+    assert "the sampling defaults are temperature 0.9, top_k 4, max_new_tokens 5 (" in log
