@@ -9,8 +9,9 @@ from typing import Any
 
 from starlette.routing import Router as RouteTable
 
-from .api import chat, completions, health, models, pages, score
+from .api import completions, health, models, pages, score
 from .api.anthropic import messages
+from .api.chat import endpoint as chat
 from .api.context import GatewayContext
 from .api.responses import endpoint as responses
 from .api.vllm import batch, generative_scoring, invocations, render, tokenize

@@ -1,6 +1,6 @@
 """HTTP endpoints: each file has the request and response bodies, the handler, and `routes(context)`.
 
-chat                /v1/chat/completions
+chat                /v1/chat/completions (a folder)
 completions         /v1/completions, with echo
 responses           /v1/responses (a folder), also stored ones
 anthropic           /v1/messages (a folder)

@@ -18,7 +18,8 @@ from ...api.adapter_update import INFLIGHT
 from ..interfaces import HistoryReport
 from .anthropic.message_events import Message, MessageEvent
 from .anthropic.messages import CountTokensRequest, MessagesRequest, TokensCounted
-from .chat import ChatChunk, ChatCompletion, ChatRequest
+from .chat.answer import ChatChunk, ChatCompletion
+from .chat.request import ChatRequest
 from .completions import Completion, CompletionRequest
 from .context import GatewayContext
 from .errors import AnthropicErrorBody, ErrorBody

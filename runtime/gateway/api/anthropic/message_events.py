@@ -9,7 +9,7 @@ from msgspec import UNSET, Raw, field, structs
 from ....protocol.messages import Chunk
 from ...interfaces import GatewayError
 from ..body_types import Answer, ReceiptField
-from ..chat import AssistantMessage
+from ..chat.answer import AssistantMessage
 from ..completion_session import CompletionResult, TokenCounts
 from ..errors import anthropic_error_body
 from ..event_stream import named_event

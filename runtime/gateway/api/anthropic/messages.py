@@ -14,7 +14,8 @@ from ....api.checks import MAX_STOPS, MAX_TOKENS
 from ....api.sampling_params import SEED_LIMIT
 from ...interfaces import GatewayError
 from ..body_types import Answer, Ignored, LoraWeights, ModelName, Part, Refused, Text
-from ..chat import MAX_MESSAGES, ChatMessage, ChatRequest, TextPart, open_chat
+from ..chat.endpoint import open_chat
+from ..chat.request import MAX_MESSAGES, ChatMessage, ChatRequest, TextPart
 from ..context import GatewayContext, caller_of, errors_as_400, json_response, new_id, renamed_fields
 from ..event_stream import EventStream
 from ..response_format import JsonSchemaFormat, ResponseFormat, Schema

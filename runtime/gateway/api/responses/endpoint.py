@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from ....protocol.messages import Chunk
 from ...interfaces import GatewayError
-from ..chat import open_chat
+from ..chat.endpoint import open_chat
 from ..completion_session import CompletionResult, CompletionSession, TokenCounts
 from ..context import GatewayContext, caller_of, json_response, new_id, renamed_fields
 from ..event_stream import EventStream, named_event

@@ -7,7 +7,7 @@ from msgspec import Meta, structs
 
 from ...interfaces import GatewayError
 from ..body_types import Part, Text
-from ..chat import MAX_MESSAGES, ChatMessage, TextPart
+from ..chat.request import MAX_MESSAGES, ChatMessage, TextPart
 from ..tools import CalledFunction, FunctionName, PastCall
 
 Id = Annotated[str, Meta(max_length=256)]

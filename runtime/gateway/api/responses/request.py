@@ -7,7 +7,7 @@ from msgspec import Meta
 from ....text.reasoning import template_variables
 from ...interfaces import GatewayError
 from ..body_types import Body, Ignored, Part, TemplateText, TemplateVariables, Text
-from ..chat import MAX_MESSAGES, ChatMessage, ChatRequest
+from ..chat.request import MAX_MESSAGES, ChatMessage, ChatRequest
 from ..field_table import refuse_unsupported, with_table_fields
 from ..response_format import JsonSchemaFormat, ResponseFormat, Schema
 from ..sampling_fields import GenerationBody, LogprobCount, ThinkingBudget, TokenCount

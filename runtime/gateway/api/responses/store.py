@@ -9,7 +9,7 @@ import msgspec
 from msgspec import structs
 
 from ...interfaces import GatewayError
-from ..chat import ChatMessage
+from ..chat.request import ChatMessage
 from ..completion_session import CompletionSession
 from .items import InputItem, InputPart, messages_of
 from .output import FunctionCallItem, OutputItem, ReasoningItem, Response

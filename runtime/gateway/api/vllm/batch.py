@@ -13,7 +13,9 @@ from starlette.routing import Route
 
 from ...interfaces import GatewayError
 from ..body_types import MAX_PROMPTS
-from ..chat import MAX_MESSAGES, ChatCompletion, ChatMessage, ChatRequest, OpenChat, choices_of, open_chat
+from ..chat.answer import ChatCompletion
+from ..chat.endpoint import OpenChat, choices_of, open_chat
+from ..chat.request import MAX_MESSAGES, ChatMessage, ChatRequest
 from ..completion_session import CompletionResult, CompletionSession, TokenCounts
 from ..context import GatewayContext, caller_of, json_response, new_id
 from ..request_body import while_connected

@@ -6,7 +6,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ..chat import ChatRequest, answer_chat
+from ..chat.endpoint import answer_chat
+from ..chat.request import ChatRequest
 from ..completions import CompletionRequest, answer_completion
 from ..context import GatewayContext, caller_of
 

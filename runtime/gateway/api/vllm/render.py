@@ -13,7 +13,8 @@ from ....api.sampling_params import SamplingParams
 from ...interfaces import GatewayError
 from ..anthropic.messages import MessagesRequest, chat_of
 from ..body_types import Answer, StreamOptions
-from ..chat import ChatRequest, render_chat
+from ..chat.endpoint import render_chat
+from ..chat.request import ChatRequest
 from ..completion_session import Prompt
 from ..completions import CompletionRequest
 from ..context import GatewayContext, Target, caller_of, json_response, request_id_of

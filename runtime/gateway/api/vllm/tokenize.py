@@ -11,7 +11,7 @@ from starlette.routing import Route
 from ....text.chat_files import DEFAULT
 from ...interfaces import GatewayError
 from ..body_types import Answer, Body, ModelName, TemplateText, TemplateVariables, Text, TokenIds
-from ..chat import MAX_MESSAGES, ChatMessage, template_messages
+from ..chat.request import MAX_MESSAGES, ChatMessage, template_messages
 from ..context import GatewayContext, caller_of, errors_as_400, json_response
 from ..tools import Tools, for_template, offered_tools
 

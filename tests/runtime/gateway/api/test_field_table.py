@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from sidestream.runtime.api.unsupported import ANY
-from sidestream.runtime.gateway.api.chat import ChatRequest
+from sidestream.runtime.gateway.api.chat.request import ChatRequest
 from sidestream.runtime.gateway.api.completions import CompletionRequest
 from sidestream.runtime.gateway.api.field_table import ENDPOINTS, ROWS, Row
 from sidestream.runtime.gateway.api.responses.request import ResponseRequest

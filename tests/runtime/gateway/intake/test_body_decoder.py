@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from sidestream.runtime.gateway.api.chat import ChatRequest
+from sidestream.runtime.gateway.api.chat.request import ChatRequest
 from sidestream.runtime.gateway.api.completions import CompletionRequest
 from sidestream.runtime.gateway.intake import body_decoder
 from sidestream.runtime.gateway.intake.body_decoder import LARGE_BODY_BYTES, BodyDecoder, decode
