@@ -270,7 +270,8 @@ class Server:
     def held(self, beyond: int = 0) -> Iterator[None]:
         """Of a server of `serve_fake`: no step ends meanwhile, so what is open stays open.
 
-        beyond   steps end while no sequence has more tokens than this, prompt included
+        beyond   steps end while no sequence has more tokens than this, prompt included. Of several requests one may get
+                 there before another has begun, unless all were accepted in a hold of 0
         """
         assert self.hold is not None
         self.hold.write_text(str(beyond))

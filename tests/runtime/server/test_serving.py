@@ -340,17 +340,19 @@ def test_sigterm_for_all_processes_at_once_ends_the_server(tmp_path):
 
 def test_sigterm_drains(tmp_path):
     with serve_fake(tmp_path, drain_seconds=8.0) as server, server.connect() as wire:
-        with server.held(beyond=10):
+        with server.held():
             wire.submit("short", sampling(max_tokens=30), prompt_token_ids=[1])
             wire.submit("endless", sampling(max_tokens=400), prompt_token_ids=[2])
-            wire.until(lambda: wire.answers["endless"].num_tokens > 2)
-            server.process.send_signal(signal.SIGTERM)
-            wire.until(lambda: server.health().status == "draining")
-            wire.submit("late", prompt_token_ids=[3])
-            assert wire.answer("late").error.code == "draining"
-            with server.held(beyond=100):
-                assert wire.answer("short").token_ids[0] == continuation([1], -1, 30, VOCABULARY)
-                assert wire.answer("endless").reasons == {0: "abort"}
+            wire.until(lambda: all(answer.accepted is not None for answer in wire.answers.values()))
+            with server.held(beyond=20):
+                wire.until(lambda: wire.answers["endless"].num_tokens > 2)
+                server.process.send_signal(signal.SIGTERM)
+                wire.until(lambda: server.health().status == "draining")
+                wire.submit("late", prompt_token_ids=[3])
+                assert wire.answer("late").error.code == "draining"
+                with server.held(beyond=100):
+                    assert wire.answer("short").token_ids[0] == continuation([1], -1, 30, VOCABULARY)
+                    assert wire.answer("endless").reasons == {0: "abort"}
         assert server.process.wait(GUARD) == 0
         assert "draining for up to 8 s" in server.log.read_text()
 

@@ -43,17 +43,19 @@ def assert_empty(server) -> None:
 def test_a_killed_clients_pages_are_free_within_two_steps(server):
     reader, writer = os.pipe()
     with server.connect() as wire:
-        with server.held(beyond=80):
+        with server.held():
             child = os.fork()
             if child == 0:  # a client of its own process, killed in mid-stream
                 try:
                     client = Wire(server.address, zmq.Context()).hello()
                     for index in range(4):
                         client.submit(f"r{index}", LONG, prompt_token_ids=[1] * 65)
-                    client.until(lambda: all(answer.num_tokens > 2 for answer in client.answers.values()))
-                    os.write(writer, b"x")
-                    while True:
-                        client.receive(1.0)
+                    client.until(lambda: all(answer.accepted is not None for answer in client.answers.values()))
+                    with server.held(beyond=80):
+                        client.until(lambda: all(answer.num_tokens > 2 for answer in client.answers.values()))
+                        os.write(writer, b"x")
+                        while True:
+                            client.receive(1.0)
                 finally:
                     os._exit(1)
             os.close(writer)

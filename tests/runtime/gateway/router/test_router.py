@@ -333,7 +333,7 @@ def test_an_engine_that_stops_gets_nothing_new_and_loses_nothing(tmp_path):
         await router.start()
         await all_ok(router, 2)
         begun = [asyncio.Event() for _ in range(24)]
-        with servers[0].held(beyond=100), servers[1].held(beyond=100):
+        with servers[0].held(beyond=280), servers[1].held(beyond=280):
             under_way = [
                 asyncio.create_task(check(router, f"d{index}", [index, 1], 300, begun=event, stream=index % 4 > 0))
                 for index, event in enumerate(begun)
