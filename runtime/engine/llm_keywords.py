@@ -19,7 +19,7 @@ Layers = bool | Collection[int]
 
 
 class LLMKeywords(TypedDict, total=False):
-    """The options of `LLM`, and vLLM's `enable_lora`."""
+    """The options of `LLM`, and vLLM's `enable_lora` and `speculative_config`."""
 
     precision: Precision | None
     kv_dtype: KvDtype
@@ -80,3 +80,4 @@ class LLMKeywords(TypedDict, total=False):
     seed: int
 
     enable_lora: bool
+    speculative_config: Mapping[str, Any] | None

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...compiler.options import OptionError
+from ..api.checks import MAX_DRAFTS, is_speculation
 from ..api.unsupported import ANY as ANY
 from ..api.unsupported import Unsupported as Unsupported
 from ..api.unsupported import has_no_effect as has_no_effect
@@ -15,6 +16,9 @@ from .launcher_flags import read_flags
 from .options import keywords
 
 _log = logging.getLogger("sidestream")
+_SPECULATIVE_KEYS = (
+    "method", "model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "draft_tensor_parallel_size",
+)  # fmt: skip
 DEFAULT_LORA_RANK = 16
 DEFAULT_LORAS = 1
 
@@ -56,7 +60,6 @@ UNSUPPORTED_KEYWORDS: dict[str, Unsupported] = {
     "enable_chunked_prefill": Unsupported((True,), "raise max_num_batched_tokens to the longest prompt"),
     "max_seq_len_to_capture": Unsupported((8192,), "use enforce_eager=True to replay no CUDA graph"),
     "compilation_config": Unsupported((0, {}), "use disable_passes and the other compiler options"),
-    "speculative_config": Unsupported((), "use speculation='auto' or a number, and draft=DIR for an EAGLE-3 head"),
     "structured_outputs_config": Unsupported(({},), "leave it out; requests have structured_outputs"),
     "logits_processors": Unsupported(((), []), "use logit_bias, temperature, top_k, top_p or min_p in SamplingParams"),
     "disable_async_output_proc": Unsupported((False, True), "leave it out"),
@@ -66,7 +69,7 @@ UNSUPPORTED_KEYWORDS: dict[str, Unsupported] = {
     "fully_sharded_loras": Unsupported((False,), _ONE_GPU),
     "served_model_name": Unsupported((), "leave it out; requests name adapters, not models"),
 }
-ACCEPTED = ("enable_lora",)
+ACCEPTED = ("enable_lora", "speculative_config")
 """Supported keywords of vLLM that are not options of `LLM`."""
 
 
@@ -74,11 +77,20 @@ def without_vllm_keywords(given: Mapping[str, Any], adapters: bool) -> dict[str,
     """Return the keywords without those of vLLM and of other launchers; some of these have another name here.
 
     `enable_lora=True` without adapters sets max_loras and max_lora_rank to vLLM's defaults, unless they are given.
+    `speculative_config` becomes speculation and draft.
     `adapters`: whether adapters are given at the start. Raises OptionError for a keyword that asks for an unsupported
     feature.
     """
     kept: dict[str, Any] = {}
     for name, value in given.items():
+        if name == "speculative_config" and value is not None:
+            try:
+                found = speculation_of(value)
+            except OptionError as problem:
+                raise OptionError(f"{name}: {problem}") from None
+            for twice in found.keys() & given.keys():
+                raise OptionError(f"{name} contradicts {twice}; leave it out")
+            kept |= found
         if name in ACCEPTED or (name == "seed" and value is None):  # vLLM's default
             continue
         ours, translated = (name, value) if name in keywords(private=True) else _translated(name, value)
@@ -101,6 +113,27 @@ def without_vllm_keywords(given: Mapping[str, Any], adapters: bool) -> dict[str,
             kept.setdefault("max_loras", DEFAULT_LORAS)
             kept.setdefault("max_lora_rank", DEFAULT_LORA_RANK)
     return kept
+
+
+def speculation_of(config: Any) -> dict[str, Any]:
+    """Return the options `speculation` and `draft` for vLLM's speculative_config. Raises OptionError for other methods
+    than ngram and eagle3, and for unknown keys.
+    """
+    remedy = "use speculation='auto' or a number, and draft=DIR for an EAGLE-3 head"
+    known = config if isinstance(config, Mapping) else {}
+    for key in known:
+        if key not in _SPECULATIVE_KEYS:
+            raise OptionError(f"{str(key)[:80]!r} is not supported; {remedy}")
+    model, number = known.get("model"), known.get("num_speculative_tokens")
+    method = known.get("method") or ("ngram" if model in ("ngram", "[ngram]") else None)
+    found = {"speculation": "auto" if number is None else number}
+    if not is_speculation(found["speculation"]):
+        raise OptionError(f"num_speculative_tokens={number!r} must be from 1 to {MAX_DRAFTS}")
+    if method == "ngram":
+        return found
+    if method == "eagle3" and isinstance(model, str):
+        return found | {"draft": model}
+    raise OptionError(f"its method is not supported; {remedy}")
 
 
 def _translated(name: str, value: Any) -> tuple[str, Any]:

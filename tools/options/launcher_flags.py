@@ -5,14 +5,16 @@ effect, or refused with a remedy.
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
 
+from ...compiler.options import OptionError
 from ...runtime.engine.flag_spelling import with_flags
 from ...runtime.engine.launcher_flags import LauncherFlag, add_flag, read_flags, read_value
-from ...runtime.engine.vllm_keywords import ACCEPTED, ANY, UNSUPPORTED_KEYWORDS, has_no_effect
+from ...runtime.engine.vllm_keywords import ACCEPTED, ANY, UNSUPPORTED_KEYWORDS, has_no_effect, speculation_of
 from .config_file import ConfigParser
 
 _PRECISIONS = {
@@ -20,6 +22,7 @@ _PRECISIONS = {
     "quantization": {"fp8": "fp8", "none": None, "None": None},
 }
 """Flag -> its value -> --precision; None leaves the precision as it is."""
+_JSON_FLAGS = ("--speculative-config", "--override-generation-config")
 
 
 @cache
@@ -37,6 +40,8 @@ def launcher_flags() -> tuple[dict[str, str], dict[str, LauncherFlag]]:
 def add_launcher_flags(parser: argparse.ArgumentParser) -> None:
     """Make a parser accept or explain other launchers' flags. Call it after all others are added."""
     parser.add_argument("--enable-lora", action="store_true", help=argparse.SUPPRESS)
+    hidden = argparse.SUPPRESS
+    parser.add_argument("--speculative-config", action=_SpeculativeConfig, default=hidden, help=hidden)
     for name in _PRECISIONS:
         parser.add_argument(f"--{name}", action=_Precision, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     if isinstance(parser, ConfigParser):
@@ -47,7 +52,7 @@ def _translate(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> lis
     """Return arguments with the names of renamed flags, and add the unsupported ones to `parser`."""
     renamed, flags = launcher_flags()
     found = []
-    for argument in arguments:
+    for argument in _with_json(arguments, parser):
         given, equals, value = argument.partition("=")
         name = f"--{given[2:].replace('_', '-')}" if given.startswith("--") else given
         if name in renamed:
@@ -67,6 +72,42 @@ def _translate(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> lis
             )
         found.append(f"{name}{equals}{value}" if name in known else argument)
     return found
+
+
+def _with_json(arguments: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+    """Return arguments with one JSON object for flags such as `--speculative-config.method ngram`, as in vLLM."""
+    kept, objects, rest = list[str](), dict[str, dict[str, Any]](), iter(arguments)
+    for argument in rest:
+        given, equals, value = argument.partition("=")
+        base, _, inside = given.partition(".")
+        base = base.replace("_", "-")
+        if not inside or base not in _JSON_FLAGS or base not in parser._option_string_actions:
+            kept.append(argument)
+            continue
+        inner = objects.setdefault(base, {})
+        *outer, last = inside.split(".")
+        for key in outer:
+            inner = inner.setdefault(key, {})
+            if not isinstance(inner, dict):
+                parser.error(f"argument {given}: {key} has a value already")
+        value = value if equals else next(rest, "--")
+        if not equals and value.startswith("--"):
+            parser.error(f"argument {given}: expected one argument")
+        inner[last] = read_value(value)
+    return kept + [word for flag, content in objects.items() for word in (flag, json.dumps(content))]
+
+
+class _SpeculativeConfig(argparse.Action):
+    """--speculative-config of the methods that are a --speculation."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any) -> None:
+        try:
+            found = speculation_of(read_value(values))
+        except OptionError as problem:
+            reason = with_flags(str(problem), {each.dest for each in parser._actions})
+            parser.error(f"--speculative-config {values}: {reason}")
+        for name, value in found.items():
+            setattr(namespace, name, value)
 
 
 class _Precision(argparse.Action):

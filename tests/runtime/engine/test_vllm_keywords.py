@@ -60,6 +60,9 @@ def test_every_keyword_of_vllm_is_an_option_or_has_a_remedy() -> None:
             {"enable_prefix_caching": False, "enforce_eager": True},
         ),
         ({"page_size": 64, "pp_size": 1, "speculative_draft_model_path": "d"}, {"draft": "d"}),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}, {"speculation": 4}),
+        ({"speculative_config": {"method": "eagle3", "model": "d"}}, {"speculation": "auto", "draft": "d"}),
+        ({"speculative_config": None}, {}),
         ({"max_lora_ranks": 8}, {"max_lora_ranks": 8}),  # `LLM` names the closest keyword
     ],
 )
@@ -70,6 +73,14 @@ def test_other_names_are_translated(given: dict[str, object], ours: dict[str, ob
 def test_a_keyword_under_two_names_is_refused() -> None:
     with pytest.raises(OptionError, match="kv_offloading_size is kv_host_gb here, which is also given"):
         without_vllm_keywords({"kv_host_gb": 2, "kv_offloading_size": 8}, adapters=False)
+
+
+def test_speculation_is_checked() -> None:
+    with pytest.raises(OptionError, match="speculative_config: its method is not supported; use speculation='auto'"):
+        without_vllm_keywords({"speculative_config": {"model": "x"}}, adapters=False)
+    with pytest.raises(OptionError, match="speculative_config contradicts speculation; leave it out"):
+        given = {"speculation": "off", "speculative_config": {"method": "ngram"}}
+        without_vllm_keywords(given, adapters=False)
 
 
 def test_what_has_no_effect_is_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -92,7 +103,6 @@ def test_what_has_no_effect_is_said(caplog: pytest.LogCaptureFixture) -> None:
         ("page_size", 16, "a KV page has 64 tokens"),
         ("swap_space", 16, "lower max_num_seqs"),
         ("cpu_offload_gb", 4, "smaller precision"),
-        ("speculative_config", {"model": "x"}, "use speculation"),
         ("enable_lora", 1, "True or False"),
     ],
 )

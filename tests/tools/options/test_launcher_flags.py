@@ -83,7 +83,6 @@ def test_flags_without_an_effect_say_so(
         ("--cpu-offload-gb 8", "fewer --num-kv-pages"),
         ("--num-gpu-blocks-override 99", "use --num-kv-pages"),
         ("--no-enable-chunked-prefill", "raise --max-num-batched-tokens"),
-        ("--speculative-config {}", "use --speculation 'auto' or a number, and --draft DIR"),
         ("--tokenizer other/one", "put tokenizer.json"),
         ("--revision main", "download the model first"),
         ("--ssl-certfile x.pem", "put a proxy"),
@@ -164,6 +163,10 @@ def test_the_help_shows_none_of_them() -> None:
         ("--max-model-len=4K", {"max_model_len": 4096}),
         ("--max-running-requests 7 --mem-fraction-static=0.5", {"max_num_seqs": 7, "gpu_memory_utilization": 0.5}),
         ('--preferred-sampling-params={"top_k":4}', {"override_generation_config": {"top_k": 4}}),
+        ('--speculative-config {"method":"ngram","num_speculative_tokens":5}', {"speculation": 5}),
+        ('-sc={"method":"eagle3","model":"head","num_speculative_tokens":3}', {"speculation": 3, "draft": "head"}),
+        ("--speculative-config.method ngram --max-num-seqs 2", {"speculation": "auto", "max_num_seqs": 2}),
+        ("--override-generation-config.temperature=0.5", {"override_generation_config": {"temperature": 0.5}}),
         ("-tp 2", {"tensor_parallel_size": 2}),
         ("-q fp8", {"precision": "fp8"}),
         ("--max-active-adapters 3 --quantize fp8", {"max_loras": 3, "precision": "fp8"}),
@@ -173,6 +176,22 @@ def test_the_help_shows_none_of_them() -> None:
 )
 def test_renamed_flags_have_the_effect_of_ours(model: str, arguments: str, effect: dict[str, object]) -> None:
     assert llm_of(model, *arguments.split()) == llm_of(model) | effect
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ("{}", "its method is not supported; use --speculation 'auto' or a number, and --draft DIR"),
+        ('{"method":"medusa","model":"x"}', "its method is not supported"),
+        ('{"method":"ngram","num_speculative_tokens":9}', "num_speculative_tokens=9 must be from 1 to 7"),
+        ('{"method":"ngram","acceptance_method":"x"}', "'acceptance_method' is not supported"),
+        ("ngram", "its method is not supported"),
+    ],
+)
+def test_other_speculation_is_refused(config: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--speculative-config", config])
+    assert f"--speculative-config {config}: {reason}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", ["8g", "k", "1e400k", "8 K x"])
