@@ -1,5 +1,7 @@
 """Settings of a gateway process. `sidestream serve` sends them to it."""
 
+from typing import Any
+
 from msgspec import Struct, field
 
 from ..processes.threads import prepare_types
@@ -48,6 +50,7 @@ class GatewaySettings(Struct, frozen=True, kw_only=True):
     force_usage              streams of completions and chats report the usage in each event, as if requested
     per_request_metrics      answers of completions and chats have `metrics`
     tokens_as_ids            log-probabilities name tokens by their ids unless a request sets that itself
+    template_variables       variables of chat templates that a request's chat_template_kwargs do not set
     store_responses          responses of /v1/responses that are kept in memory; 0: none
     metrics_compat           "vllm": export vLLM's metric names too
     otel_endpoint            URL of an OTLP collector for spans; None: no spans
@@ -85,6 +88,7 @@ class GatewaySettings(Struct, frozen=True, kw_only=True):
     force_usage: bool = False
     per_request_metrics: bool = False
     tokens_as_ids: bool = False
+    template_variables: dict[str, Any] = field(default_factory=dict)
     store_responses: int = 0
     metrics_compat: str | None = None
     otel_endpoint: str | None = None

@@ -132,7 +132,7 @@ class ChatRenderer:
         if continue_final_message and add_generation_prompt:
             raise RequestError("continue_final_message=True needs add_generation_prompt=False")
         variables = {
-            **_variables(chat_template_kwargs),
+            **check_variables(chat_template_kwargs),
             "tools": None if tools is None else _tools(tools),
             "add_generation_prompt": bool(add_generation_prompt),
         }
@@ -162,9 +162,8 @@ class ChatRenderer:
             self._idle.put(process)
 
 
-def _variables(given: Any) -> dict[str, Any]:
-    """Return the checked chat_template_kwargs. Raises ChatInputError."""
-    name = "chat_template_kwargs"
+def check_variables(given: Any, name: str = "chat_template_kwargs") -> dict[str, Any]:
+    """Return further variables of a template; None: none. Raises ChatInputError, which calls them `name`."""
     if given is None:
         return {}
     if not isinstance(given, Mapping):

@@ -1,13 +1,13 @@
 """`sidestream serve`: serve a model and its adapters."""
 
 import argparse
-import json
 import os
 import socket
 import sys
 from pathlib import Path
 from typing import Any
 
+from ...runtime.api.errors import RequestError
 from ...runtime.api.sampling_defaults import check_override
 from ..options.config_file import ConfigAction
 from ..options.engine import (
@@ -19,6 +19,7 @@ from ..options.engine import (
     advanced,
     check_output,
     given,
+    json_object,
     llm_arguments,
     positive,
     report,
@@ -186,10 +187,10 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def sampling_defaults_in(text: str) -> dict[str, Any]:
     """Return the JSON of --override-generation-config."""
+    found = json_object(text)
     try:
-        found: dict[str, Any] = json.loads(text)
         check_override(found)
-    except ValueError as problem:
+    except RequestError as problem:
         raise argparse.ArgumentTypeError(f"{problem}; give JSON such as '{{\"temperature\": 0.7}}'") from None
     return found
 

@@ -120,6 +120,17 @@ def short(dtype: str) -> str:
     return {"bfloat16": "bf16"}.get(dtype, dtype)
 
 
+def json_object(text: str) -> dict[str, Any]:
+    """Parse a JSON object."""
+    try:
+        found = json.loads(text)
+    except ValueError as problem:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not JSON ({problem})") from None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a JSON object")
+    return found
+
+
 def speculation(text: str) -> str | int:
     """Parse `off`, `auto` or a number of drafts."""
     value = int(text) if text.isdecimal() else text

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ...runtime.processes.logs import FORMAT_VARIABLE, FORMATS, LEVEL_VARIABLE, LEVELS, configure_logging
-from .engine import add_value, check_output, positive, report, seconds
+from .engine import add_value, check_output, json_object, positive, report, seconds
 
 API_KEY_VARIABLE, ADMIN_KEY_VARIABLE = "SIDESTREAM_API_KEY", "SIDESTREAM_ADMIN_KEY"
 
@@ -77,6 +77,14 @@ def add_gateway_options(parser: argparse.ArgumentParser, keys_flags: list[str]) 
         "--return-tokens-as-token-ids",
         action="store_true",
         help="log-probabilities name tokens token_id: and their ids, unless a request sets return_tokens_as_token_ids",
+    )
+    group.add_argument(
+        "--default-chat-template-kwargs",
+        type=json_object,
+        default={},
+        metavar="JSON",
+        help="variables of the chat template that requests do not set in chat_template_kwargs, such as "
+        """'{"enable_thinking": false}'""",
     )
     group.add_argument(
         "--store-responses",
@@ -150,6 +158,7 @@ def gateway_settings(options: argparse.Namespace) -> Any:
     from ...runtime.gateway.origin_policy import parse_origins
     from ...runtime.gateway.server_process import check_exposure
     from ...runtime.gateway.settings import GatewaySettings
+    from ...runtime.text.chat_renderer import check_variables
 
     api_key, admin_key = _keys(options)
     if options.api_keys is not None:
@@ -188,6 +197,7 @@ def gateway_settings(options: argparse.Namespace) -> Any:
         force_usage=options.enable_force_include_usage,
         per_request_metrics=options.enable_per_request_metrics,
         tokens_as_ids=options.return_tokens_as_token_ids,
+        template_variables=check_variables(options.default_chat_template_kwargs, "--default-chat-template-kwargs"),
         store_responses=options.store_responses,
         metrics_compat=options.metrics_compat,
         otel_endpoint=options.otel_endpoint,

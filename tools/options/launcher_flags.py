@@ -22,7 +22,7 @@ _PRECISIONS = {
     "quantization": {"fp8": "fp8", "none": None, "None": None},
 }
 """Flag -> its value -> --precision; None leaves the precision as it is."""
-_JSON_FLAGS = ("--speculative-config", "--override-generation-config")
+_JSON_FLAGS = ("--speculative-config", "--override-generation-config", "--default-chat-template-kwargs")
 
 
 @cache

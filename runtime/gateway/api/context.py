@@ -234,7 +234,7 @@ class GatewayContext:
             messages,
             add_generation_prompt=not continues if add_generation_prompt is None else add_generation_prompt,
             continue_final_message=continues,
-            chat_template_kwargs=template_kwargs,
+            chat_template_kwargs={**self.settings.template_variables, **(template_kwargs or {})},
             tools=tools,
         )
         try:

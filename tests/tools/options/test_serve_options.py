@@ -151,6 +151,22 @@ def test_a_chat_template_is_read_at_the_start(model, tmp_path):
         settings(str(model), "--chat-template", str(tmp_path / "no.jinja"))
 
 
+def test_default_variables_of_the_chat_template(model, tmp_path):
+    def read(*arguments):
+        options = cli.build_parser().parse_args(["serve", str(model), "--port", "0", *arguments])
+        front = front_of(options, settings_of(options))
+        front.close()
+        return front._settings(["ipc:///x"]).template_variables
+
+    assert read() == {}
+    flag = "--default-chat-template-kwargs"
+    assert read(flag, '{"enable_thinking": false}') == read(f"{flag}.enable_thinking", "false")
+    (tmp_path / "server.toml").write_text('default-chat-template-kwargs = \'{"mood": "calm"}\'')
+    assert read("--config", str(tmp_path / "server.toml")) == {"mood": "calm"}
+    with pytest.raises(ValueError, match=f"{flag} must not contain 'tools'"):
+        read(flag, '{"tools": []}')
+
+
 def test_a_file_fills_in_what_the_command_line_leaves_open(model, tmp_path):
     file = tmp_path / "server.toml"
     file.write_text(

@@ -62,6 +62,25 @@ def test_an_adapters_own_template_is_used_for_it_at_each_endpoint() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("route", ROUTES)
+def test_default_variables_are_those_that_a_request_does_not_set(route: str) -> None:
+    engines = TemplateEngines({"default": "{{ mood }} {{ style }}:" + SAID})
+    text = HELLO["messages"][0]["content"][0]["text"]
+    body = {"input": text} if route == "/v1/responses" else {"messages": [{"role": "user", "content": text}]}
+
+    async def run() -> list[str]:
+        said = []
+        async with gateway(engines, template_variables={"mood": "calm", "style": "terse"}) as http:
+            for given in ({}, {"chat_template_kwargs": {"style": "long"}}, {"chat_template_kwargs": None}):
+                answer = await http.post(route, json=body | given)
+                assert answer.status_code == 200, answer.text
+                ids = answer.json()["tokens"] if route == "/tokenize" else None
+                said.append("".join(map(chr, ids)) if ids else str(engines.asked[-1].prompt))
+        return said
+
+    assert asyncio.run(run()) == ["calm terse:<user>hi", "calm long:<user>hi", "calm terse:<user>hi"]
+
+
 def test_a_base_model_without_a_template_and_an_adapter_with_one() -> None:
     engines = TemplateEngines({}, {"mine": {"default": SAID}})
 
