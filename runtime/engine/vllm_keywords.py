@@ -16,6 +16,8 @@ from .launcher_flags import read_flags
 from .options import keywords
 
 _log = logging.getLogger("sidestream")
+_PARAMETERS = {"model": "model", "lora_modules": "adapters"}
+"""Flag that is no keyword of `LLM` -> its parameter."""
 _SPECULATIVE_KEYS = (
     "method", "model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "draft_tensor_parallel_size",
 )  # fmt: skip
@@ -82,6 +84,7 @@ def without_vllm_keywords(given: Mapping[str, Any], adapters: bool) -> dict[str,
     feature.
     """
     kept: dict[str, Any] = {}
+    ineffective = []
     for name, value in given.items():
         if name == "speculative_config" and value is not None:
             try:
@@ -93,7 +96,10 @@ def without_vllm_keywords(given: Mapping[str, Any], adapters: bool) -> dict[str,
             kept |= found
         if name in ACCEPTED or (name == "seed" and value is None):  # vLLM's default
             continue
-        ours, translated = (name, value) if name in keywords(private=True) else _translated(name, value)
+        is_ours = name in keywords(private=True)
+        if value is None and not is_ours and (_flag(name) in read_flags()[0] or _unsupported(name)[0] is not None):
+            continue  # the default of vLLM's EngineArgs, if not of the option here
+        ours, translated = (name, value) if is_ours else _translated(name, value)
         option, remedy = _unsupported(ours)
         if option is None:
             if ours in kept or (ours != name and ours in given):
@@ -101,8 +107,10 @@ def without_vllm_keywords(given: Mapping[str, Any], adapters: bool) -> dict[str,
             kept[ours] = translated
         elif not has_no_effect(option, translated):
             raise OptionError(f"{name}={value!r} is not supported; {remedy}")
-        elif name not in UNSUPPORTED_KEYWORDS and ANY in option.accepted and value is not None:
-            _log.warning("%s=%r has no effect: %s", name, value, remedy)
+        elif name not in UNSUPPORTED_KEYWORDS and ANY in option.accepted and value is not False:
+            ineffective.append(f"{name}={value!r}")
+    if ineffective:
+        _log.warning("without an effect here: %s", ", ".join(ineffective))
     if "enable_lora" in given:
         enabled = given["enable_lora"]
         if not isinstance(enabled, bool):
@@ -137,13 +145,20 @@ def speculation_of(config: Any) -> dict[str, Any]:
 
 
 def _translated(name: str, value: Any) -> tuple[str, Any]:
-    """Return a keyword's name here and its value; both unchanged if it has no other name."""
+    """Return a keyword's name here and its value; both unchanged if it has no other name.
+
+    Raises OptionError for a name of a parameter of `LLM` that is no keyword, and of a flag of the server alone.
+    """
     target = read_flags()[0].get(_flag(name), "")
     ours = target.removeprefix("--").replace("-", "_")
     if target.startswith("--no-") and isinstance(value, bool):
         positive = ours.removeprefix("no_")
         return (positive if positive in keywords() else f"enable_{positive}"), not value
-    return (ours, value) if ours in keywords() or ours in UNSUPPORTED_KEYWORDS else (name, value)
+    if ours in keywords() or ours in UNSUPPORTED_KEYWORDS or not target:
+        return (ours or name), value
+    if ours in _PARAMETERS:
+        raise OptionError(f"{name} is {_PARAMETERS[ours]} here")
+    raise OptionError(f"{name} is a flag of `sidestream serve`: {target}")
 
 
 def _unsupported(name: str) -> tuple[Unsupported | None, str]:

@@ -75,6 +75,19 @@ def test_a_keyword_under_two_names_is_refused() -> None:
         without_vllm_keywords({"kv_host_gb": 2, "kv_offloading_size": 8}, adapters=False)
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("model_path", "model_path is model here"),
+        ("lora_paths", "lora_paths is adapters here"),
+        ("otlp_traces_endpoint", "is a flag of `sidestream serve`: --otel-endpoint"),
+    ],
+)
+def test_names_that_are_no_keywords_lead_to_ours(name: str, reason: str) -> None:
+    with pytest.raises(OptionError, match=reason):
+        without_vllm_keywords({name: "x"}, adapters=False)
+
+
 def test_speculation_is_checked() -> None:
     with pytest.raises(OptionError, match="speculative_config: its method is not supported; use speculation='auto'"):
         without_vllm_keywords({"speculative_config": {"model": "x"}}, adapters=False)
@@ -84,9 +97,26 @@ def test_speculation_is_checked() -> None:
 
 
 def test_what_has_no_effect_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    assert without_vllm_keywords({"async_scheduling": True, "attention_backend": None}, adapters=False) == {}
+    given = {"async_scheduling": True, "attention_backend": None, "stream_interval": 2, "disable_sliding_window": False}
+    assert without_vllm_keywords(given, adapters=False) == {}
     (record,) = caplog.records
-    assert record.getMessage().startswith("async_scheduling=True has no effect: ")
+    assert record.getMessage() == "without an effect here: async_scheduling=True, stream_interval=2"
+
+
+def test_none_is_the_default_of_all_that_is_not_ours() -> None:
+    names = [
+        "kv_offloading_size",
+        "otlp_traces_endpoint",
+        "speculative_config",
+        "quantization",
+        "worker_cls",
+        "model_path",
+    ]
+    assert without_vllm_keywords(dict.fromkeys(names), adapters=False) == {}
+    assert without_vllm_keywords({"max_model_len": None, "no_option": None}, adapters=False).keys() == {
+        "max_model_len",
+        "no_option",
+    }
 
 
 @pytest.mark.parametrize(
