@@ -23,7 +23,7 @@ from .moe.adapter_layouts import is_expert, is_stack, parts_of, target_of, unpac
 from .vocabulary_rows import ChangedRows, changed_rows, remedy
 
 MODULES_AT_ONCE = 14
-_log = logging.getLogger("sidestream")
+_log = logging.getLogger(__name__)
 Recall = Callable[[str], str | None]
 
 

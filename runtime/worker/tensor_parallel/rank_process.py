@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from .... import graphs
 from ....graphs.files.update_file import UpdateFile
 from ...adapters.registry import RegisteredAdapter
 from ...processes.channel import Channel, ChannelClosed
@@ -199,6 +200,8 @@ def main() -> NoReturn:
         (first, *_) = channel.receive(block=True)
         settings = msgspec.convert(first["settings"], PeerSettings)
         configure_logging(f"rank {settings.tp_rank}")
+        # rank 0 reads the same checkpoint and adapters, and has warned of what is odd about them
+        logging.getLogger(graphs.__name__).setLevel(logging.ERROR)
         with HeartbeatThread(channel.send_heartbeat, lambda: None):
             try:
                 _RankProcess(channel, settings, PlanRing(plans_fd, settings.tp_size - 1), store_fd).run()

@@ -77,10 +77,17 @@ def read_from_disk(llm: LLM, expected: list[list[int]]) -> None:
 
 
 @pytest.mark.first
-def test_two_ranks_answer_as_one_process_does_and_end_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_answer_as_one_process_does_and_end_together(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     base = tiny_llama(tmp_path, num_hidden_layers=1, num_key_value_heads=1, tokenizer=True)
     activated = AdapterSpec(rank=7, extra={"alora_invocation_tokens": list(b"er")})  # aLoRA, not in the first prompt
     one, two, three = tiny_adapters(base, [AdapterSpec(rank=4), activated, AdapterSpec(rank=5)])
+    odd = json.loads((Path(three) / CONFIG).read_text()) | {"target_modules": ["q_proj"]}  # of seven that it has
+    (Path(three) / CONFIG).write_text(json.dumps(odd))
     batches: list[list[Any]] = [["one", None, "two"], ["three", "three", "one"], ["two", "three", "one"]]
     batches.append([{"one": 0.7, "three": 0.3}, None, "two"])
     found = []
@@ -117,6 +124,7 @@ def test_two_ranks_answer_as_one_process_does_and_end_together(tmp_path: Path, m
         read_from_disk(llm, found[-1][-1])
         if ranks == 1:
             llm.close()
+        assert "not targeted" in caplog.text and "not targeted" not in capfd.readouterr().err, "rank 1 is silent"
     assert found[0] == found[1] and llm.engine.scheduler.stats().history_accepted > 0
     mixed = [PARAMS[0], PARAMS[1], PARAMS[0]]
     assert [one.outputs[0].token_ids for one in llm.generate(PROMPTS, mixed, use_tqdm=False)] == [
