@@ -22,13 +22,13 @@ from ..tools import (
 
 
 class AnswerMessage(Answer, frozen=True, kw_only=True):
-    """The generated message. Reasoning has vLLM's names, the older one first; the texts are the same."""
+    """The generated message. Reasoning has vLLM's names, the older one first; the texts are the same, or null."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: None = None
-    reasoning_content: str | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -115,7 +115,7 @@ class AssistantMessage:
             for call in parsed.calls
         ]
         content = parsed.content if parsed.content or not (calls or parsed.reasoning) else None
-        reasoning = self._shown(parsed.reasoning)
+        reasoning = self._shown(parsed.reasoning) or None
         return AnswerMessage(
             role="assistant",
             content=content,

@@ -102,7 +102,8 @@ def test_the_prompt_and_the_body_switch_it_off() -> None:
         assert engines.asked[0].prompt.endswith("</think>\n\n")
         assert answer["choices"][0]["message"]["content"] == joined(streamed, "content") == "<think>as text"
         answer, streamed = await ask(ScriptedEngines(THOUGHT, template=QWEN), {"include_reasoning": False})
-        assert answer["choices"][0]["message"] == {"role": "assistant", "content": "Five.", "refusal": None}
+        nothing = dict.fromkeys(("refusal", "reasoning_content", "reasoning"))
+        assert answer["choices"][0]["message"] == {"role": "assistant", "content": "Five."} | nothing
         assert joined(streamed, "content") == "Five." and joined(streamed, "reasoning") is None
         assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 6
 

@@ -18,7 +18,7 @@ CHAT: dict[str, Any] = {
 }
 USAGE = {"prompt_tokens": int, "total_tokens": int, "completion_tokens": int}
 TEXT = {"index": int, "text": str, "logprobs": None, "finish_reason": str, "stop_reason": None, "prompt_logprobs": None}
-MESSAGE = {"role": str, "content": str, "refusal": None}
+MESSAGE = {"role": str, "content": str, "refusal": None, "reasoning_content": None, "reasoning": None}
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (
         "/v1/completions",
